@@ -1,0 +1,41 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_ARGS ?=
+
+.PHONY: demo test lint types check clean
+
+demo: $(VENV)/.base
+	$(BIN)/farloop demo $(DEMO_ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy resolves `farloop.X` through a link named farloop: the folders lie at the root of the repository.
+types: $(VENV)/.dev
+	mkdir -p .cache/tree && ln -sfn "$(CURDIR)" .cache/tree/farloop
+	cd .cache/tree && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
+		-p farloop.algo -p farloop.quant -p farloop.wire -p farloop.node -p farloop.coordinator -p farloop.monitoring \
+		-p farloop.sim -p farloop.cli -p farloop.bench
+
+check: lint types test
+
+# constraints.txt pins what CI runs; torch comes as the CPU build where the index offers one under that version.
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "farloop needs Python 3.11 or newer; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info out

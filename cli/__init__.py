@@ -1,0 +1,1 @@
+"""One front door: `farloop …`."""

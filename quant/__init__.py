@@ -1,0 +1,1 @@
+"""How numbers become bytes: codecs with one byte layout each, and the blob header they travel under."""

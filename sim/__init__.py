@@ -1,0 +1,1 @@
+"""A discrete-event world that runs the daemons' own machines and sessions on virtual time."""
