@@ -1,0 +1,196 @@
+"""How a model is cut into fragments, and how a fragment lies in its flat buffer (protocol G, N).
+
+Arithmetic over names and shapes, so every node that builds the same model cuts it the same way, whatever its
+parallelism. When a fragment is sent, and what is done to it, is decided elsewhere.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TENSOR_ALIGN, TILE, Fragment, Layout, TensorSlot
+
+Pattern = Literal["whole", "sequential", "strided", "balanced"]
+"""What decides the fragment of a tensor: nothing, its block's place in the stack, block mod P, or sizes alone."""
+
+NamedShape = tuple[str, tuple[int, ...]]
+
+
+def trainable_tensors(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that require a gradient, in registration order; tied ones once, under their first name.
+
+    Two parameters are tied when they are one object or cover the same memory. Pass the bare module: DDP and
+    torch.compile wrappers prefix every name, and nodes agree on names.
+    """
+    found: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            # Meta tensors and DTensors have no address: named_parameters has already tied those that are one object.
+            address = parameter.data_ptr() or id(parameter)
+            found.setdefault((address, parameter.numel()), (name, parameter))
+    return list(found.values())
+
+
+def partition(
+    tensors: Sequence[NamedShape], *, pattern: Pattern, blocks_per_fragment: int = 3, fragments: int | None = None
+) -> Layout:
+    """Cut the tensors into fragments, each with its slot in the round.
+
+    `whole` puts everything into slot 0. The other patterns give each of P layer fragments a slot, 0 … P−1, and what
+    lies outside the blocks (embedding, head, last norm) the slot after them: Streaming DiLoCo (arXiv 2501.18512,
+    Fig. 17) keeps it apart too. P is `fragments`, or ⌈blocks / blocks_per_fragment⌉. The paper's choice is `strided`
+    with 3 blocks per fragment at every scale. In a model without numbered blocks every tensor counts as a block of
+    its own and the pattern is `balanced`. A slot above the size limit is shared by several fragments.
+
+    Raises ValueError for no tensors, duplicate names, empty or oversized tensors, and more fragments than blocks.
+    """
+    _check_tensors(tensors)
+    if blocks_per_fragment < 1:
+        raise ValueError(f"blocks_per_fragment is {blocks_per_fragment}; the least is 1")
+    if pattern == "whole":
+        if fragments not in (None, 1):
+            raise ValueError(f"the pattern 'whole' has 1 fragment, not {fragments}; for more take 'strided'")
+        return _layout([list(tensors)])
+
+    blocks = _block_numbers(tensors)
+    layers = [tensor for tensor in tensors if tensor[0] in blocks]
+    rest = [tensor for tensor in tensors if tensor[0] not in blocks]
+    if not layers:
+        layers, rest, pattern = rest, [], "balanced"
+        blocks = {name: number for number, (name, _) in enumerate(layers)}
+
+    num_blocks = 1 + max(blocks.values())
+    num_fragments = -(-num_blocks // blocks_per_fragment) if fragments is None else fragments
+    most = len(layers) if pattern == "balanced" else num_blocks
+    if not 1 <= num_fragments <= most:
+        unit = "tensors" if pattern == "balanced" else "blocks"
+        raise ValueError(f"{num_fragments} fragments cannot be cut from {most} {unit}; take 1 to {most}")
+
+    groups: list[list[NamedShape]] = [[] for _ in range(num_fragments)]
+    for tensor, group in zip(layers, _assign(layers, blocks, pattern, num_blocks, num_fragments), strict=True):
+        groups[group].append(tensor)
+    return _layout([*groups, rest] if rest else groups)
+
+
+def view(flat: Tensor, tensor: TensorSlot) -> Tensor:
+    """The tensor's own part of a flat fragment buffer, in its shape; no copy."""
+    return flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
+
+
+def zero_padding_(fragment: Fragment, flat: Tensor) -> None:
+    """Clear the elements that belong to no tensor: a buffer that served another fragment holds its numbers there."""
+    ends = [tensor.offset for tensor in fragment.tensors[1:]] + [fragment.numel]
+    for tensor, end in zip(fragment.tensors, ends, strict=True):
+        if tensor.offset + tensor.numel < end:
+            flat[tensor.offset + tensor.numel : end].zero_()
+
+
+def tiles(*flats: Tensor, size: int = TILE) -> Iterator[tuple[Tensor, ...]]:
+    """Matching parts of flat tensors, `size` elements each: what is done part by part needs small temporaries only."""
+    assert all(flat.dim() == 1 and flat.shape == flats[0].shape for flat in flats)
+    for start in range(0, flats[0].numel(), size):
+        yield tuple(flat[start : start + size] for flat in flats)
+
+
+@torch.no_grad()
+def flatten_into(fragment: Fragment, tensors: Mapping[str, Tensor], out: Tensor) -> None:
+    """Copy the named tensors into `out`, fp32 [fragment.numel], padding zeroed: first anchors, raw gradients."""
+    for tensor in fragment.tensors:
+        source = tensors[tensor.name]
+        assert source.shape == tensor.shape, f"{tensor.name} has shape {tuple(source.shape)}, not {tensor.shape}"
+        view(out, tensor).copy_(source)
+    zero_padding_(fragment, out)
+
+
+def _check_tensors(tensors: Sequence[NamedShape]) -> None:
+    if not tensors:
+        raise ValueError("the model has no trainable tensors")
+    seen: set[str] = set()
+    for name, shape in tensors:
+        if name in seen:
+            raise ValueError(f"the tensor name {name!r} appears twice")
+        seen.add(name)
+        numel = _padded(shape)
+        if numel == 0:
+            raise ValueError(f"the tensor {name!r} has no elements: its shape is {shape}")
+        if numel > MAX_FRAGMENT_ELEMENTS:
+            raise ValueError(
+                f"the tensor {name!r} has {numel} elements with padding; a tensor is never split, "
+                f"and a fragment holds at most {MAX_FRAGMENT_ELEMENTS}"
+            )
+
+
+def _block_numbers(tensors: Sequence[NamedShape]) -> dict[str, int]:
+    """Block of each tensor whose name has a number in it: `blocks.<i>.…`, `model.layers.<i>.…`, `h.<i>.…`.
+
+    The first number counts (a later one is an expert or a sub-layer). Blocks are numbered from 0 without gaps, stack
+    after stack (encoder, decoder), so that `nn.Sequential` with activations in between is still dealt out evenly.
+    """
+    keys: dict[str, tuple[str, int]] = {}
+    for name, _ in tensors:
+        parts = name.split(".")
+        place = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+        if place is not None:
+            keys[name] = (".".join(parts[:place]), int(parts[place]))
+    stacks = {stack: number for number, stack in enumerate(dict.fromkeys(stack for stack, _ in keys.values()))}
+    in_order = sorted(set(keys.values()), key=lambda key: (stacks[key[0]], key[1]))
+    numbers = {key: number for number, key in enumerate(in_order)}
+    return {name: numbers[key] for name, key in keys.items()}
+
+
+def _assign(
+    layers: Sequence[NamedShape], blocks: Mapping[str, int], pattern: Pattern, num_blocks: int, num_fragments: int
+) -> list[int]:
+    """Fragment of each tensor."""
+    if pattern == "strided":
+        return [blocks[name] % num_fragments for name, _ in layers]
+    if pattern == "sequential":
+        # Runs of consecutive blocks whose lengths differ by at most one.
+        return [blocks[name] * num_fragments // num_blocks for name, _ in layers]
+    # Greedy bin packing, largest first into the emptiest, as in Decoupled DiLoCo (arXiv 2604.21428).
+    loads = [0] * num_fragments
+    assigned = [0] * len(layers)
+    for item in sorted(range(len(layers)), key=lambda item: (-_padded(layers[item][1]), item)):
+        assigned[item] = loads.index(min(loads))
+        loads[assigned[item]] += _padded(layers[item][1])
+    return assigned
+
+
+def _layout(groups: Sequence[Sequence[NamedShape]]) -> Layout:
+    """One slot per group; a group above the size limit becomes several fragments of that slot."""
+    cut = [(slot, tensors) for slot, group in enumerate(groups) for tensors in _within_limit(group)]
+    return Layout(
+        slots=len(groups),
+        fragments=tuple(_fragment(index, slot, tensors) for index, (slot, tensors) in enumerate(cut)),
+    )
+
+
+def _within_limit(group: Sequence[NamedShape]) -> Iterator[list[NamedShape]]:
+    taken: list[NamedShape] = []
+    numel = 0
+    for tensor in group:
+        if numel + _padded(tensor[1]) > MAX_FRAGMENT_ELEMENTS:
+            yield taken
+            taken, numel = [], 0
+        taken.append(tensor)
+        numel += _padded(tensor[1])
+    yield taken
+
+
+def _fragment(index: int, slot: int, tensors: Sequence[NamedShape]) -> Fragment:
+    placed: list[TensorSlot] = []
+    numel = 0
+    for name, shape in tensors:
+        placed.append(TensorSlot(name=name, shape=tuple(shape), offset=numel))
+        numel += _padded(shape)
+    return Fragment(index=index, slot=slot, numel=numel, tensors=tuple(placed))
+
+
+def _padded(shape: Sequence[int]) -> int:
+    """Elements of a tensor with its padding."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    return -(-numel // TENSOR_ALIGN) * TENSOR_ALIGN

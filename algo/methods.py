@@ -1,0 +1,175 @@
+"""The training methods that a run can name, each a row of choices, and the check that a run's terms make sense.
+
+Codec names are checked where codecs live; here only what the mathematics demands. Free of torch: state machines read
+this table, and so does a command line that only prints help.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from farloop.algo.spec import LateUpdatePolicy, Layout, Terms
+
+if TYPE_CHECKING:
+    from farloop.algo.fragments import Pattern
+    from farloop.algo.outer import OuterKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A method: what it fixes, and the defaults of what it leaves open (fields named as in `Terms`)."""
+
+    name: str
+    summary: str
+    pattern: "Pattern"
+    """How the model is cut."""
+    h: int
+    tau: int
+    mix: float
+    codec_up: str = "q4"
+    codec_down: str = "q4"
+    on_late_update: LateUpdatePolicy = "wait"
+    quorum: int | None = None
+    fixed: frozenset[str] = frozenset()
+    """Names of the terms that must keep the values given here."""
+    merge: str = "mean"
+    """Name of its merge rule."""
+    outer: "OuterKind" = "nesterov"
+    inner: bool = True
+    """Nodes run an optimizer; without one their delta is the gradient (protocol K)."""
+    lag: int = 0
+    """Versions that it runs behind by design (protocol D)."""
+    depth: int = 1
+    """Undecided deltas that a node may have per fragment."""
+    in_flight: int | None = 1
+    """Slots that a node may have undecided at once; None for any number."""
+
+
+METHODS: Final = {
+    method.name: method
+    for method in (
+        Method(
+            name="diloco",
+            summary="All parameters at once, every H inner steps; training waits for the update (arXiv 2311.08105).",
+            pattern="whole",
+            h=30,
+            tau=0,
+            mix=0.0,
+        ),
+        Method(
+            name="streaming",
+            summary="One fragment after the other, each merged τ inner steps after it was sent (arXiv 2501.18512).",
+            pattern="strided",
+            h=30,
+            tau=5,  # largest overlap that the paper advises
+            mix=0.5,
+            in_flight=None,
+        ),
+        Method(
+            name="data-parallel",
+            summary="The mean fp32 gradient of every inner step, stepped by one AdamW: the baseline.",
+            pattern="whole",
+            h=1,
+            tau=0,
+            mix=0.0,
+            codec_up="fp32",
+            codec_down="fp32",
+            fixed=frozenset({"h", "tau", "mix", "codec_up", "codec_down", "on_late_update", "quorum"}),
+            outer="adamw",
+            inner=False,
+        ),
+    )
+}
+
+
+def method_named(name: str) -> Method:
+    """The method of that name. Raises ValueError that names the nearest one."""
+    if name in METHODS:
+        return METHODS[name]
+    near = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METHODS)}"
+    raise ValueError(f"there is no method {name!r}; {hint}")
+
+
+def max_tau(method: Method, h: int, slots: int) -> int:
+    """Longest overlap, in inner steps, of a layout with that many slots (protocol D).
+
+    With n slots undecided at a time, the (n+1)-th send must come after the first one's merge. n sends span ⌊n·H/slots⌋
+    inner steps or more, and a step encodes before it merges.
+    """
+    undecided = slots if method.in_flight is None else min(method.in_flight, slots)
+    return undecided * h // slots - 1 + method.lag
+
+
+def check(terms: Terms, layout: Layout) -> None:
+    """Raise ValueError, one sentence with the nearest valid value, unless a run of this layout can have these terms."""
+    method = method_named(terms.method)
+    for name in sorted(method.fixed):
+        wanted, value = getattr(method, name), getattr(terms, name)
+        _require(value == wanted, f"{method.name} runs with {name} = {wanted} only, not {value}")
+    _check_layout(method, layout)
+    _check_schedule(method, terms, layout.slots)
+    _check_optimizers(terms)
+    _check_windows(terms)
+
+
+def _check_layout(method: Method, layout: Layout) -> None:
+    if method.pattern == "whole":
+        _require(layout.slots == 1, f"{method.name} sends the whole model in 1 slot, but the layout has {layout.slots}")
+    if method.outer == "adamw":
+        count = len(layout.fragments)
+        _require(count == 1, f"{method.name} needs the model in 1 fragment, but it takes {count}: it is too large")
+
+
+def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
+    for name in ("steps", "h", "batch_sequences", "sequence_tokens", "evaluate_every_rounds"):
+        _require(getattr(terms, name) >= 1, f"{name} is {getattr(terms, name)}; the least is 1")
+    _require(slots <= terms.h, f"h is {terms.h}, too short for {slots} slots of one step or more; the least is {slots}")
+    most = max_tau(method, terms.h, slots)
+    _require(0 <= terms.tau <= most, f"tau is {terms.tau}; {method.name} with h = {terms.h} takes 0 to {most}")
+    _require(0.0 <= terms.mix <= 1.0, f"mix is {terms.mix}; it lies between 0 (the anchor) and 1 (the local weights)")
+
+
+def _check_optimizers(terms: Terms) -> None:
+    for name, value in (
+        ("outer_lr", terms.outer_lr),
+        ("weight_decay", terms.weight_decay),
+        ("lr.peak", terms.lr.peak),
+        ("lr.minimum", terms.lr.minimum),
+    ):
+        _require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
+    _require(
+        0.0 <= terms.outer_momentum < 1.0, f"outer_momentum is {terms.outer_momentum}; it must be in [0, 1), as 0.9 is"
+    )
+    _require(
+        terms.lr.minimum <= terms.lr.peak,
+        f"lr.minimum = {terms.lr.minimum} is above lr.peak; at most {terms.lr.peak}",
+    )
+    warmup = terms.lr.warmup_steps
+    _require(0 <= warmup <= terms.steps, f"lr.warmup_steps is {warmup}; the run has {terms.steps} steps, so 0 to that")
+    _require(
+        math.isfinite(terms.clip) and terms.clip > 0.0,
+        f"clip is {terms.clip}; it must be a number above 0 (a large one switches clipping off)",
+    )
+
+
+def _check_windows(terms: Terms) -> None:
+    for name, least in (("max_stale_rounds", 0), ("max_staleness", 0), ("floor", 1), ("min_nodes", 1)):
+        _require(getattr(terms, name) >= least, f"{name} is {getattr(terms, name)}; the least is {least}")
+    closes_at = terms.min_nodes
+    if terms.quorum is not None:
+        _require(
+            1 <= terms.quorum <= terms.min_nodes,
+            f"quorum is {terms.quorum}; the run starts with min_nodes = {terms.min_nodes}, so it can be 1 to that",
+        )
+        closes_at = terms.quorum
+    _require(
+        terms.floor <= closes_at,
+        f"floor is {terms.floor}, but a window can close with {closes_at} contributions: at most {closes_at}",
+    )
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise ValueError(sentence)

@@ -1,0 +1,241 @@
+"""The words of a run as plain values: what it is (`Identity`), how it is run (`Terms`), what a window runs under.
+
+Standard library only: both daemons, the wire and the simulator speak in these types.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, NewType
+
+NodeId = NewType("NodeId", str)
+"""A node's name: the owner of its CURVE key, or, without encryption, the name it claims."""
+
+TILE = 1 << 20
+"""Elements of a tile: codec blocks never cross one, and a rank can own a range of them (protocol N)."""
+
+TENSOR_ALIGN = 256
+"""Every tensor starts on a multiple of this many elements of its flat fragment (protocol N)."""
+
+MAX_FRAGMENT_ELEMENTS = 256 << 20
+"""Largest fragment (protocol G)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSlot:
+    """One tensor's place in its flat fragment."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    """First element, a multiple of `TENSOR_ALIGN`."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """A fixed subset of the parameters, flattened in order and padded per tensor with zeros."""
+
+    index: int
+    slot: int
+    """Its place in the round (protocol A)."""
+    numel: int
+    """Padding included: the length of every buffer, payload and digest of this fragment."""
+    tensors: tuple[TensorSlot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the parameters are cut: every trainable tensor in exactly one fragment, tied tensors once."""
+
+    slots: int
+    """Sends per round; fragments that share a slot travel together."""
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters, without padding."""
+        return sum(tensor.numel for fragment in self.fragments for tensor in fragment.tensors)
+
+    def digest(self) -> str:
+        """16 hex digits that change with any name, shape, order, offset or slot."""
+        return _digest(self)
+
+
+LateUpdatePolicy = Literal["wait", "continue"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRate:
+    """Inner learning rate as a function of the schedule position: linear warm-up, then cosine to `minimum`."""
+
+    peak: float = 1e-3
+    minimum: float = 1e-4
+    warmup_steps: int = 50
+    """Schedule positions from `minimum` to `peak`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How a run is run: owned by the coordinator, sent to the nodes; may change while running (protocol Z)."""
+
+    method: str
+    steps: int
+    """Schedule positions of the whole run."""
+    h: int
+    """Inner steps between two sends of one fragment."""
+    tau: int
+    """Overlap: inner steps between a send and its merge."""
+    mix: float
+    """Share of the local weights that a merge keeps: local ← mix·local + (1 − mix)·anchor."""
+    codec_up: str
+    codec_down: str
+    outer_lr: float
+    outer_momentum: float
+    lr: LearningRate
+    clip: float
+    """Largest global norm of an inner gradient."""
+    weight_decay: float
+    batch_sequences: int
+    """Sequences of one inner step of one node, over all of its ranks."""
+    sequence_tokens: int
+    on_late_update: LateUpdatePolicy = "wait"
+    max_stale_rounds: int = 1
+    max_staleness: int = 0
+    """Versions a base may be behind the current one and still be merged."""
+    quorum: int | None = None
+    """Contributions that close a window; None means all that are expected."""
+    floor: int = 1
+    """Fewest merged contributions: below it the coordinator holds the window."""
+    min_nodes: int = 1
+    """Nodes that must be ready before the run starts."""
+    evaluate_every_rounds: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What a run is: fingerprinted in every handshake, never changed."""
+
+    name: str
+    model: str
+    """Canonical JSON of the built-in model's sizes, or 'own' for a user's own module."""
+    layout: Layout
+    anchor_digests: tuple[int, ...]
+    """Digest of version 0 of every fragment."""
+    data: str
+    """What the samples are: a digest of the corpus, or 'own' when the user's loop brings them."""
+    num_samples: int
+    """Training samples in one data pass; 0 when the user's loop brings them."""
+    evaluation_set: str
+    """Digest of the fixed evaluation set, or 'none'."""
+    seed: int
+
+    def fingerprint(self) -> str:
+        """16 hex digits over everything in the identity."""
+        return _digest(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """Everything the nodes must agree on."""
+
+    identity: Identity
+    terms: Terms
+    revision: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """Round r covers the schedule positions [start, start + length) (protocol A)."""
+
+    index: int
+    start: int
+    length: int
+    node_steps: tuple[tuple[NodeId, int], ...] = ()
+    """H of the nodes that do not run `length` steps in it."""
+
+    def steps_of(self, node: NodeId) -> int:
+        """Inner steps that `node` does in this round."""
+        return dict(self.node_steps).get(node, self.length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowTerms:
+    """What the window (fragment, window) runs under; it travels with the commit before (protocol B)."""
+
+    fragment: int
+    window: int
+    """The version that the window's commit will have."""
+    round: int
+    tau: int
+    mix: float
+    codec_up: str
+    codec_down: str
+    final: bool = False
+    """The fragment's last window, sent at the end of the run (its flush)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Samples [start, start + count) of the endless stream of data passes, granted to one node."""
+
+    start: int
+    count: int
+
+
+class BlobKind(IntEnum):
+    """What an encoded fragment is."""
+
+    DELTA = 1
+    UPDATE = 2
+    SNAPSHOT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobId:
+    """Identity of an encoded fragment: the idempotency key of a transfer (protocol Q)."""
+
+    kind: BlobKind
+    fragment: int
+    version: int
+    """The base of a delta; the version of an update or a snapshot."""
+    node: NodeId = NodeId("")
+    """Sender of a delta; empty for what the coordinator sends."""
+    incarnation: int = 0
+    seq: int = 0
+    """Counts a node's deltas, so that a second one of the same base is another blob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """One contributor of a blob (protocol H)."""
+
+    node: NodeId
+    incarnation: int
+    base: int
+    steps: int
+    """Inner steps inside the delta."""
+    tokens: int
+    norm_sq: float
+    """Squared norm of the decoded delta."""
+
+
+def _digest(value: object) -> str:
+    assert dataclasses.is_dataclass(value) and not isinstance(value, type)
+    canonical = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def to_plain(value: Any) -> Any:
+    """A frozen dataclass as JSON-ready dictionaries and lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in value]
+    return value
