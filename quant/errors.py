@@ -1,0 +1,50 @@
+"""What can go wrong between numbers and bytes. None is retriable: the same input fails again.
+
+CodecError
+├── NonFiniteError    a NaN or an infinity was given to an encoder
+├── BadPayload        a payload that no encoder of its codec can have written
+├── BadBlob           bytes that are not the blob that was asked for
+├── UnknownCodec      a name or a number that no codec has (a ValueError too: it comes from a user's configuration)
+└── UnsupportedHost   a machine whose byte order is not the wire's
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class CodecError(Exception):
+    """Base of all."""
+
+    retriable = False
+
+
+class NonFiniteError(CodecError):
+    """Nothing can be sent of this fragment; what was written to the output so far is meaningless."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        """The first element that is not finite."""
+        super().__init__(f"element {index} is not finite")
+
+
+class BadPayload(CodecError):
+    """The sender is broken or hostile; nothing was decoded."""
+
+
+class BadBlob(CodecError):
+    """The one failure of `parse_blob`, whatever was wrong; the text says what, for the log and the drop's detail."""
+
+
+class UnknownCodec(CodecError, ValueError):
+    """Names the nearest codec there is."""
+
+    def __init__(self, wanted: str | int, known: Iterable[str]) -> None:
+        self.wanted = wanted
+        names = list(known)
+        nearest = get_close_matches(str(wanted), names, n=1, cutoff=0.0) if isinstance(wanted, str) else []
+        hint = f", did you mean {nearest[0]!r}?" if nearest else ""
+        super().__init__(f"no codec {wanted!r}{hint} (there are: {', '.join(names)})")
+
+
+class UnsupportedHost(CodecError):
+    """Payloads are little-endian and moved without conversion, so a big-endian host cannot take part."""

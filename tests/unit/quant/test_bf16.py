@@ -1,0 +1,31 @@
+"""bf16 values."""
+
+import pytest
+import torch
+
+from farloop.quant.errors import BadPayload
+from farloop.quant.reference.bf16 import BF16
+
+
+def test_a_bf16_number_comes_back_with_its_sign() -> None:
+    x = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-133, -(2.0**127)])
+    assert torch.equal(BF16.decode(BF16.encode(x), x.numel()).view(torch.int32), x.view(torch.int32))
+
+
+def test_the_payload_is_the_upper_halves_rounded() -> None:
+    # 1 + 2⁻⁸ lies midway and goes to the even 1; 1 + 3·2⁻⁸ to the even 1 + 2⁻⁶.
+    x = torch.tensor([1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, -3.0])
+    assert bytes(BF16.encode(x).tolist()).hex() == "803f" + "823f" + "40c0"
+
+
+def test_gaussian_loss_is_as_published() -> None:
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).double()
+    error = BF16.decode(BF16.encode(x.float()), x.numel()) - x
+    assert float(error.square().sum() / x.square().sum()) == pytest.approx(2.77e-6, rel=0.02)
+
+
+@pytest.mark.parametrize("bits", ["807f", "80ff", "c07f", "ffff"])
+def test_values_that_are_not_finite_are_refused(bits: str) -> None:
+    payload = torch.tensor(list(bytes.fromhex("803f" + bits)), dtype=torch.uint8)
+    with pytest.raises(BadPayload, match="not finite"):
+        BF16.validate(payload, 2)

@@ -1,0 +1,70 @@
+"""Squared norms, against one addition at a time. Protocol M."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from farloop.algo.spec import TILE
+from farloop.quant.norm import norm_sq, payload_norm_sq
+from farloop.quant.registry import CODECS
+
+
+def spread(numel: int) -> Tensor:
+    """Numbers of many sizes, so that every order of summation rounds to another sum."""
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-6, 7, (numel,), generator=generator)
+
+
+def oracle(x: Tensor) -> float:
+    squares = [value * value for value in x.double().tolist()]
+    total = 0.0
+    for first in range(0, len(squares), 4096):
+        tree = (squares[first : first + 4096] + [0.0] * 4096)[:4096]
+        while len(tree) > 1:
+            half = len(tree) // 2
+            tree = [tree[i] + tree[i + half] for i in range(half)]
+        total += tree[0]
+    return total
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 4095, 4096, 4097, 20_000])
+def test_sums_are_those_of_the_tree(numel: int) -> None:
+    assert norm_sq(spread(numel)) == oracle(spread(numel))
+
+
+def test_the_order_of_the_sum_shows_on_this_data() -> None:
+    """The law above can fail."""
+    x = spread(20_000)
+    assert norm_sq(x) != sum(value * value for value in x.double().tolist())
+
+
+def test_a_second_tile_is_added_in_order() -> None:
+    assert norm_sq(spread(TILE + 5000)) == oracle(spread(TILE + 5000))
+
+
+def test_the_sum_is_near_the_exact_one() -> None:
+    x = spread(5000)
+    exact = sum((Fraction(value) ** 2 for value in x.tolist()), Fraction(0))
+    assert math.isclose(norm_sq(x), exact, rel_tol=1e-14)
+
+
+def test_the_largest_numbers_do_not_overflow() -> None:
+    top = torch.finfo(torch.float32).max
+    assert norm_sq(torch.full((4,), top)) == 4 * top * top
+
+
+def test_the_input_is_not_changed() -> None:
+    x = spread(8192)
+    norm_sq(x)
+    assert torch.equal(x, spread(8192))
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("numel", [0, 65, TILE + 4097])
+def test_a_payload_has_the_norm_of_its_numbers(name: str, numel: int) -> None:
+    codec = CODECS[name]
+    payload = codec.encode(spread(numel))
+    assert payload_norm_sq(codec, payload, numel) == norm_sq(codec.decode(payload, numel))
