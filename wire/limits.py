@@ -1,0 +1,75 @@
+"""What a session may hold and send (`Limits`), and when it acts (`Timing`): local settings, never sent to the peer."""
+
+from dataclasses import dataclass
+
+INITIAL_CREDIT = 512 << 10
+"""Bytes of a pushed blob that may leave before its first Credit; part of the protocol, both ends know it."""
+
+EARLY_BYTES = 4 << 20
+"""Bytes of all pushed blobs together that may be sent before their first Credits: what a receiver keeps of chunks that
+overtook the message which announces their blob. Part of the protocol."""
+
+EARLY_FRAMES = 1024
+"""... and as many frames."""
+
+AHEAD_FRAMES = 256
+"""Control frames in flight: numbers from the first unacknowledged one. Part of the protocol, both ends know it."""
+
+SMALLEST_CHUNK = 256 << 10
+"""Below this, headers and events cost more than they give (protocol T)."""
+
+LARGEST_CHUNK = 4 << 20
+"""Above this, a lane is held too long by one blob (protocol T)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on memory and message sizes, in bytes unless a name says otherwise."""
+
+    max_control_bytes: int = 1 << 20
+    """Body of a control frame, either way."""
+    chunk_bytes: int = SMALLEST_CHUNK
+    """Size of the chunks this end sends."""
+    max_chunk_bytes: int = LARGEST_CHUNK
+    """Largest chunk this end accepts."""
+    max_blob_bytes: int = 2 << 30
+    """Largest blob; the largest fragment (256 Mi elements) is 1 GiB in fp32."""
+    window_bytes: int = INITIAL_CREDIT
+    """Credit beyond the received prefix that a receiver grants at first; never less than two chunks (protocol T)."""
+    max_window_bytes: int = 32 << 20
+    """... and at most: 1 Gbit/s over 250 ms."""
+    max_blobs: int = 256
+    """Blobs in transfer at once, each way."""
+    max_ahead_bytes: int = 4 << 20
+    """Control frames kept that overtook one still missing."""
+    max_queued_messages: int = 4096
+    """Messages accepted from the application and not yet acknowledged."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chunk_bytes <= self.max_chunk_bytes:
+            raise ValueError(f"chunk_bytes must be from 1 to max_chunk_bytes ({self.max_chunk_bytes})")
+        if self.window_bytes < INITIAL_CREDIT:
+            raise ValueError(f"window_bytes must be at least {INITIAL_CREDIT}, the credit of a pushed blob")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Intervals in seconds of monotonic time."""
+
+    heartbeat_s: float = 1.0
+    """Longest silence on the control lane of this end."""
+    liveness_s: float = 10.0
+    """Silence of the peer after which it is given up (protocol V)."""
+    ack_delay_s: float = 0.25
+    """How long an acknowledgement waits for a frame to ride on."""
+    rto_s: float = 2.0
+    """First time-out after which unacknowledged control frames are sent again, and the shortest for chunks."""
+    rto_max_s: float = 10.0
+    """Largest time-out for control frames; it doubles while nothing helps."""
+    linger_s: float = 5.0
+    """How long a Leave or Refused of this end may wait for its acknowledgement."""
+    window_s: float = 1.0
+    """A receiver's window doubles while it holds fewer seconds of arrivals than this: above the round trip of every
+    link on Earth, so that credit is never what limits the rate, and little enough that no queue grows long."""
+    jump_s: float = 1.0
+    """A timer that fires this late tells of a stop of our own process, not of the peer's silence (protocol C)."""

@@ -1,0 +1,362 @@
+"""Every control message, typed, and their bytes: the only place where msgpack is used.
+
+A message is a msgpack array [number, must_understand, fields]. Numbers are never reused. A receiver ignores unknown
+fields, and unknown messages unless `must_understand` is set. Byte-level rules: `wire/README.md`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+
+from farloop.algo.spec import BlobId, BlobKind, Contribution, Lease, NodeId, RoundPlan, RunSpec, WindowTerms, to_plain
+from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.reasons import Reason
+
+_T = TypeVar("_T")
+
+PROTOCOL_VERSIONS = (1, 1)
+"""Oldest and newest protocol version that this code speaks."""
+
+NodeState = Literal["joining", "ready", "training", "waiting", "paused", "evaluating", "draining", "finished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorRef:
+    """An anchor that the sender holds."""
+
+    fragment: int
+    version: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Node → coordinator, first of a session."""
+
+    protocol_min: int
+    protocol_max: int
+    node: NodeId
+    incarnation: int
+    """Grows with every start of the node."""
+    fingerprint: str | None
+    """The run it was set up for; None takes whatever run the coordinator holds."""
+    layout: str | None
+    """Layout digest of its model, once it has one."""
+    epoch_seen: int
+    """Highest epoch it has met; 0 for none."""
+    anchors: tuple[AnchorRef, ...]
+    """What it holds; empty for a node that must be given everything."""
+    round: int | None
+    """The round it is training in, or None before it was started."""
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Coordinator → node: the session is open."""
+
+    protocol: int
+    epoch: int
+    spec: RunSpec
+    lane_token: bytes
+    """Binds this session's bulk lanes, once each."""
+    versions: tuple[int, ...]
+    """Current version of every fragment."""
+    windows: tuple[WindowTerms, ...]
+    """Terms of the open windows; a fragment without one is final."""
+    rounds: tuple[RoundPlan, ...]
+    """The rounds that are fixed so far and may still be needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Coordinator → node: the session ends here."""
+
+    reason: Reason
+    detail: str
+    """One line with the two values that disagree."""
+    retriable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneHello:
+    """Node → coordinator, first on a bulk lane."""
+
+    lane_token: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Node → coordinator: all anchors are held; start me at the next round boundary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Coordinator → node: begin training with this round."""
+
+    round: RoundPlan
+    lease: Lease | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Either way: a blob that the sender wants to send. Answered by `Credit`, `Stored` or `Outcome`."""
+
+    blob: BlobId
+    size: int
+    """Bytes, header included."""
+    digest: int
+    """xxh3-64 of all of its bytes."""
+    window: int = 0
+    """The window a delta is for."""
+    contributors: tuple[Contribution, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Either way: the blob has arrived without a gap up to `received`; bytes up to `limit` may be sent."""
+
+    blob: BlobId
+    received: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Coordinator → node: the whole delta is verified and durable."""
+
+    blob: BlobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Coordinator → node: a delta was dropped before its window closed."""
+
+    blob: BlobId
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One merged contributor and its weight."""
+
+    node: NodeId
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """One node that was expected, or came, and was not merged."""
+
+    node: NodeId
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """Coordinator → node: a durable decision, and the announcement of its update's bytes (protocol E, R)."""
+
+    fragment: int
+    version: int
+    size: int
+    """Bytes of the update's blob."""
+    digest: int
+    """xxh3-64 of the update's blob."""
+    anchor_digest: int
+    """Digest of the anchor once the update is applied."""
+    merged: tuple[Share, ...]
+    drops: tuple[Drop, ...]
+    next_window: WindowTerms | None
+    """Terms of the window that opens now; None when the fragment is final."""
+    rounds: tuple[RoundPlan, ...]
+    evaluator: NodeId | None = None
+    """The node that scores its anchors once it holds this version."""
+
+
+def update_id(committed: Committed) -> BlobId:
+    """The blob whose bytes a commit announces."""
+    return BlobId(kind=BlobKind.UPDATE, fragment=committed.fragment, version=committed.version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Coordinator → node: more samples."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """Node → coordinator: my anchor of this fragment is lost or wrong, send a snapshot."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Node → coordinator, every second: the three facts of liveness, and what a person wants to see."""
+
+    state: NodeState
+    position: float
+    round: int
+    inner_steps: int
+    tokens: int
+    loss: float | None
+    tokens_per_s: float
+    compute_share: float
+    blocked_s: float
+    lost_steps: int
+    sample_watermark: int
+    """Samples consumed of its leases, counted since its start."""
+    bytes_up: int
+    bytes_down: int
+    bytes_state: int
+    detail: str = ""
+    """What it waits for, in words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol J)."""
+
+    loss: float
+    versions: tuple[int, ...]
+    position: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Either way: I end this session on purpose."""
+
+    reason: Reason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Coordinator → node: every fragment is final."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Either way: nothing to say; the frame around it acknowledges."""
+
+
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | LaneHello
+    | Ready
+    | Start
+    | Offer
+    | Credit
+    | Stored
+    | Outcome
+    | Committed
+    | Grant
+    | Fetch
+    | Progress
+    | Evaluation
+    | Leave
+    | Finished
+    | Heartbeat
+)
+
+NUMBERS: dict[type[Message], int] = {
+    Hello: 1,
+    Welcome: 2,
+    Refused: 3,
+    LaneHello: 4,
+    Ready: 5,
+    Start: 6,
+    Offer: 7,
+    Credit: 8,
+    Stored: 9,
+    Outcome: 10,
+    Committed: 11,
+    Grant: 12,
+    Fetch: 13,
+    Progress: 14,
+    Evaluation: 15,
+    Leave: 16,
+    Finished: 17,
+    Heartbeat: 18,
+}
+
+_OPTIONAL: frozenset[type[Message]] = frozenset({Progress, Evaluation, Heartbeat})
+"""Messages that an older peer may ignore."""
+
+_CLASSES = {number: cls for cls, number in NUMBERS.items()}
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+
+
+def adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    """The validator of a message or record class: strict but for lists, which msgpack gives where tuples are meant."""
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    return _ADAPTERS[cls]
+
+
+def pack(value: Any) -> bytes:
+    """Plain values, or a frozen dataclass, as msgpack."""
+    packed: bytes = msgpack.packb(to_plain(value), use_bin_type=True)
+    return packed
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """Plain values from msgpack bytes of bounded size.
+
+    Raises:
+        RemoteProtocolError: not msgpack, or longer than it says.
+    """
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a list or map as a key
+        raise RemoteProtocolError(f"not msgpack: {error}") from error
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes."""
+    cls = type(message)
+    return pack([NUMBERS[cls], cls not in _OPTIONAL, to_plain(message)])
+
+
+def decode(data: bytes | memoryview) -> Message | None:
+    """A message from bytes; None for one that an older peer may ignore.
+
+    Raises:
+        RemoteProtocolError: malformed, of a wrong type, or unknown and marked as one that must be understood.
+    """
+    plain = unpack(data)
+    match plain:
+        case [int() as number, bool() as must_understand, dict() as fields]:
+            pass
+        case _:
+            raise RemoteProtocolError("a message is [number, must_understand, fields]")
+    cls = _CLASSES.get(number)
+    if cls is None:
+        if must_understand:
+            raise RemoteProtocolError(f"message {number} is unknown here and must be understood")
+        return None
+    message: Message = validate(cls, fields)
+    try:
+        encode(message)
+    except OverflowError as error:  # a number written as a string of digits gets past validation
+        raise RemoteProtocolError(f"{cls.__name__} holds a number beyond 64 bits") from error
+    return message
+
+
+def validate(cls: type[_T], fields: Any) -> _T:
+    """`fields` as a checked `cls`."""
+    try:
+        message: _T = adapter(cls).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RemoteProtocolError(f"{cls.__name__}.{where}: {first['msg']}") from error
+    return message

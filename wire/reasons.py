@@ -1,0 +1,65 @@
+"""Why a node was refused, a delta dropped, or a session ended: a number for the wire, a sentence for people."""
+
+from enum import IntEnum
+
+
+class Reason(IntEnum):
+    """Numbers are never reused."""
+
+    NONE = 0
+    PROTOCOL_VERSION = 1
+    WRONG_RUN = 2
+    WRONG_LAYOUT = 3
+    WRONG_KEY = 4
+    NAME_TAKEN = 5
+    FENCED = 6
+    MALFORMED = 7
+    OLD_INCARNATION = 8
+    LATE = 9
+    STALE_BASE = 10
+    UNKNOWN_WINDOW = 11
+    OVERLAP = 12
+    NOT_A_PARTICIPANT = 13
+    CORRUPT = 14
+    NON_FINITE = 15
+    CLOSED = 16
+    SILENT = 17
+    DRAINED = 18
+    SUPERSEDED = 19
+    RUN_FINISHED = 20
+    COORDINATOR_STOPPING = 21
+    WRONG_CODEC = 22
+    TOO_LARGE = 23
+
+    @property
+    def sentence(self) -> str:
+        """What a person should read."""
+        return _SENTENCES[self]
+
+
+_SENTENCES = {
+    Reason.NONE: "no reason was given",
+    Reason.PROTOCOL_VERSION: "no protocol version is spoken by both ends",
+    Reason.WRONG_RUN: "the node was set up for another run (fingerprints differ)",
+    Reason.WRONG_LAYOUT: "the node's model has other parameters than the run's",
+    Reason.WRONG_KEY: "the key is not on the coordinator's allow-list",
+    Reason.NAME_TAKEN: "a node of this name is connected, and its incarnation is newer",
+    Reason.FENCED: "the coordinator's state is older than one this node has seen (lower epoch)",
+    Reason.MALFORMED: "the peer broke the protocol",
+    Reason.OLD_INCARNATION: "a newer start of this node has taken its place",
+    Reason.LATE: "the window had closed before the delta came",
+    Reason.STALE_BASE: "the delta was taken from a version too far behind",
+    Reason.UNKNOWN_WINDOW: "the delta names a window that is neither open nor next",
+    Reason.OVERLAP: "one of its contributors is already in the window",
+    Reason.NOT_A_PARTICIPANT: "the node has not started training yet",
+    Reason.CORRUPT: "the bytes do not match their announced digest, size or layout",
+    Reason.NON_FINITE: "the delta holds NaN or Inf",
+    Reason.CLOSED: "the connection closed",
+    Reason.SILENT: "nothing was heard for the liveness time-out",
+    Reason.DRAINED: "the node left after finishing what it had begun",
+    Reason.SUPERSEDED: "a newer session of the same node took over",
+    Reason.RUN_FINISHED: "the run is finished",
+    Reason.COORDINATOR_STOPPING: "the coordinator is shutting down; it can be started again",
+    Reason.WRONG_CODEC: "the blob's codec is not the one its window asks for",
+    Reason.TOO_LARGE: "the blob is larger than its fragment allows",
+}

@@ -1,0 +1,218 @@
+"""All blobs of one session: taking turns on the way out, sorted by key on the way in."""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from farloop.algo.spec import BlobId
+from farloop.wire.blobs import BlobSource, Reassembly, blob_key
+from farloop.wire.credit import Incoming, Outgoing, Pace
+from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
+from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobReceived, BlobSent, SessionEvent
+from farloop.wire.frames import BulkFrame
+from farloop.wire.limits import EARLY_BYTES, EARLY_FRAMES, INITIAL_CREDIT, Limits, Timing
+from farloop.wire.messages import Credit
+from farloop.wire.traffic import Traffic
+
+_FINISHED_KEYS = 1024
+"""Blobs remembered as over, so that their late chunks are dropped at once and not kept as early ones."""
+
+
+class Transfers:
+    """Blobs in both directions. What follows leaves through `emit` (to the application) and `say` (a Credit)."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        timing: Timing,
+        traffic: Traffic,
+        emit: Callable[[SessionEvent], None],
+        say: Callable[[Credit], None],
+    ) -> None:
+        self._limits = limits
+        self._timing = timing
+        self._traffic = traffic
+        self._emit = emit
+        self._say = say
+        self._pace = Pace(timing)
+        self._outgoing: OrderedDict[BlobId, Outgoing] = OrderedDict()
+        """In the order of their turns."""
+        self._incoming: dict[bytes, Incoming] = {}
+        self._early: deque[tuple[BulkFrame, int]] = deque()
+        """Chunks that overtook the announcement of their blob, with their bytes on the wire; oldest first."""
+        self._early_bytes = 0
+        self._finished: OrderedDict[bytes, None] = OrderedDict()
+
+    def check_room(self, blob: BlobId) -> None:
+        """Raise LocalProtocolError if `blob` cannot be sent now."""
+        if blob in self._outgoing:
+            raise LocalProtocolError(f"{blob} is being sent already")
+        if len(self._outgoing) >= self._limits.max_blobs:
+            raise LocalProtocolError(f"{len(self._outgoing)} blobs are being sent")
+
+    def begin(self, blob: BlobId, source: BlobSource, *, pushed: bool) -> None:
+        """Send `blob`: at once within the initial credit if `pushed`, else when a Credit comes."""
+        self._outgoing[blob] = Outgoing(blob, source, INITIAL_CREDIT if pushed else 0, self._pace)
+
+    def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
+        """Allow the peer to send `blob`; its chunks that are here already count.
+
+        Raises:
+            LocalProtocolError: expected already, empty, too large, or too many at once.
+        """
+        key = blob_key(blob)
+        if key in self._incoming:
+            raise LocalProtocolError(f"{blob} is expected already")
+        if not 0 < size <= self._limits.max_blob_bytes:
+            raise LocalProtocolError(f"{blob} of {size} bytes, at most {self._limits.max_blob_bytes} are taken")
+        if len(self._incoming) >= self._limits.max_blobs:
+            raise LocalProtocolError(f"{len(self._incoming)} blobs are expected")
+        if reassembly is None or (reassembly.size, reassembly.digest) != (size, digest):
+            reassembly = Reassembly(size, digest)
+        incoming = Incoming(blob, reassembly, self._limits, self._timing, now)
+        self._incoming[key] = incoming
+        self._finished.pop(key, None)
+        self._adopt_early(key, incoming)
+        self._say(incoming.first_credit())
+        self._finish_if_complete(key, incoming)
+        return reassembly
+
+    def cancel(self, blob: BlobId) -> None:
+        """Stop sending it; or else stop, or refuse, to receive it, of which the peer hears."""
+        if self._outgoing.pop(blob, None) is not None:
+            return
+        key = blob_key(blob)
+        incoming = self._incoming.pop(key, None)
+        self._remember_finished(key)
+        self._say(Credit(blob=blob, received=incoming.reassembly.received if incoming else 0, limit=0))
+
+    def forget_outgoing(self, blob: BlobId) -> None:
+        """The peer has decided about this blob: send no more of it."""
+        self._outgoing.pop(blob, None)
+
+    def credited(self, credit: Credit, now: float) -> None:
+        """A Credit of the peer; of an unknown blob it is one that crossed our end of it."""
+        outgoing = self._outgoing.get(credit.blob)
+        if outgoing is None:
+            return
+        if credit.limit == 0:
+            del self._outgoing[credit.blob]
+            self._emit(BlobDeclined(blob=credit.blob))
+            return
+        outgoing.credit(credit.received, credit.limit, now)
+        if outgoing.done:
+            del self._outgoing[credit.blob]
+            self._emit(BlobSent(blob=credit.blob))
+
+    def admit(self, frame: BulkFrame) -> None:
+        """Check a chunk against its blob before anything is changed.
+
+        Raises:
+            RemoteProtocolError: it goes beyond the credit that was granted.
+        """
+        incoming = self._incoming.get(frame.key)
+        if incoming is not None and frame.end > incoming.limit:
+            raise RemoteProtocolError(f"bytes up to {frame.end} of {incoming.blob}, allowed are {incoming.limit}")
+
+    def accept(self, frame: BulkFrame, num_bytes: int, now: float) -> None:
+        """Take in an admitted chunk that took `num_bytes` on the wire."""
+        incoming = self._incoming.get(frame.key)
+        if incoming is None:
+            self._traffic.stray.add(num_bytes)
+            self._keep_early(frame, num_bytes)
+            return
+        self._traffic.received_blobs[incoming.blob.kind].add(num_bytes)
+        incoming.reassembly.add(frame.offset, frame.chunk)
+        credit = incoming.renewed_credit(now)
+        if credit is not None:
+            self._say(credit)
+        self._finish_if_complete(frame.key, incoming)
+
+    def next_chunk(self, now: float) -> tuple[BlobId, int, memoryview] | None:
+        """(blob, offset, bytes) of the chunk whose turn it is, or None while no blob has credit."""
+        room = EARLY_BYTES - sum(outgoing.early_bytes for outgoing in self._outgoing.values())
+        for blob, outgoing in self._outgoing.items():
+            chunk_bytes = self._limits.chunk_bytes if outgoing.credited else min(self._limits.chunk_bytes, room)
+            chunk = outgoing.next_chunk(chunk_bytes, self._in_flight(), now)
+            if chunk is not None:
+                self._outgoing.move_to_end(blob)
+                return blob, *chunk
+        return None
+
+    def next_timer(self) -> float | None:
+        """When the first blob is to be sent again."""
+        return min((deadline for _, deadline in self._deadlines()), default=None)
+
+    def handle_timer(self, now: float) -> None:
+        """Rewind every blob whose time is up."""
+        for outgoing, deadline in self._deadlines():
+            if now >= deadline:
+                self._rewind(outgoing)
+
+    def lane_lost(self) -> None:
+        """Whatever was in flight may have been lost with a lane: send it again at once."""
+        for outgoing in self._outgoing.values():
+            if outgoing.in_flight:
+                self._rewind(outgoing)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        for outgoing in self._outgoing.values():
+            assert 0 <= outgoing.acked <= outgoing.sent <= outgoing.limit <= outgoing.source.size
+        for incoming in self._incoming.values():
+            incoming.reassembly.check()
+            assert incoming.reassembly.received <= incoming.limit
+            assert not incoming.reassembly.complete
+        assert max(len(self._outgoing), len(self._incoming)) <= self._limits.max_blobs
+        assert self._early_bytes == sum(len(frame.chunk) for frame, _ in self._early) <= EARLY_BYTES
+        assert len(self._early) <= EARLY_FRAMES
+        assert len(self._finished) <= _FINISHED_KEYS
+
+    def _rewind(self, outgoing: Outgoing) -> None:
+        outgoing.rewind()
+        self._traffic.rewinds += 1
+
+    def _deadlines(self) -> list[tuple[Outgoing, float]]:
+        waiting = [outgoing for outgoing in self._outgoing.values() if outgoing.credited and outgoing.in_flight]
+        return [(outgoing, outgoing.deadline()) for outgoing in waiting]
+
+    def _in_flight(self) -> int:
+        return sum(outgoing.in_flight for outgoing in self._outgoing.values())
+
+    def _keep_early(self, frame: BulkFrame, num_bytes: int) -> None:
+        """Keep a chunk that may have overtaken its announcement; the oldest make room."""
+        if frame.key in self._finished or frame.end > INITIAL_CREDIT:
+            return
+        self._early.append((frame, num_bytes))
+        self._early_bytes += len(frame.chunk)
+        while self._early_bytes > EARLY_BYTES or len(self._early) > EARLY_FRAMES:
+            dropped, _ = self._early.popleft()
+            self._early_bytes -= len(dropped.chunk)
+
+    def _adopt_early(self, key: bytes, incoming: Incoming) -> None:
+        others: deque[tuple[BulkFrame, int]] = deque()
+        for frame, num_bytes in self._early:
+            if frame.key != key:
+                others.append((frame, num_bytes))
+                continue
+            self._early_bytes -= len(frame.chunk)
+            if frame.end <= incoming.reassembly.size:
+                incoming.reassembly.add(frame.offset, frame.chunk)
+                self._traffic.adopt(incoming.blob.kind, num_bytes)
+        self._early = others
+
+    def _finish_if_complete(self, key: bytes, incoming: Incoming) -> None:
+        reassembly = incoming.reassembly
+        if not reassembly.complete:
+            return
+        del self._incoming[key]
+        self._remember_finished(key)
+        if reassembly.verify():
+            self._emit(BlobReceived(blob=incoming.blob, data=reassembly.data))
+        else:
+            reassembly.clear()
+            self._emit(BlobCorrupt(blob=incoming.blob))
+
+    def _remember_finished(self, key: bytes) -> None:
+        self._finished[key] = None
+        if len(self._finished) > _FINISHED_KEYS:
+            self._finished.popitem(last=False)
