@@ -1,0 +1,37 @@
+"""Who is let in: every refusal has a reason, the two values that disagree, and whether trying again can help. Pure."""
+
+from farloop.algo.spec import NodeId
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.roster import Member
+from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Refused
+from farloop.wire.reasons import Reason
+
+
+def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:
+    """Why this node may not join; None lets it in."""
+    oldest, newest = PROTOCOL_VERSIONS
+    identity = ledger.spec.identity
+    fingerprint, layout = identity.fingerprint(), identity.layout.digest()
+    if hello.protocol_max < oldest or hello.protocol_min > newest:
+        spoken = f"{hello.protocol_min} to {hello.protocol_max}"
+        return _refuse(Reason.PROTOCOL_VERSION, f"the node speaks {spoken}, the coordinator {oldest} to {newest}")
+    if hello.fingerprint is not None and hello.fingerprint != fingerprint:
+        return _refuse(Reason.WRONG_RUN, f"the node wants run {hello.fingerprint}, this is {fingerprint}")
+    if hello.layout is not None and hello.layout != layout:
+        return _refuse(Reason.WRONG_LAYOUT, f"the node's layout is {hello.layout}, the run's is {layout}")
+    if hello.epoch_seen > ledger.epoch:
+        return _refuse(Reason.FENCED, f"the node has seen epoch {hello.epoch_seen}, this is {ledger.epoch}")
+    for ref in hello.anchors:
+        if not 0 <= ref.fragment < len(ledger.versions):
+            return _refuse(Reason.WRONG_LAYOUT, f"there is no fragment {ref.fragment}")
+        if ref.version > ledger.versions[ref.fragment]:
+            held = f"the node holds version {ref.version} of fragment {ref.fragment}"
+            return _refuse(Reason.FENCED, f"{held}, the coordinator only {ledger.versions[ref.fragment]}")
+    if member and hello.incarnation < member.incarnation:
+        newer = f"incarnation {member.incarnation} of {name} has joined, this is {hello.incarnation}"
+        return _refuse(Reason.OLD_INCARNATION, newer)
+    return None
+
+
+def _refuse(reason: Reason, detail: str) -> Refused:
+    return Refused(reason=reason, detail=detail, retriable=False)

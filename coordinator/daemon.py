@@ -1,0 +1,385 @@
+"""The coordinator's shell: turns what the link and the store report into events, and carries out the commands.
+
+One loop. Commands run one after the other in the order the machine gave them, so that a record is durable before
+what follows from it is told; commits and inputs run beside them, each ending in exactly one event. The disk is
+touched from one storage thread, the arithmetic runs in one compute thread.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, assert_never
+
+from farloop.algo.spec import BlobId, NodeId
+from farloop.coordinator import aggregator, snapshots
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.link import Peer, RouterLink
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.metrics import Metrics
+from farloop.coordinator.observer import Observer
+from farloop.coordinator.store import Store
+from farloop.quant.blob import Expected, blob_bytes, parse_blob
+from farloop.quant.errors import BadBlob
+from farloop.quant.registry import codec_named
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.handshake import State
+from farloop.wire.limits import Limits, Timing
+from farloop.wire.reasons import Reason
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+FAREWELL_S = 30.0
+"""How long a finished run waits for its nodes to say good-bye."""
+
+TICK_S = 0.25
+"""How often the status is refreshed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """What is local to a coordinator."""
+
+    state_dir: Path
+    """Journal, snapshots, metrics.jsonl and the final model."""
+    bind: str = "tcp://127.0.0.1:7700"
+    """The one port that nodes must reach."""
+    key: Path | None = None
+    """Secret key file. CURVE is on with it, and required beyond loopback."""
+    allow: Path | None = None
+    """Folder of the nodes' public keys."""
+    http: str = "127.0.0.1:9700"
+    """Where /metrics, /healthz, /readyz and /status are served; an empty text serves nothing."""
+    limits: Limits = field(default_factory=Limits)
+    timing: Timing = field(default_factory=Timing)
+
+
+class Coordinator:
+    """One start of the coordinator of one run."""
+
+    def __init__(self, config: CoordinatorConfig, store: Store) -> None:
+        """Raises KeyFileError or zmq's bind error (`link.explain_bind`). To be made on the running loop."""
+        self.config, self.store = config, store
+        self.metrics = Metrics()
+        self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics)
+        self.machine = CoordinatorMachine(store.ledger, now=time.monotonic(), liveness_s=config.timing.liveness_s)
+        self._storage = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._commands: deque[ev.Command] = deque()
+        self._work = asyncio.Event()
+        self._peers: dict[int, Peer] = {}
+        self._sessions: dict[NodeId, Peer] = {}
+        self._offers: dict[BlobId, msg.Offer] = {}
+        self._partial: dict[BlobId, Reassembly] = {}
+        self._inputs: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
+        self._done = asyncio.Event()
+        self._alone = asyncio.Event()
+        """No session is open."""
+        self._alone.set()
+        self._jobs: asyncio.TaskGroup | None = None
+        self.link = RouterLink(
+            endpoint=config.bind,
+            key=config.key,
+            allow=config.allow,
+            on_event=self._heard,
+            limits=config.limits,
+            timing=config.timing,
+        )
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until the run is finished and its nodes have left, or `stop` is set.
+
+        Raises:
+            StorageFailed: the disk failed; start again to recover.
+        """
+        self._run_commands(self.machine.start())
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._jobs = group
+                tasks = [
+                    group.create_task(self.link.run(), name="link"),
+                    group.create_task(self._execute_all(), name="commands"),
+                    group.create_task(self._keep_time(), name="deadlines"),
+                    group.create_task(self._observe(), name="status"),
+                ]
+                await self._until_over(stop)
+                await self._say_good_bye(stopping=stop.is_set())
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self.link.close()
+            await self._on_disk(self.store.close)
+            self.observer.close()
+            self._storage.shutdown()
+            self._compute.shutdown()
+
+    async def _until_over(self, stop: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            waiters = [group.create_task(event.wait()) for event in (stop, self._done)]
+            await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+            for waiter in waiters:
+                waiter.cancel()
+        if not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_S):
+                    await self._alone.wait()
+
+    async def _say_good_bye(self, *, stopping: bool) -> None:
+        reason = Reason.COORDINATOR_STOPPING if stopping else Reason.RUN_FINISHED
+        for peer in list(self._sessions.values()):
+            if peer.session.state is State.OPEN:
+                peer.session.send(msg.Leave(reason=reason), time.monotonic())
+                self.link.flush(peer)
+        await asyncio.sleep(0.3)  # the farewells leave the socket
+
+    # --- events
+
+    def _happened(self, event: ev.Event) -> None:
+        self.observer.saw(event, self.machine)
+        self._run_commands(self.machine.handle(event, time.monotonic()))
+
+    def _run_commands(self, commands: list[ev.Command]) -> None:
+        self._commands.extend(commands)
+        self._work.set()
+
+    def _heard(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
+        """What a session reports."""
+        match event:
+            case wire_ev.MessageReceived(message=msg.Hello() as hello):
+                self._greet(peer, hello)
+            case wire_ev.MessageReceived(message=message):
+                node = self._node_of(peer)
+                if node is None:
+                    return
+                if isinstance(message, msg.Offer):
+                    self._offers[message.blob] = message
+                self._happened(ev.Heard(session=peer.number, node=node, message=message))
+            case wire_ev.BlobReceived(blob=blob, data=data):
+                self._partial.pop(blob, None)
+                self._start(self._keep_input(self._offers[blob], data))
+            case wire_ev.BlobCorrupt(blob=blob):
+                self._partial.pop(blob, None)
+                self._reject(self._offers[blob], Reason.CORRUPT, "the bytes do not have the announced digest")
+            case wire_ev.SessionClosed(reason=reason, detail=detail):
+                node = self._node_of(peer)
+                self._peers.pop(peer.number, None)
+                if node is not None:
+                    _log.info("session over node=%s reason=%s detail=%r", node, reason.name, detail)
+                    self._drop_session(peer)
+                    self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
+            case wire_ev.BlobSent() | wire_ev.BlobDeclined():
+                pass
+            case _:
+                assert_never(event)
+
+    def _greet(self, peer: Peer, hello: msg.Hello) -> None:
+        if peer.owner is not None and hello.node != peer.owner:
+            detail = f"the key is that of {peer.owner}, the node calls itself {hello.node}"
+            refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
+            self._peers[peer.number] = peer
+            return self._run_commands([ev.Refuse(session=peer.number, refused=refused)])
+        self._peers[peer.number] = peer
+        self._happened(ev.Greeted(session=peer.number, node=hello.node, hello=hello))
+
+    def _node_of(self, peer: Peer) -> NodeId | None:
+        return next((node for node, known in self._sessions.items() if known is peer), None)
+
+    def _drop_session(self, peer: Peer) -> None:
+        self._sessions = {node: known for node, known in self._sessions.items() if known is not peer}
+        if not self._sessions:
+            self._alone.set()
+
+    # --- commands
+
+    async def _execute_all(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while self._commands:
+                await self._execute(self._commands.popleft())
+
+    async def _execute(self, command: ev.Command) -> None:
+        match command:
+            case ev.Record(record=record):
+                await self._on_disk(self._append, record)
+            case ev.Accept(session=number, node=node, welcome=welcome):
+                if peer := self._peers.get(number):
+                    self._sessions[node] = peer
+                    self._alone.clear()
+                    self._tell(peer, dataclasses.replace(welcome, lane_token=peer.token))
+            case ev.Refuse(session=number, refused=refused):
+                if peer := self._peers.pop(number, None):
+                    _log.warning("refused session=%d reason=%s detail=%r", number, refused.reason.name, refused.detail)
+                    self._tell(peer, refused)
+            case ev.Hang(session=number, reason=reason):
+                if peer := self._peers.pop(number, None):
+                    self._drop_session(peer)
+                    self.link.closed_by_us(peer, reason)
+            case ev.Tell(node=node, message=message):
+                if peer := self._sessions.get(node):
+                    self._tell(peer, message)
+            case ev.Receive(offer=offer):
+                self._receive(offer)
+            case ev.Publish(nodes=nodes, committed=committed):
+                self._publish(nodes, committed)
+            case ev.SendSnapshot(node=node, fragment=fragment):
+                await self._send_snapshot(node, fragment)
+            case ev.Commit():
+                self._start(self._commit(command))
+            case ev.Forget(blob=blob):
+                self._inputs.pop(blob, None)
+            case ev.Finish():
+                await self._on_disk(self._export)
+                self._done.set()
+            case _:
+                assert_never(command)
+
+    def _tell(self, peer: Peer, message: msg.Message) -> None:
+        if peer.session.state in (State.OPENING, State.OPEN):
+            peer.session.send(message, time.monotonic())
+            self.link.flush(peer)
+
+    def _receive(self, offer: msg.Offer) -> None:
+        peer = self._sessions.get(offer.blob.node)
+        if peer is None or peer.session.state is not State.OPEN:
+            return
+        terms = self.machine.windows[offer.blob.fragment].terms
+        numel = self.store.buffers[offer.blob.fragment].anchor.numel()
+        wanted = blob_bytes(codec_named(terms.codec_up), numel)
+        if offer.size != wanted:
+            detail = f"{offer.size} bytes offered, {wanted} are a {terms.codec_up} blob of this fragment"
+            return self._reject(offer, Reason.TOO_LARGE, detail)
+        kept = self._partial.pop(offer.blob, None)
+        self._forget_partials(offer.blob)
+        reassembly = peer.session.expect(offer.blob, offer.size, offer.digest, kept, time.monotonic())
+        self._partial[offer.blob] = reassembly
+        self.link.flush(peer)
+
+    def _forget_partials(self, blob: BlobId) -> None:
+        """A node has one delta of a fragment under way: what it began before is void (protocol Q)."""
+        old = [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment)]
+        for other in old:
+            del self._partial[other]
+
+    def _reject(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        self._happened(ev.InputFailed(offer=offer, reason=reason, detail=detail))
+
+    async def _keep_input(self, offer: msg.Offer, data: bytearray) -> None:
+        """Verify and spool a delta; durable before it counts (protocol P)."""
+        self._offers.pop(offer.blob, None)
+        terms, fragment = self.store.ledger.spec.terms, offer.blob.fragment
+        expect = Expected(
+            codecs=(codec_named(terms.codec_up),),
+            fragment=fragment,
+            numel=self.store.buffers[fragment].anchor.numel(),
+            version=offer.window,
+            base=offer.blob.version,
+            newest_epoch=self.store.ledger.epoch,
+        )
+        try:
+            await self._in_compute(parse_blob, data, expect)
+        except BadBlob as error:
+            return self._reject(offer, Reason.CORRUPT, str(error))
+        if self.store.spools_inputs:
+            record = rec.InputStored(
+                blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
+            )
+            try:
+                await self._on_disk(self._append, record, data)
+            except DiskFull as error:
+                return self._reject(offer, Reason.LATE, str(error))
+        self._inputs[offer.blob] = data
+        self._happened(ev.InputStored(offer=offer))
+
+    def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
+        for node in nodes:
+            peer = self._sessions.get(node)
+            if peer is None or peer.session.state is not State.OPEN:
+                continue
+            source = self.store.update_source(committed.fragment, committed.version)
+            peer.session.send(committed, time.monotonic())
+            peer.session.push_blob(msg.update_id(committed), source)
+            self.link.flush(peer)
+
+    async def _send_snapshot(self, node: NodeId, fragment: int) -> None:
+        blob, data, digest = await self._in_compute(self.store.snapshot_blob, fragment)
+        peer = self._sessions.get(node)
+        if peer is None or peer.session.state is not State.OPEN:
+            return
+        peer.session.send_blob(msg.Offer(blob=blob, size=len(data), digest=digest), BytesSource(data))
+        self.link.flush(peer)
+
+    async def _commit(self, command: ev.Commit) -> None:
+        draft = command.draft
+        try:
+            reserved = await self._on_disk(self.store.reserve, draft.fragment, command.codec_down)
+        except DiskFull as error:
+            failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
+            return self._happened(failed)
+        started = time.monotonic()
+        result = await self._in_compute(self._merge_and_step, command)
+        computed = time.monotonic()
+        record = await self._on_disk(self.store.commit, draft, result, reserved)
+        for addend in record.blobs:
+            self._inputs.pop(addend.blob, None)
+        self.observer.committed(record, result, computed - started, time.monotonic() - computed)
+        self._happened(ev.CommitDone(record=record))
+
+    def _merge_and_step(self, command: ev.Commit) -> aggregator.Result:
+        draft, terms = command.draft, self.store.ledger.spec.terms
+        step = self.store.step(draft)
+        inputs = [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
+        delta = aggregator.merge(inputs, step, terms.codec_up, draft.blobs[0].blob.version)
+        stepped = aggregator.advance(self.store.buffers[draft.fragment], delta, step, terms)
+        return aggregator.publish(stepped, step, command.codec_down, delta)
+
+    def _append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
+        self.store.append(record, attachment)
+        self.store.sync()
+
+    def _export(self) -> None:
+        """The final model, for other tools."""
+        identity = self.store.ledger.spec.identity
+        metadata = {"run": identity.fingerprint(), "model": identity.model}
+        snapshots.export(self.config.state_dir / "model.safetensors", self.store.named_anchors(), metadata)
+
+    # --- time and threads
+
+    async def _keep_time(self) -> None:
+        before = time.monotonic()
+        while True:
+            due = self.machine.next_timer()
+            await asyncio.sleep(min(0.2, max(0.01, due - before)) if due is not None else 0.2)
+            now = time.monotonic()
+            if now - before > 1.2:  # this process stood still (protocol C)
+                self.machine.clock_jumped(now - before)
+            before = now
+            if due is not None and due <= now:
+                self._run_commands(self.machine.handle_timer(now))
+
+    async def _observe(self) -> None:
+        while True:
+            self.observer.refresh(self.machine)
+            await asyncio.sleep(TICK_S)
+
+    def _start(self, job: Any) -> None:
+        assert self._jobs is not None
+        self._jobs.create_task(job)
+
+    async def _on_disk(self, call: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._storage, partial(call, *args))
+
+    async def _in_compute(self, call: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, partial(call, *args))

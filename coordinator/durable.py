@@ -1,0 +1,156 @@
+"""What a file needs to survive a power cut: syncs, room set aside, whole-or-nothing replacement. No formats."""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from farloop.coordinator.errors import DiskFull, StorageFailed
+
+TEMPORARY_SUFFIX = ".tmp"
+"""Of a file that has not taken its place yet: whoever finds one at a start may delete it."""
+
+Bytes = bytes | bytearray | memoryview
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+
+
+def sync(fd: int, path: Path) -> None:
+    """Make the bytes and the length of an open file durable.
+
+    Raises:
+        StorageFailed: the kernel may have dropped the dirty pages and called them clean, so that a second try would
+            succeed and prove nothing. Exit and recover.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise StorageFailed(path, f"sync: {error.strerror}") from error
+
+
+def sync_path(path: Path) -> None:
+    """`sync` of a file, or of a directory: that makes names which were created, renamed or deleted in it durable."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise StorageFailed(path, f"open: {error.strerror}") from error
+    try:
+        sync(fd, path)
+    finally:
+        os.close(fd)
+
+
+def sync_and_forget(fd: int, path: Path) -> None:
+    """`sync`, then drop the cached pages, so that the next read shows what the disk holds.
+
+    After a failed sync the cache may hold clean pages that the disk never got; a process that starts over must not
+    believe them.
+    """
+    sync(fd, path)
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def make_directory(path: Path) -> None:
+    """Create `path` and its missing parents, durably."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StorageFailed(path, f"create: {error.strerror}") from error
+    sync_path(path.parent)
+
+
+def truncate(fd: int, path: Path, length: int) -> None:
+    """Cut an open file, or give back what was allocated behind `length`; durable after the next `sync`."""
+    try:
+        os.ftruncate(fd, length)
+    except OSError as error:
+        raise StorageFailed(path, f"truncate: {error.strerror}") from error
+
+
+def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
+    """Write the parts one after the other at `offset`, however often the kernel stops short.
+
+    Raises:
+        StorageFailed: some of the bytes may be there.
+    """
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    while views:
+        try:
+            written = os.pwritev(fd, views, offset)
+        except OSError as error:
+            raise StorageFailed(path, f"write: {error.strerror}") from error
+        offset += written
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+
+
+def require_free(path: Path, nbytes: int) -> None:
+    """A promise of nothing: `nbytes` are free now on the file system of `path`, which must exist.
+
+    Raises:
+        DiskFull: they are not.
+    """
+    stat = os.statvfs(path)
+    free = stat.f_bavail * stat.f_frsize
+    if nbytes > free:
+        raise DiskFull(path, nbytes, free)
+
+
+def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
+    """Give [offset, offset + nbytes) blocks on the disk; `offset` is the file's length. The bytes read as zeros.
+
+    Where the file system cannot allocate ahead, only `require_free` is asked.
+
+    Raises:
+        DiskFull: the file is as it was.
+    """
+    if sys.platform != "linux":
+        require_free(path, nbytes)
+        return
+    try:
+        os.posix_fallocate(fd, offset, nbytes)
+    except OSError as error:
+        if error.errno in _CANNOT_ALLOCATE:
+            require_free(path, nbytes)
+        elif error.errno in _NO_ROOM:
+            truncate(fd, path, offset)  # gives back the part that was there
+            stat = os.fstatvfs(fd)
+            raise DiskFull(path, nbytes, stat.f_bavail * stat.f_frsize) from error
+        else:
+            raise StorageFailed(path, f"allocate: {error.strerror}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write; on leaving it takes `path`'s place, durably and whole, or not at all.
+
+    Raises:
+        StorageFailed: a sync or the rename failed. After a failed sync of the directory either file may be found.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        yield temporary
+        sync_path(temporary)
+        try:
+            os.replace(temporary, path)
+        except OSError as error:
+            raise StorageFailed(path, f"rename: {error.strerror}") from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
+
+
+def remove_temporaries(directory: Path) -> None:
+    """Delete what a crash left half written in `directory`."""
+    for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):
+        path.unlink(missing_ok=True)

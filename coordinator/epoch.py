@@ -1,0 +1,49 @@
+"""The epoch: which start of the coordinator this is. A higher one fences a lower one (protocol S)."""
+
+import re
+from pathlib import Path
+
+from farloop.coordinator.durable import replacing, require_free
+from farloop.coordinator.errors import StorageFailed
+
+_FILE = "epoch"
+_FORMAT = re.compile(rb"farloop-epoch 1 ([1-9][0-9]{0,18})\n")
+"""The whole file: its name, its format version, the highest epoch that was ever claimed."""
+
+
+def claim_epoch(directory: Path, *, seen: int = 0) -> int:
+    """Claim the next epoch of the state in `directory`, durably.
+
+    To be called with the journal open, which holds the directory's lock, and before any socket is bound.
+
+    Args:
+        seen: the highest epoch known from elsewhere (the journal), so that a lost file cannot turn time back.
+
+    Raises:
+        DiskFull: nothing was claimed.
+        StorageFailed: the file is not an epoch file, or could not be written.
+    """
+    path = directory / _FILE
+    epoch = max(_read(path), seen) + 1
+    require_free(directory, 4096)
+    with replacing(path) as temporary:
+        try:
+            temporary.write_bytes(b"farloop-epoch 1 %d\n" % epoch)
+        except OSError as error:
+            raise StorageFailed(path, f"write: {error.strerror}") from error
+    return epoch
+
+
+def _read(path: Path) -> int:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise StorageFailed(path, f"read: {error.strerror}") from error
+    found = _FORMAT.fullmatch(content)
+    if found is None:
+        raise StorageFailed(
+            path, "not an epoch file of format version 1; restore it, or delete it if the journal is whole"
+        )
+    return int(found[1])

@@ -1,0 +1,72 @@
+"""What can go wrong with the coordinator's durable state.
+
+StorageError
+├── JournalCorrupt     the journal is damaged where it cannot be a torn tail; restore the directory from a copy
+├── StateLocked        another coordinator holds the state directory; retriable
+├── DiskFull           there is no room, and nothing was changed; retriable
+├── StorageFailed      a write or a sync failed: what the disk holds is unknown; exit and recover
+└── SnapshotCorrupt    a snapshot is not what was saved
+"""
+
+from pathlib import Path
+from typing import ClassVar
+
+
+class StorageError(Exception):
+    """Base of all."""
+
+    retriable: ClassVar[bool] = False
+    """Whether the same call, made again later in this process, may succeed."""
+
+    def __init__(self, path: Path, message: str) -> None:
+        super().__init__(f"{path}: {message}")
+        self.path = path
+
+
+class JournalCorrupt(StorageError):
+    """Bytes that were once durable are damaged, or were written by another version. Nothing was changed."""
+
+    def __init__(self, path: Path, offset: int, detail: str) -> None:
+        super().__init__(path, f"at byte {offset}: {detail}")
+        self.offset = offset
+        self.detail = detail
+
+
+class StateLocked(StorageError):
+    """The state directory belongs to a coordinator that is running."""
+
+    retriable = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "another coordinator holds this state directory; stop it, or give this one its own")
+
+
+class DiskFull(StorageError):
+    """Room was asked for and is not there. Nothing was changed."""
+
+    retriable = True
+
+    def __init__(self, path: Path, needed_bytes: int, free_bytes: int) -> None:
+        super().__init__(path, f"{needed_bytes} bytes more are needed, {free_bytes} are free")
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class StorageFailed(StorageError):
+    """The disk refused a read, a write or a sync. After a failed sync nobody knows what is durable: never retried."""
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(path, detail)
+        self.detail = detail
+
+
+class SnapshotCorrupt(StorageError):
+    """A snapshot that cannot be read, or does not hold what its metadata says."""
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(path, detail)
+        self.detail = detail
+
+
+class StateMismatch(StorageError):
+    """The directory holds another run than the one asked for, or none that can be continued."""

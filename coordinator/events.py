@@ -1,0 +1,167 @@
+"""What the coordinator's machine hears (events) and what it asks its shell to do (commands).
+
+Commands run in order, on the loop. `Receive` is answered by `InputStored` or `InputFailed` (or by the session's end),
+`Commit` by `CommitDone` or `CommitFailed`; `Record` must be in the journal before any later command is carried out.
+"""
+
+from dataclasses import dataclass
+
+from farloop.algo.spec import BlobId, NodeId
+from farloop.coordinator.records import Record as JournalRecord
+from farloop.coordinator.records import WindowCommitted
+from farloop.wire.messages import Committed, Hello, Message, Offer, Refused, Welcome
+from farloop.wire.reasons import Reason
+
+SessionId = int
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeted:
+    """A session's first message; `node` is who the key (or, in the clear, the name) says it is."""
+
+    session: SessionId
+    node: NodeId
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """A control message of an accepted session."""
+
+    session: SessionId
+    node: NodeId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parted:
+    """A session ended."""
+
+    session: SessionId
+    node: NodeId
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStored:
+    """A delta is whole, verified and durable."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFailed:
+    """A delta's bytes were not what they were announced to be."""
+
+    offer: Offer
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitDone:
+    """The window's commit is durable."""
+
+    record: WindowCommitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitFailed:
+    """Nothing was changed; the window stays closing, and is tried again."""
+
+    fragment: int
+    version: int
+    detail: str
+
+
+Event = Greeted | Heard | Parted | InputStored | InputFailed | CommitDone | CommitFailed
+
+# --- commands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accept:
+    """Open the session."""
+
+    session: SessionId
+    node: NodeId
+    welcome: Welcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """End the session with a reason."""
+
+    session: SessionId
+    refused: Refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """End a session that another took the place of."""
+
+    session: SessionId
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Send a control message."""
+
+    node: NodeId
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """Let the offered delta come."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Announce a commit, and send the bytes of its update from the journal under the node's credit (protocol R)."""
+
+    nodes: tuple[NodeId, ...]
+    committed: Committed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSnapshot:
+    """Send the anchor as it is now."""
+
+    node: NodeId
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Sum the inputs in this order with these weights, step, encode, journal (protocol O); `draft` lacks digests."""
+
+    draft: WindowCommitted
+    codec_down: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Append to the journal."""
+
+    record: JournalRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """A dropped delta's bytes may go."""
+
+    blob: BlobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Every fragment is final: export the model."""
+
+
+Command = Accept | Refuse | Hang | Tell | Receive | Publish | SendSnapshot | Commit | Record | Forget | Finish

@@ -1,0 +1,340 @@
+"""The coordinator's socket: one ROUTER for all sessions and lanes. Moves frames between it and the sessions, no more.
+
+Each ZeroMQ peer is a lane. A lane's first frame decides: a Hello opens a session, a LaneHello with a session's token
+joins it. Identity is the owner of the CURVE key of every single frame (protocol U), or, in the clear, the claimed name.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from farloop.algo.spec import NodeId
+from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.events import SessionEvent
+from farloop.wire.frames import Buffer, parse_lane_hello
+from farloop.wire.handshake import Role, State
+from farloop.wire.keys import AllowList, KeyFileError, load_secret
+from farloop.wire.limits import Limits, Timing
+from farloop.wire.reasons import Reason
+from farloop.wire.session import Session
+
+_log = logging.getLogger(__name__)
+
+ZAP_DOMAIN = "farloop"
+"""Matched literally by pyzmq; a domain it does not know leaves the client hanging (protocol U)."""
+
+BURST_FRAMES = 256
+"""Frames taken in before timers and senders get their turn: all that is readable, within reason (protocol C)."""
+
+RETRY_SEND_S = 0.005
+"""A full pipe is tried again after this."""
+
+MAX_SESSIONS = 1024
+BAD_FRAMES = 8
+"""Frames that may break the protocol before the session is ended."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """One ZeroMQ peer."""
+
+    peer: "Peer"
+    number: int
+    backlog: deque[list[Buffer]] = field(default_factory=deque)
+    """Frames that its full pipe did not take."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One session and its lanes."""
+
+    number: int
+    session: Session
+    owner: NodeId | None
+    """Whose key it is; None in the clear."""
+    token: bytes
+    routes: dict[int, bytes]
+    """Lane number → ROUTER's id of it."""
+    bad_frames: int = 0
+
+
+class RouterLink:
+    """All sessions of one coordinator. Runs on the loop; `on_event` is called there for everything that happens."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        key: Path | None,
+        allow: Path | None,
+        on_event: Callable[[Peer, SessionEvent], None],
+        limits: Limits,
+        timing: Timing,
+    ) -> None:
+        """`key` and `allow` switch CURVE on; without them everything travels in the clear.
+
+        Raises:
+            KeyFileError: a key file cannot be used.
+            OSError: the endpoint cannot be bound; `explain_bind` makes a sentence of it.
+        """
+        self._on_event, self._limits, self._timing = on_event, limits, timing
+        self._peers: dict[int, Peer] = {}
+        self._lanes: dict[bytes, Lane] = {}
+        self._tokens: dict[bytes, Peer] = {}
+        self._next_peer = 1
+        self._wake = asyncio.Event()
+        self.bad_frames = 0
+        self._context = zmq.asyncio.Context()
+        self._allow = AllowList(allow) if allow else None
+        self._authenticator: AsyncioAuthenticator | None = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._configure(key)
+            self._socket.bind(endpoint)
+        except BaseException:
+            self.close()
+            raise
+        self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+    def _configure(self, key: Path | None) -> None:
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.LINGER, 200),
+            (zmq.SNDHWM, 64),
+            (zmq.RCVHWM, 64),
+            (zmq.HANDSHAKE_IVL, 5000),
+            (zmq.MAXMSGSIZE, max(self._limits.max_control_bytes, self._limits.max_chunk_bytes) + 4096),
+        ):
+            self._socket.setsockopt(option, value)
+        if key is None:
+            return
+        assert self._allow is not None
+        self._allow.refresh()
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        self._socket.curve_secretkey = load_secret(key)
+        self._socket.curve_publickey = zmq.curve_public(load_secret(key))
+        self._socket.curve_server = True
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """ZAP asks whether this Z85 key may come in."""
+        assert self._allow is not None
+        owner = self._allow.owner(key)
+        if owner is None:
+            _log.warning("key refused key=%s reason=%r", key.decode(), Reason.WRONG_KEY.sentence)
+        return owner is not None
+
+    # --- what the daemon asks
+
+    def flush(self, peer: Peer) -> None:
+        """Let out what the peer's session wants to send. To be called after every use of it."""
+        self._emit(peer)
+        session, now = peer.session, time.monotonic()
+        while not any(self._backlog(peer, lane) for lane in peer.routes if lane > 0):
+            frames = session.outgoing(now)
+            for lane, parts in frames:
+                self._transmit(peer, lane, parts)
+            if not frames or not any(lane > 0 for lane, _ in frames):
+                break
+        else:
+            for lane, parts in session.outgoing(now, max_chunks=0):
+                self._transmit(peer, lane, parts)
+        self._emit(peer)
+        if session.state is State.CLOSED:
+            self._forget(peer)
+        self._wake.set()
+
+    def closed_by_us(self, peer: Peer, reason: Reason) -> None:
+        """End a session without a word."""
+        peer.session.close(reason, reason.sentence)
+        self.flush(peer)
+
+    async def run(self) -> None:
+        """Move frames until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._receive(), name="receive")
+            group.create_task(self._keep_time(), name="timers")
+            if self._allow is not None:
+                group.create_task(self._watch_keys(self._allow), name="keys")
+
+    def close(self) -> None:
+        """Give the sockets back."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._socket.close()
+        self._context.term()
+
+    # --- inbound
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            for _ in range(BURST_FRAMES):
+                self._take(frames)
+                try:
+                    frames = await self._socket.recv_multipart(copy=False, flags=zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+            await asyncio.sleep(0)
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        route = bytes(frames[0].bytes)
+        parts: list[Buffer] = [frame.buffer for frame in frames[1:]]
+        if not parts:
+            return
+        owner = self._owner(frames[1])
+        lane = self._lanes.get(route) or self._meet(route, parts, owner)
+        if lane is None:
+            self.bad_frames += 1
+            return
+        peer = lane.peer
+        if self._allow is not None and owner != peer.owner:
+            return self.closed_by_us(peer, Reason.WRONG_KEY)
+        try:
+            peer.session.receive(lane.number, parts, time.monotonic())
+        except RemoteProtocolError as error:
+            self.bad_frames += 1
+            peer.bad_frames += 1
+            _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane.number, str(error))
+            if peer.bad_frames >= BAD_FRAMES:
+                return self.closed_by_us(peer, Reason.MALFORMED)
+        self.flush(peer)
+
+    def _owner(self, frame: zmq.Frame) -> NodeId | None:
+        """Whose key sent this frame; None in the clear, and for one that was revoked."""
+        if self._allow is None:
+            return None
+        try:
+            return self._allow.owner(str(frame.get("User-Id")).encode())
+        except zmq.ZMQError:
+            return None
+
+    def _meet(self, route: bytes, parts: list[Buffer], owner: NodeId | None) -> Lane | None:
+        """The first frame of a lane: of a session that it joins, or of a new one."""
+        if self._allow is not None and owner is None:
+            return None
+        try:
+            token = parse_lane_hello(parts, self._limits)
+        except RemoteProtocolError:
+            return self._new_session(route, owner)
+        peer = self._tokens.pop(token, None)  # each token binds once
+        if peer is None or peer.owner != owner:
+            return None
+        number = max(peer.routes) + 1
+        peer.routes[number] = route
+        self._lanes[route] = Lane(peer, number)
+        peer.session.lane_opened(number)
+        self.flush(peer)
+        return None
+
+    def _new_session(self, route: bytes, owner: NodeId | None) -> Lane | None:
+        if len(self._peers) >= MAX_SESSIONS:
+            return None
+        session = Session(Role.COORDINATOR, time.monotonic(), limits=self._limits, timing=self._timing)
+        token = secrets.token_bytes(16)
+        peer = Peer(self._next_peer, session, owner, token, {0: route})
+        self._next_peer += 1
+        self._peers[peer.number] = peer
+        self._tokens[token] = peer
+        lane = self._lanes[route] = Lane(peer, 0)
+        return lane
+
+    # --- outbound
+
+    def _backlog(self, peer: Peer, lane: int) -> deque[list[Buffer]]:
+        return self._lanes[peer.routes[lane]].backlog
+
+    def _transmit(self, peer: Peer, lane: int, parts: list[Buffer]) -> None:
+        backlog = self._backlog(peer, lane)
+        if backlog or not self._try_send(peer, lane, parts):
+            backlog.append(parts)
+
+    def _try_send(self, peer: Peer, lane: int, parts: list[Buffer]) -> bool:
+        """False when the lane's pipe is full. A lane that is gone ends the session: its node dials again."""
+        if peer.session.state is State.CLOSED and lane > 0:
+            return True
+        sent = self._socket.send_multipart([peer.routes[lane], *parts], flags=zmq.DONTWAIT, copy=False)
+        assert isinstance(sent, asyncio.Future) and sent.done()  # DONTWAIT is decided at once
+        error = sent.exception()
+        if error is None:
+            return True
+        if isinstance(error, zmq.Again):
+            return False
+        peer.session.close(Reason.CLOSED, "the node's connection is gone")
+        return True
+
+    def _retry(self) -> bool:
+        """Send what full pipes held back; whether some is left."""
+        left = False
+        for peer in list(self._peers.values()):
+            for lane in list(peer.routes):
+                backlog = self._backlog(peer, lane)
+                while backlog and self._try_send(peer, lane, backlog[0]):
+                    backlog.popleft()
+                left = left or bool(backlog)
+            self.flush(peer)
+        return left
+
+    def _emit(self, peer: Peer) -> None:
+        for event in peer.session.events():
+            self._on_event(peer, event)
+
+    def _forget(self, peer: Peer) -> None:
+        self._peers.pop(peer.number, None)
+        self._tokens.pop(peer.token, None)
+        for route in peer.routes.values():
+            self._lanes.pop(route, None)
+
+    # --- time
+
+    async def _keep_time(self) -> None:
+        """Fire the sessions' timers, and retry full pipes."""
+        while True:
+            due = [t for peer in self._peers.values() if (t := peer.session.next_timer()) is not None]
+            pause = max(0.0, min(due) - time.monotonic()) if due else 1.0
+            if any(lane.backlog for lane in self._lanes.values()):
+                pause = min(pause, RETRY_SEND_S)
+            try:
+                self._wake.clear()
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+                await asyncio.sleep(0)
+                continue
+            except TimeoutError:
+                pass
+            await asyncio.sleep(0)  # what is readable goes in first (protocol C)
+            now = time.monotonic()
+            for peer in list(self._peers.values()):
+                peer.session.handle_timer(now)
+            self._retry()
+
+    async def _watch_keys(self, allow: AllowList) -> None:
+        """Revocation without restart: a session whose key left the list ends (protocol U)."""
+        while True:
+            await asyncio.sleep(1.0)
+            try:
+                allow.refresh()
+            except KeyFileError as error:
+                _log.warning("allow-list kept as it was reason=%r", str(error))
+            known = set(allow._names.values())
+            for peer in list(self._peers.values()):
+                if peer.owner not in known:
+                    self.closed_by_us(peer, Reason.WRONG_KEY)
+
+
+def explain_bind(endpoint: str, error: Exception) -> str:
+    """One line for a person whose coordinator could not take its port."""
+    if isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE:
+        return f"{endpoint} is in use; stop the other process, or choose another port in [coordinator] bind"
+    return f"cannot bind {endpoint}: {error}"

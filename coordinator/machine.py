@@ -1,0 +1,420 @@
+"""The coordinator's decisions: who takes part, what a window merges, when it closes, what happens next. Pure.
+
+Events in, commands out (`coordinator/events.py`). What must outlive a crash goes through the journal into the
+`Ledger`; what is told to nodes follows the record that makes it true. Time is the `now` that the shell hands in.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import assert_never
+
+from farloop.algo import schedule
+from farloop.algo.spec import BlobKind, Lease, NodeId, RoundPlan, WindowTerms
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.admission import refusal
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.roster import CLOSED_GRACE_S, Member
+from farloop.coordinator.windows import Window
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+LEASE_ROUNDS = 3
+"""Rounds of samples a node holds in advance: the one it trains in and two of outage (protocol, Data leases)."""
+
+LEASE_STEPS = 60
+"""Inner steps of samples it holds at least: where rounds are short, grants would be many."""
+
+RETRY_S = 1.0
+"""Pause before a failed commit is tried again."""
+
+BLOB_HEADER_BYTES = 64
+
+
+class CoordinatorMachine:
+    """One incarnation of the coordinator of one run."""
+
+    def __init__(self, ledger: Ledger, *, now: float, liveness_s: float = 10.0) -> None:
+        """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without."""
+        self.ledger = ledger
+        self.members: dict[NodeId, Member] = {}
+        self.windows: dict[int, Window] = {}
+        self.alarms: dict[str, str] = {}
+        self._retry_at: dict[int, float] = {}
+        self._commands: list[ev.Command] = []
+        for name, (incarnation, start_round) in ledger.started.items():
+            self.members[name] = Member(
+                name=name,
+                incarnation=incarnation,
+                stage="training",
+                start_round=start_round,
+                gone_at=now + liveness_s,
+                reason=Reason.CLOSED,
+            )
+        for terms in ledger.windows.values():
+            window = self._open(terms)
+            window.inputs = {b: o for b, o in ledger.inputs.items() if b.fragment == terms.fragment}
+        self._try_close_all()
+
+    @property
+    def begun(self) -> bool:
+        """Whether training ever started."""
+        return bool(self.ledger.started) or any(self.ledger.versions)
+
+    def start(self) -> list[ev.Command]:
+        """What a restart owes right away: windows that can close."""
+        return self._flush()
+
+    # --- events
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        """Take one event; return what is to be done, in order."""
+        match event:
+            case ev.Greeted():
+                self._greeted(event, now)
+            case ev.Heard(node=node, session=session, message=message):
+                member = self.members.get(node)
+                if member and member.session == session:
+                    member.heard_at = now
+                    self._heard(member, message, now)
+            case ev.Parted(node=node, session=session, reason=reason):
+                member = self.members.get(node)
+                if member and member.session == session:
+                    member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0)
+            case ev.InputStored(offer=offer):
+                self._stored(offer)
+            case ev.InputFailed(offer=offer, reason=reason, detail=detail):
+                self._drop(offer, reason, detail)
+            case ev.CommitDone(record=record):
+                self._committed(record)
+            case ev.CommitFailed(fragment=fragment, detail=detail):
+                self.alarms[f"commit of fragment {fragment}"] = detail
+                self._retry_at[fragment] = now + RETRY_S
+            case _:
+                assert_never(event)
+        return self._flush()
+
+    def next_timer(self) -> float | None:
+        """When `handle_timer` wants to be called."""
+        gone = [m.gone_at for m in self.members.values() if m.gone_at is not None]
+        return min([*gone, *self._retry_at.values()], default=None)
+
+    def handle_timer(self, now: float) -> list[ev.Command]:
+        """Deadlines that have passed: nodes that did not come back, commits to try again."""
+        for member in self.members.values():
+            if member.gone_at is not None and member.gone_at <= now:
+                self._remove(member, member.reason)
+        for fragment in [f for f, at in self._retry_at.items() if at <= now]:
+            del self._retry_at[fragment]
+            self.windows[fragment].state = "open"
+            self._try_close(fragment)
+        self._start_ready(at_boundary=False)
+        return self._flush()
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: every deadline moves (protocol C)."""
+        for member in self.members.values():
+            if member.gone_at is not None:
+                member.gone_at += seconds
+
+    def check(self) -> None:
+        """All invariants."""
+        self.ledger.check()
+        assert set(self.windows) == set(self.ledger.windows)
+        for fragment, window in self.windows.items():
+            assert window.terms == self.ledger.windows[fragment]
+            window.check()
+        for member in self.members.values():
+            member.check()
+
+    def _do(self, command: ev.Command) -> None:
+        self._commands.append(command)
+
+    def _flush(self) -> list[ev.Command]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _record(self, record: rec.Record) -> None:
+        self.ledger.apply(record)
+        self._do(ev.Record(record=record))
+
+    # --- members
+
+    def _greeted(self, event: ev.Greeted, now: float) -> None:
+        hello, name = event.hello, event.node
+        member = self.members.get(name)
+        refused = refusal(hello, name, self.ledger, member)
+        if refused:
+            return self._do(ev.Refuse(session=event.session, refused=refused))
+        if member and member.session is not None:
+            self._do(ev.Hang(session=member.session, reason=Reason.SUPERSEDED))
+        if member is None or hello.incarnation > member.incarnation:
+            if member:
+                self._leave(member, Reason.OLD_INCARNATION)
+            member = self.members[name] = Member(name=name, incarnation=hello.incarnation)
+        member.connect(event.session, hello, now)
+        if member.stage == "training":
+            self._welcome_back(member)
+        self._do(ev.Accept(session=event.session, node=name, welcome=self._welcome()))
+        if self.ledger.finished:
+            self._do(ev.Tell(node=name, message=msg.Finished()))
+        for fragment in range(len(self.ledger.versions)):
+            self._catch_up(member, hello, fragment)
+
+    def _welcome(self) -> msg.Welcome:
+        return msg.Welcome(
+            protocol=msg.PROTOCOL_VERSIONS[1],
+            epoch=self.ledger.epoch,
+            spec=self.ledger.spec,
+            lane_token=b"",  # the shell's to draw: it is a secret, and this machine has no randomness
+            versions=tuple(self.ledger.versions),
+            windows=tuple(self.ledger.windows[f] for f in sorted(self.ledger.windows)),
+            rounds=self.ledger.rounds_ahead(),
+        )
+
+    def _welcome_back(self, member: Member) -> None:
+        """Windows that went on without a node take it in again while they are open."""
+        assert member.start_round is not None
+        if member.name not in self.ledger.started:
+            self._record(rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=member.start_round))
+        for window in self.windows.values():
+            if window.removed.get(member.name) in (Reason.CLOSED, Reason.SILENT):
+                del window.removed[member.name]
+
+    def _catch_up(self, member: Member, hello: msg.Hello, fragment: int) -> None:
+        """Updates from the node's version on, or a snapshot, whichever is fewer bytes (protocol R)."""
+        current = self.ledger.versions[fragment]
+        held = next((ref for ref in hello.anchors if ref.fragment == fragment), None)
+        if held and held.digest == self.ledger.anchor_digest(fragment, held.version):
+            missed = [self.ledger.commits.get((fragment, v)) for v in range(held.version + 1, current + 1)]
+            known = [committed for committed in missed if committed is not None]
+            snapshot_bytes = 4 * self.ledger.spec.identity.layout.fragments[fragment].numel + BLOB_HEADER_BYTES
+            if len(known) == len(missed) and sum(c.size for c in known) <= snapshot_bytes:
+                for committed in known:
+                    self._do(ev.Publish(nodes=(member.name,), committed=committed))
+                return
+        self._do(ev.SendSnapshot(node=member.name, fragment=fragment))
+
+    def _heard(self, member: Member, message: msg.Message, now: float) -> None:
+        match message:
+            case msg.Ready():
+                if member.stage == "joining":
+                    member.stage = "ready"
+                    self._start_ready(at_boundary=False)
+            case msg.Offer():
+                self._offered(member, message)
+            case msg.Progress():
+                member.progress = message
+                self.ledger.leases.watermark(member.name, member.incarnation, message.sample_watermark)
+            case msg.Evaluation(loss=loss, versions=versions, position=position):
+                self._record(rec.EvaluationTaken(loss=loss, versions=versions, position=position))
+            case msg.Fetch(fragment=fragment):
+                if 0 <= fragment < len(self.ledger.versions):
+                    self.alarms[f"anchor of {member.name}"] = f"fragment {fragment} did not match its digest"
+                    self._do(ev.SendSnapshot(node=member.name, fragment=fragment))
+            case msg.Leave(reason=reason):
+                member.disconnect(reason, now, 0.0)
+                self._leave(member, reason)
+                self._start_ready(at_boundary=False)
+            case _:
+                pass  # the session's own business
+
+    def _leave(self, member: Member, reason: Reason) -> None:
+        """It will not be back under this incarnation."""
+        self._remove(member, reason)
+        member.stage = "left"
+        if member.name in self.ledger.started:
+            self._record(rec.NodeLeft(node=member.name, reason=reason))
+
+    def _remove(self, member: Member, reason: Reason) -> None:
+        """No window waits for it any more."""
+        member.gone_at, member.absent, member.reason = None, True, reason
+        for fragment, window in self.windows.items():
+            if member.name in window.missing:
+                window.removed[member.name] = reason
+                self._try_close(fragment)
+
+    def _start_ready(self, *, at_boundary: bool) -> None:
+        """Start who is ready: at the run's begin, at a round's boundary, or at once where nobody trains any more."""
+        ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
+        alone = not any(m.counts for m in self.members.values())
+        if not ready or not self.windows:
+            return
+        if not self.begun and len(ready) < self.ledger.spec.terms.min_nodes:
+            return
+        if not (at_boundary or alone):
+            return
+        plan = self.ledger.rounds[self.ledger.current_round]
+        for member in sorted(ready, key=lambda m: m.name):
+            self._start(member, plan)
+        for window in self.windows.values():
+            if alone and window.state == "open" and not window.missing:
+                names = self._expected(window.terms) or {m.name for m in ready}
+                window.expected |= names
+                window.removed = {n: r for n, r in window.removed.items() if n not in names}
+
+    def _start(self, member: Member, plan: RoundPlan) -> None:
+        member.stage, member.start_round = "training", plan.index
+        self._record(rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=plan.index))
+        lease = self._grant(member)
+        self._do(ev.Tell(node=member.name, message=msg.Start(round=plan, lease=lease)))
+
+    def _grant(self, member: Member) -> Lease | None:
+        """Top a node's samples up to `LEASE_ROUNDS` rounds; None where it has enough, or brings its own."""
+        terms = self.ledger.spec.terms
+        if not self.ledger.spec.identity.num_samples:
+            return None
+        wanted = max(LEASE_ROUNDS * terms.h, LEASE_STEPS) * terms.batch_sequences
+        short = wanted - self.ledger.leases.outstanding(member.name, member.incarnation)
+        if short < wanted // LEASE_ROUNDS:
+            return None
+        lease = self.ledger.leases.propose(short)
+        self._record(rec.LeaseGranted(node=member.name, incarnation=member.incarnation, lease=lease))
+        return lease
+
+    # --- windows
+
+    def _expected(self, terms: WindowTerms) -> set[NodeId]:
+        layout = self.ledger.spec.identity.layout
+        slot = layout.fragments[terms.fragment].slot
+        return {
+            m.name
+            for m in self.members.values()
+            if m.counts and m.start_round is not None and schedule.may_send(terms, m.start_round, slot, layout.slots)
+        }
+
+    def _open(self, terms: WindowTerms) -> Window:
+        window = self.windows[terms.fragment] = Window(terms=terms, expected=self._expected(terms))
+        return window
+
+    def _offered(self, member: Member, offer: msg.Offer) -> None:
+        blob = offer.blob
+        mine = [(c.node, c.incarnation, c.base) for c in offer.contributors]
+        well_formed = (
+            blob.kind is BlobKind.DELTA
+            and 0 <= blob.fragment < len(self.ledger.versions)
+            and mine == [(member.name, member.incarnation, blob.version)]
+            and (blob.node, blob.incarnation) == (member.name, member.incarnation)
+        )
+        if not well_formed:
+            return self._tell_outcome(member.name, offer, Reason.CORRUPT, "the offer does not fit its sender")
+        window = self.windows.get(blob.fragment)
+        if window and blob in window.inputs:
+            return self._do(ev.Tell(node=member.name, message=msg.Stored(blob=blob)))
+        reason = self.ledger.outcome_reason(blob, offer.window)
+        if reason is None and member.stage != "training":
+            reason = Reason.NOT_A_PARTICIPANT
+        if reason is None and window and window.state == "closing":
+            reason = Reason.LATE
+        if reason is None and window and member.name in window.contributors:
+            reason = Reason.OVERLAP
+        if reason is not None:
+            return self._tell_outcome(member.name, offer, reason, reason.sentence)
+        self._do(ev.Receive(offer=offer))
+
+    def _tell_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        self._do(ev.Tell(node=node, message=msg.Outcome(blob=offer.blob, reason=reason, detail=detail)))
+
+    def _stored(self, offer: msg.Offer) -> None:
+        window = self.windows.get(offer.blob.fragment)
+        if window is None or window.terms.window != offer.window or window.state == "closing":
+            return self._drop(offer, Reason.LATE, Reason.LATE.sentence)
+        if offer.blob.node in window.contributors:
+            return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
+        window.inputs[offer.blob] = offer
+        self.ledger.inputs[offer.blob] = offer
+        self._do(ev.Tell(node=offer.blob.node, message=msg.Stored(blob=offer.blob)))
+        self._try_close(offer.blob.fragment)
+
+    def _drop(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        """A delta's outcome before its window closes (protocol E)."""
+        blob = offer.blob
+        self._record(rec.InputDropped(blob=blob, reason=reason, detail=detail))
+        self._do(ev.Forget(blob=blob))
+        self._tell_outcome(blob.node, offer, reason, detail)
+        window = self.windows.get(blob.fragment)
+        if window and window.terms.window == offer.window and blob.node in window.missing:
+            window.removed[blob.node] = reason
+            self._try_close(blob.fragment)
+
+    def _try_close_all(self) -> None:
+        for fragment in list(self.windows):
+            self._try_close(fragment)
+
+    def _try_close(self, fragment: int) -> None:
+        window, terms = self.windows[fragment], self.ledger.spec.terms
+        why = window.why_close(terms.quorum, terms.floor)
+        if why is None:
+            return
+        window.state = "closing"
+        shares = window.shares()
+        draft = rec.WindowCommitted(
+            fragment=fragment,
+            version=window.terms.window,
+            round=window.terms.round,
+            merged=shares,
+            drops=window.drops(),
+            blobs=tuple(
+                rec.Addend(blob=offer.blob, weight=share.weight)
+                for offer, share in zip(window.ordered(), shares, strict=True)
+            ),
+            anchor_digest=0,
+            target_digest=0,
+            momentum_digest=None,
+            next_window=schedule.window_after(
+                terms, self.ledger.spec.identity.layout, window.terms, self.ledger.rounds
+            ),
+            update_size=0,
+            update_digest=0,
+            outer_lr=terms.outer_lr,
+            outer_momentum=terms.outer_momentum,
+            why=why,
+        )
+        self._do(ev.Commit(draft=draft, codec_down=window.terms.codec_down))
+
+    def _committed(self, record: rec.WindowCommitted) -> None:
+        """A commit is durable: open what follows, tell everybody, start who waits, and end the run where it ends."""
+        before = self.ledger.current_round
+        closed = self.windows.pop(record.fragment)
+        self.ledger.apply(record)
+        self.alarms.pop(f"commit of fragment {record.fragment}", None)
+        if plan := self.ledger.next_round_to_fix():
+            self._record(rec.RoundFixed(round=plan))
+        if record.next_window:
+            self._open(record.next_window)
+        self._publish(record, closed)
+        if self.ledger.current_round > before:
+            self._start_ready(at_boundary=True)
+            self._top_up()
+        if not self.ledger.windows and not self.ledger.finished:
+            self._record(rec.RunFinished())
+            for member in self._connected():
+                self._do(ev.Tell(node=member.name, message=msg.Finished()))
+            self._do(ev.Finish())
+
+    def _publish(self, record: rec.WindowCommitted, closed: Window) -> None:
+        committed = dataclasses.replace(
+            self.ledger.commits[record.fragment, record.version],
+            rounds=self.ledger.rounds_ahead(),
+            evaluator=self._evaluator(closed.terms),
+        )
+        nodes = tuple(sorted(member.name for member in self._connected()))
+        self._do(ev.Publish(nodes=nodes, committed=committed))
+
+    def _evaluator(self, terms: WindowTerms) -> NodeId | None:
+        """Once a round, at the commit of the last fragment: the lowest live node id (protocol J)."""
+        spec = self.ledger.spec
+        last = terms.fragment == len(spec.identity.layout.fragments) - 1
+        if spec.identity.evaluation_set == "none" or not last:
+            return None
+        if (terms.round + 1) % spec.terms.evaluate_every_rounds and not terms.final:
+            return None
+        return min((m.name for m in self._connected() if m.stage == "training"), default=None)
+
+    def _top_up(self) -> None:
+        for member in self.members.values():
+            if member.counts and member.session is not None and (lease := self._grant(member)):
+                self._do(ev.Tell(node=member.name, message=msg.Grant(lease=lease)))
+
+    def _connected(self) -> Iterable[Member]:
+        return [m for m in self.members.values() if m.session is not None and m.stage != "left"]

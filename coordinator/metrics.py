@@ -1,0 +1,54 @@
+"""Every Prometheus metric of the coordinator, declared once: `farloop_` prefix, base units, bounded labels."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+
+class Metrics:
+    """One registry per process; nothing global, so that a test can have several."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.position = Gauge(
+            "farloop_position_steps", "Highest schedule position of the live nodes.", registry=registry
+        )
+        self.round = Gauge("farloop_round", "The run's current round.", registry=registry)
+        self.steps = Gauge("farloop_run_steps", "Schedule positions of the whole run.", registry=registry)
+        self.h = Gauge("farloop_h_steps", "Inner steps between two sends of a fragment.", registry=registry)
+        self.epoch = Gauge("farloop_epoch", "Incarnation of the coordinator's state.", registry=registry)
+        self.version = Gauge("farloop_fragment_version", "Committed version.", ["fragment"], registry=registry)
+        self.loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per byte token.", registry=registry)
+        self.nodes = Gauge("farloop_nodes", "Nodes by what they are.", ["state"], registry=registry)
+        self.commits = Counter("farloop_commits", "Windows committed.", registry=registry)
+        self.merged = Counter("farloop_merged_deltas", "Deltas merged.", ["node"], registry=registry)
+        self.drops = Counter(
+            "farloop_dropped_deltas", "Deltas expected and not merged.", ["node", "reason"], registry=registry
+        )
+        self.refusals = Counter("farloop_refusals", "Greetings refused.", ["reason"], registry=registry)
+        self.update_bytes = Counter("farloop_update_bytes", "Encoded updates committed.", registry=registry)
+        self.delta_norm = Gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"], registry=registry)
+        buckets = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60)
+        self.merge_seconds = Histogram(
+            "farloop_merge_seconds", "Summing, stepping and encoding one window.", registry=registry, buckets=buckets
+        )
+        self.journal_seconds = Histogram(
+            "farloop_journal_seconds", "Making one commit durable.", registry=registry, buckets=buckets
+        )
+        labels = ["node"]
+        self.node_loss = Gauge("farloop_node_loss_nats", "Training loss.", labels, registry=registry)
+        self.node_tokens = Gauge("farloop_node_tokens", "Tokens trained on since its start.", labels, registry=registry)
+        self.node_steps = Gauge("farloop_node_inner_steps", "Inner steps since its start.", labels, registry=registry)
+        self.node_share = Gauge(
+            "farloop_node_compute_share_ratio", "Share of wall time not spent on farloop.", labels, registry=registry
+        )
+        self.node_blocked = Gauge("farloop_node_blocked_seconds", "Training stood still.", labels, registry=registry)
+        self.node_bytes = Gauge(
+            "farloop_node_bytes", "Bytes of all frames since its start.", ["node", "direction"], registry=registry
+        )
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        text: bytes = generate_latest(self.registry)
+        return text

@@ -1,0 +1,253 @@
+"""What is told about a run: the status JSON, metrics.jsonl, the Prometheus metrics, and one log line per transition.
+
+Reads the machine, decides nothing.
+"""
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import IO, Literal
+
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.aggregator import Result
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.metrics import Metrics
+from farloop.coordinator.roster import Member
+from farloop.coordinator.store import Store
+from farloop.monitoring.status import MetricsEvent, NodeStatus, Status, WindowStatus
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+_log = logging.getLogger(__name__)
+
+
+class Observer:
+    """Eyes on one coordinator."""
+
+    def __init__(self, store: Store, metrics_file: Path, metrics: Metrics) -> None:
+        """`metrics_file` is appended to; a resumed run's clock goes on where the file ends."""
+        self.status_json = b"{}"
+        self.joined = False
+        """Whether the run can make progress: at least one node is connected."""
+        self._store, self._metrics = store, metrics
+        self._offset_s = _last_time(metrics_file)
+        self._started = time.monotonic()
+        self._training_since: float | None = None
+        self._file: IO[str] = metrics_file.open("a", buffering=1)
+        self._merged: dict[int, list[str]] = {}
+        self._states: dict[str, str] = {}
+        self._evaluated_at: dict[int, float] = {}
+        terms = store.ledger.spec.terms
+        metrics.steps.set(terms.steps)
+        metrics.h.set(terms.h)
+        metrics.epoch.set(store.ledger.epoch)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def t(self) -> float:
+        """Seconds since the run's start, over all incarnations."""
+        return self._offset_s + time.monotonic() - self._started
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None:
+        """An event on its way to the machine."""
+        match event:
+            case ev.Heard(node=node, message=msg.Progress() as progress):
+                self._progress(node, progress)
+            case ev.Heard(node=node, message=msg.Evaluation(loss=loss, position=position)):
+                self._evaluated_at[len(machine.ledger.evaluations)] = self.t
+                tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
+                self._write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
+                self._metrics.loss.set(loss)
+                _log.info("evaluation node=%s loss=%.4f position=%g", node, loss, position)
+            case _:
+                pass
+
+    def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
+        """A commit is durable."""
+        names = [share.node for share in record.merged]
+        self._merged[record.fragment] = list(names)
+        drops = [[drop.node, drop.reason.sentence] for drop in record.drops]
+        self._write(
+            {
+                "event": "commit",
+                "t": self.t,
+                "fragment": record.fragment,
+                "version": record.version,
+                "round": record.round,
+                "merged": list(names),
+                "drops": [[str(node), why] for node, why in drops],
+                "update_bytes": record.update_size,
+                "norm": result.delta_norm,
+            }
+        )
+        _log.info(
+            "commit fragment=%d version=%d round=%d merged=%s dropped=%s why=%r",
+            record.fragment,
+            record.version,
+            record.round,
+            ",".join(names),
+            ",".join(f"{d.node}:{d.reason.name}" for d in record.drops) or "-",
+            record.why,
+        )
+        metrics = self._metrics
+        metrics.commits.inc()
+        metrics.update_bytes.inc(record.update_size)
+        metrics.merge_seconds.observe(merge_s)
+        metrics.journal_seconds.observe(journal_s)
+        metrics.version.labels(str(record.fragment)).set(record.version)
+        metrics.delta_norm.labels(str(record.fragment)).set(result.delta_norm)
+        for share in record.merged:
+            metrics.merged.labels(share.node).inc()
+        for drop in record.drops:
+            metrics.drops.labels(drop.node, drop.reason.name.lower()).inc()
+
+    def refresh(self, machine: CoordinatorMachine) -> None:
+        """Bring the status up to date, and log who came, started or left."""
+        status = self.status(machine)
+        for node in status["nodes"]:
+            seen = node["state"] if node["connected"] else "away"
+            if self._states.get(node["name"]) != seen:
+                self._states[node["name"]] = seen
+                self._write(
+                    {"event": "node", "t": self.t, "name": node["name"], "state": seen, "reason": node["reason"]}
+                )
+                _log.info("node name=%s state=%s reason=%r", node["name"], seen, node["reason"])
+        self.joined = any(node["connected"] for node in status["nodes"])
+        self._metrics.position.set(status["position"])
+        self._metrics.round.set(status["round"])
+        self._metrics.nodes.labels("connected").set(sum(node["connected"] for node in status["nodes"]))
+        self._metrics.nodes.labels("training").set(sum(m.counts for m in machine.members.values()))
+        self.status_json = json.dumps(status).encode()
+
+    def status(self, machine: CoordinatorMachine) -> Status:
+        """Everything a person or a program may want to know."""
+        ledger, now = machine.ledger, time.monotonic()
+        identity, terms = ledger.spec.identity, ledger.spec.terms
+        if machine.begun and self._training_since is None:
+            self._training_since = now
+        state: Literal["waiting", "training", "finished"] = "training" if machine.begun else "waiting"
+        members = sorted(machine.members.values(), key=lambda m: m.name)
+        return {
+            "run": {
+                "name": identity.name,
+                "fingerprint": identity.fingerprint(),
+                "method": terms.method,
+                "codec_up": terms.codec_up,
+                "codec_down": terms.codec_down,
+                "steps": terms.steps,
+                "h": terms.h,
+                "tau": terms.tau,
+                "mix": terms.mix,
+                "fragments": len(identity.layout.fragments),
+                "parameters": identity.layout.num_parameters,
+                "state": "finished" if ledger.finished else state,
+                "epoch": ledger.epoch,
+                "started_s": now - self._training_since if self._training_since is not None else 0.0,
+                "uptime_s": now - self._started,
+            },
+            "position": max((m.progress.position for m in members if m.progress and m.session), default=0.0),
+            "round": ledger.current_round,
+            "versions": list(ledger.versions),
+            "outer_steps": max(ledger.versions),
+            "commits": sum(ledger.versions),
+            "nodes": [self._node(member, now) for member in members],
+            "windows": self._windows(machine),
+            "evaluations": [
+                {
+                    "loss": evaluation.loss,
+                    "position": evaluation.position,
+                    "outer_steps": max(evaluation.versions),
+                    "seconds": self._evaluated_at.get(i, 0.0),
+                }
+                for i, evaluation in enumerate(ledger.evaluations)
+            ],
+            "alarms": [*self._store.alarms, *(f"{what}: {why}" for what, why in machine.alarms.items())],
+        }
+
+    def _node(self, member: Member, now: float) -> NodeStatus:
+        progress = member.progress
+        away = member.session is None and member.reason is not Reason.NONE
+        return {
+            "name": member.name,
+            "state": member.stage if progress is None or member.stage == "left" else progress.state,
+            "connected": member.session is not None,
+            "incarnation": member.incarnation,
+            "device": member.device,
+            "position": progress.position if progress else 0.0,
+            "round": progress.round if progress else 0,
+            "inner_steps": progress.inner_steps if progress else 0,
+            "tokens": progress.tokens if progress else 0,
+            "loss": progress.loss if progress else None,
+            "tokens_per_s": progress.tokens_per_s if progress else 0.0,
+            "compute_share": progress.compute_share if progress else 0.0,
+            "blocked_s": progress.blocked_s if progress else 0.0,
+            "lost_steps": progress.lost_steps if progress else 0,
+            "bytes_up": progress.bytes_up if progress else 0,
+            "bytes_down": progress.bytes_down if progress else 0,
+            "bytes_state": progress.bytes_state if progress else 0,
+            "detail": progress.detail if progress else "",
+            "reason": member.reason.sentence if away else "",
+            "last_heard_s": now - member.heard_at,
+        }
+
+    def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:
+        rows: list[WindowStatus] = []
+        for fragment, version in enumerate(machine.ledger.versions):
+            window = machine.windows.get(fragment)
+            rows.append(
+                {
+                    "fragment": fragment,
+                    "window": window.terms.window if window else version,
+                    "round": window.terms.round if window else machine.ledger.current_round,
+                    "state": window.state if window else "final",
+                    "expected": sorted(window.expected) if window else [],
+                    "arrived": sorted(window.contributors) if window else [],
+                    "merged": self._merged.get(fragment, []),
+                }
+            )
+        return rows
+
+    def _progress(self, node: str, progress: msg.Progress) -> None:
+        self._write(
+            {
+                "event": "progress",
+                "t": self.t,
+                "node": node,
+                "position": progress.position,
+                "inner_steps": progress.inner_steps,
+                "tokens": progress.tokens,
+                "loss": progress.loss,
+                "bytes_up": progress.bytes_up,
+                "bytes_down": progress.bytes_down,
+                "bytes_state": progress.bytes_state,
+            }
+        )
+        metrics = self._metrics
+        if progress.loss is not None:
+            metrics.node_loss.labels(node).set(progress.loss)
+        metrics.node_tokens.labels(node).set(progress.tokens)
+        metrics.node_steps.labels(node).set(progress.inner_steps)
+        metrics.node_share.labels(node).set(progress.compute_share)
+        metrics.node_blocked.labels(node).set(progress.blocked_s)
+        for direction in ("up", "down", "state"):
+            metrics.node_bytes.labels(node, direction).set(getattr(progress, f"bytes_{direction}"))
+
+    def _write(self, event: MetricsEvent) -> None:
+        self._file.write(json.dumps(event) + "\n")
+
+
+def _last_time(path: Path) -> float:
+    """`t` of the last whole line; 0 for a new file."""
+    if not path.exists():
+        return 0.0
+    last = 0.0
+    for line in path.read_text().splitlines():
+        try:
+            last = json.loads(line)["t"]
+        except (ValueError, KeyError):
+            continue  # a line that a crash cut short
+    return last

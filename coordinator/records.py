@@ -1,0 +1,196 @@
+"""What the journal remembers: every input and every decision, as typed records and their bytes. No files.
+
+A record's bytes are the msgpack map of its fields; its kind is the number below and stands in the journal's record
+header. Bulk bytes (an encoded delta, an encoded update) are attached to a record, never inside it. A reader ignores
+fields it does not know, so that a field with a default can be added; a record of an unknown kind is refused, because
+a decision that was skipped is a decision that was lost.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from farloop.algo.spec import BlobId, Contribution, Lease, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.messages import Drop, Share, pack, unpack, validate
+from farloop.wire.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """The run began: the commit of version 0 of every fragment, which opens window 1 (protocol B)."""
+
+    spec: RunSpec
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochClaimed:
+    """A later start of the coordinator took over; lower epochs are fenced (protocol S)."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStarted:
+    """A node takes part from this round on."""
+
+    node: NodeId
+    incarnation: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeft:
+    """A node is no longer expected."""
+
+    node: NodeId
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGranted:
+    """Samples went to one start of a node: never to another, unless they come back."""
+
+    node: NodeId
+    incarnation: int
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFixed:
+    """A round's place in the schedule and its steps per node, decided once (protocol B)."""
+
+    round: RoundPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputStored:
+    """A delta was verified and accepted. Attached: its bytes, so that a restart can re-open the window."""
+
+    blob: BlobId
+    window: int
+    contributors: tuple[Contribution, ...]
+    digest: int
+    """xxh3-64 of the attached bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputDropped:
+    """A stored delta's outcome, decided before its window closed (protocol E)."""
+
+    blob: BlobId
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addend:
+    """One term of a window's weighted sum."""
+
+    blob: BlobId
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowCommitted:
+    """A window's decision, and all that its arithmetic needs. Attached: the encoded update (protocol P)."""
+
+    fragment: int
+    version: int
+    round: int
+    merged: tuple[Share, ...]
+    drops: tuple[Drop, ...]
+    blobs: tuple[Addend, ...]
+    """In the order of the sum, which is that of the smallest node name in each contributor set (protocol H)."""
+    anchor_digest: int
+    """Digests (protocol N) of the buffers after the commit."""
+    target_digest: int
+    momentum_digest: int | None
+    """Over the whole outer-optimizer state; None without one."""
+    next_window: WindowTerms | None
+    """None once the fragment is final."""
+    update_size: int
+    """Bytes attached."""
+    update_digest: int
+    """xxh3-64 of the attached bytes."""
+    outer_lr: float
+    outer_momentum: float
+    why: str
+    """Why the window closed, as one sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotTaken:
+    """The fragment's full state at this version is durable outside the journal."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationTaken:
+    """The loss of the anchors of these versions on the evaluation set (protocol J)."""
+
+    loss: float
+    versions: tuple[int, ...]
+    position: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    """Every fragment is final."""
+
+
+Record = (
+    RunStarted
+    | EpochClaimed
+    | NodeStarted
+    | NodeLeft
+    | LeaseGranted
+    | RoundFixed
+    | InputStored
+    | InputDropped
+    | WindowCommitted
+    | SnapshotTaken
+    | EvaluationTaken
+    | RunFinished
+)
+
+KINDS: dict[type[Record], int] = {
+    RunStarted: 1,
+    EpochClaimed: 2,
+    NodeStarted: 3,
+    NodeLeft: 4,
+    LeaseGranted: 5,
+    RoundFixed: 6,
+    InputStored: 7,
+    InputDropped: 8,
+    WindowCommitted: 9,
+    SnapshotTaken: 10,
+    EvaluationTaken: 11,
+    RunFinished: 12,
+}
+"""Numbers on disk: never reused, never 0."""
+
+_CLASSES: dict[int, type[Record]] = {kind: cls for cls, kind in KINDS.items()}
+
+
+def encode(record: Record) -> tuple[int, bytes]:
+    """A record's kind and bytes."""
+    return KINDS[type(record)], pack(record)
+
+
+def decode(kind: int, data: bytes | memoryview) -> Record:
+    """The record of these bytes.
+
+    Raises:
+        ValueError: the kind is unknown, or the bytes are not a record of it; one sentence.
+    """
+    cls: type[Any] | None = _CLASSES.get(kind)
+    if cls is None:
+        raise ValueError(f"a record of kind {kind} is unknown here; a newer farloop may have written it")
+    try:
+        record: Record = validate(cls, unpack(data))
+    except (RemoteProtocolError, TypeError) as error:  # TypeError: a map in it has a list for a key
+        raise ValueError(str(error)) from error
+    return record

@@ -1,0 +1,290 @@
+"""The bytes of a journal segment, and how one is read after a crash. Writing is `journal.py`.
+
+A segment is one header and then records without gaps, little-endian. What follows the last record is room set aside:
+zeros. A record's digests are seeded with the segment's salt, a random number that never leaves the state directory,
+so that no node can send a delta whose bytes would pass for a record.
+
+Which damage is a torn tail? Records that were appended but never synced may be lost in any part and any order when
+the power goes, and nobody was told of them: they are cut. A record that was synced must not be. Every header
+therefore says how many records were durable when it was written: a damaged record with that proof behind it is
+corruption, and no proof means a torn tail.
+"""
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from farloop.coordinator import records
+from farloop.coordinator.durable import Bytes
+from farloop.coordinator.errors import JournalCorrupt, StorageFailed
+from farloop.coordinator.records import Record
+
+FORMAT_VERSION = 1
+
+#   bytes  type  field
+#   0–7    8s    magic "farloopJ"
+#   8–11   u32   format version
+#   12–15  u32   number of the segment, also in its name
+#   16–23  u64   sequence of its first record
+#   24–31  u64   salt
+#   32–39  u64   xxh3-64 of bytes 0–31
+_SEGMENT = struct.Struct("<8sIIQQ")
+_DIGEST = struct.Struct("<Q")
+_SEGMENT_MAGIC = b"farloopJ"
+SEGMENT_HEADER_BYTES = _SEGMENT.size + _DIGEST.size
+
+#   bytes  type  field
+#   0–3    4s    magic 89 "FLR"
+#   4      u8    kind (`records.KINDS`)
+#   5–7    3x    zero
+#   8–11   u32   bytes of the record
+#   12–15  u32   bytes of the attachment
+#   16–23  u64   sequence: records before this one in the journal
+#   24–31  u64   durable: records that were durable when this one was written, at most the sequence
+#   32–39  u64   xxh3-64, seeded with the salt, of the record and the attachment
+#   40–47  u64   xxh3-64, seeded with the salt, of bytes 0–39
+#   48–          record, then attachment
+_RECORD = struct.Struct("<4sB3xIIQQQ")
+_RECORD_MAGIC = b"\x89FLR"
+RECORD_HEADER_BYTES = _RECORD.size + _DIGEST.size
+
+MAX_BODY_BYTES = (1 << 32) - 1
+"""Of a record, and of an attachment: a fragment of the largest size in fp32 is a quarter of it."""
+
+_NAME = re.compile(r"journal-[0-9]+\.log")
+
+_PIECE_BYTES = 1 << 20
+"""Read and hashed at a time, so that a large attachment is never in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attachment:
+    """Where a record's bulk bytes are: [offset, offset + size) of a segment."""
+
+    segment: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A record in its place in the journal."""
+
+    sequence: int
+    record: Record
+    attachment: Attachment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """What a segment holds."""
+
+    salt: int
+    entries: tuple[Entry, ...]
+    end: int
+    """The first byte behind the last whole record."""
+    torn_bytes: int
+    """Bytes of torn records behind it, without the zeros of room set aside."""
+    size: int
+    """Bytes of the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    kind: int
+    record_bytes: int
+    attachment_bytes: int
+    sequence: int
+    durable: int
+    body_digest: int
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Where segment `number` of the journal in `directory` is."""
+    return directory / f"journal-{number:06d}.log"
+
+
+def segment_paths(directory: Path) -> list[Path]:
+    """The segments of the journal in `directory`, in order.
+
+    Raises:
+        JournalCorrupt: one of them is missing.
+    """
+    found = sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    expected = [segment_path(directory, number) for number in range(len(found))]
+    for path in expected:
+        if path not in found:
+            raise JournalCorrupt(path, 0, "this segment of the journal is missing")
+    return expected
+
+
+def read_segments(directory: Path) -> list[Scan]:
+    """Read and verify a whole journal. Changes nothing; of a journal in use it shows a prefix.
+
+    Raises:
+        JournalCorrupt: a segment is missing, or damaged in a way that is not a torn tail of the last.
+        StorageFailed: the disk refused a read.
+    """
+    scans: list[Scan] = []
+    paths = segment_paths(directory)
+    num_records = 0
+    for number, path in enumerate(paths):
+        scans.append(scan(path, number, num_records))
+        num_records += len(scans[-1].entries)
+        if path != paths[-1] and scans[-1].end != scans[-1].size:
+            raise JournalCorrupt(path, scans[-1].end, f"record {num_records} is damaged, and segments follow")
+    return scans
+
+
+def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes: int) -> bytes:
+    """Bytes [offset, offset + nbytes) of an attachment. Opens the file anew, so it depends on no other reader's state.
+
+    Raises:
+        StorageFailed: they cannot be read.
+    """
+    assert offset >= 0 and nbytes >= 0 and offset + nbytes <= attachment.size
+    path = segment_path(directory, attachment.segment)
+    start = attachment.offset + offset
+    data = b""
+    try:
+        with path.open("rb", buffering=0) as file:
+            while len(data) < nbytes:
+                piece = os.pread(file.fileno(), nbytes - len(data), start + len(data))
+                if not piece:
+                    raise StorageFailed(path, f"ends at byte {start + len(data)}, before the attachment does")
+                data += piece
+    except OSError as error:
+        raise StorageFailed(path, f"read: {error.strerror}") from error
+    return data
+
+
+def segment_header(number: int, first_sequence: int, salt: int) -> bytes:
+    """The header of a new segment."""
+    fields = _SEGMENT.pack(_SEGMENT_MAGIC, FORMAT_VERSION, number, first_sequence, salt)
+    return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def record_header(kind: int, body: bytes, attachment: Bytes, *, sequence: int, durable: int, salt: int) -> bytes:
+    """The header that goes before `body` and `attachment`."""
+    hasher = xxhash.xxh3_64(body, seed=salt)
+    hasher.update(attachment)
+    fields = _RECORD.pack(
+        _RECORD_MAGIC, kind, len(body), memoryview(attachment).nbytes, sequence, durable, hasher.intdigest()
+    )
+    return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields, seed=salt))
+
+
+def scan(path: Path, number: int, first_sequence: int) -> Scan:
+    """Read and verify the segment at `path`, which must be the `number`-th and go on at `first_sequence`.
+
+    Raises:
+        JournalCorrupt: its header is wrong; a record is damaged of which a later one says that it was durable; or a
+            whole record is not one that this code knows.
+        StorageFailed: the disk refused a read.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            salt = _read_segment_header(file, path, number, first_sequence)
+            entries = tuple(_read_records(file, path, number, first_sequence, salt))
+            end = SEGMENT_HEADER_BYTES
+            if entries:
+                end = entries[-1].attachment.offset + entries[-1].attachment.size
+            torn_bytes = _measure_tail(file, path, end, first_sequence + len(entries), salt)
+    except OSError as error:
+        raise StorageFailed(path, f"read: {error.strerror}") from error
+    return Scan(salt=salt, entries=entries, end=end, torn_bytes=torn_bytes, size=size)
+
+
+def _read_segment_header(file: BinaryIO, path: Path, number: int, first_sequence: int) -> int:
+    data = file.read(SEGMENT_HEADER_BYTES)
+    if len(data) < SEGMENT_HEADER_BYTES or not data.startswith(_SEGMENT_MAGIC):
+        raise JournalCorrupt(path, 0, "not a segment of a journal")
+    _, version, found_number, found_sequence, salt = _SEGMENT.unpack_from(data)
+    if version != FORMAT_VERSION:
+        raise JournalCorrupt(path, 8, f"format version {version} is unknown here; this farloop knows {FORMAT_VERSION}")
+    if _DIGEST.unpack_from(data, _SEGMENT.size)[0] != xxhash.xxh3_64_intdigest(data[: _SEGMENT.size]):
+        raise JournalCorrupt(path, 0, "the segment's header does not match its digest")
+    if found_number != number:
+        raise JournalCorrupt(path, 12, f"segment {found_number} under the name of segment {number}")
+    if found_sequence != first_sequence:
+        raise JournalCorrupt(path, 16, f"it goes on at record {found_sequence}, not {first_sequence}: some are missing")
+    assert isinstance(salt, int)
+    return salt
+
+
+def _read_records(file: BinaryIO, path: Path, number: int, first_sequence: int, salt: int) -> Iterator[Entry]:
+    """Whole records from the file's position on, up to the first that is not."""
+    offset, sequence = SEGMENT_HEADER_BYTES, first_sequence
+    while (header := _parse_record_header(file.read(RECORD_HEADER_BYTES), salt)) is not None:
+        if header.sequence != sequence:
+            raise JournalCorrupt(path, offset, f"record {header.sequence} stands where {sequence} belongs")
+        attachment = Attachment(
+            segment=number,
+            offset=offset + RECORD_HEADER_BYTES + header.record_bytes,
+            size=header.attachment_bytes,
+        )
+        body = file.read(header.record_bytes)
+        if _body_digest(file, body, attachment.size, salt) != header.body_digest:
+            return
+        try:
+            record = records.decode(header.kind, body)
+        except ValueError as error:
+            raise JournalCorrupt(path, offset, str(error)) from error
+        yield Entry(sequence=sequence, record=record, attachment=attachment)
+        offset, sequence = attachment.offset + attachment.size, sequence + 1
+
+
+def _parse_record_header(data: bytes, salt: int) -> _Header | None:
+    """None if the first bytes of `data` are not a record header of this segment."""
+    if len(data) < RECORD_HEADER_BYTES or not data.startswith(_RECORD_MAGIC):
+        return None
+    if _DIGEST.unpack_from(data, _RECORD.size)[0] != xxhash.xxh3_64_intdigest(data[: _RECORD.size], seed=salt):
+        return None
+    _, kind, record_bytes, attachment_bytes, sequence, durable, body_digest = _RECORD.unpack_from(data)
+    return _Header(
+        kind=kind,
+        record_bytes=record_bytes,
+        attachment_bytes=attachment_bytes,
+        sequence=sequence,
+        durable=durable,
+        body_digest=body_digest,
+    )
+
+
+def _body_digest(file: BinaryIO, body: bytes, attachment_bytes: int, salt: int) -> int:
+    hasher = xxhash.xxh3_64(body, seed=salt)
+    while attachment_bytes > 0 and (piece := file.read(min(attachment_bytes, _PIECE_BYTES))):
+        hasher.update(piece)
+        attachment_bytes -= len(piece)
+    return int(hasher.intdigest())
+
+
+def _measure_tail(file: BinaryIO, path: Path, end: int, sequence: int, salt: int) -> int:
+    """Bytes of a torn tail that begins at `end`, where record `sequence` would stand.
+
+    Headers are looked for at every offset, because the lengths of a damaged record say nothing. The header alone is
+    the proof: its body may be torn, and hashing bodies here would make a hostile attachment quadratic.
+    """
+    file.seek(end)
+    overlap, start, used = b"", end, end
+    while piece := file.read(_PIECE_BYTES):
+        data = overlap + piece
+        at = data.find(_RECORD_MAGIC)
+        while at >= 0:
+            header = _parse_record_header(data[at : at + RECORD_HEADER_BYTES], salt)
+            if header is not None and header.durable > sequence:
+                detail = f"record {sequence} is damaged, and was durable when record {header.sequence} was written"
+                raise JournalCorrupt(path, end, detail)
+            at = data.find(_RECORD_MAGIC, at + 1)
+        if stripped := data.rstrip(b"\0"):
+            used = start + len(stripped)
+        overlap = data[-(RECORD_HEADER_BYTES - 1) :]
+        start += len(data) - len(overlap)
+    return used - end

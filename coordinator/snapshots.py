@@ -1,0 +1,212 @@
+"""The durable full state of a fragment, and the final model: safetensors files, whole or not there.
+
+A snapshot is where recovery begins; the journal's commits behind it are applied on top (protocol P). It is saved
+after its commit is durable, and the journal says so after the snapshot is. It is verified by a checksum over
+everything in it; the digests that its commit recorded ride along for the caller to compare with the journal.
+
+The file is `snapshots/f<fragment>-v<version>.safetensors` in the state directory. Its metadata, all text:
+
+    format_version   "1"
+    fingerprint      of the run's identity
+    fragment         decimal
+    version          decimal
+    digest.<name>    16 hex digits each
+    checksum         16 hex digits: xxh3-64 over the canonical JSON of the other metadata, then, by tensor name, the
+                     canonical JSON of [name, dtype, shape] and the tensor's bytes
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from farloop.coordinator.durable import TEMPORARY_SUFFIX, make_directory, replacing, require_free, sync_path
+from farloop.coordinator.errors import SnapshotCorrupt, StorageFailed
+
+_log = logging.getLogger(__name__)
+
+FORMAT_VERSION = "1"
+
+KEEP = 2
+"""Snapshots of a fragment that stay, so that one damaged file does not cost the run."""
+
+_NAME = re.compile(r"f(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)\.safetensors")
+_DIGEST_PREFIX = "digest."
+_HEADER_ROOM = 64 << 10
+"""Bytes of a file beyond its tensors' bytes: the names, shapes and metadata."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything the coordinator holds of one fragment at one version."""
+
+    fingerprint: str
+    fragment: int
+    version: int
+    tensors: Mapping[str, Tensor]
+    """anchor, target, and the outer optimizer's state, as momentum: flat fp32 [numel] on the CPU when loaded."""
+    digests: Mapping[str, int]
+    """What the commit recorded (protocol N): of the anchor, the target, the momentum."""
+
+
+def snapshot_path(directory: Path, fragment: int, version: int) -> Path:
+    """Where that snapshot is in the state directory."""
+    return directory / "snapshots" / _file_name(fragment, version)
+
+
+def save(directory: Path, snapshot: Snapshot) -> Path:
+    """Write a snapshot durably, then delete those of its fragment that are older than the last `KEEP`.
+
+    The tensors must not change meanwhile.
+
+    Raises:
+        DiskFull: nothing was changed.
+        StorageFailed: the disk refused; the older snapshots are untouched.
+    """
+    path = snapshot_path(directory, snapshot.fragment, snapshot.version)
+    make_directory(path.parent)
+    for leftover in path.parent.glob(f"f{snapshot.fragment}-v*{TEMPORARY_SUFFIX}"):
+        leftover.unlink(missing_ok=True)
+    tensors = {name: _saveable(tensor) for name, tensor in snapshot.tensors.items()}
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": snapshot.fingerprint,
+        "fragment": str(snapshot.fragment),
+        "version": str(snapshot.version),
+        **{_DIGEST_PREFIX + name: f"{digest:016x}" for name, digest in snapshot.digests.items()},
+    }
+    _write(path, tensors, {**metadata, "checksum": _checksum(tensors, metadata)})
+    _delete_older(directory, snapshot.fragment, snapshot.version)
+    return path
+
+
+def load(path: Path) -> Snapshot:
+    """Read and verify a snapshot.
+
+    Raises:
+        SnapshotCorrupt: it cannot be read, or is not what was saved under this name.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            if metadata.get("format_version") != FORMAT_VERSION:
+                found = metadata.get("format_version")
+                raise SnapshotCorrupt(
+                    path, f"format version {found} is unknown here; this farloop knows {FORMAT_VERSION}"
+                )
+            # Copies: a view of the mapped file would turn a read error into the death of the process, much later.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise SnapshotCorrupt(path, f"cannot be read: {error}") from error
+    checksum = metadata.pop("checksum", None)
+    if checksum != _checksum(tensors, metadata):
+        raise SnapshotCorrupt(path, "its content does not match its checksum")
+    try:
+        snapshot = Snapshot(
+            fingerprint=metadata["fingerprint"],
+            fragment=int(metadata["fragment"]),
+            version=int(metadata["version"]),
+            tensors=tensors,
+            digests={
+                key.removeprefix(_DIGEST_PREFIX): int(value, 16)
+                for key, value in metadata.items()
+                if key.startswith(_DIGEST_PREFIX)
+            },
+        )
+    except (KeyError, ValueError) as error:
+        raise SnapshotCorrupt(path, f"its metadata are not a snapshot's: {error}") from error
+    if path.name != _file_name(snapshot.fragment, snapshot.version):
+        raise SnapshotCorrupt(path, f"holds fragment {snapshot.fragment}, version {snapshot.version}")
+    return snapshot
+
+
+def load_latest(directory: Path, fragment: int, *, fingerprint: str) -> Snapshot | None:
+    """The newest snapshot of a fragment that is whole and of this run; None if there never was one.
+
+    A damaged one is passed over with a warning: an older one and more of the journal give the same state.
+
+    Raises:
+        SnapshotCorrupt: there are some, and none is good; the newest one's fault.
+    """
+    newest_fault: SnapshotCorrupt | None = None
+    for version in reversed(_versions(directory, fragment)):
+        path = snapshot_path(directory, fragment, version)
+        try:
+            snapshot = load(path)
+            if snapshot.fingerprint != fingerprint:
+                raise SnapshotCorrupt(path, f"is of run {snapshot.fingerprint}, not {fingerprint}")
+        except SnapshotCorrupt as fault:
+            _log.warning("snapshot refused path=%s reason=%r", path, fault.detail)
+            newest_fault = newest_fault or fault
+        else:
+            return snapshot
+    if newest_fault is not None:
+        raise newest_fault
+    return None
+
+
+def export(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write named tensors as one safetensors file that other tools read: the final model.
+
+    Raises:
+        DiskFull: nothing was changed.
+        StorageFailed: the disk refused; a file that was there before is untouched.
+    """
+    make_directory(path.parent)
+    saveable = {name: _saveable(tensor) for name, tensor in tensors.items()}
+    _write(path, saveable, {"format": "pt", **(metadata or {})})
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    require_free(path.parent, sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_ROOM)
+    with replacing(path) as temporary:
+        try:
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            save_file(tensors, temporary, metadata=metadata)
+            temporary.chmod(mode)  # the library makes a private file of its own; this one is like any other
+        except (SafetensorError, OSError) as error:
+            raise StorageFailed(path, f"write: {error}") from error
+
+
+def _saveable(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    hasher = xxhash.xxh3_64(_canonical(dict(metadata)))
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        hasher.update(_canonical([name, str(tensor.dtype), list(tensor.shape)]))
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return str(hasher.hexdigest())
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _file_name(fragment: int, version: int) -> str:
+    return f"f{fragment}-v{version}.safetensors"
+
+
+def _versions(directory: Path, fragment: int) -> list[int]:
+    """Versions of a fragment's snapshots, ascending."""
+    names = [path.name for path in (directory / "snapshots").glob(f"f{fragment}-v*.safetensors")]
+    return sorted(int(found[2]) for name in names if (found := _NAME.fullmatch(name)))
+
+
+def _delete_older(directory: Path, fragment: int, version: int) -> None:
+    """Keep this one and the `KEEP` − 1 before it. Newer ones, of a history that was left, are not ours to judge."""
+    older = [found for found in _versions(directory, fragment) if found < version]
+    for found in older[: max(0, len(older) - (KEEP - 1))]:
+        snapshot_path(directory, fragment, found).unlink(missing_ok=True)
+    sync_path(directory / "snapshots")

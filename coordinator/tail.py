@@ -1,0 +1,131 @@
+"""The journal's last segment, which is being written. It knows bytes and room, not records: those are `journal.py`."""
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from farloop.coordinator.durable import Bytes, allocate, replacing, sync, sync_and_forget, truncate, write_all
+from farloop.coordinator.errors import DiskFull, StorageFailed
+from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, Scan, segment_header, segment_path
+
+_ALLOCATION_STEP = 1 << 20
+"""Room is taken from the disk in steps, so that small records do not each ask for it."""
+
+
+@dataclass(slots=True)
+class Tail:
+    """An open segment: written bytes up to `end`, zeros with blocks on the disk up to `allocated`."""
+
+    number: int
+    path: Path
+    fd: int
+    salt: int
+    end: int
+    allocated: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no record yet."""
+        return self.end == SEGMENT_HEADER_BYTES
+
+    def allocate(self, room: int) -> None:
+        """Have blocks for `room` bytes behind `end`.
+
+        Raises:
+            DiskFull: nothing was changed.
+        """
+        missing = self.end + room - self.allocated
+        if missing > 0:
+            step = max(missing, _ALLOCATION_STEP)
+            allocate(self.fd, self.path, self.allocated, step)
+            self.allocated += step
+
+    def write(self, *parts: Bytes) -> None:
+        """Write behind `end`. Durable after `sync`."""
+        write_all(self.fd, self.path, parts, self.end)
+        self.end += sum(memoryview(part).nbytes for part in parts)
+
+    def sync(self) -> None:
+        """Make all that was written durable."""
+        sync(self.fd, self.path)
+
+    def finish(self) -> None:
+        """Give back the room behind `end`, durably: nothing more will be written."""
+        truncate(self.fd, self.path, self.end)
+        self.allocated = self.end
+        self.sync()
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        os.close(self.fd)
+
+
+def create_tail(
+    directory: Path,
+    number: int,
+    *,
+    first_sequence: int,
+    salt: int,
+    room: int,
+    before_visible: Callable[[], None] = lambda: None,
+) -> Tail:
+    """Begin a segment with blocks for `room` bytes of records. It is there whole or not at all.
+
+    Args:
+        before_visible: called when only the new name is missing.
+
+    Raises:
+        DiskFull: nothing was changed, and `before_visible` was not called.
+        StorageFailed: the disk refused.
+    """
+    path = segment_path(directory, number)
+    header = segment_header(number, first_sequence, salt)
+    with ExitStack() as undo:
+        with replacing(path) as temporary:
+            fd = _create_file(temporary)
+            undo.callback(os.close, fd)
+            allocated = len(header) + max(room, _ALLOCATION_STEP)
+            allocate(fd, temporary, 0, allocated)
+            write_all(fd, temporary, [header], 0)
+            before_visible()
+        undo.pop_all()
+    return Tail(number, path, fd, salt, len(header), allocated)
+
+
+def reopen_tail(path: Path, number: int, found: Scan) -> Tail:
+    """Go on with a segment behind its last whole record; what stands there is cut, durably."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageFailed(path, f"open: {error.strerror}") from error
+    tail = Tail(number, path, fd, found.salt, found.end, found.size)
+    try:
+        tail.finish()
+    except BaseException:
+        tail.close()
+        raise
+    return tail
+
+
+def settle(path: Path) -> None:
+    """Before a segment that a dead process wrote is read: make the disk agree with what will be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageFailed(path, f"open: {error.strerror}") from error
+    try:
+        sync_and_forget(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _create_file(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(path, 0, 0) from error
+        raise StorageFailed(path, f"create: {error.strerror}") from error

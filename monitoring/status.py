@@ -1,0 +1,159 @@
+"""The shapes of what a coordinator tells about its run: the JSON at `/status` and the lines of `metrics.jsonl`.
+
+Plain dictionaries on purpose: they are written and read as JSON by different processes. Standard library only.
+"""
+
+from typing import Literal, NotRequired, TypedDict
+
+RunState = Literal["waiting", "training", "finished"]
+WindowState = Literal["open", "closing", "final"]
+
+
+class RunStatus(TypedDict):
+    """What the run is and how far its daemon has come."""
+
+    name: str
+    fingerprint: str
+    method: str
+    codec_up: str
+    codec_down: str
+    steps: int
+    """Schedule positions of the whole run."""
+    h: int
+    tau: int
+    mix: float
+    fragments: int
+    parameters: int
+    state: RunState
+    epoch: int
+    started_s: float
+    """Seconds since training began; 0 before."""
+    uptime_s: float
+    """Seconds since this coordinator process started."""
+
+
+class NodeStatus(TypedDict):
+    """One node, as the coordinator last heard of it; a node that left stays in the list."""
+
+    name: str
+    state: str
+    connected: bool
+    incarnation: int
+    device: str
+    position: float
+    round: int
+    inner_steps: int
+    tokens: int
+    loss: float | None
+    """Training loss, or None before the first report."""
+    tokens_per_s: float
+    compute_share: float
+    blocked_s: float
+    lost_steps: int
+    bytes_up: int
+    bytes_down: int
+    bytes_state: int
+    """Snapshots and catch-up, not part of the two above."""
+    detail: str
+    """What it is doing, in words; may be empty."""
+    reason: str
+    """Why it left; empty while it is here."""
+    last_heard_s: float
+    """Seconds since its last message."""
+    h: NotRequired[int]
+    """Its own H, where it differs from the run's."""
+
+
+class WindowStatus(TypedDict):
+    """The newest window of one fragment."""
+
+    fragment: int
+    window: int
+    round: int
+    state: WindowState
+    expected: list[str]
+    arrived: list[str]
+    merged: list[str]
+    """Whom the window before this one merged."""
+
+
+class EvaluationStatus(TypedDict):
+    """One score of the anchors on the fixed evaluation set."""
+
+    loss: float
+    position: float
+    outer_steps: int
+    seconds: float
+    """Seconds since the run's start."""
+
+
+class Status(TypedDict):
+    """The whole answer at `/status`."""
+
+    run: RunStatus
+    position: float
+    """Highest schedule position of the live nodes."""
+    round: int
+    versions: list[int]
+    """Per fragment."""
+    outer_steps: int
+    commits: int
+    nodes: list[NodeStatus]
+    windows: list[WindowStatus]
+    evaluations: list[EvaluationStatus]
+    alarms: list[str]
+
+
+class ProgressEvent(TypedDict):
+    """A node's counters; all of them only grow within one incarnation."""
+
+    event: Literal["progress"]
+    t: float
+    """Seconds since the run's start, as in every event."""
+    node: str
+    position: float
+    inner_steps: int
+    tokens: int
+    loss: float | None
+    bytes_up: int
+    bytes_down: int
+    bytes_state: int
+
+
+class CommitEvent(TypedDict):
+    """A window became a version."""
+
+    event: Literal["commit"]
+    t: float
+    fragment: int
+    version: int
+    round: int
+    merged: list[str]
+    drops: list[list[str]]
+    """Pairs of a node and the sentence why its delta was not merged."""
+    update_bytes: int
+    norm: float
+
+
+class EvaluationEvent(TypedDict):
+    """The anchors were scored."""
+
+    event: Literal["evaluation"]
+    t: float
+    loss: float
+    position: float
+    tokens: int
+    """Tokens trained on so far, summed over nodes."""
+
+
+class NodeEvent(TypedDict):
+    """A node joined, left or changed its state."""
+
+    event: Literal["node"]
+    t: float
+    name: str
+    state: str
+    reason: str
+
+
+MetricsEvent = ProgressEvent | CommitEvent | EvaluationEvent | NodeEvent

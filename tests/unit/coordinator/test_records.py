@@ -1,0 +1,172 @@
+"""Records: typed, and the same bytes for ever (protocol B, H, P).
+
+`python tests/unit/coordinator/test_records.py` writes the golden bytes anew: only for a new kind, or a new field with
+a default. Bytes that are there already are in somebody's journal.
+"""
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farloop.algo.spec import (
+    BlobId,
+    BlobKind,
+    Contribution,
+    Fragment,
+    Identity,
+    Layout,
+    LearningRate,
+    Lease,
+    NodeId,
+    RoundPlan,
+    RunSpec,
+    TensorSlot,
+    Terms,
+    WindowTerms,
+)
+from farloop.coordinator import records as rec
+from farloop.wire.messages import Drop, Share, pack
+from farloop.wire.reasons import Reason
+
+GOLDEN = Path(__file__).parent / "golden" / "records-v1.json"
+
+A, B = NodeId("berlin"), NodeId("oslo")
+DELTA = BlobId(kind=BlobKind.DELTA, fragment=1, version=6, node=A, incarnation=2, seq=9)
+SPEC = RunSpec(
+    identity=Identity(
+        name="run",
+        model="own",
+        layout=Layout(
+            slots=1,
+            fragments=(Fragment(index=0, slot=0, numel=256, tensors=(TensorSlot(name="w", shape=(3, 5), offset=0),)),),
+        ),
+        anchor_digests=((1 << 64) - 1,),
+        data="own",
+        num_samples=0,
+        evaluation_set="none",
+        seed=7,
+    ),
+    terms=Terms(
+        method="streaming",
+        steps=100,
+        h=10,
+        tau=2,
+        mix=0.5,
+        codec_up="q4",
+        codec_down="q4",
+        outer_lr=0.6,
+        outer_momentum=0.9,
+        lr=LearningRate(),
+        clip=1.0,
+        weight_decay=0.1,
+        batch_sequences=8,
+        sequence_tokens=128,
+        quorum=2,
+    ),
+    revision=3,
+)
+COMMITTED = rec.WindowCommitted(
+    fragment=1,
+    version=7,
+    round=3,
+    merged=(Share(node=A, weight=0.25), Share(node=B, weight=0.75)),
+    drops=(Drop(node=NodeId("lima"), reason=Reason.LATE),),
+    blobs=(rec.Addend(blob=DELTA, weight=0.25),),
+    anchor_digest=1,
+    target_digest=(1 << 64) - 1,
+    momentum_digest=None,
+    next_window=WindowTerms(fragment=1, window=8, round=4, tau=2, mix=0.5, codec_up="q4", codec_down="q4"),
+    update_size=640,
+    update_digest=1 << 63,
+    outer_lr=0.6,
+    outer_momentum=0.9,
+    why="all 2 expected nodes came",
+)
+SAMPLES: tuple[rec.Record, ...] = (
+    rec.RunStarted(spec=SPEC, epoch=1),
+    rec.EpochClaimed(epoch=2),
+    rec.NodeStarted(node=A, incarnation=2, round=4),
+    rec.NodeLeft(node=B, reason=Reason.SILENT),
+    rec.LeaseGranted(node=A, incarnation=2, lease=Lease(start=1 << 40, count=64)),
+    rec.RoundFixed(round=RoundPlan(index=5, start=50, length=10, node_steps=((B, 7),))),
+    rec.InputStored(
+        blob=DELTA,
+        window=7,
+        contributors=(Contribution(node=A, incarnation=2, base=6, steps=10, tokens=10240, norm_sq=1e-3),),
+        digest=(1 << 64) - 1,
+    ),
+    rec.InputDropped(blob=DELTA, reason=Reason.NON_FINITE, detail="element 17"),
+    COMMITTED,
+    rec.SnapshotTaken(fragment=1, version=7),
+    rec.EvaluationTaken(loss=1.5, versions=(7, 6), position=33.5),
+    rec.RunFinished(),
+)
+
+
+@pytest.mark.parametrize("record", SAMPLES, ids=lambda record: type(record).__name__)
+def test_a_record_comes_back_as_it_was(record: rec.Record) -> None:
+    assert rec.decode(*rec.encode(record)) == record
+
+
+def test_every_record_has_a_number_of_its_own_and_a_sample() -> None:
+    assert set(rec.KINDS) == set(get_args(rec.Record)) == {type(sample) for sample in SAMPLES}
+    assert len(set(rec.KINDS.values())) == len(rec.KINDS)
+    assert all(0 < kind < 256 for kind in rec.KINDS.values())
+
+
+def test_the_bytes_are_those_of_format_version_1() -> None:
+    assert _current() == json.loads(GOLDEN.read_text())
+
+
+def test_golden_bytes_are_still_understood() -> None:
+    golden = json.loads(GOLDEN.read_text())
+    assert tuple(rec.decode(kind, bytes.fromhex(data)) for kind, data in golden.values()) == SAMPLES
+
+
+def test_an_infinite_loss_comes_back() -> None:
+    record = rec.EvaluationTaken(loss=float("inf"), versions=(), position=0.0)
+    assert rec.decode(*rec.encode(record)) == record
+
+
+def test_a_field_of_a_later_farloop_is_ignored() -> None:
+    assert rec.decode(2, pack({"epoch": 4, "colour": "blue"})) == rec.EpochClaimed(epoch=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "sentence"),
+    [
+        (0, b"\x80", "kind 0 is unknown"),
+        (200, b"\x80", "kind 200 is unknown"),
+        (2, b"", "not msgpack"),
+        (2, b"\x80", "EpochClaimed.epoch: Field required"),
+        (2, pack({"epoch": "now"}), "EpochClaimed.epoch"),
+        (2, pack([1]), "EpochClaimed"),
+        (4, pack({"node": "a", "reason": 9999}), "NodeLeft.reason"),
+        (2, b"\x81\x90\xc0", "unhashable"),
+    ],
+)
+def test_what_is_not_a_record_is_refused_with_a_sentence(kind: int, data: bytes, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        rec.decode(kind, data)
+
+
+@given(kind=st.integers(0, 255), data=st.binary(max_size=64))
+def test_any_bytes_are_a_record_or_a_value_error(kind: int, data: bytes) -> None:
+    try:
+        record = rec.decode(kind, data)
+    except ValueError:
+        return
+    assert type(record) in rec.KINDS
+
+
+def _current() -> dict[str, list[int | str]]:
+    encoded = {type(sample).__name__: rec.encode(sample) for sample in SAMPLES}
+    return {name: [kind, data.hex()] for name, (kind, data) in encoded.items()}
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(_current(), indent=1) + "\n")
