@@ -1,0 +1,175 @@
+"""From a corpus and a lease to a batch: samples, the fixed evaluation set, and the cursor over what a node was granted.
+
+The coordinator grants positions of one endless stream of samples (protocol "Data leases"); a node alone turns them into
+tokens. Nothing here knows of the link or of the schedule.
+
+Shape suffixes: B batch, S = L + 1 tokens of a sample of sequence length L (inputs and, shifted by one, targets).
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farloop.algo.permutation import sample_index
+from farloop.algo.spec import Lease
+from farloop.node.corpus import Corpus, CorpusError
+from farloop.node.model import GPT
+
+
+def num_samples(corpus: Corpus, sequence_tokens: int) -> int:
+    """Samples in one data pass: sample i is the tokens [i·L, i·L + L + 1) of the training text.
+
+    Neighbours share one token, the last target of one and the first input of the next, so every token but the first,
+    and a tail shorter than L, is predicted exactly once a pass.
+
+    Raises CorpusError when the text is too short for one sample.
+    """
+    return _fitting(len(corpus.train), sequence_tokens, "training")
+
+
+class Samples:
+    """The endless stream of training samples: pass after pass over the corpus, each in its own order."""
+
+    def __init__(self, corpus: Corpus, sequence_tokens: int, seed: int) -> None:
+        """Raises CorpusError when the training text is too short for one sample of `sequence_tokens`."""
+        self._train = corpus.train
+        self._sequence_tokens = sequence_tokens
+        self._seed = seed
+        self.num_samples = num_samples(corpus, sequence_tokens)
+        """In one data pass."""
+
+    def batch(self, positions: Sequence[int]) -> Tensor:
+        """Tokens of the samples at these positions of the stream: int64 [B, S], on the CPU."""
+        indices = [sample_index(position, self.num_samples, self._seed) for position in positions]
+        return _gather(self._train, [i * self._sequence_tokens for i in indices], self._sequence_tokens)
+
+
+class EvaluationSet:
+    """A fixed set of validation sequences, spread evenly; its digest is part of the run's identity (protocol J)."""
+
+    def __init__(self, corpus: Corpus, *, sequences: int, sequence_tokens: int) -> None:
+        """Takes fewer than `sequences` where the validation text has no room for so many disjoint ones.
+
+        Raises CorpusError when it has no room for one.
+        """
+        fitting = _fitting(len(corpus.validation), sequence_tokens, "validation")
+        count = min(sequences, fitting)
+        # Sequence k starts at the ⌊k·fitting/count⌋-th of the disjoint places.
+        starts = [k * fitting // count * sequence_tokens for k in range(count)]
+        self.tokens_BS = _gather(corpus.validation, starts, sequence_tokens)
+        self.digest = _digest(self.tokens_BS)
+        """16 hex digits over shape and tokens."""
+
+    def __len__(self) -> int:
+        return len(self.tokens_BS)
+
+    @torch.no_grad()
+    def loss(self, model: GPT, batch_size: int) -> float:
+        """Mean cross-entropy in nats per byte over the whole set; the model's mode is restored.
+
+        `batch_size` bounds memory. It changes the grouping of the sums, so the last digits of the result, nothing else.
+        """
+        device = model.embed.weight.device
+        was_training = model.training
+        model.eval()
+        total = 0.0
+        try:
+            for start in range(0, len(self), batch_size):
+                part_BS = self.tokens_BS[start : start + batch_size]
+                total += model.loss(part_BS.to(device)).item() * len(part_BS)
+        finally:
+            model.train(was_training)
+        return total / len(self)
+
+
+class LeaseExhausted(Exception):
+    """A node wants more samples than it still holds: wait for a grant."""
+
+    def __init__(self, *, wanted: int, remaining: int) -> None:
+        super().__init__(f"{wanted} samples wanted, {remaining} left of the leases")
+        self.wanted = wanted
+        self.remaining = remaining
+
+
+class LeaseCursor:
+    """A node's place in the leases of its present incarnation: granted in order, consumed in that order.
+
+    Pure. A later incarnation starts with a new cursor; what this one left is the coordinator's to grant again.
+    """
+
+    def __init__(self) -> None:
+        self._leases: list[Lease] = []
+        """All of the incarnation, kept to notice a sample that is granted twice."""
+        self._current = 0
+        """Index of the first lease that is not used up."""
+        self._used = 0
+        """Samples consumed of that one."""
+        self._granted = 0
+        self._watermark = 0
+
+    @property
+    def remaining(self) -> int:
+        """Samples granted and not yet consumed."""
+        return self._granted - self._watermark
+
+    @property
+    def watermark(self) -> int:
+        """Samples consumed since the start of the incarnation."""
+        return self._watermark
+
+    def grant(self, lease: Lease) -> None:
+        """Append a lease. Raises ValueError, and changes nothing, when it is empty or overlaps an earlier one."""
+        if lease.start < 0 or lease.count < 1:
+            raise ValueError(f"a lease of {lease.count} samples from {lease.start} grants nothing")
+        for held in self._leases:
+            if lease.start < held.start + held.count and held.start < lease.start + lease.count:
+                raise ValueError(
+                    f"samples [{lease.start}, {lease.start + lease.count}) overlap an earlier lease "
+                    f"[{held.start}, {held.start + held.count})"
+                )
+        self._leases.append(lease)
+        self._granted += lease.count
+
+    def take(self, n: int) -> list[int]:
+        """Consume the next `n` positions, across lease borders. Raises LeaseExhausted, and takes none, if too few."""
+        if n > self.remaining:
+            raise LeaseExhausted(wanted=n, remaining=self.remaining)
+        positions: list[int] = []
+        while len(positions) < n:
+            lease = self._leases[self._current]
+            first = lease.start + self._used
+            count = min(n - len(positions), lease.count - self._used)
+            positions.extend(range(first, first + count))
+            self._used += count
+            if self._used == lease.count:
+                self._current += 1
+                self._used = 0
+        self._watermark += n
+        return positions
+
+
+def _fitting(text_bytes: int, sequence_tokens: int, which: str) -> int:
+    """How many sequences of L tokens, each with its last target, fit into a text."""
+    count = (text_bytes - 1) // sequence_tokens
+    if count < 1:
+        raise CorpusError(
+            f"the {which} text has {text_bytes} bytes, too little for one sequence of {sequence_tokens} tokens: "
+            f"add text or shorten the sequences"
+        )
+    return count
+
+
+def _gather(text: NDArray[np.uint8], starts: Sequence[int], sequence_tokens: int) -> Tensor:
+    """[B, S] int64 from a byte array, which may be read-only or a memory map."""
+    rows_BS = np.stack([text[start : start + sequence_tokens + 1] for start in starts])
+    return torch.from_numpy(rows_BS.astype(np.int64))
+
+
+def _digest(tokens_BS: Tensor) -> str:
+    content = hashlib.sha256(repr(tuple(tokens_BS.shape)).encode())
+    content.update(tokens_BS.to(torch.uint8).numpy().tobytes())
+    return content.hexdigest()[:16]

@@ -1,0 +1,61 @@
+"""What ends a node, in one line each.
+
+NodeError             carries the exit code of the daemon
+├── Refused           the coordinator does not want this node (do not retry)
+├── LayoutMismatch    the model is not the run's (do not retry)
+├── NonFiniteDelta    the weights hold NaN or Inf (a restart begins again from the anchors)
+├── DataError         the samples are not the run's, or there are none (do not retry)
+├── StateUnusable     the state folder cannot be written (do not retry)
+└── Unreachable       the coordinator did not answer in time (retry)
+"""
+
+
+class NodeError(Exception):
+    """Base of all."""
+
+    exit_code = 1
+    retriable = False
+
+
+class Refused(NodeError):
+    """The reason and its detail are in the text."""
+
+    exit_code = 3
+
+
+class LayoutMismatch(NodeError):
+    """Names the first parameter that differs."""
+
+    exit_code = 3
+
+
+class NonFiniteDelta(NodeError):
+    """Names the parameter; nothing of it was sent."""
+
+    exit_code = 4
+
+    def __init__(self, parameter: str, step: int) -> None:
+        self.parameter = parameter
+        super().__init__(
+            f"parameter {parameter!r} holds NaN or Inf after inner step {step}; nothing was sent. "
+            "Lower the learning rate or look at the data; a restart goes on from the anchors"
+        )
+
+
+class DataError(NodeError):
+    """Says what is there and what the run wants."""
+
+    exit_code = 3
+
+
+class Unreachable(NodeError):
+    """Names the address."""
+
+    exit_code = 5
+    retriable = True
+
+
+class StateUnusable(NodeError):
+    """Names the file and the mend."""
+
+    exit_code = 3

@@ -1,0 +1,152 @@
+"""What a node's machine hears (events) and what it asks its shell to do (commands).
+
+Commands run in the order they are given, in the training thread. `Encode` is answered by one `DeltaEncoded`, `Apply`
+and `Install` by nothing or one `AnchorMismatch`; the rest is fire and forget.
+"""
+
+from dataclasses import dataclass
+
+from farloop.algo.spec import BlobId, Lease
+from farloop.wire.messages import Message, Offer
+from farloop.wire.reasons import Reason
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """The optimizer has stepped (or, without an inner optimizer, the gradients stand)."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A control message of the coordinator."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobArrived:
+    """All bytes of an update or a snapshot are here, as announced."""
+
+    blob: BlobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnected:
+    """The session ended; the link keeps dialling."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaEncoded:
+    """The answer to `Encode`: the blob lies ready under this offer."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorMismatch:
+    """An applied update did not give the announced digest, or a snapshot was not what it said."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested:
+    """Finish what is begun, then leave."""
+
+
+Event = StepDone | Received | BlobArrived | Disconnected | DeltaEncoded | AnchorMismatch | DrainRequested
+
+# --- commands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """The run's spec is known: build or check the model against it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encode:
+    """Take the delta of a fragment now; encode it in the background."""
+
+    blob: BlobId
+    window: int
+    codec: str
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendBlob:
+    """Offer an encoded delta."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetBlob:
+    """The delta's outcome is known: its bytes may go."""
+
+    blob: BlobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    """Decode the arrived update onto the anchor, and compare the digest."""
+
+    fragment: int
+    version: int
+    anchor_digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Install:
+    """Put the arrived snapshot in the anchor's place."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """local ← mix·local + (1 − mix)·anchor."""
+
+    fragment: int
+    mix: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Score the anchors on the fixed evaluation set and tell the coordinator."""
+
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseSamples:
+    """These samples are ours."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Send a control message."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The node cannot go on; a person must read why."""
+
+    reason: Reason
+    detail: str
+
+
+Command = Adopt | Encode | SendBlob | ForgetBlob | Apply | Install | Merge | Evaluate | UseSamples | Tell | Stop

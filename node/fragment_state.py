@@ -1,0 +1,90 @@
+"""What a node's machine knows of one fragment: the version it holds, what has arrived, what it has sent. Pure."""
+
+from dataclasses import dataclass, field
+
+from farloop.algo.spec import BlobId, Fragment, WindowTerms
+from farloop.wire.messages import Committed, Offer
+from farloop.wire.reasons import Reason
+
+
+@dataclass(slots=True, kw_only=True)
+class Undecided:
+    """A delta whose outcome is not known yet."""
+
+    blob: BlobId
+    terms: WindowTerms
+    sent_at: int
+    """Inner steps done when it was taken."""
+    steps: int
+    """Inner steps inside it."""
+    offer: Offer | None = None
+    """Set once encoded."""
+    dropped: Reason | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class FragmentState:
+    """One fragment on one node. `check` states what always holds."""
+
+    fragment: Fragment
+    version: int = -1
+    """The anchor's version, which is also the one last merged (its base); −1 before the first snapshot."""
+    lost: bool = False
+    """The anchor's digest did not fit: nothing is sent or applied until a snapshot comes."""
+    pending: dict[int, Committed] = field(default_factory=dict)
+    """Announced versions that are not merged yet."""
+    arrived: set[int] = field(default_factory=set)
+    """Versions whose bytes are here."""
+    snapshot: int | None = None
+    """Version of an arrived snapshot that is not installed yet."""
+    terms_of: dict[int, WindowTerms] = field(default_factory=dict)
+    """Terms of the windows from version + 1 on."""
+    undecided: Undecided | None = None
+    merged_at: int = 0
+    """Inner steps done at the last merge."""
+    counted_from: int = 0
+    """Inner steps done when the work inside the next delta began."""
+    tokens_from: int = 0
+
+    @property
+    def terms(self) -> WindowTerms | None:
+        """What the next delta runs under; None when the fragment is final, or its terms have not come."""
+        return self.terms_of.get(self.version + 1)
+
+    def learn_terms(self, terms: WindowTerms) -> None:
+        """Remember the terms of a window that is still ahead."""
+        if terms.window > self.version:
+            self.terms_of[terms.window] = terms
+
+    def announce(self, committed: Committed) -> None:
+        """A commit was announced; one that is held already changes nothing."""
+        if committed.next_window is not None:
+            self.learn_terms(committed.next_window)
+        if committed.version > self.version:
+            self.pending[committed.version] = committed
+
+    def ready_versions(self) -> list[int]:
+        """Versions that can be applied now, in order, without a gap."""
+        versions: list[int] = []
+        while (
+            not self.lost and (version := self.version + 1 + len(versions)) in self.pending and version in self.arrived
+        ):
+            versions.append(version)
+        return versions
+
+    def advance(self, version: int, inner_steps: int, tokens: int) -> None:
+        """The anchor is at `version` now, and the local weights were merged with it."""
+        self.version = version
+        self.pending = {v: c for v, c in self.pending.items() if v > version}
+        self.arrived = {v for v in self.arrived if v > version}
+        self.terms_of = {w: t for w, t in self.terms_of.items() if w > version}
+        self.merged_at = inner_steps
+        self.counted_from, self.tokens_from = inner_steps, tokens
+
+    def check(self) -> None:
+        """The invariants."""
+        assert all(version > self.version for version in self.pending)
+        assert all(version > self.version for version in self.arrived)
+        assert all(window > self.version for window in self.terms_of)
+        assert self.undecided is None or self.undecided.terms.window > self.version
+        assert self.snapshot is None or self.snapshot >= 0

@@ -1,0 +1,225 @@
+"""The library call: a training loop becomes a node in three lines.
+
+    node = join("tcp://coordinator:7700", model, optimizer, name="oslo")
+    while node.running:                      # your own batch, forward and loss.backward(), then
+        node.step(loss=loss.item(), tokens=batch.numel())
+    node.leave()
+
+`step` takes the place of `optimizer.step()`: it sets the learning rate, clips and steps the inner optimizer (or, with
+a method that has none, sends the gradients), then exchanges whatever is due. The daemon's trainer uses the same call.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from farloop.algo.methods import method_named
+from farloop.algo.outer import is_decayed
+from farloop.algo.spec import NodeId, RunSpec, Terms
+from farloop.node.cluster import Cluster, Decision
+from farloop.node.leader import Leader
+from farloop.node.link import LinkConfig
+from farloop.node.memory import Memory
+from farloop.node.replica import matched_parameters
+from farloop.wire.keys import check_name
+
+ModelOf = Callable[[RunSpec], nn.Module]
+OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
+
+DRAIN_S = 30.0
+"""How long `leave` waits for the outcome of what was sent."""
+
+
+def default_optimizer(module: nn.Module, terms: Terms) -> AdamW:
+    """AdamW with the run's weight decay on matrices, betas 0.9 and 0.95 (arXiv 2407.07852)."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    decayed = [p for p in parameters if is_decayed(tuple(p.shape))]
+    plain = [p for p in parameters if not is_decayed(tuple(p.shape))]
+    groups = [{"params": decayed, "weight_decay": terms.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=terms.lr.peak, betas=(0.9, 0.95), eps=1e-8)
+
+
+class Node:
+    """A model that takes part in a run. Made by `join`; use it as a context manager, or call `leave`."""
+
+    def __init__(
+        self, cluster: Cluster, leader: Leader | None, spec: RunSpec, module: nn.Module, optimizer: Optimizer | None
+    ) -> None:
+        """Not to be called: `join` is the way in."""
+        self.spec, self.cluster = spec, cluster
+        self.leader = leader
+        """Rank 0's machinery; None on the other ranks."""
+        self.module = module
+        self.model = module if cluster.alone else DistributedDataParallel(module)
+        """What to call in the forward pass: gradients are averaged over the node's ranks."""
+        self._optimizer = optimizer
+        self._parameters = matched_parameters(module, spec.identity.layout)
+        self._decision = Decision(running=False, lr=0.0)
+        self._left = False
+
+    @property
+    def running(self) -> bool:
+        """Whether another inner step is wanted; False at the run's end, and after `request_drain`."""
+        return self._decision.running
+
+    @property
+    def position(self) -> float:
+        """Schedule position of the next inner step: the run's clock (protocol A)."""
+        return self._decision.position
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next inner step."""
+        return self._decision.lr
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Stream positions of this rank's part of the next batch; empty when the loop brings its own data."""
+        return self.cluster.mine(self._decision.samples)
+
+    def step(self, *, loss: float | None = None, tokens: int | None = None) -> bool:
+        """One inner step after `loss.backward()`; gradients are cleared. True while another one is wanted.
+
+        Args:
+            loss: of this step, for the displays.
+            tokens: of this step over the whole node; the run's batch unless given.
+
+        Raises:
+            NonFiniteDelta: the weights are broken; nothing of them was sent.
+            Refused: the coordinator ended this node's part for good.
+        """
+        assert self.running, "the run has ended, or this node was asked to leave: look at node.running"
+        started = time.monotonic()
+        terms = self.spec.terms
+        if self._optimizer is not None:
+            torch.nn.utils.clip_grad_norm_(self._parameters.values(), terms.clip)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._decision.lr
+            self._optimizer.step()
+        stepped = time.monotonic()
+        if self.leader is not None:
+            clock = self.leader.clock
+            clock.first_step = started if clock.first_step is None else clock.first_step
+            evaluated = clock.evaluation_s
+            self._decide(self.leader.after_step(tokens if tokens is not None else self._batch_tokens(), loss))
+            clock.farloop_s += time.monotonic() - stepped - (clock.evaluation_s - evaluated)
+        else:
+            self._decide(None)
+        self.module.zero_grad(set_to_none=True)
+        return self.running
+
+    def request_drain(self) -> None:
+        """Stop after the current step, as SIGTERM asks: what is begun is finished. From any thread, or a handler."""
+        if self.leader is not None:
+            self.leader.request_drain()
+
+    def leave(self, timeout_s: float = DRAIN_S) -> None:
+        """Wait for the outcome of what was sent, say good-bye, stop all threads. More than once is harmless."""
+        if self._left:
+            return
+        self._left = True
+        try:
+            if self.leader is not None:
+                self.leader.drain(timeout_s)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Stop all threads without a word, as after an error."""
+        self._left = True
+        if self.leader is not None:
+            self.leader.close()
+        self.cluster.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.leave()
+        else:
+            self.abandon()
+
+    def _begin(self) -> None:
+        self._decide(self.leader.wait_for_start() if self.leader is not None else None)
+
+    def _decide(self, decision: Decision | None) -> None:
+        self._decision = self.cluster.share_decision(decision)
+        self.cluster.share_weights(self.spec.identity.layout, self._decision.merged, self._parameters)
+
+    def _batch_tokens(self) -> int:
+        return self.spec.terms.batch_sequences * self.spec.terms.sequence_tokens
+
+
+def join(
+    coordinator: str,
+    model: nn.Module | ModelOf,
+    optimizer: Optimizer | OptimizerOf | None = None,
+    *,
+    name: str,
+    key: Path | None = None,
+    server_key: Path | None = None,
+    state_dir: Path | None = None,
+    fingerprint: str | None = None,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    link: LinkConfig | None = None,
+    timeout_s: float | None = None,
+) -> Node:
+    """Join a run and block until training begins.
+
+    Args:
+        coordinator: its address, as tcp://host:port.
+        model: the module, or a function of the run's spec that builds it. Its weights are overwritten by the run's.
+        optimizer: the inner optimizer, or a function that builds it; AdamW by the run's terms unless given.
+        name: this node's name in the run; with a key, the name its public key has on the allow-list.
+        key: secret key file; needed where the coordinator encrypts.
+        server_key: the coordinator's public key file.
+        state_dir: small folder that survives restarts; `.farloop/NAME` in the working folder unless given.
+        fingerprint: refuse any other run than this one.
+        evaluate: the loss of the module on the fixed evaluation set, when this node is asked for it.
+        link: limits and timing of the link; address and keys are taken from the arguments above.
+        timeout_s: how long to wait for the coordinator's first answer; for ever unless given.
+
+    Raises:
+        NodeError: refused, unreachable, or the model is not the run's; the text says which, and the mend.
+        KeyFileError: a key file cannot be used.
+        ValueError: `name` is no node name.
+    """
+    node_id = check_name(name)
+    cluster = Cluster.from_torchrun()
+    leader = None
+    if cluster.leads:
+        memory = Memory.claim(state_dir or Path(".farloop") / name)
+        config = link or LinkConfig(coordinator=coordinator, key=key, server_key=server_key)
+        leader = Leader(NodeId(node_id), config, cluster, memory, fingerprint)
+    try:
+        spec = cluster.share_spec(leader.wait_for_spec(timeout_s) if leader else None)
+        module = (model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
+        node = Node(cluster, leader, spec, module, _inner_optimizer(optimizer, module, spec))
+        if leader is not None:
+            leader.attach(module)
+            leader.evaluate = (lambda: evaluate(module)) if evaluate is not None else None
+        node._begin()
+    except BaseException:
+        if leader is not None:
+            leader.close()
+        cluster.close()
+        raise
+    return node
+
+
+def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Module, spec: RunSpec) -> Optimizer | None:
+    if not method_named(spec.terms.method).inner:
+        return None
+    if optimizer is None:
+        return default_optimizer(module, spec.terms)
+    return optimizer if isinstance(optimizer, Optimizer) else optimizer(module, spec)

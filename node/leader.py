@@ -1,0 +1,334 @@
+"""Rank 0 of a node: machine, link, replica and encoder brought together in the training thread.
+
+The link's thread and the encoder's put what happened into one inbox; `after_step` takes it out at the step boundary,
+lets the machine decide and carries the commands out (protocol X).
+"""
+
+import contextlib
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import nn
+
+from farloop.algo.methods import method_named
+from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
+from farloop.node import events as ev
+from farloop.node.cluster import Cluster, Decision
+from farloop.node.data import LeaseCursor
+from farloop.node.encoder import Encoder
+from farloop.node.errors import LayoutMismatch, NodeError, Refused, Unreachable
+from farloop.node.link import Link, LinkConfig
+from farloop.node.machine import NodeMachine
+from farloop.node.memory import Memory
+from farloop.node.replica import Replica
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+_log = logging.getLogger(__name__)
+
+PROGRESS_S = 1.0
+"""Between two reports to the coordinator."""
+
+Inbox = queue.SimpleQueue[ev.Event | wire_ev.SessionEvent | Exception]
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the wall time of training went (protocol, Figures)."""
+
+    first_step: float | None = None
+    farloop_s: float = 0.0
+    """Inside farloop, waiting included."""
+    blocked_s: float = 0.0
+    """Of that, standing still."""
+    evaluation_s: float = 0.0
+
+    def share(self, now: float) -> float:
+        """Share of the wall time not spent on farloop; evaluation does not count as either."""
+        if self.first_step is None:
+            return 1.0
+        wall = now - self.first_step - self.evaluation_s
+        return 1.0 - min(1.0, self.farloop_s / wall) if wall > 0 else 1.0
+
+
+class Leader:
+    """Owns everything of a node that is not the training loop itself."""
+
+    def __init__(
+        self, name: NodeId, link: LinkConfig, cluster: Cluster, memory: Memory, fingerprint: str | None
+    ) -> None:
+        """Raises KeyFileError. Begins to dial at once."""
+        self.machine = NodeMachine(name=name, incarnation=memory.incarnation)
+        self.clock = Clock()
+        self.loss: float | None = None
+        self.samples = LeaseCursor()
+        self.replica: Replica | None = None
+        self.evaluate: Callable[[], float] | None = None
+        self._cluster, self._memory, self._fingerprint = cluster, memory, fingerprint
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._blobs: dict[BlobId, bytearray] = {}
+        self._merged: list[int] = []
+        self._anchors: tuple[msg.AnchorRef, ...] = ()
+        self._layout: str | None = None
+        self._encoder: Encoder | None = None
+        self._reported = (0.0, 0)
+        self.link = Link(link, self._hello, self._inbox.put)
+        self.link.start()
+
+    # --- the way in
+
+    def wait_for_spec(self, timeout_s: float | None) -> RunSpec:
+        """What the run is.
+
+        Raises:
+            Refused, Unreachable.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.machine.spec is None:
+            self._wait_once()
+            if deadline is not None and time.monotonic() > deadline:
+                raise Unreachable(f"no answer from the coordinator within {timeout_s:g} s; is its address right?")
+        return self.machine.spec
+
+    def attach(self, module: nn.Module) -> None:
+        """The model whose weights are exchanged. Raises LayoutMismatch."""
+        assert self.machine.spec is not None
+        layout = self.machine.spec.identity.layout
+        self.replica = Replica(module, layout, gradients=not method_named(self.machine.spec.terms.method).inner)
+        self._layout = layout.digest()
+        self._encoder = Encoder(self.replica, self._encoded, self._inbox.put)
+        for parameter in self.replica.parameters.values():
+            if parameter.dtype != torch.float32:
+                _log.warning("parameters are %s without fp32 masters: small steps may be lost", parameter.dtype)
+                break
+
+    def wait_for_start(self) -> Decision:
+        """Block until training begins, or the run is over."""
+        self._settle()
+        return self._decide()
+
+    # --- one inner step
+
+    def after_step(self, tokens: int, loss: float | None) -> Decision:
+        """What happens between two inner steps; blocks where the method says that training waits."""
+        self.loss = loss if loss is not None else self.loss
+        self._do(self.machine.handle(ev.StepDone(tokens=tokens)))
+        self._settle()
+        return self._decide()
+
+    def request_drain(self) -> None:
+        """Finish what is begun, then leave. From any thread, and from a signal handler."""
+        self._inbox.put(ev.DrainRequested())
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for the outcome of what was sent, say good-bye; False when that took too long."""
+        self.request_drain()
+        deadline = time.monotonic() + timeout_s
+        while not self.machine.ended and time.monotonic() < deadline:
+            self._wait_once()
+        return self.machine.ended and self.link.flushed(max(1.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self.link.close()
+        if self._encoder is not None:
+            self._encoder.close()
+
+    def progress(self) -> msg.Progress:
+        """How it goes, for the coordinator and the metrics."""
+        now, moved, machine = time.monotonic(), self.link.moved, self.machine
+        waiting = machine.waiting
+        since, tokens = self._reported
+        rate = (machine.tokens - tokens) / (now - since) if since and now > since else 0.0
+        stage = machine.stage
+        state: msg.NodeState = "finished" if stage in ("finished", "left", "stopped") else "training"
+        if stage in ("joining", "ready", "draining"):
+            state = stage
+        elif waiting and state == "training":
+            state = "waiting"
+        return msg.Progress(
+            state=state,
+            position=machine.position,
+            round=machine.round,
+            inner_steps=machine.inner_steps,
+            tokens=machine.tokens,
+            loss=self.loss,
+            tokens_per_s=rate,
+            compute_share=self.clock.share(now),
+            blocked_s=self.clock.blocked_s,
+            lost_steps=machine.lost_steps,
+            sample_watermark=self.samples.watermark,
+            bytes_up=moved.up,
+            bytes_down=moved.down,
+            bytes_state=moved.state,
+            detail=waiting or "",
+        )
+
+    # --- inbox and commands
+
+    def _settle(self) -> None:
+        """Take all that has come; then wait while the machine, or an empty lease, says so."""
+        while not self._inbox.empty():
+            self._take(self._inbox.get_nowait())
+        self._report_if_due()
+        while self.machine.waiting is not None or self._starved():
+            started = time.monotonic()
+            self._wait_once()
+            self.clock.blocked_s += time.monotonic() - started
+
+    def _starved(self) -> bool:
+        spec = self.machine.spec
+        if spec is None or not spec.identity.num_samples or not self.machine.running:
+            return False
+        return self.samples.remaining < spec.terms.batch_sequences
+
+    def _wait_once(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._take(self._inbox.get(timeout=0.2))
+        self._report_if_due()
+
+    def _decide(self) -> Decision:
+        spec, running = self.machine.spec, self.machine.running
+        assert spec is not None
+        samples: tuple[int, ...] = ()
+        if running and spec.identity.num_samples:
+            samples = tuple(self.samples.take(spec.terms.batch_sequences))
+        merged, self._merged = tuple(dict.fromkeys(self._merged)), []
+        lr = self.machine.lr if running else 0.0
+        return Decision(running=running, lr=lr, merged=merged, samples=samples, position=self.machine.position)
+
+    def _take(self, event: ev.Event | wire_ev.SessionEvent | Exception) -> None:
+        match event:
+            case Exception():
+                self.link.send(msg.Leave(reason=Reason.NON_FINITE, detail=str(event)))
+                self.link.flushed(2.0)
+                raise event
+            case wire_ev.MessageReceived(message=message):
+                self._do(self.machine.handle(ev.Received(message=message)))
+            case wire_ev.BlobReceived(blob=blob, data=data):
+                self._blobs[blob] = data
+                self._do(self.machine.handle(ev.BlobArrived(blob=blob)))
+            case wire_ev.SessionClosed(reason=reason, detail=detail):
+                if not self.machine.ended:
+                    _log.info("session over reason=%s detail=%r", reason.name, detail)
+                self._do(self.machine.handle(ev.Disconnected(reason=reason)))
+            case wire_ev.BlobCorrupt(blob=blob):
+                _log.warning("corrupt blob=%s", blob)
+            case wire_ev.BlobSent() | wire_ev.BlobDeclined():
+                pass
+            case _:
+                self._do(self.machine.handle(event))
+
+    def _encoded(self, offer: msg.Offer, data: bytearray) -> None:
+        """In the encoder's thread."""
+        self._blobs[offer.blob] = data
+        self._inbox.put(ev.DeltaEncoded(offer=offer))
+
+    def _do(self, commands: list[ev.Command]) -> None:
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: ev.Command) -> None:
+        match command:
+            case ev.Adopt():
+                pass  # `wait_for_spec` returns, and the caller builds the model
+            case ev.Encode(blob=blob):
+                assert self.replica is not None and self._encoder is not None
+                delta = self.replica.take(blob.fragment)
+                self._encoder.submit(command, delta, self.machine.epoch, self.machine.inner_steps)
+            case ev.SendBlob(offer=offer):
+                self.link.send_blob(offer, self._blobs[offer.blob])
+            case ev.ForgetBlob(blob=blob):
+                self._blobs.pop(blob, None)
+            case ev.Apply(fragment=fragment, version=version, anchor_digest=digest):
+                self._apply(fragment, version, digest)
+            case ev.Install(fragment=fragment, version=version):
+                self._install(fragment, version)
+            case ev.Merge(fragment=fragment, mix=mix):
+                assert self.replica is not None
+                self.replica.merge(fragment, mix)
+                self._merged.append(fragment)
+                self._remember_anchors()
+            case ev.Evaluate(versions=versions):
+                self._evaluate(versions)
+            case ev.UseSamples(lease=lease):
+                self.samples.grant(lease)
+            case ev.Tell(message=message):
+                if isinstance(message, msg.Leave):
+                    self.link.send(self.progress())  # the last word on bytes and tokens
+                self.link.send(message)
+            case ev.Stop(reason=reason, detail=detail):
+                raise _stop_error(reason, detail)
+            case _:
+                assert_never(command)
+
+    def _apply(self, fragment: int, version: int, anchor_digest: int) -> None:
+        assert self.replica is not None and self.machine.spec is not None
+        data = self._blobs.pop(BlobId(kind=BlobKind.UPDATE, fragment=fragment, version=version))
+        codec, epoch = self.machine.spec.terms.codec_down, self.machine.epoch
+        if not self.replica.apply(fragment, version, data, codec, epoch, anchor_digest):
+            _log.error("anchor mismatch fragment=%d version=%d: a snapshot is asked for", fragment, version)
+            self._inbox.put(ev.AnchorMismatch(fragment=fragment))
+
+    def _install(self, fragment: int, version: int) -> None:
+        assert self.replica is not None
+        data = self._blobs.pop(BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version))
+        if not self.replica.install(fragment, version, data, self.machine.epoch):
+            self._inbox.put(ev.AnchorMismatch(fragment=fragment))
+
+    def _evaluate(self, versions: tuple[int, ...]) -> None:
+        if self.evaluate is None:
+            return
+        assert self.replica is not None
+        started = time.monotonic()
+        with self.replica.anchors_in_place():
+            loss = self.evaluate()
+        seconds = time.monotonic() - started
+        self.clock.evaluation_s += seconds
+        position = self.machine.position
+        self.link.send(msg.Evaluation(loss=loss, versions=versions, position=position, seconds=seconds))
+
+    # --- what the link tells for us
+
+    def _remember_anchors(self) -> None:
+        """An immutable copy: the link's thread reads it whenever a session begins."""
+        assert self.replica is not None
+        self._anchors = tuple(
+            msg.AnchorRef(fragment=i, version=version, digest=self.replica.digests[i])
+            for i, version in enumerate(self.machine.versions)
+            if version >= 0
+        )
+        self._memory.see_epoch(self.machine.epoch)
+
+    def _hello(self) -> msg.Hello:
+        """In the link's thread; reads what the training thread replaces as a whole."""
+        machine = self.machine
+        return msg.Hello(
+            protocol_min=msg.PROTOCOL_VERSIONS[0],
+            protocol_max=msg.PROTOCOL_VERSIONS[1],
+            node=machine.name,
+            incarnation=machine.incarnation,
+            fingerprint=self._fingerprint if machine.spec is None else machine.spec.identity.fingerprint(),
+            layout=self._layout,
+            epoch_seen=max(self._memory.epoch, machine.epoch),
+            anchors=self._anchors,
+            round=machine.round if machine.start_round is not None else None,
+            device=self._cluster.describe(),
+        )
+
+    def _report_if_due(self) -> None:
+        now = time.monotonic()
+        if now - self._reported[0] >= PROGRESS_S and self.machine.spec is not None:
+            self.link.send(self.progress())
+            self._reported = (now, self.machine.tokens)
+
+
+def _stop_error(reason: Reason, detail: str) -> NodeError:
+    text = f"{reason.sentence}: {detail}"
+    return LayoutMismatch(text) if reason is Reason.WRONG_LAYOUT else Refused(text)

@@ -1,0 +1,360 @@
+"""The node's decisions: when a fragment is sent, what is merged and how, when training waits, when it ends. Pure.
+
+`NodeMachine` runs in the training thread, inside `step()`, so that sends and merges happen at exact inner steps
+(protocol X). It never touches a tensor, a socket or a clock: events in, commands out (`node/events.py`).
+
+    joining ──Ready──▶ ready ──Start──▶ training ──last position──▶ finishing ──all final──▶ finished
+       └────────────────── DrainRequested ──▶ draining ──nothing undecided──▶ left
+"""
+
+from typing import Literal, assert_never
+
+from farloop.algo import schedule
+from farloop.algo.spec import BlobId, BlobKind, NodeId, RoundPlan, RunSpec
+from farloop.node import events as ev
+from farloop.node.fragment_state import FragmentState, Undecided
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+Stage = Literal["joining", "ready", "training", "finishing", "draining", "finished", "left", "stopped"]
+
+RAMP_STEPS = 20
+"""Inner steps over which a late joiner's learning rate grows to the schedule's: its moments are empty (protocol I)."""
+
+
+class NodeMachine:
+    """One node of one run. `waiting` tells what training stands still for, if anything."""
+
+    def __init__(self, *, name: NodeId, incarnation: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.spec: RunSpec | None = None
+        self.epoch = 0
+        self.stage: Stage = "joining"
+        self.connected = False
+        self.fragments: list[FragmentState] = []
+        self.rounds: dict[int, RoundPlan] = {}
+        self.start_round: int | None = None
+        self.round = 0
+        self.step = 0
+        """Own steps done in the current round."""
+        self.inner_steps = 0
+        self.tokens = 0
+        self.lost_steps = 0
+        self.skipped_positions = 0
+        """Schedule positions jumped over while behind (protocol A)."""
+        self._seq = 0
+        self._commands: list[ev.Command] = []
+
+    # --- what the shell reads
+
+    @property
+    def running(self) -> bool:
+        """Whether inner steps are wanted."""
+        return self.stage == "training"
+
+    @property
+    def ended(self) -> bool:
+        return self.stage in ("finished", "left", "stopped")
+
+    @property
+    def position(self) -> float:
+        """Schedule position of the next inner step (protocol A)."""
+        if self.spec is None or self.start_round is None:
+            return 0.0
+        if self.round not in self.rounds:
+            return float(self.spec.terms.steps)
+        return schedule.position_in(self.rounds[self.round], self.name, self.step)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next inner step: the schedule's, ramped for a late joiner."""
+        assert self.spec is not None
+        ramp = 1.0 if not self.start_round else min(1.0, (self.inner_steps + 1) / RAMP_STEPS)
+        return ramp * schedule.learning_rate(self.spec.terms, self.position)
+
+    @property
+    def waiting(self) -> str | None:
+        """What training stands still for, in words; None when it may go on."""
+        if self.ended:
+            return None
+        if self.stage == "joining":
+            return "the first snapshot" if self.connected else "the coordinator"
+        if self.stage == "ready":
+            return "the start"
+        if self.stage == "training" and self.round not in self.rounds:
+            return f"the plan of round {self.round}"
+        for state in self.fragments:
+            if (undecided := state.undecided) and (self.stage != "training" or self._due(undecided)):
+                return f"fragment {state.fragment.index}, window {undecided.terms.window}"
+        return "the last windows" if self.stage == "finishing" else None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(state.version for state in self.fragments)
+
+    # --- events
+
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        """Take one event; return what is to be done, in order."""
+        match event:
+            case ev.StepDone(tokens=tokens):
+                self._step_done(tokens)
+            case ev.Received(message=message):
+                self._received(message)
+            case ev.BlobArrived(blob=blob):
+                self._arrived(blob)
+            case ev.Disconnected():
+                self.connected = False
+            case ev.DeltaEncoded(offer=offer):
+                self._encoded(offer)
+            case ev.AnchorMismatch(fragment=fragment):
+                self.fragments[fragment].lost = True
+                self._do(ev.Tell(message=msg.Fetch(fragment=fragment)))
+            case ev.DrainRequested():
+                if not self.ended:
+                    self.stage = "draining"
+            case _:
+                assert_never(event)
+        self._settle()
+        commands, self._commands = self._commands, []
+        return commands
+
+    def check(self) -> None:
+        """All invariants."""
+        for state in self.fragments:
+            state.check()
+        if self.stage == "training":
+            assert self.start_round is not None
+            assert self.round not in self.rounds or self.step < self.rounds[self.round].steps_of(self.name)
+
+    def _do(self, command: ev.Command) -> None:
+        self._commands.append(command)
+
+    def _received(self, message: msg.Message) -> None:
+        match message:
+            case msg.Welcome():
+                self._welcomed(message)
+            case msg.Start(round=plan, lease=lease) if self.stage == "ready":
+                self.stage, self.start_round, self.round, self.step = "training", plan.index, plan.index, 0
+                self.rounds[plan.index] = plan
+                if lease:
+                    self._do(ev.UseSamples(lease=lease))
+            case msg.Grant(lease=lease):
+                self._do(ev.UseSamples(lease=lease))
+            case msg.Committed():
+                self._learn_rounds(message.rounds)
+                self.fragments[message.fragment].announce(message)
+            case msg.Outcome(blob=blob, reason=reason):
+                undecided = self.fragments[blob.fragment].undecided
+                if undecided and undecided.blob == blob:
+                    undecided.dropped = reason
+            case msg.Finished():
+                if self.stage in ("joining", "ready"):
+                    self.stage = "finished"
+            case msg.Refused(reason=reason, detail=detail, retriable=retriable):
+                if not retriable:
+                    self._stop(reason, detail)
+            case msg.Leave(reason=Reason.RUN_FINISHED):
+                if self.stage in ("joining", "ready"):
+                    self.stage = "finished"
+            case _:
+                pass  # the session's own business
+
+    def _welcomed(self, welcome: msg.Welcome) -> None:
+        if welcome.epoch < self.epoch:
+            return self._stop(Reason.FENCED, f"epoch {welcome.epoch} after {self.epoch}")
+        if self.spec is not None and self.spec.identity.fingerprint() != welcome.spec.identity.fingerprint():
+            return self._stop(Reason.WRONG_RUN, "the coordinator holds another run now")
+        self.connected, self.epoch = True, welcome.epoch
+        if self.spec is None:
+            self.fragments = [FragmentState(fragment=f) for f in welcome.spec.identity.layout.fragments]
+            self._do(ev.Adopt())
+        self.spec = welcome.spec
+        self._learn_rounds(welcome.rounds)
+        for terms in welcome.windows:
+            self.fragments[terms.fragment].learn_terms(terms)
+        for state, current in zip(self.fragments, welcome.versions, strict=True):
+            undecided = state.undecided
+            if undecided and undecided.offer and not undecided.dropped and current < undecided.terms.window:
+                self._do(ev.SendBlob(offer=undecided.offer))
+        if self.stage == "ready":
+            self._do(ev.Tell(message=msg.Ready()))
+
+    def _learn_rounds(self, plans: tuple[RoundPlan, ...]) -> None:
+        self.rounds |= {plan.index: plan for plan in plans}
+
+    def _arrived(self, blob: BlobId) -> None:
+        state = self.fragments[blob.fragment]
+        if blob.kind is BlobKind.SNAPSHOT:
+            state.snapshot = blob.version
+        elif blob.version > state.version:
+            state.arrived.add(blob.version)
+
+    def _encoded(self, offer: msg.Offer) -> None:
+        undecided = self.fragments[offer.blob.fragment].undecided
+        if undecided and undecided.blob == offer.blob:
+            undecided.offer = offer
+            if self.connected:
+                self._do(ev.SendBlob(offer=offer))
+
+    def _stop(self, reason: Reason, detail: str) -> None:
+        self.stage = "stopped"
+        self._do(ev.Stop(reason=reason, detail=detail))
+
+    # --- an inner step
+
+    def _step_done(self, tokens: int) -> None:
+        self.inner_steps += 1
+        self.step += 1
+        self.tokens += tokens
+        if self.stage != "training":
+            return
+        for state in self.fragments:
+            if self._is_due(state):
+                self._send(state)
+        self._end_round()
+
+    def _is_due(self, state: FragmentState) -> bool:
+        """Whether the fragment's delta is to be taken at this step boundary.
+
+        A window whose round has passed is still served, at the slot's next turn: a node that starts or comes back late
+        may be the only one left that can.
+        """
+        assert self.spec is not None and self.start_round is not None
+        terms, slots = state.terms, self.spec.identity.layout.slots
+        if terms is None or state.undecided or state.lost or terms.round > self.round:
+            return False
+        node_steps = self.rounds[self.round].steps_of(self.name)
+        if self.step != schedule.due_in(terms, state.fragment, slots, node_steps):
+            return False
+        if terms.final:
+            return schedule.is_last(self.spec.terms, self.rounds[self.round])
+        return schedule.first_send_round(self.start_round, state.fragment.slot, slots) <= self.round
+
+    def _send(self, state: FragmentState) -> None:
+        terms = state.terms
+        assert terms is not None
+        self._seq += 1
+        blob = BlobId(
+            kind=BlobKind.DELTA,
+            fragment=state.fragment.index,
+            version=state.version,
+            node=self.name,
+            incarnation=self.incarnation,
+            seq=self._seq,
+        )
+        steps, tokens = self.inner_steps - state.counted_from, self.tokens - state.tokens_from
+        state.undecided = Undecided(blob=blob, terms=terms, sent_at=self.inner_steps, steps=steps)
+        if terms.mix == 1.0:  # nothing of the anchor will be mixed in: the next delta's work begins here (protocol H)
+            state.counted_from, state.tokens_from = self.inner_steps, self.tokens
+        self._do(ev.Encode(blob=blob, window=terms.window, codec=terms.codec_up, steps=steps, tokens=tokens))
+
+    def _end_round(self) -> None:
+        assert self.spec is not None
+        plan = self.rounds[self.round]
+        if self.step < plan.steps_of(self.name):
+            return
+        if schedule.is_last(self.spec.terms, plan):
+            self.stage = "finishing"
+            return
+        following = max(self.round + 1, self._current_round())
+        if following > self.round + 1:
+            self.skipped_positions += sum(
+                self.rounds[r].length for r in range(self.round + 1, following) if r in self.rounds
+            )
+        self.round, self.step = following, 0
+        self.rounds = {r: p for r, p in self.rounds.items() if r >= following}
+
+    def _current_round(self) -> int:
+        """The run's round as far as this node knows: that of the last slot's open window (protocol A: jump)."""
+        assert self.spec is not None
+        last_slot = self.spec.identity.layout.slots - 1
+        newest = [
+            max(state.terms_of.values(), key=lambda terms: terms.window).round
+            for state in self.fragments
+            if state.fragment.slot == last_slot and state.terms_of
+        ]
+        return min(newest, default=0)
+
+    # --- merging
+
+    def _due(self, undecided: Undecided) -> bool:
+        return self.inner_steps >= undecided.sent_at + undecided.terms.tau
+
+    def _settle(self) -> None:
+        """Merge what is due, then see whether the stage changes."""
+        for state in self.fragments:
+            self._merge(state)
+        if self.stage == "joining" and self.spec and self.connected and min(self.versions) >= 0:
+            self.stage = "ready"
+            self._do(ev.Tell(message=msg.Ready()))
+        if self.stage == "finishing":
+            self._finish()
+        if self.stage == "draining" and not any(state.undecided for state in self.fragments):
+            self.stage = "left"
+            self._do(ev.Tell(message=msg.Leave(reason=Reason.DRAINED)))
+
+    def _merge(self, state: FragmentState) -> None:
+        if state.snapshot is not None:
+            return self._install(state)
+        undecided, versions = state.undecided, state.ready_versions()
+        if undecided and self.stage == "training" and not self._due(undecided):
+            return
+        if not versions or (undecided and versions[-1] < undecided.terms.window):
+            return
+        mix = self._mix(state, versions[-1])
+        evaluate = False
+        for version in versions:
+            committed = state.pending[version]
+            evaluate = evaluate or committed.evaluator == self.name
+            self._do(ev.Apply(fragment=state.fragment.index, version=version, anchor_digest=committed.anchor_digest))
+        if undecided:
+            self._do(ev.ForgetBlob(blob=undecided.blob))
+            state.undecided = None
+        state.advance(versions[-1], self.inner_steps, self.tokens)
+        self._do(ev.Merge(fragment=state.fragment.index, mix=mix))
+        if evaluate and self.stage in ("training", "finishing"):
+            self._do(ev.Evaluate(versions=self.versions))
+
+    def _mix(self, state: FragmentState, version: int) -> float:
+        """How much of the local weights survives this merge (protocol E)."""
+        undecided = state.undecided
+        if self.stage in ("joining", "ready"):
+            return 0.0
+        if undecided is None:
+            terms = state.terms_of.get(version)
+            return terms.mix if terms else 0.0
+        committed = state.pending[undecided.terms.window]
+        if any(share.node == self.name for share in committed.merged):
+            return undecided.terms.mix
+        self.lost_steps += self.inner_steps - state.merged_at
+        return 0.0
+
+    def _install(self, state: FragmentState) -> None:
+        version, state.snapshot = state.snapshot, None
+        assert version is not None
+        if version < state.version or (version == state.version and not state.lost):
+            return
+        state.lost = False
+        if state.undecided and state.undecided.terms.window <= version:
+            self.lost_steps += self.inner_steps - state.merged_at
+            self._do(ev.ForgetBlob(blob=state.undecided.blob))
+            state.undecided = None
+        self._do(ev.Install(fragment=state.fragment.index, version=version))
+        state.advance(version, self.inner_steps, self.tokens)
+        self._do(ev.Merge(fragment=state.fragment.index, mix=0.0))
+        self._merge(state)
+
+    def _finish(self) -> None:
+        """At the run's end: merge all that is undecided, send every flush, and stop once all fragments are final.
+
+        A regular window that is still open here had no other node to serve it (this one started late in the run): it
+        is sent as well, or the run would never end.
+        """
+        for state in self.fragments:
+            if state.undecided is None and state.terms and not state.pending and not state.lost:
+                self._send(state)
+        if all(state.terms is None and not state.undecided and not state.pending for state in self.fragments):
+            self.stage = "finished"
+            self._do(ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED)))

@@ -1,0 +1,137 @@
+"""A node's tensors: the local parameters, the anchors beside them, and the three things done with them.
+
+take a delta, apply an update to an anchor, merge an anchor into the local weights. What is done when, the machine
+decides; here nothing knows of windows or sessions.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from farloop.algo.delta import fragment_delta_into, mix_fragment_into
+from farloop.algo.digest import digest
+from farloop.algo.fragments import flatten_into, trainable_tensors
+from farloop.algo.spec import Layout
+from farloop.node.errors import LayoutMismatch
+from farloop.quant.blob import Expected, parse_blob
+from farloop.quant.codec import Codec
+from farloop.quant.errors import BadBlob
+from farloop.quant.registry import codec_named
+
+
+class Replica:
+    """The model of one rank that owns the link, cut as the run's layout says."""
+
+    def __init__(self, module: nn.Module, layout: Layout, *, gradients: bool) -> None:
+        """`gradients`: a delta is the raw gradient of the step, not anchor − local (protocol K).
+
+        Raises:
+            LayoutMismatch: the module's trainable tensors are not those of the layout.
+        """
+        self.layout = layout
+        self.gradients = gradients
+        self.parameters = matched_parameters(module, layout)
+        device = next(iter(self.parameters.values())).device
+        self.anchors = [torch.zeros(fragment.numel, device=device) for fragment in layout.fragments]
+        """fp32 [numel] each."""
+        self.digests = [0] * len(layout.fragments)
+        self._free: dict[int, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def take(self, index: int) -> Tensor:
+        """The fragment's delta now, fp32 [numel], in a buffer that `give_back` reuses."""
+        fragment = self.layout.fragments[index]
+        stock = self._free.setdefault(fragment.numel, [])
+        out = stock.pop() if stock else torch.empty(fragment.numel, device=self.anchors[index].device)
+        if self.gradients:
+            flatten_into(fragment, {t.name: self._gradient(t.name) for t in fragment.tensors}, out)
+        else:
+            fragment_delta_into(fragment, self.anchors[index], self.parameters, out)
+        return out
+
+    def give_back(self, buffer: Tensor) -> None:
+        """A delta is encoded; its buffer may be used again."""
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    @torch.no_grad()
+    def apply(self, index: int, version: int, blob: bytearray, codec: str, epoch: int, anchor_digest: int) -> bool:
+        """anchor += decoded update; False when the bytes or the resulting digest are not as announced."""
+        codec_down = codec_named(codec)
+        try:
+            expect = self._expected(index, version, version - 1, codec_down, epoch)
+            codec_down.decode_add_(parse_blob(blob, expect)[1], self.anchors[index], 1.0)
+        except BadBlob:
+            return False
+        self.digests[index] = digest(self.anchors[index])
+        return self.digests[index] == anchor_digest
+
+    @torch.no_grad()
+    def install(self, index: int, version: int, blob: bytearray, epoch: int) -> bool:
+        """Put a snapshot in the anchor's place; False when it is not one."""
+        codec = codec_named("fp32")
+        try:
+            expect = self._expected(index, version, version, codec, epoch)
+            codec.decode_into(parse_blob(blob, expect)[1], self.anchors[index])
+        except BadBlob:
+            return False
+        self.digests[index] = digest(self.anchors[index])
+        return True
+
+    @torch.no_grad()
+    def merge(self, index: int, mix: float) -> None:
+        """local ← mix·local + (1 − mix)·anchor."""
+        mix_fragment_into(self.layout.fragments[index], self.parameters, self.anchors[index], mix)
+
+    @contextmanager
+    def anchors_in_place(self) -> Iterator[None]:
+        """The module computes with the anchors inside the block (protocol J)."""
+        kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        try:
+            for index in range(len(self.anchors)):
+                self.merge(index, 0.0)
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(kept[name])
+
+    def tensor_at(self, index: int, element: int) -> str:
+        """Name of the parameter that an element of a flat fragment belongs to."""
+        tensors = self.layout.fragments[index].tensors
+        return next((t.name for t in reversed(tensors) if t.offset <= element), tensors[0].name)
+
+    def _gradient(self, name: str) -> Tensor:
+        parameter = self.parameters[name]
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def _expected(self, index: int, version: int, base: int, codec: Codec, epoch: int) -> Expected:
+        fragment = self.layout.fragments[index]
+        return Expected(
+            codecs=(codec,),
+            fragment=index,
+            numel=fragment.numel,
+            version=version,
+            base=base,
+            newest_epoch=epoch,
+        )
+
+
+def matched_parameters(module: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
+    """The module's trainable tensors by name, checked against the layout.
+
+    Raises:
+        LayoutMismatch: names the first difference.
+    """
+    here = dict(trainable_tensors(module))
+    there = {tensor.name: tensor.shape for fragment in layout.fragments for tensor in fragment.tensors}
+    for name, shape in there.items():
+        if name not in here:
+            raise LayoutMismatch(f"the run's model has a parameter {name!r} of shape {shape}, this one has not")
+        if tuple(here[name].shape) != shape:
+            raise LayoutMismatch(f"parameter {name!r} has shape {tuple(here[name].shape)} here, {shape} in the run")
+    for name in here:
+        if name not in there:
+            raise LayoutMismatch(f"this model has a trainable parameter {name!r} that the run's has not")
+    return here

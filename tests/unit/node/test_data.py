@@ -1,0 +1,212 @@
+"""Covers `node/data.py` (protocol "Data leases", J)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from farloop.algo.permutation import sample_index
+from farloop.algo.spec import Lease
+from farloop.node.corpus import Corpus, CorpusError
+from farloop.node.data import EvaluationSet, LeaseCursor, LeaseExhausted, Samples, num_samples
+from farloop.node.model import PRESETS, build
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def corpus_of(train: NDArray[np.uint8], validation: NDArray[np.uint8] | None = None) -> Corpus:
+    return Corpus(
+        train=train,
+        validation=train if validation is None else validation,
+        digest="0" * 16,
+        files=1,
+        duplicates=0,
+        skipped=0,
+    )
+
+
+def counting(length: int) -> NDArray[np.uint8]:
+    """Bytes that say where they stand, modulo 251 (prime, so no sequence length divides it)."""
+    return (np.arange(length) % 251).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(9, 1), (16, 1), (17, 2), (8 * 100, 99), (8 * 100 + 1, 100)])
+def test_a_sample_needs_its_last_target_too(length: int, expected: int) -> None:
+    assert num_samples(corpus_of(counting(length)), 8) == expected
+
+
+@pytest.mark.parametrize("length", [0, 1, 8])
+def test_too_little_training_text_is_an_error_with_the_numbers(length: int) -> None:
+    with pytest.raises(
+        CorpusError, match=f"the training text has {length} bytes, too little for one sequence of 8 tokens"
+    ):
+        Samples(corpus_of(counting(length)), 8, seed=0)
+
+
+def test_a_data_pass_predicts_every_token_but_the_first_once() -> None:
+    tokens = counting(8 * 30 + 1)
+    samples = Samples(corpus_of(tokens), 8, seed=4)
+    assert samples.num_samples == 30
+    batch = samples.batch(range(60, 90))
+    assert batch.shape == (30, 9)
+    assert batch.dtype == torch.int64
+    order = np.argsort([sample_index(position, 30, 4) for position in range(60, 90)])
+    assert batch[order, 1:].flatten().tolist() == tokens[1:].tolist()
+    assert batch[order, 0].tolist() == tokens[:-1:8].tolist()
+
+
+def test_a_position_always_gives_the_same_sample() -> None:
+    samples = Samples(corpus_of(counting(5000)), 16, seed=1)
+    together = samples.batch([7, 100_000, 8])
+    assert torch.equal(together[1:2], samples.batch([100_000]))
+    assert torch.equal(together, Samples(corpus_of(counting(5000)), 16, seed=1).batch([7, 100_000, 8]))
+
+
+def test_passes_and_seeds_have_orders_of_their_own() -> None:
+    corpus = corpus_of(counting(16 * 100 + 1))
+    samples = Samples(corpus, 16, seed=1)
+    assert not torch.equal(samples.batch(range(100)), samples.batch(range(100, 200)))
+    assert not torch.equal(samples.batch(range(100)), Samples(corpus, 16, seed=2).batch(range(100)))
+
+
+def test_a_memory_map_serves_as_text(tmp_path: Path) -> None:
+    (tmp_path / "train").write_bytes(counting(400).tobytes())
+    mapped = np.memmap(tmp_path / "train", dtype=np.uint8, mode="r")
+    from_map = Samples(corpus_of(mapped), 16, seed=0).batch([0, 1, 2])
+    assert torch.equal(from_map, Samples(corpus_of(counting(400)), 16, seed=0).batch([0, 1, 2]))
+
+
+def test_a_batch_is_a_copy_of_the_text() -> None:
+    train = counting(400)
+    train.flags.writeable = False
+    samples = Samples(corpus_of(train), 16, seed=0)
+    before = samples.batch([0])
+    samples.batch([0]).zero_()
+    assert torch.equal(samples.batch([0]), before)
+
+
+@given(length=st.integers(9, 3000), sequences=st.integers(1, 60))
+def test_evaluation_sequences_are_disjoint_and_spread_over_the_text(length: int, sequences: int) -> None:
+    validation = np.random.default_rng(0).integers(0, 256, length, dtype=np.uint8)
+    evaluation = EvaluationSet(corpus_of(counting(9), validation), sequences=sequences, sequence_tokens=8)
+    fitting = (length - 1) // 8
+    assert len(evaluation) == min(sequences, fitting)
+    places = [k * fitting // len(evaluation) for k in range(len(evaluation))]
+    gaps = np.diff([*places, fitting + places[0]])
+    assert gaps.max() - gaps.min() <= 1
+    for row, place in zip(evaluation.tokens_BS, places, strict=True):
+        assert row.tolist() == validation[8 * place : 8 * place + 9].tolist()
+
+
+def test_too_little_validation_text_is_an_error() -> None:
+    with pytest.raises(CorpusError, match="the validation text has 8 bytes"):
+        EvaluationSet(corpus_of(counting(100), counting(8)), sequences=4, sequence_tokens=8)
+
+
+def test_the_digest_tells_evaluation_sets_apart() -> None:
+    def digest(length: int = 900, sequences: int = 4, sequence_tokens: int = 8) -> str:
+        corpus = corpus_of(counting(9), counting(length))
+        return EvaluationSet(corpus, sequences=sequences, sequence_tokens=sequence_tokens).digest
+
+    assert digest() == digest() == "023baf7c5f18d3a8"
+    assert len({digest(), digest(length=1800), digest(sequences=5), digest(sequence_tokens=9)}) == 4
+
+
+def test_the_loss_of_a_set_is_the_mean_over_its_sequences() -> None:
+    model = build(PRESETS["nano"], 0)
+    evaluation = EvaluationSet(corpus_of(counting(9), counting(2000)), sequences=5, sequence_tokens=16)
+    one_by_one = [model.loss(row[None]).item() for row in evaluation.tokens_BS]
+    whole = evaluation.loss(model, batch_size=8)
+    assert whole == pytest.approx(sum(one_by_one) / 5, rel=1e-6)
+    assert evaluation.loss(model, batch_size=2) == pytest.approx(whole, rel=1e-6), "the last batch is smaller"
+    assert evaluation.loss(model, batch_size=8) == whole, "bit for bit"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_scoring_leaves_the_model_as_it_was(training: bool) -> None:
+    model = build(PRESETS["nano"], 0).train(training)
+    modes: list[tuple[bool, bool]] = []
+    model.norm.register_forward_pre_hook(lambda module, _: modes.append((module.training, torch.is_grad_enabled())))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    evaluation = EvaluationSet(corpus_of(counting(9), counting(200)), sequences=2, sequence_tokens=8)
+    evaluation.loss(model, batch_size=2)
+    assert modes == [(False, False)], "evaluation mode, and no graph is recorded"
+    assert model.training is training
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_cursor_takes_across_lease_borders_in_the_order_of_the_grants() -> None:
+    cursor = LeaseCursor()
+    cursor.grant(Lease(start=100, count=3))
+    cursor.grant(Lease(start=10, count=2))
+    assert cursor.take(2) == [100, 101]
+    assert cursor.take(2) == [102, 10]
+    assert (cursor.remaining, cursor.watermark) == (1, 4)
+    cursor.grant(Lease(start=12, count=4))
+    assert cursor.take(5) == [11, 12, 13, 14, 15]
+    assert (cursor.remaining, cursor.watermark) == (0, 9)
+
+
+def test_an_exhausted_cursor_says_so_and_consumes_nothing() -> None:
+    cursor = LeaseCursor()
+    with pytest.raises(LeaseExhausted):
+        cursor.take(1)
+    cursor.grant(Lease(start=5, count=3))
+    with pytest.raises(LeaseExhausted, match="4 samples wanted, 3 left") as raised:
+        cursor.take(4)
+    assert (raised.value.wanted, raised.value.remaining) == (4, 3)
+    assert cursor.watermark == 0
+    assert cursor.take(0) == []
+    assert cursor.take(3) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("lease", [Lease(start=0, count=0), Lease(start=-1, count=5), Lease(start=3, count=-2)])
+def test_a_lease_of_nothing_is_refused(lease: Lease) -> None:
+    with pytest.raises(ValueError, match="grants nothing"):
+        LeaseCursor().grant(lease)
+
+
+@pytest.mark.parametrize(("start", "count"), [(10, 5), (14, 1), (8, 3), (0, 100), (12, 1)])
+def test_a_sample_granted_twice_is_refused_even_when_it_was_consumed(start: int, count: int) -> None:
+    cursor = LeaseCursor()
+    cursor.grant(Lease(start=10, count=5))
+    cursor.take(5)
+    with pytest.raises(ValueError, match=r"overlap an earlier lease \[10, 15\)"):
+        cursor.grant(Lease(start=start, count=count))
+    assert cursor.remaining == 0
+    cursor.grant(Lease(start=15, count=1))
+    cursor.grant(Lease(start=9, count=1))
+    assert cursor.take(2) == [15, 9]
+
+
+@given(
+    counts=st.lists(st.integers(1, 20), min_size=1, max_size=10),
+    gaps=st.lists(st.integers(0, 5), min_size=10, max_size=10),
+    takes=st.lists(st.integers(0, 30), max_size=20),
+)
+def test_every_granted_sample_is_taken_once_in_order_whatever_the_steps(
+    counts: list[int], gaps: list[int], takes: list[int]
+) -> None:
+    cursor, granted, start = LeaseCursor(), list[int](), 0
+    for count, gap in zip(counts, gaps, strict=False):
+        cursor.grant(Lease(start=start + gap, count=count))
+        granted.extend(range(start + gap, start + gap + count))
+        start += gap + count
+    taken: list[int] = []
+    for n in takes:
+        if n <= cursor.remaining:
+            taken.extend(cursor.take(n))
+        assert taken == granted[: cursor.watermark]
+        assert cursor.watermark + cursor.remaining == len(granted)
+    assert taken + cursor.take(cursor.remaining) == granted
