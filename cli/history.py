@@ -1,0 +1,140 @@
+"""What happened in a run, read back from `metrics.jsonl` as curves over tokens and time."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_COUNTERS = ("inner_steps", "tokens", "bytes_up", "bytes_down", "bytes_state")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Sums over all nodes at one moment."""
+
+    t: float
+    """Seconds since the run's start."""
+    bytes_up: int
+    bytes_down: int
+    bytes_state: int
+    inner_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One outer step of one fragment."""
+
+    t: float
+    fragment: int
+    version: int
+    merged: tuple[str, ...]
+    drops: tuple[tuple[str, str], ...]
+    """Node and reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occurrence:
+    """Something a reader would ask about: a node that came, left or changed, a delta that was not merged."""
+
+    t: float
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """Filled by `read_history`; curves are in the order of time."""
+
+    losses: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Per node: (tokens of all nodes so far, its training loss), so that every curve shares one axis."""
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens of all nodes so far, validation loss)."""
+    traffic: list[Traffic] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    occurrences: list[Occurrence] = field(default_factory=list)
+    unreadable: int = 0
+    """Lines that were no event: a run that was stopped may end in half a line."""
+
+
+def read_history(path: Path) -> History:
+    """Read a metrics file; one that does not exist is an empty history."""
+    history, totals = History(), _Totals()
+    if not path.exists():
+        return history
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.strip():
+                _take(line, history, totals)
+    return history
+
+
+def _take(line: str, history: History, totals: "_Totals") -> None:
+    try:
+        event = json.loads(line)
+        _READERS.get(event["event"], _ignore)(event, history, totals)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        history.unreadable += 1
+
+
+class _Totals:
+    """Counters per node that never go back: a node that starts again counts from 0, the sum goes on."""
+
+    def __init__(self) -> None:
+        self._finished: dict[tuple[str, str], int] = {}
+        self._latest: dict[tuple[str, str], int] = {}
+
+    def update(self, node: str, event: dict[str, Any]) -> None:
+        for counter in _COUNTERS:
+            key, value = (node, counter), int(event[counter])
+            before = self._latest.get(key, 0)
+            if value < before:
+                self._finished[key] = self._finished.get(key, 0) + before
+            self._latest[key] = value
+
+    def sum(self, counter: str) -> int:
+        both = (self._finished, self._latest)
+        return sum(value for counts in both for (_, name), value in counts.items() if name == counter)
+
+
+def _progress(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    totals.update(str(event["node"]), event)
+    if event["loss"] is not None:
+        history.losses.setdefault(str(event["node"]), []).append((totals.sum("tokens"), float(event["loss"])))
+    history.traffic.append(
+        Traffic(
+            t=float(event["t"]),
+            bytes_up=totals.sum("bytes_up"),
+            bytes_down=totals.sum("bytes_down"),
+            bytes_state=totals.sum("bytes_state"),
+            inner_steps=totals.sum("inner_steps"),
+        )
+    )
+
+
+def _evaluation(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    history.evaluations.append((int(event["tokens"]), float(event["loss"])))
+
+
+def _commit(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    commit = Commit(
+        t=float(event["t"]),
+        fragment=int(event["fragment"]),
+        version=int(event["version"]),
+        merged=tuple(event["merged"]),
+        drops=tuple((str(node), str(reason)) for node, reason in event["drops"]),
+    )
+    history.commits.append(commit)
+    for node, reason in commit.drops:
+        text = f"{node}: delta for window {commit.version} of fragment {commit.fragment} dropped: {reason}"
+        history.occurrences.append(Occurrence(t=commit.t, text=text))
+
+
+def _node(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    reason = f": {event['reason']}" if event.get("reason") else ""
+    history.occurrences.append(Occurrence(t=float(event["t"]), text=f"{event['name']} {event['state']}{reason}"))
+
+
+def _ignore(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    """Events of a newer version are no error."""
+
+
+_READERS = {"progress": _progress, "evaluation": _evaluation, "commit": _commit, "node": _node}

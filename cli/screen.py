@@ -1,0 +1,237 @@
+"""The picture of a running run on a terminal: a pure function from a status to what rich draws.
+
+Colours are the sixteen of the terminal's own theme, so the picture suits light and dark ones.
+"""
+
+import math
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from farloop.cli.units import (
+    NOTHING,
+    count_text,
+    duration_text,
+    factor_text,
+    loss_text,
+    percent_text,
+    size_text,
+    speed_text,
+)
+from farloop.monitoring.status import NodeStatus, Status, WindowStatus
+
+DATA_PARALLEL_BYTES = 8
+"""fp32 data parallel: 4 bytes of gradient up and 4 down, per parameter and inner step of every node."""
+
+MARGIN = (1, 1)
+
+WIDE = 104
+"""Columns from which the node table has all of its columns."""
+
+_STATE_STYLES = {
+    "training": "green",
+    "finished": "green",
+    "evaluating": "cyan",
+    "waiting": "yellow",
+    "joining": "yellow",
+    "ready": "yellow",
+    "paused": "yellow",
+    "draining": "yellow",
+}
+_COLUMNS = ("node", "state", "step", "loss", "tokens/s", "now", "up", "down", "H", "compute")
+_WIDE_ONLY = frozenset({"tokens/s", "down", "H"})
+_RUN_STYLES = {"waiting": "yellow", "training": "green", "finished": "bold green"}
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def draw(
+    status: Status | None, *, width: int, max_nodes: int, link: str = "", eta_s: float = math.inf
+) -> RenderableType:
+    """The whole picture; `eta_s` is infinite when unknown, `status` None before the first one came."""
+    if status is None:
+        return Padding(Text("waiting for the coordinator …", style="dim"), MARGIN)
+    parts: list[RenderableType] = [
+        _headline(status, link),
+        _progress(status, eta_s),
+        Text(),
+        _facts(status, wide=width >= WIDE),
+        Text(),
+        _nodes(status, max_nodes, wide=width >= WIDE),
+        *(Padding(Text(f"! {alarm}", style="bold red"), (1, 0, 0, 0)) for alarm in status["alarms"]),
+    ]
+    return Padding(Group(*parts), MARGIN)
+
+
+def reduction(status: Status) -> float:
+    """How many times fewer bytes crossed the links than fp32 data parallel sends; 0 before any did."""
+    sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
+    steps = sum(node["inner_steps"] for node in status["nodes"])
+    return DATA_PARALLEL_BYTES * status["run"]["parameters"] * steps / sent if sent else 0.0
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The values as bars from the lowest to the highest; more than fit are thinned out, first and last kept."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) > width:
+        finite = [finite[round(index * (len(finite) - 1) / (width - 1))] for index in range(width)]
+    if len(finite) < 2:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    return "".join(_BARS[round((value - low) / span * 7) if span else 0] for value in finite)
+
+
+def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
+    """What a node exchanges right now, in words: its own, or else the windows that hold a delta of it."""
+    if node["reason"] or not node["connected"]:
+        return node["reason"] or f"not heard for {duration_text(node['last_heard_s'])}"
+    if node["detail"]:
+        return node["detail"]
+    held = [window for window in windows if window["state"] != "final" and node["name"] in window["arrived"]]
+    if not held:
+        return ""
+    names = " ".join(f"f{window['fragment']}" for window in held)
+    missing = sum(len(window["expected"]) - len(window["arrived"]) for window in held)
+    return f"{names} sent, {missing} to come" if missing > 0 else f"{names} closing"
+
+
+def _headline(status: Status, link: str) -> RenderableType:
+    run = status["run"]
+    live = sum(node["connected"] for node in status["nodes"])
+    nodes = f"{live} node" if live == 1 else f"{live} nodes"
+    left = Text()
+    left.append(run["name"], style="bold cyan")
+    for fact in (run["method"], f"{run['codec_up']} up, {run['codec_down']} down", f"H {run['h']}", nodes, link):
+        left.append(f" · {fact}" if fact else "")
+    right = Text()
+    right.append(run["state"], style=_RUN_STYLES[run["state"]])
+    right.append(f"  {duration_text(run['started_s'])}" if run["started_s"] > 0 else "", style="bold")
+    return _sides(left, right)
+
+
+def _progress(status: Status, eta_s: float) -> RenderableType:
+    run = status["run"]
+    position = min(status["position"], run["steps"])
+    text = Text()
+    text.append(f"step {position:,.0f} of {run['steps']:,}", style="bold")
+    text.append(f"   {percent_text(position / run['steps'])}")
+    if math.isfinite(eta_s) and run["state"] == "training":
+        text.append(f"   {duration_text(eta_s)} left", style="cyan")
+    grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    done = "green" if run["state"] == "finished" else "cyan"
+    grid.add_row(ProgressBar(total=run["steps"], completed=position, complete_style=done, finished_style="green"), text)
+    return grid
+
+
+def _facts(status: Status, *, wide: bool) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_row("validation loss", _validation(status))
+    grid.add_row("outer steps", _outer_steps(status))
+    grid.add_row("traffic", _traffic(status))
+    if status["windows"]:
+        legend = "   ● delta is in   ○ expected" if wide else ""
+        grid.add_row("windows", _windows(status["windows"]).append(legend, style="dim"))
+    return grid
+
+
+def _validation(status: Status) -> Text:
+    losses = [evaluation["loss"] for evaluation in status["evaluations"]]
+    if not losses:
+        return Text("not scored yet", style="dim")
+    if len(losses) == 1:
+        return Text(f"{loss_text(losses[0])} at the start")
+    text = Text(f"{loss_text(losses[0])} → ")
+    text.append(loss_text(losses[-1]), style="bold green" if losses[-1] < losses[0] else "bold red")
+    text.append(f"  {sparkline(losses)}", style="cyan")
+    return text
+
+
+def _outer_steps(status: Status) -> Text:
+    tokens = sum(node["tokens"] for node in status["nodes"])
+    text = Text(f"{status['outer_steps']:,}")
+    text.append(f"  {status['commits']:,} commits, round {status['round']:,}, {count_text(tokens)} tokens", style="dim")
+    return text
+
+
+def _traffic(status: Status) -> Text:
+    nodes = status["nodes"]
+    up, down = sum(node["bytes_up"] for node in nodes), sum(node["bytes_down"] for node in nodes)
+    text = Text(f"{size_text(up)} up, {size_text(down)} down")
+    factor = reduction(status)
+    if factor > 0:
+        text.append(f"  {factor_text(factor)} less", style="bold green" if factor > 1 else "")
+        text.append(" than fp32 data parallel", style="dim")
+    return text
+
+
+def _windows(windows: Sequence[WindowStatus], limit: int = 12) -> Text:
+    """Per fragment a dot for every expected node: filled when its delta is in."""
+    text = Text()
+    for window in sorted(windows, key=lambda window: window["fragment"])[:limit]:
+        expected, arrived = len(window["expected"]), len(window["arrived"])
+        text.append("   " if text else "")
+        text.append(f"f{window['fragment']} ", style="default" if arrived else "dim")
+        if expected > 8:
+            text.append(f"{arrived}/{expected}", style="cyan" if arrived else "dim")
+        else:
+            text.append("●" * arrived, style="green" if window["state"] != "open" else "cyan")
+            text.append("○" * (expected - arrived), style="dim")
+    if len(windows) > limit:
+        text.append(f"   and {len(windows) - limit} more", style="dim")
+    return text
+
+
+def _nodes(status: Status, max_nodes: int, *, wide: bool) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1), header_style="dim", border_style="dim")
+    table.show_edge = table.pad_edge = False
+    shown = status["nodes"][:max_nodes]
+    for column in _COLUMNS:
+        if wide or column not in _WIDE_ONLY:
+            words = column == "now"
+            right = column not in ("node", "state", "now")
+            table.add_column(column, justify="right" if right else "left", ratio=1 if words else None,
+                             no_wrap=True, overflow="ellipsis")  # fmt: skip
+    for node in shown:
+        cells = _node_cells(node, status)
+        row = [cells[str(column.header)] for column in table.columns]
+        table.add_row(*row, style="" if node["connected"] else "dim")
+    hidden = len(status["nodes"]) - len(shown)
+    return Group(table, Text(f"\nand {hidden} more", style="dim")) if hidden else table
+
+
+def _node_cells(node: NodeStatus, status: Status) -> dict[str, Text]:
+    here = node["connected"]
+    style = _STATE_STYLES.get(node["state"], "red") if here else "red"
+    return {
+        "node": Text(node["name"], style="bold"),
+        "state": Text(f"● {node['state']}" if here else "○ away", style=style),
+        "step": Text(f"{node['inner_steps']:,}"),
+        "loss": Text(loss_text(node["loss"])),
+        "tokens/s": Text(speed_text(node["tokens_per_s"]) if here else NOTHING),
+        "now": Text(sync_text(node, status["windows"]), style="dim"),
+        "up": Text(size_text(node["bytes_up"])),
+        "down": Text(size_text(node["bytes_down"])),
+        "H": Text(str(node.get("h", status["run"]["h"]))),
+        "compute": _share(node["compute_share"]),
+    }
+
+
+def _share(compute_share: float) -> Text:
+    style = "green" if compute_share >= 0.9 else "yellow" if compute_share >= 0.6 else "red"
+    return Text(percent_text(compute_share), style=style) if compute_share > 0 else Text(NOTHING)
+
+
+def _sides(left: Text, right: Text) -> RenderableType:
+    grid = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid

@@ -1,0 +1,74 @@
+"""Numbers as people read them: three digits and a unit. Pure; used by the display, the summary and the report."""
+
+import math
+
+NOTHING = "–"
+"""Stands where there is no number yet."""
+
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes in decimal units: `834 B`, `1.20 kB`, `12.3 MB`."""
+    return _scaled(num_bytes, _SIZES) if num_bytes >= 999.5 else f"{num_bytes:.0f} B"
+
+
+def count_text(count: float) -> str:
+    """A number of things: `1,240` up to ten thousand, then `12.4 k`, `3.10 M`."""
+    return _scaled(count, _COUNTS) if count >= 9_999.5 else f"{count:,.0f}"
+
+
+def speed_text(per_s: float) -> str:
+    """Things a second, without the unit: `834`, `12.4 k`; a dash for none."""
+    return count_text(per_s) if per_s > 0 else NOTHING
+
+
+def duration_text(seconds: float) -> str:
+    """Two units at most: `0.4s`, `42s`, `1m 22s`, `2h 05m`, `3d 04h`."""
+    if not math.isfinite(seconds):
+        return NOTHING
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f}s"
+    whole = round(seconds)
+    for size, unit, below, below_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit} {whole % size // below:02d}{below_unit}"
+    return f"{whole}s"
+
+
+def percent_text(share: float) -> str:
+    """A share of one: `97.4%`; whole numbers at the ends. Never rounds up to 100."""
+    if share >= 1 or share <= 0:
+        return f"{100 * share:.0f}%"
+    return f"{math.floor(1000 * share) / 10:.1f}%"
+
+
+def factor_text(factor: float) -> str:
+    """A ratio: `226×`, `12.4×`, `1.03×`."""
+    if not math.isfinite(factor):
+        return NOTHING
+    return f"{_three_digits(factor)}×"
+
+
+def loss_text(loss: float | None) -> str:
+    """Three decimals, a dash for none."""
+    return NOTHING if loss is None else f"{loss:.3f}"
+
+
+def plural(count: int, thing: str) -> str:
+    """`1 node`, `3 nodes`."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    # Half a digit below a unit already rounds up to it: 999,996 bytes are 1.00 MB, not 1000 kB.
+    size, unit = next((unit for unit in units if value >= unit[0] * 0.9995), units[-1])
+    return f"{_three_digits(value / size)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, without an exponent, however large."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
