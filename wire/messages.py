@@ -234,6 +234,8 @@ class Leave:
 
     reason: Reason
     detail: str = ""
+    anchors: tuple[AnchorRef, ...] = ()
+    """What a node holds as it leaves: at the run's end, the proof that all have the same model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,14 +257,11 @@ class Session:
             return
         self._handshake.delivered(message)
         self._control.heartbeats = self._handshake.epoch > 0
-        match message:
-            case Credit():
-                self._transfers.credited(message, now)
-                return
-            case Stored() | Outcome():
-                self._transfers.forget_outgoing(message.blob)
-            case _:
-                pass
+        if isinstance(message, Credit):
+            self._transfers.credited(message, now)
+            return
+        if isinstance(message, Stored | Outcome):
+            self._transfers.forget_outgoing(message.blob)
         self._events.append(MessageReceived(message=message))
         if isinstance(message, Leave | Refused):
             self._last_ack_due = isinstance(message, Leave)

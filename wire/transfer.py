@@ -70,7 +70,6 @@ class Transfers:
             reassembly = Reassembly(size, digest)
         incoming = Incoming(blob, reassembly, self._limits, self._timing, now)
         self._incoming[key] = incoming
-        self._finished.pop(key, None)
         self._adopt_early(key, incoming)
         self._say(incoming.first_credit())
         self._finish_if_complete(key, incoming)

@@ -1,0 +1,89 @@
+"""A run's smallest opening messages, and two sessions that have exchanged them."""
+
+from collections.abc import Callable
+
+import pytest
+
+from farloop.algo.spec import Identity, Layout, LearningRate, NodeId, RunSpec, Terms
+from farloop.wire.handshake import Role, State
+from farloop.wire.limits import Limits, Timing
+from farloop.wire.messages import Hello, Welcome
+from farloop.wire.session import Session
+
+OpenPair = Callable[..., tuple[Session, Session]]
+
+
+@pytest.fixture(scope="session")
+def hello() -> Hello:
+    return Hello(
+        protocol_min=1,
+        protocol_max=1,
+        node=NodeId("a"),
+        incarnation=1,
+        fingerprint=None,
+        layout=None,
+        epoch_seen=0,
+        anchors=(),
+        round=None,
+    )
+
+
+@pytest.fixture(scope="session")
+def welcome() -> Welcome:
+    identity = Identity(
+        name="tiny",
+        model="own",
+        layout=Layout(slots=1, fragments=()),
+        anchor_digests=(),
+        data="own",
+        num_samples=0,
+        evaluation_set="none",
+        seed=7,
+    )
+    terms = Terms(
+        method="diloco",
+        steps=100,
+        h=10,
+        tau=0,
+        mix=0.0,
+        codec_up="q4",
+        codec_down="q4",
+        outer_lr=0.7,
+        outer_momentum=0.9,
+        lr=LearningRate(),
+        clip=1.0,
+        weight_decay=0.1,
+        batch_sequences=4,
+        sequence_tokens=128,
+    )
+    return Welcome(
+        protocol=1,
+        epoch=3,
+        spec=RunSpec(identity=identity, terms=terms),
+        lane_token=b"one-time token",
+        versions=(0,),
+        windows=(),
+        rounds=(),
+    )
+
+
+@pytest.fixture(scope="session")
+def open_pair(hello: Hello, welcome: Welcome) -> OpenPair:
+    """Makes a node and a coordinator, open at time 0, with bulk lane 1 and nothing left to say."""
+
+    def make(limits: Limits | None = None, timing: Timing | None = None) -> tuple[Session, Session]:
+        node = Session(Role.NODE, 0.0, limits=limits, timing=timing)
+        coordinator = Session(Role.COORDINATOR, 0.0, limits=limits, timing=timing)
+        node.send(hello, 0.0)
+        for lane, parts in node.outgoing(0.0):
+            coordinator.receive(lane, parts, 0.0)
+        coordinator.send(welcome, 0.0)
+        for lane, parts in coordinator.outgoing(0.0):
+            node.receive(lane, parts, 0.0)
+        for session in (node, coordinator):
+            session.events()
+            session.lane_opened(1)
+            assert session.state is State.OPEN
+        return node, coordinator
+
+    return make

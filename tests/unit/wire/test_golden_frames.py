@@ -1,0 +1,211 @@
+"""One frame of every message, byte for byte, as released (protocol Z).
+
+`golden/frames-v1.txt` is what other implementations can test against. New messages are added to it; a line that is
+there never changes. Regenerate with: python tests/unit/wire/test_golden_frames.py
+"""
+
+from pathlib import Path
+
+import pytest
+
+from farloop.algo.spec import (
+    BlobId,
+    BlobKind,
+    Contribution,
+    Fragment,
+    Identity,
+    Layout,
+    LearningRate,
+    Lease,
+    NodeId,
+    RoundPlan,
+    RunSpec,
+    TensorSlot,
+    Terms,
+    WindowTerms,
+)
+from farloop.wire.blobs import blob_key
+from farloop.wire.frames import BulkFrame, ControlFrame, parse_bulk, parse_control
+from farloop.wire.limits import Limits
+from farloop.wire.messages import (
+    NUMBERS,
+    AnchorRef,
+    Committed,
+    Credit,
+    Drop,
+    Evaluation,
+    Fetch,
+    Finished,
+    Grant,
+    Heartbeat,
+    Hello,
+    LaneHello,
+    Leave,
+    Message,
+    Offer,
+    Outcome,
+    Progress,
+    Ready,
+    Refused,
+    Share,
+    Start,
+    Stored,
+    Welcome,
+    decode,
+    encode,
+)
+from farloop.wire.reasons import Reason
+
+GOLDEN = Path(__file__).parent / "golden" / "frames-v1.txt"
+
+A = NodeId("a")
+DELTA = BlobId(kind=BlobKind.DELTA, fragment=1, version=2, node=A, incarnation=3, seq=4)
+LEASE = Lease(start=1000, count=512)
+ROUND = RoundPlan(index=2, start=60, length=30, node_steps=((NodeId("b"), 15),))
+WINDOW = WindowTerms(fragment=1, window=3, round=2, tau=5, mix=0.5, codec_up="q4", codec_down="q8")
+SPEC = RunSpec(
+    identity=Identity(
+        name="golden",
+        model="own",
+        layout=Layout(
+            slots=1,
+            fragments=(Fragment(index=0, slot=0, numel=256, tensors=(TensorSlot(name="w", shape=(3, 4), offset=0),)),),
+        ),
+        anchor_digests=(0x0123456789ABCDEF,),
+        data="own",
+        num_samples=0,
+        evaluation_set="none",
+        seed=7,
+    ),
+    terms=Terms(
+        method="streaming",
+        steps=300,
+        h=30,
+        tau=5,
+        mix=0.5,
+        codec_up="q4",
+        codec_down="q8",
+        outer_lr=0.5,
+        outer_momentum=0.75,
+        lr=LearningRate(peak=0.5, minimum=0.25, warmup_steps=10),
+        clip=1.0,
+        weight_decay=0.125,
+        batch_sequences=8,
+        sequence_tokens=128,
+    ),
+)
+MESSAGES: tuple[Message, ...] = (
+    Hello(
+        protocol_min=1,
+        protocol_max=1,
+        node=A,
+        incarnation=3,
+        fingerprint="00000000deadbeef",
+        layout=None,
+        epoch_seen=2,
+        anchors=(AnchorRef(fragment=0, version=5, digest=2**64 - 1),),
+        round=None,
+        device="cpu",
+    ),
+    Welcome(
+        protocol=1, epoch=3, spec=SPEC, lane_token=bytes(range(8)), versions=(2,), windows=(WINDOW,), rounds=(ROUND,)
+    ),
+    Refused(reason=Reason.WRONG_RUN, detail="here aa, there bb", retriable=False),
+    LaneHello(lane_token=bytes(range(8))),
+    Ready(),
+    Start(round=ROUND, lease=LEASE),
+    Offer(
+        blob=DELTA,
+        size=100_000,
+        digest=2**63,
+        window=3,
+        contributors=(Contribution(node=A, incarnation=3, base=2, steps=30, tokens=30_720, norm_sq=1.5),),
+    ),
+    Credit(blob=DELTA, received=0, limit=65_536),
+    Stored(blob=DELTA),
+    Outcome(blob=DELTA, reason=Reason.LATE, detail="window 3 closed"),
+    Committed(
+        fragment=1,
+        version=3,
+        size=70_000,
+        digest=1,
+        anchor_digest=2,
+        merged=(Share(node=A, weight=0.5),),
+        drops=(Drop(node=NodeId("b"), reason=Reason.SILENT),),
+        next_window=WINDOW,
+        rounds=(ROUND,),
+        evaluator=A,
+    ),
+    Grant(lease=LEASE),
+    Fetch(fragment=1),
+    Progress(
+        state="training",
+        position=61.5,
+        round=2,
+        inner_steps=61,
+        tokens=62_464,
+        loss=None,
+        tokens_per_s=1000.0,
+        compute_share=0.75,
+        blocked_s=0.5,
+        lost_steps=0,
+        sample_watermark=488,
+        bytes_up=1,
+        bytes_down=2,
+        bytes_state=3,
+        detail="",
+    ),
+    Evaluation(loss=2.5, versions=(3,), position=60.0, seconds=0.5),
+    Leave(reason=Reason.DRAINED, detail="bye", anchors=(AnchorRef(fragment=0, version=5, digest=2**64 - 1),)),
+    Finished(),
+    Heartbeat(),
+)
+CHUNK = bytes(range(32))
+LIMITS = Limits()
+
+
+def golden_frames() -> dict[str, bytes]:
+    """Name → bytes of every frame; a bulk frame's two parts one after the other."""
+    frames = {}
+    for message in MESSAGES:
+        opens = isinstance(message, Hello | Refused)
+        run, epoch = (0, 0) if opens else (0xDEADBEEF, 3)
+        seq, ack = (0, 0) if isinstance(message, Hello | Heartbeat) else (9, 8)
+        frame = ControlFrame(run=run, epoch=epoch, seq=seq, ack=ack, body=encode(message))
+        frames[type(message).__name__] = b"".join(frame.parts())
+    bulk = BulkFrame(run=0xDEADBEEF, epoch=3, key=blob_key(DELTA), offset=65_536, chunk=memoryview(CHUNK))
+    frames["bulk"] = b"".join(bulk.parts())
+    return frames
+
+
+def released_frames() -> dict[str, bytes]:
+    """Name → bytes of the released frames."""
+    lines = GOLDEN.read_text().splitlines()
+    return {name: bytes.fromhex(digits) for name, digits in (line.split() for line in lines)}
+
+
+def test_every_message_has_a_golden_frame() -> None:
+    assert {type(message) for message in MESSAGES} == set(NUMBERS)
+    assert released_frames().keys() == golden_frames().keys()
+
+
+@pytest.mark.parametrize("name", golden_frames())
+def test_a_frame_has_its_released_bytes(name: str) -> None:
+    assert golden_frames()[name].hex() == released_frames()[name].hex()
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_released_bytes_give_the_message(message: Message) -> None:
+    frame = parse_control([released_frames()[type(message).__name__]], LIMITS)
+    assert decode(frame.body) == message
+
+
+def test_released_bytes_give_the_chunk() -> None:
+    data = released_frames()["bulk"]
+    frame = parse_bulk([data[:56], data[56:]], LIMITS)
+    assert (frame.run, frame.epoch, frame.key, frame.offset) == (0xDEADBEEF, 3, blob_key(DELTA), 65_536)
+    assert frame.chunk == CHUNK
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text("".join(f"{name} {data.hex()}\n" for name, data in golden_frames().items()))

@@ -1,0 +1,133 @@
+"""farloop.wire.messages. Covers protocol Z: unknown fields and unknown optional messages pass, required ones do not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.messages import (
+    NUMBERS,
+    Credit,
+    Evaluation,
+    Fetch,
+    Heartbeat,
+    Hello,
+    Message,
+    Offer,
+    Ready,
+    Stored,
+    Welcome,
+    decode,
+    encode,
+    pack,
+    unpack,
+)
+
+U64 = st.integers(0, 2**64 - 1)
+BLOBS = st.builds(
+    BlobId,
+    kind=st.sampled_from(BlobKind),
+    fragment=U64,
+    version=U64,
+    node=st.text(max_size=20).map(NodeId),
+    incarnation=U64,
+    seq=U64,
+)
+MESSAGES: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Credit, blob=BLOBS, received=U64, limit=U64),
+    st.builds(Offer, blob=BLOBS, size=U64, digest=U64, window=U64),
+    st.builds(Stored, blob=BLOBS),
+    st.builds(Fetch, fragment=U64),
+    st.just(Ready()),
+)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(MESSAGES)
+def test_a_message_survives_the_way(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_nested_records_survive_the_way(hello: Hello, welcome: Welcome) -> None:
+    assert decode(encode(hello)) == hello
+    assert decode(encode(welcome)) == welcome
+
+
+def test_numbers_are_unique_and_stay() -> None:
+    assert len(set(NUMBERS.values())) == len(NUMBERS)
+    assert NUMBERS[Hello] == 1
+    assert max(NUMBERS.values()) == 18
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert decode(pack([NUMBERS[Fetch], True, {"fragment": 3, "of_the_future": [1]}])) == Fetch(fragment=3)
+
+
+def test_an_unknown_message_passes_unless_it_must_be_understood() -> None:
+    assert decode(pack([999, False, {}])) is None
+    with pytest.raises(RemoteProtocolError, match="must be understood"):
+        decode(pack([999, True, {}]))
+
+
+def test_only_what_an_older_peer_may_miss_is_marked_as_optional() -> None:
+    assert unpack(encode(Heartbeat()))[1] is False
+    assert unpack(encode(Evaluation(loss=1.0, versions=(), position=0.0, seconds=0.0)))[1] is False
+    assert unpack(encode(Ready()))[1] is True
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        pack([1]),
+        pack({"a": 1}),
+        pack([NUMBERS[Fetch], True, {}]),
+        pack([NUMBERS[Fetch], True, {"fragment": "three"}]),
+        pack([NUMBERS[Fetch], True, {"fragment": "9" * 100}]),
+        pack([NUMBERS[Fetch], True, {"fragment": 1}]) + b"\x00",
+        pack([NUMBERS[Stored], True, {"blob": {"kind": 99, "fragment": 0, "version": 0}}]),
+        b"\x93\x0d\xc3\x81\x91\x01\x02",
+        b"\x93\x0d\xc3\x81\x01\x02",
+        b"\x91" * 5000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+    ],
+)
+def test_malformed_bytes_are_a_remote_error(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode(data)
+
+
+@given(st.binary(max_size=100))
+def test_garbage_raises_only_remote_errors(data: bytes) -> None:
+    _decode_or_refuse(data)
+
+
+@given(st.sampled_from(sorted(NUMBERS.values())), st.booleans(), PLAIN)
+def test_wrong_fields_raise_only_remote_errors(number: int, must_understand: bool, fields: object) -> None:
+    _decode_or_refuse(pack([number, must_understand, fields]))
+
+
+@given(MESSAGES, st.data())
+def test_mutated_messages_raise_only_remote_errors(message: Message, data: st.DataObject) -> None:
+    mutated = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        mutated[data.draw(st.integers(0, len(mutated) - 1))] = data.draw(st.integers(0, 255))
+    _decode_or_refuse(bytes(mutated))
+
+
+def _decode_or_refuse(data: bytes) -> None:
+    """Whatever is accepted can be sent on."""
+    try:
+        message = decode(data)
+    except RemoteProtocolError:
+        return
+    if message is not None:
+        encode(message)
