@@ -1,0 +1,79 @@
+"""What a good RUN.toml or NODE.toml comes to, in a few lines."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from farloop.cli.address import parse_tcp
+from farloop.cli.config import NodeFile, RunFile, load, planned
+from farloop.cli.run import Plan
+from farloop.cli.units import count_text, plural, size_text
+from farloop.quant.blob import blob_bytes
+from farloop.quant.registry import codec_named
+from farloop.wire.keys import AllowList, load_public, load_secret
+
+Line = tuple[str, str]
+"""Label and value."""
+
+
+def check(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> list[Line]:
+    """Read a file, its keys and, for a run, its data and model; start nothing.
+
+    Raises:
+        ConfigError, KeyFileError: one line.
+    """
+    file = load(path, flags=flags, environ=environ)
+    if isinstance(file, RunFile):
+        coordinator = file.coordinator
+        if coordinator.key is not None and coordinator.allow is not None:
+            load_secret(coordinator.key)
+            AllowList(coordinator.allow).refresh()
+        return _run_lines(file, planned(file))
+    if file.node.key is not None and file.node.server_key is not None:
+        load_secret(file.node.key)
+        load_public(file.node.server_key)
+    return _node_lines(file)
+
+
+def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
+    """What a good RUN.toml comes to: label and value."""
+    identity, terms = plan.spec.identity, plan.spec.terms
+    layout = identity.layout
+    model = "the nodes' own" if identity.model == "own" else file.run.model
+    sent = [
+        sum(blob_bytes(codec_named(codec), fragment.numel) for fragment in layout.fragments)
+        for codec in (terms.codec_up, terms.codec_down)
+    ]
+    fragments = plural(len(layout.fragments), "fragment")
+    batch = f"{terms.batch_sequences} × {terms.sequence_tokens} tokens"
+    data = "the nodes' own" if identity.data == "own" else f"{identity.num_samples:,} samples, digest {identity.data}"
+    return [
+        ("run", f"{identity.name}, fingerprint {identity.fingerprint()}"),
+        ("model", f"{model}, {count_text(layout.num_parameters)} parameters in {fragments}"),
+        ("data", data),
+        ("method", f"{terms.method}, H {terms.h}, τ {terms.tau}, mix {terms.mix:g}"),
+        ("codecs", f"{terms.codec_up} up, {terms.codec_down} down"),
+        ("outer step", f"lr {terms.outer_lr:g}, momentum {terms.outer_momentum:g}"),
+        ("length", f"{plural(terms.steps, 'step')} of {batch} on each of {plural(terms.min_nodes, 'node')}"),
+        ("traffic", f"{size_text(sent[0])} up and {size_text(sent[1])} down per node, every {terms.h} steps"),
+        ("listens", f"{file.coordinator.bind}, {_guard(file.coordinator.bind, file.coordinator.key)}"),
+        *(("note", note) for note in plan.notes),
+    ]  # fmt: skip
+
+
+def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
+    """What a good NODE.toml comes to: label and value."""
+    node = file.node
+    return [
+        ("node", f"{node.name}, {plural(node.nproc, 'rank')}"),
+        ("coordinator", f"{node.coordinator}, {_guard(node.coordinator, node.key)}"),
+        ("data", str(node.data or "Python's standard library")),
+        ("state", str(node.state_dir or Path(".farloop") / node.name)),
+    ]
+
+
+def _guard(address: str, key: Path | None) -> str:
+    if key is not None:
+        return "encrypted"
+    return "in the clear, " + (
+        "this machine only" if parse_tcp(address, listens=True).is_loopback else "OPEN TO ANYBODY"
+    )

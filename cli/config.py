@@ -1,0 +1,258 @@
+"""RUN.toml and NODE.toml with the environment and flags on top, as the dataclasses that the daemons take.
+
+Here ends the doubt: what leaves this room has the right types, names that exist, and keys where others can listen.
+What the mathematics of a run demands is asked by `planned`, for it takes the model and the data to know.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from farloop.algo.methods import METHODS
+from farloop.cli.address import parse_host_port, parse_tcp
+from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
+from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA, Key, Schema
+from farloop.cli.sources import ConfigError, Given, load_tables, nearest, read_environment, read_file, read_flags
+from farloop.coordinator.daemon import CoordinatorConfig
+from farloop.node.corpus import CorpusError
+from farloop.node.model import PRESETS
+from farloop.node.trainer import NodeConfig
+from farloop.quant.registry import CODECS
+from farloop.wire.keys import check_name
+
+_CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
+    ("run", "method"): METHODS,
+    ("run", "model"): PRESETS,
+    ("run", "codec_up"): CODECS,
+    ("run", "codec_down"): CODECS,
+}
+
+_LEAST = {
+    ("run", "seed"): 0,
+    ("run", "nodes"): 1,
+    ("run", "steps"): 1,
+    ("run", "h"): 1,
+    ("run", "evaluation_sequences"): 1,
+    ("data", "max_bytes"): 1,
+    ("node", "nproc"): 1,
+    ("node", "threads"): 0,
+}
+
+_MOST = 2**63 - 1
+"""What the wire and torch can carry."""
+
+_TERM_KEYS = {"min_nodes": "nodes", "lr.peak": "lr", "lr.minimum": "min_lr", "lr.warmup_steps": "warmup_steps"}
+"""What the terms of a run call otherwise than the file does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One resolved value."""
+
+    key: Key
+    value: Any
+    given: Given | None
+    """None where it is the default."""
+
+    @property
+    def origin(self) -> str:
+        """Who gave it."""
+        return self.given.origin if self.given else "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every key of a file's sections, resolved."""
+
+    path: Path
+    by_name: Mapping[tuple[str, str], Setting]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The values of one section."""
+        return {key: setting.value for (section, key), setting in self.by_name.items() if section == name}
+
+    def error(self, section: str, key: str, what: str) -> ConfigError:
+        """About a key, wherever it was given."""
+        given = self.by_name[section, key].given
+        return given.error(what) if given else ConfigError(f"{self.path}: [{section}] {key}: {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """What a coordinator needs."""
+
+    settings: Settings
+    run: RunConfig
+    data: DataConfig
+    coordinator: CoordinatorConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFile:
+    """What a node needs."""
+
+    settings: Settings
+    node: NodeConfig
+    data: DataConfig
+
+
+def load(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> RunFile | NodeFile:
+    """Whichever of the two a file is: a NODE.toml has a section [node]. Raises ConfigError."""
+    if "node" in load_tables(path)[1]:
+        return load_node(path, flags=flags, environ=environ)
+    return load_run(path, flags=flags, environ=environ)
+
+
+def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> RunFile:
+    """A RUN.toml with the environment and `section.key=value` flags on top. Raises ConfigError."""
+    settings = _resolve(path, RUN_SCHEMA, flags, environ)
+    coordinator = settings.section("coordinator")
+    _check_address(settings, "coordinator", "bind", listens=True)
+    _check_http(settings, "coordinator")
+    _check_keys(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
+    coordinator.pop("insecure")
+    return RunFile(
+        settings=settings,
+        run=RunConfig(**settings.section("run")),
+        data=DataConfig(**settings.section("data")),
+        coordinator=CoordinatorConfig(**coordinator),
+    )
+
+
+def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> NodeFile:
+    """A NODE.toml with the environment and `section.key=value` flags on top. Raises ConfigError."""
+    settings = _resolve(path, NODE_SCHEMA, flags, environ)
+    node = settings.section("node")
+    _check_node(settings, node)
+    _check_address(settings, "node", "coordinator", listens=False)
+    _check_http(settings, "node")
+    _check_keys(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
+    node.pop("insecure")
+    data = DataConfig(**settings.section("data"))
+    return NodeFile(
+        settings=settings, node=NodeConfig(**node, data=data.path, data_bytes=data.max_bytes), data=data
+    )  # fmt: skip
+
+
+def planned(file: RunFile) -> Plan:
+    """The run that the file describes. Takes seconds: it reads the data and builds the model.
+
+    Raises:
+        ConfigError: such a run cannot be; the line names the key where it can.
+    """
+    settings, run = file.settings, file.run
+    if run.init is None and run.sequence_tokens > (context := PRESETS[run.model].context):
+        raise settings.error(
+            "run", "sequence_tokens", f"{run.model} reads at most {context}, not {run.sequence_tokens}"
+        )
+    try:
+        return plan_run(run, file.data)
+    except CorpusError as error:
+        raise settings.error("data", "path", str(error)) from error
+    except SafetensorError as error:
+        raise settings.error("run", "init", f"{run.init} is not a safetensors file: {error}") from error
+    except ValueError as error:
+        raise _about_run(settings, str(error)) from error
+
+
+def _about_run(settings: Settings, sentence: str) -> ConfigError:
+    """The mathematics' own sentence, with the key it begins with."""
+    sentence = sentence.removeprefix("[run] ")
+    for term, key in _TERM_KEYS.items():
+        sentence = sentence.replace(term, key)
+    key = re.split(r"[^\w]", sentence, maxsplit=1)[0]
+    if ("run", key) not in settings.by_name:
+        return ConfigError(f"{settings.path}: [run]: {sentence}")
+    return settings.error("run", key, re.sub(rf"^{key}(: | is )", "", sentence))
+
+
+# --- resolving
+
+
+def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[str, str]) -> Settings:
+    everything = {**RUN_SCHEMA, **NODE_SCHEMA}
+    sources = [*read_file(path, schema), *read_environment(environ, everything), *read_flags(flags, schema)]
+    given: dict[tuple[str, str], Given] = {}
+    for one in sources:  # the later wins
+        keys = everything[one.section]
+        if one.key not in keys:
+            raise one.error(f"there is no such key; {nearest(one.key, keys)}")
+        given[one.section, one.key] = one
+    by_name = {
+        (section, name): _setting(path, key, given.get((section, name)))
+        for section, keys in schema.items()
+        for name, key in keys.items()
+    }
+    settings = Settings(path=path, by_name=by_name)
+    for (section, name), choices in _CHOICES.items():
+        if (
+            (setting := by_name.get((section, name)))
+            and setting.value is not None
+            and setting.value not in list(choices)
+        ):
+            raise settings.error(section, name, f"there is no {setting.value!r}; {nearest(setting.value, choices)}")
+    for (section, name), setting in by_name.items():
+        least = _LEAST.get((section, name), -_MOST)
+        if type(setting.value) is int and not least <= setting.value <= _MOST:
+            bound = f"the least is {least}" if setting.value < least else f"the most is {_MOST}"
+            raise settings.error(section, name, f"{bound}, not {setting.value}")
+    return settings
+
+
+def _setting(path: Path, key: Key, given: Given | None) -> Setting:
+    if given is not None:
+        return Setting(key=key, value=key.parse(given), given=given)
+    if key.default is dataclasses.MISSING:
+        raise ConfigError(f"{path}: [{key.section}] {key.name}: is missing; its meaning: {key.meaning}")
+    return Setting(key=key, value=key.default, given=None)
+
+
+# --- rules
+
+
+def _check_node(settings: Settings, node: Mapping[str, Any]) -> None:
+    try:
+        check_name(node["name"])
+    except ValueError as error:
+        raise settings.error("node", "name", str(error)) from error
+    if node["fingerprint"] is not None and not re.fullmatch("[0-9a-f]{16}", node["fingerprint"]):
+        raise settings.error(
+            "node", "fingerprint", "16 hex digits are wanted, as the coordinator says them at its start"
+        )
+
+
+def _check_address(settings: Settings, section: str, key: str, *, listens: bool) -> None:
+    try:
+        parse_tcp(settings.section(section)[key], listens=listens)
+    except ValueError as error:
+        raise settings.error(section, key, str(error)) from error
+
+
+def _check_http(settings: Settings, section: str) -> None:
+    if http := settings.section(section)["http"]:
+        try:
+            parse_host_port(http, listens=True)
+        except ValueError as error:
+            raise settings.error(section, "http", str(error)) from error
+
+
+def _check_keys(settings: Settings, section: str, *, address: str, partner: str, whose: str) -> None:
+    """Both halves of encryption or none, and none only on this machine or when told so."""
+    values = settings.section(section)
+    for key, other in (("key", partner), (partner, "key")):
+        if values[key] is not None and values[other] is None:
+            what = whose if other == partner else "this side's secret key, made by: farloop keys new DIR"
+            raise settings.error(section, key, f"goes with {other} ({what}), which is missing")
+    if parse_tcp(values[address], listens=True).is_loopback or values["key"] is not None or values["insecure"]:
+        return
+    raise settings.error(
+        section,
+        address,
+        f"{values[address]} goes beyond this machine, so key and {partner} are required (make keys with: farloop keys "
+        "new DIR), or insecure = true to let anybody listen and take part",
+    )

@@ -1,0 +1,249 @@
+"""The two daemons as a person starts them: settings in, an exit code out. What they do is decided elsewhere."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+import uvloop
+
+from farloop.algo.spec import Identity, RunSpec, Terms
+from farloop.cli.address import parse_host_port
+from farloop.cli.config import NodeFile, RunFile, planned
+from farloop.cli.exit_codes import CommandError, ExitCode, say_error
+from farloop.cli.run import Plan
+from farloop.cli.waiting import Waiting
+from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
+from farloop.coordinator.link import BindError
+from farloop.coordinator.store import Store
+from farloop.monitoring.endpoint import Endpoint, Response
+from farloop.node.join import Node
+from farloop.node.trainer import NodeConfig, train
+
+_log = logging.getLogger(__name__)
+
+STANDSTILL_S = 2.0
+"""A loop that has not answered for this long is not healthy."""
+
+_DIFFERS = {
+    "name": "the name differs",
+    "model": "the model differs",
+    "layout": "the cut of the model into fragments differs",
+    "anchor_digests": "the first weights differ",
+    "data": "the data differ",
+    "evaluation_set": "the evaluation set differs",
+}
+
+
+def run_coordinator(file: RunFile) -> ExitCode:
+    """Begin the run, or go on with the one that the state directory holds, to its end or the first signal.
+
+    Raises:
+        ConfigError: there can be no such run.
+        CommandError: the directory holds another run, or the port is taken.
+        StorageError, KeyFileError, EndpointError: one line each.
+    """
+    plan = planned(file)
+    store = open_run(file.coordinator.state_dir, plan)
+    try:
+        finished = uvloop.run(_serve(file.coordinator, store))
+    except BindError as error:
+        raise CommandError(str(error)) from error
+    finally:
+        store.close()
+    if not finished:
+        typer.echo("stopped before the run's end; the same command goes on with it")
+        return ExitCode.INTERRUPTED
+    typer.echo(f"run {plan.spec.identity.name} is finished; model: {file.coordinator.state_dir / 'model.safetensors'}")
+    return ExitCode.DONE
+
+
+def open_run(directory: Path, plan: Plan) -> Store:
+    """The run in the directory if it is the planned one, or a new one where there is none.
+
+    Raises:
+        CommandError: it is another one; the line says what differs.
+        StorageError
+    """
+    store = Store.recover(directory)
+    if store is None:
+        for note in plan.notes:
+            _log.info("plan note=%r", note)
+        return Store.create(directory, plan.spec, plan.anchors)
+    kept = store.ledger.spec
+    if kept.identity != plan.spec.identity:
+        store.close()
+        raise CommandError(
+            f"{directory} holds another run (fingerprint {kept.identity.fingerprint()}, the file's is "
+            f"{plan.spec.identity.fingerprint()}): {different_identity(kept.identity, plan.spec.identity)}; "
+            "give the new run a folder of its own with --state DIR, or undo the change",
+            ExitCode.REFUSED,
+        )
+    for term in different_terms(kept.terms, plan.spec.terms):
+        _log.warning("kept %s cause='the run began with it, and goes on with it'", term)
+    return store
+
+
+def different_identity(kept: Identity, wanted: Identity) -> str:
+    """What of two runs' identities differs, in words."""
+    told = []
+    for field in dataclasses.fields(kept):
+        old, new = getattr(kept, field.name), getattr(wanted, field.name)
+        if old != new:
+            short = isinstance(old, str | int) and len(f"{old}{new}") < 60
+            told.append(f"{field.name} was {old}, is {new}" if short else _DIFFERS[field.name])
+    return ", ".join(told)
+
+
+def different_terms(kept: Terms, wanted: Terms) -> list[str]:
+    """`h=30 file=20`, for everything that the file says otherwise than the run began with."""
+    old, new = _flat(kept), _flat(wanted)
+    return [f"{name}={old[name]} file={new[name]}" for name in old if old[name] != new[name]]
+
+
+def _flat(terms: Terms) -> dict[str, object]:
+    values = dataclasses.asdict(terms)
+    rate = values.pop("lr")
+    return values | {"lr": rate["peak"], "min_lr": rate["minimum"], "warmup_steps": rate["warmup_steps"]}
+
+
+async def _serve(config: CoordinatorConfig, store: Store) -> bool:
+    """Whether the run came to its end."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    coordinator = Coordinator(config, store)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _ask_to_stop, stop)
+    with _pages(config, coordinator, loop, stop) as url:
+        typer.echo(_first_line(coordinator.link.endpoint, store.ledger.spec, store.ledger.epoch, url))
+        _log.info("serving encrypted=%s", str(config.key is not None).lower())
+        await coordinator.run(stop)
+    return store.ledger.finished
+
+
+def _first_line(endpoint: str, spec: RunSpec, epoch: int, url: str) -> str:
+    again = f", start {epoch}" if epoch > 1 else ""
+    status = f", status {url}/status" if url else ""
+    return f"run {spec.identity.name} at {endpoint}, fingerprint {spec.identity.fingerprint()}{again}{status}"
+
+
+def _ask_to_stop(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        say_error("stopped at once; nothing durable is lost")
+        os._exit(ExitCode.INTERRUPTED)
+    _log.info("stopping note='once more stops at once'")
+    stop.set()
+
+
+@contextmanager
+def _pages(
+    config: CoordinatorConfig, coordinator: Coordinator, loop: asyncio.AbstractEventLoop, stop: asyncio.Event
+) -> Iterator[str]:
+    """Serve the pages, and tell where; an empty text where nothing is served."""
+    if not config.http:
+        yield ""
+        return
+
+    def metrics() -> Response:
+        return Response(content_type=coordinator.metrics.content_type, body=coordinator.metrics.exposition())
+
+    def health() -> Response:
+        return Response(body=b"ok\n") if _turns(loop) else Response(status=503, body=b"the loop stands still\n")
+
+    def ready() -> Response:
+        # Ready to be joined. Whether a node has joined is no matter: behind a Kubernetes service none could before.
+        return Response(status=503, body=b"stopping\n") if stop.is_set() else Response(body=b"ready\n")
+
+    def status() -> Response:
+        return Response(content_type="application/json", body=coordinator.observer.status_json)
+
+    address = parse_host_port(config.http, listens=True)
+    routes = {"/metrics": metrics, "/healthz": health, "/readyz": ready, "/status": status}
+    with Endpoint("0.0.0.0" if address.host == "*" else address.host, address.port, routes) as endpoint:
+        yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
+
+
+def _turns(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether the loop answers; asked from another thread."""
+
+    async def answer() -> bool:
+        return True
+
+    question = asyncio.run_coroutine_threadsafe(answer(), loop)
+    try:
+        return question.result(STANDSTILL_S)
+    except TimeoutError:
+        question.cancel()
+        return False
+
+
+# --- the node
+
+
+def run_node(file: NodeFile) -> ExitCode:
+    """Train in this process until the run ends or a signal comes.
+
+    Raises:
+        NodeError, CorpusError, KeyFileError, EndpointError: one line each.
+        KeyboardInterrupt: a signal before training, or the second one.
+    """
+    config = file.node
+    _interrupt_on_signals()
+    encrypted = str(config.key is not None).lower()
+    _log.info("joining coordinator=%s name=%s encrypted=%s", config.coordinator, config.name, encrypted)
+    drain = _Drain()
+    try:
+        _train(config, drain)
+    finally:
+        drain.disarm()
+    if drain.asked:
+        _log.info("left note='the same command takes part again'")
+        return ExitCode.INTERRUPTED
+    _log.info("finished")
+    return ExitCode.DONE
+
+
+def _train(config: NodeConfig, drain: "_Drain") -> None:
+    with Waiting(config.coordinator) as waiting:
+
+        def joined(node: Node) -> None:
+            waiting.over()
+            drain.arm(node)
+
+        train(config, on_join=joined)
+
+
+class _Drain:
+    """The first signal lets the node finish what it has begun, the second ends it."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._node: Node | None = None
+
+    def arm(self, node: Node) -> None:
+        """In place of the trainer's own handlers, which know no second signal."""
+        self._node = node
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+
+    def disarm(self) -> None:
+        """Let go of the node: a handler would keep its process group alive until too late in the interpreter's end."""
+        self._node = None
+        _interrupt_on_signals()
+
+    def _signalled(self, number: int, _: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        if self._node is not None:
+            self._node.request_drain()
+
+
+def _interrupt_on_signals() -> None:
+    """Both signals raise KeyboardInterrupt, wherever the process stands."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)

@@ -1,0 +1,320 @@
+"""`farloop demo`: a coordinator and its nodes as processes of this machine, watched until the run is done.
+
+It writes the very TOML files a person would write, starts the very commands a person would start, and reads what
+they tell: nothing is done here that could not be done by hand.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from safetensors.torch import load_file
+
+from farloop.cli.exit_codes import CommandError, ExitCode
+from farloop.cli.outcome import summarise
+from farloop.cli.progress import Display, progress_console
+from farloop.cli.relay import Link, Relay, RelayThread
+from farloop.cli.report import write_report
+from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
+from farloop.cli.summary import Summary, summary_table
+from farloop.cli.toml import dump_toml
+from farloop.monitoring.status import Status
+from farloop.node.model import build, from_json
+from farloop.node.trainer import EVALUATION_BATCH
+
+POLL_S = 0.5
+START_S = 60.0
+"""How long the coordinator may take to answer for the first time."""
+
+STOP_S = 45.0
+"""How long a process may take to finish what it has begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoPlan:
+    """What `farloop demo` was asked for; kept in the run's folder for `--resume`."""
+
+    out: Path
+    run: RunConfig
+    data: DataConfig
+    link: str
+
+
+@dataclass(slots=True)
+class Child:
+    """One process and its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+def run_demo(
+    *,
+    nodes: int,
+    steps: int,
+    method: str,
+    codec: str | None,
+    h: int | None,
+    model: str,
+    seed: int,
+    out: Path | None,
+    data: Path | None,
+    link: str,
+    resume: Path | None,
+    as_json: bool,
+) -> None:
+    """Start everything, show it, and leave the report; the options are those of the command.
+
+    Raises:
+        ValueError, CorpusError, CommandError: one line each.
+    """
+    console = progress_console(json=as_json)
+    if link:
+        Link.parse(link)
+    if resume is not None:
+        plan = _load(resume)
+    else:
+        config = RunConfig(
+            name="demo",
+            seed=seed,
+            model=model,
+            nodes=nodes,
+            steps=steps,
+            method=method,
+            h=h,
+            codec_up=codec,
+            codec_down=codec,
+        )
+        plan = DemoPlan(out=out or _new_folder(method), run=config, data=DataConfig(path=data), link=link)
+    planned = plan_run(plan.run, plan.data)
+    if resume is None:
+        _prepare(plan)
+    for note in planned.notes:
+        console.print(f"note: {note}")
+    console.print(f"run {plan.out}  (stop with Ctrl-C, go on with: farloop demo --resume {plan.out})", soft_wrap=True)
+    status = _train(plan, console)
+    if status is None:
+        console.print(f"stopped; go on with: farloop demo --resume {plan.out}", soft_wrap=True)
+        raise typer.Exit(130)
+    summary = _finish(plan, planned, status)
+    report = write_report(plan.out, summary, plan.out / "state" / "metrics.jsonl", f"farloop demo: {plan.run.method}")
+    if as_json:
+        typer.echo(json.dumps(summary))
+    else:
+        console.print(summary_table(summary))
+        console.print(f"report   {report}\nmodel    {plan.out / 'model.safetensors'}", soft_wrap=True)
+
+
+# --- the run's folder
+
+
+def _new_folder(method: str) -> Path:
+    return Path("out") / f"{method}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+
+
+def _prepare(plan: DemoPlan) -> None:
+    if (plan.out / "demo.json").exists():
+        raise CommandError(f"--out: {plan.out} holds a run already; go on with --resume {plan.out}, or name another")
+    plan.out.mkdir(parents=True, exist_ok=True)
+    kept = {"run": _plain(plan.run), "data": _plain(plan.data), "link": plan.link, "argv": sys.argv[1:]}
+    (plan.out / "demo.json").write_text(json.dumps(kept, indent=1))
+
+
+def _load(folder: Path) -> DemoPlan:
+    try:
+        kept = json.loads((folder / "demo.json").read_text())
+    except OSError as error:
+        raise CommandError(f"--resume: {folder} holds no demo run ({error.strerror}: demo.json)") from error
+    data = DataConfig(**{**kept["data"], "path": Path(p) if (p := kept["data"].get("path")) else None})
+    return DemoPlan(out=folder, run=RunConfig(**kept["run"]), data=data, link=kept["link"])
+
+
+def _plain(config: RunConfig | DataConfig) -> dict[str, object]:
+    """What differs from nothing, ready for JSON and TOML."""
+    values = {name: getattr(config, name) for name in config.__slots__}
+    return {
+        name: str(value.resolve()) if isinstance(value, Path) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+# --- processes
+
+
+def _train(plan: DemoPlan, console: Console) -> Status | None:
+    """Run to the end; None when a person stopped it."""
+    bind, http = _free_port(), _free_port()
+    link = Link.parse(plan.link) if plan.link else None
+    names = [chr(ord("a") + i) if plan.run.nodes <= 26 else f"n{i:03}" for i in range(plan.run.nodes)]
+    relays = [Relay(target_host="127.0.0.1", target_port=bind, link=link) for _ in names] if link else []
+    with _stop_on_signals() as stopped, RelayThread(*relays) as _, _Children(plan.out) as children:
+        children.start("coordinator", ["coordinator", str(_coordinator_toml(plan, bind, http))], threads=1)
+        status = _first_status(http, children)
+        for i, name in enumerate(names):
+            port = relays[i].port if relays else bind
+            threads = max(1, (os.cpu_count() or 1) // len(names))
+            children.start(name, ["node", str(_node_toml(plan, name, port, threads))], threads=threads)
+        with Display(console, link=plan.link) as display:
+            while children.running("coordinator") and not stopped:
+                status = _poll(http) or status
+                display.update(status)
+                children.check()
+                time.sleep(POLL_S)
+        if stopped:
+            return None
+        children.check(all_done=True)
+    final: Status = json.loads((plan.out / "state" / "status.json").read_text())
+    return final
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[list[int]]:
+    """A list that is not empty once a person, or the system, asked us to stop."""
+    seen: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Children:
+    """The processes; none outlives the block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._children = folder, list[Child]()
+
+    def __enter__(self) -> "_Children":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Nodes first: what they have begun needs the coordinator.
+        for group in (self._children[1:], self._children[:1]):
+            for child in group:
+                if child.process.poll() is None:
+                    child.process.terminate()
+            deadline = time.monotonic() + STOP_S
+            for child in group:
+                try:
+                    child.process.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    child.process.kill()
+                    child.process.wait()
+
+    def start(self, name: str, arguments: list[str], *, threads: int) -> None:
+        log = self._folder / f"{name}.log"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "farloop.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches us alone; we stop them in order
+            )
+        self._children.append(Child(name, process, log))
+
+    def running(self, name: str) -> bool:
+        return any(child.name == name and child.process.poll() is None for child in self._children)
+
+    def check(self, *, all_done: bool = False) -> None:
+        """Raise CommandError if one ended badly; with `all_done`, wait for the rest first."""
+        for child in self._children:
+            code = child.process.wait(STOP_S) if all_done else child.process.poll()
+            if code:
+                raise CommandError(
+                    f"{child.name} ended with exit code {code}: {child.last_words()} (log: {child.log})",
+                    ExitCode.UNEXPECTED,
+                )
+
+
+def _coordinator_toml(plan: DemoPlan, bind: int, http: int) -> Path:
+    coordinator = {
+        "bind": f"tcp://127.0.0.1:{bind}",
+        "http": f"127.0.0.1:{http}",
+        "state_dir": str((plan.out / "state").resolve()),
+    }
+    return _write(
+        plan.out / "run.toml", {"run": _plain(plan.run), "data": _plain(plan.data), "coordinator": coordinator}
+    )
+
+
+def _node_toml(plan: DemoPlan, name: str, port: int, threads: int) -> Path:
+    node = {
+        "name": name,
+        "coordinator": f"tcp://127.0.0.1:{port}",
+        "state_dir": str((plan.out / "nodes" / name).resolve()),
+        "threads": threads,
+    }
+    return _write(plan.out / f"node-{name}.toml", {"node": node, "data": _plain(plan.data)})
+
+
+def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:
+    path.write_text(dump_toml(tables))
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _first_status(http: int, children: _Children) -> Status:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        children.check()
+        if status := _poll(http):
+            return status
+        time.sleep(0.1)
+    raise CommandError(f"the coordinator did not answer on port {http} within {START_S:g} s", ExitCode.UNREACHABLE)
+
+
+def _poll(http: int) -> Status | None:
+    with suppress(OSError, ValueError), urllib.request.urlopen(f"http://127.0.0.1:{http}/status", timeout=2) as answer:
+        status: Status = json.load(answer)
+        return status
+    return None
+
+
+# --- the end
+
+
+def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:
+    """Score the first and the exported model on the same held-out set, and add everything up."""
+    model = build(from_json(planned.spec.identity.model), plan.run.seed)
+    evaluation = planned.evaluation
+    assert evaluation is not None
+    start = evaluation.loss(model, EVALUATION_BATCH)
+    exported = plan.out / "model.safetensors"
+    (plan.out / "state" / "model.safetensors").replace(exported)
+    with torch.no_grad():
+        model.load_state_dict(load_file(exported))
+    end = evaluation.loss(model, EVALUATION_BATCH)
+    summary = summarise(status, plan.out / "state" / "metrics.jsonl", planned.spec, loss_start=start, loss_end=end)
+    (plan.out / "summary.json").write_text(json.dumps(summary, indent=1))
+    metrics = plan.out / "metrics.jsonl"
+    with suppress(FileExistsError):
+        metrics.symlink_to(Path("state") / "metrics.jsonl")
+    return summary

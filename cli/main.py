@@ -1,0 +1,302 @@
+"""The front door: `farloop COMMAND`. Each command reads its words here and is at home elsewhere.
+
+Heavy modules are imported inside the commands, so that `farloop --help` answers at once.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from farloop.cli.exit_codes import EPILOG, ExitCode, ended_in_one_line
+from farloop.cli.logs import LogLevel, set_up
+from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
+
+_LOOK: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
+
+DEMO_STEPS = 2000
+"""About three minutes on two cores; within 3 % of data parallel, which takes some sixty outer steps."""
+
+app = typer.Typer(
+    help="Train one model on GPU clusters that are far apart and joined by thin links.",
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    **_LOOK,
+)
+config_app = typer.Typer(help="Check or show a RUN.toml or NODE.toml.", **_LOOK)
+keys_app = typer.Typer(help="Make the keys of encrypted links.", **_LOOK)
+app.add_typer(config_app, name="config", rich_help_panel="Set up")
+app.add_typer(keys_app, name="keys", rich_help_panel="Set up")
+
+RunToml = Annotated[Path, typer.Argument(metavar="RUN.toml", show_default=False, help="What is trained, and how.")]
+NodeToml = Annotated[Path, typer.Argument(metavar="NODE.toml", show_default=False, help="Who takes part, and where.")]
+AnyToml = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A RUN.toml or NODE.toml.")]
+SetFlags = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        show_default=False,
+        help="Override a setting, as FARLOOP_SECTION__KEY=VALUE does; may be repeated.",
+    ),
+]
+Level = Annotated[LogLevel, typer.Option(help="Least important log line that is written.", envvar="FARLOOP_LOG_LEVEL")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="One JSON object a line.", envvar="FARLOOP_LOG_JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")]
+
+
+# --- training
+
+
+@app.command(rich_help_panel="Train")
+def demo(
+    nodes: Annotated[int, typer.Option(help="Nodes to start, each a process of its own.")] = 2,
+    steps: Annotated[int, typer.Option(help="Inner steps of each node.")] = DEMO_STEPS,
+    method: Annotated[str, typer.Option(help="diloco, streaming or data-parallel.")] = "streaming",
+    codec: Annotated[
+        str | None, typer.Option(help="fp32, bf16, q8, q4 or e3m0, both ways.", show_default="the method's: q4")
+    ] = None,
+    h: Annotated[
+        int | None,
+        typer.Option("--h", help="Inner steps between two sends of a fragment.", show_default="the method's: 30"),
+    ] = None,
+    model: Annotated[str, typer.Option(help="nano, tiny, small or base.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Of the first weights and the order of the samples.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder of this run.", show_default="out/METHOD-TIME")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Text, JSONL or a folder.", show_default="Python's own library")
+    ] = None,
+    link: Annotated[str, typer.Option(help="Rate and round trip of each node's link, as 50mbit/50ms.")] = "",
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was begun.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Train a small GPT right here: a coordinator and its nodes over real sockets, then a report.
+
+    Example: farloop demo --nodes 2 --link 50mbit/50ms
+    """
+    with ended_in_one_line():
+        from farloop.cli.demo import run_demo
+
+        run_demo(
+            nodes=nodes,
+            steps=steps,
+            method=method,
+            codec=codec,
+            h=h,
+            model=model,
+            seed=seed,
+            out=out,
+            data=data,
+            link=link,
+            resume=resume,
+            as_json=as_json,
+        )
+
+
+@app.command(rich_help_panel="Train")
+def coordinator(
+    file: RunToml,
+    state: Annotated[
+        Path | None, typer.Option(metavar="DIR", show_default=False, help="Journal, snapshots and the final model.")
+    ] = None,
+    flags: SetFlags = None,
+    log_level: Level = LogLevel.INFO,
+    log_json: LogJson = False,
+) -> None:
+    """Begin a run, or go on with the one in its state folder.
+
+    SIGTERM or Ctrl-C says good-bye to the nodes and stops; a second one stops at once. The same command goes on.
+
+    Example: farloop coordinator run.toml --set run.steps=2000
+    """
+    with ended_in_one_line():
+        from farloop.cli.config import load_run
+        from farloop.cli.daemons import run_coordinator
+
+        set_up(log_level, json_lines=log_json)
+        given = [*(flags or []), *([f"coordinator.state_dir={state}"] if state else [])]
+        code = run_coordinator(load_run(file, flags=given, environ=os.environ))
+    raise typer.Exit(code)
+
+
+@app.command(rich_help_panel="Train")
+def node(
+    file: NodeToml,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", show_default=False, help="Ranks on this host, one per device.")
+    ] = None,
+    flags: SetFlags = None,
+    log_level: Level = LogLevel.INFO,
+    log_json: LogJson = False,
+) -> None:
+    """Take part in a run with this machine.
+
+    SIGTERM or Ctrl-C finishes what was begun and leaves; a second one stops at once. The same command takes part again.
+
+    Example: farloop node node.toml --nproc 8
+    """
+    with ended_in_one_line():
+        from farloop.cli.config import load_node
+        from farloop.cli.daemons import run_node
+
+        given = [*(flags or []), *([f"node.nproc={nproc}"] if nproc is not None else [])]
+        settings = load_node(file, flags=given, environ=os.environ)
+        rank = rank_of(os.environ)
+        set_up(log_level, json_lines=log_json, rank=rank or 0)
+        if rank is not None or settings.node.nproc == 1:
+            with follows_rank_0(rank or 0):
+                code = run_node(settings)
+        else:
+            logs = ["--log-level", log_level.value, *(["--log-json"] if log_json else [])]
+            sets = [word for flag in given for word in ("--set", flag)]
+            code = launch(["node", str(file), *sets, *logs], nproc=settings.node.nproc, threads=settings.node.threads)
+    raise typer.Exit(code)
+
+
+# --- looking
+
+
+@app.command(rich_help_panel="Look")
+def status(
+    url: Annotated[str, typer.Option(help="Where the coordinator serves its pages.")] = "http://127.0.0.1:9700",
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking until the coordinator ends.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show how a run goes: loss, traffic, nodes, windows.
+
+    Example: farloop status --watch
+    """
+    with ended_in_one_line():
+        from farloop.cli import status as pages
+
+        if as_json:
+            typer.echo(json.dumps(pages.fetch(url)))
+        else:
+            (pages.watch if watch else pages.show)(url, Console(highlight=False))
+
+
+@app.command(rich_help_panel="Look")
+def methods() -> None:
+    """List the training methods and their defaults."""
+    from farloop.cli.catalog import methods_table
+
+    Console(highlight=False).print(methods_table())
+
+
+@app.command(rich_help_panel="Look")
+def codecs() -> None:
+    """List the codecs and what they cost."""
+    from farloop.cli.catalog import codecs_table
+
+    Console(highlight=False).print(codecs_table())
+
+
+# --- setting up
+
+
+@app.command(rich_help_panel="Set up")
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", show_default=False, help="A RUN.toml or NODE.toml.")
+    ] = None,
+    flags: SetFlags = None,
+    url: Annotated[str, typer.Option(help="The coordinator's pages, to compare clocks with.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Find what would stop a daemon before it is started: ports, keys, disk, data, devices.
+
+    Ends with 0 when nothing fails (warnings are allowed), else with 2.
+
+    Example: farloop doctor node.toml
+    """
+    with ended_in_one_line():
+        from farloop.cli.doctor import examine, print_findings
+
+        findings = examine(file, flags=flags or [], environ=os.environ, url=url)
+        print_findings(findings, as_json=as_json)
+        failed = any(finding.level == "fail" for finding in findings)
+    raise typer.Exit(ExitCode.USAGE if failed else ExitCode.DONE)
+
+
+@keys_app.command("new")
+def new_keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Made where it is missing.")],
+    name: Annotated[
+        str, typer.Option(metavar="NAME", show_default="this host's name", help="The node's name in the run.")
+    ] = "",
+) -> None:
+    """Make a key pair: NAME.key stays secret (mode 0600), NAME.pub is for the other side.
+
+    Example: farloop keys new keys --name paris
+    """
+    with ended_in_one_line():
+        from farloop.cli.keys import write_pair
+
+        secret, public = write_pair(folder, name or platform.node().partition(".")[0])
+        typer.echo(f"{secret}  secret: stays on this machine, as key = {secret.name!r} in its TOML file")
+        typer.echo(
+            f"{public}  public: a node's goes into the coordinator's allow folder, the coordinator's to every node"
+        )
+
+
+@config_app.command("check")
+def check_config(file: AnyToml, flags: SetFlags = None) -> None:
+    """Say whether a file is good, and what it comes to: nothing is started.
+
+    Example: farloop config check run.toml --set run.method=diloco
+    """
+    with ended_in_one_line():
+        from farloop.cli.check import check
+
+        lines = check(file, flags=flags or [], environ=os.environ)
+        typer.echo(f"{file} is good")
+        for label, value in lines:
+            typer.echo(f"  {label:<12} {value}")
+
+
+@config_app.command("show")
+def show_config(file: AnyToml, flags: SetFlags = None, as_json: AsJson = False) -> None:
+    """Print every setting, what it means and where it came from; the output is a TOML file itself.
+
+    Example: farloop config show run.toml > all.toml
+    """
+    with ended_in_one_line():
+        from farloop.cli.config import load
+        from farloop.cli.show import json_text, toml_text
+
+        settings = load(file, flags=flags or [], environ=os.environ).settings
+        typer.echo((json_text if as_json else toml_text)(settings))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"farloop {importlib.metadata.version('farloop')}")
+        raise typer.Exit
+
+
+@app.callback()
+def front_door(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train one model on GPU clusters that are far apart and joined by thin links."""
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app(prog_name="farloop")
+    except SystemExit as end:
+        if rank_of(os.environ) is None:
+            raise
+        end_rank(end.code if isinstance(end.code, int) else ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a running coordinator tells, once or until it ends."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from typing import cast
+
+from rich.console import Console
+
+from farloop.cli.exit_codes import CommandError, ExitCode
+from farloop.cli.progress import Display
+from farloop.cli.screen import draw
+from farloop.monitoring.status import Status
+
+DEFAULT_URL = "http://127.0.0.1:9700"
+
+TIMEOUT_S = 5.0
+POLL_S = 1.0
+
+MAX_BYTES = 16 << 20
+"""Thousands of nodes fit in."""
+
+
+def fetch(url: str) -> Status:
+    """The status of the coordinator at `url`.
+
+    Raises:
+        CommandError: nobody answers there, or it is not a coordinator.
+    """
+    page = page_of(url)
+    try:
+        with urllib.request.urlopen(page, timeout=TIMEOUT_S) as answer:
+            status = json.loads(answer.read(MAX_BYTES))
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise CommandError(
+            f"{page} answers {error.code}; is this a farloop coordinator's [coordinator] http?"
+        ) from None
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        what = getattr(reason, "strerror", None) or str(reason)
+        raise CommandError(
+            f"no coordinator at {page}: {what.lower()}; it says its address when it starts, give it with --url",
+            ExitCode.UNREACHABLE,
+        ) from None
+    except ValueError:
+        raise CommandError(f"{page} is not a farloop coordinator's status") from None
+    if not isinstance(status, dict) or "run" not in status or "nodes" not in status:
+        raise CommandError(f"{page} is not a farloop coordinator's status, or it has only just started")
+    return cast(Status, status)
+
+
+def page_of(url: str) -> str:
+    """`host:port`, `http://host:port` or the page itself → the page. Raises CommandError."""
+    if "://" not in url:
+        url = f"http://{url}"
+    if not url.startswith(("http://", "https://")):
+        raise CommandError(f"--url {url}: http://host:port is wanted")
+    url = url.rstrip("/")
+    return url if url.endswith("/status") else f"{url}/status"
+
+
+def show(url: str, console: Console) -> None:
+    """One picture."""
+    status, (width, height) = fetch(url), console.size
+    console.print(draw(status, width=width, max_nodes=max(height, 40)))
+
+
+def watch(url: str, console: Console) -> None:
+    """A living picture until the coordinator ends, or Ctrl-C."""
+    status = fetch(url)
+    with Display(console) as display:
+        while True:
+            display.update(status)
+            time.sleep(POLL_S)
+            try:
+                status = fetch(url)
+            except CommandError:
+                if status["run"]["state"] == "finished":
+                    return
+                raise

@@ -1,0 +1,59 @@
+"""Log lines: pairs told apart, on one line or as JSON."""
+
+import json
+import logging
+import shlex
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farloop.cli.logs import JsonLines, KeyValueLines, pairs_of
+
+
+def record(message: str, *args: object, exc_info: object = None) -> logging.LogRecord:
+    return logging.LogRecord("farloop.node.link", logging.WARNING, "f.py", 1, message, args, exc_info)  # type: ignore[arg-type]
+
+
+def test_what_stands_before_the_first_pair_is_the_event() -> None:
+    assert pairs_of("journal open path=/x records=3") == {"event": "journal open", "path": "/x", "records": "3"}
+    assert pairs_of("just words") == {"event": "just words"}
+    assert pairs_of("event=page_failed path=/x") == {"event": "page_failed", "path": "/x"}
+
+
+def test_quoted_values_keep_their_spaces_and_equals_signs() -> None:
+    assert pairs_of("commit why='all 2 came, h=3' n=1") == {"event": "commit", "why": "all 2 came, h=3", "n": "1"}
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=40))
+def test_any_text_comes_back_from_its_repr(text: str) -> None:
+    assert pairs_of(f"event_name reason={text!r} after=1") == {"event": "event_name", "reason": text, "after": "1"}
+
+
+def test_a_line_has_time_level_and_place_first() -> None:
+    line = KeyValueLines().format(record("session over reason=%s detail=%r", "CLOSED", "the link was cut"))
+    words = shlex.split(line)
+    assert words[0].startswith("ts=20") and words[0].endswith("Z")
+    assert words[1:] == [
+        "level=warning",
+        "at=node.link",
+        "event=session over",
+        "reason=CLOSED",
+        "detail=the link was cut",
+    ]
+
+
+def test_json_lines_hold_the_same_and_a_traceback_as_a_field() -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        line = JsonLines().format(record("page failed path=%s", "/x", exc_info=sys.exc_info()))
+    fields = json.loads(line)
+    assert (fields["event"], fields["path"], fields["level"], fields["at"]) == (
+        "page failed",
+        "/x",
+        "warning",
+        "node.link",
+    )
+    assert "ValueError: broken" in fields["traceback"]
+    assert "\n" not in line
