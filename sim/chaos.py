@@ -1,0 +1,97 @@
+"""Random scenarios: a seed becomes a run with its terms, its nodes, its weather and a handful of things that go wrong.
+
+Every one can end: a node that dies comes back unless another one stays, a cut link is mended, a full disk is emptied.
+"""
+
+import dataclasses
+import random
+
+from farloop.algo.methods import max_tau, method_named
+from farloop.algo.spec import NodeId, Terms
+from farloop.sim import problem
+from farloop.sim import scenario as sc
+from farloop.sim.network import STORM, Weather
+
+HORIZON_S = 6.0
+"""Faults begin within this: a run without any takes about as long."""
+
+
+def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
+    """The scenario of a seed, with up to `faults` faults."""
+    rng = random.Random(seed)
+    method = rng.choice(("diloco", "streaming", "streaming", "data-parallel"))
+    nodes = tuple(_node(rng, name) for name in "abcd"[: rng.choice((1, 2, 2, 3, 3, 4))])
+    blocks = rng.choice((1, 2, 3))
+    terms = _terms(rng, method, blocks, len(nodes))
+    scenario = sc.Scenario(
+        terms=terms,
+        nodes=_joining(rng, nodes, terms),
+        blocks=blocks,
+        seed=seed,
+        weather=rng.choice((Weather(), Weather(), Weather(latency_s=0.15, jitter_s=0.05), STORM)),
+        num_samples=rng.choice((0, 0, 50)),
+        patience_s=120.0,
+    )
+    happened = tuple(_fault(rng, scenario) for _ in range(rng.randint(0, faults)))
+    return dataclasses.replace(scenario, faults=happened)
+
+
+def _node(rng: random.Random, name: str) -> sc.NodeSetup:
+    return sc.NodeSetup(name=NodeId(name), seed=ord(name), step_s=rng.choice((0.05, 0.1, 0.1, 0.3)))
+
+
+def _terms(rng: random.Random, method: str, blocks: int, num_nodes: int) -> Terms:
+    row, min_nodes = method_named(method), rng.randint(1, num_nodes)
+    if not row.inner:
+        return problem.terms_of(method, steps=rng.randint(1, 8), min_nodes=min_nodes)
+    slots = 1 if row.pattern == "whole" else blocks + 1
+    h = rng.randint(slots, slots + 4)
+    return problem.terms_of(
+        method,
+        steps=rng.randint(1, 4 * h),
+        h=h,
+        tau=rng.randint(0, max_tau(row, h, slots)),
+        mix=rng.choice((0.0, 0.5, 1.0)),
+        codec_up=rng.choice(("q4", "fp32", "e3m0")),
+        codec_down=rng.choice(("q4", "fp32")),
+        quorum=rng.choice((None, None, rng.randint(1, min_nodes))),
+        min_nodes=min_nodes,
+        outer_momentum=rng.choice((0.0, 0.9)),
+    )
+
+
+def _joining(rng: random.Random, nodes: tuple[sc.NodeSetup, ...], terms: Terms) -> tuple[sc.NodeSetup, ...]:
+    """Those that the run does not need to begin may come late."""
+    return tuple(
+        dataclasses.replace(node, joins_at=rng.uniform(0.0, HORIZON_S))
+        if number >= terms.min_nodes and rng.random() < 0.5
+        else node
+        for number, node in enumerate(nodes)
+    )
+
+
+def _fault(rng: random.Random, scenario: sc.Scenario) -> sc.Fault:
+    node = rng.choice(scenario.nodes).name
+    at, for_s = rng.uniform(0.0, HORIZON_S), rng.choice((0.3, 1.5, 5.0, 15.0))
+    last = scenario.nodes[-1].name
+    dispensable = len(scenario.nodes) > scenario.terms.min_nodes
+    match rng.randrange(9):
+        case 0:
+            keeps_away = dispensable and node == last and rng.random() < 0.3
+            return sc.CrashNode(node=node, at=at, down_s=None if keeps_away else for_s)
+        case 1:
+            return sc.CrashCoordinator(at=at, down_s=for_s)
+        case 2:
+            return sc.CrashCoordinator(at_event=rng.randint(1, 40), down_s=0.5)
+        case 3:
+            return sc.CutLink(node=node, at=at, for_s=for_s, reset=rng.random() < 0.5)
+        case 4:
+            return sc.PauseNode(node=node, at=at, for_s=for_s)
+        case 5:
+            return sc.PauseCoordinator(at=at, for_s=for_s)
+        case 6:
+            return sc.FillDisk(at=at, for_s=for_s)
+        case 7 if dispensable:
+            return sc.DrainNode(node=last, at=at)
+        case _:
+            return sc.SpoilAnchor(node=node, at=at, fragment=0)

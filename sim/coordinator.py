@@ -1,0 +1,333 @@
+"""One start of the coordinator on virtual time: `coordinator/daemon.py` with the same machine, aggregator and sessions.
+
+Commands run one after the other, so that a record is durable before what follows from it is told; commits and inputs
+run beside them, each ending in exactly one event. The disk and the arithmetic each have a worker with a queue.
+"""
+
+import contextlib
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import assert_never
+
+from farloop.algo.spec import BlobId, NodeId, RunSpec
+from farloop.coordinator import aggregator
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
+from farloop.quant.blob import Expected, blob_bytes, parse_blob
+from farloop.quant.errors import BadBlob
+from farloop.quant.registry import codec_named
+from farloop.sim.agenda import Process
+from farloop.sim.disk import Disk, MemoryStore, Worker
+from farloop.sim.router import Peer, Router
+from farloop.sim.scenario import Scenario
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.errors import LocalProtocolError
+from farloop.wire.handshake import State
+from farloop.wire.reasons import Reason
+
+JUMP_S = 1.2
+"""A deadline that fires this late tells of a stop of our own process (protocol C)."""
+
+
+class CoordinatorActor:
+    """The daemon. `saw` is told every event that its machine takes, before the commands are carried out."""
+
+    def __init__(
+        self,
+        process: Process,
+        disk: Disk,
+        spec: RunSpec,
+        scenario: Scenario,
+        rng: random.Random,
+        saw: Callable[[ev.Event | ev.Command], None],
+    ) -> None:
+        self.process, self._rng, self._saw = process, rng, saw
+        self.store = MemoryStore(disk, spec)
+        self.machine = CoordinatorMachine(
+            self.store.ledger.copy(), now=process.agenda.now, liveness_s=scenario.timing.liveness_s
+        )
+        self.finished = False
+        self._storage = Worker(process, lambda: rng.uniform(*scenario.job_s))
+        self._compute = Worker(process, lambda: rng.uniform(*scenario.job_s))
+        self._commands: deque[ev.Command] = deque()
+        self._busy = False
+        self._peers: dict[int, Peer] = {}
+        self._sessions: dict[NodeId, Peer] = {}
+        self._offers: dict[BlobId, msg.Offer] = {}
+        self._partial: dict[BlobId, Reassembly] = {}
+        self._keeping: set[BlobId] = set()
+        """Deltas that are here and not durable yet."""
+        self._inputs: dict[BlobId, bytes | bytearray] = {b: self.store.read_input(b) for b in self.store.ledger.inputs}
+        self.router = Router(process, self._heard, scenario.limits, scenario.timing)
+        self._timer: float | None = None
+        self.machine.check()
+        self._run_commands(self.machine.start())
+
+    def crash(self) -> None:
+        """Die now, perhaps in the middle of a sync."""
+        self._storage.interrupt(finished=self._rng.random() < 0.5)
+        self.process.kill()
+
+    @property
+    def _now(self) -> float:
+        return self.process.agenda.now
+
+    # --- events
+
+    def _happened(self, event: ev.Event) -> None:
+        commands = self.machine.handle(event, self._now)
+        self.machine.check()
+        self._saw(event)
+        self._run_commands(commands)
+
+    def _run_commands(self, commands: list[ev.Command]) -> None:
+        self._commands.extend(commands)
+        self._arm()
+        self._go_on()
+
+    def _heard(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
+        """What a session reports."""
+        match event:
+            case wire_ev.MessageReceived(message=msg.Hello() as hello):
+                self._peers[peer.number] = peer
+                self._happened(ev.Greeted(session=peer.number, node=hello.node, hello=hello))
+            case wire_ev.MessageReceived(message=message):
+                node = self._node_of(peer)
+                if node is None:
+                    return
+                if isinstance(message, msg.Offer):
+                    self._offers[message.blob] = message
+                self._happened(ev.Heard(session=peer.number, node=node, message=message))
+            case wire_ev.BlobReceived(blob=blob, data=data):
+                self._partial.pop(blob, None)
+                self._verify(self._offers[blob], data)
+            case wire_ev.BlobCorrupt(blob=blob):
+                self._partial.pop(blob, None)
+                self._reject(self._offers[blob], Reason.CORRUPT, "the bytes do not have the announced digest")
+            case wire_ev.SessionClosed(reason=reason):
+                node = self._node_of(peer)
+                self._peers.pop(peer.number, None)
+                if node is not None:
+                    self._drop_session(peer)
+                    self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
+            case wire_ev.BlobSent() | wire_ev.BlobDeclined():
+                pass
+            case _:
+                assert_never(event)
+
+    def _node_of(self, peer: Peer) -> NodeId | None:
+        return next((node for node, known in self._sessions.items() if known is peer), None)
+
+    def _drop_session(self, peer: Peer) -> None:
+        self._sessions = {node: known for node, known in self._sessions.items() if known is not peer}
+
+    # --- commands
+
+    def _go_on(self) -> None:
+        """Carry out commands until one has to wait for a worker."""
+        while self._commands and not self._busy and self.process.alive:
+            command = self._commands.popleft()
+            self._saw(command)
+            self._execute(command)
+
+    def _hold(self) -> None:
+        self._busy = True
+
+    def _release(self) -> None:
+        self._busy = False
+        self._go_on()
+
+    def _execute(self, command: ev.Command) -> None:
+        match command:
+            case ev.Record(record=record):
+                self._hold()
+                self._storage.submit(lambda: self.store.append(record), self._release)
+            case ev.Accept(session=number, node=node, welcome=welcome):
+                if peer := self._peers.get(number):
+                    self._sessions[node] = peer
+                    self._tell(peer, dataclasses.replace(welcome, lane_token=peer.token))
+            case ev.Refuse(session=number, refused=refused):
+                if peer := self._peers.pop(number, None):
+                    self._tell(peer, refused)
+            case ev.Hang(session=number, reason=reason):
+                if peer := self._peers.pop(number, None):
+                    self._drop_session(peer)
+                    self.router.closed_by_us(peer, reason)
+            case ev.Tell(node=node, message=message):
+                if peer := self._sessions.get(node):
+                    self._tell(peer, message)
+            case ev.Receive(offer=offer):
+                self._receive(offer)
+            case ev.Publish(nodes=nodes, committed=committed):
+                self._publish(nodes, committed)
+            case ev.SendSnapshot(node=node, fragment=fragment):
+                self._hold()
+                self._compute.submit(lambda: None, lambda: self._send_snapshot(node, fragment))
+            case ev.Commit():
+                self._commit(command)
+            case ev.Forget(blob=blob):
+                self._inputs.pop(blob, None)
+            case ev.Finish():
+                self.finished = True
+            case _:
+                assert_never(command)
+
+    def _tell(self, peer: Peer, message: msg.Message) -> None:
+        if peer.session.state in (State.OPENING, State.OPEN):
+            peer.session.send(message, self._now)
+            self.router.flush(peer)
+
+    def _receive(self, offer: msg.Offer) -> None:
+        peer = self._sessions.get(offer.blob.node)
+        if peer is None or peer.session.state is not State.OPEN:
+            return
+        window = self.machine.windows.get(offer.blob.fragment)
+        if window is None or window.terms.window != offer.window or offer.blob in self._keeping:
+            return
+        terms = window.terms
+        numel = self.store.buffers[offer.blob.fragment].anchor.numel()
+        wanted = blob_bytes(codec_named(terms.codec_up), numel)
+        if offer.size != wanted:
+            detail = f"{offer.size} bytes offered, {wanted} are a {terms.codec_up} blob of this fragment"
+            return self._reject(offer, Reason.TOO_LARGE, detail)
+        kept = self._partial.get(offer.blob)
+        try:
+            reassembly = peer.session.expect(offer.blob, offer.size, offer.digest, kept, self._now)
+        except LocalProtocolError:  # offered twice in one session
+            return
+        self._forget_partials(offer.blob)
+        self._partial[offer.blob] = reassembly
+        self.router.flush(peer)
+
+    def _forget_partials(self, blob: BlobId) -> None:
+        """A node has one delta of a fragment under way: what it began before is void (protocol Q)."""
+        for other in [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment)]:
+            del self._partial[other]
+
+    def _reject(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        self._happened(ev.InputFailed(offer=offer, reason=reason, detail=detail))
+
+    def _verify(self, offer: msg.Offer, data: bytearray) -> None:
+        """Verify and spool a delta; durable before it counts (protocol P)."""
+        self._offers.pop(offer.blob, None)
+        self._keeping.add(offer.blob)
+        terms, fragment = self.store.ledger.spec.terms, offer.blob.fragment
+        expect = Expected(
+            codecs=(codec_named(terms.codec_up),),
+            fragment=fragment,
+            numel=self.store.buffers[fragment].anchor.numel(),
+            version=offer.window,
+            base=offer.blob.version,
+            newest_epoch=self.store.ledger.epoch,
+        )
+
+        def spool() -> None:
+            try:
+                parse_blob(data, expect)
+            except BadBlob as error:
+                self._keeping.discard(offer.blob)
+                return self._reject(offer, Reason.CORRUPT, str(error))
+            self._spool(offer, data)
+
+        self._compute.submit(lambda: None, spool)
+
+    def _spool(self, offer: msg.Offer, data: bytearray) -> None:
+        failures: list[DiskFull] = []
+
+        def append() -> None:
+            if not self.store.spools_inputs:
+                return
+            record = rec.InputStored(
+                blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
+            )
+            try:
+                self.store.append(record, data)
+            except DiskFull as error:
+                failures.append(error)
+
+        def stored() -> None:
+            if failures:
+                self.machine.alarms["spool"] = str(failures[0])
+                return self.process.after(RETRY_S, lambda: self._spool(offer, data))
+            self.machine.alarms.pop("spool", None)
+            self._keeping.discard(offer.blob)
+            self._inputs[offer.blob] = data
+            self._happened(ev.InputStored(offer=offer))
+
+        self._storage.submit(append, stored)
+
+    def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
+        for node in nodes:
+            peer = self._sessions.get(node)
+            if peer is None or peer.session.state is not State.OPEN:
+                continue
+            peer.session.send(committed, self._now)
+            peer.session.push_blob(
+                msg.update_id(committed), self.store.update_source(committed.fragment, committed.version)
+            )
+            self.router.flush(peer)
+
+    def _send_snapshot(self, node: NodeId, fragment: int) -> None:
+        blob, data, digest = self.store.snapshot_blob(fragment)
+        peer = self._sessions.get(node)
+        if peer is not None and peer.session.state is State.OPEN:
+            with contextlib.suppress(LocalProtocolError):  # asked for again while it is on its way
+                peer.session.send_blob(msg.Offer(blob=blob, size=len(data), digest=digest), BytesSource(data))
+            self.router.flush(peer)
+        self._release()
+
+    def _commit(self, command: ev.Commit) -> None:
+        """Reserve, compute, make durable: three jobs, the last of which is the commit (protocol O)."""
+        draft, results, records = command.draft, list[aggregator.Result](), list[rec.WindowCommitted]()
+
+        def reserved() -> None:
+            try:
+                self.store.reserve(draft.fragment, command.codec_down)
+            except DiskFull as error:
+                failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
+                return self._happened(failed)
+            self._compute.submit(lambda: results.append(self._merge_and_step(command)), computed)
+
+        def computed() -> None:
+            self._storage.submit(lambda: records.append(self.store.commit(draft, results[0])), durable)
+
+        def durable() -> None:
+            for addend in draft.blobs:
+                self._inputs.pop(addend.blob, None)
+            self._happened(ev.CommitDone(record=records[0]))
+
+        self._storage.submit(lambda: None, reserved)
+
+    def _merge_and_step(self, command: ev.Commit) -> aggregator.Result:
+        draft, terms = command.draft, self.store.ledger.spec.terms
+        step = self.store.step(draft)
+        inputs = [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
+        delta = aggregator.merge(inputs, step, terms.codec_up, draft.blobs[0].blob.version)
+        stepped = aggregator.advance(self.store.buffers[draft.fragment], delta, step, terms)
+        return aggregator.publish(stepped, step, command.codec_down, delta)
+
+    # --- time
+
+    def _arm(self) -> None:
+        due = self.machine.next_timer()
+        if due is None or self._timer == due:
+            return
+        self._timer = due
+        self.process.after(max(0.0, due - self._now), lambda: self._keep_time(due))
+
+    def _keep_time(self, armed: float) -> None:
+        if self._timer != armed:
+            return
+        self._timer = None
+        if self._now - armed > JUMP_S:
+            self.machine.clock_jumped(self._now - armed)
+        due = self.machine.next_timer()
+        commands = self.machine.handle_timer(self._now) if due is not None and due <= self._now else []
+        self.machine.check()
+        self._run_commands(commands)

@@ -1,0 +1,191 @@
+"""The coordinator's memory without files: the journal as a list that outlives a crash, and its recovery.
+
+The same calls as `coordinator/store.py`, and the same arithmetic: anchors come back by decoding updates, target and
+optimizer state by repeating the steps on the spooled inputs (protocol P).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from farloop.algo.digest import digest
+from farloop.algo.methods import method_named
+from farloop.algo.outer import OuterSettings
+from farloop.algo.spec import BlobId, BlobKind, RunSpec
+from farloop.coordinator import aggregator
+from farloop.coordinator import records as rec
+from farloop.coordinator.aggregator import Buffers, Result, Step
+from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.ledger import Ledger
+from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
+from farloop.quant.registry import codec_named
+from farloop.sim.agenda import Action, Process
+from farloop.wire.blobs import BytesSource, blob_digest
+
+
+@dataclass(slots=True)
+class Disk:
+    """What is durable."""
+
+    anchors: Sequence[Tensor]
+    """Of version 0."""
+    entries: list[tuple[rec.Record, bytes]] = field(default_factory=list)
+    """Records and what is attached to them, in the order of their syncs."""
+    epoch: int = 0
+    full: bool = False
+    alarms: int = 0
+    """Commits whose optimizer state came out different when a restart repeated them."""
+
+
+class MemoryStore:
+    """One start's view of the disk."""
+
+    def __init__(self, disk: Disk, spec: RunSpec) -> None:
+        """Begin the run, or go on with it under the next epoch."""
+        self._disk = disk
+        self._updates: dict[tuple[int, int], bytes] = {}
+        self._inputs: dict[BlobId, bytes] = {}
+        disk.epoch += 1
+        if not disk.entries:
+            disk.entries.append((rec.RunStarted(spec=spec, epoch=disk.epoch), b""))
+        first = disk.entries[0][0]
+        assert isinstance(first, rec.RunStarted)
+        self.ledger = Ledger.begin(first)
+        self.buffers = [Buffers.begin(anchor, first.spec.terms) for anchor in disk.anchors]
+        """What is durable; the machine works on a copy, and is ahead of it."""
+        for record, attachment in disk.entries:
+            self._note(record, attachment)
+        for record, _ in disk.entries:
+            if isinstance(record, rec.WindowCommitted):
+                self.buffers[record.fragment] = self._repeat(self.buffers[record.fragment], record)
+        if self.ledger.epoch != disk.epoch:
+            self.append(rec.EpochClaimed(epoch=disk.epoch))
+
+    def append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
+        """Write a record, durably. Raises DiskFull where an attachment has no room."""
+        if attachment and self._disk.full:
+            raise full(len(attachment))
+        self._write(record, attachment)
+
+    def reserve(self, fragment: int, codec_down: str) -> int:
+        """Room for an update. Raises DiskFull."""
+        size = blob_bytes(codec_named(codec_down), self.buffers[fragment].anchor.numel())
+        if self._disk.full:
+            raise full(size)
+        return size
+
+    def commit(self, draft: rec.WindowCommitted, result: Result) -> rec.WindowCommitted:
+        """Make a commit durable, and only then swap its buffers in. Its room was reserved."""
+        record = replace(
+            draft,
+            anchor_digest=result.anchor_digest,
+            target_digest=result.target_digest,
+            momentum_digest=result.outer_digest,
+            update_size=len(result.update),
+            update_digest=blob_digest(result.update),
+        )
+        self._write(record, result.update)
+        self.buffers[record.fragment] = result.buffers
+        return record
+
+    def read_input(self, blob: BlobId) -> bytes:
+        return self._inputs[blob]
+
+    def update_source(self, fragment: int, version: int) -> BytesSource:
+        return BytesSource(self._updates[fragment, version])
+
+    def snapshot_blob(self, fragment: int) -> tuple[BlobId, bytearray, int]:
+        """The anchor in fp32, and the digest of its bytes."""
+        buffers, codec = self.buffers[fragment], codec_named("fp32")
+        header = BlobHeader(
+            codec=codec,
+            fragment=fragment,
+            numel=buffers.anchor.numel(),
+            version=buffers.version,
+            base=buffers.version,
+            epoch=self.ledger.epoch,
+        )
+        blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=buffers.version)
+        data = pack_blob(header, codec.encode(buffers.anchor))
+        return blob, data, blob_digest(data)
+
+    def step(self, record: rec.WindowCommitted) -> Step:
+        """What the arithmetic of this commit needs to know."""
+        return Step(
+            fragment=self.ledger.spec.identity.layout.fragments[record.fragment],
+            version=record.version,
+            round=self.ledger.rounds[record.round],
+            outer=OuterSettings(lr=record.outer_lr, momentum=record.outer_momentum),
+            epoch=self.ledger.epoch,
+        )
+
+    @property
+    def spools_inputs(self) -> bool:
+        return method_named(self.ledger.spec.terms.method).inner
+
+    def _write(self, record: rec.Record, attachment: bytes | bytearray) -> None:
+        entry = rec.decode(*rec.encode(record)), bytes(attachment)
+        self._disk.entries.append(entry)
+        self._note(*entry)
+
+    def _note(self, record: rec.Record, attachment: bytes) -> None:
+        self.ledger.apply(record)
+        match record:
+            case rec.InputStored(blob=blob):
+                self._inputs[blob] = attachment
+            case rec.WindowCommitted(fragment=fragment, version=version):
+                self._updates[fragment, version] = attachment
+            case _:
+                pass
+
+    def _repeat(self, buffers: Buffers, record: rec.WindowCommitted) -> Buffers:
+        """One commit again: the anchor from the update, the rest from the inputs."""
+        terms, step = self.ledger.spec.terms, self.step(record)
+        anchor = buffers.anchor.clone()
+        aggregator.apply_update_(anchor, self._updates[record.fragment, record.version], step, terms.codec_down)
+        assert digest(anchor) == record.anchor_digest, "an anchor did not come back as it was"
+        if all(addend.blob in self._inputs for addend in record.blobs):
+            inputs = [(self._inputs[addend.blob], addend.weight) for addend in record.blobs]
+            delta = aggregator.merge(inputs, step, terms.codec_up, record.blobs[0].blob.version)
+            stepped = aggregator.advance(buffers, delta, step, terms)
+        else:
+            stepped = replace(buffers, target=anchor.clone())
+        restored = replace(stepped, version=record.version, anchor=anchor)
+        if (digest(restored.target), restored.outer_digest()) != (record.target_digest, record.momentum_digest):
+            self._disk.alarms += 1
+        return restored
+
+
+def full(nbytes: int) -> DiskFull:
+    """What a disk without room says."""
+    return DiskFull(Path("disk"), nbytes, 0)
+
+
+class Worker:
+    """A thread with a queue: jobs run one after the other, each takes its time, and a crash may catch one half-way."""
+
+    def __init__(self, process: Process, duration_s: Callable[[], float]) -> None:
+        self._process, self._duration_s = process, duration_s
+        self._jobs: list[tuple[Action, Action]] = []
+
+    def submit(self, job: Action, done: Action) -> None:
+        """Run `job` when its turn is over, then `done` in the daemon's own thread. `job` must not raise."""
+        self._jobs.append((job, done))
+        if len(self._jobs) == 1:
+            self._process.after(self._duration_s(), self._finish)
+
+    def interrupt(self, *, finished: bool) -> None:
+        """The process dies: what was being done is done, or it is not; what waited never was."""
+        if self._jobs and finished:
+            self._jobs[0][0]()
+        self._jobs.clear()
+
+    def _finish(self) -> None:
+        job, done = self._jobs[0]
+        job()
+        del self._jobs[0]
+        if self._jobs:
+            self._process.after(self._duration_s(), self._finish)
+        done()

@@ -1,0 +1,372 @@
+"""One start of a node on virtual time: `node/leader.py` and the loop of `node/join.py`, with the same machine, replica,
+codecs and sessions. An inner step is a real optimizer step that takes as long as the scenario says.
+"""
+
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from farloop.algo.methods import method_named
+from farloop.algo.spec import BlobId, BlobKind
+from farloop.node import events as ev
+from farloop.node.encoder import encode_delta
+from farloop.node.leases import LeaseCursor
+from farloop.node.machine import NodeMachine
+from farloop.node.replica import Replica
+from farloop.sim.agenda import Process
+from farloop.sim.dialler import Dial, Dialler
+from farloop.sim.disk import Worker
+from farloop.sim.problem import Stack, Task, inner_optimizer
+from farloop.sim.scenario import NodeSetup, Scenario
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+PROGRESS_S = 1.0
+"""Between two reports to the coordinator."""
+
+DRAIN_S = 30.0
+"""For a good-bye to get through."""
+
+BUILD_S = 0.2
+"""To build the model once the run's spec is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """A delta was taken."""
+
+    inner_step: int
+    position: float
+    fragment: int
+    window: int
+    base: int
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """An anchor was merged into the local weights."""
+
+    inner_step: int
+    fragment: int
+    version: int
+    mix: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Diary:
+    """What one start of a node did, for whoever looks at the outcome."""
+
+    sends: list[Send] = field(default_factory=list)
+    merges: list[Merged] = field(default_factory=list)
+    applied: list[tuple[int, int]] = field(default_factory=list)
+    """(fragment, version) of every update that was decoded onto an anchor."""
+    mismatches: int = 0
+    weights: list[Tensor] = field(default_factory=list)
+    """Local weights before every inner step, and at the end, fp32 [numel]."""
+    learning_rates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    """Positions of the granted stream that were trained on."""
+
+
+class NodeActor:
+    """The daemon. `saw` is told every event that its machine takes, and every command."""
+
+    def __init__(
+        self,
+        process: Process,
+        setup: NodeSetup,
+        scenario: Scenario,
+        dial: Dial,
+        rng: random.Random,
+        incarnation: int,
+        epoch_seen: int,
+        saw: Callable[[ev.Event | ev.Command], None],
+    ) -> None:
+        self.process, self.setup = process, setup
+        self.machine = NodeMachine(name=setup.name, incarnation=incarnation)
+        self.replica: Replica | None = None
+        self.diary = Diary()
+        self.epoch_seen = epoch_seen
+        """Survives a crash, as `node/memory.py` does."""
+        self.stopped_by: tuple[Reason, str] | None = None
+        self.gone = False
+        """Whether it has said good-bye and closed its link."""
+        self._scenario, self._saw = scenario, saw
+        self._module = Stack(scenario.blocks)
+        self._task = Task(seed=setup.seed, noise=scenario.noise)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._samples = LeaseCursor()
+        self._inbox: deque[ev.Event | wire_ev.SessionEvent] = deque()
+        self._busy = False
+        """Inside an inner step, or building the model: events wait."""
+        self._blobs: dict[BlobId, bytearray] = {}
+        self._anchors: tuple[msg.AnchorRef, ...] = ()
+        self._encoder = Worker(process, lambda: rng.uniform(*scenario.job_s))
+        self._reported = 0.0
+        self._leaves_at: float | None = None
+        self.link = Dialler(process, dial, self._hello, self._put, rng, scenario.limits, scenario.timing)
+        self.link.start()
+
+    @property
+    def waiting(self) -> str | None:
+        """What training stands still for, in words."""
+        if self._busy or self.machine.ended:
+            return None
+        return self.machine.waiting or ("samples" if self._starved() else None)
+
+    def drain(self) -> None:
+        """As SIGTERM asks."""
+        self._put(ev.DrainRequested())
+
+    def spoil(self, fragment: int) -> None:
+        """Flip a bit of an anchor."""
+        if self.replica is not None:
+            self.replica.anchors[fragment][0] += 1.0
+
+    @property
+    def _now(self) -> float:
+        return self.process.agenda.now
+
+    # --- inbox
+
+    def _put(self, event: ev.Event | wire_ev.SessionEvent) -> None:
+        self._inbox.append(event)
+        if not self._busy:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take all that has come; go on with training unless the machine, or an empty lease, says to wait."""
+        while self._inbox and not self._busy:
+            self._take(self._inbox.popleft())
+            if self.replica is None and self.machine.spec is not None:
+                self._build()
+        if self._busy or self.gone:
+            return
+        self._report_if_due()
+        if self.machine.ended:
+            self._leave()
+        elif self.machine.waiting is None and self.machine.running and not self._starved():
+            self._begin_step()
+
+    def _take(self, event: ev.Event | wire_ev.SessionEvent) -> None:
+        match event:
+            case wire_ev.MessageReceived(message=message):
+                self._handle(ev.Received(message=message))
+            case wire_ev.BlobReceived(blob=blob, data=data):
+                self._blobs[blob] = data
+                self._handle(ev.BlobArrived(blob=blob))
+            case wire_ev.SessionClosed(reason=reason):
+                self._handle(ev.Disconnected(reason=reason))
+            case wire_ev.BlobCorrupt() | wire_ev.BlobSent() | wire_ev.BlobDeclined():
+                pass
+            case _:
+                self._handle(event)
+
+    def _handle(self, event: ev.Event) -> None:
+        commands = self.machine.handle(event)
+        self.machine.check()
+        self._saw(event)
+        for command in commands:
+            self._saw(command)
+            self._carry_out(command)
+
+    # --- training
+
+    def _build(self) -> None:
+        spec = self.machine.spec
+        assert spec is not None
+        self.replica = Replica(self._module, spec.identity.layout, gradients=not method_named(spec.terms.method).inner)
+        self._optimizer = inner_optimizer(self._module, self._scenario.inner, spec.terms)
+        self._wait_busily(BUILD_S, lambda: None)
+
+    def _wait_busily(self, seconds: float, then: Callable[[], None]) -> None:
+        self._busy = True
+
+        def done() -> None:
+            then()
+            self._busy = False
+            self._settle()
+
+        self.process.after(seconds, done)
+
+    def _begin_step(self) -> None:
+        assert self.machine.spec is not None
+        samples = [self.machine.inner_steps]
+        if self.machine.spec.identity.num_samples:
+            samples = self._samples.take(self.machine.spec.terms.batch_sequences)
+            self.diary.samples += samples
+        self.diary.weights.append(self._module.flat())
+        self._wait_busily(self.setup.step_s, lambda: self._step(samples))
+
+    def _step(self, samples: list[int]) -> None:
+        assert self.machine.spec is not None and self._optimizer is not None
+        terms = self.machine.spec.terms
+        self.diary.losses.append(self._task.backward(self._module, samples))
+        self.diary.learning_rates.append(self.machine.lr)
+        if method_named(terms.method).inner:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.machine.lr
+            self._optimizer.step()
+        tokens = self.setup.tokens or terms.batch_sequences * terms.sequence_tokens
+        self._handle(ev.StepDone(tokens=tokens))
+        while self._inbox:
+            self._take(self._inbox.popleft())
+
+    def _starved(self) -> bool:
+        spec = self.machine.spec
+        if spec is None or not spec.identity.num_samples or not self.machine.running:
+            return False
+        return self._samples.remaining < spec.terms.batch_sequences
+
+    def _leave(self) -> None:
+        """Ended: close the link once the farewell is through, or has had its time."""
+        self._leaves_at = self._leaves_at if self._leaves_at is not None else self._now + DRAIN_S
+        if self.link.flushed or self._now >= self._leaves_at:
+            self.gone = True
+            self.diary.weights.append(self._module.flat())
+            self.link.close()
+        else:
+            self.process.after(0.02, self._settle)
+
+    # --- commands
+
+    def _carry_out(self, command: ev.Command) -> None:
+        match command:
+            case ev.Adopt():
+                pass
+            case ev.Encode():
+                self._encode(command)
+            case ev.SendBlob(offer=offer):
+                self.link.send_blob(offer, self._blobs[offer.blob])
+            case ev.ForgetBlob(blob=blob):
+                self._blobs.pop(blob, None)
+            case ev.Apply(fragment=fragment, version=version, anchor_digest=digest):
+                self._apply(fragment, version, digest)
+            case ev.Install(fragment=fragment, version=version):
+                self._install(fragment, version)
+            case ev.Merge(fragment=fragment, mix=mix):
+                self._merge(fragment, mix)
+            case ev.Evaluate(versions=versions):
+                self._evaluate(versions)
+            case ev.UseSamples(lease=lease):
+                self._samples.grant(lease)
+            case ev.Tell(message=message):
+                if isinstance(message, msg.Leave):
+                    self.link.send(self._progress())
+                    message = dataclasses.replace(message, anchors=self._anchors)
+                self.link.send(message)
+            case ev.Stop(reason=reason, detail=detail):
+                self.stopped_by = (reason, detail)
+            case _:
+                assert_never(command)
+
+    def _encode(self, command: ev.Encode) -> None:
+        assert self.replica is not None
+        replica, epoch, inner_step = self.replica, self.machine.epoch, self.machine.inner_steps
+        delta = replica.take(command.blob.fragment)
+        self.diary.sends.append(
+            Send(
+                inner_step=inner_step,
+                position=self.machine.position,
+                fragment=command.blob.fragment,
+                window=command.window,
+                base=command.blob.version,
+                steps=command.steps,
+                tokens=command.tokens,
+            )
+        )
+
+        def done() -> None:
+            offer, data = encode_delta(replica, command, delta, epoch, inner_step)
+            self._blobs[offer.blob] = data
+            self._put(ev.DeltaEncoded(offer=offer))
+
+        self._encoder.submit(lambda: None, done)
+
+    def _apply(self, fragment: int, version: int, anchor_digest: int) -> None:
+        assert self.replica is not None and self.machine.spec is not None
+        data = self._blobs.pop(BlobId(kind=BlobKind.UPDATE, fragment=fragment, version=version))
+        codec, epoch = self.machine.spec.terms.codec_down, self.machine.epoch
+        self.diary.applied.append((fragment, version))
+        if not self.replica.apply(fragment, version, data, codec, epoch, anchor_digest):
+            self.diary.mismatches += 1
+            self._inbox.append(ev.AnchorMismatch(fragment=fragment))
+
+    def _install(self, fragment: int, version: int) -> None:
+        assert self.replica is not None
+        data = self._blobs.pop(BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version))
+        if not self.replica.install(fragment, version, data, self.machine.epoch):
+            self.diary.mismatches += 1
+            self._inbox.append(ev.AnchorMismatch(fragment=fragment))
+
+    def _merge(self, fragment: int, mix: float) -> None:
+        assert self.replica is not None
+        self.replica.merge(fragment, mix)
+        version = self.machine.versions[fragment]
+        self.diary.merges.append(
+            Merged(inner_step=self.machine.inner_steps, fragment=fragment, version=version, mix=mix)
+        )
+        self._anchors = tuple(
+            msg.AnchorRef(fragment=i, version=v, digest=self.replica.digests[i])
+            for i, v in enumerate(self.machine.versions)
+            if v >= 0
+        )
+        self.epoch_seen = max(self.epoch_seen, self.machine.epoch)
+
+    def _evaluate(self, versions: tuple[int, ...]) -> None:
+        assert self.replica is not None
+        with self.replica.anchors_in_place():
+            theta = self._module.flat()
+        loss = 0.5 * float((theta - self._task.minimum(theta.numel())).square().sum())
+        position = self.machine.position
+        self.link.send(msg.Evaluation(loss=loss, versions=versions, position=position, seconds=0.0))
+
+    # --- what is told of it
+
+    def _hello(self) -> msg.Hello:
+        machine = self.machine
+        return msg.Hello(
+            protocol_min=msg.PROTOCOL_VERSIONS[0],
+            protocol_max=msg.PROTOCOL_VERSIONS[1],
+            node=machine.name,
+            incarnation=machine.incarnation,
+            fingerprint=None if machine.spec is None else machine.spec.identity.fingerprint(),
+            layout=None if self.replica is None else self.replica.layout.digest(),
+            epoch_seen=max(self.epoch_seen, machine.epoch),
+            anchors=self._anchors,
+            round=machine.round if machine.start_round is not None else None,
+        )
+
+    def _report_if_due(self) -> None:
+        if self._now - self._reported >= PROGRESS_S and self.machine.spec is not None:
+            self.link.send(self._progress())
+            self._reported = self._now
+
+    def _progress(self) -> msg.Progress:
+        machine = self.machine
+        return msg.Progress(
+            state="training",
+            position=machine.position,
+            round=machine.round,
+            inner_steps=machine.inner_steps,
+            tokens=machine.tokens,
+            loss=None,
+            tokens_per_s=0.0,
+            compute_share=1.0,
+            blocked_s=0.0,
+            lost_steps=machine.lost_steps,
+            sample_watermark=self._samples.watermark,
+            bytes_up=0,
+            bytes_down=0,
+            bytes_state=0,
+        )

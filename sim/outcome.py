@@ -1,0 +1,137 @@
+"""What came out of a simulated run, and what must be true of every one, whatever went wrong in it."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from farloop.algo.spec import BlobId, Layout, NodeId
+from farloop.coordinator import records as rec
+from farloop.node.machine import Stage
+from farloop.sim.node import Diary, NodeActor
+from farloop.wire.messages import Drop, Share
+from farloop.wire.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One outer step."""
+
+    fragment: int
+    version: int
+    round: int
+    merged: tuple[Share, ...]
+    drops: tuple[Drop, ...]
+    blobs: tuple[BlobId, ...]
+    final: bool
+    anchor_digest: int
+    target_digest: int
+
+    @property
+    def contributors(self) -> tuple[NodeId, ...]:
+        return tuple(share.node for share in self.merged)
+
+
+def commit_of(record: rec.WindowCommitted) -> Commit:
+    """A journaled commit."""
+    return Commit(
+        fragment=record.fragment,
+        version=record.version,
+        round=record.round,
+        merged=record.merged,
+        drops=record.drops,
+        blobs=tuple(addend.blob for addend in record.blobs),
+        final=record.next_window is None,
+        anchor_digest=record.anchor_digest,
+        target_digest=record.target_digest,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOutcome:
+    """One start of one node."""
+
+    alive: bool
+    stage: Stage
+    versions: tuple[int, ...]
+    anchor_digests: tuple[int, ...]
+    inner_steps: int
+    tokens: int
+    lost_steps: int
+    skipped_positions: int
+    start_round: int | None
+    stopped_by: tuple[Reason, str] | None
+    diary: Diary
+
+    @classmethod
+    def of(cls, actor: NodeActor, *, alive: bool) -> Self:
+        """What a node's machine and replica hold now."""
+        machine = actor.machine
+        return cls(
+            alive=alive,
+            stage=machine.stage,
+            versions=machine.versions,
+            anchor_digests=tuple(actor.replica.digests) if actor.replica else (),
+            inner_steps=machine.inner_steps,
+            tokens=machine.tokens,
+            lost_steps=machine.lost_steps,
+            skipped_positions=machine.skipped_positions,
+            start_round=machine.start_round,
+            stopped_by=actor.stopped_by,
+            diary=actor.diary,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A run from its beginning to its end."""
+
+    layout: Layout
+    commits: tuple[Commit, ...]
+    """In the journal's order."""
+    versions: tuple[int, ...]
+    anchors: tuple[Tensor, ...]
+    anchor_digests: tuple[int, ...]
+    target_digests: tuple[int, ...]
+    nodes: dict[NodeId, tuple[NodeOutcome, ...]]
+    """Every start of every node, in order."""
+    alarms: int
+    """Commits whose optimizer state came out different when a restart repeated them."""
+    evaluations: tuple[rec.EvaluationTaken, ...]
+    records: tuple[rec.Record, ...]
+    """The journal."""
+    tape: tuple[tuple[float, str, object], ...]
+    seconds: float
+
+    def of(self, fragment: int) -> tuple[Commit, ...]:
+        """The commits of one fragment."""
+        return tuple(commit for commit in self.commits if commit.fragment == fragment)
+
+    def check(self) -> None:
+        """Assert what no fault may break."""
+        for fragment in self.layout.fragments:
+            commits = self.of(fragment.index)
+            versions = [commit.version for commit in commits]
+            assert versions == list(range(1, len(commits) + 1)), "versions rise by one"
+            assert [commit.final for commit in commits] == [False] * (len(commits) - 1) + [True], "the end is final"
+            assert self.anchor_digests[fragment.index] == commits[-1].anchor_digest
+            assert self.target_digests[fragment.index] == commits[-1].target_digest
+        blobs = [blob for commit in self.commits for blob in commit.blobs]
+        assert len(set(blobs)) == len(blobs), "no delta is merged twice"
+        for commit in self.commits:
+            assert abs(sum(share.weight for share in commit.merged) - 1.0) < 1e-12, "weights sum to 1"
+            assert len(set(commit.contributors)) == len(commit.merged), "a node contributes once"
+            assert not set(commit.contributors) & {drop.node for drop in commit.drops}, "merged or dropped, not both"
+        assert any(isinstance(record, rec.RunFinished) for record in self.records)
+        for name, starts in self.nodes.items():
+            for start in starts:
+                self._check_start(name, start)
+
+    def _check_start(self, name: NodeId, start: NodeOutcome) -> None:
+        if start.stage == "finished" and start.start_round is not None and not start.diary.mismatches:
+            assert start.versions == self.versions, f"{name} holds all final versions"
+            assert start.anchor_digests == self.anchor_digests, f"{name} holds the run's anchors"
+        assert start.diary.mismatches or len(set(start.diary.applied)) == len(start.diary.applied)
+        for before, after in itertools.pairwise(start.diary.merges):
+            assert before.inner_step <= after.inner_step

@@ -1,0 +1,133 @@
+"""What a simulated run is made of: terms, nodes, weather, and what goes wrong when. Plain values."""
+
+from dataclasses import dataclass, field
+
+from farloop.algo.spec import NodeId, Terms
+from farloop.sim.network import Weather
+from farloop.sim.problem import Inner
+from farloop.wire.limits import Limits, Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSetup:
+    """One node of the scenario."""
+
+    name: NodeId
+    seed: int = 0
+    """Of its data: nodes with the same seed see the same samples."""
+    step_s: float = 0.1
+    """Seconds of one inner step."""
+    tokens: int | None = None
+    """Of one inner step; the terms' batch unless given."""
+    joins_at: float = 0.0
+    weather: Weather | None = None
+    """Of its link; the scenario's unless given."""
+
+
+# --- faults: `at` is in virtual seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrashNode:
+    """SIGKILL; with `down_s`, a new incarnation starts that much later, with nothing but its memory of epochs."""
+
+    node: NodeId
+    at: float
+    down_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrashCoordinator:
+    """SIGKILL, and a restart from what is durable, under the next epoch. Give a time, or an event's number."""
+
+    at: float | None = None
+    at_event: int | None = None
+    """Right after the machine has taken this many events, before any of its commands is carried out."""
+    down_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutLink:
+    """Nothing passes between a node and the coordinator for a while."""
+
+    node: NodeId
+    at: float
+    for_s: float
+    reset: bool = False
+    """The connection breaks at once; else frames wait, and only silence tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseNode:
+    """SIGSTOP, then SIGCONT."""
+
+    node: NodeId
+    at: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseCoordinator:
+    """SIGSTOP, then SIGCONT."""
+
+    at: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillDisk:
+    """The coordinator's disk has no room for a commit or an input."""
+
+    at: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainNode:
+    """SIGTERM: finish what is begun, then leave."""
+
+    node: NodeId
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpoilAnchor:
+    """A bit flips in a node's memory."""
+
+    node: NodeId
+    at: float
+    fragment: int = 0
+
+
+Fault = CrashNode | CrashCoordinator | CutLink | PauseNode | PauseCoordinator | FillDisk | DrainNode | SpoilAnchor
+
+TWO_NODES = (NodeSetup(name=NodeId("a"), seed=1), NodeSetup(name=NodeId("b"), seed=2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A run and its fate; equal scenarios give equal outcomes."""
+
+    terms: Terms
+    nodes: tuple[NodeSetup, ...] = TWO_NODES
+    faults: tuple[Fault, ...] = ()
+    weather: Weather = field(default_factory=Weather)
+    seed: int = 0
+    """Of everything that varies: latencies, losses, jobs' durations."""
+    blocks: int = 2
+    """Of the model."""
+    blocks_per_fragment: int = 1
+    together: bool = False
+    """All fragments are sent in one slot."""
+    inner: Inner = "adamw"
+    noise: float = 0.1
+    """Of the samples."""
+    num_samples: int = 0
+    """In one data pass, granted by the coordinator; 0 where nodes bring their own."""
+    limits: Limits = field(default_factory=lambda: Limits(chunk_bytes=400))
+    """Chunks small enough for a blob to have several."""
+    timing: Timing = field(default_factory=Timing)
+    job_s: tuple[float, float] = (0.001, 0.02)
+    """Shortest and longest duration of an encoding, a commit's arithmetic, a sync."""
+    patience_s: float = 60.0
+    """Virtual seconds without any progress after which the world is called stuck."""

@@ -1,0 +1,330 @@
+"""A whole run in virtual time: one coordinator, its nodes, the network between them, and what goes wrong.
+
+`run(scenario)` plays it to its end and says what came out. The machines, sessions, codecs, replicas and the
+aggregator are the daemons' own; only threads, sockets, files and the clock are not. Every invariant of every machine
+and session is checked after every event.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+from farloop.algo.digest import digest
+from farloop.algo.spec import NodeId
+from farloop.coordinator import events as coordinator_ev
+from farloop.coordinator import records as rec
+from farloop.sim import problem
+from farloop.sim import scenario as sc
+from farloop.sim.agenda import Agenda, Process
+from farloop.sim.coordinator import CoordinatorActor
+from farloop.sim.disk import Disk
+from farloop.sim.network import CONNECT_TIMEOUT_S, Cable, Connection, Side
+from farloop.sim.node import NodeActor
+from farloop.sim.outcome import NodeOutcome, Outcome, commit_of
+from farloop.wire.messages import Progress
+
+KNOCK_S = 1.0
+"""TCP asks again for a connection that is not answered."""
+
+TAIL = 40
+"""Last things that a stuck world tells."""
+
+
+class Stuck(Exception):
+    """Nothing will ever happen again, or nothing that helps; the text tells who waits for what."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Host:
+    """Where a node lives: what survives its crashes."""
+
+    setup: sc.NodeSetup
+    cable: Cable
+    actors: list[NodeActor]
+    """One for each start; the last one lives, or was the last to live."""
+    connections: list[Connection]
+    down: bool = True
+
+    @property
+    def actor(self) -> NodeActor:
+        return self.actors[-1]
+
+
+class World:
+    """One play of one scenario."""
+
+    def __init__(self, scenario: sc.Scenario) -> None:
+        self.scenario = scenario
+        self.agenda = Agenda()
+        self.tape: list[tuple[float, str, object]] = []
+        """(when, who, what): every event and command of every machine."""
+        self._rng = random.Random(scenario.seed)
+        self.spec, anchors = problem.begin(
+            scenario.terms,
+            blocks=scenario.blocks,
+            blocks_per_fragment=scenario.blocks_per_fragment,
+            together=scenario.together,
+            num_samples=scenario.num_samples,
+            seed=scenario.seed,
+        )
+        self.disk = Disk(anchors=anchors)
+        self.coordinator: CoordinatorActor | None = None
+        self.hosts = {
+            setup.name: Host(setup=setup, cable=Cable(self.agenda), actors=[], connections=[])
+            for setup in scenario.nodes
+        }
+        self._coordinator_events = 0
+        self._progress: object = None
+        self._moved_at = 0.0
+        self._start_coordinator()
+        for setup in scenario.nodes:
+            self.agenda.at(setup.joins_at, self._starter(setup.name))
+        for fault in scenario.faults:
+            self._enter(fault)
+
+    def run(self) -> Outcome:
+        """Play to the end.
+
+        Raises:
+            Stuck: no progress for the scenario's patience.
+            AssertionError: an invariant does not hold.
+        """
+        while not self._over():
+            if not self.agenda.step():
+                raise Stuck("nothing is left to happen\n" + self.story())
+            self._watch()
+        return self._outcome()
+
+    def story(self) -> str:
+        """Who waits for what, and the last things that happened."""
+        lines = [f"at {self.agenda.now:.3f} s"]
+        for name, host in self.hosts.items():
+            if host.actors:
+                machine = host.actor.machine
+                undecided = [(s.fragment.index, s.undecided.terms.window) for s in machine.fragments if s.undecided]
+                lines.append(
+                    f"node {name}: {'down' if host.down else machine.stage}, waits for {host.actor.waiting}, round "
+                    f"{machine.round} step {machine.step}, connected {machine.connected}, versions {machine.versions}, "
+                    f"undecided {undecided}"
+                )
+            else:
+                lines.append(f"node {name}: not here yet")
+        if self.coordinator is None:
+            lines.append("coordinator: down")
+        else:
+            coordinator = self.coordinator.machine
+            lines.append(
+                f"coordinator: versions {coordinator.ledger.versions}, round {coordinator.ledger.current_round}"
+            )
+            for fragment, window in sorted(coordinator.windows.items()):
+                lines.append(
+                    f"  fragment {fragment} window {window.terms.window} of round {window.terms.round}: "
+                    f"{window.state}, came {sorted(window.contributors)}, waits for {sorted(window.missing)}, "
+                    f"removed {window.removed}"
+                )
+            for member in coordinator.members.values():
+                lines.append(
+                    f"  member {member.name}: {member.stage} since round {member.start_round}, session "
+                    f"{member.session}, absent {member.absent}, gone at {member.gone_at}"
+                )
+            lines += [f"  alarm {key}: {detail}" for key, detail in coordinator.alarms.items()]
+        told = [entry for entry in self.tape if not _is_report(entry[2])]
+        lines += [f"{when:9.3f} {who:>11} {str(what)[:200]}" for when, who, what in told[-TAIL:]]
+        return "\n".join(lines)
+
+    # --- ends and progress
+
+    def _over(self) -> bool:
+        if self.coordinator is None or not self.coordinator.finished:
+            return False
+        return all(host.down or host.actor.gone for host in self.hosts.values() if host.actors)
+
+    def _watch(self) -> None:
+        """Notice a world that only sends heartbeats to itself."""
+        progress = (
+            len(self.disk.entries),
+            tuple(
+                (
+                    len(host.actors),
+                    host.actor.machine.inner_steps,
+                    host.actor.machine.stage,
+                    host.actor.machine.versions,
+                )
+                for host in self.hosts.values()
+                if host.actors
+            ),
+        )
+        if progress != self._progress:
+            self._progress, self._moved_at = progress, self.agenda.now
+        elif self.agenda.now - self._moved_at > self.scenario.patience_s:
+            raise Stuck(f"no progress for {self.scenario.patience_s:g} s\n" + self.story())
+
+    def _saw(self, who: str) -> Callable[[object], None]:
+        return lambda what: self.tape.append((self.agenda.now, who, what))
+
+    # --- the coordinator's life
+
+    def _start_coordinator(self) -> None:
+        process = Process(self.agenda)
+        self.coordinator = CoordinatorActor(
+            process, self.disk, self.spec, self.scenario, random.Random(self._rng.random()), self._coordinator_saw
+        )
+
+    def _coordinator_saw(self, what: coordinator_ev.Event | coordinator_ev.Command) -> None:
+        self.tape.append((self.agenda.now, "coordinator", what))
+        if not isinstance(what, coordinator_ev.Event):
+            return
+        self._coordinator_events += 1
+        for fault in self.scenario.faults:
+            if isinstance(fault, sc.CrashCoordinator) and fault.at_event == self._coordinator_events:
+                self._crash_coordinator(fault.down_s)
+
+    def _crash_coordinator(self, down_s: float) -> None:
+        if self.coordinator is None:
+            return
+        self.coordinator.crash()
+        self.coordinator = None
+        self.tape.append((self.agenda.now, "coordinator", "crashed"))
+        for host in self.hosts.values():
+            for connection in host.connections:
+                connection.close(Side.COORDINATOR)
+            host.connections.clear()
+        self.agenda.after(down_s, self._start_coordinator)
+
+    # --- a node's life
+
+    def _starter(self, name: NodeId) -> Callable[[], None]:
+        return lambda: self._start_node(name)
+
+    def _start_node(self, name: NodeId) -> None:
+        host = self.hosts[name]
+        process = Process(self.agenda)
+        host.down = False
+        host.actors.append(
+            NodeActor(
+                process,
+                host.setup,
+                self.scenario,
+                lambda answer: self._dial(host, process, answer),
+                random.Random(self._rng.random()),
+                incarnation=len(host.actors) + 1,
+                epoch_seen=host.actor.epoch_seen if host.actors else 0,
+                saw=self._saw(name),
+            )
+        )
+
+    def _dial(self, host: Host, process: Process, answer: Callable[[Connection | None], None]) -> None:
+        """A connection after a round trip; none where nobody listens, or the cable stays cut for too long."""
+        weather = host.setup.weather or self.scenario.weather
+        gives_up_at = self.agenda.now + CONNECT_TIMEOUT_S
+
+        def connect() -> None:
+            if host.cable.cut and self.agenda.now < gives_up_at:
+                return process.after(KNOCK_S, connect)
+            if host.cable.cut or self.coordinator is None:
+                return answer(None)
+            rng = random.Random(self._rng.random())
+            connection = Connection(self.agenda, host.cable, weather, rng, process, self.coordinator.process)
+            self.coordinator.router.accept(connection)
+            host.connections.append(connection)
+            answer(connection)
+
+        process.after(2 * weather.latency_s, connect)
+
+    def _crash_node(self, name: NodeId, down_s: float | None) -> None:
+        host = self.hosts[name]
+        if host.down or not host.actors:
+            return
+        host.down = True
+        host.actor.process.kill()
+        self.tape.append((self.agenda.now, name, "crashed"))
+        for connection in host.connections:
+            connection.close(Side.NODE)
+        host.connections.clear()
+        if down_s is not None:
+            self.agenda.after(down_s, self._starter(name))
+
+    # --- faults
+
+    def _enter(self, fault: sc.Fault) -> None:
+        agenda = self.agenda
+        match fault:
+            case sc.CrashNode(node=node, at=at, down_s=down_s):
+                agenda.at(at, lambda: self._crash_node(node, down_s))
+            case sc.CrashCoordinator(at=at, down_s=down_s):
+                if at is not None:
+                    agenda.at(at, lambda: self._crash_coordinator(down_s))
+            case sc.CutLink(node=node, at=at, for_s=for_s, reset=reset):
+                agenda.at(at, lambda: self._cut(node, reset=reset))
+                agenda.at(at + for_s, lambda: self.hosts[node].cable.mend())
+            case sc.PauseNode(node=node, at=at, for_s=for_s):
+                agenda.at(at, lambda: self._pause(self._process_of(node), for_s))
+            case sc.PauseCoordinator(at=at, for_s=for_s):
+                agenda.at(at, lambda: self._pause(self.coordinator.process if self.coordinator else None, for_s))
+            case sc.FillDisk(at=at, for_s=for_s):
+                agenda.at(at, lambda: setattr(self.disk, "full", True))
+                agenda.at(at + for_s, lambda: setattr(self.disk, "full", False))
+            case sc.DrainNode(node=node, at=at):
+                agenda.at(at, lambda: self._actor(node, NodeActor.drain))
+            case sc.SpoilAnchor(node=node, at=at, fragment=fragment):
+                agenda.at(at, lambda: self._actor(node, lambda actor: actor.spoil(fragment)))
+            case _:
+                assert_never(fault)
+
+    def _actor(self, node: NodeId, action: Callable[[NodeActor], None]) -> None:
+        host = self.hosts[node]
+        if not host.down:
+            action(host.actor)
+
+    def _process_of(self, node: NodeId) -> Process | None:
+        host = self.hosts[node]
+        return None if host.down else host.actor.process
+
+    def _pause(self, process: Process | None, for_s: float) -> None:
+        if process is not None:
+            process.stop()
+            self.agenda.after(for_s, process.go_on)
+
+    def _cut(self, node: NodeId, *, reset: bool) -> None:
+        host = self.hosts[node]
+        host.cable.cut = True
+        self.tape.append((self.agenda.now, node, "link cut"))
+        if reset:
+            for connection in host.connections:
+                connection.reset()
+            host.connections.clear()
+
+    # --- what came out
+
+    def _outcome(self) -> Outcome:
+        assert self.coordinator is not None
+        store = self.coordinator.store
+        commits = [commit_of(r) for r, _ in self.disk.entries if isinstance(r, rec.WindowCommitted)]
+        return Outcome(
+            layout=self.spec.identity.layout,
+            commits=tuple(commits),
+            versions=tuple(store.ledger.versions),
+            anchors=tuple(buffers.anchor for buffers in store.buffers),
+            anchor_digests=tuple(digest(buffers.anchor) for buffers in store.buffers),
+            target_digests=tuple(digest(buffers.target) for buffers in store.buffers),
+            nodes={
+                name: tuple(NodeOutcome.of(actor, alive=actor.process.alive) for actor in host.actors)
+                for name, host in self.hosts.items()
+            },
+            alarms=self.disk.alarms,
+            evaluations=tuple(store.ledger.evaluations),
+            records=tuple(record for record, _ in self.disk.entries),
+            tape=tuple(self.tape),
+            seconds=self.agenda.now,
+        )
+
+
+def _is_report(what: object) -> bool:
+    """A node's report of every second: it changes nothing."""
+    return isinstance(what, coordinator_ev.Heard) and isinstance(what.message, Progress)
+
+
+def run(scenario: sc.Scenario) -> Outcome:
+    """Play a scenario to its end. Raises as `World.run`."""
+    return World(scenario).run()

@@ -1,0 +1,254 @@
+"""One history, whatever happens to links, nodes and the coordinator: the anchors never fork, and never count twice."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from farloop.algo.spec import NodeId
+from farloop.coordinator import events as coordinator_ev
+from farloop.coordinator import records as rec
+from farloop.sim.network import STORM, Weather
+from farloop.sim.outcome import Commit, Outcome
+from farloop.sim.problem import terms_of
+from farloop.sim.scenario import (
+    TWO_NODES,
+    CrashCoordinator,
+    CrashNode,
+    CutLink,
+    DrainNode,
+    Fault,
+    FillDisk,
+    NodeSetup,
+    PauseCoordinator,
+    PauseNode,
+    Scenario,
+    SpoilAnchor,
+)
+from farloop.sim.world import run
+from farloop.wire.messages import Offer
+from farloop.wire.reasons import Reason
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+METHODS = ("diloco", "streaming", "data-parallel")
+
+
+def play(method: str, *faults: Fault, weather: Weather | None = None, seed: int = 0, **choices: object) -> Outcome:
+    """Two nodes, 12 steps, unless chosen otherwise."""
+    scenario = Scenario(terms=terms_of(method, **choices), faults=faults, weather=weather or Weather(), seed=seed)
+    outcome = run(scenario)
+    outcome.check()
+    return outcome
+
+
+def history(outcome: Outcome) -> list[Commit]:
+    """All commits, fragment by fragment."""
+    return sorted(outcome.commits, key=lambda commit: (commit.fragment, commit.version))
+
+
+def contributors(commits: Sequence[Commit]) -> list[tuple[NodeId, ...]]:
+    return [commit.contributors for commit in commits]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_hold_the_decoded_anchors(method: str) -> None:
+    """B17, L: after the last commit the bytes are equal on the coordinator and on all nodes; no update was refused."""
+    outcome = play(method)
+    for (start,) in outcome.nodes.values():
+        assert start.anchor_digests == outcome.anchor_digests
+        assert start.diary.mismatches == 0
+        applied = sorted(start.diary.applied)
+        assert applied == [(c.fragment, c.version) for c in history(outcome)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("method", METHODS)
+def test_loss_doubling_overtaking_and_damage_change_nothing(method: str, seed: int) -> None:
+    """B18, B19, T, Q: with quorum = all, a storm gives the anchors and optimizer state of the clean run (bit)."""
+    clean, stormy = play(method), play(method, weather=STORM, seed=seed)
+    assert history(stormy) == history(clean)
+    assert stormy.target_digests == clean.target_digests
+
+
+def test_a_node_that_is_gone_before_its_first_delta_is_a_node_without_weight() -> None:
+    """B20, B23: the anchors are those of a run without it (bit)."""
+    terms = terms_of("diloco", steps=16)
+    lonely = run(Scenario(terms=dataclasses.replace(terms, min_nodes=1), nodes=TWO_NODES[:1]))
+    bereft = run(Scenario(terms=terms, faults=(CrashNode(node=B, at=0.5),)))
+    assert set(contributors(bereft.commits)) == {(A,)}
+    assert bereft.anchor_digests == lonely.anchor_digests
+    assert bereft.target_digests == lonely.target_digests
+
+
+def test_an_absent_node_has_a_reason_and_comes_back() -> None:
+    """B20, E, V: while its link is cut windows go on with the other's full weight; then it counts again."""
+    outcome = play("diloco", CutLink(node=B, at=1.0, for_s=3.0, reset=True), steps=80)
+    commits = outcome.of(0)
+    absent = [commit for commit in commits if commit.contributors == (A,)]
+    assert absent
+    assert all([share.weight for share in commit.merged] == [1.0] for commit in absent)
+    assert all(drop.node == B and drop.reason in (Reason.CLOSED, Reason.SILENT) for c in absent for drop in c.drops)
+    assert commits[-1].contributors == (A, B)
+
+
+def test_a_short_cut_of_the_link_changes_nothing() -> None:
+    """T, Q: deltas and updates go on where they stopped (bit)."""
+    clean = play("streaming")
+    for reset in (False, True):
+        cut = play("streaming", CutLink(node=B, at=0.9, for_s=0.5, reset=reset))
+        assert history(cut) == history(clean)
+
+
+def crash_points(clean: Outcome) -> range:
+    """Numbers of the coordinator's events from when both nodes train to the end of the run."""
+    events = [what for _, who, what in clean.tape if who == "coordinator" and isinstance(what, coordinator_ev.Event)]
+    offered = {
+        event.node: number
+        for number, event in reversed(list(enumerate(events, start=1)))
+        if isinstance(event, coordinator_ev.Heard) and isinstance(event.message, Offer)
+    }
+    finished = [n for n, event in enumerate(events, start=1) if isinstance(event, coordinator_ev.CommitDone)][-1]
+    return range(max(offered.values()), finished + 1)
+
+
+@pytest.mark.parametrize(("method", "steps"), [("diloco", 12), ("streaming", 8)])
+def test_a_coordinator_that_dies_after_any_event_goes_on_as_if_it_had_not(method: str, steps: int) -> None:
+    """B21, O, P, S: a crash right after the n-th event, for every n; all commits are those of the clean run (bit)."""
+    clean = play(method, steps=steps)
+    points = crash_points(clean)
+    assert len(points) > 15
+    for number in points:
+        outcome = play(method, CrashCoordinator(at_event=number), steps=steps)
+        assert history(outcome) == history(clean), f"after event {number}"
+        assert (outcome.target_digests, outcome.alarms) == (clean.target_digests, 0)
+        assert any(record == rec.EpochClaimed(epoch=2) for record in outcome.records)
+
+
+def test_data_parallel_survives_a_crash_of_the_coordinator_without_spooled_gradients() -> None:
+    """K: nodes send their gradients again. Moments may come back from the last snapshot, anchors never fork."""
+    for number in crash_points(play("data-parallel"))[::7]:
+        outcome = play("data-parallel", CrashCoordinator(at_event=number))
+        assert all(start.anchor_digests == outcome.anchor_digests for (start,) in outcome.nodes.values())
+
+
+def joining(at: float, method: str = "streaming", steps: int = 40) -> Outcome:
+    late = NodeSetup(name=C, seed=3, joins_at=at)
+    outcome = run(Scenario(terms=terms_of(method, steps=steps), nodes=(*TWO_NODES, late)))
+    outcome.check()
+    return outcome
+
+
+@pytest.mark.parametrize("method", ["diloco", "streaming"])
+def test_a_joiner_begins_at_a_boundary_from_what_it_received(method: str) -> None:
+    """B22, I: it contributes from its start round on, never dilutes a mean, and sends from versions that it holds."""
+    outcome = joining(1.0, method)
+    (joiner,) = outcome.nodes[C]
+    assert joiner.start_round
+    assert all(commit.round >= joiner.start_round for commit in outcome.commits if C in commit.contributors)
+    assert all(C not in {drop.node for drop in commit.drops} for commit in outcome.commits)
+    assert outcome.commits[-1].contributors == (A, B, C)
+    held = {(merge.fragment, merge.version) for merge in joiner.diary.merges}
+    assert all((send.fragment, send.base) in held for send in joiner.diary.sends)
+
+
+def test_a_joiner_first_sends_a_fragment_after_a_full_period_and_warms_up() -> None:
+    """A, I: H own steps from its first base, but for the flush; the learning rate grows over the first steps."""
+    (joiner,) = joining(1.0).nodes[C]
+    h = terms_of("streaming").h
+    first = {send.fragment: send.inner_step for send in reversed(joiner.diary.sends)}
+    assert min(first.values()) == h
+    rates = joiner.diary.learning_rates
+    assert rates[0] < rates[1] < rates[10] < rates[19] == rates[25]
+
+
+@pytest.mark.parametrize("at", [1.5, 2.0, 2.5, 2.8])
+def test_a_joiner_of_the_last_round_takes_part_in_its_flush_or_in_nothing(at: float) -> None:
+    """A, I."""
+    outcome = joining(at, steps=16)
+    (joiner,) = outcome.nodes[C]
+    last_round = max(commit.round for commit in outcome.commits)
+    if joiner.start_round == last_round:
+        assert {commit.contributors for commit in outcome.commits if commit.final} == {(A, B, C)}
+
+
+def test_a_new_start_of_a_node_voids_what_the_old_one_had_not_delivered() -> None:
+    """Q, I: the second incarnation joins anew; no delta of either is merged twice."""
+    outcome = play("streaming", CrashNode(node=B, at=1.3, down_s=0.5), steps=60)
+    first, second = outcome.nodes[B]
+    assert (first.alive, second.stage) == (False, "finished")
+    merged = [blob.incarnation for commit in history(outcome) for blob in commit.blobs if blob.node == B]
+    assert 2 in merged
+    for fragment in range(3):
+        own = [b.incarnation for c in outcome.of(fragment) for b in c.blobs if b.node == B]
+        assert own == sorted(own)
+
+
+def test_a_run_whose_nodes_all_die_goes_on_when_one_comes_back() -> None:
+    """D, I: windows that nobody else can serve are served late."""
+    both = (CrashNode(node=A, at=1.3), CrashNode(node=B, at=1.4, down_s=20.0))
+    outcome = play("streaming", *both, steps=24)
+    assert outcome.nodes[B][-1].stage == "finished"
+    assert outcome.commits[-1].contributors == (B,)
+
+
+def test_a_drained_node_finishes_what_it_has_begun() -> None:
+    """V: its last delta is merged or dropped, it says good-bye, and no window waits for it."""
+    outcome = play("streaming", DrainNode(node=B, at=1.35), steps=24)
+    (start,) = outcome.nodes[B]
+    assert start.stage == "left"
+    assert any(record == rec.NodeLeft(node=B, reason=Reason.DRAINED) for record in outcome.records)
+    sent = {(send.fragment, send.window) for send in start.diary.sends}
+    assert {(c.fragment, c.version) for c in outcome.commits if B in c.contributors} == sent
+
+
+def test_a_full_disk_holds_the_run_and_loses_nothing() -> None:
+    """O: a commit that has no room changes nothing and is tried again (bit)."""
+    clean, full = play("streaming"), play("streaming", FillDisk(at=1.2, for_s=6.0))
+    assert history(full) == history(clean)
+    assert full.seconds > clean.seconds + 4
+
+
+def test_a_decision_stands_although_its_commit_failed() -> None:
+    """O: contributors decided before the disk was full stay decided, whoever comes back meanwhile."""
+    cut = CutLink(node=B, at=1.0, for_s=5.0, reset=True)
+    outcome = play("diloco", cut, FillDisk(at=2.5, for_s=8.0), steps=40)
+    drafts = [what for _, _, what in outcome.tape if isinstance(what, coordinator_ev.Commit)]
+    assert len(drafts) > len(outcome.commits)
+    for commit in drafts:
+        assert commit.draft.merged == outcome.of(0)[commit.draft.version - 1].merged
+
+
+@pytest.mark.parametrize("for_s", [3.0, 20.0])
+def test_a_stopped_coordinator_holds_its_own_absence_against_nobody(for_s: float) -> None:
+    """C."""
+    clean = play("streaming")
+    assert history(play("streaming", PauseCoordinator(at=1.3, for_s=for_s))) == history(clean)
+
+
+def test_a_stopped_node_is_left_behind_and_catches_up() -> None:
+    """C, V, A: silence removes it from what is expected; it jumps to the current round."""
+    outcome = play("streaming", PauseNode(node=B, at=1.3, for_s=14.0), steps=200)
+    assert (A,) in contributors(outcome.commits)
+    assert outcome.commits[-1].contributors == (A, B)
+    (start,) = outcome.nodes[B]
+    assert start.inner_steps + start.skipped_positions <= 200
+
+
+def test_a_spoiled_anchor_is_noticed_and_replaced() -> None:
+    """L, S: the digest of the next update does not fit; the node fetches a snapshot and goes on."""
+    outcome = play("diloco", SpoilAnchor(node=B, at=1.0), steps=24)
+    (start,) = outcome.nodes[B]
+    assert start.diary.mismatches == 1
+    assert start.anchor_digests == outcome.anchor_digests
+
+
+def test_a_slow_node_does_not_hold_a_quorum() -> None:
+    """E, F: with quorum 1 the window closes without it; its late deltas are dropped with a reason and counted."""
+    slow = (TWO_NODES[0], dataclasses.replace(TWO_NODES[1], step_s=0.35))
+    outcome = run(Scenario(terms=terms_of("diloco", steps=40, quorum=1), nodes=slow))
+    outcome.check()
+    assert (A,) in contributors(outcome.commits)
+    assert any(drop.reason is Reason.LATE for commit in outcome.commits for drop in commit.drops)
+    (start,) = outcome.nodes[B]
+    assert start.lost_steps > 0
+    assert start.skipped_positions > 0

@@ -1,0 +1,111 @@
+"""Whole runs in clear weather, and what the world itself promises."""
+
+import dataclasses
+
+import pytest
+
+from farloop.algo.spec import NodeId
+from farloop.node import events as node_ev
+from farloop.sim.network import STORM
+from farloop.sim.problem import terms_of
+from farloop.sim.scenario import TWO_NODES, CrashNode, NodeSetup, Scenario
+from farloop.sim.world import Stuck, World, run
+
+METHODS = ("diloco", "streaming", "data-parallel")
+A, B = NodeId("a"), NodeId("b")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_clean_run_ends_with_every_fragment_final_and_the_same_anchors_everywhere(method: str) -> None:
+    """A, B, D, E, L, Q: two nodes, no faults; every window is merged from both with equal weights."""
+    outcome = run(Scenario(terms=terms_of(method)))
+    outcome.check()
+    assert all(commit.contributors == (A, B) for commit in outcome.commits)
+    assert all(share.weight == 0.5 for commit in outcome.commits for share in commit.merged)
+    for (start,) in outcome.nodes.values():
+        assert (start.stage, start.inner_steps, start.lost_steps) == ("finished", 12, 0)
+        assert start.anchor_digests == outcome.anchor_digests
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_gets_closer_to_what_both_nodes_want(method: str) -> None:
+    """The evaluation of the anchors (protocol J) falls."""
+    steps = 60 if method == "data-parallel" else 40
+    outcome = run(Scenario(terms=terms_of(method, steps=steps, outer_momentum=0.5)))
+    assert outcome.evaluations[-1].loss < 0.9 * outcome.evaluations[0].loss
+
+
+def test_equal_scenarios_give_equal_tapes_even_in_a_storm() -> None:
+    """Y: nothing in a machine, a session or the world depends on anything but the scenario."""
+    scenario = Scenario(
+        terms=terms_of("streaming"), weather=STORM, seed=5, faults=(CrashNode(node=B, at=1.5, down_s=1),)
+    )
+    first, second = run(scenario), run(scenario)
+    assert first.tape == second.tape
+    assert first.anchor_digests == second.anchor_digests
+
+
+def test_another_seed_is_another_storm_with_the_same_commits() -> None:
+    """B19."""
+    outcomes = [run(Scenario(terms=terms_of("streaming"), weather=STORM, seed=seed)) for seed in (1, 2)]
+    assert outcomes[0].tape != outcomes[1].tape
+    assert outcomes[0].anchor_digests == outcomes[1].anchor_digests
+
+
+def test_a_world_that_cannot_go_on_says_who_waits_for_what() -> None:
+    scenario = Scenario(terms=terms_of("diloco"), nodes=TWO_NODES[:1], patience_s=20.0)
+    with pytest.raises(Stuck, match=r"(?s)node a: ready, waits for the start.*coordinator: versions \[0\]"):
+        run(scenario)
+
+
+def test_a_run_shorter_than_a_round_is_one_flush() -> None:
+    """A: steps < h. Nothing has been held for a full period, and final windows are exempt from that."""
+    outcome = run(Scenario(terms=terms_of("streaming", steps=2, h=6, tau=1)))
+    outcome.check()
+    assert outcome.versions == (1, 1, 1)
+    assert all(commit.final for commit in outcome.commits)
+    assert {send.inner_step for send in outcome.nodes[A][0].diary.sends} == {2}
+
+
+@pytest.mark.parametrize("steps", [9, 10, 11, 12])
+def test_the_last_round_is_cut_to_what_is_left_and_ends_in_a_flush(steps: int) -> None:
+    """A, C32: Σ H = steps, whatever the remainder; the last step is a sync of every fragment."""
+    outcome = run(Scenario(terms=terms_of("streaming", steps=steps, h=4, tau=1)))
+    outcome.check()
+    for (start,) in outcome.nodes.values():
+        assert start.inner_steps == steps
+        last = {send.fragment: send.inner_step for send in start.diary.sends}
+        assert last == dict.fromkeys(range(3), steps)
+
+
+def test_a_faster_node_waits_for_the_slower_one() -> None:
+    """F: with quorum = all and `wait`, speed changes when things happen, never what."""
+    even = run(Scenario(terms=terms_of("streaming")))
+    slow = (TWO_NODES[0], dataclasses.replace(TWO_NODES[1], step_s=0.7))
+    uneven = run(Scenario(terms=terms_of("streaming"), nodes=slow))
+    assert uneven.anchor_digests == even.anchor_digests
+    assert uneven.seconds > even.seconds
+
+
+def test_samples_are_granted_to_one_node_each() -> None:
+    """Data leases: no position is trained on twice."""
+    outcome = run(Scenario(terms=terms_of("diloco", steps=40), num_samples=30))
+    outcome.check()
+    used = [position for starts in outcome.nodes.values() for start in starts for position in start.diary.samples]
+    assert len(used) == 2 * 40 * 2
+    assert len(set(used)) == len(used)
+
+
+def test_a_delta_is_weighted_by_its_tokens() -> None:
+    """H, B23."""
+    nodes = (NodeSetup(name=A, tokens=10), NodeSetup(name=B, tokens=30))
+    outcome = run(Scenario(terms=terms_of("diloco"), nodes=nodes))
+    assert all([share.weight for share in commit.merged] == [0.25, 0.75] for commit in outcome.commits)
+
+
+def test_every_event_and_command_is_on_the_tape() -> None:
+    world = World(Scenario(terms=terms_of("diloco")))
+    outcome = world.run()
+    encodes = [what for _, who, what in outcome.tape if who == "a" and isinstance(what, node_ev.Encode)]
+    assert [encode.window for encode in encodes] == [send.window for send in outcome.nodes[A][0].diary.sends]
+    assert [when for when, _, _ in outcome.tape] == sorted(when for when, _, _ in outcome.tape)
