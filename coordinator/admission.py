@@ -1,14 +1,15 @@
-"""Who is let in: every refusal has a reason, the two values that disagree, and whether trying again can help. Pure."""
+"""Who and what is let in: a node into the run, a delta into its window. Every refusal has its reason. Pure."""
 
-from farloop.algo.spec import NodeId
+from farloop.algo.spec import BlobKind, NodeId
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.roster import Member
-from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Refused
+from farloop.coordinator.windows import Window
+from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Refused
 from farloop.wire.reasons import Reason
 
 
 def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:
-    """Why this node may not join; None lets it in."""
+    """Why this node may not join, with the two values that disagree; None lets it in."""
     oldest, newest = PROTOCOL_VERSIONS
     identity = ledger.spec.identity
     fingerprint, layout = identity.fingerprint(), identity.layout.digest()
@@ -31,6 +32,31 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
         newer = f"incarnation {member.incarnation} of {name} has joined, this is {hello.incarnation}"
         return _refuse(Reason.OLD_INCARNATION, newer)
     return None
+
+
+def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window | None) -> tuple[Reason, str] | None:
+    """Why this member's delta is not wanted, as a reason and a sentence; None lets its bytes come.
+
+    Args:
+        window: the open one of the delta's fragment.
+    """
+    blob = offer.blob
+    sender = (member.name, member.incarnation)
+    if (
+        blob.kind is not BlobKind.DELTA
+        or not 0 <= blob.fragment < len(ledger.versions)
+        or (blob.node, blob.incarnation) != sender
+        or [(c.node, c.incarnation, c.base) for c in offer.contributors] != [(*sender, blob.version)]
+    ):
+        return Reason.CORRUPT, "the offer does not fit its sender"
+    reason = ledger.outcome_reason(blob, offer.window)
+    if reason is None and member.stage != "training":
+        reason = Reason.NOT_A_PARTICIPANT
+    if reason is None and window and window.state == "closing":
+        reason = Reason.LATE
+    if reason is None and window and member.name in window.contributors:
+        reason = Reason.OVERLAP
+    return None if reason is None else (reason, reason.sentence)
 
 
 def _refuse(reason: Reason, detail: str) -> Refused:

@@ -24,16 +24,17 @@ from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.errors import DiskFull
 from farloop.coordinator.link import Peer, RouterLink
-from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
 from farloop.coordinator.store import Store
 from farloop.quant.blob import Expected, blob_bytes, parse_blob
-from farloop.quant.errors import BadBlob
+from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.registry import codec_named
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.errors import LocalProtocolError
 from farloop.wire.handshake import State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
@@ -70,11 +71,13 @@ class Coordinator:
     """One start of the coordinator of one run."""
 
     def __init__(self, config: CoordinatorConfig, store: Store) -> None:
-        """Raises KeyFileError or zmq's bind error (`link.explain_bind`). To be made on the running loop."""
+        """Raises KeyFileError or BindError. To be made on the running loop."""
         self.config, self.store = config, store
         self.metrics = Metrics()
         self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics)
-        self.machine = CoordinatorMachine(store.ledger, now=time.monotonic(), liveness_s=config.timing.liveness_s)
+        self.machine = CoordinatorMachine(
+            store.ledger.copy(), now=time.monotonic(), liveness_s=config.timing.liveness_s
+        )
         self._storage = ThreadPoolExecutor(1, thread_name_prefix="storage")
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._commands: deque[ev.Command] = deque()
@@ -83,11 +86,14 @@ class Coordinator:
         self._sessions: dict[NodeId, Peer] = {}
         self._offers: dict[BlobId, msg.Offer] = {}
         self._partial: dict[BlobId, Reassembly] = {}
+        self._keeping: set[BlobId] = set()
+        """Deltas that are here and not durable yet."""
         self._inputs: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
         self._done = asyncio.Event()
         self._alone = asyncio.Event()
-        """No session is open."""
-        self._alone.set()
+        """No session is open, and after a restart nobody is expected back."""
+        if not self.machine.ledger.started:
+            self._alone.set()
         self._jobs: asyncio.TaskGroup | None = None
         self.link = RouterLink(
             endpoint=config.bind,
@@ -120,6 +126,8 @@ class Coordinator:
                     task.cancel()
         finally:
             self.link.close()
+            self.observer.refresh(self.machine)
+            (self.config.state_dir / "status.json").write_bytes(self.observer.status_json)
             await self._on_disk(self.store.close)
             self.observer.close()
             self._storage.shutdown()
@@ -255,15 +263,22 @@ class Coordinator:
         peer = self._sessions.get(offer.blob.node)
         if peer is None or peer.session.state is not State.OPEN:
             return
-        terms = self.machine.windows[offer.blob.fragment].terms
+        window = self.machine.windows.get(offer.blob.fragment)
+        if window is None or window.terms.window != offer.window or offer.blob in self._keeping:
+            return  # it closed while this waited for its turn; or the bytes are here, and `Stored` is on its way
+        terms = window.terms
         numel = self.store.buffers[offer.blob.fragment].anchor.numel()
         wanted = blob_bytes(codec_named(terms.codec_up), numel)
         if offer.size != wanted:
             detail = f"{offer.size} bytes offered, {wanted} are a {terms.codec_up} blob of this fragment"
             return self._reject(offer, Reason.TOO_LARGE, detail)
-        kept = self._partial.pop(offer.blob, None)
+        kept = self._partial.get(offer.blob)
+        try:
+            reassembly = peer.session.expect(offer.blob, offer.size, offer.digest, kept, time.monotonic())
+        except LocalProtocolError as error:  # offered twice in one session
+            _log.debug("offer skipped reason=%s", error)
+            return
         self._forget_partials(offer.blob)
-        reassembly = peer.session.expect(offer.blob, offer.size, offer.digest, kept, time.monotonic())
         self._partial[offer.blob] = reassembly
         self.link.flush(peer)
 
@@ -279,6 +294,7 @@ class Coordinator:
     async def _keep_input(self, offer: msg.Offer, data: bytearray) -> None:
         """Verify and spool a delta; durable before it counts (protocol P)."""
         self._offers.pop(offer.blob, None)
+        self._keeping.add(offer.blob)
         terms, fragment = self.store.ledger.spec.terms, offer.blob.fragment
         expect = Expected(
             codecs=(codec_named(terms.codec_up),),
@@ -291,17 +307,28 @@ class Coordinator:
         try:
             await self._in_compute(parse_blob, data, expect)
         except BadBlob as error:
+            self._keeping.discard(offer.blob)
             return self._reject(offer, Reason.CORRUPT, str(error))
         if self.store.spools_inputs:
-            record = rec.InputStored(
-                blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
-            )
+            await self._spool(offer, data)
+        self._keeping.discard(offer.blob)
+        self._inputs[offer.blob] = data
+        self._happened(ev.InputStored(offer=offer))
+
+    async def _spool(self, offer: msg.Offer, data: bytearray) -> None:
+        """Make a delta durable. A full disk is waited out: a delta that was dropped for it would not be sent again."""
+        record = rec.InputStored(
+            blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
+        )
+        while True:
             try:
                 await self._on_disk(self._append, record, data)
             except DiskFull as error:
-                return self._reject(offer, Reason.LATE, str(error))
-        self._inputs[offer.blob] = data
-        self._happened(ev.InputStored(offer=offer))
+                self.machine.alarms["spool"] = str(error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self.machine.alarms.pop("spool", None)
+                return
 
     def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
         for node in nodes:
@@ -318,7 +345,10 @@ class Coordinator:
         peer = self._sessions.get(node)
         if peer is None or peer.session.state is not State.OPEN:
             return
-        peer.session.send_blob(msg.Offer(blob=blob, size=len(data), digest=digest), BytesSource(data))
+        try:
+            peer.session.send_blob(msg.Offer(blob=blob, size=len(data), digest=digest), BytesSource(data))
+        except LocalProtocolError as error:  # asked for again while it is on its way
+            _log.debug("snapshot skipped reason=%s", error)
         self.link.flush(peer)
 
     async def _commit(self, command: ev.Commit) -> None:
@@ -329,7 +359,12 @@ class Coordinator:
             failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
             return self._happened(failed)
         started = time.monotonic()
-        result = await self._in_compute(self._merge_and_step, command)
+        try:
+            result = await self._in_compute(self._merge_and_step, command)
+        except NonFiniteError as error:  # finite deltas can add up to more than fp32 holds
+            await self._on_disk(self.store.release, reserved)
+            failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=f"the update: {error}")
+            return self._happened(failed)
         computed = time.monotonic()
         record = await self._on_disk(self.store.commit, draft, result, reserved)
         for addend in record.blobs:

@@ -150,6 +150,19 @@ def replacing(path: Path) -> Iterator[Path]:
     sync_path(path.parent)
 
 
+def delete(path: Path) -> None:
+    """Delete a file, durably.
+
+    Raises:
+        StorageFailed: the disk refused.
+    """
+    try:
+        path.unlink()
+    except OSError as error:
+        raise StorageFailed(path, f"delete: {error.strerror}") from error
+    sync_path(path.parent)
+
+
 def remove_temporaries(directory: Path) -> None:
     """Delete what a crash left half written in `directory`."""
     for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):

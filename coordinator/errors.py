@@ -5,7 +5,8 @@ StorageError
 ├── StateLocked        another coordinator holds the state directory; retriable
 ├── DiskFull           there is no room, and nothing was changed; retriable
 ├── StorageFailed      a write or a sync failed: what the disk holds is unknown; exit and recover
-└── SnapshotCorrupt    a snapshot is not what was saved
+├── SnapshotCorrupt    a snapshot is not what was saved
+└── StateMismatch      the parts of the directory do not belong together, or are another run's
 """
 
 from pathlib import Path
@@ -70,3 +71,7 @@ class SnapshotCorrupt(StorageError):
 
 class StateMismatch(StorageError):
     """The directory holds another run than the one asked for, or none that can be continued."""
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(path, detail)
+        self.detail = detail

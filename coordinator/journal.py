@@ -1,4 +1,4 @@
-"""The coordinator's durable log: append, sync, read, recover. What is in it is `records.py`, its bytes `segment.py`.
+"""The coordinator's durable log: append, sync, read, recover, prune. What is in it: `records.py`; bytes: `segment.py`.
 
 Protocol O and P: every decision and every encoded update is here before anybody is told of it. One thread owns the
 journal and calls everything but `read`, which any thread may call: the downlink is a cursor over these files
@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Self
 
 from farloop.coordinator import records
-from farloop.coordinator.durable import Bytes, make_directory, remove_temporaries
+from farloop.coordinator.durable import Bytes, delete, make_directory, remove_temporaries
 from farloop.coordinator.errors import StateLocked, StorageFailed
-from farloop.coordinator.records import Record
+from farloop.coordinator.records import LedgerSaved, Record
 from farloop.coordinator.segment import (
     MAX_BODY_BYTES,
     RECORD_HEADER_BYTES,
@@ -28,6 +28,7 @@ from farloop.coordinator.segment import (
     read_attachment,
     read_segments,
     record_header,
+    segment_path,
     segment_paths,
 )
 from farloop.coordinator.tail import Tail, create_tail, reopen_tail, settle
@@ -60,6 +61,7 @@ class Journal:
         tail: Tail,
         num_records: int,
         *,
+        first_segment: int,
         segment_bytes: int,
         draw_salt: Callable[[], int],
     ) -> None:
@@ -70,6 +72,8 @@ class Journal:
         self._num_records = num_records
         self._durable = num_records
         self._reserved_bytes = 0
+        self._first_segment = first_segment
+        self._summarise: Callable[[], LedgerSaved] | None = None
         self._segment_bytes = segment_bytes
         self._draw_salt = draw_salt
         self._failure: StorageFailed | None = None
@@ -99,30 +103,63 @@ class Journal:
             remove_temporaries(directory)
             paths = segment_paths(directory)
             if paths:
-                settle(paths[-1])
+                last = max(paths)
+                settle(paths[last])
                 scans = read_segments(directory)
                 entries = tuple(entry for scan in scans for entry in scan.entries)
-                torn_bytes = scans[-1].torn_bytes
-                tail = reopen_tail(paths[-1], len(paths) - 1, scans[-1])
+                num_records, torn_bytes = scans[-1].next_sequence, scans[-1].torn_bytes
+                tail = reopen_tail(paths[last], last, scans[-1])
             else:
-                entries, torn_bytes = (), 0
+                entries, num_records, torn_bytes = (), 0, 0
                 tail = create_tail(directory, 0, first_sequence=0, salt=draw_salt(), room=0)
         except BaseException:
             os.close(lock_fd)
             raise
         _log.info("journal open path=%s records=%d torn_bytes=%d", tail.path, len(entries), torn_bytes)
-        journal = cls(directory, lock_fd, tail, len(entries), segment_bytes=segment_bytes, draw_salt=draw_salt)
+        journal = cls(
+            directory,
+            lock_fd,
+            tail,
+            num_records,
+            first_segment=min(paths, default=0),
+            segment_bytes=segment_bytes,
+            draw_salt=draw_salt,
+        )
         return journal, Recovery(entries=entries, torn_bytes=torn_bytes)
 
     @property
     def num_records(self) -> int:
-        """Records appended since the run began: the sequence of the next."""
+        """Records appended since the run began, also those that were pruned: the sequence of the next."""
         return self._num_records
 
     @property
     def durable(self) -> int:
         """Records with a lower sequence than this survive a power cut."""
         return self._durable
+
+    def begin_segments_with(self, summarise: Callable[[], LedgerSaved]) -> None:
+        """From now on every new segment begins with what all records before it say, so that those can be pruned.
+
+        It is asked for in the middle of an `append` or `reserve`, when the records appended before are all there are.
+        """
+        self._summarise = summarise
+
+    def prune(self, before_segment: int) -> None:
+        """Delete the segments before this one, which begins with what they said.
+
+        From the oldest on, each durably before the next: whatever a crash leaves is a journal without a gap.
+
+        Raises:
+            StorageFailed: the disk refused; the journal cannot be used any more.
+        """
+        self._require_usable()
+        assert before_segment <= self._tail.number
+        while self._first_segment < before_segment:
+            path = segment_path(self._directory, self._first_segment)
+            with self._fatal():
+                delete(path)
+            self._first_segment += 1
+            _log.info("journal pruned path=%s", path)
 
     def reserve(self, attachment_bytes: int) -> None:
         """Set room aside for one append of up to `attachment_bytes`, so that a full disk shows before the work.
@@ -252,16 +289,24 @@ class Journal:
         The new one has its room before the old one is finished, so that a full disk changes nothing; the old one is
         whole and durable before the new one is there, so that only the last segment ever has a torn tail.
         """
-        old = self._tail
+        old, salt = self._tail, self._draw_salt()
+        opening: tuple[Bytes, ...] = ()
+        if self._summarise is not None:
+            kind, body = records.encode(self._summarise())
+            header = record_header(kind, body, b"", sequence=self._num_records, durable=self._durable, salt=salt)
+            opening = (header, body)
         with self._fatal():
             self._tail = create_tail(
                 self._directory,
                 old.number + 1,
                 first_sequence=self._num_records,
-                salt=self._draw_salt(),
+                salt=salt,
                 room=self._reserved_bytes + room,
+                opening=opening,
                 before_visible=old.finish,
             )
+        if opening:
+            self._num_records += 1
         self._durable = self._num_records
         old.close()
 

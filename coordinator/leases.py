@@ -24,18 +24,29 @@ class Leases:
     def outstanding(self, node: NodeId, incarnation: int) -> int:
         """Granted and, as far as is known, not used yet."""
         owner = (node, incarnation)
-        return sum(lease.count for lease in self.held.get(owner, ())) - self.consumed.get(owner, 0)
+        return self._granted(owner) - self.consumed.get(owner, 0)
 
-    def propose(self, count: int) -> Lease:
-        """The next grant of at most `count` samples; what came back goes first. Changes nothing."""
-        assert count > 0
-        if self.returned:
-            first = self.returned[0]
-            return Lease(start=first.start, count=min(count, first.count))
-        return Lease(start=self.frontier, count=count)
+    def unused(self, node: NodeId, incarnation: int) -> list[Lease]:
+        """Its grants that are not used up, each whole, in the order it got them."""
+        owner = (node, incarnation)
+        used, leases = self.consumed.get(owner, 0), list(self.held.get(owner, ()))
+        while leases and leases[0].count <= used:
+            used -= leases.pop(0).count
+        return leases
+
+    def propose(self, count: int) -> list[Lease]:
+        """The next grants, `count` samples in all: what came back goes first, however small. Changes nothing."""
+        leases: list[Lease] = []
+        for lease in self.returned:
+            if count > 0:
+                leases.append(Lease(start=lease.start, count=min(count, lease.count)))
+                count -= leases[-1].count
+        if count > 0:
+            leases.append(Lease(start=self.frontier, count=count))
+        return leases
 
     def grant(self, node: NodeId, incarnation: int, lease: Lease) -> None:
-        """Book a proposed grant."""
+        """Book a proposed grant; several in their order."""
         if self.returned and self.returned[0].start == lease.start:
             first = self.returned.pop(0)
             if first.count > lease.count:
@@ -46,10 +57,11 @@ class Leases:
         self.held.setdefault((node, incarnation), []).append(lease)
 
     def watermark(self, node: NodeId, incarnation: int, consumed: int) -> None:
-        """The node has used this many samples since its start."""
+        """The node has used this many samples since its start; more than it was granted is not believed."""
         owner = (node, incarnation)
-        if owner in self.held:
-            self.consumed[owner] = max(consumed, self.consumed.get(owner, 0))
+        consumed = min(consumed, self._granted(owner))
+        if consumed > self.consumed.get(owner, 0):
+            self.consumed[owner] = consumed
 
     def give_back(self, node: NodeId, incarnation: int) -> int:
         """The node is gone: what it did not use is free again. Returns the number of samples."""
@@ -64,7 +76,7 @@ class Leases:
         return sum(lease.count for lease in free)
 
     def check(self) -> None:
-        """Everything below the frontier is held or returned, once."""
+        """No sample is in two places, none is beyond the frontier, and nobody used more than it was granted."""
         ranges = sorted(
             [(lease.start, lease.count) for leases in self.held.values() for lease in leases]
             + [(lease.start, lease.count) for lease in self.returned]
@@ -72,3 +84,7 @@ class Leases:
         for (start, count), (following, _) in itertools.pairwise(ranges):
             assert start + count <= following, "a sample is granted twice"
         assert not ranges or ranges[-1][0] + ranges[-1][1] <= self.frontier
+        assert all(used <= self._granted(owner) for owner, used in self.consumed.items())
+
+    def _granted(self, owner: tuple[NodeId, int]) -> int:
+        return sum(lease.count for lease in self.held.get(owner, ()))

@@ -4,17 +4,20 @@ The running machine and a restart build it by the same `apply`, so that what was
 known after it. Sessions, expectations and deadlines are not durable: they live in `coordinator/machine.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from farloop.algo import schedule
 from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.coordinator import records as rec
 from farloop.coordinator.leases import Leases
-from farloop.wire.messages import Committed, Offer
+from farloop.wire.messages import AnchorRef, Committed, Offer
 from farloop.wire.reasons import Reason
 
 HISTORY_VERSIONS = 16
 """Commits a fragment remembers for those who come back (protocol R asks for 7 at least)."""
+
+_BLOB_HEADER_BYTES = 64
 
 
 @dataclass(slots=True)
@@ -32,7 +35,7 @@ class Ledger:
     started: dict[NodeId, tuple[int, int]] = field(default_factory=dict)
     """(incarnation, first round) of the nodes that take part."""
     inputs: dict[BlobId, Offer] = field(default_factory=dict)
-    """Stored deltas without an outcome."""
+    """Stored deltas without an outcome, in the order they came."""
     leases: Leases = field(default_factory=Leases)
     evaluations: list[rec.EvaluationTaken] = field(default_factory=list)
     finished: bool = False
@@ -46,6 +49,61 @@ class Ledger:
         ledger.windows = {w.fragment: w for w in schedule.first_windows(spec.terms, spec.identity.layout)}
         return ledger
 
+    @classmethod
+    def resume(cls, saved: rec.LedgerSaved) -> "Ledger":
+        """What `saved` was made of."""
+        ledger = cls(spec=saved.spec, epoch=saved.epoch, versions=list(saved.versions), finished=saved.finished)
+        ledger.windows = {terms.fragment: terms for terms in saved.windows}
+        ledger.rounds = {plan.index: plan for plan in saved.rounds}
+        ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
+        ledger.started = {started.node: (started.incarnation, started.round) for started in saved.started}
+        ledger.inputs = {stored.blob: _offer(stored) for stored in saved.inputs}
+        ledger.evaluations = list(saved.evaluations)
+        ledger.leases = Leases(
+            frontier=saved.frontier,
+            returned=list(saved.returned),
+            held={(held.node, held.incarnation): list(held.leases) for held in saved.held},
+            consumed={(held.node, held.incarnation): held.consumed for held in saved.held if held.consumed},
+        )
+        return ledger
+
+    def saved(self) -> rec.LedgerSaved:
+        """All of it as one record, for a journal to go on from."""
+        leases = self.leases
+        return rec.LedgerSaved(
+            spec=self.spec,
+            epoch=self.epoch,
+            versions=tuple(self.versions),
+            windows=tuple(self.windows.values()),
+            rounds=tuple(self.rounds.values()),
+            commits=tuple(self.commits.values()),
+            started=tuple(
+                rec.NodeStarted(node=node, incarnation=incarnation, round=round_index)
+                for node, (incarnation, round_index) in self.started.items()
+            ),
+            inputs=tuple(
+                rec.InputStored(blob=blob, window=offer.window, contributors=offer.contributors, digest=offer.digest)
+                for blob, offer in self.inputs.items()
+            ),
+            frontier=leases.frontier,
+            returned=tuple(leases.returned),
+            held=tuple(
+                rec.LeasesHeld(
+                    node=node,
+                    incarnation=incarnation,
+                    leases=tuple(held),
+                    consumed=leases.consumed.get((node, incarnation), 0),
+                )
+                for (node, incarnation), held in leases.held.items()
+            ),
+            evaluations=tuple(self.evaluations),
+            finished=self.finished,
+        )
+
+    def copy(self) -> "Ledger":
+        """One that knows the same and goes its own way: what it holds is frozen, only its containers are its own."""
+        return Ledger.resume(self.saved())
+
     def apply(self, record: rec.Record) -> None:
         """Take the next record of the journal."""
         match record:
@@ -53,15 +111,18 @@ class Ledger:
                 self.epoch = epoch
             case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index):
                 self.started[node] = (incarnation, round_index)
-            case rec.NodeLeft(node=node):
+            case rec.NodeLeft(node=node, consumed=consumed):
                 if node in self.started:
-                    self.leases.give_back(node, self.started.pop(node)[0])
-            case rec.LeaseGranted(node=node, incarnation=incarnation, lease=lease):
+                    incarnation, _ = self.started.pop(node)
+                    self.leases.watermark(node, incarnation, consumed)
+                    self.leases.give_back(node, incarnation)
+            case rec.LeaseGranted(node=node, incarnation=incarnation, lease=lease, consumed=consumed):
+                self.leases.watermark(node, incarnation, consumed)
                 self.leases.grant(node, incarnation, lease)
             case rec.RoundFixed(round=plan):
                 self.rounds[plan.index] = plan
-            case rec.InputStored(blob=blob, window=window, contributors=contributors, digest=digest):
-                self.inputs[blob] = Offer(blob=blob, size=0, digest=digest, window=window, contributors=contributors)
+            case rec.InputStored():
+                self._store(record)
             case rec.InputDropped(blob=blob):
                 self.inputs.pop(blob, None)
             case rec.WindowCommitted():
@@ -70,8 +131,19 @@ class Ledger:
                 self.evaluations.append(record)
             case rec.RunFinished():
                 self.finished = True
-            case rec.RunStarted() | rec.SnapshotTaken():
-                pass  # the first opens the journal; the second matters to the store alone
+            case rec.RunStarted() | rec.LedgerSaved() | rec.SnapshotTaken():
+                pass  # the first two open a journal, and say nothing new in it; the third matters to the store alone
+
+    def _store(self, stored: rec.InputStored) -> None:
+        """A spooled delta counts if it came in time and nobody in it has contributed yet.
+
+        The machine decides the same when it hears of the delta, and journals a drop; a crash may come between.
+        """
+        names = {contribution.node for contribution in stored.contributors}
+        others = (offer for offer in self.inputs.values() if offer.blob.fragment == stored.blob.fragment)
+        taken = {contribution.node for offer in others for contribution in offer.contributors}
+        if stored.window == self.versions[stored.blob.fragment] + 1 and not names & taken:
+            self.inputs[stored.blob] = _offer(stored)
 
     def _commit(self, record: rec.WindowCommitted) -> None:
         fragment, version = record.fragment, record.version
@@ -122,6 +194,25 @@ class Ledger:
         committed = self.commits.get((fragment, version))
         return committed.anchor_digest if committed else None
 
+    def updates_after(self, fragment: int, held: AnchorRef | None) -> list[Committed] | None:
+        """The commits that lead from the anchor that a node holds to the current one; None where it needs a snapshot.
+
+        Updates if they are all remembered and no more bytes than a snapshot (protocol R). An anchor with another digest
+        is of another history (protocol S).
+        """
+        if held is None or held.digest != self.anchor_digest(fragment, held.version):
+            return None
+        missed = [self.commits.get((fragment, v)) for v in range(held.version + 1, self.versions[fragment] + 1)]
+        known = [committed for committed in missed if committed is not None]
+        snapshot_bytes = 4 * self.spec.identity.layout.fragments[fragment].numel + _BLOB_HEADER_BYTES
+        if len(known) < len(missed) or sum(committed.size for committed in known) > snapshot_bytes:
+            return None
+        return known
+
+    def is_vector(self, versions: Sequence[int]) -> bool:
+        """Whether these are versions of every fragment, one each."""
+        return len(versions) == len(self.versions)
+
     def outcome_reason(self, blob: BlobId, window: int) -> Reason | None:
         """Why a delta for `window` cannot be taken any more; None while its window is open and its base fits."""
         version = self.versions[blob.fragment]
@@ -138,5 +229,11 @@ class Ledger:
         for fragment, terms in self.windows.items():
             assert terms.window == self.versions[fragment] + 1
             assert terms.round in self.rounds
-        assert all(offer.window > self.versions[blob.fragment] for blob, offer in self.inputs.items())
+        assert all(offer.window == self.versions[blob.fragment] + 1 for blob, offer in self.inputs.items())
+        assert all(self.versions[fragment] - HISTORY_VERSIONS < version for fragment, version in self.commits)
         self.leases.check()
+
+
+def _offer(stored: rec.InputStored) -> Offer:
+    """As the node announced it, but for its size, which nobody asks for again."""
+    return Offer(blob=stored.blob, size=0, digest=stored.digest, window=stored.window, contributors=stored.contributors)

@@ -40,7 +40,11 @@ RETRY_SEND_S = 0.005
 
 MAX_SESSIONS = 1024
 BAD_FRAMES = 8
-"""Frames that may break the protocol before the session is ended."""
+"""Frames in a row that break the protocol before the session is ended: one that is damaged is sent again."""
+
+
+class BindError(OSError):
+    """The port cannot be had; one line for the person who chose it."""
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class Peer:
     routes: dict[int, bytes]
     """Lane number → ROUTER's id of it."""
     bad_frames: int = 0
+    """In a row."""
 
 
 class RouterLink:
@@ -84,7 +89,7 @@ class RouterLink:
 
         Raises:
             KeyFileError: a key file cannot be used.
-            OSError: the endpoint cannot be bound; `explain_bind` makes a sentence of it.
+            BindError: the endpoint cannot be bound.
         """
         self._on_event, self._limits, self._timing = on_event, limits, timing
         self._peers: dict[int, Peer] = {}
@@ -100,6 +105,9 @@ class RouterLink:
         try:
             self._configure(key)
             self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise BindError(explain_bind(endpoint, error)) from error
         except BaseException:
             self.close()
             raise
@@ -209,6 +217,8 @@ class RouterLink:
             _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane.number, str(error))
             if peer.bad_frames >= BAD_FRAMES:
                 return self.closed_by_us(peer, Reason.MALFORMED)
+        else:
+            peer.bad_frames = 0
         self.flush(peer)
 
     def _owner(self, frame: zmq.Frame) -> NodeId | None:

@@ -5,14 +5,13 @@ Events in, commands out (`coordinator/events.py`). What must outlive a crash goe
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import assert_never
 
 from farloop.algo import schedule
-from farloop.algo.spec import BlobKind, Lease, NodeId, RoundPlan, WindowTerms
+from farloop.algo.spec import Lease, NodeId, RoundPlan, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
-from farloop.coordinator.admission import refusal
+from farloop.coordinator.admission import delta_refusal, refusal
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.roster import CLOSED_GRACE_S, Member
 from farloop.coordinator.windows import Window
@@ -28,8 +27,6 @@ LEASE_STEPS = 60
 RETRY_S = 1.0
 """Pause before a failed commit is tried again."""
 
-BLOB_HEADER_BYTES = 64
-
 
 class CoordinatorMachine:
     """One incarnation of the coordinator of one run."""
@@ -40,6 +37,8 @@ class CoordinatorMachine:
         self.members: dict[NodeId, Member] = {}
         self.windows: dict[int, Window] = {}
         self.alarms: dict[str, str] = {}
+        self._commits: dict[int, ev.Commit] = {}
+        """Of the windows that are closing. A decision stands: after a failure it is tried again (protocol O)."""
         self._retry_at: dict[int, float] = {}
         self._commands: list[ev.Command] = []
         for name, (incarnation, start_round) in ledger.started.items():
@@ -54,7 +53,9 @@ class CoordinatorMachine:
         for terms in ledger.windows.values():
             window = self._open(terms)
             window.inputs = {b: o for b, o in ledger.inputs.items() if b.fragment == terms.fragment}
+        self._fix_rounds()
         self._try_close_all()
+        self._finish_if_over()
 
     @property
     def begun(self) -> bool:
@@ -106,8 +107,7 @@ class CoordinatorMachine:
                 self._remove(member, member.reason)
         for fragment in [f for f, at in self._retry_at.items() if at <= now]:
             del self._retry_at[fragment]
-            self.windows[fragment].state = "open"
-            self._try_close(fragment)
+            self._do(self._commits[fragment])
         self._start_ready(at_boundary=False)
         return self._flush()
 
@@ -152,12 +152,16 @@ class CoordinatorMachine:
             if member:
                 self._leave(member, Reason.OLD_INCARNATION)
             member = self.members[name] = Member(name=name, incarnation=hello.incarnation)
+        elif hello.round is None and name in self.ledger.started:
+            self._leave(member, Reason.NOT_A_PARTICIPANT)  # it never heard of its start: it will get another
         member.connect(event.session, hello, now)
         if member.stage == "training":
             self._welcome_back(member)
         self._do(ev.Accept(session=event.session, node=name, welcome=self._welcome()))
         if self.ledger.finished:
             self._do(ev.Tell(node=name, message=msg.Finished()))
+        if member.stage == "training":
+            self._grant_again(member)
         for fragment in range(len(self.ledger.versions)):
             self._catch_up(member, hello, fragment)
 
@@ -182,18 +186,12 @@ class CoordinatorMachine:
                 del window.removed[member.name]
 
     def _catch_up(self, member: Member, hello: msg.Hello, fragment: int) -> None:
-        """Updates from the node's version on, or a snapshot, whichever is fewer bytes (protocol R)."""
-        current = self.ledger.versions[fragment]
         held = next((ref for ref in hello.anchors if ref.fragment == fragment), None)
-        if held and held.digest == self.ledger.anchor_digest(fragment, held.version):
-            missed = [self.ledger.commits.get((fragment, v)) for v in range(held.version + 1, current + 1)]
-            known = [committed for committed in missed if committed is not None]
-            snapshot_bytes = 4 * self.ledger.spec.identity.layout.fragments[fragment].numel + BLOB_HEADER_BYTES
-            if len(known) == len(missed) and sum(c.size for c in known) <= snapshot_bytes:
-                for committed in known:
-                    self._do(ev.Publish(nodes=(member.name,), committed=committed))
-                return
-        self._do(ev.SendSnapshot(node=member.name, fragment=fragment))
+        updates = self.ledger.updates_after(fragment, held)
+        if updates is None:
+            self._do(ev.SendSnapshot(node=member.name, fragment=fragment))
+        for committed in updates or ():
+            self._do(ev.Publish(nodes=(member.name,), committed=committed))
 
     def _heard(self, member: Member, message: msg.Message, now: float) -> None:
         match message:
@@ -206,13 +204,15 @@ class CoordinatorMachine:
             case msg.Progress():
                 member.progress = message
                 self.ledger.leases.watermark(member.name, member.incarnation, message.sample_watermark)
-            case msg.Evaluation(loss=loss, versions=versions, position=position):
+                self._top_up(member)
+            case msg.Evaluation(loss=loss, versions=versions, position=position) if self.ledger.is_vector(versions):
                 self._record(rec.EvaluationTaken(loss=loss, versions=versions, position=position))
             case msg.Fetch(fragment=fragment):
                 if 0 <= fragment < len(self.ledger.versions):
                     self.alarms[f"anchor of {member.name}"] = f"fragment {fragment} did not match its digest"
                     self._do(ev.SendSnapshot(node=member.name, fragment=fragment))
-            case msg.Leave(reason=reason):
+            case msg.Leave(reason=reason, anchors=anchors):
+                member.anchors = anchors
                 member.disconnect(reason, now, 0.0)
                 self._leave(member, reason)
                 self._start_ready(at_boundary=False)
@@ -224,7 +224,8 @@ class CoordinatorMachine:
         self._remove(member, reason)
         member.stage = "left"
         if member.name in self.ledger.started:
-            self._record(rec.NodeLeft(node=member.name, reason=reason))
+            consumed = self.ledger.leases.consumed.get((member.name, member.incarnation), 0)
+            self._record(rec.NodeLeft(node=member.name, reason=reason, consumed=consumed))
 
     def _remove(self, member: Member, reason: Reason) -> None:
         """No window waits for it any more."""
@@ -238,7 +239,7 @@ class CoordinatorMachine:
         """Start who is ready: at the run's begin, at a round's boundary, or at once where nobody trains any more."""
         ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
         alone = not any(m.counts for m in self.members.values())
-        if not ready or not self.windows:
+        if not ready or not self.ledger.windows:
             return
         if not self.begun and len(ready) < self.ledger.spec.terms.min_nodes:
             return
@@ -256,21 +257,35 @@ class CoordinatorMachine:
     def _start(self, member: Member, plan: RoundPlan) -> None:
         member.stage, member.start_round = "training", plan.index
         self._record(rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=plan.index))
-        lease = self._grant(member)
-        self._do(ev.Tell(node=member.name, message=msg.Start(round=plan, lease=lease)))
+        leases = self._grant(member)
+        self._do(ev.Tell(node=member.name, message=msg.Start(round=plan, lease=leases[0] if leases else None)))
+        for lease in leases[1:]:
+            self._do(ev.Tell(node=member.name, message=msg.Grant(lease=lease)))
 
-    def _grant(self, member: Member) -> Lease | None:
-        """Top a node's samples up to `LEASE_ROUNDS` rounds; None where it has enough, or brings its own."""
-        terms = self.ledger.spec.terms
-        if not self.ledger.spec.identity.num_samples:
-            return None
-        wanted = max(LEASE_ROUNDS * terms.h, LEASE_STEPS) * terms.batch_sequences
-        short = wanted - self.ledger.leases.outstanding(member.name, member.incarnation)
-        if short < wanted // LEASE_ROUNDS:
-            return None
-        lease = self.ledger.leases.propose(short)
-        self._record(rec.LeaseGranted(node=member.name, incarnation=member.incarnation, lease=lease))
-        return lease
+    def _grant(self, member: Member) -> list[Lease]:
+        """Top a node's samples up to `LEASE_ROUNDS` rounds; none where it has enough, or brings its own."""
+        spec, book, owner = self.ledger.spec, self.ledger.leases, (member.name, member.incarnation)
+        wanted = max(LEASE_ROUNDS * spec.terms.h, LEASE_STEPS) * spec.terms.batch_sequences
+        short = wanted - book.outstanding(*owner)
+        if not spec.identity.num_samples or short < wanted // LEASE_ROUNDS:
+            return []
+        leases, consumed = book.propose(short), book.consumed.get(owner, 0)
+        for lease in leases:
+            self._record(
+                rec.LeaseGranted(node=member.name, incarnation=member.incarnation, lease=lease, consumed=consumed)
+            )
+        return leases
+
+    def _top_up(self, member: Member) -> None:
+        if member.counts and member.session is not None:
+            for lease in self._grant(member):
+                self._do(ev.Tell(node=member.name, message=msg.Grant(lease=lease)))
+
+    def _grant_again(self, member: Member) -> None:
+        """Grants may have been lost with the last session. A node knows those that it has."""
+        for lease in self.ledger.leases.unused(member.name, member.incarnation):
+            self._do(ev.Tell(node=member.name, message=msg.Grant(lease=lease)))
+        self._top_up(member)
 
     # --- windows
 
@@ -289,27 +304,11 @@ class CoordinatorMachine:
 
     def _offered(self, member: Member, offer: msg.Offer) -> None:
         blob = offer.blob
-        mine = [(c.node, c.incarnation, c.base) for c in offer.contributors]
-        well_formed = (
-            blob.kind is BlobKind.DELTA
-            and 0 <= blob.fragment < len(self.ledger.versions)
-            and mine == [(member.name, member.incarnation, blob.version)]
-            and (blob.node, blob.incarnation) == (member.name, member.incarnation)
-        )
-        if not well_formed:
-            return self._tell_outcome(member.name, offer, Reason.CORRUPT, "the offer does not fit its sender")
         window = self.windows.get(blob.fragment)
         if window and blob in window.inputs:
             return self._do(ev.Tell(node=member.name, message=msg.Stored(blob=blob)))
-        reason = self.ledger.outcome_reason(blob, offer.window)
-        if reason is None and member.stage != "training":
-            reason = Reason.NOT_A_PARTICIPANT
-        if reason is None and window and window.state == "closing":
-            reason = Reason.LATE
-        if reason is None and window and member.name in window.contributors:
-            reason = Reason.OVERLAP
-        if reason is not None:
-            return self._tell_outcome(member.name, offer, reason, reason.sentence)
+        if refused := delta_refusal(offer, member, self.ledger, window):
+            return self._tell_outcome(member.name, offer, *refused)
         self._do(ev.Receive(offer=offer))
 
     def _tell_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
@@ -317,12 +316,16 @@ class CoordinatorMachine:
 
     def _stored(self, offer: msg.Offer) -> None:
         window = self.windows.get(offer.blob.fragment)
+        if window and offer.blob in window.inputs:
+            return self._do(ev.Tell(node=offer.blob.node, message=msg.Stored(blob=offer.blob)))
         if window is None or window.terms.window != offer.window or window.state == "closing":
             return self._drop(offer, Reason.LATE, Reason.LATE.sentence)
         if offer.blob.node in window.contributors:
             return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
         window.inputs[offer.blob] = offer
-        self.ledger.inputs[offer.blob] = offer
+        self.ledger.apply(
+            rec.InputStored(blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest)
+        )
         self._do(ev.Tell(node=offer.blob.node, message=msg.Stored(blob=offer.blob)))
         self._try_close(offer.blob.fragment)
 
@@ -342,55 +345,51 @@ class CoordinatorMachine:
             self._try_close(fragment)
 
     def _try_close(self, fragment: int) -> None:
-        window, terms = self.windows[fragment], self.ledger.spec.terms
-        why = window.why_close(terms.quorum, terms.floor)
+        window, spec = self.windows[fragment], self.ledger.spec
+        why = window.why_close(spec.terms.quorum, spec.terms.floor)
         if why is None:
             return
+        self._fix_rounds()
         window.state = "closing"
-        shares = window.shares()
-        draft = rec.WindowCommitted(
-            fragment=fragment,
-            version=window.terms.window,
-            round=window.terms.round,
-            merged=shares,
-            drops=window.drops(),
-            blobs=tuple(
-                rec.Addend(blob=offer.blob, weight=share.weight)
-                for offer, share in zip(window.ordered(), shares, strict=True)
-            ),
-            anchor_digest=0,
-            target_digest=0,
-            momentum_digest=None,
-            next_window=schedule.window_after(
-                terms, self.ledger.spec.identity.layout, window.terms, self.ledger.rounds
-            ),
-            update_size=0,
-            update_digest=0,
-            outer_lr=terms.outer_lr,
-            outer_momentum=terms.outer_momentum,
-            why=why,
-        )
-        self._do(ev.Commit(draft=draft, codec_down=window.terms.codec_down))
+        draft = window.draft(spec, self.ledger.rounds, why)
+        commit = self._commits[fragment] = ev.Commit(draft=draft, codec_down=window.terms.codec_down)
+        self._do(commit)
 
     def _committed(self, record: rec.WindowCommitted) -> None:
         """A commit is durable: open what follows, tell everybody, start who waits, and end the run where it ends."""
         before = self.ledger.current_round
         closed = self.windows.pop(record.fragment)
+        del self._commits[record.fragment]
         self.ledger.apply(record)
         self.alarms.pop(f"commit of fragment {record.fragment}", None)
-        if plan := self.ledger.next_round_to_fix():
-            self._record(rec.RoundFixed(round=plan))
-        if record.next_window:
-            self._open(record.next_window)
+        self._fix_rounds()
         self._publish(record, closed)
         if self.ledger.current_round > before:
             self._start_ready(at_boundary=True)
-            self._top_up()
-        if not self.ledger.windows and not self.ledger.finished:
+            for member in self.members.values():
+                self._top_up(member)
+        if record.next_window:
+            self._open(record.next_window)  # expects who has just started, too
+        self._finish_if_over()
+
+    def _fix_rounds(self) -> None:
+        """Fix what the open windows need: the round after the newest of theirs (protocol B).
+
+        A window of round r may close before any of round r − 1 did, and a restart may find a commit whose round is not
+        in the journal.
+        """
+        while plan := self.ledger.next_round_to_fix():
+            self._record(rec.RoundFixed(round=plan))
+
+    def _finish_if_over(self) -> None:
+        """End the run where every fragment is final: here, or at the restart after a crash in between."""
+        if self.ledger.windows:
+            return
+        if not self.ledger.finished:
             self._record(rec.RunFinished())
-            for member in self._connected():
-                self._do(ev.Tell(node=member.name, message=msg.Finished()))
-            self._do(ev.Finish())
+        for member in self._connected():
+            self._do(ev.Tell(node=member.name, message=msg.Finished()))
+        self._do(ev.Finish())
 
     def _publish(self, record: rec.WindowCommitted, closed: Window) -> None:
         committed = dataclasses.replace(
@@ -411,10 +410,5 @@ class CoordinatorMachine:
             return None
         return min((m.name for m in self._connected() if m.stage == "training"), default=None)
 
-    def _top_up(self) -> None:
-        for member in self.members.values():
-            if member.counts and member.session is not None and (lease := self._grant(member)):
-                self._do(ev.Tell(node=member.name, message=msg.Grant(lease=lease)))
-
-    def _connected(self) -> Iterable[Member]:
+    def _connected(self) -> list[Member]:
         return [m for m in self.members.values() if m.session is not None and m.stage != "left"]

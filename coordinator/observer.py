@@ -5,6 +5,7 @@ Reads the machine, decides nothing.
 
 import json
 import logging
+import os
 import time
 from pathlib import Path
 from typing import IO, Literal
@@ -35,7 +36,8 @@ class Observer:
         self._offset_s = _last_time(metrics_file)
         self._started = time.monotonic()
         self._training_since: float | None = None
-        self._file: IO[str] = metrics_file.open("a", buffering=1)
+        self._finished_at: float | None = None
+        self._file: IO[str] = _open_after(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
         self._evaluated_at: dict[int, float] = {}
@@ -57,12 +59,9 @@ class Observer:
         match event:
             case ev.Heard(node=node, message=msg.Progress() as progress):
                 self._progress(node, progress)
-            case ev.Heard(node=node, message=msg.Evaluation(loss=loss, position=position)):
-                self._evaluated_at[len(machine.ledger.evaluations)] = self.t
-                tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
-                self._write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
-                self._metrics.loss.set(loss)
-                _log.info("evaluation node=%s loss=%.4f position=%g", node, loss, position)
+            case ev.Heard(node=node, message=msg.Evaluation() as evaluation):
+                if machine.ledger.is_vector(evaluation.versions):
+                    self._evaluation(node, evaluation, machine)
             case _:
                 pass
 
@@ -129,6 +128,9 @@ class Observer:
         identity, terms = ledger.spec.identity, ledger.spec.terms
         if machine.begun and self._training_since is None:
             self._training_since = now
+        if ledger.finished and self._finished_at is None:
+            self._finished_at = now
+        until = self._finished_at or now
         state: Literal["waiting", "training", "finished"] = "training" if machine.begun else "waiting"
         members = sorted(machine.members.values(), key=lambda m: m.name)
         return {
@@ -146,12 +148,15 @@ class Observer:
                 "parameters": identity.layout.num_parameters,
                 "state": "finished" if ledger.finished else state,
                 "epoch": ledger.epoch,
-                "started_s": now - self._training_since if self._training_since is not None else 0.0,
+                "started_s": until - self._training_since if self._training_since is not None else 0.0,
                 "uptime_s": now - self._started,
             },
-            "position": max((m.progress.position for m in members if m.progress and m.session), default=0.0),
+            "position": max(
+                (m.progress.position for m in members if m.progress and m.session is not None), default=0.0
+            ),
             "round": ledger.current_round,
             "versions": list(ledger.versions),
+            "digests": [f"{ledger.anchor_digest(f, v):016x}" for f, v in enumerate(ledger.versions)],
             "outer_steps": max(ledger.versions),
             "commits": sum(ledger.versions),
             "nodes": [self._node(member, now) for member in members],
@@ -165,7 +170,7 @@ class Observer:
                 }
                 for i, evaluation in enumerate(ledger.evaluations)
             ],
-            "alarms": [*self._store.alarms, *(f"{what}: {why}" for what, why in machine.alarms.items())],
+            "alarms": [f"{what}: {why}" for what, why in {**self._store.alarms, **machine.alarms}.items()],
         }
 
     def _node(self, member: Member, now: float) -> NodeStatus:
@@ -192,6 +197,7 @@ class Observer:
             "detail": progress.detail if progress else "",
             "reason": member.reason.sentence if away else "",
             "last_heard_s": now - member.heard_at,
+            "digests": [f"{ref.digest:016x}" for ref in sorted(member.anchors, key=lambda ref: ref.fragment)],
         }
 
     def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:
@@ -210,6 +216,14 @@ class Observer:
                 }
             )
         return rows
+
+    def _evaluation(self, node: str, evaluation: msg.Evaluation, machine: CoordinatorMachine) -> None:
+        loss, position = evaluation.loss, evaluation.position
+        self._evaluated_at[len(machine.ledger.evaluations)] = self.t
+        tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
+        self._write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
+        self._metrics.loss.set(loss)
+        _log.info("evaluation node=%s loss=%.4f position=%g", node, loss, position)
 
     def _progress(self, node: str, progress: msg.Progress) -> None:
         self._write(
@@ -238,6 +252,14 @@ class Observer:
 
     def _write(self, event: MetricsEvent) -> None:
         self._file.write(json.dumps(event) + "\n")
+
+
+def _open_after(path: Path) -> IO[str]:
+    """The file, to be appended to line by line; behind a line that a crash cut short begins another."""
+    with path.open("a+b") as file:
+        if file.tell() and file.seek(-1, os.SEEK_END) and file.read() != b"\n":
+            file.write(b"\n")
+    return path.open("a", buffering=1)
 
 
 def _last_time(path: Path) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from farloop.algo.spec import BlobId, Contribution, Lease, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.messages import Drop, Share, pack, unpack, validate
+from farloop.wire.messages import Committed, Drop, Share, pack, unpack, validate
 from farloop.wire.reasons import Reason
 
 
@@ -45,6 +45,8 @@ class NodeLeft:
 
     node: NodeId
     reason: Reason
+    consumed: int = 0
+    """Samples of its leases that it had used, as far as was known: the rest are free again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ class LeaseGranted:
     node: NodeId
     incarnation: int
     lease: Lease
+    consumed: int = 0
+    """Samples of its earlier leases that it had used by then: what a crash of both sides leaves uncertain is little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,37 @@ class RunFinished:
     """Every fragment is final."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasesHeld:
+    """What one start of a node was granted, in order, and how many of these samples it had used."""
+
+    node: NodeId
+    incarnation: int
+    leases: tuple[Lease, ...]
+    consumed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSaved:
+    """All that the records before this one say. A segment begins with it, so that those before can be deleted."""
+
+    spec: RunSpec
+    epoch: int
+    versions: tuple[int, ...]
+    windows: tuple[WindowTerms, ...]
+    rounds: tuple[RoundPlan, ...]
+    commits: tuple[Committed, ...]
+    started: tuple[NodeStarted, ...]
+    inputs: tuple[InputStored, ...]
+    """Without an outcome, in the order they came."""
+    frontier: int
+    """First sample that was never granted."""
+    returned: tuple[Lease, ...]
+    held: tuple[LeasesHeld, ...]
+    evaluations: tuple[EvaluationTaken, ...]
+    finished: bool
+
+
 Record = (
     RunStarted
     | EpochClaimed
@@ -154,6 +189,7 @@ Record = (
     | SnapshotTaken
     | EvaluationTaken
     | RunFinished
+    | LedgerSaved
 )
 
 KINDS: dict[type[Record], int] = {
@@ -169,6 +205,7 @@ KINDS: dict[type[Record], int] = {
     SnapshotTaken: 10,
     EvaluationTaken: 11,
     RunFinished: 12,
+    LedgerSaved: 13,
 }
 """Numbers on disk: never reused, never 0."""
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from farloop.algo.spec import NodeId
-from farloop.wire.messages import Hello, Progress
+from farloop.wire.messages import AnchorRef, Hello, Progress
 from farloop.wire.reasons import Reason
 
 CLOSED_GRACE_S = 2.0
@@ -31,6 +31,8 @@ class Member:
     """Why it is absent, or left."""
     device: str = ""
     progress: Progress | None = None
+    anchors: tuple[AnchorRef, ...] = ()
+    """What it held when it left."""
     heard_at: float = 0.0
 
     @property

@@ -1,8 +1,9 @@
 """The bytes of a journal segment, and how one is read after a crash. Writing is `journal.py`.
 
 A segment is one header and then records without gaps, little-endian. What follows the last record is room set aside:
-zeros. A record's digests are seeded with the segment's salt, a random number that never leaves the state directory,
-so that no node can send a delta whose bytes would pass for a record.
+zeros. The oldest segments may be gone, if the first that is left begins with what they said (`LedgerSaved`). A record's
+digests are seeded with the segment's salt, a random number that never leaves the state directory, so that no node can
+send a delta whose bytes would pass for a record.
 
 Which damage is a torn tail? Records that were appended but never synced may be lost in any part and any order when
 the power goes, and nobody was told of them: they are cut. A record that was synced must not be. Every header
@@ -23,7 +24,7 @@ import xxhash
 from farloop.coordinator import records
 from farloop.coordinator.durable import Bytes
 from farloop.coordinator.errors import JournalCorrupt, StorageFailed
-from farloop.coordinator.records import Record
+from farloop.coordinator.records import LedgerSaved, Record
 
 FORMAT_VERSION = 1
 
@@ -57,7 +58,7 @@ RECORD_HEADER_BYTES = _RECORD.size + _DIGEST.size
 MAX_BODY_BYTES = (1 << 32) - 1
 """Of a record, and of an attachment: a fragment of the largest size in fp32 is a quarter of it."""
 
-_NAME = re.compile(r"journal-[0-9]+\.log")
+_NAME = re.compile(r"journal-([0-9]{6,})\.log")
 
 _PIECE_BYTES = 1 << 20
 """Read and hashed at a time, so that a large attachment is never in memory."""
@@ -86,6 +87,7 @@ class Scan:
     """What a segment holds."""
 
     salt: int
+    first_sequence: int
     entries: tuple[Entry, ...]
     end: int
     """The first byte behind the last whole record."""
@@ -93,6 +95,16 @@ class Scan:
     """Bytes of torn records behind it, without the zeros of room set aside."""
     size: int
     """Bytes of the file."""
+
+    @property
+    def next_sequence(self) -> int:
+        """Sequence of the record that follows the last."""
+        return self.first_sequence + len(self.entries)
+
+    @property
+    def begins_a_journal(self) -> bool:
+        """Whether nothing before this segment needs to be read."""
+        return bool(self.entries) and isinstance(self.entries[0].record, LedgerSaved)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,18 +122,19 @@ def segment_path(directory: Path, number: int) -> Path:
     return directory / f"journal-{number:06d}.log"
 
 
-def segment_paths(directory: Path) -> list[Path]:
-    """The segments of the journal in `directory`, in order.
+def segment_paths(directory: Path) -> dict[int, Path]:
+    """The segments of the journal in `directory`, by number, in order.
 
     Raises:
-        JournalCorrupt: one of them is missing.
+        JournalCorrupt: one between them is missing.
     """
-    found = sorted(path for path in directory.iterdir() if _NAME.fullmatch(path.name))
-    expected = [segment_path(directory, number) for number in range(len(found))]
-    for path in expected:
-        if path not in found:
+    numbers = {int(match[1]) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
+    expected = range(min(numbers), max(numbers) + 1) if numbers else range(0)
+    paths = {number: segment_path(directory, number) for number in expected}
+    for number, path in paths.items():
+        if number not in numbers:
             raise JournalCorrupt(path, 0, "this segment of the journal is missing")
-    return expected
+    return paths
 
 
 def read_segments(directory: Path) -> list[Scan]:
@@ -131,14 +144,15 @@ def read_segments(directory: Path) -> list[Scan]:
         JournalCorrupt: a segment is missing, or damaged in a way that is not a torn tail of the last.
         StorageFailed: the disk refused a read.
     """
-    scans: list[Scan] = []
     paths = segment_paths(directory)
-    num_records = 0
-    for number, path in enumerate(paths):
-        scans.append(scan(path, number, num_records))
-        num_records += len(scans[-1].entries)
-        if path != paths[-1] and scans[-1].end != scans[-1].size:
-            raise JournalCorrupt(path, scans[-1].end, f"record {num_records} is damaged, and segments follow")
+    scans: list[Scan] = []
+    for number, path in paths.items():
+        found = scan(path, number, scans[-1].next_sequence if scans else None)
+        scans.append(found)
+        if number == min(paths) and number > 0 and not found.begins_a_journal:
+            raise JournalCorrupt(segment_path(directory, number - 1), 0, "this segment of the journal is missing")
+        if number < max(paths) and found.end != found.size:
+            raise JournalCorrupt(path, found.end, f"record {found.next_sequence} is damaged, and segments follow")
     return scans
 
 
@@ -180,8 +194,11 @@ def record_header(kind: int, body: bytes, attachment: Bytes, *, sequence: int, d
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields, seed=salt))
 
 
-def scan(path: Path, number: int, first_sequence: int) -> Scan:
-    """Read and verify the segment at `path`, which must be the `number`-th and go on at `first_sequence`.
+def scan(path: Path, number: int, first_sequence: int | None) -> Scan:
+    """Read and verify the segment at `path`, which must be the `number`-th.
+
+    Args:
+        first_sequence: where it must go on; None for the first of a journal, which segment 0 begins with record 0.
 
     Raises:
         JournalCorrupt: its header is wrong; a record is damaged of which a later one says that it was durable; or a
@@ -191,32 +208,36 @@ def scan(path: Path, number: int, first_sequence: int) -> Scan:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            salt = _read_segment_header(file, path, number, first_sequence)
-            entries = tuple(_read_records(file, path, number, first_sequence, salt))
+            salt, found_sequence = _read_segment_header(file, path, number)
+            if first_sequence is None and number == 0:
+                first_sequence = 0
+            if first_sequence not in (None, found_sequence):
+                detail = f"it goes on at record {found_sequence}, not {first_sequence}: some are missing"
+                raise JournalCorrupt(path, 16, detail)
+            entries = tuple(_read_records(file, path, number, found_sequence, salt))
             end = SEGMENT_HEADER_BYTES
             if entries:
                 end = entries[-1].attachment.offset + entries[-1].attachment.size
-            torn_bytes = _measure_tail(file, path, end, first_sequence + len(entries), salt)
+            torn_bytes = _measure_tail(file, path, end, found_sequence + len(entries), salt)
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
-    return Scan(salt=salt, entries=entries, end=end, torn_bytes=torn_bytes, size=size)
+    return Scan(salt=salt, first_sequence=found_sequence, entries=entries, end=end, torn_bytes=torn_bytes, size=size)
 
 
-def _read_segment_header(file: BinaryIO, path: Path, number: int, first_sequence: int) -> int:
+def _read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, int]:
+    """Salt, and sequence of the first record."""
     data = file.read(SEGMENT_HEADER_BYTES)
     if len(data) < SEGMENT_HEADER_BYTES or not data.startswith(_SEGMENT_MAGIC):
         raise JournalCorrupt(path, 0, "not a segment of a journal")
-    _, version, found_number, found_sequence, salt = _SEGMENT.unpack_from(data)
+    _, version, found_number, first_sequence, salt = _SEGMENT.unpack_from(data)
     if version != FORMAT_VERSION:
         raise JournalCorrupt(path, 8, f"format version {version} is unknown here; this farloop knows {FORMAT_VERSION}")
     if _DIGEST.unpack_from(data, _SEGMENT.size)[0] != xxhash.xxh3_64_intdigest(data[: _SEGMENT.size]):
         raise JournalCorrupt(path, 0, "the segment's header does not match its digest")
     if found_number != number:
         raise JournalCorrupt(path, 12, f"segment {found_number} under the name of segment {number}")
-    if found_sequence != first_sequence:
-        raise JournalCorrupt(path, 16, f"it goes on at record {found_sequence}, not {first_sequence}: some are missing")
-    assert isinstance(salt, int)
-    return salt
+    assert isinstance(salt, int) and isinstance(first_sequence, int)
+    return salt, first_sequence
 
 
 def _read_records(file: BinaryIO, path: Path, number: int, first_sequence: int, salt: int) -> Iterator[Entry]:

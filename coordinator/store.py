@@ -20,11 +20,12 @@ from farloop.algo.spec import BlobId, BlobKind, RunSpec
 from farloop.coordinator import aggregator, snapshots
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers, Result, Step
+from farloop.coordinator.attachments import Attachments, UpdateSource
 from farloop.coordinator.epoch import claim_epoch
-from farloop.coordinator.errors import StateMismatch
-from farloop.coordinator.journal import Journal
+from farloop.coordinator.errors import DiskFull, StateMismatch
+from farloop.coordinator.journal import SEGMENT_BYTES, Journal
 from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.segment import Attachment, Entry
+from farloop.coordinator.segment import Entry
 from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
@@ -35,20 +36,6 @@ SNAPSHOT_EVERY = 8
 """Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol P)."""
 
 
-class UpdateSource:
-    """An update's bytes, read from the journal as the downlink goes on (protocol R)."""
-
-    def __init__(self, journal: Journal, attachment: Attachment) -> None:
-        self._journal, self._attachment = journal, attachment
-
-    @property
-    def size(self) -> int:
-        return self._attachment.size
-
-    def read(self, offset: int, num_bytes: int) -> memoryview:
-        return memoryview(self._journal.read(self._attachment, offset, num_bytes))
-
-
 class Store:
     """One run's state directory, opened by one coordinator."""
 
@@ -56,22 +43,28 @@ class Store:
         """Not to be called: `create` and `recover` are the ways in."""
         self.directory = directory
         self.ledger = ledger
+        """What the journal says, record by record: the machine, which is ahead of the disk, has its own."""
         self.buffers = buffers
-        self.alarms: list[str] = []
+        self.alarms: dict[str, str] = {}
+        """Replaced, never changed: other threads read it."""
         self._journal = journal
-        self._inputs: dict[BlobId, Attachment] = {}
-        self._updates: dict[tuple[int, int], Attachment] = {}
+        self._attachments = Attachments()
+        self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
+        """Versions of the last two snapshots of each fragment that are known to be good."""
+        journal.begin_segments_with(ledger.saved)
 
     # --- ways in
 
     @classmethod
-    def create(cls, directory: Path, spec: RunSpec, anchors: Sequence[Tensor]) -> "Store":
+    def create(
+        cls, directory: Path, spec: RunSpec, anchors: Sequence[Tensor], *, segment_bytes: int = SEGMENT_BYTES
+    ) -> "Store":
         """Begin a run: snapshots of version 0, then the record that makes them count.
 
         Raises:
             StorageError: as `Journal.open`; StateMismatch where the directory already holds a run.
         """
-        journal, found = Journal.open(directory)
+        journal, found = Journal.open(directory, segment_bytes=segment_bytes)
         try:
             if found.entries:
                 raise StateMismatch(directory, "holds a run already; choose another folder, or resume it")
@@ -81,28 +74,28 @@ class Store:
                 _save_snapshot(directory, spec, index, fragment_buffers)
             started = rec.RunStarted(spec=spec, epoch=epoch)
             store = cls(directory, journal, Ledger.begin(started), buffers)
-            store._journal.append(started)
-            store._journal.sync()
+            store.append(started)
+            store.sync()
         except BaseException:
             journal.close()
             raise
         return store
 
     @classmethod
-    def recover(cls, directory: Path) -> "Store | None":
+    def recover(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
         Raises:
-            StorageError: as `Journal.open`, or an anchor that does not come out as its commit said.
+            StorageError: as `Journal.open`; no good snapshot of a fragment; StateMismatch where journal and snapshots
+                do not fit together, or an anchor does not come out as its commit said.
         """
-        journal, found = Journal.open(directory)
+        journal, found = Journal.open(directory, segment_bytes=segment_bytes)
         try:
             if not found.entries:
                 journal.close()
                 return None
             store = cls._replay(directory, journal, found.entries)
-            epoch = claim_epoch(directory, seen=store.ledger.epoch)
-            store.append(rec.EpochClaimed(epoch=epoch))
+            store.append(rec.EpochClaimed(epoch=claim_epoch(directory, seen=store.ledger.epoch)))
             store.sync()
         except BaseException:
             journal.close()
@@ -111,25 +104,28 @@ class Store:
 
     @classmethod
     def _replay(cls, directory: Path, journal: Journal, entries: Sequence[Entry]) -> "Store":
-        first = entries[0].record
-        if not isinstance(first, rec.RunStarted):
-            raise StateMismatch(directory, "its journal does not begin with a run's start")
-        store = cls(directory, journal, Ledger.begin(first), [])
+        match entries[0].record:
+            case rec.RunStarted() as started:
+                ledger = Ledger.begin(started)
+            case rec.LedgerSaved() as saved:
+                ledger = Ledger.resume(saved)
+            case _:
+                raise StateMismatch(directory, "its journal does not begin with a run's start")
+        store = cls(directory, journal, ledger, [])
         commits: dict[int, list[rec.WindowCommitted]] = {}
         for entry in entries:
-            store._note(entry)
-            store.ledger.apply(entry.record)
+            store._take(entry)
             if isinstance(entry.record, rec.WindowCommitted):
                 commits.setdefault(entry.record.fragment, []).append(entry.record)
-        for index in range(len(store.ledger.versions)):
-            store.buffers.append(store._restore(index, commits.get(index, [])))
+        for index in range(len(ledger.versions)):
+            store._restore(index, commits.get(index, []))
         return store
 
     # --- the journal
 
     def append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
         """Write a record; durable after `sync`."""
-        self._note(self._journal.append(record, attachment))
+        self._take(self._journal.append(record, attachment))
 
     def sync(self) -> None:
         """One fsync for all appends so far. Its failure is fatal."""
@@ -146,7 +142,11 @@ class Store:
         self._journal.release(reserved)
 
     def commit(self, draft: rec.WindowCommitted, result: Result, reserved: int) -> rec.WindowCommitted:
-        """Make a commit durable, and only then swap its buffers in; a snapshot follows every few versions."""
+        """Make a commit durable, and only then swap its buffers in; a snapshot follows every few versions.
+
+        Raises:
+            StorageFailed: it may be durable or not. Exit and recover.
+        """
         record = replace(
             draft,
             anchor_digest=result.anchor_digest,
@@ -155,22 +155,22 @@ class Store:
             update_size=len(result.update),
             update_digest=blob_digest(result.update),
         )
-        self._note(self._journal.append(record, result.update, reserved=reserved))
+        self._take(self._journal.append(record, result.update, reserved=reserved))
         self._journal.sync()
         self.buffers[record.fragment] = result.buffers
         if record.version % SNAPSHOT_EVERY == 0 or record.next_window is None:
-            _save_snapshot(self.directory, self.ledger.spec, record.fragment, result.buffers)
-            self._journal.append(rec.SnapshotTaken(fragment=record.fragment, version=record.version))
+            self._snapshot(record.fragment)
         return record
 
     def read_input(self, blob: BlobId) -> bytes:
         """A spooled delta."""
-        attachment = self._inputs[blob]
+        attachment = self._attachments.input(blob)
+        assert attachment is not None
         return self._journal.read(attachment, 0, attachment.size)
 
     def update_source(self, fragment: int, version: int) -> UpdateSource:
-        """An update, as a cursor over the journal. Any thread."""
-        return UpdateSource(self._journal, self._updates[fragment, version])
+        """An update that the ledger remembers, as a cursor over the journal. Any thread."""
+        return self._attachments.open_update(self._journal, fragment, version)
 
     def snapshot_blob(self, fragment: int) -> tuple[BlobId, bytearray, int]:
         """The anchor in fp32 for a node that cannot follow the updates, and the digest of its bytes. Any thread."""
@@ -199,18 +199,32 @@ class Store:
     def close(self) -> None:
         self._journal.close()
 
+    def _take(self, entry: Entry) -> None:
+        """A record is in the journal."""
+        self._attachments.take(entry)
+        self.ledger.apply(entry.record)
+
+    def _snapshot(self, fragment: int) -> None:
+        """Save the fragment as it is, and delete the segments that nobody can ask for any more.
+
+        A full disk costs nothing but time: the next restart has more to repeat.
+        """
+        buffers, what = self.buffers[fragment], f"snapshot of fragment {fragment}"
+        try:
+            _save_snapshot(self.directory, self.ledger.spec, fragment, buffers)
+            self.append(rec.SnapshotTaken(fragment=fragment, version=buffers.version))
+        except DiskFull as error:
+            _log.warning("alarm what=%r why=%r", what, str(error))
+            self.alarms = {**self.alarms, what: str(error)}
+            return
+        self.alarms = {key: why for key, why in self.alarms.items() if key != what}
+        self._restart_from[fragment] = (self._restart_from[fragment][1], buffers.version)
+        self._journal.prune(self._attachments.forget(self.ledger, [older for older, _ in self._restart_from]))
+
     # --- recovery
 
-    def _note(self, entry: Entry) -> None:
-        match entry.record:
-            case rec.InputStored(blob=blob):
-                self._inputs[blob] = entry.attachment
-            case rec.WindowCommitted(fragment=fragment, version=version):
-                self._updates[fragment, version] = entry.attachment
-            case _:
-                pass
-
-    def _restore(self, index: int, commits: Sequence[rec.WindowCommitted]) -> Buffers:
+    def _restore(self, index: int, commits: Sequence[rec.WindowCommitted]) -> None:
+        """The fragment's buffers: its newest good snapshot, and every commit behind it once more."""
         spec = self.ledger.spec
         snapshot = snapshots.load_latest(self.directory, index, fingerprint=spec.identity.fingerprint())
         if snapshot is None:
@@ -219,13 +233,17 @@ class Store:
         anchor, target = tensors.pop("anchor"), tensors.pop("target")
         buffers = Buffers(version=snapshot.version, anchor=anchor, target=target, outer=tensors)
         for record in commits:
-            if record.version > snapshot.version:
+            if record.version == buffers.version + 1:
                 buffers = self._repeat(buffers, record)
-        return buffers
+        if buffers.version != self.ledger.versions[index]:
+            found = f"snapshot and journal lead to version {buffers.version} of fragment {index}"
+            raise StateMismatch(self.directory, f"{found}, the last commit is {self.ledger.versions[index]}")
+        self.buffers.append(buffers)
+        self._restart_from.append((snapshot.version, snapshot.version))
 
     def _repeat(self, buffers: Buffers, record: rec.WindowCommitted) -> Buffers:
         """One commit again: the anchor from the update, the rest from the inputs."""
-        spec, attachment = self.ledger.spec, self._updates[record.fragment, record.version]
+        spec, attachment = self.ledger.spec, self._attachments.update(record.fragment, record.version)
         step = self.step(record)
         anchor = buffers.anchor.clone()
         update = self._journal.read(attachment, 0, attachment.size)
@@ -235,7 +253,7 @@ class Store:
                 self.directory, f"fragment {record.fragment} does not come out as version {record.version} said"
             )
         stepped = buffers
-        if all(addend.blob in self._inputs for addend in record.blobs):
+        if all(self._attachments.input(addend.blob) for addend in record.blobs):
             inputs = [(self.read_input(addend.blob), addend.weight) for addend in record.blobs]
             delta = aggregator.merge(inputs, step, spec.terms.codec_up, record.blobs[0].blob.version)
             stepped = aggregator.advance(buffers, delta, step, spec.terms)
@@ -243,9 +261,10 @@ class Store:
             stepped = replace(buffers, target=anchor.clone())
         restored = replace(stepped, version=record.version, anchor=anchor)
         if (digest(restored.target), restored.outer_digest()) != (record.target_digest, record.momentum_digest):
-            alarm = f"fragment {record.fragment}: the optimizer's state of version {record.version} came out different"
-            self.alarms.append(alarm)
-            _log.warning("recovery alarm=%r", alarm)
+            what = f"optimizer of fragment {record.fragment}"
+            why = f"its state of version {record.version} came out different at the restart"
+            _log.warning("alarm what=%r why=%r", what, why)
+            self.alarms = {**self.alarms, what: why}
         return restored
 
     def step(self, record: rec.WindowCommitted) -> Step:

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +23,15 @@ class Tail:
     path: Path
     fd: int
     salt: int
+    start: int
+    """Where the records go that follow what the segment was begun with."""
     end: int
     allocated: int
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no record yet."""
-        return self.end == SEGMENT_HEADER_BYTES
+        """Whether nothing was written since it was begun."""
+        return self.end == self.start
 
     def allocate(self, room: int) -> None:
         """Have blocks for `room` bytes behind `end`.
@@ -70,11 +72,13 @@ def create_tail(
     first_sequence: int,
     salt: int,
     room: int,
+    opening: Sequence[Bytes] = (),
     before_visible: Callable[[], None] = lambda: None,
 ) -> Tail:
-    """Begin a segment with blocks for `room` bytes of records. It is there whole or not at all.
+    """Begin a segment with blocks for `room` bytes of records. It is there whole, with its opening, or not at all.
 
     Args:
+        opening: the bytes of its first record.
         before_visible: called when only the new name is missing.
 
     Raises:
@@ -82,17 +86,18 @@ def create_tail(
         StorageFailed: the disk refused.
     """
     path = segment_path(directory, number)
-    header = segment_header(number, first_sequence, salt)
+    parts = [segment_header(number, first_sequence, salt), *opening]
+    start = sum(memoryview(part).nbytes for part in parts)
     with ExitStack() as undo:
         with replacing(path) as temporary:
             fd = _create_file(temporary)
             undo.callback(os.close, fd)
-            allocated = len(header) + max(room, _ALLOCATION_STEP)
+            allocated = start + max(room, _ALLOCATION_STEP)
             allocate(fd, temporary, 0, allocated)
-            write_all(fd, temporary, [header], 0)
+            write_all(fd, temporary, parts, 0)
             before_visible()
         undo.pop_all()
-    return Tail(number, path, fd, salt, len(header), allocated)
+    return Tail(number, path, fd, salt, start, start, allocated)
 
 
 def reopen_tail(path: Path, number: int, found: Scan) -> Tail:
@@ -101,7 +106,7 @@ def reopen_tail(path: Path, number: int, found: Scan) -> Tail:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise StorageFailed(path, f"open: {error.strerror}") from error
-    tail = Tail(number, path, fd, found.salt, found.end, found.size)
+    tail = Tail(number, path, fd, found.salt, SEGMENT_HEADER_BYTES, found.end, found.size)
     try:
         tail.finish()
     except BaseException:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from farloop.algo.spec import BlobId, NodeId, WindowTerms
+from farloop.algo import schedule
+from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.algo.weights import sum_key, token_weights
+from farloop.coordinator.records import Addend, WindowCommitted
 from farloop.wire.messages import Drop, Offer, Share
 from farloop.wire.reasons import Reason
 
@@ -39,8 +41,8 @@ class Window:
         if self.state != "open" or came < floor or not self.inputs:
             return None
         if not self.missing:
-            gone = f", {len(self.removed)} removed" if self.removed else ""
-            return f"all {came} expected came{gone}"
+            gone = set(self.removed) - self.contributors
+            return f"all {came} expected came" + (f", {len(gone)} removed" if gone else "")
         if quorum is not None and came >= quorum:
             return f"quorum of {quorum} reached, without {', '.join(sorted(self.missing))}"
         return None
@@ -62,6 +64,30 @@ class Window:
         """Who was expected and is not merged, and why."""
         absent = sorted(self.expected - self.contributors)
         return tuple(Drop(node=node, reason=self.removed.get(node, Reason.LATE)) for node in absent)
+
+    def draft(self, spec: RunSpec, rounds: dict[int, RoundPlan], why: str) -> WindowCommitted:
+        """The window's commit as far as it is decided; the arithmetic will add the update and the digests."""
+        shares, terms = self.shares(), spec.terms
+        return WindowCommitted(
+            fragment=self.terms.fragment,
+            version=self.terms.window,
+            round=self.terms.round,
+            merged=shares,
+            drops=self.drops(),
+            blobs=tuple(
+                Addend(blob=offer.blob, weight=share.weight)
+                for offer, share in zip(self.ordered(), shares, strict=True)
+            ),
+            anchor_digest=0,
+            target_digest=0,
+            momentum_digest=None,
+            next_window=schedule.window_after(terms, spec.identity.layout, self.terms, rounds),
+            update_size=0,
+            update_digest=0,
+            outer_lr=terms.outer_lr,
+            outer_momentum=terms.outer_momentum,
+            why=why,
+        )
 
     def check(self) -> None:
         """The invariants."""

@@ -60,6 +60,8 @@ class NodeStatus(TypedDict):
     """Why it left; empty while it is here."""
     last_heard_s: float
     """Seconds since its last message."""
+    digests: NotRequired[list[str]]
+    """Of its anchors, in fragment order, as it left with them."""
     h: NotRequired[int]
     """Its own H, where it differs from the run's."""
 
@@ -96,6 +98,8 @@ class Status(TypedDict):
     round: int
     versions: list[int]
     """Per fragment."""
+    digests: list[str]
+    """Of the anchors of these versions, 16 hex digits each."""
     outer_steps: int
     commits: int
     nodes: list[NodeStatus]

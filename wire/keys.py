@@ -5,6 +5,7 @@ The coordinator's allow-list is a folder of `NAME.pub` files: the file's name is
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,9 +79,23 @@ class AllowList:
         except OSError as error:
             raise KeyFileError(f"cannot read the allow-list {self.folder}: {error.strerror}") from error
         if stamp != self._stamp:
-            self._names = {load_public(path): check_name(path.stem) for path in paths}
+            self._names = _owners(paths)
             self._stamp = stamp
 
     def owner(self, public_key: bytes) -> NodeId | None:
         """Whose key it is; None for a key that may not come in (any more)."""
         return self._names.get(public_key)
+
+
+def _owners(paths: Sequence[Path]) -> dict[bytes, NodeId]:
+    """Whose keys these are. Raises KeyFileError."""
+    files: dict[bytes, Path] = {}
+    for path in paths:
+        key = load_public(path)
+        if key in files:
+            raise KeyFileError(f"{path} holds the same key as {files[key].name}: a node has one name; remove one")
+        files[key] = path
+    try:
+        return {key: check_name(path.stem) for key, path in files.items()}
+    except ValueError as error:
+        raise KeyFileError(f"the allow-list has a file of a wrong name: {error}") from error

@@ -1,7 +1,9 @@
 """The journal as its owner sees it: append, sync, reserve, rotate, recover, lock (protocol O, P, R, S)."""
 
 import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,10 +17,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.coordinator import records
 from farloop.coordinator.errors import DiskFull, JournalCorrupt, StateLocked, StorageFailed
 from farloop.coordinator.journal import RECORD_ROOM, Journal
-from farloop.coordinator.records import EpochClaimed, InputStored, Record
+from farloop.coordinator.records import EpochClaimed, InputStored, LedgerSaved, Record
 from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, Scan, read_segments, segment_path, segment_paths
+
+RECORDS = json.loads((Path(__file__).parent / "golden" / "records-v1.json").read_text())
+SUMMARY = records.decode(RECORDS["LedgerSaved"][0], bytes.fromhex(RECORDS["LedgerSaved"][1]))
+assert isinstance(SUMMARY, LedgerSaved)
 
 STORED = InputStored(
     blob=BlobId(kind=BlobKind.DELTA, fragment=0, version=3, node=NodeId("oslo"), incarnation=1, seq=4),
@@ -46,7 +53,8 @@ def crash(journal: Journal) -> None:
 
 def written(directory: Path) -> bytes:
     """The last segment without the room set aside."""
-    return segment_paths(directory)[-1].read_bytes().rstrip(b"\0")
+    paths = segment_paths(directory)
+    return paths[max(paths)].read_bytes().rstrip(b"\0")
 
 
 @pytest.fixture
@@ -103,7 +111,7 @@ def test_a_full_segment_is_followed_by_the_next(tmp_path: Path) -> None:
         assert len(segment_paths(tmp_path)) > 3
         for number, entry in enumerate(entries):
             assert journal.read(entry.attachment, 100, 200) == bytes([number]) * 200
-    assert all(path.stat().st_size <= 1000 for path in segment_paths(tmp_path))
+    assert all(path.stat().st_size <= 1000 for path in segment_paths(tmp_path).values())
     assert reopened(tmp_path) == [STORED] * 10
 
 
@@ -405,14 +413,173 @@ def test_a_journal_that_cannot_be_read_leaves_the_directory_unlocked(tmp_path: P
             Journal.open(tmp_path)
 
 
+def summarised(directory: Path, count: int) -> Journal:
+    """`count` records in as many segments, each but the first of which begins with a summary."""
+    journal, _ = Journal.open(directory, segment_bytes=1000)
+    journal.begin_segments_with(lambda: SUMMARY)
+    for number in range(count):
+        journal.append(STORED, bytes([number]) * 900)
+    return journal
+
+
+def test_a_new_segment_begins_with_a_summary_if_there_is_one(tmp_path: Path) -> None:
+    """P: asked for when all records before it are appended, and durable with the segment."""
+    journal, _ = Journal.open(tmp_path, segment_bytes=1000)
+    appended: list[int] = []
+    asked: list[int] = []
+
+    def summarise() -> LedgerSaved:
+        asked.append(len(appended))
+        return SUMMARY
+
+    journal.begin_segments_with(summarise)
+    for _ in range(3):
+        appended.append(journal.append(STORED, bytes(900)).sequence)
+    assert (asked, appended, journal.num_records, journal.durable) == ([1, 2], [0, 2, 4], 5, 4)
+    journal.close()
+    assert reopened(tmp_path) == [STORED, SUMMARY, STORED, SUMMARY, STORED]
+
+
+def test_a_summary_larger_than_a_segment_is_followed_by_a_record_all_the_same(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path, segment_bytes=100)
+    journal.begin_segments_with(lambda: SUMMARY)
+    with journal:
+        places = [journal.append(EpochClaimed(epoch=epoch)).attachment.segment for epoch in range(3)]
+    assert places == [0, 1, 2]
+
+
+def test_pruned_segments_are_gone_and_the_rest_is_a_journal(tmp_path: Path) -> None:
+    """P"""
+    with summarised(tmp_path, 5) as journal:
+        journal.prune(0)
+        assert list(segment_paths(tmp_path)) == [0, 1, 2, 3, 4]
+        journal.prune(3)
+        journal.prune(2)
+        assert list(segment_paths(tmp_path)) == [3, 4]
+        last = journal.append(EpochClaimed(epoch=1))
+    journal, found = Journal.open(tmp_path, segment_bytes=1000)
+    assert [entry.record for entry in found.entries] == [
+        SUMMARY,
+        STORED,
+        SUMMARY,
+        STORED,
+        SUMMARY,
+        EpochClaimed(epoch=1),
+    ]
+    assert [entry.sequence for entry in found.entries] == list(range(5, 11)) and found.entries[-1] == last
+    assert journal.num_records == journal.durable == 11
+    assert journal.read(found.entries[1].attachment, 0, 900) == bytes([3]) * 900
+    journal.prune(4)
+    assert journal.append(EpochClaimed(epoch=2)).sequence == 11
+    journal.close()
+
+
+def test_segments_go_from_the_oldest_on_each_durably_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may undo a deletion that no sync of the directory followed; it must not tear a hole."""
+    order: list[str] = []
+    unlink = Path.unlink
+
+    def note_unlink(path: Path, missing_ok: bool = False) -> None:
+        order.append(path.name)
+        unlink(path, missing_ok=missing_ok)
+
+    def note_sync(path: Path) -> None:
+        order.append("sync")
+        assert path == tmp_path
+
+    with summarised(tmp_path, 4) as journal:
+        monkeypatch.setattr(Path, "unlink", note_unlink)
+        monkeypatch.setattr("farloop.coordinator.durable.sync_path", note_sync)
+        journal.prune(3)
+        monkeypatch.undo()
+    names = [f"journal-00000{number}.log" for number in range(3)]
+    assert order == [names[0], "sync", names[1], "sync", names[2], "sync"]
+
+
+def test_a_crash_between_two_deletions_leaves_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = Path.unlink
+    whole = tmp_path / "whole"
+    summarised(whole, 5).close()
+    for deleted in range(4):
+        place = tmp_path / str(deleted)
+        shutil.copytree(whole, place)
+        left = deleted
+
+        def die(path: Path, missing_ok: bool = False) -> None:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            unlink(path, missing_ok=missing_ok)
+
+        journal, _ = Journal.open(place, segment_bytes=1000)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", die)
+            with pytest.raises(KeyboardInterrupt):
+                journal.prune(4)
+        crash(journal)
+        journal, found = Journal.open(place)
+        assert len(found.entries) == 9 - (2 * deleted - (deleted > 0))
+        journal.prune(4)
+        journal.close()
+        assert list(segment_paths(place)) == [4] and reopened(place) == [SUMMARY, STORED]
+
+
+def test_a_segment_that_cannot_be_deleted_is_the_disks_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    journal = summarised(tmp_path, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(StorageFailed, match="delete: Read-only file system"):
+            journal.prune(2)
+    with pytest.raises(StorageFailed, match="given up"):
+        journal.append(EpochClaimed(epoch=1))
+    journal.close()
+
+
+def test_the_segment_in_use_is_never_pruned(tmp_path: Path) -> None:
+    with summarised(tmp_path, 2) as journal, pytest.raises(AssertionError):
+        journal.prune(2)
+
+
+def test_segments_without_a_summary_cannot_stand_alone(tmp_path: Path) -> None:
+    """Whoever prunes by hand is told."""
+    journal, _ = Journal.open(tmp_path, segment_bytes=1000)
+    with journal:
+        for _ in range(3):
+            journal.append(STORED, bytes(900))
+    segment_path(tmp_path, 0).unlink()
+    with pytest.raises(JournalCorrupt, match=r"journal-000000\.log.*missing"):
+        Journal.open(tmp_path)
+
+
+def test_a_full_disk_at_a_rotation_with_a_summary_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = summarised(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", Disk(free=0).allocate)
+        with pytest.raises(DiskFull):
+            journal.append(STORED, bytes(900))
+    assert journal.num_records == 1
+    assert journal.append(STORED, bytes(900)).sequence == 2
+    journal.close()
+    assert reopened(tmp_path) == [STORED, SUMMARY, STORED]
+
+
 @settings(max_examples=60, stateful_step_count=30)
 class Model(RuleBasedStateMachine):
-    """Any sequence of calls, clean ends and kills leaves what was appended, in order, with its attachments."""
+    """Any sequence of calls, clean ends and kills leaves what was appended and not pruned, in order and whole."""
 
     def __init__(self) -> None:
         super().__init__()
         self.place = tempfile.TemporaryDirectory()
         self.expected: list[tuple[Record, bytes]] = []
+        self.pruned = 0
         self.reserved: list[int] = []
         self.journal = self.open()
 
@@ -420,8 +587,14 @@ class Model(RuleBasedStateMachine):
         journal, found = Journal.open(Path(self.place.name), segment_bytes=2000)
         content = [(entry.record, journal.read(entry.attachment, 0, entry.attachment.size)) for entry in found.entries]
         assert content == self.expected
+        assert journal.num_records == self.pruned + len(self.expected)
         self.reserved = []
+        journal.begin_segments_with(self.summarise)
         return journal
+
+    def summarise(self) -> LedgerSaved:
+        self.expected.append((SUMMARY, b""))
+        return SUMMARY
 
     @rule(size=st.integers(0, 3000), byte=st.integers(0, 255))
     def append(self, size: int, byte: int) -> None:
@@ -446,7 +619,16 @@ class Model(RuleBasedStateMachine):
 
     @rule()
     def sync(self) -> None:
-        assert self.journal.sync() == len(self.expected)
+        assert self.journal.sync() == self.pruned + len(self.expected)
+
+    @rule(data=st.data())
+    def prune(self, data: st.DataObject) -> None:
+        scans = read_segments(Path(self.place.name))
+        count = data.draw(st.integers(0, len(scans) - 1))
+        self.journal.prune(self.journal._first_segment + count)
+        gone = sum(len(found.entries) for found in scans[:count])
+        self.expected = self.expected[gone:]
+        self.pruned += gone
 
     @rule(cleanly=st.booleans())
     def restart(self, cleanly: bool) -> None:

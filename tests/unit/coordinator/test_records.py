@@ -29,7 +29,7 @@ from farloop.algo.spec import (
     WindowTerms,
 )
 from farloop.coordinator import records as rec
-from farloop.wire.messages import Drop, Share, pack
+from farloop.wire.messages import Committed, Drop, Share, pack
 from farloop.wire.reasons import Reason
 
 GOLDEN = Path(__file__).parent / "golden" / "records-v1.json"
@@ -90,8 +90,8 @@ SAMPLES: tuple[rec.Record, ...] = (
     rec.RunStarted(spec=SPEC, epoch=1),
     rec.EpochClaimed(epoch=2),
     rec.NodeStarted(node=A, incarnation=2, round=4),
-    rec.NodeLeft(node=B, reason=Reason.SILENT),
-    rec.LeaseGranted(node=A, incarnation=2, lease=Lease(start=1 << 40, count=64)),
+    rec.NodeLeft(node=B, reason=Reason.SILENT, consumed=48),
+    rec.LeaseGranted(node=A, incarnation=2, lease=Lease(start=1 << 40, count=64), consumed=160),
     rec.RoundFixed(round=RoundPlan(index=5, start=50, length=10, node_steps=((B, 7),))),
     rec.InputStored(
         blob=DELTA,
@@ -104,6 +104,33 @@ SAMPLES: tuple[rec.Record, ...] = (
     rec.SnapshotTaken(fragment=1, version=7),
     rec.EvaluationTaken(loss=1.5, versions=(7, 6), position=33.5),
     rec.RunFinished(),
+    rec.LedgerSaved(
+        spec=SPEC,
+        epoch=2,
+        versions=(7,),
+        windows=(COMMITTED.next_window,) if COMMITTED.next_window else (),
+        rounds=(RoundPlan(index=4, start=40, length=10),),
+        commits=(
+            Committed(
+                fragment=1,
+                version=7,
+                size=640,
+                digest=1 << 63,
+                anchor_digest=1,
+                merged=COMMITTED.merged,
+                drops=COMMITTED.drops,
+                next_window=COMMITTED.next_window,
+                rounds=(),
+            ),
+        ),
+        started=(rec.NodeStarted(node=A, incarnation=2, round=4),),
+        inputs=(rec.InputStored(blob=DELTA, window=8, contributors=(), digest=3),),
+        frontier=1 << 40,
+        returned=(Lease(start=3, count=4),),
+        held=(rec.LeasesHeld(node=A, incarnation=2, leases=(Lease(start=0, count=3),), consumed=2),),
+        evaluations=(rec.EvaluationTaken(loss=1.5, versions=(7,), position=33.5),),
+        finished=False,
+    ),
 )
 
 
@@ -130,6 +157,10 @@ def test_golden_bytes_are_still_understood() -> None:
 def test_an_infinite_loss_comes_back() -> None:
     record = rec.EvaluationTaken(loss=float("inf"), versions=(), position=0.0)
     assert rec.decode(*rec.encode(record)) == record
+
+
+def test_a_field_that_an_earlier_farloop_did_not_write_has_its_default() -> None:
+    assert rec.decode(4, pack({"node": B, "reason": 17})) == rec.NodeLeft(node=B, reason=Reason.SILENT, consumed=0)
 
 
 def test_a_field_of_a_later_farloop_is_ignored() -> None:

@@ -3,6 +3,7 @@
 `python tests/unit/coordinator/test_segment.py` writes the golden segment anew: only with a new format version.
 """
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +29,11 @@ from farloop.coordinator.segment import (
     scan,
     segment_header,
     segment_path,
+    segment_paths,
 )
 
+RECORDS = json.loads((Path(__file__).parent / "golden" / "records-v1.json").read_text())
+SUMMARY = records.decode(RECORDS["LedgerSaved"][0], bytes.fromhex(RECORDS["LedgerSaved"][1]))
 GOLDEN = Path(__file__).parent / "golden" / "segment-v1.hex"
 SALT = 0x5A17_0123_4567_89AB
 
@@ -227,6 +231,29 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     segment_path(tmp_path, 1).write_bytes(build((), number=1, first=3))
     with pytest.raises(JournalCorrupt, match=r"journal-000000\.log.*missing"):
         read_segments(tmp_path)
+
+
+def test_a_journal_whose_oldest_segments_were_pruned_goes_on_at_its_own_sequence(tmp_path: Path) -> None:
+    first = [Item(record=SUMMARY), *THREE[:2]]
+    segment_path(tmp_path, 4).write_bytes(build(first, number=4, first=90))
+    segment_path(tmp_path, 5).write_bytes(build(THREE, number=5, first=93))
+    scans = read_segments(tmp_path)
+    assert [entry.sequence for found in scans for entry in found.entries] == list(range(90, 96))
+    assert [found.next_sequence for found in scans] == [93, 96]
+
+
+def test_a_gap_is_named_also_where_the_rest_begins_with_a_summary(tmp_path: Path) -> None:
+    segment_path(tmp_path, 4).write_bytes(build([Item(record=SUMMARY)], number=4, first=90))
+    segment_path(tmp_path, 6).write_bytes(build([Item(record=SUMMARY)], number=6, first=93))
+    with pytest.raises(JournalCorrupt, match=r"journal-000005\.log.*missing"):
+        read_segments(tmp_path)
+
+
+def test_files_of_other_names_are_not_segments(tmp_path: Path) -> None:
+    segment_path(tmp_path, 0).write_bytes(build(THREE))
+    for name in ("journal-1.log", "journal-000001.log.tmp", "xjournal-000001.log", "metrics.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    assert segment_paths(tmp_path) == {0: segment_path(tmp_path, 0)}
 
 
 def test_an_attachment_is_read_in_any_part(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""How much each contribution of a window weighs, and in which order they are summed (protocol H)."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farloop.algo.spec import Contribution, NodeId
+from farloop.algo.weights import sum_key, token_weights
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+
+
+def contribution(node: NodeId, tokens: int, steps: int = 10) -> Contribution:
+    return Contribution(node=node, incarnation=1, base=0, steps=steps, tokens=tokens, norm_sq=1.0)
+
+
+def test_a_weight_is_the_share_of_the_tokens() -> None:
+    assert token_weights([[contribution(A, 100)], [contribution(B, 300)]]) == [0.25, 0.75]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 10])
+def test_equal_counters_give_a_uniform_mean(count: int) -> None:
+    """A16: exactly equal, not nearly."""
+    assert token_weights([[contribution(A, 12345)]] * count) == [1 / count] * count
+
+
+def test_who_did_no_step_weighs_nothing_and_dilutes_nothing() -> None:
+    """A16, B23: a zero delta of a joiner is not a vote."""
+    sets = [[contribution(A, 100)], [contribution(B, 100, steps=0)], [contribution(C, 300)]]
+    assert token_weights(sets) == [0.25, 0.0, 0.75]
+
+
+def test_where_nobody_did_a_step_all_weigh_the_same() -> None:
+    """A16: never a division by zero; the deltas are zero anyway."""
+    assert token_weights([[contribution(A, 5, steps=0)], [contribution(B, 0)]]) == [0.5, 0.5]
+
+
+def test_a_relayed_blob_weighs_as_much_as_all_in_it() -> None:
+    relayed = [contribution(A, 100), contribution(B, 200), contribution(C, 700, steps=0)]
+    assert token_weights([relayed, [contribution(NodeId("d"), 300)]]) == [0.5, 0.5]
+
+
+def test_a_window_without_contributions_has_no_weights() -> None:
+    with pytest.raises(AssertionError):
+        token_weights([])
+
+
+@given(tokens=st.lists(st.integers(0, 1 << 62), min_size=1, max_size=40))
+def test_weights_sum_to_one_and_are_in_the_order_of_the_tokens(tokens: list[int]) -> None:
+    """B23"""
+    weights = token_weights([[contribution(A, count)] for count in tokens])
+    assert sum(weights) == pytest.approx(1.0, abs=1e-12)
+    assert all(0.0 <= weight <= 1.0 for weight in weights)
+    by_tokens = [weight for _, weight in sorted(zip(tokens, weights, strict=True))]
+    assert by_tokens == sorted(weights)
+
+
+def test_the_smallest_node_id_of_a_set_is_its_place_in_the_sum() -> None:
+    """H: ids are compared as text, so that every machine sorts alike."""
+    assert sum_key([contribution(C, 1), contribution(A, 1), contribution(B, 1)]) == A
+    assert sum_key([contribution(NodeId("node-10"), 1), contribution(NodeId("node-9"), 1)]) == "node-10"

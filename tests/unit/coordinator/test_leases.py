@@ -1,0 +1,144 @@
+"""Who holds which samples: no sample twice, none lost (protocol, Data leases)."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from farloop.algo.spec import Lease, NodeId
+from farloop.coordinator.leases import Leases
+
+A, B = NodeId("a"), NodeId("b")
+
+
+def granted(book: Leases, node: NodeId, incarnation: int, count: int) -> list[Lease]:
+    leases = book.propose(count)
+    for lease in leases:
+        book.grant(node, incarnation, lease)
+    return leases
+
+
+def test_grants_follow_each_other() -> None:
+    book = Leases()
+    assert granted(book, A, 1, 10) == [Lease(start=0, count=10)]
+    assert granted(book, B, 1, 5) == [Lease(start=10, count=5)]
+    assert granted(book, A, 1, 1) == [Lease(start=15, count=1)]
+    assert (book.frontier, book.outstanding(A, 1), book.outstanding(B, 1)) == (16, 11, 5)
+
+
+def test_proposing_changes_nothing() -> None:
+    book = Leases(frontier=7, returned=[Lease(start=2, count=3)])
+    assert book.propose(4) == book.propose(4) == [Lease(start=2, count=3), Lease(start=7, count=1)]
+
+
+def test_what_is_used_is_not_given_back() -> None:
+    book = Leases()
+    granted(book, A, 1, 10)
+    granted(book, B, 1, 10)
+    granted(book, A, 1, 10)
+    book.watermark(A, 1, 13)
+    assert book.give_back(A, 1) == 7
+    assert book.returned == [Lease(start=23, count=7)]
+    assert book.outstanding(A, 1) == 0
+
+
+def test_what_came_back_is_granted_first_and_in_scraps() -> None:
+    book = Leases()
+    granted(book, A, 1, 4)
+    granted(book, B, 1, 10)
+    granted(book, A, 1, 4)
+    book.watermark(A, 1, 3)
+    book.give_back(A, 1)
+    assert granted(book, A, 2, 3) == [Lease(start=3, count=1), Lease(start=14, count=2)]
+    assert granted(book, A, 2, 6) == [Lease(start=16, count=2), Lease(start=18, count=4)]
+
+
+def test_a_watermark_never_falls_and_never_passes_the_grants() -> None:
+    """A node's word moves only its own book, and not beyond what it was given."""
+    book = Leases()
+    book.watermark(A, 1, 5)
+    assert book.consumed == {}
+    granted(book, A, 1, 10)
+    for said, believed in ((4, 4), (2, 4), (-1, 4), (1 << 62, 10)):
+        book.watermark(A, 1, said)
+        assert book.consumed == {(A, 1): believed}
+    book.watermark(A, 2, 3)
+    assert book.outstanding(A, 1) == 0
+
+
+def test_unused_grants_are_told_whole_and_in_their_order() -> None:
+    book = Leases()
+    leases = [*granted(book, A, 1, 4), *granted(book, A, 1, 4), *granted(book, A, 1, 4)]
+    for used, first in ((0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3)):
+        book.watermark(A, 1, used)
+        assert book.unused(A, 1) == leases[first:]
+    assert book.unused(B, 1) == []
+
+
+def test_the_same_sample_in_two_places_is_noticed() -> None:
+    book = Leases(frontier=10, returned=[Lease(start=3, count=2)], held={(A, 1): [Lease(start=4, count=2)]})
+    with pytest.raises(AssertionError, match="granted twice"):
+        book.check()
+
+
+def test_a_grant_beyond_the_frontier_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        Leases(frontier=3, returned=[Lease(start=3, count=1)]).check()
+
+
+nodes = st.sampled_from([A, B])
+
+
+@settings(max_examples=50, stateful_step_count=40)
+class Book(RuleBasedStateMachine):
+    """Any sequence of grants, reports and ends, beside a model that knows the owner of every single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = Leases()
+        self.incarnation = {A: 1, B: 1}
+        self.granted: dict[NodeId, list[int]] = {A: [], B: []}
+        """Samples of the present incarnation in the order of their grants."""
+        self.used: dict[NodeId, int] = {A: 0, B: 0}
+        self.done: list[int] = []
+        """Samples that somebody used."""
+
+    @rule(node=nodes, count=st.integers(1, 20))
+    def grant(self, node: NodeId, count: int) -> None:
+        leases = granted(self.book, node, self.incarnation[node], count)
+        assert sum(lease.count for lease in leases) == count
+        self.granted[node] += [s for lease in leases for s in range(lease.start, lease.start + lease.count)]
+
+    @precondition(lambda self: any(self.granted.values()))
+    @rule(node=nodes, data=st.data())
+    def report(self, node: NodeId, data: st.DataObject) -> None:
+        consumed = data.draw(st.integers(self.used[node], len(self.granted[node])))
+        self.done += self.granted[node][self.used[node] : consumed]
+        self.used[node] = consumed
+        self.book.watermark(node, self.incarnation[node], consumed)
+
+    @rule(node=nodes)
+    def end(self, node: NodeId) -> None:
+        free = self.book.give_back(node, self.incarnation[node])
+        assert free == len(self.granted[node]) - self.used[node]
+        self.incarnation[node] += 1
+        self.granted[node], self.used[node] = [], 0
+
+    @invariant()
+    def every_sample_is_used_held_or_free_and_only_once(self) -> None:
+        self.book.check()
+        held = [s for node in (A, B) for s in self.granted[node][self.used[node] :]]
+        free = [s for lease in self.book.returned for s in range(lease.start, lease.start + lease.count)]
+        assert sorted([*self.done, *held, *free]) == list(range(self.book.frontier))
+
+    @invariant()
+    def what_is_outstanding_is_what_was_granted_and_not_used(self) -> None:
+        for node, incarnation in self.incarnation.items():
+            outstanding = len(self.granted[node]) - self.used[node]
+            assert self.book.outstanding(node, incarnation) == outstanding
+            unused = self.book.unused(node, incarnation)
+            samples = [s for lease in unused for s in range(lease.start, lease.start + lease.count)]
+            assert samples[len(samples) - outstanding :] == self.granted[node][self.used[node] :]
+
+
+TestBook = Book.TestCase

@@ -1,0 +1,347 @@
+"""What is told about a run: status, metrics.jsonl, log lines (protocol J, E; Figures)."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.coordinator import events as ev
+from farloop.coordinator.aggregator import Buffers, Result
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.metrics import Metrics
+from farloop.coordinator.observer import Observer
+from farloop.coordinator.store import Store
+from farloop.monitoring.status import NodeStatus, Status, WindowStatus
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+A, B = NodeId("a"), NodeId("b")
+
+
+class Scene:
+    """A run with its observer, at a time that tests move by hand."""
+
+    def __init__(self, store: Store, file: Path, patch: pytest.MonkeyPatch) -> None:
+        self.store, self.file = store, file
+        self.now = 1000.0
+        patch.setattr("farloop.coordinator.observer.time", SimpleNamespace(monotonic=lambda: self.now))
+        self.metrics = Metrics()
+        self.observer = Observer(store, file, self.metrics)
+        self.machine = CoordinatorMachine(store.ledger.copy(), now=self.now)
+        self.machine.start()
+
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        self.observer.saw(event, self.machine)
+        return self.machine.handle(event, self.now)
+
+    def join(self, node: NodeId, session: int = 1) -> None:
+        hello = msg.Hello(
+            protocol_min=1,
+            protocol_max=1,
+            node=node,
+            incarnation=1,
+            fingerprint=None,
+            layout=None,
+            epoch_seen=0,
+            anchors=(),
+            round=None,
+            device="cpu",
+        )
+        self.handle(ev.Greeted(session=session, node=node, hello=hello))
+
+    def say(self, node: NodeId, message: msg.Message, session: int = 1) -> list[ev.Command]:
+        return self.handle(ev.Heard(session=session, node=node, message=message))
+
+    def commit(self, fragment: int) -> None:
+        """The window closes with a delta of node a alone."""
+        window = self.machine.windows[fragment].terms.window
+        blob = BlobId(kind=BlobKind.DELTA, fragment=fragment, version=window - 1, node=A, incarnation=1, seq=window)
+        contribution = Contribution(node=A, incarnation=1, base=window - 1, steps=10, tokens=10, norm_sq=1.0)
+        offer = msg.Offer(blob=blob, size=1, digest=1, window=window, contributors=(contribution,))
+        (commit,) = (c for c in self.handle(ev.InputStored(offer=offer)) if isinstance(c, ev.Commit))
+        record = dataclasses.replace(
+            commit.draft, update_size=77, anchor_digest=5, drops=(msg.Drop(node=B, reason=Reason.LATE),)
+        )
+        buffers = Buffers(version=window, anchor=torch.zeros(1), target=torch.zeros(1), outer={})
+        result = Result(
+            buffers=buffers,
+            update=bytearray(77),
+            anchor_digest=5,
+            target_digest=6,
+            outer_digest=None,
+            delta_norm=2.5,
+        )
+        self.observer.committed(record, result, 0.25, 0.5)
+        self.handle(ev.CommitDone(record=record))
+
+    def status(self) -> Status:
+        return self.observer.status(self.machine)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.file.read_text().splitlines()]
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+
+PROGRESS = msg.Progress(
+    state="training",
+    position=12.5,
+    round=1,
+    inner_steps=12,
+    tokens=6000,
+    loss=3.25,
+    tokens_per_s=500.0,
+    compute_share=0.875,
+    blocked_s=1.5,
+    lost_steps=2,
+    sample_watermark=48,
+    bytes_up=700,
+    bytes_down=800,
+    bytes_state=900,
+    detail="fragment 1, window 2",
+)
+
+
+@pytest.fixture
+def reopen(tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Scene]]:
+    """Another observer of the same run and the same file."""
+    store = Store.create(tmp_path / "state", spec, [torch.zeros(512), torch.zeros(256)])
+    scenes: list[Scene] = []
+
+    def make() -> Scene:
+        scenes.append(Scene(store, tmp_path / "metrics.jsonl", monkeypatch))
+        return scenes[-1]
+
+    yield make
+    for scene in scenes:
+        scene.observer.close()
+    store.close()
+
+
+@pytest.fixture
+def scene(reopen: Callable[[], Scene]) -> Scene:
+    return reopen()
+
+
+def test_a_run_that_waits_for_its_nodes_says_so(scene: Scene, spec: RunSpec) -> None:
+    scene.now += 5.0
+    status = scene.status()
+    assert status["run"] == {
+        "name": "small",
+        "fingerprint": spec.identity.fingerprint(),
+        "method": "streaming",
+        "codec_up": "q4",
+        "codec_down": "q4",
+        "steps": 40,
+        "h": 10,
+        "tau": 2,
+        "mix": 0.5,
+        "fragments": 2,
+        "parameters": 500,
+        "state": "waiting",
+        "epoch": 1,
+        "started_s": 0.0,
+        "uptime_s": 5.0,
+    }
+    assert (status["position"], status["round"], status["outer_steps"], status["commits"]) == (0.0, 0, 0, 0)
+    assert (status["versions"], status["nodes"], status["alarms"]) == ([0, 0], [], [])
+    assert status["digests"] == [f"{digest:016x}" for digest in spec.identity.anchor_digests]
+    assert status["windows"] == [
+        {"fragment": 0, "window": 1, "round": 1, "state": "open", "expected": [], "arrived": [], "merged": []},
+        {"fragment": 1, "window": 1, "round": 0, "state": "open", "expected": [], "arrived": [], "merged": []},
+    ]
+
+
+def test_the_status_has_the_fields_that_were_promised(scene: Scene) -> None:
+    """Whoever reads it relies on `monitoring/status.py`."""
+    scene.join(A)
+    scene.observer.refresh(scene.machine)
+    status = json.loads(scene.observer.status_json)
+    assert status == json.loads(json.dumps(scene.status()))
+    assert set(status) == Status.__required_keys__
+    assert set(status["nodes"][0]) - set(NodeStatus.__optional_keys__) == NodeStatus.__required_keys__
+    assert set(status["windows"][0]) == WindowStatus.__required_keys__
+
+
+def test_a_node_is_shown_with_what_it_last_reported(scene: Scene) -> None:
+    scene.join(A)
+    scene.say(A, msg.Ready())
+    scene.now += 3.0
+    scene.say(A, PROGRESS)
+    scene.now += 2.0
+    status = scene.status()
+    (node,) = status["nodes"]
+    assert (node["name"], node["state"], node["connected"], node["device"]) == ("a", "training", True, "cpu")
+    assert (node["position"], node["inner_steps"], node["tokens"], node["loss"]) == (12.5, 12, 6000, 3.25)
+    assert (node["detail"], node["lost_steps"], node["last_heard_s"]) == ("fragment 1, window 2", 2, 2.0)
+    assert (status["position"], status["run"]["state"]) == (12.5, "training")
+    assert status["windows"][1]["expected"] == ["a"]
+
+
+def test_a_report_becomes_a_line_and_metrics(scene: Scene) -> None:
+    scene.join(A)
+    scene.now += 4.0
+    scene.say(A, PROGRESS)
+    assert scene.lines() == [
+        {
+            "event": "progress",
+            "t": 4.0,
+            "node": "a",
+            "position": 12.5,
+            "inner_steps": 12,
+            "tokens": 6000,
+            "loss": 3.25,
+            "bytes_up": 700,
+            "bytes_down": 800,
+            "bytes_state": 900,
+        }
+    ]
+    assert scene.value("farloop_node_tokens", node="a") == 6000
+    assert scene.value("farloop_node_loss_nats", node="a") == 3.25
+    for direction, count in (("up", 700), ("down", 800), ("state", 900)):
+        assert scene.value("farloop_node_bytes", node="a", direction=direction) == count
+
+
+def test_a_report_without_a_loss_leaves_the_last_one(scene: Scene) -> None:
+    scene.join(A)
+    scene.say(A, PROGRESS)
+    scene.say(A, dataclasses.replace(PROGRESS, loss=None))
+    assert scene.value("farloop_node_loss_nats", node="a") == 3.25
+
+
+def test_coming_starting_and_going_are_told_once_each_with_the_reason(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert not scene.observer.joined
+    scene.join(A)
+    for _ in range(2):
+        scene.observer.refresh(scene.machine)
+    assert scene.observer.joined
+    scene.say(A, msg.Ready())
+    scene.observer.refresh(scene.machine)
+    assert scene.value("farloop_nodes", state="connected") == scene.value("farloop_nodes", state="training") == 1
+    scene.handle(ev.Parted(session=1, node=A, reason=Reason.SILENT))
+    for _ in range(2):
+        scene.observer.refresh(scene.machine)
+    assert not scene.observer.joined
+    assert [(line["name"], line["state"], line["reason"]) for line in scene.lines()] == [
+        ("a", "joining", ""),
+        ("a", "training", ""),
+        ("a", "away", Reason.SILENT.sentence),
+    ]
+    assert [line for line in caplog.messages if line.startswith("node ")] == [
+        "node name=a state=joining reason=''",
+        "node name=a state=training reason=''",
+        f"node name=a state=away reason={Reason.SILENT.sentence!r}",
+    ]
+
+
+def test_a_commit_is_told_with_who_was_merged_and_who_was_not(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """E"""
+    caplog.set_level(logging.INFO)
+    scene.join(A)
+    scene.say(A, msg.Ready())
+    scene.now += 6.0
+    scene.commit(1)
+    assert scene.lines() == [
+        {
+            "event": "commit",
+            "t": 6.0,
+            "fragment": 1,
+            "version": 1,
+            "round": 0,
+            "merged": ["a"],
+            "drops": [["b", Reason.LATE.sentence]],
+            "update_bytes": 77,
+            "norm": 2.5,
+        }
+    ]
+    (line,) = (line for line in caplog.messages if line.startswith("commit "))
+    assert line == "commit fragment=1 version=1 round=0 merged=a dropped=b:LATE why='all 1 expected came'"
+    assert scene.value("farloop_commits_total") == 1
+    assert scene.value("farloop_update_bytes_total") == 77
+    assert scene.value("farloop_merged_deltas_total", node="a") == 1
+    assert scene.value("farloop_dropped_deltas_total", node="b", reason="late") == 1
+    assert scene.value("farloop_fragment_version", fragment="1") == 1
+    assert scene.value("farloop_merge_seconds_sum") == 0.25
+    assert scene.value("farloop_journal_seconds_sum") == 0.5
+    status = scene.status()
+    assert (status["versions"], status["commits"], status["outer_steps"]) == ([0, 1], 1, 1)
+    assert status["windows"][1]["merged"] == ["a"] and status["windows"][1]["window"] == 2
+    assert status["digests"][1] == f"{5:016x}"
+
+
+def test_an_evaluation_is_told_with_the_tokens_and_the_time_it_took_to_get_there(scene: Scene) -> None:
+    """J"""
+    scene.join(A)
+    scene.say(A, PROGRESS)
+    scene.now += 8.0
+    scene.say(A, msg.Evaluation(loss=2.75, versions=(0, 3), position=20.0, seconds=1.0))
+    assert scene.lines()[-1] == {"event": "evaluation", "t": 8.0, "loss": 2.75, "position": 20.0, "tokens": 6000}
+    assert scene.status()["evaluations"] == [{"loss": 2.75, "position": 20.0, "outer_steps": 3, "seconds": 8.0}]
+    assert scene.value("farloop_validation_loss_nats") == 2.75
+
+
+def test_an_evaluation_that_the_machine_does_not_believe_is_not_told(scene: Scene) -> None:
+    scene.join(A)
+    scene.say(A, msg.Evaluation(loss=0.0, versions=(), position=20.0, seconds=1.0))
+    assert scene.lines() == [] and scene.status()["evaluations"] == []
+
+
+def test_alarms_of_the_disk_and_of_the_machine_are_shown_together(scene: Scene) -> None:
+    scene.store.alarms = {"snapshot of fragment 0": "no room"}
+    scene.machine.alarms["commit of fragment 1"] = "no room either"
+    assert scene.status()["alarms"] == ["snapshot of fragment 0: no room", "commit of fragment 1: no room either"]
+
+
+def test_a_finished_run_stands_still(scene: Scene) -> None:
+    scene.join(A)
+    scene.say(A, msg.Ready())
+    scene.status()
+    while scene.machine.windows:
+        scene.now += 1.0
+        fragment = min(scene.machine.windows, key=lambda f: (scene.machine.windows[f].terms.round, -f))
+        scene.commit(fragment)
+    first = scene.status()
+    scene.now += 100.0
+    second = scene.status()
+    assert first["run"]["state"] == "finished" and first["run"]["started_s"] == second["run"]["started_s"] == 8.0
+    assert {window["state"] for window in second["windows"]} == {"final"}
+
+
+def test_the_time_of_a_resumed_run_goes_on(scene: Scene, reopen: Callable[[], Scene]) -> None:
+    scene.join(A)
+    scene.now += 30.0
+    scene.say(A, PROGRESS)
+    scene.observer.close()
+    again = reopen()
+    assert again.observer.t == 30.0
+    again.now += 2.0
+    again.join(A)
+    again.say(A, PROGRESS)
+    assert [line["t"] for line in again.lines()] == [30.0, 32.0]
+
+
+def test_a_line_that_a_crash_cut_short_spoils_no_other(scene: Scene, reopen: Callable[[], Scene]) -> None:
+    scene.join(A)
+    scene.now += 30.0
+    scene.say(A, PROGRESS)
+    scene.observer.close()
+    whole = scene.file.read_text()
+    scene.file.write_text(whole + whole[:25])
+    again = reopen()
+    assert again.observer.t == 30.0
+    again.join(A)
+    again.say(A, PROGRESS)
+    lines = again.file.read_text().splitlines()
+    assert lines[1] == whole[:25]
+    assert [json.loads(lines[number])["t"] for number in (0, 2)] == [30.0, 30.0]

@@ -1,0 +1,566 @@
+"""The state directory: begin, commit, recover, prune; what was durable comes back from any crash (protocol K, O–S).
+
+Syncs are made to return at once: what they are for is shown by `test_durable.py`. `Camera` copies the directory at
+each of them, as a crash at that moment would leave it.
+"""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from farloop.algo import schedule
+from farloop.algo.digest import digest
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.coordinator import aggregator, snapshots
+from farloop.coordinator import records as rec
+from farloop.coordinator.aggregator import Buffers
+from farloop.coordinator.errors import DiskFull, SnapshotCorrupt, StateLocked, StateMismatch
+from farloop.coordinator.journal import Journal
+from farloop.coordinator.ledger import HISTORY_VERSIONS
+from farloop.coordinator.segment import segment_paths
+from farloop.coordinator.snapshots import snapshot_path
+from farloop.coordinator.store import SNAPSHOT_EVERY, Store
+from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
+from farloop.quant.registry import codec_named
+from farloop.wire.blobs import blob_digest
+
+A, B = NodeId("a"), NodeId("b")
+SEGMENT_BYTES = 24 << 10
+"""So small that the room set aside for a commit always begins another."""
+
+
+@pytest.fixture(autouse=True)
+def quick_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def anchors(spec: RunSpec) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(fragment.numel, generator=generator) for fragment in spec.identity.layout.fragments]
+
+
+@pytest.fixture
+def long_spec(spec: RunSpec, anchors: list[Tensor]) -> RunSpec:
+    """A run of a thousand rounds, with the digests of its first anchors."""
+    identity = dataclasses.replace(spec.identity, anchor_digests=tuple(digest(anchor) for anchor in anchors))
+    return dataclasses.replace(spec, identity=identity, terms=dataclasses.replace(spec.terms, steps=10_000))
+
+
+@pytest.fixture
+def data_parallel(long_spec: RunSpec, anchors: list[Tensor]) -> RunSpec:
+    """One fragment, a commit per step, gradients that are not spooled (protocol K)."""
+    layout = dataclasses.replace(long_spec.identity.layout, slots=1, fragments=long_spec.identity.layout.fragments[:1])
+    identity = dataclasses.replace(long_spec.identity, layout=layout, anchor_digests=(digest(anchors[0]),))
+    terms = dataclasses.replace(
+        long_spec.terms, method="data-parallel", h=1, tau=0, mix=0.0, codec_up="fp32", codec_down="fp32"
+    )
+    return dataclasses.replace(long_spec, identity=identity, terms=terms)
+
+
+def delta(store: Store, node: NodeId, fragment: int) -> tuple[rec.InputStored, bytearray]:
+    """What a node would send for the open window: always the same for the same version."""
+    version, terms = store.ledger.versions[fragment] + 1, store.ledger.spec.terms
+    numel, codec = store.buffers[fragment].anchor.numel(), codec_named(terms.codec_up)
+    generator = torch.Generator().manual_seed(1000 * version + 10 * fragment + ord(node[0]))
+    x = torch.randn(numel, generator=generator) * 1e-2
+    header = BlobHeader(codec=codec, fragment=fragment, numel=numel, version=version, base=version - 1, epoch=1)
+    data = pack_blob(header, codec.encode(x))
+    blob = BlobId(kind=BlobKind.DELTA, fragment=fragment, version=version - 1, node=node, incarnation=1, seq=version)
+    contribution = Contribution(node=node, incarnation=1, base=version - 1, steps=10, tokens=10, norm_sq=1.0)
+    stored = rec.InputStored(blob=blob, window=version, contributors=(contribution,), digest=blob_digest(data))
+    return stored, data
+
+
+def draft(store: Store, fragment: int, blobs: list[BlobId]) -> rec.WindowCommitted:
+    spec, terms = store.ledger.spec, store.ledger.windows[fragment]
+    return rec.WindowCommitted(
+        fragment=fragment,
+        version=terms.window,
+        round=terms.round,
+        merged=(),
+        drops=(),
+        blobs=tuple(rec.Addend(blob=blob, weight=1 / len(blobs)) for blob in blobs),
+        anchor_digest=0,
+        target_digest=0,
+        momentum_digest=None,
+        next_window=schedule.window_after(spec.terms, spec.identity.layout, terms, store.ledger.rounds),
+        update_size=0,
+        update_digest=0,
+        outer_lr=spec.terms.outer_lr,
+        outer_momentum=spec.terms.outer_momentum,
+        why="all 2 expected came",
+    )
+
+
+def commit(store: Store, fragment: int, *nodes: NodeId) -> None:
+    """A window from its first delta to its commit, as the daemon goes about it."""
+    terms = store.ledger.spec.terms
+    while plan := store.ledger.next_round_to_fix():
+        store.append(rec.RoundFixed(round=plan))
+    inputs: list[tuple[BlobId, bytearray]] = []
+    for node in nodes or (A, B):
+        stored, data = delta(store, node, fragment)
+        inputs.append((stored.blob, data))
+        if store.spools_inputs and stored.blob not in store.ledger.inputs:
+            store.append(stored, data)
+            store.sync()
+    decision = draft(store, fragment, [blob for blob, _ in inputs])
+    reserved = store.reserve(fragment, terms.codec_down)
+    step = store.step(decision)
+    addends = [(data, addend.weight) for (_, data), addend in zip(inputs, decision.blobs, strict=True)]
+    merged = aggregator.merge(addends, step, terms.codec_up, decision.version - 1)
+    stepped = aggregator.advance(store.buffers[fragment], merged, step, terms)
+    store.commit(decision, aggregator.publish(stepped, step, terms.codec_down, merged), reserved)
+
+
+def run_rounds(store: Store, count: int) -> None:
+    for _ in range(count):
+        for fragment in range(len(store.buffers)):
+            commit(store, fragment)
+
+
+def image(buffers: Buffers) -> dict[str, object]:
+    """All bits of a fragment, by name."""
+    tensors = {"anchor": buffers.anchor, "target": buffers.target, **buffers.outer}
+    return {"version": buffers.version, **{name: digest(tensor) for name, tensor in tensors.items()}}
+
+
+def images(store: Store) -> list[dict[str, object]]:
+    return [image(buffers) for buffers in store.buffers]
+
+
+def recovered(directory: Path, **options: int) -> Store:
+    store = Store.recover(directory, **options)
+    assert store is not None
+    return store
+
+
+@pytest.fixture
+def store(tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor]) -> Iterator[Store]:
+    opened = Store.create(tmp_path / "state", long_spec, anchors)
+    yield opened
+    opened.close()
+
+
+# --- begin
+
+
+def test_a_new_run_is_at_version_0_of_its_anchors(store: Store, anchors: list[Tensor]) -> None:
+    assert (store.ledger.versions, store.ledger.epoch, store.alarms) == ([0, 0], 1, {})
+    for buffers, anchor in zip(store.buffers, anchors, strict=True):
+        assert torch.equal(buffers.anchor, anchor) and torch.equal(buffers.target, anchor)
+
+
+def test_a_directory_that_holds_a_run_is_not_begun_again(
+    store: Store, long_spec: RunSpec, anchors: list[Tensor]
+) -> None:
+    store.close()
+    with pytest.raises(StateMismatch, match="holds a run already"):
+        Store.create(store.directory, long_spec, anchors)
+    recovered(store.directory).close()
+
+
+def test_there_is_nothing_to_recover_in_an_empty_directory(
+    tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor]
+) -> None:
+    assert Store.recover(tmp_path) is None
+    Store.create(tmp_path, long_spec, anchors).close()
+
+
+def test_a_directory_in_use_is_not_recovered(store: Store) -> None:
+    with pytest.raises(StateLocked):
+        Store.recover(store.directory)
+
+
+def test_every_start_has_an_epoch_of_its_own(store: Store) -> None:
+    """S: also the one that it announces."""
+    store.close()
+    for epoch in (2, 3, 4):
+        again = recovered(store.directory)
+        assert again.ledger.epoch == epoch
+        again.close()
+
+
+# --- commit and recover
+
+
+@pytest.mark.parametrize("rounds", [0, 1, SNAPSHOT_EVERY - 1, SNAPSHOT_EVERY, SNAPSHOT_EVERY + 1, 19])
+def test_a_recovery_has_every_bit_of_the_run_that_it_follows(store: Store, anchors: list[Tensor], rounds: int) -> None:
+    """B21, P: anchors by decoding updates, targets and momenta by repeating the arithmetic; and they go on alike."""
+    run_rounds(store, rounds)
+    stored, data = delta(store, A, 1)
+    store.append(stored, data)
+    store.sync()
+    ledger, before = store.ledger.copy(), images(store)
+    store.close()
+
+    again = recovered(store.directory)
+    assert images(again) == before and again.alarms == {}
+    ledger.epoch += 1
+    assert again.ledger == ledger
+    assert again.read_input(stored.blob) == bytes(data), "the window goes on where it was"
+    commit(again, 1)
+    again.close()
+
+    uninterrupted = Store.create(store.directory.with_name("uninterrupted"), store.ledger.spec, anchors)
+    run_rounds(uninterrupted, rounds)
+    commit(uninterrupted, 1)
+    uninterrupted.close()
+    assert images(uninterrupted) == images(again)
+
+
+def test_updates_and_inputs_are_read_from_the_journal(store: Store) -> None:
+    """R: the downlink is a cursor over it, before and after a restart."""
+    run_rounds(store, 2)
+    source = store.update_source(1, 2)
+    data = bytes(source.read(0, source.size))
+    assert blob_digest(bytearray(data)) == store.ledger.commits[1, 2].digest
+    assert bytes(source.read(10, 20)) == data[10:30]
+    store.close()
+    again = recovered(store.directory)
+    assert bytes(again.update_source(1, 2).read(0, source.size)) == data
+    again.close()
+
+
+def test_a_snapshot_for_a_node_is_the_anchor_as_it_is(store: Store) -> None:
+    run_rounds(store, 1)
+    blob, data, digest_of_bytes = store.snapshot_blob(1)
+    assert blob == BlobId(kind=BlobKind.SNAPSHOT, fragment=1, version=1)
+    assert len(data) == blob_bytes(codec_named("fp32"), 256) and digest_of_bytes == blob_digest(data)
+    assert torch.equal(torch.frombuffer(data, dtype=torch.float32, offset=64), store.buffers[1].anchor)
+
+
+def test_the_global_model_has_every_parameter_by_name(store: Store) -> None:
+    run_rounds(store, 1)
+    named = store.named_anchors()
+    assert {name: tuple(tensor.shape) for name, tensor in named.items()} == {"body": (2, 200), "head": (100,)}
+    assert torch.equal(named["body"].reshape(-1), store.buffers[0].anchor[:400])
+    named["head"].zero_()
+    assert store.buffers[1].anchor.any()
+
+
+def test_room_that_was_set_aside_can_be_given_back(store: Store) -> None:
+    """O: a window whose arithmetic failed leaves no room taken."""
+    reserved = store.reserve(0, "q4")
+    assert reserved == blob_bytes(codec_named("q4"), 512)
+    store.release(reserved)
+    assert store._journal._reserved_bytes == 0
+
+
+def test_data_parallel_comes_back_with_exact_anchors_and_an_alarm_for_its_moments(
+    tmp_path: Path, data_parallel: RunSpec, anchors: list[Tensor]
+) -> None:
+    """K, P: gradients are not spooled; the anchors cannot fork, the run goes on, and a person can see why it jumped."""
+    store = Store.create(tmp_path, data_parallel, anchors[:1])
+    assert not store.spools_inputs
+    for _ in range(SNAPSHOT_EVERY):
+        commit(store, 0)
+    at_snapshot = images(store)
+    store.close()
+    store = recovered(tmp_path)
+    assert images(store) == at_snapshot and store.alarms == {}
+
+    commit(store, 0)
+    anchor = image(store.buffers[0])["anchor"]
+    store.close()
+    store = recovered(tmp_path)
+    assert image(store.buffers[0])["anchor"] == anchor
+    assert torch.equal(store.buffers[0].target, store.buffers[0].anchor)
+    assert store.alarms == {"optimizer of fragment 0": "its state of version 9 came out different at the restart"}
+    commit(store, 0)
+    assert store.ledger.versions == [10]
+    store.close()
+
+
+# --- what does not fit together
+
+
+def test_a_journal_without_a_begin_is_refused(tmp_path: Path) -> None:
+    journal, _ = Journal.open(tmp_path)
+    journal.append(rec.EpochClaimed(epoch=1))
+    journal.close()
+    with pytest.raises(StateMismatch, match="does not begin with a run's start"):
+        Store.recover(tmp_path)
+    Journal.open(tmp_path)[0].close()  # and was unlocked
+
+
+def test_a_missing_snapshot_is_named(store: Store) -> None:
+    store.close()
+    snapshot_path(store.directory, 1, 0).unlink()
+    with pytest.raises(StateMismatch, match="no snapshot of fragment 1"):
+        Store.recover(store.directory)
+
+
+def test_a_snapshot_of_another_run_is_refused(
+    store: Store, tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor]
+) -> None:
+    renamed = dataclasses.replace(long_spec, identity=dataclasses.replace(long_spec.identity, name="other"))
+    Store.create(tmp_path / "other", renamed, anchors).close()
+    store.close()
+    shutil.copy(snapshot_path(tmp_path / "other", 0, 0), snapshot_path(store.directory, 0, 0))
+    with pytest.raises(SnapshotCorrupt, match="is of run"):
+        Store.recover(store.directory)
+
+
+def test_a_snapshot_that_the_journal_knows_nothing_of_is_refused(store: Store) -> None:
+    """S: the journal was restored from an older copy, the snapshots were not."""
+    store.close()
+    old = store.directory.with_name("old")
+    shutil.copytree(store.directory, old)
+    store = recovered(store.directory)
+    run_rounds(store, SNAPSHOT_EVERY)
+    store.close()
+    shutil.copytree(store.directory / "snapshots", old / "snapshots", dirs_exist_ok=True)
+    with pytest.raises(StateMismatch, match="lead to version 8 of fragment 0, the last commit is 0"):
+        Store.recover(old)
+
+
+def test_an_anchor_that_does_not_come_out_stops_the_run(store: Store) -> None:
+    """P: restored anchors are exact, or nothing is."""
+    run_rounds(store, 1)
+    store.close()
+    wrong = torch.zeros(512)
+    fingerprint = store.ledger.spec.identity.fingerprint()
+    tensors = {name: wrong.clone() for name in ("anchor", "target", "momentum")}
+    snapshot = snapshots.Snapshot(fingerprint=fingerprint, fragment=0, version=0, tensors=tensors, digests={})
+    snapshots.save(store.directory, snapshot)
+    with pytest.raises(StateMismatch, match="fragment 0 does not come out as version 1 said"):
+        Store.recover(store.directory)
+
+
+# --- damage and full disks
+
+
+@pytest.mark.parametrize("segment_bytes", [SEGMENT_BYTES, 256 << 20])
+def test_one_damaged_snapshot_costs_nothing(
+    tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor], segment_bytes: int
+) -> None:
+    """P: the one before it is kept, and so is the journal behind that, whatever was pruned."""
+    store = Store.create(tmp_path, long_spec, anchors, segment_bytes=segment_bytes)
+    run_rounds(store, 5 * SNAPSHOT_EVERY + 3)
+    before = images(store)
+    store.close()
+    for fragment in range(2):
+        path = snapshot_path(tmp_path, fragment, 5 * SNAPSHOT_EVERY)
+        path.write_bytes(path.read_bytes()[:-1])
+    again = recovered(tmp_path, segment_bytes=segment_bytes)
+    assert images(again) == before and again.alarms == {}
+    again.close()
+
+
+def test_a_snapshot_without_room_costs_neither_the_commit_nor_the_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path, snapshot: snapshots.Snapshot) -> Path:
+        raise DiskFull(directory, 10, 5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "save", refuse)
+        run_rounds(store, SNAPSHOT_EVERY)
+    assert store.ledger.versions == [SNAPSHOT_EVERY] * 2
+    assert list(store.alarms) == ["snapshot of fragment 0", "snapshot of fragment 1"]
+    assert "10 bytes more are needed" in store.alarms["snapshot of fragment 0"]
+    copy = store.directory.with_name("copy")
+    shutil.copytree(store.directory, copy)
+    again = recovered(copy)
+    assert images(again) == images(store)
+    again.close()
+    run_rounds(store, SNAPSHOT_EVERY)
+    assert store.alarms == {}
+    assert not snapshot_path(store.directory, 0, SNAPSHOT_EVERY).exists()
+    assert snapshot_path(store.directory, 0, 2 * SNAPSHOT_EVERY).exists()
+
+
+# --- pruning
+
+
+def small(store: Store) -> Store:
+    """The same run, in small segments."""
+    store.close()
+    return recovered(store.directory, segment_bytes=SEGMENT_BYTES)
+
+
+def test_the_journal_does_not_grow_for_ever(store: Store) -> None:
+    """P, R"""
+    store = small(store)
+    sizes = []
+    for _ in range(12):
+        run_rounds(store, SNAPSHOT_EVERY)
+        paths = segment_paths(store.directory)
+        sizes.append(sum(path.stat().st_size for number, path in paths.items() if number < max(paths)))
+    assert min(segment_paths(store.directory)) > 0
+    assert max(sizes[4:]) < 2 * sizes[3]
+    before, ledger = images(store), store.ledger.copy()
+    store.close()
+    again = recovered(store.directory, segment_bytes=SEGMENT_BYTES)
+    ledger.epoch += 1
+    assert images(again) == before and again.ledger == ledger and again.alarms == {}
+    run_rounds(again, SNAPSHOT_EVERY)
+    again.close()
+
+
+def test_all_that_the_ledger_remembers_can_be_read(store: Store) -> None:
+    """R: a node that comes back gets these updates; the machine's own ledger may be one commit behind."""
+    store = small(store)
+    for _ in range(5 * SNAPSHOT_EVERY):
+        behind = store.ledger.copy()
+        run_rounds(store, 1)
+        for fragment, version in {**behind.commits, **store.ledger.commits}:
+            source = store.update_source(fragment, version)
+            assert len(source.read(0, source.size)) == source.size
+    assert min(segment_paths(store.directory)) > 0 and len(store.ledger.commits) == 2 * HISTORY_VERSIONS
+    store.close()
+
+
+def test_an_undecided_delta_keeps_its_segment(store: Store) -> None:
+    """P: however long its window is held."""
+    store = small(store)
+    run_rounds(store, 2 * SNAPSHOT_EVERY)
+    stored, data = delta(store, A, 0)
+    store.append(stored, data)
+    store.sync()
+    held_from = max(segment_paths(store.directory))
+    for _ in range(6 * SNAPSHOT_EVERY):
+        commit(store, 1)
+    assert store.read_input(stored.blob) == bytes(data)
+    assert min(segment_paths(store.directory)) <= held_from
+    store = small(store)
+    assert store.read_input(stored.blob) == bytes(data)
+    commit(store, 0)
+    run_rounds(store, 4 * SNAPSHOT_EVERY)
+    assert min(segment_paths(store.directory)) > held_from
+    store.close()
+
+
+def test_an_update_that_is_being_sent_keeps_its_segment(store: Store) -> None:
+    """R: a slow node reads on, however far the run has come."""
+    store = small(store)
+    run_rounds(store, 1)
+    source = store.update_source(0, 1)
+    data = bytes(source.read(0, source.size))
+    run_rounds(store, 7 * SNAPSHOT_EVERY)
+    assert bytes(source.read(0, source.size)) == data
+    segment = source.attachment.segment
+    assert min(segment_paths(store.directory)) == segment
+    del source
+    run_rounds(store, SNAPSHOT_EVERY)
+    assert min(segment_paths(store.directory)) > segment
+    store.close()
+
+
+def test_a_new_segment_begins_with_all_that_is_known(store: Store) -> None:
+    """Its summary is what the records before it add up to."""
+    store = small(store)
+    run_rounds(store, 3 * SNAPSHOT_EVERY)
+    store.close()
+    journal, found = Journal.open(store.directory)
+    journal.close()
+    summaries = [entry for entry in found.entries if isinstance(entry.record, rec.LedgerSaved)]
+    assert len(summaries) > 2
+    assert [entry.attachment.segment for entry in summaries] == sorted(segment_paths(store.directory))[
+        -len(summaries) :
+    ]
+
+
+# --- crashes
+
+
+class Camera:
+    """Copies the state directory at every sync, rename and deletion, just before it takes effect."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, seen: Callable[[Path], None]) -> None:
+        self.directory, self.seen = directory, seen
+        self.shots = 0
+        self.busy = False
+        replace, unlink = os.replace, Path.unlink
+
+        def photographed_replace(source: Path, target: Path) -> None:
+            self.shoot()
+            replace(source, target)
+
+        def photographed_unlink(path: Path, missing_ok: bool = False) -> None:
+            self.shoot()
+            unlink(path, missing_ok=missing_ok)
+
+        patch.setattr(os, "fsync", lambda fd: self.shoot())
+        patch.setattr(os, "replace", photographed_replace)
+        patch.setattr(Path, "unlink", photographed_unlink)
+
+    def shoot(self) -> None:
+        if self.busy:
+            return
+        self.busy = True
+        self.shots += 1
+        copy = self.directory.with_name("copy")
+        shutil.copytree(self.directory, copy)
+        self.seen(copy)
+        shutil.rmtree(copy)
+        self.busy = False
+
+
+def test_a_crash_at_any_moment_of_a_begin_leaves_a_run_or_none(
+    tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S: and the same directory can be used, under a newer epoch."""
+    found: list[str] = []
+
+    def see(copy: Path) -> None:
+        store = Store.recover(copy)
+        found.append("none" if store is None else "run")
+        store = store or Store.create(copy, long_spec, anchors)
+        assert store.ledger.versions == [0, 0]
+        commit(store, 0, A) if store.ledger.next_round_to_fix() else commit(store, 1, A)
+        store.close()
+
+    with monkeypatch.context() as patch:
+        Camera(tmp_path / "state", patch, see)
+        Store.create(tmp_path / "state", long_spec, anchors).close()
+    assert found == sorted(found) and set(found) == {"none", "run"}
+
+
+def test_a_crash_at_any_moment_of_a_run_leaves_what_was_durable(
+    tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B21, O, P: through commits, snapshots, new segments and the deletion of old ones."""
+    reference = Store.create(tmp_path / "reference", long_spec, anchors)
+    history = [[image(buffers)] for buffers in reference.buffers]
+    for _ in range(4 * SNAPSHOT_EVERY + 2):
+        run_rounds(reference, 1)
+        for fragment, buffers in enumerate(reference.buffers):
+            history[fragment].append(image(buffers))
+    reference.close()
+
+    place = tmp_path / "state"
+    store = Store.create(place, long_spec, anchors, segment_bytes=SEGMENT_BYTES)
+    run_rounds(store, 4 * SNAPSHOT_EVERY - 1)
+    oldest = min(segment_paths(place))
+    durable = list(store.ledger.versions)
+    firsts: set[int] = set()
+
+    def see(copy: Path) -> None:
+        again = recovered(copy, segment_bytes=SEGMENT_BYTES)
+        versions = again.ledger.versions
+        assert all(version - known in (0, 1) for version, known in zip(versions, durable, strict=True))
+        assert images(again) == [history[fragment][version] for fragment, version in enumerate(versions)]
+        assert again.alarms == {}
+        for fragment, version in again.ledger.commits:
+            source = again.update_source(fragment, version)
+            source.read(0, source.size)
+        firsts.add(min(segment_paths(copy)))
+        again.close()
+
+    with monkeypatch.context() as patch:
+        camera = Camera(place, patch, see)
+        for fragment in (0, 1, 0, 1):
+            commit(store, fragment)
+            durable[:] = store.ledger.versions
+    store.close()
+    assert camera.shots > 30
+    assert min(firsts) == oldest and len(firsts) > 1, "nothing was pruned under the camera"
