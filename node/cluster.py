@@ -7,6 +7,7 @@ the merged weights of a fragment at the steps where one is merged.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,10 @@ from torch import nn
 
 from farloop.algo.spec import Layout, RunSpec
 from farloop.wire.messages import pack, unpack, validate
+
+PATIENCE = timedelta(days=30)
+"""How long the other ranks wait for rank 0's next decision: it may itself be waiting for a coordinator that is away,
+and the ten or thirty minutes that process groups allow a collective would end the node."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,17 +41,30 @@ class Cluster:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    decisions: dist.ProcessGroup | None = None
+    """All ranks on the CPU, with `PATIENCE`; weights and gradients travel in the default group."""
+    owns_group: bool = False
+    """Whether the default group was begun here, and is to be ended here."""
 
     @classmethod
     def from_torchrun(cls) -> "Cluster":
         """The ranks that torchrun started, or one alone. CUDA where there is some, with one device a rank."""
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        if "WORLD_SIZE" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(device=device)
-        if not dist.is_initialized():
+        owns_group = not dist.is_initialized()
+        if owns_group:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
+        return cls(
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            device=device,
+            decisions=dist.new_group(backend="gloo", timeout=PATIENCE),
+            owns_group=owns_group,
+        )
 
     @property
     def alone(self) -> bool:
@@ -90,23 +108,28 @@ class Cluster:
         if self.alone:
             return
         for index in merged:
-            for tensor in layout.fragments[index].tensors:
-                dist.broadcast(parameters[tensor.name].data, src=0)
+            for slot in layout.fragments[index].tensors:
+                parameter = parameters[slot.name]
+                dense = parameter.detach().contiguous()  # itself, but for parameters of unusual strides
+                dist.broadcast(dense, src=0)
+                if dense.data_ptr() != parameter.data_ptr():
+                    parameter.copy_(dense)
 
     def mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
         """This rank's part of a batch: every `size`-th sample."""
         return samples[self.rank :: self.size]
 
     def close(self) -> None:
-        if not self.alone and dist.is_initialized():
+        """Leave the process group, where it is ours."""
+        if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
     def _share_bytes(self, data: bytes) -> bytes:
         """Length first, then the bytes, as tensors: nothing is pickled."""
-        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        dist.broadcast(length, src=0)
-        buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        dist.broadcast(length, src=0, group=self.decisions)
+        buffer = torch.zeros(int(length.item()), dtype=torch.uint8)
         if self.leads:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, src=0)
-        return bytes(buffer.cpu().numpy().tobytes())
+        dist.broadcast(buffer, src=0, group=self.decisions)
+        return buffer.numpy().tobytes()

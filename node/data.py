@@ -1,4 +1,4 @@
-"""From a corpus and a lease to a batch: samples, the fixed evaluation set, and the cursor over what a node was granted.
+"""From a corpus and positions of the stream to a batch: training samples, and the fixed evaluation set.
 
 The coordinator grants positions of one endless stream of samples (protocol "Data leases"); a node alone turns them into
 tokens. Nothing here knows of the link or of the schedule.
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farloop.algo.permutation import sample_index
-from farloop.algo.spec import Lease
 from farloop.node.corpus import Corpus, CorpusError
 from farloop.node.model import GPT
 
@@ -84,72 +83,6 @@ class EvaluationSet:
         finally:
             model.train(was_training)
         return total / len(self)
-
-
-class LeaseExhausted(Exception):
-    """A node wants more samples than it still holds: wait for a grant."""
-
-    def __init__(self, *, wanted: int, remaining: int) -> None:
-        super().__init__(f"{wanted} samples wanted, {remaining} left of the leases")
-        self.wanted = wanted
-        self.remaining = remaining
-
-
-class LeaseCursor:
-    """A node's place in the leases of its present incarnation: granted in order, consumed in that order.
-
-    Pure. A later incarnation starts with a new cursor; what this one left is the coordinator's to grant again.
-    """
-
-    def __init__(self) -> None:
-        self._leases: list[Lease] = []
-        """All of the incarnation, kept to notice a sample that is granted twice."""
-        self._current = 0
-        """Index of the first lease that is not used up."""
-        self._used = 0
-        """Samples consumed of that one."""
-        self._granted = 0
-        self._watermark = 0
-
-    @property
-    def remaining(self) -> int:
-        """Samples granted and not yet consumed."""
-        return self._granted - self._watermark
-
-    @property
-    def watermark(self) -> int:
-        """Samples consumed since the start of the incarnation."""
-        return self._watermark
-
-    def grant(self, lease: Lease) -> None:
-        """Append a lease. Raises ValueError, and changes nothing, when it is empty or overlaps an earlier one."""
-        if lease.start < 0 or lease.count < 1:
-            raise ValueError(f"a lease of {lease.count} samples from {lease.start} grants nothing")
-        for held in self._leases:
-            if lease.start < held.start + held.count and held.start < lease.start + lease.count:
-                raise ValueError(
-                    f"samples [{lease.start}, {lease.start + lease.count}) overlap an earlier lease "
-                    f"[{held.start}, {held.start + held.count})"
-                )
-        self._leases.append(lease)
-        self._granted += lease.count
-
-    def take(self, n: int) -> list[int]:
-        """Consume the next `n` positions, across lease borders. Raises LeaseExhausted, and takes none, if too few."""
-        if n > self.remaining:
-            raise LeaseExhausted(wanted=n, remaining=self.remaining)
-        positions: list[int] = []
-        while len(positions) < n:
-            lease = self._leases[self._current]
-            first = lease.start + self._used
-            count = min(n - len(positions), lease.count - self._used)
-            positions.extend(range(first, first + count))
-            self._used += count
-            if self._used == lease.count:
-                self._current += 1
-                self._used = 0
-        self._watermark += n
-        return positions
 
 
 def _fitting(text_bytes: int, sequence_tokens: int, which: str) -> int:

@@ -30,49 +30,12 @@ class Encoder:
 
     def submit(self, command: ev.Encode, delta: Tensor, epoch: int, inner_step: int) -> None:
         """Encode `delta`, fp32 [numel], which now belongs to the encoder."""
-        future = self._pool.submit(self._encode, command, delta, epoch, inner_step)
+        future = self._pool.submit(encode_delta, self._replica, command, delta, epoch, inner_step)
         future.add_done_callback(self._report)
 
     def close(self) -> None:
         """Finish what was submitted."""
         self._pool.shutdown()
-
-    def _encode(self, command: ev.Encode, delta: Tensor, epoch: int, inner_step: int) -> tuple[Offer, bytearray]:
-        codec, numel = codec_named(command.codec), delta.numel()
-        data = bytearray(blob_bytes(codec, numel))
-        payload = as_tensor(data)[HEADER_BYTES:]
-        try:
-            codec.encode_into(delta, payload)
-        except NonFiniteError as error:
-            name = self._replica.tensor_at(command.blob.fragment, error.index)
-            raise NonFiniteDelta(name, inner_step) from error
-        finally:
-            self._replica.give_back(delta)
-        header = BlobHeader(
-            codec=codec,
-            fragment=command.blob.fragment,
-            numel=numel,
-            version=command.window,
-            base=command.blob.version,
-            epoch=epoch,
-        )
-        pack_blob_into(header, data)
-        contribution = Contribution(
-            node=command.blob.node,
-            incarnation=command.blob.incarnation,
-            base=command.blob.version,
-            steps=command.steps,
-            tokens=command.tokens,
-            norm_sq=payload_norm_sq(codec, payload, numel),
-        )
-        offer = Offer(
-            blob=command.blob,
-            size=len(data),
-            digest=blob_digest(data),
-            window=command.window,
-            contributors=(contribution,),
-        )
-        return offer, data
 
     def _report(self, future: "Future[tuple[Offer, bytearray]]") -> None:
         error = future.exception()
@@ -80,3 +43,44 @@ class Encoder:
             self._failed(error)
         elif error is None:
             self._done(*future.result())
+
+
+def encode_delta(
+    replica: Replica, command: ev.Encode, delta: Tensor, epoch: int, inner_step: int
+) -> tuple[Offer, bytearray]:
+    """The delta's blob and its offer; its buffer goes back to the replica. Raises NonFiniteDelta."""
+    codec, numel = codec_named(command.codec), delta.numel()
+    data = bytearray(blob_bytes(codec, numel))
+    payload = as_tensor(data)[HEADER_BYTES:]
+    try:
+        codec.encode_into(delta, payload)
+    except NonFiniteError as error:
+        name = replica.tensor_at(command.blob.fragment, error.index)
+        raise NonFiniteDelta(name, inner_step) from error
+    finally:
+        replica.give_back(delta)
+    header = BlobHeader(
+        codec=codec,
+        fragment=command.blob.fragment,
+        numel=numel,
+        version=command.window,
+        base=command.blob.version,
+        epoch=epoch,
+    )
+    pack_blob_into(header, data)
+    contribution = Contribution(
+        node=command.blob.node,
+        incarnation=command.blob.incarnation,
+        base=command.blob.version,
+        steps=command.steps,
+        tokens=command.tokens,
+        norm_sq=payload_norm_sq(codec, payload, numel),
+    )
+    offer = Offer(
+        blob=command.blob,
+        size=len(data),
+        digest=blob_digest(data),
+        window=command.window,
+        contributors=(contribution,),
+    )
+    return offer, data

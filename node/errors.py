@@ -6,7 +6,9 @@ NodeError             carries the exit code of the daemon
 ├── NonFiniteDelta    the weights hold NaN or Inf (a restart begins again from the anchors)
 ├── DataError         the samples are not the run's, or there are none (do not retry)
 ├── StateUnusable     the state folder cannot be written (do not retry)
-└── Unreachable       the coordinator did not answer in time (retry)
+├── BadAddress        the coordinator's address is none (do not retry)
+├── Unreachable       the coordinator did not answer in time (retry)
+└── LinkFailed        the link's thread broke down: a bug, or this machine is out of something
 """
 
 
@@ -48,6 +50,12 @@ class DataError(NodeError):
     exit_code = 3
 
 
+class BadAddress(NodeError):
+    """Says how an address looks."""
+
+    exit_code = 2
+
+
 class Unreachable(NodeError):
     """Names the address."""
 
@@ -59,3 +67,14 @@ class StateUnusable(NodeError):
     """Names the file and the mend."""
 
     exit_code = 3
+
+
+class LinkFailed(NodeError):
+    """Holds what was raised; of a group, its first."""
+
+    def __init__(self, error: Exception) -> None:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        self.error = error
+        super().__init__(f"the link to the coordinator failed: {type(error).__name__}: {error}")
+        self.__cause__ = error

@@ -90,7 +90,7 @@ class SendBlob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetBlob:
-    """The delta's outcome is known: its bytes may go."""
+    """These bytes are of no more use: the delta's outcome is known, or a newer anchor came first."""
 
     blob: BlobId
 

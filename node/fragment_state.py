@@ -39,6 +39,8 @@ class FragmentState:
     """Version of an arrived snapshot that is not installed yet."""
     terms_of: dict[int, WindowTerms] = field(default_factory=dict)
     """Terms of the windows from version + 1 on."""
+    final: int | None = None
+    """The run's last version of it, once that is known."""
     undecided: Undecided | None = None
     merged_at: int = 0
     """Inner steps done at the last merge."""
@@ -51,6 +53,11 @@ class FragmentState:
         """What the next delta runs under; None when the fragment is final, or its terms have not come."""
         return self.terms_of.get(self.version + 1)
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the run's last version is held."""
+        return self.final is not None and self.version >= self.final
+
     def learn_terms(self, terms: WindowTerms) -> None:
         """Remember the terms of a window that is still ahead."""
         if terms.window > self.version:
@@ -58,7 +65,9 @@ class FragmentState:
 
     def announce(self, committed: Committed) -> None:
         """A commit was announced; one that is held already changes nothing."""
-        if committed.next_window is not None:
+        if committed.next_window is None:
+            self.final = committed.version
+        else:
             self.learn_terms(committed.next_window)
         if committed.version > self.version:
             self.pending[committed.version] = committed
@@ -72,14 +81,19 @@ class FragmentState:
             versions.append(version)
         return versions
 
-    def advance(self, version: int, inner_steps: int, tokens: int) -> None:
-        """The anchor is at `version` now, and the local weights were merged with it."""
+    def advance(self, version: int, inner_steps: int, tokens: int, *, mixed: bool) -> None:
+        """The anchor is at `version` now, and the local weights were merged with it.
+
+        `mixed`: something of the anchor went into them, so that the next delta's work begins here. With a = 1 nothing
+        did: it began at the last send (protocol H).
+        """
         self.version = version
         self.pending = {v: c for v, c in self.pending.items() if v > version}
         self.arrived = {v for v in self.arrived if v > version}
         self.terms_of = {w: t for w, t in self.terms_of.items() if w > version}
         self.merged_at = inner_steps
-        self.counted_from, self.tokens_from = inner_steps, tokens
+        if mixed:
+            self.counted_from, self.tokens_from = inner_steps, tokens
 
     def check(self) -> None:
         """The invariants."""

@@ -9,6 +9,7 @@
 a method that has none, sends the gradients), then exchanges whatever is due. The daemon's trainer uses the same call.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,19 +23,23 @@ from torch.optim import AdamW, Optimizer
 
 from farloop.algo.methods import method_named
 from farloop.algo.outer import is_decayed
-from farloop.algo.spec import NodeId, RunSpec, Terms
+from farloop.algo.spec import RunSpec, Terms
+from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
+from farloop.node.errors import DataError
 from farloop.node.leader import Leader
-from farloop.node.link import LinkConfig
+from farloop.node.link_config import LinkConfig
 from farloop.node.memory import Memory
+from farloop.node.pages import serve
 from farloop.node.replica import matched_parameters
 from farloop.wire.keys import check_name
 
 ModelOf = Callable[[RunSpec], nn.Module]
 OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
 
-DRAIN_S = 30.0
-"""How long `leave` waits for the outcome of what was sent."""
+DRAIN_S = 20.0
+"""How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
+process after SIGTERM."""
 
 
 def default_optimizer(module: nn.Module, terms: Terms) -> AdamW:
@@ -63,6 +68,8 @@ class Node:
         self._parameters = matched_parameters(module, spec.identity.layout)
         self._decision = Decision(running=False, lr=0.0)
         self._left = False
+        self.endpoint: Endpoint | None = None
+        """Where this node shows itself, if anywhere."""
 
     @property
     def running(self) -> bool:
@@ -96,20 +103,19 @@ class Node:
             Refused: the coordinator ended this node's part for good.
         """
         assert self.running, "the run has ended, or this node was asked to leave: look at node.running"
-        started = time.monotonic()
+        clock = self.leader.clock if self.leader is not None else None
+        if clock is not None and clock.activity is None:
+            clock.turn("training", time.monotonic())
         terms = self.spec.terms
         if self._optimizer is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), terms.clip)
             for group in self._optimizer.param_groups:
                 group["lr"] = self._decision.lr
             self._optimizer.step()
-        stepped = time.monotonic()
-        if self.leader is not None:
-            clock = self.leader.clock
-            clock.first_step = started if clock.first_step is None else clock.first_step
-            evaluated = clock.evaluation_s
+        if self.leader is not None and clock is not None:
+            clock.turn("farloop", time.monotonic())
             self._decide(self.leader.after_step(tokens if tokens is not None else self._batch_tokens(), loss))
-            clock.farloop_s += time.monotonic() - stepped - (clock.evaluation_s - evaluated)
+            clock.turn("training" if self.running else None, time.monotonic())
         else:
             self._decide(None)
         self.module.zero_grad(set_to_none=True)
@@ -134,6 +140,9 @@ class Node:
     def abandon(self) -> None:
         """Stop all threads without a word, as after an error."""
         self._left = True
+        if self.endpoint is not None:
+            self.endpoint.close()
+            self.endpoint = None
         if self.leader is not None:
             self.leader.close()
         self.cluster.close()
@@ -171,6 +180,7 @@ def join(
     state_dir: Path | None = None,
     fingerprint: str | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
+    http: str = "",
     link: LinkConfig | None = None,
     timeout_s: float | None = None,
 ) -> Node:
@@ -186,35 +196,54 @@ def join(
         state_dir: small folder that survives restarts; `.farloop/NAME` in the working folder unless given.
         fingerprint: refuse any other run than this one.
         evaluate: the loss of the module on the fixed evaluation set, when this node is asked for it.
+        http: where `/metrics`, `/healthz` and `/readyz` are served, as host:port; nowhere unless given.
         link: limits and timing of the link; address and keys are taken from the arguments above.
         timeout_s: how long to wait for the coordinator's first answer; for ever unless given.
 
     Raises:
         NodeError: refused, unreachable, or the model is not the run's; the text says which, and the mend.
         KeyFileError: a key file cannot be used.
-        ValueError: `name` is no node name.
+        EndpointError: `http` cannot be served.
+        ValueError: `name` is no node name, or only one of `key` and `server_key` was given.
     """
     node_id = check_name(name)
+    config = dataclasses.replace(
+        link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
+    )
     cluster = Cluster.from_torchrun()
-    leader = None
-    if cluster.leads:
-        memory = Memory.claim(state_dir or Path(".farloop") / name)
-        config = link or LinkConfig(coordinator=coordinator, key=key, server_key=server_key)
-        leader = Leader(NodeId(node_id), config, cluster, memory, fingerprint)
+    leader, endpoint = None, None
     try:
+        if cluster.leads:
+            memory = Memory.claim(state_dir or Path(".farloop") / name)
+            leader = Leader(node_id, config, cluster, memory, fingerprint)
+            endpoint = serve(http, leader.metrics) if http else None
         spec = cluster.share_spec(leader.wait_for_spec(timeout_s) if leader else None)
+        _check_batch(spec, cluster)
         module = (model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
         node = Node(cluster, leader, spec, module, _inner_optimizer(optimizer, module, spec))
+        node.endpoint = endpoint
         if leader is not None:
             leader.attach(module)
             leader.evaluate = (lambda: evaluate(module)) if evaluate is not None else None
         node._begin()
     except BaseException:
+        if endpoint is not None:
+            endpoint.close()
         if leader is not None:
             leader.close()
         cluster.close()
         raise
     return node
+
+
+def _check_batch(spec: RunSpec, cluster: Cluster) -> None:
+    """Ranks average their gradients with equal weight, so each must have as many of the granted samples."""
+    batch = spec.terms.batch_sequences
+    if spec.identity.num_samples and batch % cluster.size:
+        raise DataError(
+            f"the run's batch of {batch} sequences does not divide among {cluster.size} processes; "
+            f"start as many as divide {batch}"
+        )
 
 
 def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Module, spec: RunSpec) -> Optimizer | None:

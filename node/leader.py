@@ -5,11 +5,11 @@ lets the machine decide and carries the commands out (protocol X).
 """
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import assert_never
 
 import torch
@@ -18,13 +18,16 @@ from torch import nn
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
 from farloop.node import events as ev
+from farloop.node.clock import Activity, Clock
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.data import LeaseCursor
 from farloop.node.encoder import Encoder
-from farloop.node.errors import LayoutMismatch, NodeError, Refused, Unreachable
-from farloop.node.link import Link, LinkConfig
+from farloop.node.errors import LayoutMismatch, NodeError, NonFiniteDelta, Refused, Unreachable
+from farloop.node.leases import LeaseCursor
+from farloop.node.link import Link
+from farloop.node.link_config import LinkConfig
 from farloop.node.machine import NodeMachine
 from farloop.node.memory import Memory
+from farloop.node.metrics import Metrics
 from farloop.node.replica import Replica
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -38,34 +41,16 @@ PROGRESS_S = 1.0
 Inbox = queue.SimpleQueue[ev.Event | wire_ev.SessionEvent | Exception]
 
 
-@dataclass(slots=True)
-class Clock:
-    """Where the wall time of training went (protocol, Figures)."""
-
-    first_step: float | None = None
-    farloop_s: float = 0.0
-    """Inside farloop, waiting included."""
-    blocked_s: float = 0.0
-    """Of that, standing still."""
-    evaluation_s: float = 0.0
-
-    def share(self, now: float) -> float:
-        """Share of the wall time not spent on farloop; evaluation does not count as either."""
-        if self.first_step is None:
-            return 1.0
-        wall = now - self.first_step - self.evaluation_s
-        return 1.0 - min(1.0, self.farloop_s / wall) if wall > 0 else 1.0
-
-
 class Leader:
     """Owns everything of a node that is not the training loop itself."""
 
     def __init__(
         self, name: NodeId, link: LinkConfig, cluster: Cluster, memory: Memory, fingerprint: str | None
     ) -> None:
-        """Raises KeyFileError. Begins to dial at once."""
-        self.machine = NodeMachine(name=name, incarnation=memory.incarnation)
+        """Raises BadAddress or KeyFileError. Begins to dial at once."""
+        self.machine = NodeMachine(name=name, incarnation=memory.incarnation, epoch=memory.epoch)
         self.clock = Clock()
+        self.metrics = Metrics(name)
         self.loss: float | None = None
         self.samples = LeaseCursor()
         self.replica: Replica | None = None
@@ -75,10 +60,12 @@ class Leader:
         self._blobs: dict[BlobId, bytearray] = {}
         self._merged: list[int] = []
         self._anchors: tuple[msg.AnchorRef, ...] = ()
+        self._started_in: int | None = None
+        """The round that the last Start named: the link's thread knows of it before the machine does."""
         self._layout: str | None = None
         self._encoder: Encoder | None = None
         self._reported = (0.0, 0)
-        self.link = Link(link, self._hello, self._inbox.put)
+        self.link = Link(link, self._hello, self._deliver)
         self.link.start()
 
     # --- the way in
@@ -132,7 +119,9 @@ class Leader:
         deadline = time.monotonic() + timeout_s
         while not self.machine.ended and time.monotonic() < deadline:
             self._wait_once()
-        return self.machine.ended and self.link.flushed(max(1.0, deadline - time.monotonic()))
+        if not self.machine.ended:
+            self._say_good_bye(msg.Leave(reason=Reason.DRAINED, detail="without the outcome of what it had sent"))
+        return self.link.flushed(max(1.0, deadline - time.monotonic())) and self.machine.ended
 
     def close(self) -> None:
         """Stop all threads."""
@@ -143,7 +132,7 @@ class Leader:
     def progress(self) -> msg.Progress:
         """How it goes, for the coordinator and the metrics."""
         now, moved, machine = time.monotonic(), self.link.moved, self.machine
-        waiting = machine.waiting
+        waiting = self._waiting
         since, tokens = self._reported
         rate = (machine.tokens - tokens) / (now - since) if since and now > since else 0.0
         stage = machine.stage
@@ -160,8 +149,8 @@ class Leader:
             tokens=machine.tokens,
             loss=self.loss,
             tokens_per_s=rate,
-            compute_share=self.clock.share(now),
-            blocked_s=self.clock.blocked_s,
+            compute_share=self.clock.compute_share(now),
+            blocked_s=self.clock.seconds("blocked", now),
             lost_steps=machine.lost_steps,
             sample_watermark=self.samples.watermark,
             bytes_up=moved.up,
@@ -173,14 +162,33 @@ class Leader:
     # --- inbox and commands
 
     def _settle(self) -> None:
-        """Take all that has come; then wait while the machine, or an empty lease, says so."""
-        while not self._inbox.empty():
-            self._take(self._inbox.get_nowait())
-        self._report_if_due()
-        while self.machine.waiting is not None or self._starved():
-            started = time.monotonic()
-            self._wait_once()
-            self.clock.blocked_s += time.monotonic() - started
+        """Take all that has come; wait while the machine, or an empty lease, says so. Leaves an empty inbox.
+
+        A node that drains waits in `drain`, which has a deadline: SIGTERM must work while the coordinator is away.
+        """
+        while True:
+            while not self._inbox.empty():
+                self._take(self._inbox.get_nowait())
+            self._report_if_due()
+            if self._waiting is None or self.machine.stage == "draining":
+                return
+            with self._counted_as("blocked" if self.machine.running else None):
+                self._wait_once()
+
+    @property
+    def _waiting(self) -> str | None:
+        """What training stands still for, in words; None when it may go on."""
+        return self.machine.waiting or ("samples to be granted" if self._starved() else None)
+
+    @contextlib.contextmanager
+    def _counted_as(self, activity: Activity | None) -> Iterator[None]:
+        """Where the time inside the block goes; before the first inner step it is not counted at all."""
+        before = self.clock.activity
+        if before is not None:
+            self.clock.turn(activity, time.monotonic())
+        yield
+        if before is not None:
+            self.clock.turn(before, time.monotonic())
 
     def _starved(self) -> bool:
         spec = self.machine.spec
@@ -206,7 +214,8 @@ class Leader:
     def _take(self, event: ev.Event | wire_ev.SessionEvent | Exception) -> None:
         match event:
             case Exception():
-                self.link.send(msg.Leave(reason=Reason.NON_FINITE, detail=str(event)))
+                broken = isinstance(event, NonFiniteDelta)
+                self.link.send(msg.Leave(reason=Reason.NON_FINITE if broken else Reason.NONE, detail=str(event)))
                 self.link.flushed(2.0)
                 raise event
             case wire_ev.MessageReceived(message=message):
@@ -215,7 +224,7 @@ class Leader:
                 self._blobs[blob] = data
                 self._do(self.machine.handle(ev.BlobArrived(blob=blob)))
             case wire_ev.SessionClosed(reason=reason, detail=detail):
-                if not self.machine.ended:
+                if self.machine.connected and not self.machine.ended:
                     _log.info("session over reason=%s detail=%r", reason.name, detail)
                 self._do(self.machine.handle(ev.Disconnected(reason=reason)))
             case wire_ev.BlobCorrupt(blob=blob):
@@ -261,7 +270,7 @@ class Leader:
                 self.samples.grant(lease)
             case ev.Tell(message=message):
                 if isinstance(message, msg.Leave):
-                    self.link.send(self.progress())  # the last word on bytes and tokens
+                    return self._say_good_bye(message)
                 self.link.send(message)
             case ev.Stop(reason=reason, detail=detail):
                 raise _stop_error(reason, detail)
@@ -287,11 +296,9 @@ class Leader:
             return
         assert self.replica is not None
         started = time.monotonic()
-        with self.replica.anchors_in_place():
+        with self._counted_as("evaluation"), self.replica.anchors_in_place():
             loss = self.evaluate()
-        seconds = time.monotonic() - started
-        self.clock.evaluation_s += seconds
-        position = self.machine.position
+        seconds, position = time.monotonic() - started, self.machine.position
         self.link.send(msg.Evaluation(loss=loss, versions=versions, position=position, seconds=seconds))
 
     # --- what the link tells for us
@@ -301,10 +308,17 @@ class Leader:
         assert self.replica is not None
         self._anchors = tuple(
             msg.AnchorRef(fragment=i, version=version, digest=self.replica.digests[i])
-            for i, version in enumerate(self.machine.versions)
+            for i, version in enumerate(self.replica.versions)
             if version >= 0
         )
         self._memory.see_epoch(self.machine.epoch)
+
+    def _deliver(self, event: wire_ev.SessionEvent | Exception) -> None:
+        """In the link's thread."""
+        match event:
+            case wire_ev.MessageReceived(message=msg.Start(round=plan)):
+                self._started_in = plan.index
+        self._inbox.put(event)
 
     def _hello(self) -> msg.Hello:
         """In the link's thread; reads what the training thread replaces as a whole."""
@@ -318,15 +332,21 @@ class Leader:
             layout=self._layout,
             epoch_seen=max(self._memory.epoch, machine.epoch),
             anchors=self._anchors,
-            round=machine.round if machine.start_round is not None else None,
+            round=machine.round if machine.start_round is not None else self._started_in,
             device=self._cluster.describe(),
         )
 
     def _report_if_due(self) -> None:
         now = time.monotonic()
-        if now - self._reported[0] >= PROGRESS_S and self.machine.spec is not None:
-            self.link.send(self.progress())
+        if now - self._reported[0] >= PROGRESS_S:
+            progress = self.progress()
+            self.metrics.saw(progress, versions=self.machine.versions, connected=self.machine.connected)
+            self.link.send(progress)
             self._reported = (now, self.machine.tokens)
+
+    def _say_good_bye(self, leave: msg.Leave) -> None:
+        self.link.send(self.progress())  # the last word on bytes and tokens
+        self.link.send(dataclasses.replace(leave, anchors=self._anchors))
 
 
 def _stop_error(reason: Reason, detail: str) -> NodeError:

@@ -2,25 +2,29 @@
 
 Two DEALER sockets a session: control, and one bulk lane. A session lives as long as its connections; when one breaks,
 the link dials again with fresh sockets after a jittered pause. Nothing here decides: what the session reports goes to
-the training thread through `deliver`, what that wants to send comes back through thread-safe calls.
+the training thread through `deliver`, what that wants to send comes back through thread-safe calls. A fault of the
+link itself is delivered too, as an exception: training would wait for ever for a thread that is gone.
 """
 
 import asyncio
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import uvloop
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from farloop.algo.spec import BlobId, BlobKind
+from farloop.algo.spec import BlobId
+from farloop.node.errors import LinkFailed
+from farloop.node.link_config import LinkConfig, split_address
+from farloop.node.moved import Moved, moved_by
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, Reassembly
@@ -28,7 +32,6 @@ from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
 from farloop.wire.frames import Buffer
 from farloop.wire.handshake import Role, State
 from farloop.wire.keys import load_public, load_secret
-from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
@@ -37,64 +40,45 @@ _log = logging.getLogger(__name__)
 BACKOFF_S = (0.1, 5.0)
 """First and longest pause between two attempts; the second to tenth double, each is jittered by a half."""
 
+CHUNKS_AHEAD = 4
+"""Chunks handed to ZeroMQ at a time: what is queued there, the session cannot take back."""
+
+BAD_FRAMES = 8
+"""Frames in a row that break the protocol before the session is ended: one that is damaged is sent again."""
+
 CONTROL, BULK = 0, 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkConfig:
-    """Where the coordinator is, and with which key to knock."""
-
-    coordinator: str
-    """ZeroMQ address, as tcp://host:port."""
-    key: Path | None = None
-    """This node's secret key file; CURVE is on with it."""
-    server_key: Path | None = None
-    """The coordinator's public key file."""
-    limits: Limits = field(default_factory=Limits)
-    timing: Timing = field(default_factory=Timing)
-
-
-@dataclass(slots=True)
-class Bytes:
-    """What the link moved, over all its sessions (protocol, Figures)."""
-
-    up: int = 0
-    down: int = 0
-    state: int = 0
-    """Snapshots, either way."""
-
-
-@dataclass(slots=True)
-class _Wires:
-    """The sockets of one session."""
-
-    context: zmq.asyncio.Context
-    control: zmq.asyncio.Socket
-    monitor: zmq.asyncio.Socket
-    bulk: zmq.asyncio.Socket | None = None
-    bulk_free: asyncio.Event = field(default_factory=asyncio.Event)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Link:
     """Runs from `start` to `close`. Every public call may be made from any thread."""
 
     def __init__(
-        self, config: LinkConfig, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent], None]
+        self,
+        config: LinkConfig,
+        hello: Callable[[], msg.Hello],
+        deliver: Callable[[wire_ev.SessionEvent | Exception], None],
     ) -> None:
-        """`hello` tells what the node holds when a session begins; `deliver` must not block.
+        """`hello` tells what the node holds when a session begins; `deliver` must not block. Both run in the thread.
 
         Raises:
+            BadAddress: the coordinator's address is none.
             KeyFileError: a key file cannot be used.
         """
         self._config, self._hello, self._deliver = config, hello, deliver
+        self._host, self._port = split_address(config.coordinator)
         self._secret = load_secret(config.key) if config.key else None
         self._server = load_public(config.server_key) if config.server_key else None
-        self._moved = Bytes()
         self._session: Session | None = None
-        self._wires: _Wires | None = None
+        self._traffic: tuple[Moved, Session | None] = (Moved(), None)
+        """Of past sessions, and the present one once it is open; replaced as a whole: other threads read it."""
         self._partial: dict[BlobId, Reassembly] = {}
-        self._fatal = False
+        self._wake = asyncio.Event()
+        """Something is to be sent, or the session's state has changed."""
+        self._ended_by = ""
+        """Why the last session, or attempt, ended."""
+        self._over = False
+        """No further session is wanted."""
+        self._closing = asyncio.Event()
         self._loop = uvloop.new_event_loop()
         self._main: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
@@ -104,38 +88,47 @@ class Link:
         self._thread.start()
 
     def close(self, linger_s: float = 1.0) -> None:
-        """End the session and the thread; what is queued has `linger_s` to leave."""
+        """End the session and the thread; what is queued has `linger_s` to leave. More than once is harmless."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end, linger_s)
+            self._call(self._end, linger_s)
             self._thread.join(linger_s + 5.0)
+        elif not self._loop.is_closed():
+            self._loop.close()
 
     @property
-    def moved(self) -> Bytes:
+    def moved(self) -> Moved:
         """Bytes of all frames so far."""
-        past, session = self._moved, self._session
-        if session is None:
-            return Bytes(past.up, past.down, past.state)
-        now = _moved(session)
-        return Bytes(past.up + now.up, past.down + now.down, past.state + now.state)
+        past, session = self._traffic
+        return past if session is None else past + moved_by(session)
 
     def send(self, message: msg.Message) -> None:
         """Queue a message; dropped where no session is open: the next handshake tells all that matters."""
-        self._loop.call_soon_threadsafe(self._send, message)
+        self._call(self._send, message)
 
     def send_blob(self, offer: msg.Offer, data: bytearray) -> None:
         """Offer a delta; dropped where no session is open: it is offered again after the next Welcome."""
-        self._loop.call_soon_threadsafe(self._send_blob, offer, data)
+        self._call(self._send_blob, offer, data)
 
     def flushed(self, timeout_s: float) -> bool:
-        """Wait until a Leave has been acknowledged, or the session is over."""
+        """Wait until a Leave that was sent is acknowledged, or its session is over."""
+        if self._loop.is_closed():
+            return True
         future: Future[bool] = asyncio.run_coroutine_threadsafe(self._flushed(timeout_s), self._loop)
-        return future.result(timeout_s + 1.0)
+        try:
+            return future.result(timeout_s + 1.0)
+        except TimeoutError:
+            return False
 
     # --- on the loop
 
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Have the link's thread call it; nothing happens once the link is closed."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._main = self._loop.create_task(self._keep_connected())
+        self._main = self._loop.create_task(self._live())
         try:
             self._loop.run_until_complete(self._main)
         except asyncio.CancelledError:
@@ -143,98 +136,94 @@ class Link:
         finally:
             self._loop.close()
 
+    async def _live(self) -> None:
+        """Keep connected as long as that is wanted, then stay until `close`: other threads may still call."""
+        try:
+            await self._keep_connected()
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: it becomes an event for the one that waits
+            self._deliver(LinkFailed(error))
+        await self._closing.wait()
+
     def _end(self, linger_s: float) -> None:
-        self._fatal = True
-        if self._session and self._session.state is not State.CLOSED:
+        self._over = True
+        self._closing.set()
+        if self._session:
             self._session.close(Reason.CLOSED, "this node stops")
-        if self._wires:
-            self._wires.wake.set()
-        if self._main:
-            self._loop.call_later(linger_s if self._wires else 0.0, self._main.cancel)
+        self._wake.set()
+        assert self._main is not None
+        self._loop.call_later(linger_s if self._session else 0.0, self._main.cancel)
 
     async def _flushed(self, timeout_s: float) -> bool:
         deadline = self._loop.time() + timeout_s
-        while (session := self._session) and session.state is not State.CLOSED:
+        while (session := self._session) and session.state is State.CLOSING:
             if self._loop.time() > deadline:
                 return False
             await asyncio.sleep(0.02)
         return True
 
     def _send(self, message: msg.Message) -> None:
-        if self._session and self._wires and self._session.state is State.OPEN:
-            self._session.send(message, time.monotonic())
-            self._wires.wake.set()
+        if self._session and self._session.state is State.OPEN:
+            try:
+                self._session.send(message, time.monotonic())
+                self._over = self._over or isinstance(message, msg.Leave)
+            except LocalProtocolError as error:
+                _log.warning("not sent message=%s reason=%r", type(message).__name__, str(error))
+            self._wake.set()
 
     def _send_blob(self, offer: msg.Offer, data: bytearray) -> None:
-        if self._session and self._wires and self._session.state is State.OPEN:
+        if self._session and self._session.state is State.OPEN:
             try:
                 self._session.send_blob(offer, BytesSource(data))
             except LocalProtocolError as error:  # offered twice, by a reconnection and by its encoder
                 _log.debug("offer skipped reason=%s", error)
-            self._wires.wake.set()
+            self._wake.set()
 
     async def _keep_connected(self) -> None:
-        attempt = 0
-        while not self._fatal:
+        attempt, told = 0, False
+        while not self._over:
             opened = await self._one_session()
-            attempt = 0 if opened else attempt + 1
-            if not self._fatal:
-                first, longest = BACKOFF_S
-                await asyncio.sleep(min(longest, first * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5))
+            attempt, told = (0, False) if opened else (attempt + 1, told)
+            if self._over:
+                return
+            if not told:  # once an outage
+                _log.warning("no link coordinator=%s reason=%r", self._config.coordinator, self._ended_by)
+                told = True
+            first, longest = BACKOFF_S
+            await asyncio.sleep(min(longest, first * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5))
 
     async def _one_session(self) -> bool:
         """Dial, talk until the session is over; whether it was ever open."""
-        context = zmq.asyncio.Context()
-        control = self._dealer(context)
-        monitor = control.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
-        assert isinstance(monitor, zmq.asyncio.Socket)
-        wires = self._wires = _Wires(context, control, monitor)
-        wires.bulk_free.set()
-        timing = self._config.timing
-        session = Session(Role.NODE, time.monotonic(), limits=self._config.limits, timing=timing)
+        if not await self._resolves():
+            return False
+        session = Session(Role.NODE, time.monotonic(), limits=self._config.limits, timing=self._config.timing)
         session.send(self._hello(), time.monotonic())
         self._session = session
-        control.connect(self._config.coordinator)
-        tasks = [
-            asyncio.create_task(self._read(session, control, CONTROL), name="control"),
-            asyncio.create_task(self._watch(session, monitor, wires), name="monitor"),
-        ]
-        opened = False
+        dialogue = _Dialogue(session, self._config.coordinator, self._dealer, self._emit, self._key_refused, self._wake)
         try:
-            while session.state is not State.CLOSED:
-                await self._pump(session, wires)
-                if session.state is State.OPEN and wires.bulk is None:
-                    opened = True
-                    wires.bulk = self._dealer(context)
-                    wires.bulk.connect(self._config.coordinator)
-                    await wires.bulk.send_multipart(session.lane_hello())
-                    session.lane_opened(BULK)
-                    tasks.append(asyncio.create_task(self._read(session, wires.bulk, BULK), name="bulk"))
-                self._emit(session)
-                await self._sleep(session, wires)
-            await self._pump(session, wires)
+            await dialogue.run()
+        except* zmq.ZMQError as group:
+            session.close(Reason.CLOSED, f"ZeroMQ: {group.exceptions[0]}")
         finally:
             self._emit(session)
-            moved = _moved(session)
-            self._moved = Bytes(
-                self._moved.up + moved.up, self._moved.down + moved.down, self._moved.state + moved.state
-            )
-            self._session = self._wires = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            control.disable_monitor()
-            for socket in (control, monitor, wires.bulk):
-                if socket is not None:
-                    socket.close(linger=200)
-            context.term()
-        return opened
+            self._session, self._traffic = None, (self.moved, None)
+        return dialogue.opened
+
+    async def _resolves(self) -> bool:
+        """Whether the host has an address. ZeroMQ would look for one in silence, and never say that there is none."""
+        try:
+            async with asyncio.timeout(self._config.timing.liveness_s):
+                await self._loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except TimeoutError:
+            self._ended_by = f"no name server answers for {self._host!r}"
+        except OSError as error:
+            self._ended_by = f"the host {self._host!r} has no address: {error.strerror or error}"
+        else:
+            return True
+        return False
 
     def _dealer(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
         """A DEALER that dials once, and never again by itself: a broken connection ends the session (protocol T)."""
-        limits, socket = self._config.limits, context.socket(zmq.DEALER)
+        limits, dealer = self._config.limits, context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),
             (zmq.LINGER, 0),
@@ -245,71 +234,18 @@ class Link:
             (zmq.CONNECT_TIMEOUT, 5000),
             (zmq.MAXMSGSIZE, max(limits.max_control_bytes, limits.max_chunk_bytes) + 4096),
         ):
-            socket.setsockopt(option, value)
+            dealer.setsockopt(option, value)
         if self._secret is not None and self._server is not None:
-            socket.curve_secretkey = self._secret
-            socket.curve_publickey = zmq.curve_public(self._secret)
-            socket.curve_serverkey = self._server
-        return socket
+            dealer.curve_secretkey = self._secret
+            dealer.curve_publickey = zmq.curve_public(self._secret)
+            dealer.curve_serverkey = self._server
+        return dealer
 
-    async def _pump(self, session: Session, wires: _Wires) -> None:
-        """Send what the session wants to; control never waits for bulk."""
-        session.handle_timer(time.monotonic())
-        while True:
-            chunks = 4 if wires.bulk_free.is_set() else 0
-            frames = session.outgoing(time.monotonic(), max_chunks=chunks)
-            if not frames:
-                return
-            bulk = [parts for lane, parts in frames if lane == BULK]
-            for lane, parts in frames:
-                if lane == CONTROL:
-                    await wires.control.send_multipart(parts)
-            if bulk:
-                wires.bulk_free.clear()
-                task = asyncio.create_task(self._send_bulk(wires, bulk), name="bulk-send")
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    async def _send_bulk(self, wires: _Wires, frames: list[list[Buffer]]) -> None:
-        assert wires.bulk is not None
-        try:
-            for parts in frames:
-                await wires.bulk.send_multipart(parts, copy=False)
-        finally:
-            wires.bulk_free.set()
-            wires.wake.set()
-
-    async def _sleep(self, session: Session, wires: _Wires) -> None:
-        due = session.next_timer()
-        if due is None:
-            return
-        try:
-            async with asyncio.timeout(max(0.0, due - time.monotonic())):
-                await wires.wake.wait()
-        except TimeoutError:
-            pass
-        wires.wake.clear()
-
-    async def _read(self, session: Session, socket: zmq.asyncio.Socket, lane: int) -> None:
-        while True:
-            frames = await socket.recv_multipart(copy=False)
-            try:
-                session.receive(lane, [frame.buffer for frame in frames], time.monotonic())
-            except RemoteProtocolError as error:
-                _log.warning("bad frame lane=%d reason=%r", lane, str(error))
-            self._emit(session)
-            if self._wires:
-                self._wires.wake.set()
-
-    async def _watch(self, session: Session, monitor: zmq.asyncio.Socket, wires: _Wires) -> None:
-        """End the session when its connection ends, or the key is refused."""
-        event = await recv_monitor_message(monitor)
-        if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._fatal = True
-            detail = "the coordinator does not know this node's key; add its .pub file to the allow-list"
-            refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
-            self._deliver(wire_ev.MessageReceived(message=refused))
-        session.close(Reason.CLOSED, f"connection to {self._config.coordinator} ended")
-        wires.wake.set()
+    def _key_refused(self) -> None:
+        self._over = True
+        detail = "the coordinator does not know this node's key; add its .pub file to the allow-list"
+        refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
+        self._deliver(wire_ev.MessageReceived(message=refused))
 
     def _emit(self, session: Session) -> None:
         for event in session.events():
@@ -319,10 +255,14 @@ class Link:
                     continue
                 case wire_ev.MessageReceived(message=msg.Committed() as committed):
                     self._expect(session, msg.update_id(committed), committed.size, committed.digest)
+                case wire_ev.MessageReceived(message=msg.Welcome()):
+                    self._traffic = (self._traffic[0], session)
                 case wire_ev.MessageReceived(message=msg.Refused(retriable=False)):
-                    self._fatal = True
+                    self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
                     self._partial.pop(blob, None)
+                case wire_ev.SessionClosed(detail=detail):
+                    self._ended_by = detail
                 case _:
                     pass
             self._deliver(event)
@@ -338,14 +278,159 @@ class Link:
             _log.debug("announcement skipped reason=%s", error)
 
 
+@dataclass(slots=True)
+class _Lane:
+    """One DEALER. Frames leave in a task of their own: a full or unconnected socket holds up nothing but its lane."""
+
+    socket: zmq.asyncio.Socket
+    monitor: zmq.asyncio.Socket
+    free: bool
+    """Whether nothing is on its way into the socket."""
+
+
+class _Dialogue:
+    """One session on its sockets, from the dial to the close. Whatever goes wrong in a task of it ends all of them."""
+
+    def __init__(
+        self,
+        session: Session,
+        address: str,
+        dealer: Callable[[zmq.asyncio.Context], zmq.asyncio.Socket],
+        emit: Callable[[Session], None],
+        key_refused: Callable[[], None],
+        wake: asyncio.Event,
+    ) -> None:
+        """`emit` takes the session's events; `wake` is set when there is something to send, or its state changed."""
+        self._session, self._address, self._dealer = session, address, dealer
+        self._emit, self._key_refused, self._wake = emit, key_refused, wake
+        self._lanes: dict[int, _Lane] = {}
+
+    @property
+    def opened(self) -> bool:
+        """Whether the session was ever open."""
+        return BULK in self._lanes
+
+    async def run(self) -> None:
+        """Until the session is closed.
+
+        Raises:
+            ExceptionGroup: what went wrong in a task.
+            zmq.ZMQError: there are no sockets to be had.
+        """
+        session, context = self._session, zmq.asyncio.Context()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = self._dial(CONTROL, context, group)
+                while session.state is not State.CLOSED:
+                    tasks = [task for task in tasks if not task.done()] + self._pump(group)
+                    if session.state is State.OPEN and BULK not in self._lanes:
+                        tasks += self._dial(BULK, context, group)
+                    self._emit(session)
+                    await self._sleep()
+                for task in tasks:
+                    task.cancel()
+            self._acknowledge_farewell()
+        finally:
+            context.destroy(linger=200)
+
+    def _dial(self, number: int, context: zmq.asyncio.Context, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Open one lane; the tasks that serve it."""
+        dealer = self._dealer(context)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
+        assert isinstance(monitor, zmq.asyncio.Socket)
+        lane = self._lanes[number] = _Lane(dealer, monitor, free=number == CONTROL)
+        dealer.connect(self._address)
+        tasks = [
+            group.create_task(self._watch(lane), name=f"watch-{number}"),
+            group.create_task(self._read(lane, number), name=f"read-{number}"),
+        ]
+        if number != CONTROL:
+            greeting = self._session.lane_hello()
+            tasks.append(group.create_task(self._greet(lane, number, greeting), name=f"greet-{number}"))
+        return tasks
+
+    def _pump(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Send what the session wants to, as far as the lanes are free; control never waits for bulk."""
+        now = time.monotonic()
+        self._session.handle_timer(now)
+        if not self._lanes[CONTROL].free:
+            return []
+        bulk = self._lanes.get(BULK)
+        frames = self._session.outgoing(now, max_chunks=CHUNKS_AHEAD if bulk and bulk.free else 0)
+        tasks = []
+        for number, lane in self._lanes.items():
+            if batch := [parts for to, parts in frames if to == number]:
+                lane.free = False
+                tasks.append(group.create_task(self._send(lane, batch), name=f"send-{number}"))
+        return tasks
+
+    async def _sleep(self) -> None:
+        due = self._session.next_timer()
+        if due is None:
+            return
+        try:
+            async with asyncio.timeout(max(0.0, due - time.monotonic())):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    def _acknowledge_farewell(self) -> None:
+        """The coordinator's Leave closes the session; one last frame tells that it came."""
+        for _, parts in self._session.outgoing(time.monotonic()):
+            sent = self._lanes[CONTROL].socket.send_multipart(parts, flags=zmq.DONTWAIT)
+            assert isinstance(sent, asyncio.Future) and sent.done()  # DONTWAIT is decided at once
+            sent.exception()  # a full socket is no loss: the coordinator's own linger ends its wait
+
+    # --- tasks of one lane
+
+    async def _send(self, lane: _Lane, frames: list[list[Buffer]]) -> None:
+        for parts in frames:
+            await lane.socket.send_multipart(parts, copy=False)
+        lane.free = True
+        self._wake.set()
+
+    async def _greet(self, lane: _Lane, number: int, greeting: list[Buffer]) -> None:
+        await self._send(lane, [greeting])
+        self._session.lane_opened(number)
+        self._wake.set()
+
+    async def _read(self, lane: _Lane, number: int) -> None:
+        bad_frames = 0
+        while True:
+            frames = await lane.socket.recv_multipart(copy=False)
+            try:
+                self._session.receive(number, [frame.buffer for frame in frames], time.monotonic())
+            except RemoteProtocolError as error:
+                bad_frames += 1
+                _log.warning("bad frame lane=%d reason=%r", number, str(error))
+                if bad_frames >= BAD_FRAMES:
+                    self._session.close(Reason.MALFORMED, str(error))
+            else:
+                bad_frames = 0
+            self._emit(self._session)
+            self._wake.set()
+
+    async def _watch(self, lane: _Lane) -> None:
+        """End the session when the lane's connection ends, or the key is refused."""
+        why = "cannot connect: is the coordinator running, and its port open from here?"
+        while True:
+            match (await recv_monitor_message(lane.monitor))["event"]:
+                case zmq.EVENT_CONNECTED:
+                    why = "it hangs up: encryption may be on at one end only, or server_key another coordinator's"
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    why = "the connection ended"
+                case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    self._key_refused()
+                    why = Reason.WRONG_KEY.sentence
+                    break
+                case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
+                    break
+        self._session.close(Reason.CLOSED, why)
+        self._wake.set()
+
+
 def new_key_pair() -> tuple[bytes, bytes]:
     """(public, secret), each 40 characters of Z85."""
     public, secret = zmq.curve_keypair()
     return public, secret
-
-
-def _moved(session: Session) -> Bytes:
-    traffic = session.traffic
-    state = traffic.sent_blobs[BlobKind.SNAPSHOT].bytes + traffic.received_blobs[BlobKind.SNAPSHOT].bytes
-    down = traffic.bytes_received - traffic.received_blobs[BlobKind.SNAPSHOT].bytes
-    return Bytes(traffic.bytes_sent - traffic.sent_blobs[BlobKind.SNAPSHOT].bytes, down, state)

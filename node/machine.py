@@ -25,11 +25,12 @@ RAMP_STEPS = 20
 class NodeMachine:
     """One node of one run. `waiting` tells what training stands still for, if anything."""
 
-    def __init__(self, *, name: NodeId, incarnation: int) -> None:
+    def __init__(self, *, name: NodeId, incarnation: int, epoch: int = 0) -> None:
+        """`epoch`: the highest that earlier starts of the node have met; a coordinator with a lower one is fenced."""
         self.name = name
         self.incarnation = incarnation
         self.spec: RunSpec | None = None
-        self.epoch = 0
+        self.epoch = epoch
         self.stage: Stage = "joining"
         self.connected = False
         self.fragments: list[FragmentState] = []
@@ -43,6 +44,8 @@ class NodeMachine:
         self.lost_steps = 0
         self.skipped_positions = 0
         """Schedule positions jumped over while behind (protocol A)."""
+        self._reached = 0.0
+        """Schedule position where the last round ended."""
         self._seq = 0
         self._commands: list[ev.Command] = []
 
@@ -63,7 +66,7 @@ class NodeMachine:
         if self.spec is None or self.start_round is None:
             return 0.0
         if self.round not in self.rounds:
-            return float(self.spec.terms.steps)
+            return self._reached
         return schedule.position_in(self.rounds[self.round], self.name, self.step)
 
     @property
@@ -82,9 +85,15 @@ class NodeMachine:
             return "the first snapshot" if self.connected else "the coordinator"
         if self.stage == "ready":
             return "the start"
+        if self.stage == "training" and not self.inner_steps:
+            for state in self.fragments:
+                if state.pending:
+                    return f"fragment {state.fragment.index}, version {max(state.pending)}"
         if self.stage == "training" and self.round not in self.rounds:
             return f"the plan of round {self.round}"
         for state in self.fragments:
+            if state.lost and self.stage in ("training", "finishing"):
+                return f"a snapshot of fragment {state.fragment.index}"
             if (undecided := state.undecided) and (self.stage != "training" or self._due(undecided)):
                 return f"fragment {state.fragment.index}, window {undecided.terms.window}"
         return "the last windows" if self.stage == "finishing" else None
@@ -152,11 +161,14 @@ class NodeMachine:
             case msg.Finished():
                 if self.stage in ("joining", "ready"):
                     self.stage = "finished"
+                    self._do(ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED)))
+                elif self.stage == "training":  # the run ended without this node: nothing it does now can be merged
+                    self.stage = "finishing"
             case msg.Refused(reason=reason, detail=detail, retriable=retriable):
                 if not retriable:
                     self._stop(reason, detail)
             case msg.Leave(reason=Reason.RUN_FINISHED):
-                if self.stage in ("joining", "ready"):
+                if not self.ended:  # nothing will come any more, whatever is still missing here
                     self.stage = "finished"
             case _:
                 pass  # the session's own business
@@ -171,10 +183,16 @@ class NodeMachine:
             self.fragments = [FragmentState(fragment=f) for f in welcome.spec.identity.layout.fragments]
             self._do(ev.Adopt())
         self.spec = welcome.spec
+        if self.ended:  # the good-bye was lost with the last session
+            reason = Reason.RUN_FINISHED if self.stage == "finished" else Reason.DRAINED
+            return self._do(ev.Tell(message=msg.Leave(reason=reason)))
         self._learn_rounds(welcome.rounds)
         for terms in welcome.windows:
             self.fragments[terms.fragment].learn_terms(terms)
+        still_open = {terms.fragment for terms in welcome.windows}
         for state, current in zip(self.fragments, welcome.versions, strict=True):
+            if state.fragment.index not in still_open:
+                state.final = current
             undecided = state.undecided
             if undecided and undecided.offer and not undecided.dropped and current < undecided.terms.window:
                 self._do(ev.SendBlob(offer=undecided.offer))
@@ -187,9 +205,13 @@ class NodeMachine:
     def _arrived(self, blob: BlobId) -> None:
         state = self.fragments[blob.fragment]
         if blob.kind is BlobKind.SNAPSHOT:
+            if state.snapshot is not None and state.snapshot != blob.version:
+                self._forget(state, BlobKind.SNAPSHOT, state.snapshot)
             state.snapshot = blob.version
         elif blob.version > state.version:
             state.arrived.add(blob.version)
+        else:
+            self._do(ev.ForgetBlob(blob=blob))
 
     def _encoded(self, offer: msg.Offer) -> None:
         undecided = self.fragments[offer.blob.fragment].undecided
@@ -197,6 +219,12 @@ class NodeMachine:
             undecided.offer = offer
             if self.connected:
                 self._do(ev.SendBlob(offer=offer))
+        else:  # a snapshot took its base away while it was being encoded
+            self._do(ev.ForgetBlob(blob=offer.blob))
+
+    def _forget(self, state: FragmentState, kind: BlobKind, version: int) -> None:
+        """Bytes that came, and will not be used."""
+        self._do(ev.ForgetBlob(blob=BlobId(kind=kind, fragment=state.fragment.index, version=version)))
 
     def _stop(self, reason: Reason, detail: str) -> None:
         self.stage = "stopped"
@@ -221,16 +249,42 @@ class NodeMachine:
         A window whose round has passed is still served, at the slot's next turn: a node that starts or comes back late
         may be the only one left that can.
         """
-        assert self.spec is not None and self.start_round is not None
-        terms, slots = state.terms, self.spec.identity.layout.slots
-        if terms is None or state.undecided or state.lost or terms.round > self.round:
+        assert self.spec is not None
+        terms = state.terms
+        if terms is None or terms.round > self.round or not self._may_send(state):
             return False
         node_steps = self.rounds[self.round].steps_of(self.name)
-        if self.step != schedule.due_in(terms, state.fragment, slots, node_steps):
+        if self.step != schedule.due_in(terms, state.fragment, self.spec.identity.layout.slots, node_steps):
             return False
-        if terms.final:
-            return schedule.is_last(self.spec.terms, self.rounds[self.round])
-        return schedule.first_send_round(self.start_round, state.fragment.slot, slots) <= self.round
+        return not terms.final or schedule.is_last(self.spec.terms, self.rounds[self.round])
+
+    def _may_send(self, state: FragmentState) -> bool:
+        """Whether a delta of the fragment can be of use now: its window is not known to be over, and the node has held
+        the fragment for a full period."""
+        assert self.spec is not None and self.start_round is not None
+        terms, slots = state.terms, self.spec.identity.layout.slots
+        if terms is None or state.undecided or state.lost or terms.window in state.pending:
+            return False
+        return terms.final or schedule.first_send_round(self.start_round, state.fragment.slot, slots) <= self.round
+
+    def _send_overdue(self) -> None:
+        """While training stands still no turn comes: what others may be waiting for is sent now, or all would wait."""
+        if self.stage != "training" or not self.inner_steps or self.waiting is None:
+            return
+        for state in self.fragments:
+            if self._turn_is_over(state) and self._may_send(state):
+                self._send(state)
+
+    def _turn_is_over(self, state: FragmentState) -> bool:
+        """Whether the due step of the fragment's window has passed."""
+        assert self.spec is not None
+        terms = state.terms
+        if terms is None or terms.final or terms.round > self.round:
+            return False
+        if terms.round < self.round or self.round not in self.rounds:
+            return terms.round < self.round
+        node_steps = self.rounds[self.round].steps_of(self.name)
+        return self.step >= schedule.due_in(terms, state.fragment, self.spec.identity.layout.slots, node_steps)
 
     def _send(self, state: FragmentState) -> None:
         terms = state.terms
@@ -258,6 +312,7 @@ class NodeMachine:
         if schedule.is_last(self.spec.terms, plan):
             self.stage = "finishing"
             return
+        self._reached = float(plan.start + plan.length)
         following = max(self.round + 1, self._current_round())
         if following > self.round + 1:
             self.skipped_positions += sum(
@@ -286,6 +341,7 @@ class NodeMachine:
         """Merge what is due, then see whether the stage changes."""
         for state in self.fragments:
             self._merge(state)
+        self._send_overdue()
         if self.stage == "joining" and self.spec and self.connected and min(self.versions) >= 0:
             self.stage = "ready"
             self._do(ev.Tell(message=msg.Ready()))
@@ -312,7 +368,7 @@ class NodeMachine:
         if undecided:
             self._do(ev.ForgetBlob(blob=undecided.blob))
             state.undecided = None
-        state.advance(versions[-1], self.inner_steps, self.tokens)
+        state.advance(versions[-1], self.inner_steps, self.tokens, mixed=mix < 1.0)
         self._do(ev.Merge(fragment=state.fragment.index, mix=mix))
         if evaluate and self.stage in ("training", "finishing"):
             self._do(ev.Evaluate(versions=self.versions))
@@ -320,11 +376,14 @@ class NodeMachine:
     def _mix(self, state: FragmentState, version: int) -> float:
         """How much of the local weights survives this merge (protocol E)."""
         undecided = state.undecided
-        if self.stage in ("joining", "ready"):
+        if not self.inner_steps:
             return 0.0
         if undecided is None:
             terms = state.terms_of.get(version)
-            return terms.mix if terms else 0.0
+            mix = terms.mix if terms else 0.0
+            if mix == 0.0:  # what was done since the last merge was never sent, and goes
+                self.lost_steps += self.inner_steps - state.merged_at
+            return mix
         committed = state.pending[undecided.terms.window]
         if any(share.node == self.name for share in committed.merged):
             return undecided.terms.mix
@@ -335,14 +394,16 @@ class NodeMachine:
         version, state.snapshot = state.snapshot, None
         assert version is not None
         if version < state.version or (version == state.version and not state.lost):
-            return
+            return self._forget(state, BlobKind.SNAPSHOT, version)
         state.lost = False
+        self.lost_steps += self.inner_steps - state.merged_at
         if state.undecided and state.undecided.terms.window <= version:
-            self.lost_steps += self.inner_steps - state.merged_at
             self._do(ev.ForgetBlob(blob=state.undecided.blob))
             state.undecided = None
+        for skipped in sorted(arrived for arrived in state.arrived if arrived <= version):
+            self._forget(state, BlobKind.UPDATE, skipped)
         self._do(ev.Install(fragment=state.fragment.index, version=version))
-        state.advance(version, self.inner_steps, self.tokens)
+        state.advance(version, self.inner_steps, self.tokens, mixed=True)
         self._do(ev.Merge(fragment=state.fragment.index, mix=0.0))
         self._merge(state)
 
@@ -353,8 +414,8 @@ class NodeMachine:
         is sent as well, or the run would never end.
         """
         for state in self.fragments:
-            if state.undecided is None and state.terms and not state.pending and not state.lost:
+            if state.undecided is None and state.terms and state.final is None and not state.pending and not state.lost:
                 self._send(state)
-        if all(state.terms is None and not state.undecided and not state.pending for state in self.fragments):
+        if all(state.is_final and not state.undecided for state in self.fragments):
             self.stage = "finished"
             self._do(ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED)))

@@ -30,21 +30,33 @@ class Memory:
             state_dir.mkdir(parents=True, exist_ok=True)
             kept = json.loads(path.read_text()) if path.exists() else {"incarnation": 0, "epoch": 0}
             memory = cls(path, int(kept["incarnation"]) + 1, int(kept["epoch"]))
-            memory._save()
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StateUnusable(f"cannot use the node's state {path}: {error}; choose another state_dir") from error
+            raise _unusable(path, error) from error
+        memory._save()
         return memory
 
     def see_epoch(self, epoch: int) -> None:
-        """Remember an epoch if it is the highest."""
+        """Remember an epoch, durably, if it is the highest. Raises StateUnusable."""
         if epoch > self.epoch:
             self.epoch = epoch
             self._save()
 
     def _save(self) -> None:
         temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            json.dump({"incarnation": self.incarnation, "epoch": self.epoch}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+        try:
+            with temporary.open("w") as file:
+                json.dump({"incarnation": self.incarnation, "epoch": self.epoch}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+            folder = os.open(self.path.parent, os.O_RDONLY)  # the new name, too, must survive a power cut:
+            try:
+                os.fsync(folder)  # an incarnation that comes twice would give two deltas one id
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+
+def _unusable(path: Path, error: Exception) -> StateUnusable:
+    return StateUnusable(f"cannot use the node's state {path}: {error}; choose another state_dir")

@@ -36,6 +36,8 @@ class Replica:
         device = next(iter(self.parameters.values())).device
         self.anchors = [torch.zeros(fragment.numel, device=device) for fragment in layout.fragments]
         """fp32 [numel] each."""
+        self.versions = [-1] * len(layout.fragments)
+        """Of the anchors; −1 for one that is not there yet, or is not what it should be."""
         self.digests = [0] * len(layout.fragments)
         self._free: dict[int, list[Tensor]] = {}
 
@@ -59,24 +61,30 @@ class Replica:
     def apply(self, index: int, version: int, blob: bytearray, codec: str, epoch: int, anchor_digest: int) -> bool:
         """anchor += decoded update; False when the bytes or the resulting digest are not as announced."""
         codec_down = codec_named(codec)
+        self.versions[index] = -1
         try:
             expect = self._expected(index, version, version - 1, codec_down, epoch)
             codec_down.decode_add_(parse_blob(blob, expect)[1], self.anchors[index], 1.0)
         except BadBlob:
             return False
         self.digests[index] = digest(self.anchors[index])
-        return self.digests[index] == anchor_digest
+        if self.digests[index] != anchor_digest:
+            return False
+        self.versions[index] = version
+        return True
 
     @torch.no_grad()
     def install(self, index: int, version: int, blob: bytearray, epoch: int) -> bool:
         """Put a snapshot in the anchor's place; False when it is not one."""
         codec = codec_named("fp32")
+        self.versions[index] = -1
         try:
             expect = self._expected(index, version, version, codec, epoch)
             codec.decode_into(parse_blob(blob, expect)[1], self.anchors[index])
         except BadBlob:
             return False
         self.digests[index] = digest(self.anchors[index])
+        self.versions[index] = version
         return True
 
     @torch.no_grad()

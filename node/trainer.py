@@ -15,7 +15,6 @@ from farloop.node.corpus import Corpus, load_corpus
 from farloop.node.data import EvaluationSet, Samples
 from farloop.node.errors import DataError
 from farloop.node.join import Node, join
-from farloop.node.link import LinkConfig
 from farloop.node.model import GPT, build, from_json
 
 _log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ def train(config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: 
     """Take part in a run until it ends or SIGTERM comes.
 
     Raises:
-        NodeError, CorpusError, KeyFileError: one line each, for the person who started the node.
+        NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -75,10 +74,12 @@ def train(config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: 
         config.coordinator,
         model_of,
         name=config.name,
+        key=config.key,
+        server_key=config.server_key,
         state_dir=config.state_dir,
         fingerprint=config.fingerprint,
         evaluate=evaluate,
-        link=LinkConfig(coordinator=config.coordinator, key=config.key, server_key=config.server_key),
+        http=config.http,
     )
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())
@@ -99,7 +100,13 @@ def check_data(spec: RunSpec, corpus: Corpus) -> EvaluationSet:
             "give every node the same files with [data] path (the default corpus follows the Python version)"
         )
     sequences = evaluation_sequences(identity.evaluation_set)
-    return EvaluationSet(corpus, sequences=sequences, sequence_tokens=spec.terms.sequence_tokens)
+    evaluation = EvaluationSet(corpus, sequences=sequences, sequence_tokens=spec.terms.sequence_tokens)
+    if evaluation_name(evaluation) != identity.evaluation_set:
+        raise DataError(
+            f"this node's evaluation set is {evaluation_name(evaluation)}, the run's is {identity.evaluation_set}; "
+            "give every node the same version of farloop"
+        )
+    return evaluation
 
 
 def evaluation_name(evaluation: EvaluationSet) -> str:

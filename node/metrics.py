@@ -1,0 +1,95 @@
+"""Every Prometheus metric of a node, declared once: `farloop_node_` prefix, base units, bounded labels.
+
+The training thread hands in what it also tells the coordinator, once a second; a scrape reads that one value and
+touches nothing that trains. What grows is a counter here. The coordinator shows the same facts of all of its nodes as
+gauges, so that one scrape target is enough where nodes cannot be reached.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from farloop.algo.spec import NodeId
+from farloop.wire.messages import Progress
+
+_STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})
+"""States of a node that takes part."""
+
+
+class Metrics(Collector):
+    """What is known of one node. One registry each and nothing global, so that a test can have several."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self, node: NodeId) -> None:
+        self._node = node
+        self._seen: tuple[Progress, tuple[int, ...], bool] | None = None
+        """Replaced as a whole: scrapes come from other threads."""
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def saw(self, progress: Progress, *, versions: Sequence[int], connected: bool) -> None:
+        """How it goes: the node's report, the version of every anchor (−1: none yet), whether a session is open."""
+        self._seen = progress, tuple(versions), connected
+
+    @property
+    def standing(self) -> tuple[bool, str]:
+        """Whether the node has joined and started, and its state in words."""
+        if self._seen is None:
+            return False, "starting"
+        progress = self._seen[0]
+        words = f"{progress.state}: {progress.detail}" if progress.detail else progress.state
+        return progress.state in _STARTED, words
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        text: bytes = generate_latest(self.registry)
+        return text
+
+    def collect(self) -> Iterable[Metric]:
+        """All metrics, as of the last report; none before it."""
+        if self._seen is None:
+            return
+        progress, versions, connected = self._seen
+        yield self._gauge("connected", "1 while a session with the coordinator is open.", float(connected))
+        yield self._gauge("position_steps", "Schedule position: the run's clock.", progress.position)
+        yield self._gauge("tokens_per_second", "Tokens trained on a second.", progress.tokens_per_s)
+        yield self._gauge(
+            "compute_share_ratio", "Share of wall time not spent on farloop; 1 is best.", progress.compute_share
+        )
+        if progress.loss is not None:
+            yield self._gauge("loss_nats", "Training loss of the last inner step.", progress.loss)
+        yield self._counter("inner_steps", "Inner steps since the node's start.", progress.inner_steps)
+        yield self._counter("tokens", "Tokens trained on since the node's start.", progress.tokens)
+        yield self._counter("blocked_seconds", "Training stood still for the link or other nodes.", progress.blocked_s)
+        yield self._counter("lost_steps", "Inner steps, per fragment, that no commit contains.", progress.lost_steps)
+        moved = CounterMetricFamily(
+            "farloop_node_bytes", "Bytes of all frames; state is snapshots.", labels=["node", "direction"]
+        )
+        for direction, count in (
+            ("up", progress.bytes_up),
+            ("down", progress.bytes_down),
+            ("state", progress.bytes_state),
+        ):
+            moved.add_metric([self._node, direction], count)
+        yield moved
+        held = GaugeMetricFamily(
+            "farloop_node_fragment_version", "Version of the anchor; -1 before the first.", labels=["node", "fragment"]
+        )
+        for fragment, version in enumerate(versions):
+            held.add_metric([self._node, str(fragment)], version)
+        yield held
+
+    def _gauge(self, name: str, meaning: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"farloop_node_{name}", meaning, labels=["node"])
+        family.add_metric([self._node], value)
+        return family
+
+    def _counter(self, name: str, meaning: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"farloop_node_{name}", meaning, labels=["node"])
+        family.add_metric([self._node], value)
+        return family

@@ -1,0 +1,81 @@
+"""Covers `node/trainer.py` as far as it needs no coordinator (protocol J, Z)."""
+
+import numpy as np
+import pytest
+
+from farloop.algo.spec import Identity, Layout, LearningRate, RunSpec, Terms
+from farloop.node.corpus import Corpus
+from farloop.node.data import EvaluationSet
+from farloop.node.errors import DataError
+from farloop.node.trainer import check_data, evaluation_name, evaluation_sequences
+
+TOKENS = 8
+
+
+def corpus(digest: str = "0123456789abcdef", length: int = 400) -> Corpus:
+    text = (np.arange(length) % 251).astype(np.uint8)
+    return Corpus(train=text, validation=text, digest=digest, files=1, duplicates=0, skipped=0)
+
+
+def evaluation_of(length: int = 400, sequences: int = 5) -> EvaluationSet:
+    return EvaluationSet(corpus(length=length), sequences=sequences, sequence_tokens=TOKENS)
+
+
+def spec(**identity: str) -> RunSpec:
+    values = {"data": "0123456789abcdef", "evaluation_set": evaluation_name(evaluation_of())} | identity
+    return RunSpec(
+        identity=Identity(
+            name="run",
+            model="own",
+            layout=Layout(slots=1, fragments=()),
+            anchor_digests=(),
+            num_samples=49,
+            seed=0,
+            **values,  # type: ignore[arg-type]
+        ),
+        terms=Terms(
+            method="diloco",
+            steps=10,
+            h=5,
+            tau=0,
+            mix=0.0,
+            codec_up="q4",
+            codec_down="q4",
+            outer_lr=0.7,
+            outer_momentum=0.9,
+            lr=LearningRate(),
+            clip=1.0,
+            weight_decay=0.1,
+            batch_sequences=4,
+            sequence_tokens=TOKENS,
+        ),
+    )
+
+
+def test_the_run_s_corpus_gives_the_run_s_evaluation_set() -> None:
+    """J: its hash is in the run's identity."""
+    evaluation = check_data(spec(), corpus())
+    assert evaluation_name(evaluation) == spec().identity.evaluation_set
+    assert len(evaluation) == evaluation_sequences(spec().identity.evaluation_set) == 5
+
+
+def test_another_corpus_is_refused_with_both_digests_and_the_mend() -> None:
+    with pytest.raises(DataError, match="corpus is ffff, the run's is 0123456789abcdef; give every node the same"):
+        check_data(spec(), corpus("ffff"))
+
+
+def test_a_run_whose_samples_come_from_the_nodes_own_loops_is_refused() -> None:
+    with pytest.raises(DataError, match="own loops"):
+        check_data(spec(data="own"), corpus())
+
+
+def test_an_evaluation_set_cut_in_another_way_is_refused() -> None:
+    """J, Z: the same text, and other numbers."""
+    other = evaluation_name(evaluation_of(length=800))
+    with pytest.raises(DataError, match=f"the run's is {other}"):
+        check_data(spec(evaluation_set=other), corpus())
+
+
+def test_the_name_of_an_evaluation_set_holds_its_size_and_digest() -> None:
+    evaluation = evaluation_of(sequences=3)
+    assert evaluation_name(evaluation) == f"3x{evaluation.digest}"
