@@ -58,7 +58,7 @@ def run_coordinator(file: RunFile) -> ExitCode:
         store.close()
     if not finished:
         typer.echo("stopped before the run's end; the same command goes on with it")
-        return ExitCode.INTERRUPTED
+        return ExitCode.DONE
     typer.echo(f"run {plan.spec.identity.name} is finished; model: {file.coordinator.state_dir / 'model.safetensors'}")
     return ExitCode.DONE
 
@@ -202,7 +202,7 @@ def run_node(file: NodeFile) -> ExitCode:
         drain.disarm()
     if drain.asked:
         _log.info("left note='the same command takes part again'")
-        return ExitCode.INTERRUPTED
+        return ExitCode.DONE
     _log.info("finished")
     return ExitCode.DONE
 

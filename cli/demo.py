@@ -84,27 +84,30 @@ def run_demo(
     """Start everything, show it, and leave the report; the options are those of the command.
 
     Raises:
-        ValueError, CorpusError, CommandError: one line each.
+        CommandError: one line.
     """
     console = progress_console(json=as_json)
-    if link:
-        Link.parse(link)
-    if resume is not None:
-        plan = _load(resume)
-    else:
-        config = RunConfig(
-            name="demo",
-            seed=seed,
-            model=model,
-            nodes=nodes,
-            steps=steps,
-            method=method,
-            h=h,
-            codec_up=codec,
-            codec_down=codec,
-        )
-        plan = DemoPlan(out=out or _new_folder(method), run=config, data=DataConfig(path=data), link=link)
-    planned = plan_run(plan.run, plan.data)
+    try:
+        if link:
+            Link.parse(link)
+        if resume is not None:
+            plan = _load(resume)
+        else:
+            config = RunConfig(
+                name="demo",
+                seed=seed,
+                model=model,
+                nodes=nodes,
+                steps=steps,
+                method=method,
+                h=h,
+                codec_up=codec,
+                codec_down=codec,
+            )
+            plan = DemoPlan(out=out or _new_folder(method), run=config, data=DataConfig(path=data), link=link)
+        planned = plan_run(plan.run, plan.data)
+    except ValueError as error:  # a name or number that cannot be
+        raise CommandError(str(error)) from error
     if resume is None:
         _prepare(plan)
     for note in planned.notes:

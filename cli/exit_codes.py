@@ -31,14 +31,14 @@ class ExitCode(IntEnum):
 
 
 _MEANINGS = {
-    ExitCode.DONE: "done",
+    ExitCode.DONE: "done, or left in order",
     ExitCode.UNEXPECTED: "unexpected error",
     ExitCode.USAGE: "bad usage or configuration",
     ExitCode.REFUSED: "refused (do not retry)",
     ExitCode.BROKEN_NUMBERS: "NaN or Inf in the weights",
     ExitCode.UNREACHABLE: "unreachable (retry)",
     ExitCode.STORAGE: "storage failed (see to the disk, then retry)",
-    ExitCode.INTERRUPTED: "stopped by a signal (start again to go on)",
+    ExitCode.INTERRUPTED: "stopped at once by a signal (start again to go on)",
 }
 
 EPILOG = "Exit codes: " + ", ".join(f"{code.value} {code.meaning}" for code in ExitCode) + "."

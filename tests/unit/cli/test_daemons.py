@@ -1,0 +1,65 @@
+"""Beginning and continuing a run: which state directory is the file's, and what is said where it is not."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+from farloop.cli.daemons import different_identity, different_terms, open_run
+from farloop.cli.exit_codes import CommandError, ExitCode
+from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
+
+DATA = DataConfig(max_bytes=300_000)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_run(RunConfig(model="nano", evaluation_sequences=4), DATA)
+
+
+def test_a_run_is_begun_once_and_then_gone_on_with(tmp_path: Path, plan: Plan) -> None:
+    first = open_run(tmp_path / "state", plan)
+    first.close()
+    second = open_run(tmp_path / "state", plan)
+    second.close()
+    assert (first.ledger.epoch, second.ledger.epoch) == (1, 2)
+    assert second.ledger.spec == plan.spec
+
+
+def test_another_run_is_refused_and_the_line_says_what_differs(tmp_path: Path, plan: Plan) -> None:
+    open_run(tmp_path / "state", plan).close()
+    other = plan_run(RunConfig(model="nano", evaluation_sequences=4, seed=5), DATA)
+    with pytest.raises(CommandError, match=r"holds another run.*the first weights differ, seed was 0, is 5") as error:
+        open_run(tmp_path / "state", other)
+    assert error.value.code is ExitCode.REFUSED
+    open_run(tmp_path / "state", plan).close()  # and the state is not locked, nor changed
+
+
+def test_other_terms_are_said_and_the_runs_own_are_kept(
+    tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_run(tmp_path / "state", plan).close()
+    terms = dataclasses.replace(plan.spec.terms, steps=700)
+    changed = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, terms=terms))
+    with caplog.at_level(logging.WARNING):
+        store = open_run(tmp_path / "state", changed)
+    store.close()
+    assert store.ledger.spec.terms.steps == 600
+    assert [record.getMessage().split(" cause")[0] for record in caplog.records] == ["kept steps=600 file=700"]
+
+
+def test_terms_are_told_by_the_files_own_keys(plan: Plan) -> None:
+    terms = plan.spec.terms
+    assert different_terms(terms, terms) == []
+    other = dataclasses.replace(terms, lr=dataclasses.replace(terms.lr, minimum=0.0), h=20)
+    assert different_terms(terms, other) == ["h=30 file=20", "min_lr=0.0002 file=0.0"]
+
+
+def test_every_part_of_an_identity_can_be_told(plan: Plan) -> None:
+    kept = plan.spec.identity
+    blank: dict[str, object] = {int: -1, str: "x" * 99}  # type: ignore[dict-item]
+    for field in dataclasses.fields(kept):
+        value = getattr(kept, field.name)
+        other = dataclasses.replace(kept, **{field.name: blank.get(type(value), ())})  # type: ignore[call-overload]
+        assert field.name in different_identity(kept, other) or "differ" in different_identity(kept, other)

@@ -1,0 +1,228 @@
+"""The front door: words in, text and exit codes out. Nothing is started here."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from farloop.cli.main import app
+from farloop.cli.ranks import rank_of
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+COMMANDS = [
+    ["demo"],
+    ["coordinator"],
+    ["node"],
+    ["status"],
+    ["methods"],
+    ["codecs"],
+    ["doctor"],
+    ["config"],
+    ["config", "check"],
+    ["config", "show"],
+    ["keys"],
+    ["keys", "new"],
+]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Daemon commands set up the logs of their process, which here is everybody's."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def farloop(*words: str) -> Result:
+    return CliRunner().invoke(app, words, env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}, prog_name="farloop")
+
+
+def error_line(result: Result) -> str:
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("ts=")]
+    assert len(lines) == 1, result.stderr
+    return lines[0].removeprefix("farloop: error: ")
+
+
+def test_help_names_every_command_and_all_exit_codes() -> None:
+    text = farloop("--help").stdout
+    assert all(f" {words[0]} " in text for words in COMMANDS)
+    for code in ("0 done", "2 bad usage or configuration", "130 stopped at once by a signal"):
+        assert code in " ".join(text.split())
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_that_fits_and_ends_well(words: list[str]) -> None:
+    result = farloop(*words, "--help")
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert f"Usage: farloop {' '.join(words)}" in result.stdout
+
+
+@pytest.mark.parametrize("words", [w for w in COMMANDS if w not in (["methods"], ["codecs"], ["config"], ["keys"])])
+def test_commands_that_take_something_show_an_example(words: list[str]) -> None:
+    assert f"Example: farloop {' '.join(words)}" in farloop(*words, "--help").stdout
+
+
+def test_help_answers_without_torch_numpy_and_zmq() -> None:
+    script = (
+        "import sys; from farloop.cli.main import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'numpy', 'zmq', 'pydantic', 'matplotlib', 'uvloop'} & sys.modules.keys()\n"
+        "sys.exit(', '.join(sorted(heavy)) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_version_is_the_packages() -> None:
+    assert re.fullmatch(r"farloop \d+\.\d+\.\d+\n", farloop("--version").stdout)
+
+
+@pytest.mark.parametrize("words", [["nod"], ["node"], ["node", "x.toml", "--foo"], ["status", "x"]])
+def test_wrong_usage_ends_with_2(words: list[str]) -> None:
+    assert farloop(*words).exit_code == 2
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest() -> None:
+    assert "'coordinator'" in farloop("coordinatr").stderr
+
+
+@pytest.mark.parametrize("words", [["coordinator"], ["node"], ["config", "check"], ["config", "show"]])
+def test_a_missing_file_is_one_line_and_ends_with_2(words: list[str], tmp_path: Path) -> None:
+    result = farloop(*words, str(tmp_path / "x.toml"))
+    assert result.exit_code == 2
+    assert error_line(result) == f"{tmp_path}/x.toml: cannot be read: no such file or directory"
+
+
+def test_a_wrong_key_is_one_line_and_ends_with_2(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nstepps = 3\n[coordinator]\nstate_dir = 's'\n")
+    result = farloop("coordinator", str(path))
+    assert result.exit_code == 2
+    assert error_line(result) == f"{path}:2: [run] stepps: there is no such key; did you mean steps?"
+
+
+def test_nproc_is_a_setting_like_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text("[node]\nname = 'a'\n")
+    result = farloop("node", str(path), "--nproc", "0")
+    assert (result.exit_code, error_line(result)) == (2, "--set: [node] nproc: the least is 1, not 0")
+
+
+@pytest.mark.parametrize("name", ["run.toml", "node-a.toml", "node-b.toml"])
+def test_the_examples_are_good(name: str) -> None:
+    result = farloop("config", "check", str(EXAMPLES / name), "--set", "data.max_bytes=300000")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[0] == f"{EXAMPLES / name} is good"
+
+
+def test_the_example_with_a_model_of_its_own_wants_its_first_weights() -> None:
+    result = farloop("config", "check", str(EXAMPLES / "own-run.toml"), "--set", "run.init=nowhere.safetensors")
+    assert result.exit_code == 2
+    assert "[run] init: there is no file" in error_line(result)
+
+
+def test_check_says_what_a_run_comes_to(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[run]\nmodel = 'nano'\n[data]\nmax_bytes = 300000\n[coordinator]\nstate_dir = 's'\n")
+    lines = dict(line.split(maxsplit=1) for line in farloop("config", "check", str(path)).stdout.splitlines()[1:])
+    assert lines["model"].startswith("nano, ")
+    assert lines["method"] == "streaming, H 30, τ 5, mix 0.5"
+    assert lines["listens"] == "tcp://127.0.0.1:7700, in the clear, this machine only"
+
+
+def test_check_reads_the_keys_too(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text("[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n")
+    result = farloop("config", "check", str(path))
+    assert result.exit_code == 2
+    assert error_line(result).startswith(f"cannot read the key file {tmp_path}/a.key: No such file")
+
+
+def test_what_show_prints_is_a_file_that_says_the_same(tmp_path: Path) -> None:
+    path, again = tmp_path / "run.toml", tmp_path / "again.toml"
+    path.write_text("[run]\nname = 'a \"b\"'\nlr = 1e-5\ntau = 3\n[coordinator]\nstate_dir = 's'\n")
+    flags = ["--set", "run.h=20"]
+    again.write_text(farloop("config", "show", str(path), *flags).stdout)
+    first = json.loads(farloop("config", "show", "--json", str(path), *flags).stdout)
+    second = json.loads(farloop("config", "show", "--json", str(again)).stdout)
+    assert values(first) == values(second)
+    assert tomllib.loads(again.read_text())["run"]["name"] == 'a "b"'
+
+
+def values(shown: dict[str, dict[str, dict[str, object]]]) -> dict[str, dict[str, object]]:
+    return {table: {key: entry["value"] for key, entry in keys.items()} for table, keys in shown.items()}
+
+
+def test_show_says_who_gave_a_value_and_what_it_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text("[node]\nname = 'a'\n")
+    monkeypatch.setenv("FARLOOP_NODE__THREADS", "3")
+    shown = json.loads(farloop("config", "show", "--json", str(path), "--set", "node.nproc=2").stdout)["node"]
+    assert [shown[key]["from"] for key in ("name", "threads", "nproc", "http")] == [
+        f"{path}:2",
+        "FARLOOP_NODE__THREADS",
+        "--set",
+        "default",
+    ]
+    assert "# (default) CPU threads" not in farloop("config", "show", str(path)).stdout
+    assert "# (FARLOOP_NODE__THREADS) CPU threads per process" in farloop("config", "show", str(path)).stdout
+
+
+def test_keys_new_says_where_each_half_goes_and_never_overwrites(tmp_path: Path) -> None:
+    result = farloop("keys", "new", str(tmp_path), "--name", "oslo")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [f"{tmp_path}/oslo.key", f"{tmp_path}/oslo.pub"]
+    secret = (tmp_path / "oslo.key").read_text().strip()
+    assert secret not in result.stdout
+    again = farloop("keys", "new", str(tmp_path), "--name", "oslo")
+    assert again.exit_code == 2
+    assert "never overwritten" in error_line(again)
+
+
+def test_tables_list_all_methods_and_codecs() -> None:
+    assert all(name in farloop("methods").stdout for name in ("diloco", "streaming", "data-parallel"))
+    assert all(name in farloop("codecs").stdout for name in ("fp32", "bf16", "q8", "q4", "e3m0"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--steps", "0"], "steps and h are at least 1"),
+        (["--method", "streeming"], "did you mean 'streaming'?"),
+        (["--codec", "q44"], "did you mean 'q4'?"),
+        (["--model", "huge"], "there is no 'huge'; there are nano"),
+        (["--link", "fast"], "fast"),
+        (["--data", "nowhere"], "no file or folder nowhere"),
+        (["--resume", "nowhere"], "nowhere holds no demo run"),
+    ],
+)
+def test_a_demo_that_cannot_be_is_one_line_before_anything_is_started(
+    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = farloop("demo", *words)
+    assert (result.exit_code, line in error_line(result)) == (2, True), result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_status_address_that_is_none_ends_with_2() -> None:
+    result = farloop("status", "--url", "ftp://x")
+    assert (result.exit_code, error_line(result)) == (2, "--url ftp://x: http://host:port is wanted")
+
+
+def test_this_test_run_is_no_rank() -> None:
+    """Or the commands above would have ended the interpreter."""
+    assert rank_of(os.environ) is None
