@@ -12,12 +12,12 @@ from farloop.algo.spec import Fragment, Layout, NodeId, RoundPlan, Terms, Window
 def learning_rate(terms: Terms, position: float) -> float:
     """Inner learning rate at a schedule position: linear warm-up from `minimum`, then cosine back to it.
 
-    With W warm-up positions of T in all: η_min + (η_max − η_min)·(u+1)/W for u < W, then
-    η_min + ½(η_max − η_min)(1 + cos π(u−W)/(T−W)).
+    With W warm-up positions of T in all: η_min + (η_max − η_min)·min(1, (u+1)/W) for u < W, then
+    η_min + ½(η_max − η_min)(1 + cos π(u−W)/(T−W)). Positions are real numbers (protocol A), hence the minimum.
     """
     lr, warmup = terms.lr, terms.lr.warmup_steps
     if position < warmup:
-        return lr.minimum + (lr.peak - lr.minimum) * (position + 1) / warmup
+        return lr.minimum + (lr.peak - lr.minimum) * min(1.0, (position + 1) / warmup)
     done = min(1.0, (position - warmup) / max(1, terms.steps - warmup))
     return lr.minimum + 0.5 * (lr.peak - lr.minimum) * (1 + math.cos(math.pi * done))
 

@@ -5,7 +5,6 @@ Reads the machine, decides nothing.
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import IO, Literal
@@ -257,8 +256,10 @@ class Observer:
 def _open_after(path: Path) -> IO[str]:
     """The file, to be appended to line by line; behind a line that a crash cut short begins another."""
     with path.open("a+b") as file:
-        if file.tell() and file.seek(-1, os.SEEK_END) and file.read() != b"\n":
-            file.write(b"\n")
+        if size := file.tell():
+            file.seek(size - 1)
+            if file.read() != b"\n":
+                file.write(b"\n")
     return path.open("a", buffering=1)
 
 

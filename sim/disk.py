@@ -53,8 +53,8 @@ class MemoryStore:
         first = disk.entries[0][0]
         assert isinstance(first, rec.RunStarted)
         self.ledger = Ledger.begin(first)
-        self.buffers = [Buffers.begin(anchor, first.spec.terms) for anchor in disk.anchors]
         """What is durable; the machine works on a copy, and is ahead of it."""
+        self.buffers = [Buffers.begin(anchor, first.spec.terms) for anchor in disk.anchors]
         for record, attachment in disk.entries:
             self._note(record, attachment)
         for record, _ in disk.entries:

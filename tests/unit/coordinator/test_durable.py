@@ -131,6 +131,17 @@ def test_a_file_system_that_cannot_allocate_is_asked_for_its_free_space(
     os.close(fd)
 
 
+def test_a_deletion_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(durable, "sync_path", synced.append)
+    path = tmp_path / "file"
+    path.touch()
+    durable.delete(path)
+    assert not path.exists() and synced == [tmp_path]
+    with pytest.raises(StorageFailed, match="delete: No such file"):
+        durable.delete(path)
+
+
 def test_directories_are_made_with_their_parents(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     durable.make_directory(path)

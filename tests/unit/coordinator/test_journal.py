@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import settings
@@ -24,8 +25,7 @@ from farloop.coordinator.records import EpochClaimed, InputStored, LedgerSaved, 
 from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, Scan, read_segments, segment_path, segment_paths
 
 RECORDS = json.loads((Path(__file__).parent / "golden" / "records-v1.json").read_text())
-SUMMARY = records.decode(RECORDS["LedgerSaved"][0], bytes.fromhex(RECORDS["LedgerSaved"][1]))
-assert isinstance(SUMMARY, LedgerSaved)
+SUMMARY = cast(LedgerSaved, records.decode(RECORDS["LedgerSaved"][0], bytes.fromhex(RECORDS["LedgerSaved"][1])))
 
 STORED = InputStored(
     blob=BlobId(kind=BlobKind.DELTA, fragment=0, version=3, node=NodeId("oslo"), incarnation=1, seq=4),

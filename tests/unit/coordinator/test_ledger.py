@@ -263,6 +263,11 @@ def test_bases_may_be_as_stale_as_the_terms_say(spec: RunSpec, staleness: int) -
     assert accepted == list(range(2 - staleness, 3))
 
 
+def test_a_version_vector_has_one_version_per_fragment(spec: RunSpec) -> None:
+    ledger = begun(spec)
+    assert [ledger.is_vector(versions) for versions in ((), (1,), (1, 2), (1, 2, 3))] == [False, False, True, False]
+
+
 def ref(fragment: int, version: int, digest: int) -> AnchorRef:
     return AnchorRef(fragment=fragment, version=version, digest=digest)
 

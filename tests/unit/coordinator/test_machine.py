@@ -600,6 +600,20 @@ def test_an_absent_node_is_not_expected_by_windows_that_open(make_run: MakeRun) 
     assert run.expected(1) == {A, B}
 
 
+def test_a_joiner_does_not_bring_back_expectations_of_others(make_run: MakeRun) -> None:
+    """D: frozen at opening. What a node lost to a drop, it does not send again (protocol E)."""
+    run = make_run(A, B)
+    bad = run.offer(B, 0)
+    run.say(B, bad)
+    run.handle(ev.InputFailed(offer=bad, reason=Reason.CORRUPT, detail="x"))
+    run.say(A, msg.Leave(reason=Reason.DRAINED))
+    run.greet(C, 3)
+    run.say(C, msg.Ready())
+    run.commit(1, B)
+    assert run.machine.members[C].stage == "training"
+    assert run.missing(0) == set() and set(run.machine.windows[0].removed) == {A, B}
+
+
 def test_a_newer_incarnation_takes_the_place_of_the_older(make_run: MakeRun) -> None:
     """Q, Data leases: nobody waits for the older, its session ends, its samples are free but for those it used."""
     run = make_run(A, B, num_samples=1000)

@@ -378,6 +378,30 @@ def test_a_snapshot_without_room_costs_neither_the_commit_nor_the_run(
     assert snapshot_path(store.directory, 0, 2 * SNAPSHOT_EVERY).exists()
 
 
+def test_a_long_time_without_room_for_snapshots_leaves_two_ways_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P: the journal is kept back to the last but one snapshot, however old that is."""
+
+    def refuse(directory: Path, snapshot: snapshots.Snapshot) -> Path:
+        raise DiskFull(directory, 10, 5)
+
+    store = small(store)
+    run_rounds(store, SNAPSHOT_EVERY)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "save", refuse)
+        run_rounds(store, 4 * SNAPSHOT_EVERY)
+    run_rounds(store, SNAPSHOT_EVERY)
+    before = images(store)
+    store.close()
+    for fragment in range(2):
+        path = snapshot_path(store.directory, fragment, 6 * SNAPSHOT_EVERY)
+        path.write_bytes(path.read_bytes()[:-1])
+    again = recovered(store.directory, segment_bytes=SEGMENT_BYTES)
+    assert images(again) == before and again.alarms == {}
+    again.close()
+
+
 # --- pruning
 
 

@@ -192,7 +192,8 @@ def test_a_node_adopts_the_run_takes_snapshots_says_ready_and_starts() -> None:
     assert (story.machine.stage, story.machine.waiting, story.machine.running) == ("ready", "the start", False)
     lease = Lease(start=0, count=8)
     assert story.hear(msg.Start(round=story.rounds[0], lease=lease)) == [ev.UseSamples(lease=lease)]
-    assert (story.machine.running, story.machine.waiting, story.machine.position) == (True, None, 0.0)
+    assert story.machine.running and story.machine.waiting is None
+    assert story.machine.position == 0.0
     assert story.hear(msg.Grant(lease=Lease(start=8, count=8))) == [ev.UseSamples(lease=Lease(start=8, count=8))]
 
 
@@ -307,7 +308,7 @@ def test_training_stands_still_at_send_plus_tau_until_announcement_and_bytes_are
         story = Story(tau=2, mix=0.5).begin()
         story.steps(4 + 2)
         committed = story.commit(0)
-        events = [ev.Received(message=committed), ev.BlobArrived(blob=msg.update_id(committed))]
+        events: list[ev.Event] = [ev.Received(message=committed), ev.BlobArrived(blob=msg.update_id(committed))]
         first, second = reversed(events) if bytes_first else events
         assert story.handle(first) == []
         assert story.machine.waiting == "fragment 0, window 1"

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from farloop.algo.spec import NodeId
 from farloop.node.metrics import Metrics
-from farloop.wire.messages import Progress
+from farloop.wire.messages import NodeState, Progress
 
 PROGRESS = Progress(
     state="training",
@@ -73,14 +73,15 @@ def test_what_is_not_known_is_not_shown() -> None:
 def test_a_node_is_ready_once_it_takes_part_and_says_what_it_waits_for() -> None:
     metrics = Metrics(NodeId("oslo"))
     assert metrics.standing == (False, "starting")
-    for state, started in (
+    cases: tuple[tuple[NodeState, bool], ...] = (
         ("joining", False),
         ("ready", False),
         ("training", True),
         ("waiting", True),
         ("draining", False),
         ("finished", False),
-    ):
+    )
+    for state, started in cases:
         metrics.saw(dataclasses.replace(PROGRESS, state=state, detail="x"), versions=(), connected=True)
         assert metrics.standing == (started, f"{state}: x")
     metrics.saw(PROGRESS, versions=(), connected=True)

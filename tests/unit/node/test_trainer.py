@@ -31,7 +31,7 @@ def spec(**identity: str) -> RunSpec:
             anchor_digests=(),
             num_samples=49,
             seed=0,
-            **values,  # type: ignore[arg-type]
+            **values,
         ),
         terms=Terms(
             method="diloco",

@@ -1,0 +1,69 @@
+"""Covers `node/leader.py` where no thread is needed (protocol L); its threads: `integration/test_leader.py`."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from farloop.algo.fragments import partition, trainable_tensors
+from farloop.algo.spec import Identity, LearningRate, NodeId, RunSpec, Terms
+from farloop.node import leader as leader_module
+from farloop.node.cluster import Cluster
+from farloop.node.leader import Leader
+from farloop.node.link_config import LinkConfig
+from farloop.node.memory import Memory
+from farloop.wire import messages as msg
+
+TERMS = Terms(
+    method="diloco",
+    steps=8,
+    h=2,
+    tau=0,
+    mix=0.0,
+    codec_up="q4",
+    codec_down="q4",
+    outer_lr=0.7,
+    outer_momentum=0.9,
+    lr=LearningRate(),
+    clip=1.0,
+    weight_decay=0.1,
+    batch_sequences=4,
+    sequence_tokens=8,
+)
+
+
+class NoLink:
+    """A link that never comes."""
+
+    def __init__(self, config: LinkConfig, hello: Callable[[], msg.Hello], deliver: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [(torch.float32, False), (torch.bfloat16, True)], ids=["fp32", "bf16"])
+def test_weights_below_fp32_without_masters_are_warned_of(
+    dtype: torch.dtype, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """L: a step smaller than half an ulp of the weight is lost on the node, before any delta can see it."""
+    monkeypatch.setattr(leader_module, "Link", NoLink)
+    module = nn.Linear(3, 2).to(dtype)
+    layout = partition([(name, tuple(p.shape)) for name, p in trainable_tensors(module)], pattern="whole")
+    identity = Identity(
+        name="play", model="own", layout=layout, anchor_digests=(0,), data="own", num_samples=0,
+        evaluation_set="none", seed=0,
+    )  # fmt: skip
+    link = LinkConfig(coordinator="tcp://127.0.0.1:1")
+    leader = Leader(NodeId("a"), link, Cluster(), Memory.claim(tmp_path), None)
+    leader.machine.spec = RunSpec(identity=identity, terms=TERMS)
+    with caplog.at_level(logging.WARNING):
+        leader.attach(module)
+    leader.close()
+    assert any("without fp32 masters" in record.message for record in caplog.records) == warned
