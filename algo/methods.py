@@ -155,8 +155,10 @@ def _check_optimizers(terms: Terms) -> None:
 
 
 def _check_windows(terms: Terms) -> None:
-    for name, least in (("max_stale_rounds", 0), ("max_staleness", 0), ("floor", 1), ("min_nodes", 1)):
+    for name, least in (("max_stale_rounds", 0), ("floor", 1), ("min_nodes", 1)):
         _require(getattr(terms, name) >= least, f"{name} is {getattr(terms, name)}; the least is {least}")
+    # The sum of a window is over deltas of one base; what several bases mean, no method here says.
+    _require(terms.max_staleness == 0, f"max_staleness is {terms.max_staleness}; every method here takes 0 alone")
     closes_at = terms.min_nodes
     if terms.quorum is not None:
         _require(

@@ -83,11 +83,12 @@ class _Totals:
         self._latest: dict[tuple[str, str], int] = {}
 
     def update(self, node: str, event: dict[str, Any]) -> None:
-        for counter in _COUNTERS:
-            key, value = (node, counter), int(event[counter])
-            before = self._latest.get(key, 0)
-            if value < before:
-                self._finished[key] = self._finished.get(key, 0) + before
+        """All counters of a start began at 0 together: where one has fallen, none of them goes on from before."""
+        values = {(node, counter): int(event[counter]) for counter in _COUNTERS}
+        restarted = any(value < self._latest.get(key, 0) for key, value in values.items())
+        for key, value in values.items():
+            if restarted:
+                self._finished[key] = self._finished.get(key, 0) + self._latest.get(key, 0)
             self._latest[key] = value
 
     def sum(self, counter: str) -> int:

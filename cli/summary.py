@@ -48,7 +48,7 @@ class Summary(TypedDict):
     bytes_data_parallel_fp32: int
     """8 · parameters · inner steps: fp32 gradients up and their mean down, every step of every node."""
     bytes_state: int
-    """Snapshots and catch-up, not part of `bytes_up` and `bytes_down`."""
+    """Snapshots, not part of `bytes_up` and `bytes_down`."""
     reduction: float
     """`bytes_data_parallel_fp32` ÷ (`bytes_up` + `bytes_down`)."""
     digests_equal: bool | None

@@ -53,7 +53,7 @@ class NodeStatus(TypedDict):
     bytes_up: int
     bytes_down: int
     bytes_state: int
-    """Snapshots and catch-up, not part of the two above."""
+    """Snapshots, not part of the two above."""
     detail: str
     """What it is doing, in words; may be empty."""
     reason: str

@@ -94,7 +94,7 @@ def test_an_unknown_method_is_answered_with_the_nearest(name: str, sentence: str
         ({"clip": 0.0}, "clip is 0.0; it must be a number above 0"),
         ({"clip": math.nan}, "clip is nan; it must be a number above 0"),
         ({"max_stale_rounds": -1}, "max_stale_rounds is -1; the least is 0"),
-        ({"max_staleness": -1}, "max_staleness is -1; the least is 0"),
+        ({"max_staleness": 1}, "max_staleness is 1; every method here takes 0 alone"),
         ({"min_nodes": 0}, "min_nodes is 0; the least is 1"),
         ({"quorum": 0}, "quorum is 0; the run starts with min_nodes = 4, so it can be 1 to that"),
         ({"quorum": 5}, "quorum is 5; the run starts with min_nodes = 4, so it can be 1 to that"),

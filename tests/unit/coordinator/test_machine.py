@@ -742,6 +742,22 @@ def test_who_comes_after_the_end_is_told_so(make_run: MakeRun) -> None:
     assert run.say(B, msg.Ready()) == []
 
 
+def test_a_finished_run_is_awaited_by_who_may_yet_be_back_to_hear_of_it(make_run: MakeRun) -> None:
+    """Else a node that is still dialling when the others have left would dial for ever."""
+    run = make_run(A, B)
+    finish(run, A, B)
+    run.restart()
+    assert run.machine.awaited == [A, B]
+    run.greet(A, 1, round=3)
+    run.say(A, msg.Leave(reason=Reason.RUN_FINISHED))
+    assert run.machine.awaited == [B]
+    run.greet(B, 2, round=3)
+    assert run.machine.awaited == [B]
+    run.part(B)
+    run.pass_time(CLOSED_GRACE_S)
+    assert run.machine.awaited == []
+
+
 # --- restarts
 
 

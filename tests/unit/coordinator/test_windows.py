@@ -122,6 +122,19 @@ def test_whoever_is_not_merged_is_dropped_with_a_reason() -> None:
     assert opened.drops() == (Drop(node=B, reason=Reason.LATE), Drop(node=C, reason=Reason.SILENT))
 
 
+def test_a_flush_is_averaged_without_momentum_for_no_round_is_left_in_which_it_would_pay_off(spec: RunSpec) -> None:
+    rounds = {plan.index: plan for plan in schedule.first_rounds(spec.terms, 4)}
+    first = schedule.first_windows(spec.terms, spec.identity.layout)[0]
+    regular, flush = (
+        Window(terms=terms, expected={A}, inputs={o.blob: o})
+        for terms in (first, dataclasses.replace(first, final=True))
+        for o in [offer(A, window=1)]
+    )
+    settings = [(d.outer_lr, d.outer_momentum) for d in (w.draft(spec, rounds, "") for w in (regular, flush))]
+    assert settings == [(spec.terms.outer_lr, spec.terms.outer_momentum), (1.0, 0.0)]
+    assert spec.terms.outer_momentum > 0
+
+
 def test_the_draft_says_all_that_was_decided(spec: RunSpec) -> None:
     """B, O: the terms of the next window travel with the commit; what the arithmetic finds out is still missing."""
     rounds = {plan.index: plan for plan in schedule.first_rounds(spec.terms, 4)}

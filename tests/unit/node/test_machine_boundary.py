@@ -82,6 +82,7 @@ def commit_of_last_slot(machine: NodeMachine) -> None:
     spec = machine.spec
     assert spec is not None
     window = schedule.first_windows(spec.terms, LAYOUT)[1]
+    rounds = dict(enumerate(schedule.first_rounds(spec.terms)))
     committed = msg.Committed(
         fragment=1,
         version=1,
@@ -90,7 +91,7 @@ def commit_of_last_slot(machine: NodeMachine) -> None:
         anchor_digest=11,
         merged=(msg.Share(node=A, weight=1.0),),
         drops=(),
-        next_window=schedule.window_after(spec.terms, LAYOUT, window, machine.rounds),
+        next_window=schedule.window_after(spec.terms, LAYOUT, window, rounds),
         rounds=(),
     )
     assert machine.handle(ev.Received(message=committed)) == []

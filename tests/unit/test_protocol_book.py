@@ -1,0 +1,126 @@
+"""The rule book, `docs/protocol.md`: its letters, the tests that it names, and who cites it."""
+
+import ast
+import re
+import string
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BOOK = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+
+NAMED = ("Data leases", "Figures")
+"""Sections that have a name and no letter."""
+
+INVARIANTS = [
+    *(f"A{number}" for number in [*range(1, 11), 16]),
+    *(f"B{number}" for number in range(17, 26)),
+    *(f"C{number}" for number in [*range(26, 31), 32, 34]),
+    *(f"D{number}" for number in [35, 36, 37, 38, 39]),
+]
+
+TEST_ID = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+LETTERS = re.compile(r"\b[Pp]rotocol ([A-Z]\b(?:–[A-Z]\b)?(?:(?:, | and )[A-Z]\b(?:–[A-Z]\b)?)*)")
+NAME = re.compile(r"\b[Pp]rotocol(?: [A-Z](?:, [A-Z])*)?(?:, | )\"?([A-Z][a-z]+(?: [a-z]+)?)")
+
+
+def sections() -> dict[str, str]:
+    """The text of each rule, by its letter or name."""
+    parts = re.split(r"^#{2,3} (.+)\n", BOOK, flags=re.MULTILINE)
+    return {title.partition(". ")[0]: text for title, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def cited(text: str) -> set[str]:
+    """The sections that a text cites as "protocol A, C–E and G", "protocol, Figures" or "protocol Q, Data leases"."""
+    flat = re.sub(r"\s+(?:# )?", " ", text)
+    found = set()
+    for letters in LETTERS.findall(flat):
+        for first, last in re.findall(r"\b([A-Z])\b(?:–([A-Z]))?", letters, re.ASCII):
+            alphabet = string.ascii_uppercase
+            found |= set(alphabet[alphabet.index(first) : alphabet.index(last or first) + 1])
+    for name in NAME.findall(flat):
+        found.add(next((known for known in NAMED if name.startswith(known)), name))
+    return found
+
+
+@cache
+def functions_of(path: Path) -> frozenset[str]:
+    """The test functions that a file defines, without importing it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def texts() -> list[Path]:
+    """Every source and document of the tree that may cite the book."""
+    rooms = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    found = [path for room in rooms for kind in ("*.py", "*.md") for path in sorted(room.rglob(kind))]
+    return [path for path in [*found, *ROOT.glob("*.md")] if path != Path(__file__)]
+
+
+def test_every_letter_has_a_section_in_its_place() -> None:
+    titles = re.findall(r"^### ([A-Z])\. ", BOOK, flags=re.MULTILINE)
+    assert titles == list(string.ascii_uppercase)
+    assert all(re.search(rf"^## {name}$", BOOK, flags=re.MULTILINE) for name in NAMED)
+
+
+@pytest.mark.parametrize("section", [*string.ascii_uppercase, *NAMED])
+def test_every_rule_names_tests_that_hold_it(section: str) -> None:
+    text = sections()[section]
+    rule, _, held = text.partition("Held by:")
+    assert len(rule) > 100
+    assert 1 <= len(TEST_ID.findall(held)) <= 5
+
+
+def test_every_invariant_names_a_test() -> None:
+    rows = re.findall(r"^\| ([A-D]\d+) \| [^|]+ \| ([^|]+) \|$", BOOK, flags=re.MULTILINE)
+    assert [number for number, _ in rows] == INVARIANTS
+    assert all(TEST_ID.search(shown) for _, shown in rows)
+
+
+def test_every_invariant_that_a_test_begins_with_is_in_the_table() -> None:
+    shown = {
+        number
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for numbers in re.findall(r'"""((?:[A-D]\d+, )*[A-D]\d+)\b', path.read_text(encoding="utf-8"))
+        for number in numbers.split(", ")
+    }
+    assert len(shown) > 20
+    assert shown <= set(INVARIANTS)
+
+
+def test_every_test_that_the_book_names_exists() -> None:
+    named = TEST_ID.findall(BOOK)
+    assert len(named) == BOOK.count("::") > 100, "an id is written as `tests/….py::test_…`"
+    missing = [f"{path}::{name}" for path, name in named if not (ROOT / path).is_file()]
+    missing += [
+        f"{path}::{name}" for path, name in named if (ROOT / path).is_file() and name not in functions_of(ROOT / path)
+    ]
+    assert missing == []
+
+
+def test_every_citation_of_the_book_names_a_section() -> None:
+    known = set(sections())
+    by_file = {path.relative_to(ROOT).as_posix(): cited(path.read_text(encoding="utf-8")) for path in texts()}
+    assert sum(map(len, by_file.values())) > 100
+    assert {place: names - known for place, names in by_file.items() if names - known} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("the order (protocol A, I).", {"A", "I"}),
+        ("Protocol O and P: every decision", {"O", "P"}),
+        ("the run ends (protocol B–D, O–P, Y)", {"B", "C", "D", "O", "P", "Y"}),
+        ("as reports want it (protocol,\n    Figures).", {"Figures"}),
+        ('a comment # of protocol "Data leases").', {"Data leases"}),
+        ("used (protocol Q, Data leases)", {"Q", "Data leases"}),
+        ("# what a rule (protocol\n# M) says", {"M"}),
+        ("a rule of its own (protocol, Fencing)", {"Fencing"}),
+        ("A protocol version that both speak, as protocol D, by counting", {"D"}),
+    ],
+)
+def test_a_citation_is_read_in_every_form_that_it_has(text: str, names: set[str]) -> None:
+    assert cited(text) == names
