@@ -43,8 +43,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 FAREWELL_S = 30.0
-"""How long a finished run waits for its nodes to say good-bye."""
-
+"""How long a finished run waits for its nodes to say good-bye, those that may yet come back to do so included."""
 TICK_S = 0.25
 """How often the status is refreshed."""
 
@@ -90,10 +89,8 @@ class Coordinator:
         """Deltas that are here and not durable yet."""
         self._inputs: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
         self._done = asyncio.Event()
-        self._alone = asyncio.Event()
-        """No session is open, and after a restart nobody is expected back."""
-        if not self.machine.ledger.started:
-            self._alone.set()
+        self._all_left = asyncio.Event()
+        """No session is open, and nobody may yet be back."""
         self._jobs: asyncio.TaskGroup | None = None
         self.link = RouterLink(
             endpoint=config.bind,
@@ -142,7 +139,7 @@ class Coordinator:
         if not stop.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_S):
-                    await self._alone.wait()
+                    await self._all_left.wait()
 
     async def _say_good_bye(self, *, stopping: bool) -> None:
         reason = Reason.COORDINATOR_STOPPING if stopping else Reason.RUN_FINISHED
@@ -161,6 +158,13 @@ class Coordinator:
     def _run_commands(self, commands: list[ev.Command]) -> None:
         self._commands.extend(commands)
         self._work.set()
+        self._see_who_is_left()
+
+    def _see_who_is_left(self) -> None:
+        if self._sessions or self.machine.awaited:
+            self._all_left.clear()
+        else:
+            self._all_left.set()
 
     def _heard(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
         """What a session reports."""
@@ -206,8 +210,7 @@ class Coordinator:
 
     def _drop_session(self, peer: Peer) -> None:
         self._sessions = {node: known for node, known in self._sessions.items() if known is not peer}
-        if not self._sessions:
-            self._alone.set()
+        self._see_who_is_left()
 
     # --- commands
 
@@ -225,7 +228,6 @@ class Coordinator:
             case ev.Accept(session=number, node=node, welcome=welcome):
                 if peer := self._peers.get(number):
                     self._sessions[node] = peer
-                    self._alone.clear()
                     self._tell(peer, dataclasses.replace(welcome, lane_token=peer.token))
             case ev.Refuse(session=number, refused=refused):
                 if peer := self._peers.pop(number, None):

@@ -62,6 +62,11 @@ class CoordinatorMachine:
         """Whether training ever started."""
         return bool(self.ledger.started) or any(self.ledger.versions)
 
+    @property
+    def awaited(self) -> list[NodeId]:
+        """Nodes that are connected, or may yet be back: who is not there to hear that the run is over never ends."""
+        return sorted(m.name for m in self.members.values() if m.session is not None or m.gone_at is not None)
+
     def start(self) -> list[ev.Command]:
         """What a restart owes right away: windows that can close."""
         return self._flush()

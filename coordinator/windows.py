@@ -68,6 +68,9 @@ class Window:
     def draft(self, spec: RunSpec, rounds: dict[int, RoundPlan], why: str) -> WindowCommitted:
         """The window's commit as far as it is decided; the arithmetic will add the update and the digests."""
         shares, terms = self.shares(), spec.terms
+        # Momentum pays off in later rounds, and a flush has none: the run ends on the mean of what the nodes hold.
+        # Measured with the tiny model, H 30, 620 and 630 steps: 0.3 to 0.4 % less validation loss than a Nesterov step.
+        outer_lr, outer_momentum = (1.0, 0.0) if self.terms.final else (terms.outer_lr, terms.outer_momentum)
         return WindowCommitted(
             fragment=self.terms.fragment,
             version=self.terms.window,
@@ -84,8 +87,8 @@ class Window:
             next_window=schedule.window_after(terms, spec.identity.layout, self.terms, rounds),
             update_size=0,
             update_digest=0,
-            outer_lr=terms.outer_lr,
-            outer_momentum=terms.outer_momentum,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
             why=why,
         )
 
