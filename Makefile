@@ -11,7 +11,8 @@ demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/unit $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/integration $(TEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -22,7 +23,7 @@ types: $(VENV)/.dev
 	mkdir -p .cache/tree && ln -sfn "$(CURDIR)" .cache/tree/farloop
 	cd .cache/tree && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
 		-p farloop.algo -p farloop.quant -p farloop.wire -p farloop.node -p farloop.coordinator -p farloop.monitoring \
-		-p farloop.sim -p farloop.cli -p farloop.bench
+		-p farloop.sim -p farloop.cli
 
 check: lint types test
 

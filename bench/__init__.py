@@ -1,1 +1,0 @@
-"""Measurements: side by side in one run, as ratios."""

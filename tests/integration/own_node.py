@@ -1,0 +1,73 @@
+"""A user's own model and loop, which can be made to misbehave.
+
+    python own_node.py init FILE
+    python own_node.py train tcp://HOST:PORT NAME [--width W] [--poison STEP]
+
+`--width` builds another model than the run's. `--poison` writes a NaN into a weight before that inner step.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from farloop.node.errors import NodeError
+from farloop.node.join import join
+
+WIDTH = 64
+
+
+class Model(nn.Module):
+    """Learns to double its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inward = nn.Linear(16, width)
+        self.outward = nn.Linear(width, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.outward(torch.tanh(self.inward(x)))
+        return y
+
+
+def train(coordinator: str, name: str, width: int, poison: int | None) -> None:
+    with join(coordinator, Model(width), name=name, state_dir=Path(name)) as node:
+        steps = 0
+        while node.running:
+            x = torch.randn(8, 16)
+            loss = nn.functional.mse_loss(node.model(x), 2 * x)
+            torch.autograd.backward(loss)
+            if steps == poison:
+                with torch.no_grad():
+                    node.module.get_parameter("outward.bias")[3] = torch.nan
+            node.step(loss=loss.item(), tokens=8)
+            steps += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("init").add_argument("file")
+    trains = commands.add_parser("train")
+    trains.add_argument("coordinator")
+    trains.add_argument("name")
+    trains.add_argument("--width", type=int, default=WIDTH)
+    trains.add_argument("--poison", type=int)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    if given.command == "init":
+        save_file(dict(Model(WIDTH).state_dict()), given.file)
+        return 0
+    try:
+        train(given.coordinator, given.name, given.width, given.poison)
+    except NodeError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

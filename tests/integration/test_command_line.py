@@ -1,0 +1,111 @@
+"""Commands against real sockets on loopback."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from farloop.cli.address import Address
+from farloop.cli.doctor import port, wall_clock
+from farloop.cli.main import app
+from farloop.cli.waiting import connect, why
+from farloop.monitoring.endpoint import Endpoint, Response
+
+pytestmark = pytest.mark.integration
+
+
+def farloop(*words: str) -> Result:
+    return CliRunner().invoke(app, words, env={"COLUMNS": "110"}, prog_name="farloop")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def served(body: bytes, status: int = 200) -> Endpoint:
+    return Endpoint("127.0.0.1", 0, {"/status": lambda: Response(status=status, body=body)})
+
+
+STATUS = {
+    "run": {"name": "fjord", "fingerprint": "0" * 16, "method": "streaming", "codec_up": "q4", "codec_down": "q4",
+            "steps": 100, "h": 30, "tau": 5, "mix": 0.5, "fragments": 1, "parameters": 1000, "state": "waiting",
+            "epoch": 1, "started_s": 0.0, "uptime_s": 1.0},
+    "position": 0.0, "round": 0, "versions": [0], "digests": ["0" * 16], "outer_steps": 0, "commits": 0, "nodes": [],
+    "windows": [], "evaluations": [], "alarms": [],
+}  # fmt: skip
+
+
+def test_status_draws_the_run_and_json_hands_it_on() -> None:
+    with served(json.dumps(STATUS).encode()) as endpoint:
+        url = f"http://127.0.0.1:{endpoint.port}"
+        assert "fjord" in farloop("status", "--url", url).stdout
+        assert json.loads(farloop("status", "--url", f"127.0.0.1:{endpoint.port}", "--json").stdout) == STATUS
+
+
+@pytest.mark.parametrize(("body", "status"), [(b"hello", 200), (b"[]", 200), (b"{}", 200), (b"", 404)])
+def test_a_page_that_is_no_status_ends_with_2_and_a_line(body: bytes, status: int) -> None:
+    with served(body, status) as endpoint:
+        result = farloop("status", "--url", f"127.0.0.1:{endpoint.port}")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("farloop: error: http://127.0.0.1:")
+    assert result.stderr.count("\n") == 1
+
+
+def test_where_nobody_answers_status_ends_with_5() -> None:
+    result = farloop("status", "--url", f"127.0.0.1:{free_port()}")
+    assert result.exit_code == 5
+    assert "connection refused" in result.stderr
+
+
+def test_a_port_in_use_fails_and_a_free_one_does_not() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = Address(host="127.0.0.1", port=taken.getsockname()[1])
+        finding = port("port", address, "[coordinator] bind")
+        assert finding.level == "fail"
+        assert "[coordinator] bind" in finding.mend
+        assert connect(address) is None
+        assert "begins once all of its nodes are there" in why(address)
+    assert port("port", address, "[coordinator] bind").level == "ok"
+    assert connect(address) == "connection refused"
+    assert "is the coordinator running" in why(address)
+
+
+def test_the_wall_clock_is_compared_only_where_a_page_answers() -> None:
+    with served(b"{}") as endpoint:
+        assert wall_clock(f"127.0.0.1:{endpoint.port}").detail.startswith("within ")
+    assert "not compared" in wall_clock(f"127.0.0.1:{free_port()}").detail
+
+
+def test_doctor_ends_with_2_when_something_fails(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    address = f"tcp://127.0.0.1:{free_port()}"
+    path.write_text(f"[node]\nname = 'a'\ncoordinator = '{address}'\n[data]\nmax_bytes = 300000\n")
+    result = farloop("doctor", str(path), "--json")
+    assert result.exit_code == 2
+    failed = [finding["what"] for finding in json.loads(result.stdout) if finding["level"] == "fail"]
+    assert failed == ["coordinator"]
+
+
+def test_a_coordinator_whose_port_is_taken_says_so_and_leaves_the_state_free(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        path.write_text(
+            "[run]\nmodel = 'nano'\n[data]\nmax_bytes = 300000\n"
+            f"[coordinator]\nstate_dir = 's'\nhttp = ''\nbind = 'tcp://127.0.0.1:{taken.getsockname()[1]}'\n"
+        )
+        for _ in range(2):
+            command = [sys.executable, "-m", "farloop.cli.main", "coordinator", str(path), "--log-level", "error"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 2
+            assert "is in use; stop the other process, or choose another port in [coordinator] bind" in done.stderr
+            assert done.stderr.count("\n") == 1

@@ -1,0 +1,82 @@
+"""A coordinator that dies, stops, or is started wrongly over its state: nothing committed is lost, nobody restarts."""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from loopback import PACED, NewRun, assert_all_agree, assert_one_line
+
+from farloop.cli.exit_codes import ExitCode
+from farloop.monitoring.status import Status
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+def test_nodes_ride_through_a_coordinator_that_dies_again_and_again(new_run: NewRun) -> None:
+    run = new_run(steps=120, **PACED)
+    coordinator, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.1), run.start_node("b")
+    moments: dict[str, Callable[[Status], bool]] = {
+        "a window has b's delta and waits for a's": lambda status: half_open(status, "b"),
+        "every fragment has three versions": lambda status: min(status["versions"]) >= 3,
+        "nine windows are through a snapshot": lambda status: min(status["versions"]) >= 9,
+    }
+    for epoch, (moment, condition) in enumerate(moments.items(), start=2):
+        before = run.until(moment, condition)
+        coordinator.kill()
+        coordinator = run.start_coordinator()
+        after = run.until("it is back", partial(is_start, epoch))
+        assert_nothing_lost(before, after)
+        run.until("windows commit again", partial(progressed, after["versions"]))
+    run.hurry()
+    status = run.until_done(coordinator, a, b)
+    assert_all_agree(run, status, "a", "b")
+    assert [node["incarnation"] for node in status["nodes"]] == [1, 1]
+    assert [node["inner_steps"] for node in status["nodes"]] == [120, 120]
+    assert not status["alarms"], "target and momentum came out of every recovery as they were"
+
+
+def test_a_stopped_coordinator_goes_on_with_its_own_run_only(new_run: NewRun) -> None:
+    run = new_run(steps=120, method="diloco", h=2)
+    coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
+    before = run.until("windows commit", lambda status: min(status["versions"]) >= 2)
+
+    second = run.start_second_coordinator()
+    assert run.until_ended(second) == ExitCode.STORAGE
+    assert_one_line(second, "another coordinator holds this state directory")
+
+    coordinator.signal(signal.SIGTERM)
+    assert run.until_ended(coordinator) == ExitCode.DONE
+    assert coordinator.last_line == "stopped before the run's end; the same command goes on with it"
+
+    other = run.start_second_coordinator("run.seed=7")
+    assert run.until_ended(other) == ExitCode.REFUSED
+    assert_one_line(other, "holds another run", before["run"]["fingerprint"], "seed was 0, is 7")
+
+    coordinator = run.start_coordinator()
+    after = run.until("it is back", lambda status: status["run"]["epoch"] > 1)
+    assert_nothing_lost(before, after)
+    run.hurry()
+    status = run.until_done(coordinator, a, b)
+    assert_all_agree(run, status, "a", "b")
+    assert [node["incarnation"] for node in status["nodes"]] == [1, 1]
+
+
+# --- conditions
+
+
+def half_open(status: Status, name: str) -> bool:
+    return any(window["arrived"] == [name] and len(window["expected"]) == 2 for window in status["windows"])
+
+
+def is_start(epoch: int, status: Status) -> bool:
+    return status["run"]["epoch"] == epoch
+
+
+def progressed(versions: list[int], status: Status) -> bool:
+    return all(new > old for new, old in zip(status["versions"], versions, strict=True))
+
+
+def assert_nothing_lost(before: Status, after: Status) -> None:
+    pairs = list(zip(before["versions"], after["versions"], strict=True))
+    assert all(old <= new for old, new in pairs), f"versions (before, after): {pairs}"

@@ -1,0 +1,80 @@
+"""`farloop demo`, as a person starts it."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from loopback import FARLOOP, TEXT, NewRun, Run, environment
+
+from farloop.cli.exit_codes import ExitCode
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+DEMO = (*FARLOOP, "demo")
+
+PROMISED = {
+    "val_loss_start", "val_loss_end", "tokens", "inner_steps", "outer_steps", "nodes", "method", "codec_up",
+    "codec_down", "bytes_up", "bytes_down", "bytes_data_parallel_fp32", "bytes_state", "reduction", "digests_equal",
+    "compute_share", "wall_s",
+}  # fmt: skip
+
+
+def test_the_demo_prints_one_json_object_and_leaves_a_report(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    options = ["--model", "nano", "--steps", "60", "--data", str(TEXT), "--json", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *DEMO, *options], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert set(summary) >= PROMISED
+    assert summary["digests_equal"] is True
+    assert (summary["nodes"], summary["inner_steps"], summary["outer_steps"]) == (2, 120, 2)
+    assert summary["val_loss_end"] < summary["val_loss_start"]
+    sent = summary["bytes_up"] + summary["bytes_down"]
+    assert summary["bytes_data_parallel_fp32"] == 8 * summary["parameters"] * 120
+    assert summary["reduction"] == pytest.approx(summary["bytes_data_parallel_fp32"] / sent)
+    assert (out / "model.safetensors").exists()
+    assert_stands_alone((out / "report.html").read_text())
+
+
+def test_ctrl_c_stops_the_demo_and_resume_finishes_it(new_run: NewRun, tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    run = new_run()
+    # Each of the 20 rounds waits for two round trips: the run cannot be over before it is stopped.
+    paced = ["--method", "diloco", "--steps", "40", "--h", "2", "--link", "100mbit/100ms"]
+    demo = run.start("demo", *DEMO, "--model", "nano", *paced, "--data", str(TEXT), "--out", str(out))
+    watch(run, out)
+    run.until("it trains", lambda status: min(status["versions"]) >= 1)
+    demo.signal(signal.SIGINT)
+    assert run.until_ended(demo) == ExitCode.INTERRUPTED
+    assert f"farloop demo --resume {out}" in demo.last_line
+    kept = json.loads((out / "state" / "status.json").read_text())
+    assert kept["run"]["state"] == "training"
+
+    resumed = run.start("resumed", *DEMO, "--resume", str(out), "--json")
+    assert run.until_ended(resumed) == 0, run.logs()
+    summary = json.loads(resumed.last_line)
+    assert summary["digests_equal"] is True
+    assert summary["outer_steps"] == 20
+    assert (out / "report.html").exists()
+
+
+def watch(run: Run, out: Path) -> None:
+    """Look at the demo's own coordinator."""
+    run.until_said(out / "coordinator.log", "status http")
+    run.http = int(tomllib.loads((out / "run.toml").read_text())["coordinator"]["http"].rpartition(":")[2])
+
+
+def assert_stands_alone(page: str) -> None:
+    """A report that can be mailed: nothing is loaded from anywhere."""
+    loads = re.findall(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url\(([^)]+)\)|@import\s+(\S+)""", page)
+    outside = [target for found in loads for target in found if target and not target.startswith(("data:", "#"))]
+    assert not outside
+    assert "<svg" in page or "data:image" in page

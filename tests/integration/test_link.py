@@ -1,0 +1,376 @@
+"""The node's link against the coordinator's, over real sockets on loopback (protocol Q, T, U)."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from farloop.algo.spec import (
+    BlobId,
+    BlobKind,
+    Contribution,
+    Identity,
+    Layout,
+    LearningRate,
+    NodeId,
+    RunSpec,
+    Terms,
+)
+from farloop.coordinator.link import Peer, RouterLink
+from farloop.node.errors import LinkFailed
+from farloop.node.link import Link, new_key_pair
+from farloop.node.link_config import LinkConfig
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.blobs import blob_digest
+from farloop.wire.limits import Limits, Timing
+from farloop.wire.reasons import Reason
+
+pytestmark = pytest.mark.integration
+
+_T = TypeVar("_T")
+Delivered = queue.SimpleQueue[wire_ev.SessionEvent | Exception]
+
+SPEC = RunSpec(
+    identity=Identity(
+        name="link",
+        model="own",
+        layout=Layout(slots=1, fragments=()),
+        anchor_digests=(),
+        data="own",
+        num_samples=0,
+        evaluation_set="none",
+        seed=0,
+    ),
+    terms=Terms(
+        method="diloco",
+        steps=10,
+        h=5,
+        tau=0,
+        mix=0.0,
+        codec_up="q4",
+        codec_down="q4",
+        outer_lr=0.7,
+        outer_momentum=0.9,
+        lr=LearningRate(),
+        clip=1.0,
+        weight_decay=0.1,
+        batch_sequences=4,
+        sequence_tokens=8,
+    ),
+)
+
+
+def hello() -> msg.Hello:
+    return msg.Hello(
+        protocol_min=1,
+        protocol_max=1,
+        node=NodeId("a"),
+        incarnation=1,
+        fingerprint=None,
+        layout=None,
+        epoch_seen=0,
+        anchors=(),
+        round=None,
+    )
+
+
+class Station:
+    """The coordinator's link in a thread of its own: it welcomes everybody, and expects every blob offered."""
+
+    def __init__(self, endpoint: str, key: Path | None, allow: Path | None) -> None:
+        self.heard: queue.SimpleQueue[wire_ev.SessionEvent] = queue.SimpleQueue()
+        self._endpoint, self._key, self._allow = endpoint, key, allow
+        self._up = threading.Event()
+        self._stop = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._peers: list[Peer] = []
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+        assert self._up.wait(10)
+
+    async def _serve(self) -> None:
+        self._link = link = RouterLink(
+            endpoint=self._endpoint,
+            key=self._key,
+            allow=self._allow,
+            on_event=self._on_event,
+            limits=Limits(),
+            timing=Timing(),
+        )
+        self._up.set()
+        running = asyncio.create_task(link.run())
+        await self._stop.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        link.close()
+
+    def _on_event(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
+        now = time.monotonic()
+        match event:
+            case wire_ev.MessageReceived(message=msg.Hello()):
+                self._peers.append(peer)
+                welcome = msg.Welcome(
+                    protocol=1, epoch=1, spec=SPEC, lane_token=peer.token, versions=(), windows=(), rounds=()
+                )
+                peer.session.send(welcome, now)
+                self._loop.call_soon(self._link.flush, peer)
+            case wire_ev.MessageReceived(message=msg.Offer() as offer):
+                peer.session.expect(offer.blob, offer.size, offer.digest, None, now)
+                self._loop.call_soon(self._link.flush, peer)
+            case _:
+                pass
+        self.heard.put(event)
+
+    def say(self, message: msg.Message) -> None:
+        """To the newest session."""
+
+        def send() -> None:
+            self._peers[-1].session.send(message, time.monotonic())
+            self._link.flush(self._peers[-1])
+
+        self._loop.call_soon_threadsafe(send)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(10)
+            self._loop.close()
+
+
+@contextlib.contextmanager
+def station(endpoint: str, key: Path | None = None, allow: Path | None = None) -> Iterator[Station]:
+    there = Station(endpoint, key, allow)
+    try:
+        yield there
+    finally:
+        there.close()
+
+
+@contextlib.contextmanager
+def linked(config: LinkConfig) -> Iterator[tuple[Link, Delivered]]:
+    delivered: Delivered = queue.SimpleQueue()
+    link = Link(config, hello, delivered.put)
+    link.start()
+    try:
+        yield link, delivered
+    finally:
+        link.close()
+        assert not any(thread.name == "link" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def wait_for(events: "queue.SimpleQueue[_T]", kind: type, timeout_s: float = 15.0) -> _T:
+    """The next event of a kind; of messages, the kind of the message counts."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        event = events.get(timeout=max(0.01, deadline - time.monotonic()))
+        inner = event.message if isinstance(event, wire_ev.MessageReceived) else event
+        if isinstance(inner, kind):
+            return event
+
+
+def test_a_node_may_be_started_before_its_coordinator(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    """T. And it says once, not at every attempt, what it waits for."""
+    with linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        for _ in range(3):
+            closed = wait_for(delivered, wire_ev.SessionClosed)
+            assert isinstance(closed, wire_ev.SessionClosed) and "is the coordinator running" in closed.detail
+        assert link.moved.up == 0, "what nobody took was not sent"
+        with station(endpoint):
+            wait_for(delivered, msg.Welcome)
+            assert link.moved.up > 0
+            told = [record for record in caplog.records if "no link" in record.message]
+            assert [record.levelno for record in told] == [logging.WARNING]
+
+
+def test_a_session_that_breaks_is_told_and_dialled_again(endpoint: str) -> None:
+    """Q, T."""
+    with linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        with station(endpoint):
+            wait_for(delivered, msg.Welcome)
+        before = link.moved
+        wait_for(delivered, wire_ev.SessionClosed)
+        with station(endpoint):
+            wait_for(delivered, msg.Welcome)
+        assert link.moved.up > before.up > 0, "bytes of all sessions count"
+
+
+def test_blobs_travel_on_their_own_lane(endpoint: str) -> None:
+    """Q, T: a lane beside control, several chunks."""
+    data = bytearray(range(256)) * 8192
+    blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1)
+    contribution = Contribution(node=NodeId("a"), incarnation=1, base=0, steps=1, tokens=1, norm_sq=1.0)
+    offer = msg.Offer(blob=blob, size=len(data), digest=blob_digest(data), window=1, contributors=(contribution,))
+    with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        link.send_blob(offer, data)
+        link.send_blob(offer, data)  # by a reconnection, and by the encoder
+        assert wait_for(there.heard, wire_ev.BlobReceived) == wire_ev.BlobReceived(blob=blob, data=data)
+        wait_for(delivered, wire_ev.BlobSent)
+        assert link.moved.up > len(data) and link.moved.state == 0
+
+
+def test_a_farewell_is_acknowledged_and_nothing_is_dialled_after_it(endpoint: str) -> None:
+    """V."""
+    with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        link.send(msg.Leave(reason=Reason.DRAINED))
+        assert link.flushed(5.0)
+        wait_for(there.heard, msg.Leave)
+        with pytest.raises(queue.Empty):
+            wait_for(there.heard, msg.Hello, timeout_s=0.5)
+
+
+def test_the_coordinators_farewell_is_acknowledged(endpoint: str) -> None:
+    """V: its session ends by the acknowledgement, not by waiting for one."""
+    with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
+        wait_for(delivered, msg.Welcome)
+        started = time.monotonic()
+        there.say(msg.Leave(reason=Reason.COORDINATOR_STOPPING))
+        wait_for(there.heard, wire_ev.SessionClosed)
+        assert time.monotonic() - started < Timing().linger_s / 2
+
+
+def test_flushing_a_link_without_a_session_does_not_wait(endpoint: str) -> None:
+    with linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        wait_for(delivered, wire_ev.SessionClosed)
+        link.send(msg.Leave(reason=Reason.DRAINED))
+        started = time.monotonic()
+        assert link.flushed(10.0)
+        assert time.monotonic() - started < 5.0
+
+
+def key_files(folder: Path, name: str) -> tuple[Path, Path]:
+    """(secret, public)."""
+    public, secret = new_key_pair()
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.key").write_bytes(secret + b"\n")
+    (folder / f"{name}.key").chmod(0o600)
+    (folder / f"{name}.pub").write_bytes(public + b"\n")
+    return folder / f"{name}.key", folder / f"{name}.pub"
+
+
+def test_a_key_on_the_allow_list_comes_in_and_another_is_refused_for_good(endpoint: str, tmp_path: Path) -> None:
+    """U: the owner of the key, not a claimed name; no endless knocking at a closed door."""
+    server_key, server_pub = key_files(tmp_path / "server", "coordinator")
+    known, known_pub = key_files(tmp_path / "keys", "a")
+    stranger, _ = key_files(tmp_path / "keys", "b")
+    (tmp_path / "allow").mkdir()
+    (tmp_path / "allow" / "a.pub").write_bytes(known_pub.read_bytes())
+    with station(endpoint, key=server_key, allow=tmp_path / "allow"):
+        with linked(LinkConfig(coordinator=endpoint, key=known, server_key=server_pub)) as (_, delivered):
+            wait_for(delivered, msg.Welcome)
+        with linked(LinkConfig(coordinator=endpoint, key=stranger, server_key=server_pub)) as (_, delivered):
+            refused = wait_for(delivered, msg.Refused)
+            assert isinstance(refused, wire_ev.MessageReceived) and isinstance(refused.message, msg.Refused)
+            assert refused.message.reason is Reason.WRONG_KEY and not refused.message.retriable
+            wait_for(delivered, wire_ev.SessionClosed)
+            with pytest.raises(queue.Empty):
+                delivered.get(timeout=1.0)
+
+
+def test_encryption_at_one_end_only_is_told_as_what_it_is(endpoint: str, tmp_path: Path) -> None:
+    """U: ZeroMQ itself is silent about it."""
+    server_key, _ = key_files(tmp_path / "server", "coordinator")
+    node_key, _ = key_files(tmp_path / "keys", "a")
+    (tmp_path / "allow").mkdir()
+    with station(endpoint, key=server_key, allow=tmp_path / "allow"):
+        with linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
+            closed = wait_for(delivered, wire_ev.SessionClosed)
+            assert isinstance(closed, wire_ev.SessionClosed)
+            assert "encryption may be on at one end only" in closed.detail
+        _, other_pub = key_files(tmp_path / "other", "coordinator")
+        with linked(LinkConfig(coordinator=endpoint, key=node_key, server_key=other_pub)) as (_, delivered):
+            closed = wait_for(delivered, wire_ev.SessionClosed)
+            assert isinstance(closed, wire_ev.SessionClosed) and "server_key another coordinator's" in closed.detail
+
+
+def test_a_host_without_an_address_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """ZeroMQ would look for it in silence, for ever."""
+    with linked(LinkConfig(coordinator="tcp://no-such-host.invalid:7700")):
+        deadline = time.monotonic() + 12
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.05)
+    [record] = [record for record in caplog.records if "no link" in record.message]
+    assert "no-such-host.invalid" in record.message and record.levelno == logging.WARNING
+
+
+def test_a_socket_that_fails_ends_the_session_and_is_told(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a task must not vanish: the session would be deaf until its time-out."""
+    with station(endpoint), linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+
+        send = zmq.asyncio.Socket.send_multipart
+
+        def fail(dealer_or_router: zmq.asyncio.Socket, *arguments: Any, **options: Any) -> Any:
+            if dealer_or_router.type == zmq.DEALER:
+                raise zmq.ZMQError(errno.ENOTSOCK)
+            return send(dealer_or_router, *arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(zmq.asyncio.Socket, "send_multipart", fail)
+            link.send(msg.Ready())
+            closed = wait_for(delivered, wire_ev.SessionClosed)
+            assert isinstance(closed, wire_ev.SessionClosed) and "Socket operation on non-socket" in closed.detail
+        wait_for(delivered, msg.Welcome)
+
+
+def test_a_bug_in_the_thread_reaches_the_one_who_waits_for_it(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the link can still be called and closed."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    with station(endpoint), linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        monkeypatch.setattr(link._session, "outgoing", broken)
+        link.send(msg.Ready())
+        failed = wait_for(delivered, LinkFailed)
+        assert isinstance(failed, LinkFailed) and isinstance(failed.error, RuntimeError)
+        assert "RuntimeError: a bug" in str(failed)
+        monkeypatch.undo()
+        link.send(msg.Ready())
+        assert link.flushed(1.0)
+
+
+def test_a_hello_that_cannot_be_said_reaches_the_one_who_waits(endpoint: str) -> None:
+    delivered: Delivered = queue.SimpleQueue()
+
+    def broken() -> msg.Hello:
+        raise KeyError("anchors")
+
+    link = Link(LinkConfig(coordinator=endpoint), broken, delivered.put)
+    link.start()
+    assert isinstance(wait_for(delivered, LinkFailed), LinkFailed)
+    link.close()
+
+
+def test_closing_is_quick_and_calls_after_it_do_nothing(endpoint: str) -> None:
+    with station(endpoint), linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        wait_for(delivered, msg.Welcome)
+        started = time.monotonic()
+        link.close()
+        link.close()
+        link.send(msg.Ready())
+        assert link.flushed(5.0)
+        assert time.monotonic() - started < 4.0
+    never_started = Link(LinkConfig(coordinator=endpoint), hello, delivered.put)
+    never_started.close()

@@ -1,0 +1,152 @@
+"""Whole runs of real processes: every method trains, and everybody ends with the same weights."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from loopback import TEXT, NewRun, Run, assert_all_agree
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from farloop.algo import schedule
+from farloop.algo.spec import Terms
+from farloop.coordinator.journal import Journal
+from farloop.coordinator.records import LeaseGranted, NodeStarted, Record, RunStarted
+from farloop.monitoring.status import Status
+from farloop.node.corpus import load_corpus
+from farloop.node.data import EvaluationSet, Samples
+from farloop.node.model import PRESETS, build
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is computed here shares the processors with nobody's spinning."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_two_nodes_train_by_streaming_to_the_end(new_run: NewRun) -> None:
+    run = new_run(steps=240, method="streaming", name="tokyo")
+    coordinator, a, b = run.start_coordinator(), run.start_node("a"), run.start_node("b")
+    run.until("both nodes train", lambda status: status["run"]["state"] == "training")
+    assert_pages_answer(run)
+    status = run.until_done(coordinator, a, b)
+    assert_all_agree(run, status, "a", "b")
+    assert status["versions"] == [8, 8, 8], "one a round, and a flush in place of the last for all slots but the last"
+    assert [node["inner_steps"] for node in status["nodes"]] == [240, 240]
+    assert [node["lost_steps"] for node in status["nodes"]] == [0, 0]
+    assert not status["alarms"]
+    assert reduction(status) >= 100
+    losses = [event["loss"] for event in run.events("evaluation")]
+    assert losses[-1] < losses[0] - 0.3, losses
+    assert_model_is_as_good(run, status, losses[0])
+    assert "run tokyo is finished" in coordinator.last_line
+
+
+def test_two_nodes_train_by_diloco_to_the_end(new_run: NewRun) -> None:
+    run = new_run(steps=44, h=10, method="diloco", codec_up="e3m0", codec_down="bf16")
+    run.start_coordinator(), run.start_node("a"), run.start_node("b")
+    status = run.until_done()
+    assert_all_agree(run, status, "a", "b")
+    assert status["versions"] == [5], "four whole rounds and one cut short"
+    assert [node["inner_steps"] for node in status["nodes"]] == [44, 44]
+
+
+def test_data_parallel_is_one_adamw_over_both_batches(new_run: NewRun) -> None:
+    """Protocol K: M nodes with batch B equal one torch process with batch M·B, to 1e-5."""
+    run = new_run(steps=25, method="data-parallel", lr=1e-3, min_lr=1e-4)
+    run.start_coordinator(), run.start_node("a"), run.start_node("b")
+    status = run.until_done()
+    assert_all_agree(run, status, "a", "b")
+    together = load_file(run.state_dir / "model.safetensors")
+    alone = train_alone(journal_of(run))
+    assert together.keys() == alone.keys()
+    for name, weights in alone.items():
+        difference = (together[name] - weights).norm() / weights.norm()
+        assert difference < 1e-5, f"{name} differs by {difference:.2e} of its norm"
+
+
+# --- what a run came to
+
+
+def assert_pages_answer(run: Run) -> None:
+    assert run.page("/healthz") == (200, "ok\n")
+    assert run.page("/readyz") == (200, "ready\n")
+    code, text = run.page("/metrics")
+    assert code == 200
+    told = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE farloop_")}
+    promised = """position_steps round run_steps h_steps epoch fragment_version validation_loss_nats nodes commits_total
+        merged_deltas_total dropped_deltas_total refusals_total update_bytes_total delta_norm merge_seconds
+        journal_seconds node_loss_nats node_tokens node_inner_steps node_compute_share_ratio node_blocked_seconds
+        node_bytes"""
+    assert told >= {f"farloop_{name}" for name in promised.split()}, sorted(told)
+    assert 'farloop_nodes{state="connected"} 2.0' in text.splitlines()
+
+
+def reduction(status: Status) -> float:
+    """As protocol, Figures, says."""
+    sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
+    inner_steps = sum(node["inner_steps"] for node in status["nodes"])
+    return 8 * status["run"]["parameters"] * inner_steps / sent
+
+
+def assert_model_is_as_good(run: Run, status: Status, first_loss: float) -> None:
+    """The exported model is of this run, loads into the module it came from, and has learnt."""
+    path = run.state_dir / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["run"] == status["run"]["fingerprint"]
+    model = build(PRESETS["nano"], 1)
+    model.load_state_dict(load_file(path))
+    evaluation = EvaluationSet(load_corpus(TEXT), sequences=8, sequence_tokens=32)
+    assert evaluation.loss(model, 8) < first_loss - 0.3
+
+
+# --- the same run in one process
+
+
+def journal_of(run: Run) -> list[Record]:
+    journal, found = Journal.open(run.state_dir)
+    journal.close()
+    return [entry.record for entry in found.entries]
+
+
+def train_alone(records: list[Record]) -> dict[str, Tensor]:
+    """AdamW on the samples that the run's nodes had at the same step."""
+    (spec,) = (record.spec for record in records if isinstance(record, RunStarted))
+    terms, texts = spec.terms, load_corpus(TEXT)
+    samples = Samples(texts, terms.sequence_tokens, spec.identity.seed)
+    shares = [granted(records, record.node) for record in records if isinstance(record, NodeStarted)]
+    assert len(shares) == 2
+    model = build(PRESETS["nano"], spec.identity.seed)
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    plain = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": terms.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=terms.lr.peak, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(terms.steps):
+        batch = samples.batch([i for share in shares for i in mine(share, step, terms)])
+        logits = model(batch[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), terms.clip)
+        for group in adamw.param_groups:
+            group["lr"] = schedule.learning_rate(terms, step)
+        adamw.step()
+        adamw.zero_grad()
+    assert math.isfinite(loss.item())
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def granted(records: list[Record], node: str) -> list[int]:
+    """Stream positions in the order that a node uses them up."""
+    leases = [record.lease for record in records if isinstance(record, LeaseGranted) and record.node == node]
+    return [position for lease in leases for position in range(lease.start, lease.start + lease.count)]
+
+
+def mine(share: list[int], step: int, terms: Terms) -> list[int]:
+    return share[step * terms.batch_sequences : (step + 1) * terms.batch_sequences]
