@@ -70,21 +70,22 @@ def open_run(directory: Path, plan: Plan) -> Store:
         CommandError: it is another one; the line says what differs.
         StorageError
     """
-    store = Store.recover(directory)
+
+    def the_planned_one(kept: RunSpec) -> None:
+        if kept.identity != plan.spec.identity:
+            raise CommandError(
+                f"{directory} holds another run (fingerprint {kept.identity.fingerprint()}, the file's is "
+                f"{plan.spec.identity.fingerprint()}): {different_identity(kept.identity, plan.spec.identity)}; "
+                "give the new run a folder of its own with --state DIR, or undo the change",
+                ExitCode.REFUSED,
+            )
+
+    store = Store.recover(directory, accept=the_planned_one)
     if store is None:
         for note in plan.notes:
             _log.info("plan note=%r", note)
         return Store.create(directory, plan.spec, plan.anchors)
-    kept = store.ledger.spec
-    if kept.identity != plan.spec.identity:
-        store.close()
-        raise CommandError(
-            f"{directory} holds another run (fingerprint {kept.identity.fingerprint()}, the file's is "
-            f"{plan.spec.identity.fingerprint()}): {different_identity(kept.identity, plan.spec.identity)}; "
-            "give the new run a folder of its own with --state DIR, or undo the change",
-            ExitCode.REFUSED,
-        )
-    for term in different_terms(kept.terms, plan.spec.terms):
+    for term in different_terms(store.ledger.spec.terms, plan.spec.terms):
         _log.warning("kept %s cause='the run began with it, and goes on with it'", term)
     return store
 

@@ -24,6 +24,7 @@ from farloop.wire.frames import Buffer, parse_lane_hello
 from farloop.wire.handshake import Role, State
 from farloop.wire.keys import AllowList, KeyFileError, load_secret
 from farloop.wire.limits import Limits, Timing
+from farloop.wire.messages import Leave
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
@@ -340,6 +341,9 @@ class RouterLink:
             known = set(allow._names.values())
             for peer in list(self._peers.values()):
                 if peer.owner not in known:
+                    if peer.session.state is State.OPEN:
+                        peer.session.send(Leave(reason=Reason.WRONG_KEY), time.monotonic())
+                        self.flush(peer)
                     self.closed_by_us(peer, Reason.WRONG_KEY)
 
 

@@ -6,6 +6,7 @@ Reads the machine, decides nothing.
 import json
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Literal
 
@@ -150,9 +151,7 @@ class Observer:
                 "started_s": until - self._training_since if self._training_since is not None else 0.0,
                 "uptime_s": now - self._started,
             },
-            "position": max(
-                (m.progress.position for m in members if m.progress and m.session is not None), default=0.0
-            ),
+            "position": float(terms.steps) if ledger.finished else _position(members),
             "round": ledger.current_round,
             "versions": list(ledger.versions),
             "digests": [f"{ledger.anchor_digest(f, v):016x}" for f, v in enumerate(ledger.versions)],
@@ -261,6 +260,12 @@ def _open_after(path: Path) -> IO[str]:
             if file.read() != b"\n":
                 file.write(b"\n")
     return path.open("a", buffering=1)
+
+
+def _position(members: Iterable[Member]) -> float:
+    """Highest schedule position of the connected nodes; of those that left, where nobody is connected."""
+    told = [(member.session is not None, member.progress.position) for member in members if member.progress]
+    return max(told, default=(False, 0.0))[1]
 
 
 def _last_time(path: Path) -> float:

@@ -6,7 +6,7 @@ machine; target and optimizer state by repeating the arithmetic on the spooled i
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,8 +82,16 @@ class Store:
         return store
 
     @classmethod
-    def recover(cls, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> "Store | None":
+    def recover(
+        cls,
+        directory: Path,
+        *,
+        accept: Callable[[RunSpec], None] = lambda spec: None,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
+
+        `accept` raises where the run is not the one that is wanted: then nothing is changed, not even the epoch.
 
         Raises:
             StorageError: as `Journal.open`; no good snapshot of a fragment; StateMismatch where journal and snapshots
@@ -95,6 +103,7 @@ class Store:
                 journal.close()
                 return None
             store = cls._replay(directory, journal, found.entries)
+            accept(store.ledger.spec)
             store.append(rec.EpochClaimed(epoch=claim_epoch(directory, seen=store.ledger.epoch)))
             store.sync()
         except BaseException:

@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = {
     "cli": 5,
     "sim": 4,
-    "bench": 4,
     "node": 3,
     "coordinator": 3,
     "wire": 2,
@@ -34,7 +33,7 @@ def sources(*folders: str) -> list[Path]:
     return found
 
 
-ROOMS = ("algo", "quant", "wire", "node", "coordinator", "sim", "cli", "monitoring", "bench")
+ROOMS = ("algo", "quant", "wire", "node", "coordinator", "sim", "cli", "monitoring")
 ALL = sources(*ROOMS)
 
 

@@ -179,6 +179,21 @@ def test_a_directory_in_use_is_not_recovered(store: Store) -> None:
         Store.recover(store.directory)
 
 
+def test_a_start_that_is_refused_changes_nothing(store: Store) -> None:
+    """S: not even the epoch, which would fence the coordinator that the run belongs to."""
+    store.close()
+
+    def refuse(spec: RunSpec) -> None:
+        assert spec == store.ledger.spec
+        raise ValueError("another run")
+
+    with pytest.raises(ValueError, match="another run"):
+        Store.recover(store.directory, accept=refuse)
+    again = recovered(store.directory)
+    assert again.ledger.epoch == 2
+    again.close()
+
+
 def test_every_start_has_an_epoch_of_its_own(store: Store) -> None:
     """S: also the one that it announces."""
     store.close()
