@@ -18,22 +18,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
-from farloop.algo.spec import BlobId, NodeId
-from farloop.coordinator import aggregator, snapshots
+from farloop.algo.spec import BlobId, Fragment, NodeId
+from farloop.coordinator import aggregator, commits, snapshots
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.link import Peer, RouterLink
 from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
 from farloop.coordinator.store import Store
-from farloop.quant.blob import Expected, blob_bytes, parse_blob
+from farloop.quant.blob import parse_blob
 from farloop.quant.errors import BadBlob, NonFiniteError
-from farloop.quant.registry import codec_named
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.blobs import BytesSource
 from farloop.wire.errors import LocalProtocolError
 from farloop.wire.handshake import State
 from farloop.wire.limits import Limits, Timing
@@ -83,10 +83,7 @@ class Coordinator:
         self._work = asyncio.Event()
         self._peers: dict[int, Peer] = {}
         self._sessions: dict[NodeId, Peer] = {}
-        self._offers: dict[BlobId, msg.Offer] = {}
-        self._partial: dict[BlobId, Reassembly] = {}
-        self._keeping: set[BlobId] = set()
-        """Deltas that are here and not durable yet."""
+        self._intake = Intake()
         self._inputs: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
         self._done = asyncio.Event()
         self._all_left = asyncio.Event()
@@ -175,15 +172,13 @@ class Coordinator:
                 node = self._node_of(peer)
                 if node is None:
                     return
-                if isinstance(message, msg.Offer):
-                    self._offers[message.blob] = message
                 self._happened(ev.Heard(session=peer.number, node=node, message=message))
             case wire_ev.BlobReceived(blob=blob, data=data):
-                self._partial.pop(blob, None)
-                self._start(self._keep_input(self._offers[blob], data))
+                if offer := self._intake.arrived(blob):
+                    self._start(self._keep_input(offer, data))
             case wire_ev.BlobCorrupt(blob=blob):
-                self._partial.pop(blob, None)
-                self._reject(self._offers[blob], Reason.CORRUPT, "the bytes do not have the announced digest")
+                if offer := self._intake.arrived(blob):
+                    self._reject(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
             case wire_ev.SessionClosed(reason=reason, detail=detail):
                 node = self._node_of(peer)
                 self._peers.pop(peer.number, None)
@@ -265,55 +260,31 @@ class Coordinator:
         peer = self._sessions.get(offer.blob.node)
         if peer is None or peer.session.state is not State.OPEN:
             return
-        window = self.machine.windows.get(offer.blob.fragment)
-        if window is None or window.terms.window != offer.window or offer.blob in self._keeping:
-            return  # it closed while this waited for its turn; or the bytes are here, and `Stored` is on its way
-        terms = window.terms
-        numel = self.store.buffers[offer.blob.fragment].anchor.numel()
-        wanted = blob_bytes(codec_named(terms.codec_up), numel)
-        if offer.size != wanted:
-            detail = f"{offer.size} bytes offered, {wanted} are a {terms.codec_up} blob of this fragment"
-            return self._reject(offer, Reason.TOO_LARGE, detail)
-        kept = self._partial.get(offer.blob)
-        try:
-            reassembly = peer.session.expect(offer.blob, offer.size, offer.digest, kept, time.monotonic())
-        except LocalProtocolError as error:  # offered twice in one session
-            _log.debug("offer skipped reason=%s", error)
-            return
-        self._forget_partials(offer.blob)
-        self._partial[offer.blob] = reassembly
+        fragment = self._fragment(offer.blob.fragment)
+        window = self.machine.windows.get(fragment.index)
+        wrong = self._intake.let_in(peer.session, offer, window, fragment, time.monotonic())
+        if wrong is not None:
+            return self._reject(offer, Reason.TOO_LARGE, wrong)
         self.link.flush(peer)
 
-    def _forget_partials(self, blob: BlobId) -> None:
-        """A node has one delta of a fragment under way: what it began before is void (protocol Q)."""
-        old = [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment)]
-        for other in old:
-            del self._partial[other]
+    def _fragment(self, index: int) -> Fragment:
+        return self.store.ledger.spec.identity.layout.fragments[index]
 
     def _reject(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        self._intake.settled(offer.blob)
         self._happened(ev.InputFailed(offer=offer, reason=reason, detail=detail))
 
     async def _keep_input(self, offer: msg.Offer, data: bytearray) -> None:
         """Verify and spool a delta; durable before it counts (protocol P)."""
-        self._offers.pop(offer.blob, None)
-        self._keeping.add(offer.blob)
-        terms, fragment = self.store.ledger.spec.terms, offer.blob.fragment
-        expect = Expected(
-            codecs=(codec_named(terms.codec_up),),
-            fragment=fragment,
-            numel=self.store.buffers[fragment].anchor.numel(),
-            version=offer.window,
-            base=offer.blob.version,
-            newest_epoch=self.store.ledger.epoch,
-        )
+        ledger, fragment = self.store.ledger, self._fragment(offer.blob.fragment)
+        expect = expected_delta(offer, fragment, ledger.spec.terms.codec_up, ledger.epoch)
         try:
             await self._in_compute(parse_blob, data, expect)
         except BadBlob as error:
-            self._keeping.discard(offer.blob)
             return self._reject(offer, Reason.CORRUPT, str(error))
-        if self.store.spools_inputs:
+        if commits.spools_inputs(ledger.spec.terms):
             await self._spool(offer, data)
-        self._keeping.discard(offer.blob)
+        self._intake.settled(offer.blob)
         self._inputs[offer.blob] = data
         self._happened(ev.InputStored(offer=offer))
 
@@ -343,7 +314,7 @@ class Coordinator:
             self.link.flush(peer)
 
     async def _send_snapshot(self, node: NodeId, fragment: int) -> None:
-        blob, data, digest = await self._in_compute(self.store.snapshot_blob, fragment)
+        blob, data, digest = await self._in_compute(self._snapshot_blob, fragment)
         peer = self._sessions.get(node)
         if peer is None or peer.session.state is not State.OPEN:
             return
@@ -362,7 +333,7 @@ class Coordinator:
             return self._happened(failed)
         started = time.monotonic()
         try:
-            result = await self._in_compute(self._merge_and_step, command)
+            result = await self._in_compute(self._compute_commit, command)
         except NonFiniteError as error:  # finite deltas can add up to more than fp32 holds
             await self._on_disk(self.store.release, reserved)
             failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=f"the update: {error}")
@@ -374,13 +345,14 @@ class Coordinator:
         self.observer.committed(record, result, computed - started, time.monotonic() - computed)
         self._happened(ev.CommitDone(record=record))
 
-    def _merge_and_step(self, command: ev.Commit) -> aggregator.Result:
-        draft, terms = command.draft, self.store.ledger.spec.terms
-        step = self.store.step(draft)
+    def _compute_commit(self, command: ev.Commit) -> aggregator.Result:
+        draft = command.draft
         inputs = [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
-        delta = aggregator.merge(inputs, step, terms.codec_up, draft.blobs[0].blob.version)
-        stepped = aggregator.advance(self.store.buffers[draft.fragment], delta, step, terms)
-        return aggregator.publish(stepped, step, command.codec_down, delta)
+        buffers = self.store.buffers[draft.fragment]
+        return commits.compute(self.store.ledger, buffers, draft, inputs, command.codec_down)
+
+    def _snapshot_blob(self, fragment: int) -> tuple[BlobId, bytearray, int]:
+        return commits.snapshot_blob(self.store.buffers[fragment], fragment, self.store.ledger.epoch)
 
     def _append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
         self.store.append(record, attachment)

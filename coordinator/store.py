@@ -7,28 +7,24 @@ machine; target and optimizer state by repeating the arithmetic on the spooled i
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from farloop.algo.digest import digest
 from farloop.algo.fragments import view
-from farloop.algo.methods import method_named
-from farloop.algo.outer import OuterSettings
-from farloop.algo.spec import BlobId, BlobKind, RunSpec
-from farloop.coordinator import aggregator, snapshots
+from farloop.algo.spec import BlobId, RunSpec
+from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
-from farloop.coordinator.aggregator import Buffers, Result, Step
+from farloop.coordinator.aggregator import Buffers, Result
 from farloop.coordinator.attachments import Attachments, UpdateSource
 from farloop.coordinator.epoch import claim_epoch
 from farloop.coordinator.errors import DiskFull, StateMismatch
 from farloop.coordinator.journal import SEGMENT_BYTES, Journal
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.segment import Entry
-from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
+from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
-from farloop.wire.blobs import blob_digest
 
 _log = logging.getLogger(__name__)
 
@@ -156,14 +152,7 @@ class Store:
         Raises:
             StorageFailed: it may be durable or not. Exit and recover.
         """
-        record = replace(
-            draft,
-            anchor_digest=result.anchor_digest,
-            target_digest=result.target_digest,
-            momentum_digest=result.outer_digest,
-            update_size=len(result.update),
-            update_digest=blob_digest(result.update),
-        )
+        record = commits.completed(draft, result)
         self._take(self._journal.append(record, result.update, reserved=reserved))
         self._journal.sync()
         self.buffers[record.fragment] = result.buffers
@@ -180,21 +169,6 @@ class Store:
     def update_source(self, fragment: int, version: int) -> UpdateSource:
         """An update that the ledger remembers, as a cursor over the journal. Any thread."""
         return self._attachments.open_update(self._journal, fragment, version)
-
-    def snapshot_blob(self, fragment: int) -> tuple[BlobId, bytearray, int]:
-        """The anchor in fp32 for a node that cannot follow the updates, and the digest of its bytes. Any thread."""
-        buffers, codec = self.buffers[fragment], codec_named("fp32")
-        header = BlobHeader(
-            codec=codec,
-            fragment=fragment,
-            numel=buffers.anchor.numel(),
-            version=buffers.version,
-            base=buffers.version,
-            epoch=self.ledger.epoch,
-        )
-        blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=buffers.version)
-        data = pack_blob(header, codec.encode(buffers.anchor))
-        return blob, data, blob_digest(data)
 
     def named_anchors(self) -> dict[str, Tensor]:
         """The global model: every parameter by name."""
@@ -252,44 +226,20 @@ class Store:
 
     def _repeat(self, buffers: Buffers, record: rec.WindowCommitted) -> Buffers:
         """One commit again: the anchor from the update, the rest from the inputs."""
-        spec, attachment = self.ledger.spec, self._attachments.update(record.fragment, record.version)
-        step = self.step(record)
-        anchor = buffers.anchor.clone()
+        attachment = self._attachments.update(record.fragment, record.version)
         update = self._journal.read(attachment, 0, attachment.size)
-        aggregator.apply_update_(anchor, update, step, spec.terms.codec_down)
-        if digest(anchor) != record.anchor_digest:
-            raise StateMismatch(
-                self.directory, f"fragment {record.fragment} does not come out as version {record.version} said"
-            )
-        stepped = buffers
-        if all(self._attachments.input(addend.blob) for addend in record.blobs):
-            inputs = [(self.read_input(addend.blob), addend.weight) for addend in record.blobs]
-            delta = aggregator.merge(inputs, step, spec.terms.codec_up, record.blobs[0].blob.version)
-            stepped = aggregator.advance(buffers, delta, step, spec.terms)
-        else:  # gradients of data-parallel are not spooled: its moments restart from the snapshot (protocol K)
-            stepped = replace(buffers, target=anchor.clone())
-        restored = replace(stepped, version=record.version, anchor=anchor)
-        if (digest(restored.target), restored.outer_digest()) != (record.target_digest, record.momentum_digest):
+        spooled = all(self._attachments.input(addend.blob) for addend in record.blobs)
+        inputs = [(self.read_input(addend.blob), addend.weight) for addend in record.blobs] if spooled else None
+        try:
+            restored, same = commits.repeat(self.ledger, buffers, record, update, inputs)
+        except commits.WrongAnchor as error:
+            raise StateMismatch(self.directory, str(error)) from error
+        if not same:
             what = f"optimizer of fragment {record.fragment}"
             why = f"its state of version {record.version} came out different at the restart"
             _log.warning("alarm what=%r why=%r", what, why)
             self.alarms = {**self.alarms, what: why}
         return restored
-
-    def step(self, record: rec.WindowCommitted) -> Step:
-        """What the arithmetic of this commit needs to know."""
-        return Step(
-            fragment=self.ledger.spec.identity.layout.fragments[record.fragment],
-            version=record.version,
-            round=self.ledger.rounds[record.round],
-            outer=OuterSettings(lr=record.outer_lr, momentum=record.outer_momentum),
-            epoch=self.ledger.epoch,
-        )
-
-    @property
-    def spools_inputs(self) -> bool:
-        """Whether deltas are journaled on arrival. Gradients of data-parallel are sent again instead (protocol K)."""
-        return method_named(self.ledger.spec.terms.method).inner
 
 
 def _save_snapshot(directory: Path, spec: RunSpec, fragment: int, buffers: Buffers) -> None:

@@ -11,22 +11,22 @@ from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
-from farloop.algo.spec import BlobId, NodeId, RunSpec
-from farloop.coordinator import aggregator
+from farloop.algo.spec import BlobId, Fragment, NodeId, RunSpec
+from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
-from farloop.quant.blob import Expected, blob_bytes, parse_blob
+from farloop.quant.blob import parse_blob
 from farloop.quant.errors import BadBlob
-from farloop.quant.registry import codec_named
 from farloop.sim.agenda import Process
 from farloop.sim.disk import Disk, MemoryStore, Worker
 from farloop.sim.router import Peer, Router
 from farloop.sim.scenario import Scenario
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.blobs import BytesSource
 from farloop.wire.errors import LocalProtocolError
 from farloop.wire.handshake import State
 from farloop.wire.reasons import Reason
@@ -59,9 +59,7 @@ class CoordinatorActor:
         self._busy = False
         self._peers: dict[int, Peer] = {}
         self._sessions: dict[NodeId, Peer] = {}
-        self._offers: dict[BlobId, msg.Offer] = {}
-        self._partial: dict[BlobId, Reassembly] = {}
-        self._keeping: set[BlobId] = set()
+        self._intake = Intake()
         """Deltas that are here and not durable yet."""
         self._inputs: dict[BlobId, bytes | bytearray] = {b: self.store.read_input(b) for b in self.store.ledger.inputs}
         self.router = Router(process, self._heard, scenario.limits, scenario.timing)
@@ -101,15 +99,13 @@ class CoordinatorActor:
                 node = self._node_of(peer)
                 if node is None:
                     return
-                if isinstance(message, msg.Offer):
-                    self._offers[message.blob] = message
                 self._happened(ev.Heard(session=peer.number, node=node, message=message))
             case wire_ev.BlobReceived(blob=blob, data=data):
-                self._partial.pop(blob, None)
-                self._verify(self._offers[blob], data)
+                if offer := self._intake.arrived(blob):
+                    self._verify(offer, data)
             case wire_ev.BlobCorrupt(blob=blob):
-                self._partial.pop(blob, None)
-                self._reject(self._offers[blob], Reason.CORRUPT, "the bytes do not have the announced digest")
+                if offer := self._intake.arrived(blob):
+                    self._reject(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
             case wire_ev.SessionClosed(reason=reason):
                 node = self._node_of(peer)
                 self._peers.pop(peer.number, None)
@@ -187,51 +183,29 @@ class CoordinatorActor:
         peer = self._sessions.get(offer.blob.node)
         if peer is None or peer.session.state is not State.OPEN:
             return
-        window = self.machine.windows.get(offer.blob.fragment)
-        if window is None or window.terms.window != offer.window or offer.blob in self._keeping:
-            return
-        terms = window.terms
-        numel = self.store.buffers[offer.blob.fragment].anchor.numel()
-        wanted = blob_bytes(codec_named(terms.codec_up), numel)
-        if offer.size != wanted:
-            detail = f"{offer.size} bytes offered, {wanted} are a {terms.codec_up} blob of this fragment"
-            return self._reject(offer, Reason.TOO_LARGE, detail)
-        kept = self._partial.get(offer.blob)
-        try:
-            reassembly = peer.session.expect(offer.blob, offer.size, offer.digest, kept, self._now)
-        except LocalProtocolError:  # offered twice in one session
-            return
-        self._forget_partials(offer.blob)
-        self._partial[offer.blob] = reassembly
+        fragment = self._fragment(offer.blob.fragment)
+        window = self.machine.windows.get(fragment.index)
+        wrong = self._intake.let_in(peer.session, offer, window, fragment, self._now)
+        if wrong is not None:
+            return self._reject(offer, Reason.TOO_LARGE, wrong)
         self.router.flush(peer)
 
-    def _forget_partials(self, blob: BlobId) -> None:
-        """A node has one delta of a fragment under way: what it began before is void (protocol Q)."""
-        for other in [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment)]:
-            del self._partial[other]
+    def _fragment(self, index: int) -> Fragment:
+        return self.store.ledger.spec.identity.layout.fragments[index]
 
     def _reject(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        self._intake.settled(offer.blob)
         self._happened(ev.InputFailed(offer=offer, reason=reason, detail=detail))
 
     def _verify(self, offer: msg.Offer, data: bytearray) -> None:
         """Verify and spool a delta; durable before it counts (protocol P)."""
-        self._offers.pop(offer.blob, None)
-        self._keeping.add(offer.blob)
-        terms, fragment = self.store.ledger.spec.terms, offer.blob.fragment
-        expect = Expected(
-            codecs=(codec_named(terms.codec_up),),
-            fragment=fragment,
-            numel=self.store.buffers[fragment].anchor.numel(),
-            version=offer.window,
-            base=offer.blob.version,
-            newest_epoch=self.store.ledger.epoch,
-        )
+        ledger, fragment = self.store.ledger, self._fragment(offer.blob.fragment)
+        expect = expected_delta(offer, fragment, ledger.spec.terms.codec_up, ledger.epoch)
 
         def spool() -> None:
             try:
                 parse_blob(data, expect)
             except BadBlob as error:
-                self._keeping.discard(offer.blob)
                 return self._reject(offer, Reason.CORRUPT, str(error))
             self._spool(offer, data)
 
@@ -241,7 +215,7 @@ class CoordinatorActor:
         failures: list[DiskFull] = []
 
         def append() -> None:
-            if not self.store.spools_inputs:
+            if not commits.spools_inputs(self.store.ledger.spec.terms):
                 return
             record = rec.InputStored(
                 blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
@@ -256,7 +230,7 @@ class CoordinatorActor:
                 self.machine.alarms["spool"] = str(failures[0])
                 return self.process.after(RETRY_S, lambda: self._spool(offer, data))
             self.machine.alarms.pop("spool", None)
-            self._keeping.discard(offer.blob)
+            self._intake.settled(offer.blob)
             self._inputs[offer.blob] = data
             self._happened(ev.InputStored(offer=offer))
 
@@ -274,7 +248,8 @@ class CoordinatorActor:
             self.router.flush(peer)
 
     def _send_snapshot(self, node: NodeId, fragment: int) -> None:
-        blob, data, digest = self.store.snapshot_blob(fragment)
+        buffers, epoch = self.store.buffers[fragment], self.store.ledger.epoch
+        blob, data, digest = commits.snapshot_blob(buffers, fragment, epoch)
         peer = self._sessions.get(node)
         if peer is not None and peer.session.state is State.OPEN:
             with contextlib.suppress(LocalProtocolError):  # asked for again while it is on its way
@@ -292,7 +267,7 @@ class CoordinatorActor:
             except DiskFull as error:
                 failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
                 return self._happened(failed)
-            self._compute.submit(lambda: results.append(self._merge_and_step(command)), computed)
+            self._compute.submit(lambda: results.append(self._compute_commit(command)), computed)
 
         def computed() -> None:
             self._storage.submit(lambda: records.append(self.store.commit(draft, results[0])), durable)
@@ -304,13 +279,11 @@ class CoordinatorActor:
 
         self._storage.submit(lambda: None, reserved)
 
-    def _merge_and_step(self, command: ev.Commit) -> aggregator.Result:
-        draft, terms = command.draft, self.store.ledger.spec.terms
-        step = self.store.step(draft)
+    def _compute_commit(self, command: ev.Commit) -> aggregator.Result:
+        draft = command.draft
         inputs = [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
-        delta = aggregator.merge(inputs, step, terms.codec_up, draft.blobs[0].blob.version)
-        stepped = aggregator.advance(self.store.buffers[draft.fragment], delta, step, terms)
-        return aggregator.publish(stepped, step, command.codec_down, delta)
+        buffers = self.store.buffers[draft.fragment]
+        return commits.compute(self.store.ledger, buffers, draft, inputs, command.codec_down)
 
     # --- time
 

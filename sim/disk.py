@@ -5,24 +5,21 @@ optimizer state by repeating the steps on the spooled inputs (protocol P).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
-from farloop.algo.digest import digest
-from farloop.algo.methods import method_named
-from farloop.algo.outer import OuterSettings
-from farloop.algo.spec import BlobId, BlobKind, RunSpec
-from farloop.coordinator import aggregator
+from farloop.algo.spec import BlobId, RunSpec
+from farloop.coordinator import commits
 from farloop.coordinator import records as rec
-from farloop.coordinator.aggregator import Buffers, Result, Step
+from farloop.coordinator.aggregator import Buffers, Result
 from farloop.coordinator.errors import DiskFull
 from farloop.coordinator.ledger import Ledger
-from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
+from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.sim.agenda import Action, Process
-from farloop.wire.blobs import BytesSource, blob_digest
+from farloop.wire.blobs import BytesSource
 
 
 @dataclass(slots=True)
@@ -78,14 +75,7 @@ class MemoryStore:
 
     def commit(self, draft: rec.WindowCommitted, result: Result) -> rec.WindowCommitted:
         """Make a commit durable, and only then swap its buffers in. Its room was reserved."""
-        record = replace(
-            draft,
-            anchor_digest=result.anchor_digest,
-            target_digest=result.target_digest,
-            momentum_digest=result.outer_digest,
-            update_size=len(result.update),
-            update_digest=blob_digest(result.update),
-        )
+        record = commits.completed(draft, result)
         self._write(record, result.update)
         self.buffers[record.fragment] = result.buffers
         return record
@@ -95,35 +85,6 @@ class MemoryStore:
 
     def update_source(self, fragment: int, version: int) -> BytesSource:
         return BytesSource(self._updates[fragment, version])
-
-    def snapshot_blob(self, fragment: int) -> tuple[BlobId, bytearray, int]:
-        """The anchor in fp32, and the digest of its bytes."""
-        buffers, codec = self.buffers[fragment], codec_named("fp32")
-        header = BlobHeader(
-            codec=codec,
-            fragment=fragment,
-            numel=buffers.anchor.numel(),
-            version=buffers.version,
-            base=buffers.version,
-            epoch=self.ledger.epoch,
-        )
-        blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=buffers.version)
-        data = pack_blob(header, codec.encode(buffers.anchor))
-        return blob, data, blob_digest(data)
-
-    def step(self, record: rec.WindowCommitted) -> Step:
-        """What the arithmetic of this commit needs to know."""
-        return Step(
-            fragment=self.ledger.spec.identity.layout.fragments[record.fragment],
-            version=record.version,
-            round=self.ledger.rounds[record.round],
-            outer=OuterSettings(lr=record.outer_lr, momentum=record.outer_momentum),
-            epoch=self.ledger.epoch,
-        )
-
-    @property
-    def spools_inputs(self) -> bool:
-        return method_named(self.ledger.spec.terms.method).inner
 
     def _write(self, record: rec.Record, attachment: bytes | bytearray) -> None:
         entry = rec.decode(*rec.encode(record)), bytes(attachment)
@@ -142,19 +103,11 @@ class MemoryStore:
 
     def _repeat(self, buffers: Buffers, record: rec.WindowCommitted) -> Buffers:
         """One commit again: the anchor from the update, the rest from the inputs."""
-        terms, step = self.ledger.spec.terms, self.step(record)
-        anchor = buffers.anchor.clone()
-        aggregator.apply_update_(anchor, self._updates[record.fragment, record.version], step, terms.codec_down)
-        assert digest(anchor) == record.anchor_digest, "an anchor did not come back as it was"
-        if all(addend.blob in self._inputs for addend in record.blobs):
-            inputs = [(self._inputs[addend.blob], addend.weight) for addend in record.blobs]
-            delta = aggregator.merge(inputs, step, terms.codec_up, record.blobs[0].blob.version)
-            stepped = aggregator.advance(buffers, delta, step, terms)
-        else:
-            stepped = replace(buffers, target=anchor.clone())
-        restored = replace(stepped, version=record.version, anchor=anchor)
-        if (digest(restored.target), restored.outer_digest()) != (record.target_digest, record.momentum_digest):
-            self._disk.alarms += 1
+        update = self._updates[record.fragment, record.version]
+        spooled = all(addend.blob in self._inputs for addend in record.blobs)
+        inputs = [(self._inputs[addend.blob], addend.weight) for addend in record.blobs] if spooled else None
+        restored, same = commits.repeat(self.ledger, buffers, record, update, inputs)
+        self._disk.alarms += not same
         return restored
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import aggregator, snapshots
+from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.errors import DiskFull, SnapshotCorrupt, StateLocked, StateMismatch
@@ -108,16 +108,14 @@ def commit(store: Store, fragment: int, *nodes: NodeId) -> None:
     for node in nodes or (A, B):
         stored, data = delta(store, node, fragment)
         inputs.append((stored.blob, data))
-        if store.spools_inputs and stored.blob not in store.ledger.inputs:
+        if commits.spools_inputs(terms) and stored.blob not in store.ledger.inputs:
             store.append(stored, data)
             store.sync()
     decision = draft(store, fragment, [blob for blob, _ in inputs])
     reserved = store.reserve(fragment, terms.codec_down)
-    step = store.step(decision)
     addends = [(data, addend.weight) for (_, data), addend in zip(inputs, decision.blobs, strict=True)]
-    merged = aggregator.merge(addends, step, terms.codec_up, decision.version - 1)
-    stepped = aggregator.advance(store.buffers[fragment], merged, step, terms)
-    store.commit(decision, aggregator.publish(stepped, step, terms.codec_down, merged), reserved)
+    result = commits.compute(store.ledger, store.buffers[fragment], decision, addends, terms.codec_down)
+    store.commit(decision, result, reserved)
 
 
 def run_rounds(store: Store, count: int) -> None:
@@ -246,7 +244,7 @@ def test_updates_and_inputs_are_read_from_the_journal(store: Store) -> None:
 
 def test_a_snapshot_for_a_node_is_the_anchor_as_it_is(store: Store) -> None:
     run_rounds(store, 1)
-    blob, data, digest_of_bytes = store.snapshot_blob(1)
+    blob, data, digest_of_bytes = commits.snapshot_blob(store.buffers[1], 1, store.ledger.epoch)
     assert blob == BlobId(kind=BlobKind.SNAPSHOT, fragment=1, version=1)
     assert len(data) == blob_bytes(codec_named("fp32"), 256) and digest_of_bytes == blob_digest(data)
     assert torch.equal(torch.frombuffer(data, dtype=torch.float32, offset=64), store.buffers[1].anchor)
@@ -274,7 +272,7 @@ def test_data_parallel_comes_back_with_exact_anchors_and_an_alarm_for_its_moment
 ) -> None:
     """K, P: gradients are not spooled; the anchors cannot fork, the run goes on, and a person can see why it jumped."""
     store = Store.create(tmp_path, data_parallel, anchors[:1])
-    assert not store.spools_inputs
+    assert not commits.spools_inputs(store.ledger.spec.terms)
     for _ in range(SNAPSHOT_EVERY):
         commit(store, 0)
     at_snapshot = images(store)

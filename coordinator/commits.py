@@ -1,0 +1,106 @@
+"""What a commit is made of, between the ledger that decides and the aggregator that computes. Pure.
+
+The daemon, its recovery and the simulator all commit, and repeat a commit, by these same functions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from farloop.algo.digest import digest
+from farloop.algo.methods import method_named
+from farloop.algo.outer import OuterSettings
+from farloop.algo.spec import BlobId, BlobKind, Terms
+from farloop.coordinator import aggregator
+from farloop.coordinator.aggregator import Buffers, Result, Step
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.records import WindowCommitted
+from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.quant.registry import codec_named
+from farloop.wire.blobs import blob_digest
+
+Inputs = Sequence[tuple[bytes | bytearray, float]]
+"""Encoded deltas and their weights, in the order of the sum."""
+
+
+class WrongAnchor(Exception):
+    """A repeated commit does not give the anchor that its record announced: the bytes are not those of this run."""
+
+
+def spools_inputs(terms: Terms) -> bool:
+    """Whether deltas are journaled on arrival. Gradients of data-parallel are sent again instead (protocol K)."""
+    return method_named(terms.method).inner
+
+
+def step_of(ledger: Ledger, record: WindowCommitted) -> Step:
+    """What the arithmetic of this commit needs to know."""
+    return Step(
+        fragment=ledger.spec.identity.layout.fragments[record.fragment],
+        version=record.version,
+        round=ledger.rounds[record.round],
+        outer=OuterSettings(lr=record.outer_lr, momentum=record.outer_momentum),
+        epoch=ledger.epoch,
+    )
+
+
+def compute(ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: Inputs, codec_down: str) -> Result:
+    """The draft's arithmetic: sum, outer step, update.
+
+    Raises:
+        NonFiniteError: finite deltas added up to more than fp32 holds.
+    """
+    step, terms = step_of(ledger, draft), ledger.spec.terms
+    delta = aggregator.merge(inputs, step, terms.codec_up, draft.blobs[0].blob.version)
+    return aggregator.publish(aggregator.advance(buffers, delta, step, terms), step, codec_down, delta)
+
+
+def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
+    """The record to be journaled, with the update attached."""
+    return replace(
+        draft,
+        anchor_digest=result.anchor_digest,
+        target_digest=result.target_digest,
+        momentum_digest=result.outer_digest,
+        update_size=len(result.update),
+        update_digest=blob_digest(result.update),
+    )
+
+
+def repeat(
+    ledger: Ledger, buffers: Buffers, record: WindowCommitted, update: bytes, inputs: Inputs | None
+) -> tuple[Buffers, bool]:
+    """One commit again after a restart: the anchor from the update, the rest from the inputs (protocol P).
+
+    Without inputs (gradients are not spooled) the target is taken from the anchor, and the optimizer's state stays as
+    the snapshot had it. Returns the buffers, and whether target and optimizer state came out as recorded.
+
+    Raises:
+        WrongAnchor: the anchor did not.
+    """
+    step, terms = step_of(ledger, record), ledger.spec.terms
+    anchor = buffers.anchor.clone()
+    aggregator.apply_update_(anchor, update, step, terms.codec_down)
+    if digest(anchor) != record.anchor_digest:
+        raise WrongAnchor(f"fragment {record.fragment} does not come out as version {record.version} said")
+    if inputs is None:
+        stepped = replace(buffers, target=anchor.clone())
+    else:
+        delta = aggregator.merge(inputs, step, terms.codec_up, record.blobs[0].blob.version)
+        stepped = aggregator.advance(buffers, delta, step, terms)
+    again = replace(stepped, version=record.version, anchor=anchor)
+    return again, (digest(again.target), again.outer_digest()) == (record.target_digest, record.momentum_digest)
+
+
+def snapshot_blob(buffers: Buffers, fragment: int, epoch: int) -> tuple[BlobId, bytearray, int]:
+    """The anchor in fp32 for a node that cannot follow the updates, and the digest of its bytes."""
+    codec = codec_named("fp32")
+    header = BlobHeader(
+        codec=codec,
+        fragment=fragment,
+        numel=buffers.anchor.numel(),
+        version=buffers.version,
+        base=buffers.version,
+        epoch=epoch,
+    )
+    blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=buffers.version)
+    data = pack_blob(header, codec.encode(buffers.anchor))
+    return blob, data, blob_digest(data)

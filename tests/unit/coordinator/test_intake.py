@@ -1,0 +1,121 @@
+"""Deltas on their way in: what may come, what goes on where it stopped, what is void (protocol Q, W)."""
+
+import dataclasses
+
+import pytest
+
+from farloop.algo import schedule
+from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, NodeId, RunSpec
+from farloop.coordinator.intake import Intake, expected_delta
+from farloop.coordinator.windows import Window
+from farloop.quant.blob import blob_bytes
+from farloop.quant.registry import codec_named
+from farloop.wire.blobs import Reassembly
+from farloop.wire.errors import LocalProtocolError
+from farloop.wire.messages import Offer
+
+A = NodeId("a")
+
+
+class Asked:
+    """A session of which only `expect` is used: what it was asked for, and with what to go on."""
+
+    def __init__(self) -> None:
+        self.expected: list[tuple[BlobId, Reassembly | None]] = []
+
+    def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
+        if any(known == blob for known, _ in self.expected):
+            raise LocalProtocolError("it is expected already")
+        self.expected.append((blob, reassembly))
+        return reassembly or Reassembly(size, digest)
+
+
+@pytest.fixture
+def fragment(spec: RunSpec) -> Fragment:
+    return spec.identity.layout.fragments[0]
+
+
+@pytest.fixture
+def window(spec: RunSpec) -> Window:
+    return Window(terms=schedule.first_windows(spec.terms, spec.identity.layout)[0], expected={A})
+
+
+@pytest.fixture
+def offer(spec: RunSpec, fragment: Fragment) -> Offer:
+    blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=A, incarnation=1, seq=1)
+    contribution = Contribution(node=A, incarnation=1, base=0, steps=1, tokens=1, norm_sq=1.0)
+    size = blob_bytes(codec_named(spec.terms.codec_up), fragment.numel)
+    return Offer(blob=blob, size=size, digest=7, window=1, contributors=(contribution,))
+
+
+def let_in(intake: Intake, session: Asked, offer: Offer, window: Window | None, fragment: Fragment) -> str | None:
+    return intake.let_in(session, offer, window, fragment, 0.0)  # type: ignore[arg-type]
+
+
+def test_a_delta_of_the_open_window_may_come(offer: Offer, window: Window, fragment: Fragment) -> None:
+    intake, session = Intake(), Asked()
+    assert let_in(intake, session, offer, window, fragment) is None
+    assert session.expected == [(offer.blob, None)]
+    assert intake.arrived(offer.blob) == offer
+
+
+def test_a_wrong_size_is_told_before_a_byte_is_taken(offer: Offer, window: Window, fragment: Fragment) -> None:
+    session = Asked()
+    large = dataclasses.replace(offer, size=offer.size + 1)
+    told = let_in(Intake(), session, large, window, fragment)
+    assert told is not None and f"{offer.size + 1} bytes offered, {offer.size} are a" in told
+    assert session.expected == []
+
+
+def test_nothing_is_asked_for_once_the_window_is_over(offer: Offer, window: Window, fragment: Fragment) -> None:
+    session = Asked()
+    later = Window(terms=dataclasses.replace(window.terms, window=2))
+    for over in (None, later):
+        assert let_in(Intake(), session, offer, over, fragment) is None
+    assert session.expected == []
+
+
+def test_a_transfer_goes_on_in_the_next_session_where_it_stopped(
+    offer: Offer, window: Window, fragment: Fragment
+) -> None:
+    """Q."""
+    intake, first, second = Intake(), Asked(), Asked()
+    let_in(intake, first, offer, window, fragment)
+    let_in(intake, second, offer, window, fragment)
+    (_, kept) = second.expected[0]
+    assert kept is not None and kept.digest == offer.digest
+
+
+def test_an_offer_made_twice_in_a_session_is_taken_once(offer: Offer, window: Window, fragment: Fragment) -> None:
+    intake, session = Intake(), Asked()
+    assert [let_in(intake, session, offer, window, fragment) for _ in range(2)] == [None, None]
+    assert len(session.expected) == 1
+
+
+def test_what_a_node_began_before_is_void(offer: Offer, window: Window, fragment: Fragment) -> None:
+    """Q: it has one delta of a fragment under way."""
+    intake, session = Intake(), Asked()
+    let_in(intake, session, offer, window, fragment)
+    newer = dataclasses.replace(offer, blob=dataclasses.replace(offer.blob, incarnation=2, seq=1))
+    let_in(intake, session, newer, window, fragment)
+    assert intake.arrived(offer.blob) is None
+    assert intake.arrived(newer.blob) == newer
+    let_in(intake, again := Asked(), offer, window, fragment)
+    assert again.expected == [(offer.blob, None)]
+
+
+def test_while_it_is_made_durable_it_is_not_asked_for_again(offer: Offer, window: Window, fragment: Fragment) -> None:
+    intake, session = Intake(), Asked()
+    let_in(intake, session, offer, window, fragment)
+    intake.arrived(offer.blob)
+    let_in(intake, again := Asked(), offer, window, fragment)
+    assert again.expected == []
+    intake.settled(offer.blob)
+    let_in(intake, again, offer, window, fragment)
+    assert again.expected == [(offer.blob, None)]
+
+
+def test_the_bytes_must_say_what_the_offer_said(spec: RunSpec, offer: Offer, fragment: Fragment) -> None:
+    expect = expected_delta(offer, fragment, spec.terms.codec_up, 3)
+    assert (expect.fragment, expect.numel, expect.version, expect.base) == (0, fragment.numel, 1, 0)
+    assert (expect.newest_epoch, [codec.name for codec in expect.codecs]) == (3, [spec.terms.codec_up])
