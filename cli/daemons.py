@@ -22,7 +22,7 @@ from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.link import BindError
 from farloop.coordinator.store import Store
 from farloop.monitoring.endpoint import Endpoint, Response
-from farloop.node.join import Node
+from farloop.node.library import Node
 from farloop.node.trainer import NodeConfig, train
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from farloop.node import join
 from farloop.node.errors import NodeError
-from farloop.node.join import join
 
 BATCH, CONTEXT, WIDTH, LAYERS = 32, 64, 128, 4
 

@@ -14,7 +14,7 @@ from farloop.algo.spec import RunSpec
 from farloop.node.corpus import Corpus, load_corpus
 from farloop.node.data import EvaluationSet, Samples
 from farloop.node.errors import DataError
-from farloop.node.join import Node, join
+from farloop.node.library import Node, join
 from farloop.node.model import GPT, build, from_json
 
 _log = logging.getLogger(__name__)

@@ -1,5 +1,7 @@
-"""One start of a node on virtual time: `node/leader.py` and the loop of `node/join.py`, with the same machine, replica,
-codecs and sessions. An inner step is a real optimizer step that takes as long as the scenario says.
+"""One start of a node on virtual time: what `node/leader.py` and `node/library.py` do, without threads and sockets.
+
+Machine, replica, codecs and sessions are the same. An inner step is a real optimizer step that takes as long as the
+scenario says.
 """
 
 import dataclasses

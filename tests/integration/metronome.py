@@ -12,7 +12,7 @@ from pathlib import Path
 
 from farloop.cli.config import load_node
 from farloop.cli.logs import LogLevel, set_up
-from farloop.node.join import Node
+from farloop.node.library import Node
 from farloop.node.trainer import train
 
 LOOK_S = 0.01

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from farloop.node import join
 from farloop.node.errors import NodeError
-from farloop.node.join import join
 
 WIDTH = 64
 

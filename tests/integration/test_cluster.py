@@ -156,7 +156,7 @@ def test_a_group_that_the_user_has_begun_is_left_alone_and_a_batch_that_does_not
         tmp_path,
         """
         import dataclasses
-        from farloop.node.join import _check_batch
+        from farloop.node.library import _check_batch
         odd = dataclasses.replace(
             spec,
             identity=dataclasses.replace(spec.identity, num_samples=100),

@@ -9,7 +9,7 @@ from torch import nn
 
 from farloop.monitoring.endpoint import EndpointError
 from farloop.node.errors import BadAddress, StateUnusable, Unreachable
-from farloop.node.join import join
+from farloop.node.library import join
 from farloop.wire.keys import KeyFileError
 
 pytestmark = pytest.mark.integration

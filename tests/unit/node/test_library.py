@@ -1,9 +1,9 @@
-"""Covers `node/join.py` as far as it needs no coordinator."""
+"""Covers `node/library.py` as far as it needs no coordinator."""
 
 from torch import nn
 
 from farloop.algo.spec import LearningRate, Terms
-from farloop.node.join import default_optimizer
+from farloop.node.library import default_optimizer
 
 
 def terms(weight_decay: float = 0.2) -> Terms:
