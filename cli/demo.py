@@ -113,7 +113,7 @@ def run_demo(
     for note in planned.notes:
         console.print(f"note: {note}")
     console.print(f"run {plan.out}  (stop with Ctrl-C, go on with: farloop demo --resume {plan.out})", soft_wrap=True)
-    status = _train(plan, console)
+    status = _final_status(plan) or _train(plan, console)
     if status is None:
         console.print(f"stopped; go on with: farloop demo --resume {plan.out}", soft_wrap=True)
         raise typer.Exit(130)
@@ -160,6 +160,15 @@ def _plain(config: RunConfig | DataConfig) -> dict[str, object]:
     }
 
 
+def _final_status(plan: DemoPlan) -> Status | None:
+    """What the run's coordinator said as it ended; None for a run that is not finished."""
+    try:
+        status: Status = json.loads((plan.out / "state" / "status.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return status if status["run"]["state"] == "finished" else None
+
+
 # --- processes
 
 
@@ -185,8 +194,7 @@ def _train(plan: DemoPlan, console: Console) -> Status | None:
         if stopped:
             return None
         children.check(all_done=True)
-    final: Status = json.loads((plan.out / "state" / "status.json").read_text())
-    return final
+    return _final_status(plan)
 
 
 @contextmanager
@@ -311,7 +319,8 @@ def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:
     assert evaluation is not None
     start = evaluation.loss(model, EVALUATION_BATCH)
     exported = plan.out / "model.safetensors"
-    (plan.out / "state" / "model.safetensors").replace(exported)
+    with suppress(FileNotFoundError):  # it was moved when the run ended the first time
+        (plan.out / "state" / "model.safetensors").replace(exported)
     with torch.no_grad():
         model.load_state_dict(load_file(exported))
     end = evaluation.loss(model, EVALUATION_BATCH)

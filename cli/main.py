@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from farloop.cli.exit_codes import EPILOG, ExitCode, ended_in_one_line
+from farloop.cli.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line
 from farloop.cli.logs import LogLevel, set_up
 from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
 
@@ -55,6 +55,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, n
 
 @app.command(rich_help_panel="Train")
 def demo(
+    context: typer.Context,
     nodes: Annotated[int, typer.Option(help="Nodes to start, each a process of its own.")] = 2,
     steps: Annotated[int, typer.Option(help="Inner steps of each node.")] = DEMO_STEPS,
     method: Annotated[str, typer.Option(help="diloco, streaming or data-parallel.")] = "streaming",
@@ -82,6 +83,8 @@ def demo(
     with ended_in_one_line():
         from farloop.cli.demo import run_demo
 
+        if resume is not None:
+            _only_resume(context)
         run_demo(
             nodes=nodes,
             steps=steps,
@@ -96,6 +99,20 @@ def demo(
             resume=resume,
             as_json=as_json,
         )
+
+
+def _only_resume(context: typer.Context) -> None:
+    """A run goes on as it was begun: an option that would say otherwise is refused, not ignored."""
+    beside = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name not in ("resume", "as_json")
+        and parameter.name is not None
+        and (source := context.get_parameter_source(parameter.name)) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if beside:
+        raise CommandError(f"--resume goes on as the run was begun; leave out {', '.join(beside)}")
 
 
 @app.command(rich_help_panel="Train")
@@ -238,7 +255,7 @@ def new_keys(
         from farloop.cli.keys import write_pair
 
         secret, public = write_pair(folder, name or platform.node().partition(".")[0])
-        typer.echo(f"{secret}  secret: stays on this machine, as key = {secret.name!r} in its TOML file")
+        typer.echo(f"{secret}  secret: stays on this machine, as key = '{secret}' in its TOML file")
         typer.echo(
             f"{public}  public: a node's goes into the coordinator's allow folder, the coordinator's to every node"
         )

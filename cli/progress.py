@@ -138,7 +138,7 @@ class PlainLines:
         new, self._evaluations = evaluations[self._evaluations :], len(evaluations)
         return [
             f"validation loss {loss_text(evaluation['loss'])} at step {evaluation['position']:,.0f}"
-            f" (start {loss_text(evaluations[0]['loss'])})"
+            f" (first {loss_text(evaluations[0]['loss'])})"
             for evaluation in new
         ]
 

@@ -46,7 +46,7 @@ def why(address: Address) -> str:
     """What a plain connection to the coordinator's port tells."""
     failure = connect(address)
     if failure is None:
-        return "the coordinator's port answers; the run begins once all of its nodes are there"
+        return "the port answers; unless the link complains above, the run begins once all of its nodes are there"
     return f"cannot connect: {failure}; is the coordinator running, and its port open from here?"
 
 

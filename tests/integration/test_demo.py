@@ -42,6 +42,23 @@ def test_the_demo_prints_one_json_object_and_leaves_a_report(tmp_path: Path) -> 
     assert summary["reduction"] == pytest.approx(summary["bytes_data_parallel_fp32"] / sent)
     assert (out / "model.safetensors").exists()
     assert_stands_alone((out / "report.html").read_text())
+    assert_resuming_changes_nothing(out, summary, tmp_path)
+
+
+def assert_resuming_changes_nothing(out: Path, summary: dict[str, object], folder: Path) -> None:
+    """A finished run is told again; an option that would say otherwise than its begin is refused."""
+    resume = [sys.executable, *DEMO, "--resume", str(out)]
+    again, other = (
+        subprocess.run([*resume, *more], cwd=folder, env=environment(), capture_output=True, text=True, timeout=60)
+        for more in (["--json"], ["--steps", "90"])
+    )
+    assert again.returncode == 0, again.stderr
+    told = json.loads(again.stdout)
+    assert {key: told[key] for key in PROMISED} == {key: summary[key] for key in PROMISED}
+    assert other.returncode == ExitCode.USAGE
+    assert other.stderr.strip().splitlines() == [
+        "farloop: error: --resume goes on as the run was begun; leave out --steps"
+    ]
 
 
 def test_ctrl_c_stops_the_demo_and_resume_finishes_it(new_run: NewRun, tmp_path: Path) -> None:

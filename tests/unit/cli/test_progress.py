@@ -142,7 +142,7 @@ def test_plain_lines_come_every_ten_seconds_and_with_every_fact() -> None:
     news = lines.update(status(11.0, nodes=away, evaluations=scores, alarms=["tokyo is away"]), 90.0)
     assert news == [
         "0:00:11  node tokyo is away: the connection closed",
-        "0:00:11  validation loss 3.000 at step 220 (start 5.545)",
+        "0:00:11  validation loss 3.000 at step 220 (first 5.545)",
         "0:00:11  ALARM: tokyo is away",
     ]
     assert lines.update(status(12.0, nodes=away, evaluations=scores, alarms=["tokyo is away"]), 90.0) == []

@@ -179,7 +179,7 @@ def test_a_folder_without_text_is_an_error(tmp_path: Path, content: dict[str, st
 
 def test_a_binary_file_is_an_error_that_says_why(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"\xff\xd8\xff")
-    with pytest.raises(CorpusError, match="1 files are not UTF-8 text"):
+    with pytest.raises(CorpusError, match="1 not UTF-8, the rest empty"):
         load_corpus(tmp_path / "image")
 
 
