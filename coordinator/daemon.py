@@ -192,12 +192,11 @@ class Coordinator:
                 assert_never(event)
 
     def _greet(self, peer: Peer, hello: msg.Hello) -> None:
+        self._peers[peer.number] = peer
         if peer.owner is not None and hello.node != peer.owner:
             detail = f"the key is that of {peer.owner}, the node calls itself {hello.node}"
             refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
-            self._peers[peer.number] = peer
             return self._run_commands([ev.Refuse(session=peer.number, refused=refused)])
-        self._peers[peer.number] = peer
         self._happened(ev.Greeted(session=peer.number, node=hello.node, hello=hello))
 
     def _node_of(self, peer: Peer) -> NodeId | None:
@@ -226,7 +225,7 @@ class Coordinator:
                     self._tell(peer, dataclasses.replace(welcome, lane_token=peer.token))
             case ev.Refuse(session=number, refused=refused):
                 if peer := self._peers.pop(number, None):
-                    _log.warning("refused session=%d reason=%s detail=%r", number, refused.reason.name, refused.detail)
+                    self.observer.refused(number, refused)
                     self._tell(peer, refused)
             case ev.Hang(session=number, reason=reason):
                 if peer := self._peers.pop(number, None):

@@ -45,6 +45,9 @@ class Observer:
         metrics.steps.set(terms.steps)
         metrics.h.set(terms.h)
         metrics.epoch.set(store.ledger.epoch)
+        # Of what never changes: a digest over every tensor's name is too much to take with every status.
+        identity = store.ledger.spec.identity
+        self._fingerprint, self._num_parameters = identity.fingerprint(), identity.layout.num_parameters
 
     def close(self) -> None:
         self._file.close()
@@ -64,6 +67,11 @@ class Observer:
                     self._evaluation(node, evaluation, machine)
             case _:
                 pass
+
+    def refused(self, session: int, refused: msg.Refused) -> None:
+        """A node was not let in."""
+        _log.warning("refused session=%d reason=%s detail=%r", session, refused.reason.name, refused.detail)
+        self._metrics.refusals.labels(refused.reason.name.lower()).inc()
 
     def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
         """A commit is durable."""
@@ -136,7 +144,7 @@ class Observer:
         return {
             "run": {
                 "name": identity.name,
-                "fingerprint": identity.fingerprint(),
+                "fingerprint": self._fingerprint,
                 "method": terms.method,
                 "codec_up": terms.codec_up,
                 "codec_down": terms.codec_down,
@@ -145,7 +153,7 @@ class Observer:
                 "tau": terms.tau,
                 "mix": terms.mix,
                 "fragments": len(identity.layout.fragments),
-                "parameters": identity.layout.num_parameters,
+                "parameters": self._num_parameters,
                 "state": "finished" if ledger.finished else state,
                 "epoch": ledger.epoch,
                 "started_s": until - self._training_since if self._training_since is not None else 0.0,

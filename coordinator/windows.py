@@ -69,7 +69,6 @@ class Window:
         """The window's commit as far as it is decided; the arithmetic will add the update and the digests."""
         shares, terms = self.shares(), spec.terms
         # Momentum pays off in later rounds, and a flush has none: the run ends on the mean of what the nodes hold.
-        # Measured with the tiny model, H 30, 620 and 630 steps: 0.3 to 0.4 % less validation loss than a Nesterov step.
         outer_lr, outer_momentum = (1.0, 0.0) if self.terms.final else (terms.outer_lr, terms.outer_momentum)
         return WindowCommitted(
             fragment=self.terms.fragment,

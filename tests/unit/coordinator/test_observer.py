@@ -345,3 +345,10 @@ def test_a_line_that_a_crash_cut_short_spoils_no_other(scene: Scene, reopen: Cal
     lines = again.file.read_text().splitlines()
     assert lines[1] == whole[:25]
     assert [json.loads(lines[number])["t"] for number in (0, 2)] == [30.0, 30.0]
+
+
+def test_whoever_is_refused_is_counted_by_the_reason(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    refused = msg.Refused(reason=Reason.WRONG_RUN, detail="the node wants run 1, this is 2", retriable=False)
+    scene.observer.refused(3, refused)
+    assert 'farloop_refusals_total{reason="wrong_run"} 1.0' in scene.metrics.exposition().decode()
+    assert "the node wants run 1, this is 2" in caplog.text
