@@ -5,6 +5,7 @@ joins it. Identity is the owner of the CURVE key of every single frame (protocol
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -23,7 +24,7 @@ from farloop.wire.events import SessionEvent
 from farloop.wire.frames import Buffer, parse_lane_hello
 from farloop.wire.handshake import Role, State
 from farloop.wire.keys import AllowList, KeyFileError, load_secret
-from farloop.wire.limits import Limits, Timing
+from farloop.wire.limits import BAD_FRAMES, Limits, Timing
 from farloop.wire.messages import Leave
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
@@ -40,8 +41,6 @@ RETRY_SEND_S = 0.005
 """A full pipe is tried again after this."""
 
 MAX_SESSIONS = 1024
-BAD_FRAMES = 8
-"""Frames in a row that break the protocol before the session is ended: one that is damaged is sent again."""
 
 
 class BindError(OSError):
@@ -121,7 +120,7 @@ class RouterLink:
             (zmq.SNDHWM, 64),
             (zmq.RCVHWM, 64),
             (zmq.HANDSHAKE_IVL, 5000),
-            (zmq.MAXMSGSIZE, max(self._limits.max_control_bytes, self._limits.max_chunk_bytes) + 4096),
+            (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
         ):
             self._socket.setsockopt(option, value)
         if key is None:
@@ -132,8 +131,9 @@ class RouterLink:
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
-        self._socket.curve_secretkey = load_secret(key)
-        self._socket.curve_publickey = zmq.curve_public(load_secret(key))
+        secret = load_secret(key)
+        self._socket.curve_secretkey = secret
+        self._socket.curve_publickey = zmq.curve_public(secret)
         self._socket.curve_server = True
 
     def callback(self, domain: str, key: bytes) -> bool:
@@ -188,13 +188,10 @@ class RouterLink:
 
     async def _receive(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
-            for _ in range(BURST_FRAMES):
-                self._take(frames)
-                try:
-                    frames = await self._socket.recv_multipart(copy=False, flags=zmq.DONTWAIT)
-                except zmq.Again:
-                    break
+            self._take(await self._socket.recv_multipart(copy=False))
+            with contextlib.suppress(zmq.Again):
+                for _ in range(BURST_FRAMES):
+                    self._take(await self._socket.recv_multipart(copy=False, flags=zmq.DONTWAIT))
             await asyncio.sleep(0)
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
@@ -338,9 +335,8 @@ class RouterLink:
                 allow.refresh()
             except KeyFileError as error:
                 _log.warning("allow-list kept as it was reason=%r", str(error))
-            known = set(allow._names.values())
             for peer in list(self._peers.values()):
-                if peer.owner not in known:
+                if peer.owner not in allow.owners:
                     if peer.session.state is State.OPEN:
                         peer.session.send(Leave(reason=Reason.WRONG_KEY), time.monotonic())
                         self.flush(peer)

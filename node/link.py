@@ -32,6 +32,7 @@ from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
 from farloop.wire.frames import Buffer
 from farloop.wire.handshake import Role, State
 from farloop.wire.keys import load_public, load_secret
+from farloop.wire.limits import BAD_FRAMES
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
@@ -42,9 +43,6 @@ BACKOFF_S = (0.1, 5.0)
 
 CHUNKS_AHEAD = 4
 """Chunks handed to ZeroMQ at a time: what is queued there, the session cannot take back."""
-
-BAD_FRAMES = 8
-"""Frames in a row that break the protocol before the session is ended: one that is damaged is sent again."""
 
 CONTROL, BULK = 0, 1
 
@@ -232,7 +230,7 @@ class Link:
             (zmq.RECONNECT_IVL, -1),
             (zmq.HANDSHAKE_IVL, 5000),
             (zmq.CONNECT_TIMEOUT, 5000),
-            (zmq.MAXMSGSIZE, max(limits.max_control_bytes, limits.max_chunk_bytes) + 4096),
+            (zmq.MAXMSGSIZE, limits.max_frame_bytes),
         ):
             dealer.setsockopt(option, value)
         if self._secret is not None and self._server is not None:

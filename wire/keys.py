@@ -82,6 +82,11 @@ class AllowList:
             self._names = _owners(paths)
             self._stamp = stamp
 
+    @property
+    def owners(self) -> frozenset[NodeId]:
+        """All nodes that may come in."""
+        return frozenset(self._names.values())
+
     def owner(self, public_key: bytes) -> NodeId | None:
         """Whose key it is; None for a key that may not come in (any more)."""
         return self._names.get(public_key)

@@ -15,6 +15,9 @@ EARLY_FRAMES = 1024
 AHEAD_FRAMES = 256
 """Control frames in flight: numbers from the first unacknowledged one. Part of the protocol, both ends know it."""
 
+BAD_FRAMES = 8
+"""Frames in a row that break the protocol before a link ends the session: one that is damaged is sent again."""
+
 SMALLEST_CHUNK = 256 << 10
 """Below this, headers and events cost more than they give (protocol T)."""
 
@@ -44,6 +47,11 @@ class Limits:
     """Control frames kept that overtook one still missing."""
     max_queued_messages: int = 4096
     """Messages accepted from the application and not yet acknowledged."""
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Largest part of a frame: a body or a chunk, or the header beside it, with room to spare."""
+        return max(self.max_control_bytes, self.max_chunk_bytes) + 4096
 
     def __post_init__(self) -> None:
         if not 0 < self.chunk_bytes <= self.max_chunk_bytes:
