@@ -8,7 +8,7 @@ hand. The paper puts the new one in its place; with M nodes, after the round t w
 The paper's nodes run the outer optimizer themselves, each on its own Δ̃_m and from its own weights, which hold Δ_m,old
 since the round before: hence the difference. Here the coordinator runs the one there is, on the merge of all, and its
 target Θ holds each delta once, Δ_m,old among them. What a node has to add is the new one alone: each of our outer
-optimizers moves the target by a multiple (`gain`) of a delta at once, so it goes on from
+optimizers moves the target by a multiple (`outer_settings.step_gain`) of a delta at once, so it goes on from
 
     start_m = Θ − gain · w_m · Δ_m,new
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from farloop.algo.fragments import tiles
-from farloop.algo.outer_settings import OuterSettings
 
 
 @torch.no_grad()
@@ -48,21 +47,3 @@ def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, share: float
     factor = gain * share
     for anchor_part, fresh_part, out_part in tiles(anchor, fresh, out):
         torch.sub(anchor_part, fresh_part * factor, out=out_part)
-
-
-def gain(settings: OuterSettings, gap: float = 1.0) -> float:
-    """How far a delta moves the target in the very step that merges it: ν(1 + μ) for Nesterov, α/Λ for co2.
-
-    A clipped momentum of co2 moves less; the correction then overshoots by what was cut off.
-    """
-    match settings.kind:
-        case "nesterov":
-            return settings.lr * (1.0 + settings.momentum) * settings.delta_scale
-        case "delayed-nesterov":
-            return settings.lr / settings.buffer
-        case "co2":
-            return settings.lr / gap
-        case "sgd" | "heavy-ball":
-            return settings.lr
-        case "adamw":
-            raise ValueError("an AdamW step is no multiple of its gradient")

@@ -13,6 +13,7 @@ from farloop.algo.outer_check import check_inner, check_outer
 from farloop.algo.schedule import initial_h
 from farloop.algo.schedule_check import check_learning_rate, check_rounds
 from farloop.algo.spec import LateUpdatePolicy, Layout, Terms
+from farloop.algo.variates_check import check_variates
 
 if TYPE_CHECKING:
     from farloop.algo.fragments import Pattern
@@ -54,9 +55,9 @@ class Method:
     per_node_h: bool = False
     """Slow nodes do fewer inner steps in a round."""
     lag: int = 0
-    """Versions that it runs behind by design (protocol D)."""
-    depth: int = 1
-    """Undecided deltas that a node may have per fragment."""
+    """Default of the term."""
+    max_lag: int = 0
+    """Largest value of the term."""
     in_flight: int | None = 1
     """Slots that a node may have undecided at once; None for any number."""
 
@@ -71,6 +72,7 @@ METHODS: Final = {
             h=30,
             tau=0,
             mix=0.0,
+            max_lag=1,
         ),
         Method(
             name="streaming",
@@ -79,7 +81,20 @@ METHODS: Final = {
             h=30,
             tau=5,  # largest overlap that the paper advises
             mix=0.5,
+            max_lag=1,
             in_flight=None,
+        ),
+        Method(
+            name="co2",
+            summary="Each round's update comes during the next: a late step, damped and clipped (arXiv 2401.16265).",
+            pattern="whole",
+            h=30,
+            tau=0,
+            mix=0.0,
+            fixed=frozenset({"lag"}),
+            outer="co2",
+            lag=1,
+            max_lag=1,
         ),
         Method(
             name="decoupled",
@@ -157,10 +172,10 @@ def max_tau(method: Method, h: int, slots: int) -> int:
     """Longest overlap, in inner steps, of a layout with that many slots (protocol D).
 
     With n slots undecided at a time, the (n+1)-th send must come after the first one's merge. n sends span ⌊n·H/slots⌋
-    inner steps or more, and a step encodes before it merges.
+    inner steps or more, and a step encodes before it merges. A lag is an overlap of a whole round in itself.
     """
     undecided = slots if method.in_flight is None else min(method.in_flight, slots)
-    return undecided * h // slots - 1 + method.lag
+    return undecided * h // slots - 1
 
 
 def check(terms: Terms, layout: Layout) -> None:
@@ -173,6 +188,7 @@ def check(terms: Terms, layout: Layout) -> None:
     _check_schedule(method, terms, layout.slots)
     _check_optimizers(terms)
     _check_windows(terms)
+    check_variates(terms, method)
 
 
 def _check_layout(method: Method, layout: Layout) -> None:
@@ -194,7 +210,20 @@ def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
     name, shortest = min((terms.h, "h"), (initial_h(terms), "h_init"))[::-1]
     most = max_tau(method, shortest, slots)
     _require(0 <= terms.tau <= most, f"tau is {terms.tau}; {method.name} with {name} = {shortest} takes 0 to {most}")
+    _check_lag(method, terms)
     _require(0.0 <= terms.mix <= 1.0, f"mix is {terms.mix}; it lies between 0 (the anchor) and 1 (the local weights)")
+
+
+def _check_lag(method: Method, terms: Terms) -> None:
+    most = f"at most {method.max_lag}" if method.max_lag else "0 only"
+    _require(0 <= terms.lag <= method.max_lag, f"lag is {terms.lag}; {method.name} takes {most}")
+    _require(bool(terms.lag) or not terms.eager, "eager needs an update that is a round late; set lag = 1")
+    if not terms.lag:
+        return
+    # What has been sent must leave the local weights, or the next delta, which has the same base, would hold it again.
+    _require(terms.mix == 0.0, f"mix is {terms.mix}; with lag = 1 it is 0, for what stayed would be sent twice")
+    _require(terms.tau == 0, f"tau is {terms.tau}; with lag = 1 it is 0, for the overlap is a whole round")
+    _require(terms.on_late_update == "wait", "on_late_update is continue; with lag = 1 it is wait")
 
 
 def _check_optimizers(terms: Terms) -> None:

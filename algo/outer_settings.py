@@ -74,6 +74,24 @@ _DEFAULTS: Final[Mapping[str, _Defaults]] = {
 }
 
 
+def step_gain(settings: OuterSettings, gap: float = 1.0) -> float:
+    """How far a delta moves the target in the very step that merges it: ν(1 + μ) for Nesterov, α/Λ for co2.
+
+    A clipped momentum of co2 moves less: the gain is then more than what comes.
+    """
+    match settings.kind:
+        case "nesterov":
+            return settings.lr * (1.0 + settings.momentum) * settings.delta_scale
+        case "delayed-nesterov":
+            return settings.lr / settings.buffer
+        case "co2":
+            return settings.lr / gap
+        case "sgd" | "heavy-ball":
+            return settings.lr
+        case "adamw":
+            raise ValueError("an AdamW step is no multiple of its gradient")
+
+
 def default_outer(num_nodes: int, h: int, outer_steps: int, method: str = "diloco") -> OuterSettings:
     """Settings for a run of `outer_steps` outer steps of each fragment, one every `h` inner steps.
 

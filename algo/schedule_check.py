@@ -62,6 +62,11 @@ def _check_phases(terms: Terms) -> None:
             math.isfinite(rewarm.peak) and rewarm.peak >= max(lr.minimum, lr.constant),
             f"lr.rewarms has a peak of {rewarm.peak}; the least is {max(lr.minimum, lr.constant)}",
         )
+        _require(
+            rewarm.replay is None or 0.0 <= rewarm.replay < 1.0,
+            f"lr.rewarms has a replay of {rewarm.replay}; the share of samples from the data before is at least 0 and "
+            "below 1, as 0.05 is",
+        )
     _require(
         0.0 <= terms.rewarm_momentum <= 1.0,
         f"rewarm_momentum is {terms.rewarm_momentum}; it lies between 0 (forget) and 1 (keep)",

@@ -83,6 +83,8 @@ class Rewarm:
     start: int
     """First schedule position of the phase."""
     peak: float
+    replay: float | None = None
+    """Share of samples still drawn from the data before; None where the phase brings no data of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,12 @@ class Terms:
     """Outer steps after which the outer momentum begins anew from zero; 0 for never."""
     inner_optimizer: InnerOptimizer = "adamw"
     """Of the built-in trainer, and of every loop that brings none of its own."""
+    lag: int = 0
+    """Rounds between a send and its merge, beside τ: 1 gives an update the whole next round to come (protocol D)."""
+    eager: bool = False
+    """With a lag: train on as if the own latest delta were merged already."""
+    control_variates: bool = False
+    """Nodes correct their inner steps for what their data differ from those of all nodes together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,9 +191,10 @@ class Identity:
     anchor_digests: tuple[int, ...]
     """Digest of version 0 of every fragment."""
     data: str
-    """What the samples are: a digest of the corpus, or 'own' when the user's loop brings them."""
+    """What the samples are: digests of the corpus and, after a '+' each, of those that re-warms bring; or 'own' when
+    the user's loop brings them."""
     num_samples: int
-    """Training samples in one data pass; 0 when the user's loop brings them."""
+    """Training samples in one pass over the first corpus; 0 when the user's loop brings them."""
     evaluation_set: str
     """Digest of the fixed evaluation set, or 'none'."""
     seed: int
@@ -233,6 +242,8 @@ class WindowTerms:
     codec_down: str
     final: bool = False
     """The fragment's last window, sent at the end of the run (its flush)."""
+    gap: float = 1.0
+    """co2: Λ of the outer step before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,15 @@ increments above c drops out, and with deltas Δ_i = x − y_i, their mean Δ̄,
 which is SCALLION whose codec is applied to deltas instead of increments. Taking d_i from the weights rather than adding
 it to the gradient is the same with SGD; with Adam the deltas are in units of its steps, and so must the correction be.
 
+What an uplink codec loses stays in d_i and comes with the next delta: d_i feeds errors back by itself. A residual would
+add them once more, and a delta of which most stays behind sets d_i to many times what it should be: with top-k and
+α = 1 nodes diverge, so codecs are checked (`quant/soundness.py`). A downlink codec's loss, the difference e of target
+and anchor, is in the mean of the d_i as α·e/(ν·Ση), and moves the next deltas back by α·e: of the feedback that the
+downlink has by itself, 1 − α is left.
+
 Limits. Every node must be in every merge (quorum = all): who was absent would need the change of c. A node must know Δ̄:
 with an outer optimizer without momentum the update says it; with momentum it does not, and nothing here guesses. With
-AdamW inside there is no theorem. No method switches this on; it is for loops that bring their own exchange.
+AdamW inside there is no theorem. Which runs can have it: `variates_check.py`; who does it when: `node/drift.py`.
 """
 
 import torch
@@ -33,8 +39,14 @@ from farloop.algo.fragments import tiles
 
 @torch.no_grad()
 def correct_(local: Tensor, drift: Tensor, lr: float) -> None:
-    """local ← local − lr · drift after an inner step at that rate; both fp32 [n], drift being d_i."""
-    for local_part, drift_part in tiles(local, drift):
+    """local ← local − lr · drift after an inner step at that rate; drift is d_i, fp32 [local.numel()].
+
+    Local weights may be of any floating type and strides.
+    """
+    if not local.is_contiguous():  # without a flat view it is taken whole, by its strides
+        local.sub_(drift.view(local.shape) * lr)
+        return
+    for local_part, drift_part in tiles(local.view(-1), drift):
         local_part.sub_(drift_part * lr)
 
 
@@ -60,9 +72,6 @@ def learn_(drift: Tensor, delta: Tensor, merged: Tensor, *, lr_sum: float, alpha
         drift_part.add_((merged_part - delta_part).mul_(factor))
 
 
-def merged_by_plain_step(before: Tensor, after: Tensor, outer_lr: float) -> Tensor:
-    """Δ̄, fp32 [n], from an anchor before and after an outer step without momentum: (before − after)/ν.
-
-    A lossy downlink shows in it; the d_i then sum to that loss, which the next updates make good.
-    """
-    return (before - after).mul_(1.0 / outer_lr)
+def merged_by_plain_step(update: Tensor, outer_lr: float) -> Tensor:
+    """Δ̄, fp32 [n], from what an outer step without momentum has added to the anchor: −update/ν."""
+    return update * (-1.0 / outer_lr)

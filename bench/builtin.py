@@ -16,7 +16,7 @@ from farloop.algo.fragments import trainable_tensors
 from farloop.algo.spec import NodeId, RunSpec, Terms
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.corpus import Corpus
-from farloop.node.data import EvaluationSet, Samples
+from farloop.node.data import EvaluationSet, Mixture
 from farloop.node.inner import default_optimizer
 from farloop.node.model import GPT, build, from_json
 from farloop.node.trainer import EVALUATION_BATCH, check_data
@@ -31,15 +31,17 @@ OnStep = Callable[[], None]
 class BuiltIn:
     """The run of a spec on a corpus. A learner's seed is its number, from 0 to `terms.min_nodes` − 1."""
 
-    def __init__(self, spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None) -> None:
-        """Raises DataError unless the corpus is the run's."""
+    def __init__(
+        self, spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, phases: Sequence[Corpus] = ()
+    ) -> None:
+        """`phases`: what re-warms bring. Raises DataError unless the corpora are the run's."""
         self.spec = spec
-        self._evaluation = check_data(spec, corpus)
+        self._evaluation = check_data(spec, corpus, *phases)
         length = spec.terms.sequence_tokens
         self._glance = EvaluationSet(
             corpus, sequences=min(CURVE_SEQUENCES, len(self._evaluation)), sequence_tokens=length
         )
-        self._samples = Samples(corpus, length, spec.identity.seed)
+        self._samples = Mixture(spec, [corpus, *phases])
         self._on_step = on_step
 
     def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:
@@ -72,12 +74,12 @@ class BuiltIn:
     def _module(self) -> GPT:
         return build(from_json(self.spec.identity.model), self.spec.identity.seed)
 
-    def _batch_of(self, number: int) -> Callable[[int], Tensor]:
+    def _batch_of(self, number: int) -> Callable[[int, float], Tensor]:
         terms = self.spec.terms
 
-        def batch(inner_step: int) -> Tensor:
+        def batch(inner_step: int, at: float) -> Tensor:
             first = (inner_step * terms.min_nodes + number) * terms.batch_sequences
-            return self._samples.batch(range(first, first + terms.batch_sequences))
+            return self._samples.batch(range(first, first + terms.batch_sequences), at)
 
         return batch
 
@@ -85,8 +87,10 @@ class BuiltIn:
 class Learner:
     """One node's model and its samples."""
 
-    def __init__(self, module: GPT, batch: Callable[[int], Tensor], evaluation: EvaluationSet, on_step: OnStep) -> None:
-        """`batch` gives the tokens of an inner step, int64 [B, S]."""
+    def __init__(
+        self, module: GPT, batch: Callable[[int, float], Tensor], evaluation: EvaluationSet, on_step: OnStep
+    ) -> None:
+        """`batch` gives the tokens of an inner step at a schedule position, int64 [B, S]."""
         self._gpt, self._batch, self._evaluation, self._on_step = module, batch, evaluation, on_step
 
     @property
@@ -96,10 +100,10 @@ class Learner:
     def optimizer(self, terms: Terms) -> torch.optim.Optimizer:
         return default_optimizer(self._gpt, terms)
 
-    def backward(self, samples: Sequence[int]) -> float:
+    def backward(self, samples: Sequence[int], at: float = 0.0) -> float:
         (inner_step,) = samples
         self._gpt.zero_grad(set_to_none=True)
-        loss = self._gpt.loss(self._batch(inner_step))
+        loss = self._gpt.loss(self._batch(inner_step, at))
         torch.autograd.backward(loss)
         self._on_step()
         return loss.item()

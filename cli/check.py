@@ -76,7 +76,7 @@ def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
     return [
         ("node", f"{node.name}, {plural(node.nproc, 'rank')}"),
         ("coordinator", f"{node.coordinator}, {_guard(node.coordinator, node.key)}"),
-        ("data", str(node.data or "Python's standard library")),
+        ("data", ", then ".join(str(path or "Python's standard library") for path in (node.data, *node.data_phases))),
         ("state", str(node.state_dir or Path(".farloop") / node.name)),
     ]
 

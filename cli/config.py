@@ -46,6 +46,7 @@ _LEAST = {
     ("data", "max_bytes"): 1,
     ("node", "nproc"): 1,
     ("node", "threads"): 0,
+    ("node", "tau"): 0,
 }
 
 _MOST = 2**63 - 1
@@ -147,9 +148,8 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     _check_keys(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
     node.pop("insecure")
     data = DataConfig(**settings.section("data"))
-    return NodeFile(
-        settings=settings, node=NodeConfig(**node, data=data.path, data_bytes=data.max_bytes), data=data
-    )  # fmt: skip
+    config = NodeConfig(**node, data=data.path, data_bytes=data.max_bytes, data_phases=data.phases or ())
+    return NodeFile(settings=settings, node=config, data=data)
 
 
 def planned(file: RunFile) -> Plan:
@@ -166,7 +166,8 @@ def planned(file: RunFile) -> Plan:
     try:
         return plan_run(run, file.data)
     except CorpusError as error:
-        raise settings.error("data", "path", str(error)) from error
+        key = "phases" if (sentence := str(error)).startswith("phases: ") else "path"
+        raise settings.error("data", key, sentence.removeprefix("phases: ")) from error
     except SafetensorError as error:
         raise settings.error("run", "init", f"{run.init} is not a safetensors file: {error}") from error
     except ValueError as error:

@@ -203,7 +203,8 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
     if config.nproc > 1 and torch.cuda.is_available() and config.nproc > torch.cuda.device_count():
         detail = f"nproc is {config.nproc}, and there are {torch.cuda.device_count()} devices"
         findings.append(Finding(level="fail", what="ranks", detail=detail, mend="set [node] nproc to that or less"))
-    return [*findings, _data(config.data, config.data_bytes), wall_clock(url)]
+    texts = [_data(path, config.data_bytes) for path in (config.data, *config.data_phases)]
+    return [*findings, *texts, wall_clock(url)]
 
 
 def _coordinator(address: Address) -> Finding:

@@ -65,7 +65,7 @@ def demo(
     context: typer.Context,
     nodes: Annotated[int, typer.Option(help="Nodes to start, each a process of its own.")] = 2,
     steps: Annotated[int, typer.Option(help="Inner steps of each node.")] = DEMO_STEPS,
-    method: Annotated[str, typer.Option(help="diloco, streaming or data-parallel.")] = "streaming",
+    method: Annotated[str, typer.Option(help="One of `farloop methods`.")] = "streaming",
     codec: Annotated[
         str | None,
         typer.Option(
@@ -213,11 +213,14 @@ def status(
 
 
 @app.command(rich_help_panel="Look")
-def methods() -> None:
-    """List the training methods and their defaults."""
-    from farloop.cli.catalog import methods_table
+def methods(as_json: AsJson = False) -> None:
+    """List the training methods and their defaults; docs/methods.md has the equations, and when to take which."""
+    from farloop.cli.catalog import methods_json, methods_table
 
-    Console(highlight=False).print(methods_table())
+    if as_json:
+        typer.echo(json.dumps(methods_json()))
+    else:
+        Console(highlight=False).print(methods_table())
 
 
 @app.command(rich_help_panel="Look")

@@ -90,6 +90,7 @@ def _node(node: NodeStatus) -> NodeSummary:
         "compute_share": node["compute_share"],
         "blocked_s": node["blocked_s"],
         "lost_steps": node["lost_steps"],
+        "skipped_turns": node.get("skipped_turns", 0),
         "bytes_up": node["bytes_up"],
         "bytes_down": node["bytes_down"],
         "bytes_state": node["bytes_state"],

@@ -98,6 +98,7 @@ _NODE_COLUMNS: tuple[tuple[str, Callable[[NodeSummary], str | None]], ...] = (
     ("ended", lambda node: node.get("reason") or node.get("state")),
     ("inner steps", lambda node: _number(node.get("inner_steps"))),
     ("lost", lambda node: _number(node.get("lost_steps"))),
+    ("skipped", lambda node: _number(node.get("skipped_turns") or None)),
     ("tokens/s", lambda node: _number(node.get("tokens_per_s"))),
     ("loss", lambda node: None if node.get("loss") is None else loss_text(node.get("loss"))),
     ("up", lambda node: _size(node.get("bytes_up"))),

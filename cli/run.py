@@ -12,17 +12,18 @@ from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.methods import Method, check, method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
+from farloop.algo.replay import arrivals
 from farloop.algo.schedule import num_rounds
 from farloop.algo.schedule_check import check_learning_rate, check_rounds
 from farloop.algo.spec import Identity, InnerOptimizer, RoundRule, RunSpec, Terms
 from farloop.cli.run_schedule import learning_rate_of
 from farloop.coordinator.aggregator import first_anchor
-from farloop.node.corpus import Corpus, load_corpus
+from farloop.node.corpus import Corpus, CorpusError, load_corpus
 from farloop.node.data import EvaluationSet, num_samples
 from farloop.node.model import PRESETS, build, config_json
-from farloop.node.trainer import evaluation_name
+from farloop.node.trainer import data_name, evaluation_name
 from farloop.quant.registry import codec_named, downlink_spelling
-from farloop.quant.soundness import check_downlink, check_uplink
+from farloop.quant.soundness import check_downlink, check_uplink, check_variates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class RunConfig:
     seed: int = 0
     """Of the first weights and of the order of the samples."""
     model: str = "tiny"
-    """A built-in model: nano, tiny, small or base."""
+    """A built-in model: nano, micro, tiny, small or base."""
     init: Path | None = None
     """A safetensors file with the first weights of a model of your own; takes the place of `model`, and of the data."""
     nodes: int = 2
@@ -42,13 +43,17 @@ class RunConfig:
     steps: int = 600
     """Inner steps of each node."""
     method: str = "streaming"
-    """diloco, streaming or data-parallel."""
+    """diloco, streaming, co2, decoupled, async, sparse or data-parallel; `farloop methods` tells them apart."""
     h: int | None = None
     """Inner steps between two sends of a fragment."""
     tau: int | None = None
     """Inner steps between a send and its merge."""
     mix: float | None = None
     """Share of the local weights that a merge keeps, 0 to 1."""
+    lag: int | None = None
+    """1: an update has the whole next round to come, and is merged at its end; tau and mix are 0 then."""
+    eager: bool = False
+    """With lag = 1: train on as if the node's own latest delta were merged already (arXiv 2502.12996)."""
     blocks_per_fragment: int = 3
     """Transformer blocks of a fragment, where the method cuts the model."""
     codec_up: str | None = None
@@ -69,6 +74,9 @@ class RunConfig:
     """Outer steps after which the outer momentum begins anew from zero; 0 for never (arXiv 2605.28585)."""
     inner_optimizer: str = "adamw"
     """adamw, or muon for the matrices of layers with adamw for the rest, at the same learning rate."""
+    control_variates: bool = False
+    """Correct each node's steps for what its data differ from those of all (arXiv 2308.08165): for shards that are not
+    alike, with diloco, outer_momentum = 0 and a dense codec_up as q4; one more fp32 copy of the model on each node."""
     outer_correction: bool = True
     """Where rounds differ in length, correct ν, μ and the delta for the work in each (arXiv 2609.36662)."""
     h_rule: str = "constant"
@@ -104,7 +112,8 @@ class RunConfig:
     anneal_at: int | None = None
     """infinite: position from which it falls to min_lr at the run's end; never unless given."""
     rewarms: str | None = None
-    """Position and peak of every re-warm for new data, as "600:1e-3,900:5e-4" (arXiv 2403.08763)."""
+    """Position and peak of every re-warm, as "600:1e-3,900:5e-4", and where it brings a text of [data] phases the share
+    of samples still drawn from the data before, as "600:1e-3:0.05": 0.05 after a weak shift (arXiv 2403.08763)."""
     rewarm_momentum: float = 0.0
     """Share of the outer momentum that survives a re-warm."""
     clip: float = 1.0
@@ -132,7 +141,9 @@ class DataConfig:
     path: Path | None = None
     """Text file, JSONL file or folder; the source of Python's standard library unless given."""
     max_bytes: int = 16_000_000
-    """How much of it is read at most."""
+    """How much of it is read at most, and of each of the phases."""
+    phases: tuple[Path, ...] | None = None
+    """Texts as that of path, one of each re-warm that has a replay, in order. The evaluation set stays that of path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +175,18 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
     check(terms, layout)
     check_uplink(codec_named(terms.codec_up))
     check_downlink(codec_named(terms.codec_down))
+    if terms.control_variates:
+        check_variates(codec_named(terms.codec_up))
     anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
     evaluation, corpus_digest, samples = None, "own", 0
+    _check_phases(terms, data, brings_data=config.init is None)
     if config.init is None:
         corpus = corpus or load_corpus(data.path, max_bytes=data.max_bytes)
+        later = [_later_corpus(path, data.max_bytes, config.sequence_tokens) for path in data.phases or ()]
         evaluation = EvaluationSet(
             corpus, sequences=config.evaluation_sequences, sequence_tokens=config.sequence_tokens
         )
-        corpus_digest, samples = corpus.digest, num_samples(corpus, config.sequence_tokens)
+        corpus_digest, samples = data_name([corpus, *later]), num_samples(corpus, config.sequence_tokens)
     identity = Identity(
         name=config.name,
         model=model,
@@ -183,6 +198,32 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
         seed=config.seed,
     )
     return Plan(spec=RunSpec(identity=identity, terms=terms), anchors=anchors, notes=notes, evaluation=evaluation)
+
+
+def _check_phases(terms: Terms, data: DataConfig, *, brings_data: bool) -> None:
+    """Every re-warm with a replay has its text, and the other way round. Raises ValueError, one sentence."""
+    brought, texts = len(arrivals(terms.lr)), len(data.phases or ())
+    if not brings_data and brought:
+        raise ValueError("rewarms: one has a replay, but with init the nodes' own loops bring the data: leave it out")
+    if brings_data and brought != texts:
+        named = f"{texts} text{'' if texts == 1 else 's'}"
+        raise ValueError(
+            f"rewarms: {brought or 'none'} with a replay (as 600:1e-3:0.05, where 5 % of the samples stay those from "
+            f"before), but [data] phases names {named}; every such re-warm brings one"
+        )
+
+
+def _later_corpus(path: Path, max_bytes: int, sequence_tokens: int) -> Corpus:
+    """One that a re-warm brings. Raises CorpusError."""
+    try:
+        corpus = load_corpus(path, max_bytes=max_bytes)
+    except CorpusError as error:
+        raise CorpusError(f"phases: {error}") from error
+    try:
+        num_samples(corpus, sequence_tokens)
+    except CorpusError as error:
+        raise CorpusError(f"phases: {path}: {error}") from error
+    return corpus
 
 
 def _first_weights(config: RunConfig) -> tuple[dict[str, Tensor], str]:
@@ -210,12 +251,15 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
     if config.steps < 1 or h < 1:
         raise ValueError(f"steps and h are at least 1, not {config.steps} and {h}")
     every = max(1, round(30 / h)) if config.evaluate_every_rounds is None else config.evaluate_every_rounds
+    lag = method.lag if config.lag is None else config.lag
     terms = Terms(
         method=method.name,
         steps=config.steps,
         h=h,
-        tau=method.tau if config.tau is None else config.tau,
-        mix=method.mix if config.mix is None else config.mix,
+        tau=(0 if lag else method.tau) if config.tau is None else config.tau,
+        mix=(0.0 if lag else method.mix) if config.mix is None else config.mix,
+        lag=lag,
+        eager=config.eager,
         codec_up=config.codec_up or method.codec_up,
         codec_down=downlink_spelling(config.codec_down or method.codec_down),
         outer_lr=PLAIN_AVERAGE.lr,
@@ -242,6 +286,7 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         outer_spread=config.outer_spread,
         outer_restart=config.outer_restart,
         inner_optimizer=cast(InnerOptimizer, config.inner_optimizer),
+        control_variates=config.control_variates,
     )
     check_learning_rate(terms)
     check_rounds(terms, slots=1)

@@ -41,10 +41,14 @@ def _position(word: str, key: str, example: str) -> int:
 
 
 def _rewarm(word: str) -> Rewarm:
-    start, _, peak = word.partition(":")
+    start, _, rest = word.partition(":")
+    peak, brings, replay = rest.partition(":")
     try:
-        return Rewarm(start=_position(start, "rewarms", "600:1e-3"), peak=float(peak))
+        return Rewarm(
+            start=_position(start, "rewarms", "600:1e-3"), peak=float(peak), replay=float(replay) if brings else None
+        )
     except ValueError:
         raise ValueError(
-            f"[run] rewarms: position and peak of each re-warm are wanted, as 600:1e-3,900:5e-4, not {word!r}"
+            "[run] rewarms: position and peak of each re-warm are wanted, as 600:1e-3,900:5e-4, and the replay of one "
+            f"that brings new data, as 600:1e-3:0.05, not {word!r}"
         ) from None

@@ -19,12 +19,15 @@ from farloop.cli.sources import Given
 from farloop.coordinator.daemon import CoordinatorConfig
 from farloop.node.trainer import NodeConfig
 
-_WANTED = {
+_PATHS = tuple[Path, ...]
+
+_WANTED: Mapping[object, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     str: "text in quotes",
     Path: "a path in quotes",
+    _PATHS: "a list of paths in quotes",
 }
 
 
@@ -54,16 +57,20 @@ class Key:
         """The value that was given, as the type it must have. Raises ConfigError."""
         if self.optional and given.value == "":
             return None
-        if self.kind is Path and given.value == "":
+        if (self.kind is Path and given.value == "") or (isinstance(given.value, list) and "" in given.value):
             raise given.error("a path is wanted; for this folder itself write .")
         try:
             value = self._validated(given.value, is_text=given.is_text)
         except (ValidationError, TypeError):
             raise given.error(f"{_WANTED[self.kind]} is wanted, not {_shown(given.value)}{self._hint(given)}") from None
-        return Path(os.path.normpath(given.folder / value.expanduser())) if isinstance(value, Path) else value
+        if isinstance(value, tuple):
+            return tuple(_resolved(path, given.folder) for path in value)
+        return _resolved(value, given.folder) if isinstance(value, Path) else value
 
     def _validated(self, value: object, *, is_text: bool) -> Any:
         adapter: TypeAdapter[Any] = TypeAdapter(self.kind)
+        if is_text and self.kind == _PATHS:  # a text has commas where a file has a list
+            return tuple(Path(part.strip()) for part in str(value).split(","))
         if is_text:
             return adapter.validate_strings(value)
         # As JSON, because only there strict means: a path may be text, a number may not.
@@ -77,7 +84,11 @@ class Key:
             meant = self._validated(str(given.value), is_text=True)
         except ValidationError:
             return ""
-        return f"; did you mean {_shown(meant)}?"
+        return f"; did you mean {_shown([str(path) for path in meant] if self.kind == _PATHS else meant)}?"
+
+
+def _resolved(path: Path, folder: Path) -> Path:
+    return Path(os.path.normpath(folder / path.expanduser()))
 
 
 Schema = Mapping[str, Mapping[str, Key]]
@@ -138,6 +149,6 @@ RUN_SCHEMA: Schema = {
 
 NODE_SCHEMA: Schema = {
     # The data has a section of its own, the same in both files.
-    "node": _section("node", NodeConfig, Exposure, without=frozenset({"data", "data_bytes"})),
+    "node": _section("node", NodeConfig, Exposure, without=frozenset({"data", "data_bytes", "data_phases"})),
     "data": _section("data", DataConfig),
 }

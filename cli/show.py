@@ -37,4 +37,6 @@ def _assignment(setting: Setting) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

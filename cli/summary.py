@@ -24,6 +24,7 @@ class NodeSummary(TypedDict):
     compute_share: NotRequired[float]
     blocked_s: NotRequired[float]
     lost_steps: NotRequired[int]
+    skipped_turns: NotRequired[int]
     bytes_up: NotRequired[int]
     bytes_down: NotRequired[int]
     bytes_state: NotRequired[int]

@@ -8,7 +8,7 @@ def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
     """One `[table]` each, with one `key = value` a line.
 
     Raises:
-        TypeError: a value is neither text, number nor truth value.
+        TypeError: a value is neither text, number, truth value nor a list of these.
     """
     sections = []
     for table, values in tables.items():
@@ -25,5 +25,7 @@ def _value(value: object) -> str:
             return repr(value)
         case str():
             return json.dumps(value)  # a TOML basic string escapes as JSON does
+        case list():
+            return f"[{', '.join(_value(item) for item in value)}]"
         case _:
             raise TypeError(f"{value!r} has no place in a settings file")

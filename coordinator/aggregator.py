@@ -81,6 +81,8 @@ class Result:
     """Norm of the merged delta."""
     codec_up: str | None = None
     """For the fragment's next deltas, where it is chosen anew; None: as the terms say."""
+    gap: float = 1.0
+    """Λ of co2's step."""
 
 
 @torch.no_grad()
@@ -97,18 +99,18 @@ def merge(
     inputs: Sequence[tuple[bytearray | memoryview | bytes, float]],
     step: Step,
     codec_up: str,
-    bases: Sequence[int],
+    named: Sequence[tuple[int, int]],
     rule: str = "mean",
 ) -> Tensor:
-    """One delta of many, fp32 [numel], summed in the given order (protocol M); each has its base.
+    """One delta of many, fp32 [numel], summed in the given order (protocol M); each names its base and its window.
 
     By the mean it is Σ weight · decoded. Another rule reads every payload more than once, decoding it a tile at a time
     where the codec can.
     """
     codec, fragment = codec_named(codec_up), step.fragment
     expected = [
-        Expected(codecs=(codec,), fragment=fragment, version=base + 1, base=base, newest_epoch=step.epoch)
-        for base in bases
+        Expected(codecs=(codec,), fragment=fragment, version=window, base=base, newest_epoch=step.epoch)
+        for base, window in named
     ]
     if not MERGE_RULES[rule].linear:
         return _merge_radially(inputs, expected, codec)
@@ -179,11 +181,11 @@ def advance(buffers: Buffers, delta: Tensor, step: Step, terms: Terms) -> Buffer
             settings=AdamWSettings(clip=terms.clip, weight_decay=terms.weight_decay),
         )
     else:
-        step_(target, outer, delta, step.outer, version=step.version, gap=_gap(buffers, step))
+        step_(target, outer, delta, step.outer, version=step.version, gap=gap(buffers, step))
     return Buffers(version=buffers.version, anchor=buffers.anchor, target=target, outer=outer)
 
 
-def _gap(buffers: Buffers, step: Step) -> float:
+def gap(buffers: Buffers, step: Step) -> float:
     """Λ of co2: the target's last step was α·m, with the m that it left behind."""
     if step.outer.kind != "co2":
         return 1.0

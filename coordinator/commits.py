@@ -54,7 +54,10 @@ def step_of(ledger: Ledger, record: WindowCommitted) -> Step:
 def _merged(inputs: Inputs, step: Step, terms: Terms, record: WindowCommitted) -> Tensor:
     # A run ends on the mean of what the nodes hold, as its last outer step is plain.
     rule = "mean" if record.flush else method_named(terms.method).merge
-    return aggregator.merge(inputs, step, terms.codec_up, [addend.blob.version for addend in record.blobs], rule)
+    # A late delta names the window after its base; with a lag bases are older, and none is late.
+    bases = [addend.blob.version for addend in record.blobs]
+    named = [(base, record.version if terms.lag else base + 1) for base in bases]
+    return aggregator.merge(inputs, step, terms.codec_up, named, rule)
 
 
 def compute(ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: Inputs, codec_down: str) -> Result:
@@ -66,14 +69,15 @@ def compute(ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: In
     step, terms = step_of(ledger, draft), ledger.spec.terms
     delta = _merged(inputs, step, terms, draft)
     result = aggregator.commit(buffers, delta, step, terms, codec_down)
-    return replace(result, codec_up=bits.next_codec(terms.codec_up, delta, step.fragment))
+    codec_up = bits.next_codec(terms.codec_up, delta, step.fragment)
+    return replace(result, codec_up=codec_up, gap=aggregator.gap(buffers, step))
 
 
 def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
     """The record to be journaled, with the update attached."""
     following = draft.next_window
-    if following is not None and result.codec_up is not None:
-        following = replace(following, codec_up=result.codec_up)
+    if following is not None:
+        following = replace(following, codec_up=result.codec_up or following.codec_up, gap=result.gap)
     return replace(
         draft,
         next_window=following,

@@ -251,14 +251,14 @@ class Ledger:
 
     def outcome_reason(self, blob: BlobId, window: int) -> Reason | None:
         """Why a delta for `window` cannot be taken any more; None while its window is open and its base fits."""
-        version, staleness = self.versions[blob.fragment], self.spec.terms.max_staleness
+        version, staleness, lag = self.versions[blob.fragment], self.spec.terms.max_staleness, self.spec.terms.lag
         if window + staleness <= version:
             return Reason.LATE
         if window > version + 1 or blob.fragment not in self.windows:
             return Reason.UNKNOWN_WINDOW
-        if not version - staleness <= blob.version <= version:
+        if not version - staleness - lag <= blob.version <= version:
             return Reason.STALE_BASE
-        since = (self.commits.get((blob.fragment, v)) for v in range(blob.version + 1, version + 1))
+        since = (self.commits.get((blob.fragment, v)) for v in range(blob.version + 1 + lag, version + 1))
         if any(share.node == blob.node for commit in since if commit for share in commit.merged):
             return Reason.OVERLAP  # it is part of one of them, and its sender has not heard
         return None

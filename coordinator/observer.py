@@ -198,6 +198,7 @@ class Observer:
             "compute_share": progress.compute_share if progress else 0.0,
             "blocked_s": progress.blocked_s if progress else 0.0,
             "lost_steps": progress.lost_steps if progress else 0,
+            "skipped_turns": progress.skipped_turns if progress else 0,
             "bytes_up": progress.bytes_up if progress else 0,
             "bytes_down": progress.bytes_down if progress else 0,
             "bytes_state": progress.bytes_state if progress else 0,

@@ -60,6 +60,8 @@ class NodeStatus(TypedDict):
     """Why it left; empty while it is here."""
     last_heard_s: float
     """Seconds since its last message."""
+    skipped_turns: NotRequired[int]
+    """Due sends that it left out, for too many deltas of the fragment were undecided."""
     digests: NotRequired[list[str]]
     """Of its anchors, in fragment order, as it left with them."""
     h: NotRequired[int]

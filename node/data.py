@@ -1,7 +1,7 @@
 """From a corpus and positions of the stream to a batch: training samples, and the fixed evaluation set.
 
 The coordinator grants positions of one endless stream of samples (protocol "Data leases"); a node alone turns them into
-tokens. Nothing here knows of the link or of the schedule.
+tokens. Nothing here knows of the link.
 
 Shape suffixes: B batch, S = L + 1 tokens of a sample of sequence length L (inputs and, shifted by one, targets).
 """
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farloop.algo.permutation import sample_index
+from farloop.algo.replay import arrivals, source_of
+from farloop.algo.spec import RunSpec
 from farloop.node.corpus import Corpus, CorpusError
 from farloop.node.model import GPT
 
@@ -47,8 +49,42 @@ class Samples:
         return _gather(self._train, [i * self._sequence_tokens for i in indices], self._sequence_tokens)
 
 
+class Mixture:
+    """The run's samples: those of its corpus and, from a re-warm on that brings new data, of that one as well.
+
+    A position is a sample of one corpus alone, the same sample whenever it is that one: in each corpus no sample comes
+    twice in a pass.
+    """
+
+    def __init__(self, spec: RunSpec, corpora: Sequence[Corpus]) -> None:
+        """`corpora`: the first, then one of each re-warm that brings one.
+
+        Raises CorpusError when one is too short for one sample.
+        """
+        self._brought = arrivals(spec.terms.lr)
+        assert len(corpora) == 1 + len(self._brought), "a corpus to begin with, and one of each re-warm that brings one"
+        self._length, self._seed = spec.terms.sequence_tokens, spec.identity.seed
+        self._sources = [Samples(corpus, self._length, self._seed) for corpus in corpora]
+
+    def batch(self, positions: Sequence[int], at: float) -> Tensor:
+        """Tokens of the samples at these positions of the stream, for an inner step at schedule position `at`.
+
+        int64 [B, S], on the CPU.
+        """
+        wanted: dict[int, list[int]] = {}
+        for row, position in enumerate(positions):
+            wanted.setdefault(source_of(position, at, self._brought, self._seed), []).append(row)
+        tokens_BS = torch.empty(len(positions), self._length + 1, dtype=torch.int64)
+        for source, rows in wanted.items():
+            tokens_BS[rows] = self._sources[source].batch([positions[row] for row in rows])
+        return tokens_BS
+
+
 class EvaluationSet:
-    """A fixed set of validation sequences, spread evenly; its digest is part of the run's identity (protocol J)."""
+    """A fixed set of validation sequences, spread evenly; its digest is part of the run's identity (protocol J).
+
+    Of the first corpus, whatever data re-warms bring: losses before and after can be compared.
+    """
 
     def __init__(self, corpus: Corpus, *, sequences: int, sequence_tokens: int) -> None:
         """Takes fewer than `sequences` where the validation text has no room for so many disjoint ones.

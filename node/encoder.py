@@ -83,6 +83,8 @@ class Encoded:
     """|residual| ÷ |delta|, where there is one: above about 1, a dense codec loses more than it should."""
     payload: Tensor | None
     """uint8, where the codec starts from its last payload."""
+    at_once: bool
+    """It can be offered right away: no residual on disk has to be disposed of before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,14 @@ def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
         contributors=(contribution,),
     )
     kept = payload.clone() if header.codec.traits.warm_start else None
-    return Encoded(offer=offer, data=data, codec=command.codec, residual_ratio=residual_ratio, payload=kept)
+    return Encoded(
+        offer=offer,
+        data=data,
+        codec=command.codec,
+        residual_ratio=residual_ratio,
+        payload=kept,
+        at_once=not header.codec.beta,
+    )
 
 
 def _empty(replica: Replica, command: ev.Encode, codec: Codec, epoch: int) -> Packed:

@@ -5,6 +5,7 @@ NodeError             carries the exit code of the daemon
 ├── LayoutMismatch    the model is not the run's (do not retry)
 ├── NonFiniteDelta    the weights hold NaN or Inf (a restart begins again from the anchors)
 ├── DataError         the samples are not the run's, or there are none (do not retry)
+├── TermsMismatch     what the node chose for itself does not go with the run's terms (do not retry)
 ├── StateUnusable     the state folder cannot be written (do not retry)
 ├── BadAddress        the coordinator's address is none (do not retry)
 ├── Unreachable       the coordinator did not answer in time (retry)
@@ -48,6 +49,12 @@ class DataError(NodeError):
     """Says what is there and what the run wants."""
 
     exit_code = 3
+
+
+class TermsMismatch(NodeError):
+    """Names the setting, and what the run allows."""
+
+    exit_code = 2
 
 
 class BadAddress(NodeError):

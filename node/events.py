@@ -6,7 +6,7 @@ and `Install` by nothing or one `AnchorMismatch`; the rest is fire and forget.
 
 from dataclasses import dataclass
 
-from farloop.algo.spec import BlobId, Lease
+from farloop.algo.spec import BlobId, Lease, WindowTerms
 from farloop.wire.messages import Message, Offer
 from farloop.wire.reasons import Reason
 
@@ -46,6 +46,8 @@ class DeltaEncoded:
     """The answer to `Encode`: the blob lies ready under this offer."""
 
     offer: Offer
+    offered: bool = False
+    """The shell has offered it already, if the session was open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encode:
-    """Take the delta of a fragment now; encode it in the background."""
+    """Take the delta of a fragment now; encode it in the background. It may be offered as soon as it is encoded."""
 
     blob: BlobId
     window: int
@@ -116,10 +118,13 @@ class Install:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """local ← mix·local + (1 − mix)·anchor."""
+    """local ← mix·local + (1 − mix)·start; the start is the anchor, or, for an eager node, anchor − factor · Σ own."""
 
     fragment: int
     mix: float
+    own: tuple[tuple[BlobId, WindowTerms], ...] = ()
+    """Its own deltas that are not in the anchor yet. The next delta is measured from the start."""
+    factor: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from farloop.algo.spec import BlobId, Fragment, WindowTerms
+from farloop.algo.spec import BlobId, Fragment, NodeId, Terms, WindowTerms
 from farloop.wire.messages import Committed, Offer
 from farloop.wire.reasons import Reason
 
@@ -15,8 +15,14 @@ class Undecided:
     terms: WindowTerms
     sent_at: int
     """Inner steps done when it was taken."""
+    tau: int
+    """Overlap, in inner steps of this node."""
     steps: int
     """Inner steps inside it."""
+    merged: bool = False
+    """With a lag: the merge that follows it is done, and training goes on while its own commit is awaited."""
+    session: int = 0
+    """Number of the session that was open when it was taken, or of the last one."""
     offer: Offer | None = None
     """Set once encoded."""
     stored: bool = False
@@ -25,7 +31,7 @@ class Undecided:
 
     def is_due(self, inner_steps: int) -> bool:
         """Whether the overlap is over."""
-        return inner_steps >= self.sent_at + self.terms.tau
+        return inner_steps >= self.sent_at + self.tau
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +53,10 @@ class FragmentState:
     """Terms of the windows from version + 1 on."""
     final: int | None = None
     """The run's last version of it, once that is known."""
-    undecided: Undecided | None = None
+    sent: list[Undecided] = field(default_factory=list)
+    """Deltas without an outcome, the oldest first: one, and one more for each round of lag."""
+    share: float | None = None
+    """What its own delta weighed in the last merge that held one."""
     merge_at: int | None = None
     """Where updates are not waited for: inner steps from which what is there is merged; None: after the next send."""
     owed: int = 0
@@ -64,14 +73,37 @@ class FragmentState:
     tokens_from: int = 0
 
     @property
+    def undecided(self) -> Undecided | None:
+        """The oldest delta without an outcome."""
+        return self.sent[0] if self.sent else None
+
+    @property
+    def last(self) -> Undecided | None:
+        """The newest delta without an outcome."""
+        return self.sent[-1] if self.sent else None
+
+    @property
     def terms(self) -> WindowTerms | None:
         """What the next delta runs under; None when the fragment is final, or its terms have not come."""
-        return self.terms_of.get(self.version + 1)
+        held = self.version
+        if self.last is not None and self.last.merged:
+            held = max(held, self.last.terms.window)
+        return self.terms_of.get(held + 1)
+
+    def is_behind(self, terms: Terms) -> bool:
+        """Whether the base is too old for any window."""
+        return max(self.pending, default=0) > self.version + terms.max_staleness + terms.lag
 
     @property
     def is_final(self) -> bool:
         """Whether the run's last version is held."""
         return self.final is not None and self.version >= self.final
+
+    def awaited(self, lag: int) -> int:
+        """The window whose commit training waits for, where it does."""
+        if self.last is None:
+            return self.owed
+        return self.last.terms.window - (0 if self.last.merged else lag)
 
     def learn_terms(self, terms: WindowTerms) -> None:
         """Remember the terms of a window that is still ahead."""
@@ -87,49 +119,55 @@ class FragmentState:
         if committed.version > self.version:
             self.pending[committed.version] = committed
 
-    def undecided_is_in(self) -> int | None:
-        """The version that the undecided delta is part of, as far as it was announced.
+    def undecided_is_in(self, undecided: Undecided) -> int | None:
+        """The version that an undecided delta is part of, as far as it was announced.
 
         Announcements name nodes. After a restart the share may be that of the incarnation before, unless this delta is
         known to have come: a coordinator takes one of them at a time.
         """
-        assert self.undecided is not None
-        blob, window = self.undecided.blob, self.undecided.terms.window
-        if self.undecided.dropped or not (self.undecided.stored or blob.incarnation == 1):
+        blob, window = undecided.blob, undecided.terms.window
+        if undecided.dropped or not (undecided.stored or blob.incarnation == 1):
             return None
         for version, committed in sorted(self.pending.items()):
             if version >= window and any(share.node == blob.node for share in committed.merged):
                 return version
         return None
 
-    def can_be_taken(self, max_staleness: int, newest: int | None = None) -> bool:
-        """Whether a window that is open, or will be, can take the undecided delta, the fragment being at `newest`: the
-        last that was announced, unless given.
+    def can_be_taken(self, undecided: Undecided, max_staleness: int, newest: int | None = None) -> bool:
+        """Whether a window that is open, or will be, can take it, the fragment being at `newest`: the last version that
+        was announced, unless given.
 
         One that was refused is given up with the commit of its window, so that it is not made anew for the same one.
         """
-        assert self.undecided is not None
         newest = max(self.pending, default=self.version) if newest is None else newest
-        if self.undecided.dropped and newest >= self.undecided.terms.window:
+        if undecided.dropped and newest >= undecided.terms.window:
             return False
         is_over = self.final is not None and newest >= self.final
-        return not is_over and newest < self.undecided.terms.window + max_staleness
+        return not is_over and newest < undecided.terms.window + max_staleness
 
-    def offer_again(self, newest: int, max_staleness: int, *, restarted: bool) -> Offer | None:
+    def named(self, blob: BlobId) -> Undecided | None:
+        """The undecided delta of that name."""
+        return next((undecided for undecided in self.sent if undecided.blob == blob), None)
+
+    def offer_again(self, newest: int, max_staleness: int, *, restarted: bool) -> list[Offer]:
         """What a coordinator that holds `newest` may not have got. One that was restarted may have opened the window
         again that had closed without it, and wait for it."""
-        undecided = self.undecided
-        if undecided is None:
-            return None
-        if restarted and undecided.dropped is Reason.LATE:
-            undecided.dropped = None
-        return undecided.offer if not undecided.dropped and self.can_be_taken(max_staleness, newest) else None
+        for undecided in self.sent:
+            if restarted and undecided.dropped is Reason.LATE:
+                undecided.dropped = None
+        wanted = [u for u in self.sent if not u.dropped and self.can_be_taken(u, max_staleness, newest)]
+        return [undecided.offer for undecided in wanted if undecided.offer]
+
+    def learn_share(self, version: int, node: NodeId) -> None:
+        """What this node's delta weighed in an announced version: the next one will likely weigh the same."""
+        for share in self.pending[version].merged if version in self.pending else ():
+            if share.node == node:
+                self.share = share.weight
 
     def give_up(self) -> None:
-        """The undecided delta will never be merged. The work in it goes, unless a snapshot has replaced its base."""
-        assert self.undecided is not None
-        self.discard = self.undecided.blob.version == self.version
-        self.undecided = None
+        """The oldest undecided delta will never be merged. The work in it goes, unless a snapshot has replaced its
+        base."""
+        self.discard = self.sent.pop(0).blob.version == self.version
 
     def ready_versions(self) -> list[int]:
         """Versions that can be applied now, in order, without a gap."""
@@ -156,6 +194,9 @@ class FragmentState:
 
     def check(self) -> None:
         """The invariants."""
+        windows = [undecided.terms.window for undecided in self.sent]
+        assert windows == sorted(set(windows)), "a window takes one delta of a node"
+        assert all(undecided.merged for undecided in self.sent[:-1]), "each send is followed by its merge"
         assert all(version > self.version for version in self.pending)
         assert all(version > self.version for version in self.arrived)
         assert all(window > self.version for window in self.terms_of)

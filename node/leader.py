@@ -20,6 +20,7 @@ from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
 from farloop.node import events as ev
 from farloop.node.clock import Activity, Clock
 from farloop.node.cluster import Cluster, Decision
+from farloop.node.drift import Drift
 from farloop.node.encoder import Encoded, Encoder, pack_at_once
 from farloop.node.errors import LayoutMismatch, NodeError, NonFiniteDelta, Refused, Unreachable
 from farloop.node.leases import LeaseCursor
@@ -28,7 +29,7 @@ from farloop.node.link_config import LinkConfig
 from farloop.node.machine import NodeMachine
 from farloop.node.memory import Memory
 from farloop.node.metrics import Metrics
-from farloop.node.replica import Replica
+from farloop.node.replica import Own, Replica
 from farloop.node.residuals import Residuals
 from farloop.quant.registry import warm_for
 from farloop.wire import events as wire_ev
@@ -47,10 +48,16 @@ class Leader:
     """Owns everything of a node that is not the training loop itself."""
 
     def __init__(
-        self, name: NodeId, link: LinkConfig, cluster: Cluster, memory: Memory, fingerprint: str | None
+        self,
+        name: NodeId,
+        link: LinkConfig,
+        cluster: Cluster,
+        memory: Memory,
+        fingerprint: str | None,
+        tau: int | None = None,
     ) -> None:
-        """Raises BadAddress or KeyFileError. Begins to dial at once."""
-        self.machine = NodeMachine(name=name, incarnation=memory.incarnation, epoch=memory.epoch)
+        """Raises BadAddress or KeyFileError. Begins to dial at once. `tau`: the node's own overlap."""
+        self.machine = NodeMachine(name=name, incarnation=memory.incarnation, epoch=memory.epoch, tau=tau)
         self.clock = Clock()
         self.metrics = Metrics(name)
         self.loss: float | None = None
@@ -67,6 +74,7 @@ class Leader:
         self._layout: str | None = None
         self._encoder: Encoder | None = None
         self._residuals: Residuals | None = None
+        self._drift: Drift | None = None
         self._reported = (0.0, 0)
         self.link = Link(link, self._hello, self._deliver)
         self.link.start()
@@ -97,6 +105,7 @@ class Leader:
         self._residuals = Residuals(
             self.machine.spec.identity.fingerprint(), layout, self._memory.folder, self._encoder.run_before_the_next
         )
+        self._drift = Drift(self.replica, self.machine.spec.terms)
         for parameter in self.replica.parameters.values():
             if parameter.dtype != torch.float32:
                 _log.warning("parameters are %s without fp32 masters: small steps may be lost", parameter.dtype)
@@ -112,6 +121,8 @@ class Leader:
     def after_step(self, tokens: int, loss: float | None) -> Decision:
         """What happens between two inner steps; blocks where the method says that training waits."""
         self.loss = loss if loss is not None else self.loss
+        assert self._drift is not None
+        self._drift.stepped(self.machine.lr)
         self._do(self.machine.handle(ev.StepDone(tokens=tokens)))
         self._settle()
         return self._decide()
@@ -164,6 +175,7 @@ class Leader:
             bytes_down=moved.down,
             bytes_state=moved.state,
             detail=waiting or "",
+            skipped_turns=machine.skipped_turns,
         )
 
     # --- inbox and commands
@@ -226,6 +238,8 @@ class Leader:
                 self.link.flushed(2.0)
                 raise event
             case wire_ev.MessageReceived(message=message):
+                if self._drift is not None:
+                    self._drift.heard(message)
                 self._do(self.machine.handle(ev.Received(message=message)))
             case wire_ev.BlobReceived(blob=blob, data=data):
                 self._blobs[blob] = data
@@ -243,13 +257,15 @@ class Leader:
                 self._residuals.encoded(offer.blob, codec, payload)
                 if event.residual_ratio is not None:
                     self.metrics.lost_by_codec(offer.blob.fragment, event.residual_ratio)
-                self._do(self.machine.handle(ev.DeltaEncoded(offer=offer)))
+                self._do(self.machine.handle(ev.DeltaEncoded(offer=offer, offered=event.at_once)))
             case _:
                 self._do(self.machine.handle(event))
 
     def _encoded(self, encoded: Encoded) -> None:
-        """In the encoder's thread."""
+        """In the encoder's thread. The next step boundary may be far off: what can leave before it does."""
         self._blobs[encoded.offer.blob] = encoded.data
+        if encoded.at_once:
+            self.link.send_blob(encoded.offer, encoded.data)
         self._inbox.put(encoded)
 
     def _do(self, commands: list[ev.Command]) -> None:
@@ -262,6 +278,8 @@ class Leader:
                 pass  # `wait_for_spec` returns, and the caller builds the model
             case ev.Encode(blob=blob):
                 assert self.replica is not None and self._encoder is not None and self._residuals is not None
+                assert self._drift is not None
+                self._drift.sent(command)
                 epoch, step = self.machine.epoch, self.machine.inner_steps
                 if (packed := pack_at_once(self.replica, command, epoch, step)) is not None:
                     return self._encoder.submit_packed(packed)
@@ -272,16 +290,20 @@ class Leader:
             case ev.SendBlob(offer=offer):
                 self.link.send_blob(offer, self._blobs[offer.blob])
             case ev.ForgetBlob(blob=blob, merged_in=merged_in):
-                self._blobs.pop(blob, None)
-                if blob.kind is BlobKind.DELTA and self._residuals is not None:
+                data = self._blobs.pop(blob, None)
+                if blob.kind is BlobKind.DELTA and self._residuals is not None and self._drift is not None:
                     self._residuals.settled(blob, merged_in)
+                    self._drift.settled(blob, merged_in, data, self.machine.epoch)
             case ev.Apply(fragment=fragment, version=version, anchor_digest=digest):
                 self._apply(fragment, version, digest)
             case ev.Install(fragment=fragment, version=version):
                 self._install(fragment, version)
-            case ev.Merge(fragment=fragment, mix=mix):
+            case ev.Merge(fragment=fragment, mix=mix, factor=factor):
                 assert self.replica is not None
-                self.replica.merge(fragment, mix)
+                own = [Own(blob=blob, terms=terms, data=self._blobs[blob]) for blob, terms in command.own]
+                self.replica.merge(fragment, mix, own, factor, self.machine.epoch)
+                assert self._drift is not None
+                self._drift.merged(fragment)
                 self._merged.append(fragment)
                 self._remember_anchors()
             case ev.Evaluate(versions=versions):
@@ -301,6 +323,8 @@ class Leader:
         assert self.replica is not None and self.machine.spec is not None
         data = self._blobs.pop(BlobId(kind=BlobKind.UPDATE, fragment=fragment, version=version))
         codec, epoch = self.machine.spec.terms.codec_down, self.machine.epoch
+        assert self._drift is not None
+        self._drift.applied(fragment, version, data)
         if not self.replica.apply(fragment, version, data, codec, epoch, anchor_digest):
             _log.error("anchor mismatch fragment=%d version=%d: a snapshot is asked for", fragment, version)
             self._inbox.put(ev.AnchorMismatch(fragment=fragment))

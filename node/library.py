@@ -22,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from farloop.algo.methods import method_named
+from farloop.algo.overlap import check_own_tau
 from farloop.algo.spec import RunSpec
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.errors import DataError
+from farloop.node.errors import DataError, TermsMismatch
 from farloop.node.inner import default_optimizer
 from farloop.node.leader import Leader
 from farloop.node.link_config import LinkConfig
@@ -173,6 +174,7 @@ def join(
     evaluate: Callable[[nn.Module], float] | None = None,
     http: str = "",
     link: LinkConfig | None = None,
+    tau: int | None = None,
     timeout_s: float | None = None,
 ) -> Node:
     """Join a run and block until training begins.
@@ -189,6 +191,7 @@ def join(
         evaluate: the loss of the module on the fixed evaluation set, when this node is asked for it.
         http: where `/metrics`, `/healthz` and `/readyz` are served, as host:port; nowhere unless given.
         link: limits and timing of the link; address and keys are taken from the arguments above.
+        tau: inner steps between a send and its merge on this node; the run's unless given.
         timeout_s: how long to wait for the coordinator's first answer; for ever unless given.
 
     Raises:
@@ -206,10 +209,12 @@ def join(
     try:
         if cluster.leads:
             memory = Memory.claim(state_dir or Path(".farloop") / name)
-            leader = Leader(node_id, config, cluster, memory, fingerprint)
+            leader = Leader(node_id, config, cluster, memory, fingerprint, tau)
             endpoint = serve(http, leader.metrics) if http else None
         spec = cluster.share_spec(leader.wait_for_spec(timeout_s) if leader else None)
         _check_batch(spec, cluster)
+        _check_tau(spec, tau)
+        _check_ranks(spec, cluster)
         module = (model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
         node = Node(cluster, leader, spec, module, _inner_optimizer(optimizer, module, spec))
         node.endpoint = endpoint
@@ -234,6 +239,23 @@ def _check_batch(spec: RunSpec, cluster: Cluster) -> None:
         raise DataError(
             f"the run's batch of {batch} sequences does not divide among {cluster.size} processes; "
             f"start as many as divide {batch}"
+        )
+
+
+def _check_tau(spec: RunSpec, tau: int | None) -> None:
+    if tau is None:
+        return
+    try:
+        check_own_tau(tau, spec.terms, spec.identity.layout.slots)
+    except ValueError as error:
+        raise TermsMismatch(str(error)) from error
+
+
+def _check_ranks(spec: RunSpec, cluster: Cluster) -> None:
+    """What corrects the steps is on rank 0 alone."""
+    if spec.terms.control_variates and not cluster.alone:
+        raise TermsMismatch(
+            f"the run has control_variates, which this node's {cluster.size} processes would not share; start one"
         )
 
 

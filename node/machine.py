@@ -13,6 +13,7 @@ from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RoundPlan, RunSpec
 from farloop.node import events as ev
 from farloop.node.fragment_state import FragmentState, Undecided
+from farloop.node.merging import merge_command, merging_when_going_on, merging_when_waiting
 from farloop.node.turns import Turn, newest_round
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -26,9 +27,10 @@ RAMP_STEPS = 20
 class NodeMachine:
     """One node of one run. `waiting` tells what training stands still for, if anything."""
 
-    def __init__(self, *, name: NodeId, incarnation: int, epoch: int = 0) -> None:
-        """`epoch`: the highest that earlier starts of the node have met; a coordinator with a lower one is fenced."""
-        self.name = name
+    def __init__(self, *, name: NodeId, incarnation: int, epoch: int = 0, tau: int | None = None) -> None:
+        """`epoch`: the highest that earlier starts of the node have met; a coordinator with a lower one is fenced.
+        `tau`: the node's own overlap; the run's unless given."""
+        self.name, self.tau = name, tau
         self.incarnation = incarnation
         self.spec: RunSpec | None = None
         self.epoch = epoch
@@ -43,11 +45,14 @@ class NodeMachine:
         self.inner_steps = 0
         self.tokens = 0
         self.lost_steps = 0
+        self.skipped_turns = 0
+        """Turns at which a fragment was due and not sent, for too many of its deltas were undecided (protocol D)."""
         self.skipped_positions = 0
         """Schedule positions jumped over while behind (protocol A)."""
         self._reached = 0.0
         """Schedule position where the last round ended."""
         self._seq = 0
+        self._sessions = 0
         self._commands: list[ev.Command] = []
 
     # --- what the shell reads
@@ -96,8 +101,8 @@ class NodeMachine:
             if state.lost and self.stage in ("training", "finishing"):
                 return f"a snapshot of fragment {state.fragment.index}"
             if self._holds_up(state):
-                window = state.undecided.terms.window if state.undecided else state.owed
-                return f"fragment {state.fragment.index}, window {window}"
+                lag = self.spec.terms.lag if self.spec else 0
+                return f"fragment {state.fragment.index}, window {state.awaited(lag)}"
         return "the last windows" if self.stage == "finishing" else None
 
     @property
@@ -117,8 +122,8 @@ class NodeMachine:
                 self._arrived(blob)
             case ev.Disconnected():
                 self.connected = False
-            case ev.DeltaEncoded(offer=offer):
-                self._encoded(offer)
+            case ev.DeltaEncoded(offer=offer, offered=offered):
+                self._encoded(offer, offered=offered)
             case ev.AnchorMismatch(fragment=fragment):
                 self.fragments[fragment].lost = True
                 self._do(ev.Tell(message=msg.Fetch(fragment=fragment)))
@@ -159,11 +164,10 @@ class NodeMachine:
                 if self._goes_on:
                     self._decide(self.fragments[message.fragment])
             case msg.Stored(blob=blob):
-                if (undecided := self.fragments[blob.fragment].undecided) and undecided.blob == blob:
+                if undecided := self.fragments[blob.fragment].named(blob):
                     undecided.stored = True
             case msg.Outcome(blob=blob, reason=reason):
-                undecided = self.fragments[blob.fragment].undecided
-                if undecided and undecided.blob == blob:
+                if undecided := self.fragments[blob.fragment].named(blob):
                     undecided.dropped = reason
                     if self._goes_on:
                         self._decide(self.fragments[blob.fragment])
@@ -188,7 +192,7 @@ class NodeMachine:
         if self.spec is not None and self.spec.identity.fingerprint() != welcome.spec.identity.fingerprint():
             return self._stop(Reason.WRONG_RUN, "the coordinator holds another run now")
         restarted = welcome.epoch > self.epoch
-        self.connected, self.epoch = True, welcome.epoch
+        self.connected, self.epoch, self._sessions = True, welcome.epoch, self._sessions + 1
         if self.spec is None:
             self.fragments = [FragmentState(fragment=f) for f in welcome.spec.identity.layout.fragments]
             self._do(ev.Adopt())
@@ -203,7 +207,7 @@ class NodeMachine:
         for state, current in zip(self.fragments, welcome.versions, strict=True):
             if state.fragment.index not in still_open:
                 state.final = current
-            if offer := state.offer_again(current, self.spec.terms.max_staleness, restarted=restarted):
+            for offer in state.offer_again(current, self.spec.terms.max_staleness, restarted=restarted):
                 self._do(ev.SendBlob(offer=offer))
         if self.stage == "ready":
             self._do(ev.Tell(message=msg.Ready()))
@@ -222,11 +226,10 @@ class NodeMachine:
         else:
             self._do(ev.ForgetBlob(blob=blob))
 
-    def _encoded(self, offer: msg.Offer) -> None:
-        undecided = self.fragments[offer.blob.fragment].undecided
-        if undecided and undecided.blob == offer.blob:
+    def _encoded(self, offer: msg.Offer, *, offered: bool) -> None:
+        if undecided := self.fragments[offer.blob.fragment].named(offer.blob):
             undecided.offer = offer
-            if self.connected:
+            if self.connected and not (offered and undecided.session == self._sessions):
                 self._do(ev.SendBlob(offer=offer))
         else:  # a snapshot took its base away while it was being encoded
             self._do(ev.ForgetBlob(blob=offer.blob))
@@ -253,24 +256,31 @@ class NodeMachine:
                 if turn.may_send(state):
                     self._send(state)
                 elif self._goes_on:
+                    self.skipped_turns += bool(state.sent)
                     turn.pass_by(state, self.inner_steps)
         self._end_round()
 
-    def _send_overdue(self) -> None:
-        """While training stands still no turn comes: what others may be waiting for is sent now, or all would wait."""
+    def _send_overdue(self) -> bool:
+        """While training stands still no turn comes: what others may be waiting for is sent now, or all would wait.
+
+        Returns whether anything was.
+        """
         if self.stage != "training" or not self.inner_steps or self.waiting is None:
-            return
-        turn = Turn.of(self)
+            return False
+        turn, before = Turn.of(self), self._seq
         for state in self.fragments:
             if self._goes_on:
                 turn.stand_still(state, self.inner_steps)
                 self._merge(state)
             if turn.is_over(state) and turn.may_send(state):
                 self._send(state)
+        return self._seq > before
 
     def _send(self, state: FragmentState) -> None:
         terms = state.terms
         assert terms is not None
+        if state.last is not None:  # with a lag: what became of the one before is announced by now
+            self._settle_sent(state, max(state.pending, default=state.version))
         self._seq += 1
         blob = BlobId(
             kind=BlobKind.DELTA,
@@ -281,8 +291,11 @@ class NodeMachine:
             seq=self._seq,
         )
         steps, tokens = self.inner_steps - state.counted_from, self.tokens - state.tokens_from
-        state.undecided = Undecided(blob=blob, terms=terms, sent_at=self.inner_steps, steps=steps)
-        state.merge_at, state.sent_round = self.inner_steps + Turn.of(self).overlap(terms.tau), self.round
+        tau = Turn.of(self).overlap(terms.tau if self.tau is None else self.tau)
+        state.sent.append(
+            Undecided(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
+        )
+        state.merge_at, state.sent_round = self.inner_steps + tau, self.round
         if terms.mix == 1.0:  # nothing of the anchor will be mixed in: the next delta's work begins here (protocol H)
             state.counted_from, state.tokens_from = self.inner_steps, self.tokens
         self._do(ev.Encode(blob=blob, window=terms.window, codec=terms.codec_up, steps=steps, tokens=tokens))
@@ -311,68 +324,64 @@ class NodeMachine:
     def _holds_up(self, state: FragmentState) -> bool:
         """Whether training waits for what became of the fragment's last delta."""
         training = self.stage == "training"
-        return Turn.of(self).holds_up(state, self.inner_steps) if training else state.undecided is not None
-
-    def _can_be_taken(self, state: FragmentState, newest: int | None = None) -> bool:
-        assert self.spec is not None
-        return state.can_be_taken(self.spec.terms.max_staleness, newest)
+        return Turn.of(self).holds_up(state, self.inner_steps) if training else bool(state.sent)
 
     def _settle(self) -> None:
         """Merge what is due, then see whether the stage changes."""
-        for state in self.fragments:
-            self._merge(state)
-        self._send_overdue()
+        if self.stage == "finishing":
+            self._flush()
+        self._merge_all()
+        if self._send_overdue():
+            self._merge_all()
         if self.stage == "joining" and self.spec and self.connected and min(self.versions) >= 0:
             self.stage = "ready"
             self._do(ev.Tell(message=msg.Ready()))
         if self.stage == "finishing":
-            self._finish()
-        if self.stage == "draining" and not any(state.undecided for state in self.fragments):
+            self._flush()
+            if all(state.is_final and not state.sent for state in self.fragments):
+                self.stage = "finished"
+                self._do(ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED)))
+        if self.stage == "draining" and not any(state.sent for state in self.fragments):
             self.stage = "left"
             self._do(ev.Tell(message=msg.Leave(reason=Reason.DRAINED)))
+
+    def _merge_all(self) -> None:
+        for state in self.fragments:
+            self._merge(state)
 
     def _merge(self, state: FragmentState) -> None:
         if state.snapshot is not None:
             return self._install(state)
-        if self._goes_on:
-            return self._merge_what_is_there(state)
-        undecided, versions = state.undecided, state.ready_versions()
-        if undecided and self.stage == "training" and not undecided.is_due(self.inner_steps):
+        if self.spec is None or state.lost:
             return
-        if not versions or (undecided and versions[-1] < undecided.terms.window):
+        decide = merging_when_going_on if self._goes_on else merging_when_waiting
+        merging = decide(state, self.spec.terms, self.inner_steps, training=self.stage == "training")
+        if merging is None:
             return
-        mix = self._mix(state, versions[-1])
-        evaluate = self._apply(state, versions)
-        if undecided:
-            merged_in = undecided.terms.window if self._contributed(state) else None
-            self._do(ev.ForgetBlob(blob=undecided.blob, merged_in=merged_in))
-            state.undecided = None
-        state.advance(versions[-1], self.inner_steps, self.tokens, mixed=mix < 1.0)
-        self._do(ev.Merge(fragment=state.fragment.index, mix=mix))
-        if evaluate and self.stage in ("training", "finishing"):
-            self._do(ev.Evaluate(versions=self.versions))
-
-    def _merge_what_is_there(self, state: FragmentState) -> None:
-        """Where updates are not waited for: once after every send, τ steps later, or when the delta is decided.
-
-        Earlier, half of it would be in the weights and not in the anchor, and once more in the next delta. More often,
-        others would mix the anchor in at their pace.
-        """
-        assert self.spec is not None
-        versions = state.ready_versions()
-        if not versions or versions[-1] < state.owed or state.undecided:
-            return
-        turn_comes = state.merge_at is not None and self.inner_steps >= state.merge_at
-        if self.stage == "training" and self.inner_steps and not turn_comes:
-            return
-        mix = 0.0 if state.discard or not self.inner_steps else self.spec.terms.mix
-        self.lost_steps += state.discard * (self.inner_steps - state.merged_at)
-        evaluate = self._apply(state, versions)
+        if merging.loses_steps and merging.mix == 0.0:
+            self.lost_steps += self.inner_steps - state.merged_at
+        evaluate = self._apply(state, merging.versions)
+        version = merging.versions[-1] if merging.versions else state.version
+        self._settle_sent(state, version)
+        if state.last is not None:
+            state.last.merged = True
         state.merge_at, state.discard = None, False
-        state.advance(versions[-1], self.inner_steps, self.tokens, mixed=mix < 1.0)
-        self._do(ev.Merge(fragment=state.fragment.index, mix=mix))
+        state.advance(version, self.inner_steps, self.tokens, mixed=merging.mix < 1.0)
+        self._do(merge_command(state, self.spec.terms, merging.mix))
         if evaluate and self.stage in ("training", "finishing"):
             self._do(ev.Evaluate(versions=self.versions))
+
+    def _settle_sent(self, state: FragmentState, version: int) -> None:
+        """The anchor is about to be at `version`: what became of the deltas for the windows up to there is known."""
+        assert self.spec is not None
+        for undecided in [u for u in state.sent if u.terms.window <= version]:
+            window = undecided.terms.window
+            merged_in = window if state.undecided_is_in(undecided) == window else None
+            if merged_in is None and self.spec.terms.lag:
+                self.lost_steps += undecided.steps
+            self._do(ev.ForgetBlob(blob=undecided.blob, merged_in=merged_in))
+            state.sent.remove(undecided)
+            state.learn_share(window, self.name)
 
     def _apply(self, state: FragmentState, versions: list[int]) -> bool:
         """Bring the anchor to the last of the versions; whether this node is to evaluate one of them."""
@@ -386,49 +395,33 @@ class NodeMachine:
 
         Drops do not tell: who was removed from a window may still be merged by a later one.
         """
-        if state.undecided is None:
+        assert self.spec is not None
+        if (undecided := state.undecided) is None:
             return
-        blob, merged_in = state.undecided.blob, state.undecided_is_in()
+        merged_in = state.undecided_is_in(undecided)
         if merged_in is not None:
-            state.undecided, state.owed = None, merged_in
-        elif not self._can_be_taken(state):
+            state.sent.remove(undecided)
+            state.owed = merged_in
+        elif not state.can_be_taken(undecided, self.spec.terms.max_staleness):
             state.give_up()
         else:
             return
-        self._do(ev.ForgetBlob(blob=blob, merged_in=merged_in))
-
-    def _mix(self, state: FragmentState, version: int) -> float:
-        """How much of the local weights survives this merge (protocol E)."""
-        undecided = state.undecided
-        if not self.inner_steps:
-            return 0.0
-        if undecided is None:
-            terms = state.terms_of.get(version)
-            mix = terms.mix if terms else 0.0
-            if mix == 0.0:  # what was done since the last merge was never sent, and goes
-                self.lost_steps += self.inner_steps - state.merged_at
-            return mix
-        if self._contributed(state):
-            return undecided.terms.mix
-        self.lost_steps += self.inner_steps - state.merged_at
-        return 0.0
-
-    def _contributed(self, state: FragmentState) -> bool:
-        """Whether the undecided delta is part of the commit of its window, which has been announced."""
-        assert state.undecided is not None
-        return state.undecided_is_in() == state.undecided.terms.window
+        self._do(ev.ForgetBlob(blob=undecided.blob, merged_in=merged_in))
 
     def _install(self, state: FragmentState) -> None:
         version, state.snapshot = state.snapshot, None
-        assert version is not None
+        assert version is not None and self.spec is not None
         if version < state.version or (version == state.version and not state.lost):
             return self._forget(state, BlobKind.SNAPSHOT, version)
         state.lost = False
         self.lost_steps += self.inner_steps - state.merged_at
         state.discard = False
-        if state.undecided and not self._can_be_taken(state, version):
-            self._do(ev.ForgetBlob(blob=state.undecided.blob))
-            state.undecided = None
+        terms = self.spec.terms
+        for undecided in [u for u in state.sent if not state.can_be_taken(u, terms.max_staleness, version)]:
+            self._do(ev.ForgetBlob(blob=undecided.blob))
+            state.sent.remove(undecided)
+        if terms.lag and state.last is not None:
+            state.last.merged = version >= state.last.terms.window - terms.lag
         for skipped in sorted(arrived for arrived in state.arrived if arrived <= version):
             self._forget(state, BlobKind.UPDATE, skipped)
         self._do(ev.Install(fragment=state.fragment.index, version=version))
@@ -436,15 +429,14 @@ class NodeMachine:
         self._do(ev.Merge(fragment=state.fragment.index, mix=0.0))
         self._merge(state)
 
-    def _finish(self) -> None:
-        """At the run's end: merge all that is undecided, send every flush, and stop once all fragments are final.
+    def _flush(self) -> None:
+        """At the run's end: send what is left of every fragment, once what was sent before is merged or only late.
 
         A regular window that is still open here had no other node to serve it (this one started late in the run): it
         is sent as well, or the run would never end.
         """
+        assert self.spec is not None
+        turn, lag = Turn.of(self), self.spec.terms.lag
         for state in self.fragments:
-            if state.undecided is None and state.terms and state.final is None and not state.pending and not state.lost:
+            if turn.is_free(state) and state.terms and state.final is None and len(state.pending) <= lag:
                 self._send(state)
-        if all(state.is_final and not state.undecided for state in self.fragments):
-            self.stage = "finished"
-            self._do(ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED)))

@@ -72,6 +72,7 @@ class Metrics(Collector):
         yield self._counter("tokens", "Tokens trained on since the node's start.", progress.tokens)
         yield self._counter("blocked_seconds", "Training stood still for the link or other nodes.", progress.blocked_s)
         yield self._counter("lost_steps", "Inner steps, per fragment, that no commit contains.", progress.lost_steps)
+        yield self._counter("skipped_turns", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
         moved = CounterMetricFamily(
             "farloop_node_bytes", "Bytes of all frames; state is snapshots.", labels=["node", "direction"]
         )

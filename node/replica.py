@@ -4,16 +4,18 @@ take a delta, apply an update to an anchor, merge an anchor into the local weigh
 decides; here nothing knows of windows or sessions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from farloop.algo.delta import fragment_delta_into, mix_fragment_into
 from farloop.algo.digest import digest
+from farloop.algo.eager import eager_start_into
 from farloop.algo.fragments import flatten_into, trainable_tensors
-from farloop.algo.spec import Layout
+from farloop.algo.spec import BlobId, Layout, WindowTerms
 from farloop.node.errors import LayoutMismatch
 from farloop.quant.blob import Expected, parse_blob
 from farloop.quant.blocks import BlockCodec
@@ -21,6 +23,15 @@ from farloop.quant.codec import Codec
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.kernels.choice import fast_path
 from farloop.quant.registry import codec_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """A delta of this replica, as it was encoded."""
+
+    blob: BlobId
+    terms: WindowTerms
+    data: bytearray
 
 
 class Replica:
@@ -41,6 +52,8 @@ class Replica:
         self.versions = [-1] * len(layout.fragments)
         """Of the anchors; −1 for one that is not there yet, or is not what it should be."""
         self.digests = [0] * len(layout.fragments)
+        self._starts: dict[int, Tensor] = {}
+        """Where an eager node went on from, fp32 [numel], of the fragments where that is not the anchor."""
         self._free: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()
@@ -52,7 +65,7 @@ class Replica:
         if self.gradients:
             flatten_into(fragment, {t.name: self._gradient(t.name) for t in fragment.tensors}, out)
         else:
-            fragment_delta_into(fragment, self.anchors[index], self.parameters, out)
+            fragment_delta_into(fragment, self._start(index), self.parameters, out)
         return out
 
     @torch.no_grad()
@@ -62,22 +75,25 @@ class Replica:
         Raises:
             NonFiniteError: `payload` is meaningless then.
         """
-        fragment, anchor = self.layout.fragments[index], self.anchors[index]
+        fragment, start = self.layout.fragments[index], self._start(index)
         tensors = [(slot, self._source(slot.name)) for slot in fragment.tensors]
         dtypes = (torch.float32,) if self.gradients else (torch.float32, torch.bfloat16, torch.float16)
         plain = all(tensor.is_contiguous() and tensor.dtype in dtypes for _, tensor in tensors)
-        if anchor.device.type != "cpu" or not plain:
+        if start.device.type != "cpu" or not plain:
             return False
-        if (fast := fast_path(codec, anchor.device)) is None:
+        if (fast := fast_path(codec, start.device)) is None:
             return False
         steps = codec.steps(fragment)
         for slot, tensor in tensors:
             here = slice(slot.offset, slot.offset + slot.numel)
-            x, local = (tensor.view(-1), None) if self.gradients else (anchor[here], tensor.view(-1))
+            x, local = (tensor.view(-1), None) if self.gradients else (start[here], tensor.view(-1))
             bad = fast.encode(x, payload, numel=fragment.numel, local=local, seed=seed, steps=steps, start=slot.offset)
             if bad >= 0:
                 raise NonFiniteError(slot.offset + bad)
         return True
+
+    def _start(self, index: int) -> Tensor:
+        return self._starts.get(index, self.anchors[index])
 
     def _source(self, name: str) -> Tensor:
         return (self._gradient(name) if self.gradients else self.parameters[name]).detach()
@@ -118,17 +134,35 @@ class Replica:
         return True
 
     @torch.no_grad()
-    def merge(self, index: int, mix: float) -> None:
-        """local ← mix·local + (1 − mix)·anchor."""
-        mix_fragment_into(self.layout.fragments[index], self.parameters, self.anchors[index], mix)
+    def merge(self, index: int, mix: float, own: Sequence[Own] = (), factor: float = 0.0, epoch: int = 0) -> None:
+        """local ← mix·local + (1 − mix)·start. The next delta is measured from the start.
+
+        That is the anchor; with deltas of its `own` anchor − factor · Σ decoded (`algo/eager.py`), one more copy.
+        """
+        start = self.anchors[index]
+        self._starts.pop(index, None)
+        if own:
+            start = self._starts[index] = self._ahead(index, own, factor, epoch)
+        mix_fragment_into(self.layout.fragments[index], self.parameters, start, mix)
+
+    def _ahead(self, index: int, own: Sequence[Own], factor: float, epoch: int) -> Tensor:
+        fragment, anchor = self.layout.fragments[index], self.anchors[index]
+        fresh = torch.zeros_like(anchor)
+        for delta in own:
+            codec = codec_named(delta.terms.codec_up)
+            expect = self._expected(index, delta.terms.window, delta.blob.version, codec, epoch)
+            header, payload = parse_blob(delta.data, expect)
+            codec.decode_add_(payload, fresh, 1.0, fragment, seed=header.seed)
+        eager_start_into(anchor, fresh, fresh, share=factor, gain=1.0)
+        return fresh
 
     @contextmanager
     def anchors_in_place(self) -> Iterator[None]:
         """The module computes with the anchors inside the block (protocol J)."""
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
-            for index in range(len(self.anchors)):
-                self.merge(index, 0.0)
+            for fragment, anchor in zip(self.layout.fragments, self.anchors, strict=True):
+                mix_fragment_into(fragment, self.parameters, anchor, 0.0)
             yield
         finally:
             with torch.no_grad():

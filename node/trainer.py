@@ -2,8 +2,9 @@
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.node.corpus import Corpus, load_corpus
-from farloop.node.data import EvaluationSet, Samples
+from farloop.node.data import EvaluationSet, Mixture
 from farloop.node.errors import DataError
 from farloop.node.library import Node, join
 from farloop.node.model import GPT, build, from_json
@@ -45,10 +46,14 @@ class NodeConfig:
     """Text file, JSONL file or folder; the standard library's source unless given."""
     data_bytes: int = 16_000_000
     """How much of it is read at most."""
+    data_phases: tuple[Path, ...] = ()
+    """The text of each re-warm that brings new data, in order."""
     nproc: int = 1
     """Processes on this host, one per device, started by torchrun."""
     threads: int = 0
     """CPU threads per process; 0 leaves it to torch."""
+    tau: int | None = None
+    """Inner steps between a send and its merge on this node; the run's unless given (arXiv 2501.18512)."""
 
 
 def train(config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: None) -> None:
@@ -59,11 +64,11 @@ def train(config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: 
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    corpus = load_corpus(config.data, max_bytes=config.data_bytes)
+    corpora = [load_corpus(path, max_bytes=config.data_bytes) for path in (config.data, *config.data_phases)]
     evaluation: list[EvaluationSet] = []
 
     def model_of(spec: RunSpec) -> GPT:
-        evaluation.append(check_data(spec, corpus))
+        evaluation.append(check_data(spec, *corpora))
         return build(from_json(spec.identity.model), spec.identity.seed)
 
     def evaluate(module: nn.Module) -> float:
@@ -80,25 +85,36 @@ def train(config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: 
         fingerprint=config.fingerprint,
         evaluate=evaluate,
         http=config.http,
+        tau=config.tau,
     )
     with node:
         _log.info("training run=%s device=%r", node.spec.identity.name, node.cluster.describe())
         signal.signal(signal.SIGTERM, lambda *_: node.request_drain())
         signal.signal(signal.SIGINT, lambda *_: node.request_drain())
         on_join(node)
-        _loop(node, corpus)
+        _loop(node, corpora)
 
 
-def check_data(spec: RunSpec, corpus: Corpus) -> EvaluationSet:
-    """The run's evaluation set from this corpus. Raises DataError unless the corpus is the run's."""
+def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:
+    """The run's evaluation set from this corpus. Raises DataError unless the corpus is the run's.
+
+    `phases`: the corpora that re-warms bring; they must be the run's as well.
+    """
     identity = spec.identity
     if identity.data == "own":
         raise DataError("the run's samples come from its nodes' own loops; the built-in trainer has none to bring")
-    if corpus.digest != identity.data:
+    first, *brought = identity.data.split("+")
+    if corpus.digest != first:
         raise DataError(
-            f"this node's corpus is {corpus.digest}, the run's is {identity.data}; "
+            f"this node's corpus is {corpus.digest}, the run's is {first}; "
             "give every node the same files with [data] path (the default corpus follows the Python version)"
         )
+    for number, (wanted, phase) in enumerate(zip_longest(brought, phases), start=1):
+        if wanted is None or phase is None or phase.digest != wanted:
+            raise DataError(
+                f"this node's corpus of phase {number} is {phase.digest if phase else 'missing'}, the run's is "
+                f"{wanted or 'none'}; give every node the same files with [data] phases"
+            )
     sequences = evaluation_sequences(identity.evaluation_set)
     evaluation = EvaluationSet(corpus, sequences=sequences, sequence_tokens=spec.terms.sequence_tokens)
     if evaluation_name(evaluation) != identity.evaluation_set:
@@ -107,6 +123,11 @@ def check_data(spec: RunSpec, corpus: Corpus) -> EvaluationSet:
             "give every node the same version of farloop"
         )
     return evaluation
+
+
+def data_name(corpora: Sequence[Corpus]) -> str:
+    """How an identity names the samples: the digest of the corpus, and of those that re-warms bring."""
+    return "+".join(corpus.digest for corpus in corpora)
 
 
 def evaluation_name(evaluation: EvaluationSet) -> str:
@@ -119,13 +140,13 @@ def evaluation_sequences(name: str) -> int:
     return int(name.partition("x")[0])
 
 
-def _loop(node: Node, corpus: Corpus) -> None:
+def _loop(node: Node, corpora: Sequence[Corpus]) -> None:
     spec = node.spec
-    samples = Samples(corpus, spec.terms.sequence_tokens, spec.identity.seed)
+    samples = Mixture(spec, corpora)
     device = node.cluster.device
     autocast = device.type == "cuda" and method_named(spec.terms.method).inner
     while node.running:
-        batch = samples.batch(node.samples).to(device, non_blocking=True)
+        batch = samples.batch(node.samples, node.position).to(device, non_blocking=True)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
             logits = node.model(batch[:, :-1])
             loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farloop.algo import schedule
-from farloop.algo.spec import NodeId, RoundPlan, Terms
+from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms, WindowTerms
 from farloop.node.fragment_state import FragmentState
 
 if TYPE_CHECKING:
@@ -56,29 +56,29 @@ class Turn:
         """Whether a delta of the fragment can be of use now: no window is known that could not take it, and the node
         has held the fragment for a full period."""
         terms = state.terms
-        if terms is None or state.undecided or state.discard or state.lost:
+        if terms is None or state.discard or not self.is_free(state):
             return False
-        if state.version < state.owed or self.is_behind(state):
+        if state.version < state.owed or state.is_behind(self.terms):
             return False
         return terms.final or schedule.first_send_round(self.start_round, state.fragment.slot, self.slots) <= self.round
 
-    def is_behind(self, state: FragmentState) -> bool:
-        """Whether the base is too old for any window."""
-        return max(state.pending, default=0) > state.version + self.terms.max_staleness
+    def is_free(self, state: FragmentState) -> bool:
+        """Whether no delta is in the way of another one: the local weights hold nothing of what was sent."""
+        return not state.lost and (state.last is None or (state.last.merged and len(state.sent) <= self.terms.lag))
 
     def pass_by(self, state: FragmentState, inner_steps: int) -> None:
         """A turn comes at which the fragment cannot be sent, and updates are not waited for.
 
         It is merged all the same, or a base that has become too old would stay so: work on it is lost.
         """
-        if state.merge_at is None and not state.undecided:
-            state.merge_at, state.discard = inner_steps, self.is_behind(state)
+        if state.merge_at is None and not state.sent:
+            state.merge_at, state.discard = inner_steps, state.is_behind(self.terms)
 
     def stand_still(self, state: FragmentState, inner_steps: int) -> None:
         """No step is done until something comes: neither a turn nor the end of the overlap would ever be reached."""
         if state.merge_at is not None:
             state.merge_at = min(state.merge_at, inner_steps)
-        elif self.is_behind(state):
+        elif state.is_behind(self.terms):
             self.pass_by(state, inner_steps)
 
     def overlap(self, tau: int) -> int:
@@ -87,11 +87,20 @@ class Turn:
 
     def holds_up(self, state: FragmentState, inner_steps: int) -> bool:
         """Whether training waits for what became of the last delta: at the end of the overlap, or rounds later."""
+        last = state.last
         if self.terms.on_late_update == "wait":
-            return state.undecided is not None and state.undecided.is_due(inner_steps)
+            if last is not None and last.merged:
+                return self.has_come_again(state.fragment, last.terms)
+            return last is not None and last.is_due(inner_steps)
         if self.round <= state.sent_round + self.terms.max_stale_rounds:
             return False
-        return state.undecided is not None or (state.owed > state.version and inner_steps >= (state.merge_at or 0))
+        return last is not None or (state.owed > state.version and inner_steps >= (state.merge_at or 0))
+
+    def has_come_again(self, fragment: Fragment, sent: WindowTerms) -> bool:
+        """Whether the turn after the one at which a delta of `sent` was taken has come."""
+        if self.plan is None or self.round != sent.round + 1:
+            return self.round > sent.round + 1
+        return self.step >= schedule.due_step(fragment.slot, self.slots, self.plan.steps_of(self.node))
 
     def is_over(self, state: FragmentState) -> bool:
         """Whether the due step of the fragment's window has passed."""

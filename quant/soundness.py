@@ -38,6 +38,29 @@ def check_downlink(codec: Codec) -> None:
         )
 
 
+def check_variates(codec: Codec) -> None:
+    """Raise UnsoundPairing unless nodes with control variates (`algo/variates.py`) can send deltas by this codec.
+
+    What a delta loses they add to the next one by themselves.
+    """
+    name = spelling_of(codec)
+    if codec.traits.sparse:
+        raise UnsoundPairing(
+            f"codec_up {name!r}: with control_variates a delta must be sent as a whole, or what comes rounds later "
+            "would be corrected many times over; take q4"
+        )
+    if codec.beta > 0:
+        raise UnsoundPairing(
+            f"codec_up {name!r}: control_variates feed back what a delta loses, and with error feedback it would be "
+            "sent twice; take q4"
+        )
+    if codec.traits.contraction == 0:
+        raise UnsoundPairing(
+            f"codec_up {name!r}: control_variates need a codec that keeps a part of every delta; this one may lose "
+            "more than there is; take q4"
+        )
+
+
 def _check_one_step(what: str, codec: Codec) -> None:
     if isinstance(codec, Q4rCodec) and len(codec.step) > 1:
         raise UnsoundPairing(

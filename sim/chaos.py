@@ -20,10 +20,11 @@ HORIZON_S = 6.0
 def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
     """The scenario of a seed, with up to `faults` faults."""
     rng = random.Random(seed)
-    method = rng.choice(("diloco", "streaming", "streaming", "data-parallel", "decoupled", "async"))
+    method = rng.choice(("diloco", "streaming", "streaming", "co2", "data-parallel", "decoupled", "async"))
     nodes = tuple(_node(rng, name) for name in "abcd"[: rng.choice((1, 2, 2, 3, 3, 4))])
     blocks = rng.choice((1, 2, 3))
     terms = _with_rounds(random.Random(~seed), _terms(rng, method, blocks, len(nodes)))
+    terms = _with_lag(random.Random(seed + 1), terms)
     scenario = sc.Scenario(
         terms=terms,
         nodes=_joining(rng, nodes, terms),
@@ -75,6 +76,15 @@ def _with_rounds(rng: random.Random, terms: Terms) -> Terms:
         h_init=rng.choice((None, terms.h + 1)),
         h_max=rng.choice((None, terms.h + 3)),
     )
+
+
+def _with_lag(rng: random.Random, terms: Terms) -> Terms:
+    """Some runs merge every delta a round late, where their method can, and half of these eagerly."""
+    row = method_named(terms.method)
+    lag = rng.randint(row.lag, row.max_lag) if row.lag or rng.random() < 0.3 else 0
+    if not lag:
+        return terms
+    return dataclasses.replace(terms, lag=lag, tau=0, mix=0.0, eager=rng.random() < 0.5)
 
 
 def _unequal(rng: random.Random) -> tuple[sc.NodeSetup, ...]:

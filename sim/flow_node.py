@@ -97,8 +97,6 @@ class Node:
         self._unmerged: set[int] = set()
         self._sent: set[int] = set()
         """Fragments with a merge ahead."""
-        self._outbox: list[Delta] = []
-        """Taken, and not on their way yet."""
         self._life = 0
         self._segment: tuple[float, float, int] | None = None
         """(begin, end, inner steps) of what is being computed."""
@@ -146,7 +144,6 @@ class Node:
             self._lose_since(held)
         self._undecided.clear()
         self._unmerged.clear()
-        self._outbox.clear()
         leaving = self.stage == "draining"  # it will not be started again
         self.stage, self.start_round, self._starts_with = "left" if leaving else "away", None, None
         self._turn("absent" if leaving else "down")
@@ -168,7 +165,6 @@ class Node:
             self._lose_since(held)
         self.stage = "draining"
         self._turn("idle")
-        self._post()
         self._leave_if_settled()
 
     def flush(self) -> tuple[int, float]:
@@ -230,7 +226,6 @@ class Node:
 
     def _go(self) -> None:
         if self._is_held_up():
-            self._post()
             if self.clock.state != "idle":
                 self._turn("idle")
             return
@@ -239,15 +234,7 @@ class Node:
         steps, life = self._steps_ahead(), self._life
         seconds = self.fate.seconds_of(steps)
         self._segment = (self._agenda.now, self._agenda.now + seconds, steps)
-        if self._outbox:  # encoded beside the next step; only at its end the machine hears of it (protocol X)
-            self._agenda.after(seconds / steps, lambda: self._post() if life == self._life else None)
         self._agenda.after(seconds, lambda: self._stop(steps) if life == self._life else None)
-
-    def _post(self) -> None:
-        """What was encoded is offered."""
-        outbox, self._outbox = self._outbox, []
-        for delta in outbox:
-            self._coordinator.upload(delta)
 
     def _steps_ahead(self) -> int:
         """Inner steps until the next at which something may be sent or merged."""
@@ -320,7 +307,7 @@ class Node:
         held.merge_at = self.steps + rules.tau
         self._undecided[fragment] = delta
         self._sent.add(fragment)
-        self._outbox.append(delta)
+        self._coordinator.upload(delta)
 
     def _merge(self, fragment: int) -> None:
         held, delta = self._held[fragment], self._undecided.get(fragment)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.node import events as ev
+from farloop.node.drift import Drift
 from farloop.node.encoder import encode_delta, finish, pack_at_once
 from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
-from farloop.node.replica import Replica
+from farloop.node.replica import Own, Replica
 from farloop.node.residuals import Residuals
 from farloop.sim.agenda import Process
 from farloop.sim.dialler import Dial, Dialler
@@ -99,10 +100,12 @@ class NodeActor:
         saw: Callable[[ev.Event | ev.Command], None],
     ) -> None:
         self.process, self.setup = process, setup
-        self.machine = NodeMachine(name=setup.name, incarnation=incarnation)
+        self.machine = NodeMachine(name=setup.name, incarnation=incarnation, tau=setup.tau)
         self.replica: Replica | None = None
         self._residuals: Residuals
         """Once the run is known."""
+        self._drift: Drift
+        """As well."""
         self.diary = Diary()
         self.epoch_seen = epoch_seen
         """Survives a crash, as `node/memory.py` does."""
@@ -169,6 +172,8 @@ class NodeActor:
     def _take(self, event: ev.Event | wire_ev.SessionEvent) -> None:
         match event:
             case wire_ev.MessageReceived(message=message):
+                if self.replica is not None:
+                    self._drift.heard(message)
                 self._handle(ev.Received(message=message))
             case wire_ev.BlobReceived(blob=blob, data=data):
                 self._blobs[blob] = data
@@ -196,6 +201,7 @@ class NodeActor:
         gradients = not method_named(spec.terms.method).inner
         self.replica = Replica(self._learner.module, spec.identity.layout, gradients=gradients)
         self._optimizer = self._learner.optimizer(spec.terms)
+        self._drift = Drift(self.replica, spec.terms)
         self._residuals = Residuals(spec.identity.fingerprint(), spec.identity.layout, None, lambda job: job())
         self._wait_busily(BUILD_S, lambda: None)
 
@@ -223,13 +229,14 @@ class NodeActor:
     def _step(self, samples: list[int]) -> None:
         assert self.machine.spec is not None and self._optimizer is not None
         terms = self.machine.spec.terms
-        self.diary.losses.append(self._learner.backward(samples))
+        self.diary.losses.append(self._learner.backward(samples, self.machine.position))
         self.diary.learning_rates.append(self.machine.lr)
         if method_named(terms.method).inner:
             nn.utils.clip_grad_norm_(self._learner.module.parameters(), terms.clip)
             for group in self._optimizer.param_groups:
                 group["lr"] = self.machine.lr
             self._optimizer.step()
+        self._drift.stepped(self.machine.lr)
         self._handle(ev.StepDone(tokens=self._tokens))
         while self._inbox:
             self._take(self._inbox.popleft())
@@ -273,16 +280,17 @@ class NodeActor:
             case ev.SendBlob(offer=offer):
                 self.link.send_blob(offer, self._blobs[offer.blob])
             case ev.ForgetBlob(blob=blob, merged_in=merged_in):
-                self._blobs.pop(blob, None)
+                data = self._blobs.pop(blob, None)
                 if blob.kind is BlobKind.DELTA:
                     self.diary.settled.append((blob, merged_in))
                     self._residuals.settled(blob, merged_in)
+                    self._drift.settled(blob, merged_in, data, self.machine.epoch)
             case ev.Apply(fragment=fragment, version=version, anchor_digest=digest):
                 self._apply(fragment, version, digest)
             case ev.Install(fragment=fragment, version=version):
                 self._install(fragment, version)
-            case ev.Merge(fragment=fragment, mix=mix):
-                self._merge(fragment, mix)
+            case ev.Merge():
+                self._merge(command)
             case ev.Evaluate(versions=versions):
                 self._evaluate(versions)
             case ev.UseSamples(lease=lease):
@@ -300,6 +308,7 @@ class NodeActor:
     def _encode(self, command: ev.Encode) -> None:
         assert self.replica is not None
         replica, epoch, inner_step = self.replica, self.machine.epoch, self.machine.inner_steps
+        self._drift.sent(command)
         packed = pack_at_once(replica, command, epoch, inner_step)
         delta = replica.take(command.blob.fragment) if packed is None else None
         residual = self._residuals.for_delta(command.blob, command.codec, replica.anchors[0].device)
@@ -323,8 +332,10 @@ class NodeActor:
                 assert delta is not None
                 encoded = encode_delta(replica, command, delta, epoch, inner_step, residual, previous)
             self._blobs[encoded.offer.blob] = encoded.data
+            if encoded.at_once:
+                self.link.send_blob(encoded.offer, encoded.data)
             self._residuals.encoded(encoded.offer.blob, encoded.codec, encoded.payload)
-            self._put(ev.DeltaEncoded(offer=encoded.offer))
+            self._put(ev.DeltaEncoded(offer=encoded.offer, offered=encoded.at_once))
 
         self._encoder.submit(lambda: None, done)
 
@@ -333,6 +344,7 @@ class NodeActor:
         data = self._blobs.pop(BlobId(kind=BlobKind.UPDATE, fragment=fragment, version=version))
         codec, epoch = self.machine.spec.terms.codec_down, self.machine.epoch
         self.diary.applied.append((fragment, version))
+        self._drift.applied(fragment, version, data)
         if not self.replica.apply(fragment, version, data, codec, epoch, anchor_digest):
             self.diary.mismatches += 1
             self._inbox.append(ev.AnchorMismatch(fragment=fragment))
@@ -348,9 +360,12 @@ class NodeActor:
         codec, device = self.machine.spec.terms.codec_up, self.replica.anchors[fragment].device
         self._residuals.installed(fragment, version, codec, device)
 
-    def _merge(self, fragment: int, mix: float) -> None:
+    def _merge(self, command: ev.Merge) -> None:
         assert self.replica is not None
-        self.replica.merge(fragment, mix)
+        fragment, mix = command.fragment, command.mix
+        own = [Own(blob=blob, terms=terms, data=self._blobs[blob]) for blob, terms in command.own]
+        self.replica.merge(fragment, mix, own, command.factor, self.machine.epoch)
+        self._drift.merged(fragment)
         version = self.machine.versions[fragment]
         self.diary.merges.append(
             Merged(
@@ -413,4 +428,5 @@ class NodeActor:
             bytes_up=0,
             bytes_down=0,
             bytes_state=0,
+            skipped_turns=machine.skipped_turns,
         )

@@ -60,6 +60,7 @@ class NodeOutcome:
     inner_steps: int
     tokens: int
     lost_steps: int
+    skipped_turns: int
     skipped_positions: int
     start_round: int | None
     stopped_by: tuple[Reason, str] | None
@@ -78,6 +79,7 @@ class NodeOutcome:
             inner_steps=machine.inner_steps,
             tokens=machine.tokens,
             lost_steps=machine.lost_steps,
+            skipped_turns=machine.skipped_turns,
             skipped_positions=machine.skipped_positions,
             start_round=machine.start_round,
             stopped_by=actor.stopped_by,
@@ -142,11 +144,13 @@ class Outcome:
     def _check_bases(self) -> None:
         """No delta is too old, and none holds again what an earlier one of its sender brought: its base has that."""
         merged_in: dict[tuple[int, NodeId, int], int] = {}
+        lag, staleness = self.terms.lag, self.terms.max_staleness
         for commit in self.commits:
             for blob in commit.blobs:
                 sender = (blob.fragment, blob.node, blob.incarnation)
-                assert commit.version - 1 - self.terms.max_staleness <= blob.version < commit.version, "a fresh base"
-                assert blob.version >= merged_in.get(sender, 0), f"{blob} holds the same work again"
+                assert commit.version - 1 - staleness - lag <= blob.version < commit.version, "a fresh base"
+                # With a lag the base is a round older, but what was sent in between has left the weights.
+                assert blob.version >= merged_in.get(sender, 0) - lag, f"{blob} holds the same work again"
                 merged_in[sender] = commit.version
 
     def _check_start(self, name: NodeId, start: NodeOutcome) -> None:

@@ -34,10 +34,11 @@ class Learner(Protocol):
     def optimizer(self, terms: Terms) -> torch.optim.Optimizer:
         """The inner optimizer that a node brings; its learning rate is set at every step."""
 
-    def backward(self, samples: Sequence[int]) -> float:
+    def backward(self, samples: Sequence[int], at: float = 0.0) -> float:
         """Put the gradient of a batch on the parameters, in the place of the one before; returns the batch's loss.
 
         `samples` are positions of the granted stream; where nodes bring their own, the number of the inner step alone.
+        `at`: the schedule position, by which a re-warm brings new data.
         """
 
     def evaluate(self) -> float:
@@ -118,6 +119,7 @@ def terms_of(method: str, **choices: object) -> Terms:
         h=min(row.h, 4),
         tau=min(row.tau, 1),
         mix=row.mix,
+        lag=row.lag,
         codec_up=row.codec_up,
         codec_down=row.codec_down,
         on_late_update=row.on_late_update,
@@ -157,7 +159,7 @@ class Pupil:
     def optimizer(self, terms: Terms) -> torch.optim.Optimizer:
         return inner_optimizer(self.module, self.inner, terms)
 
-    def backward(self, samples: Sequence[int]) -> float:
+    def backward(self, samples: Sequence[int], at: float = 0.0) -> float:
         return self.task.backward(self.module, samples)
 
     def evaluate(self) -> float:

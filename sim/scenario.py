@@ -19,6 +19,8 @@ class NodeSetup:
     """Seconds of one inner step."""
     tokens: int | None = None
     """Of one inner step; the terms' batch unless given."""
+    tau: int | None = None
+    """Its own overlap; the terms' unless given."""
     joins_at: float = 0.0
     weather: Weather | None = None
     """Of its link; the scenario's unless given."""

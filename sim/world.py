@@ -95,7 +95,7 @@ class World:
         for name, host in self.hosts.items():
             if host.actors:
                 machine = host.actor.machine
-                undecided = [(s.fragment.index, s.undecided.terms.window) for s in machine.fragments if s.undecided]
+                undecided = [(s.fragment.index, u.terms.window) for s in machine.fragments for u in s.sent]
                 lines.append(
                     f"node {name}: {'down' if host.down else machine.stage}, waits for {host.actor.waiting}, round "
                     f"{machine.round} step {machine.step}, connected {machine.connected}, versions {machine.versions}, "

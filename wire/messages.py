@@ -216,6 +216,8 @@ class Progress:
     bytes_state: int
     detail: str = ""
     """What it waits for, in words."""
+    skipped_turns: int = 0
+    """Due sends that did not take place, for too many deltas of the fragment were undecided (protocol D)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

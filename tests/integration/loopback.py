@@ -33,6 +33,7 @@ FARLOOP = ("-m", "farloop.cli.main")
 
 METRONOME = Path(__file__).with_name("metronome.py")
 OWN_NODE = Path(__file__).with_name("own_node.py")
+RECORDED = Path(__file__).with_name("recorded.py")
 
 POLL_S = 0.05
 DEADLINE_S = 90.0
@@ -116,6 +117,8 @@ class Run:
         self.folder, self.state_dir = folder, folder / "state"
         self.port, self.http = free_port(), free_port()
         self.daemons: list[Daemon] = []
+        self.on_tape = False
+        """Whether the machines of daemons that are started from now on keep tapes, in NAME.tape: see tapes.py."""
         self._coordinator: Daemon | None = None
         self.tables: Tables = {
             "run": {**SMALL, **settings},
@@ -198,7 +201,8 @@ class Run:
         thread.heal(relay)
 
     def _start(self, name: str, arguments: list[str]) -> Daemon:
-        return self.start(name, *FARLOOP, *arguments)
+        recorder = (str(RECORDED), str(self.folder / f"{name}.tape")) if self.on_tape else FARLOOP
+        return self.start(name, *recorder, *arguments)
 
     def _write(self, name: str, tables: Tables) -> Path:
         path = self.folder / name

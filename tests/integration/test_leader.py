@@ -1,5 +1,6 @@
 """Rank 0's machinery with its real threads, and a coordinator that is played by the test: no link ever opens."""
 
+import dataclasses
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Identity, LearningRate, Lease, NodeId, RunSpec, Terms
 from farloop.node import link as link_module
 from farloop.node.cluster import Cluster
+from farloop.node.drift import ALPHA
 from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable
 from farloop.node.leader import Leader
 from farloop.node.link_config import LinkConfig
@@ -49,7 +51,7 @@ TERMS = Terms(
 class Play:
     """A leader with a model of 1 fragment, and what its coordinator tells and sends it."""
 
-    def __init__(self, folder: Path, *, num_samples: int = 0) -> None:
+    def __init__(self, folder: Path, *, num_samples: int = 0, terms: Terms = TERMS) -> None:
         self.module = nn.Linear(3, 2)
         shapes = [(name, tuple(parameter.shape)) for name, parameter in trainable_tensors(self.module)]
         layout = partition(shapes, pattern="whole")
@@ -66,9 +68,9 @@ class Play:
             evaluation_set="none",
             seed=0,
         )
-        self.spec = RunSpec(identity=identity, terms=TERMS)
-        self.rounds = schedule.first_rounds(TERMS, count=4)
-        [self.window] = schedule.first_windows(TERMS, layout)
+        self.spec = RunSpec(identity=identity, terms=terms)
+        self.rounds = schedule.first_rounds(terms, count=4)
+        [self.window] = schedule.first_windows(terms, layout)
         self.memory = Memory.claim(folder)
         link = LinkConfig(coordinator="tcp://127.0.0.1:1")
         self.leader = Leader(NodeId("a"), link, Cluster(), self.memory, None)
@@ -170,6 +172,29 @@ def test_training_waits_merges_and_keeps_no_bytes(play: Play) -> None:
     assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
     assert play.leader._blobs == {}
     timer.join()
+
+
+def test_with_control_variates_steps_are_corrected_by_what_a_merge_has_taught(tmp_path: Path) -> None:
+    """The own delta is −2, the mean of all −1/ν."""
+    terms = dataclasses.replace(TERMS, outer_momentum=0.0, control_variates=True)
+    play = Play(tmp_path, terms=terms).begin()
+    timer = threading.Timer(0.3, play.commit, args=(play.ones,))
+    rates = []
+    for last in (False, True):
+        with torch.no_grad():
+            for parameter in play.module.parameters():
+                parameter.add_(1.0)
+        rates.append(play.leader.machine.lr)
+        if last:
+            timer.start()
+        play.leader.after_step(10, 1.0)
+    assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
+    rate = play.leader.machine.lr
+    play.leader.after_step(10, 1.0)
+    moved = play.module.weight.detach().flatten() - play.anchor[:6]
+    expected = -rate * ALPHA * (-1.0 / terms.outer_lr + 2.0) / sum(rates)
+    torch.testing.assert_close(moved, torch.full((6,), expected), rtol=1e-3, atol=1e-6)
+    play.leader.close()
 
 
 def test_a_node_that_is_asked_to_leave_while_the_coordinator_is_away_does_not_stand_still(play: Play) -> None:

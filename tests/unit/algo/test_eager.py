@@ -7,9 +7,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farloop.algo.eager import eager_delta, eager_start_into, gain
+from farloop.algo.eager import eager_delta, eager_start_into
 from farloop.algo.outer_rules import state_names, step_
-from farloop.algo.outer_settings import OuterSettings
+from farloop.algo.outer_settings import OuterSettings, step_gain
 
 SETTINGS = [
     OuterSettings(kind="nesterov", lr=0.7, momentum=0.9),
@@ -68,7 +68,7 @@ def test_the_start_is_where_the_outer_step_would_have_led_with_the_fresh_part_in
         return target
 
     start = torch.empty(1000)
-    eager_start_into(target_after(merged), fresh, start, share=0.25, gain=gain(settings, gap))
+    eager_start_into(target_after(merged), fresh, start, share=0.25, gain=step_gain(settings, gap))
     torch.testing.assert_close(start, target_after(merged + 0.25 * fresh), rtol=1e-5, atol=1e-5)
 
 
@@ -84,7 +84,7 @@ def test_without_outer_momentum_the_starts_are_those_of_the_paper() -> None:
         for node, paper in enumerate(papers):
             step_(paper, {}, eager_delta(merged, fresh[node], stale[node], 1 / 3), settings, version=version)
             start = torch.empty(1000)
-            eager_start_into(target, fresh[node], start, share=1 / 3, gain=gain(settings))
+            eager_start_into(target, fresh[node], start, share=1 / 3, gain=step_gain(settings))
             torch.testing.assert_close(start, paper, rtol=1e-5, atol=1e-5)
         stale = fresh
 
@@ -98,12 +98,12 @@ def test_the_start_may_take_the_anchors_place() -> None:
 
 
 def test_gains() -> None:
-    assert gain(OuterSettings(lr=0.7, momentum=0.9)) == pytest.approx(1.33)  # D35
-    assert gain(OuterSettings(lr=0.7, momentum=0.9, delta_scale=0.5)) == pytest.approx(0.665)
-    assert gain(OuterSettings(kind="delayed-nesterov", lr=0.8, momentum=0.9, buffer=4)) == pytest.approx(0.2)
-    assert gain(OuterSettings(kind="co2", lr=1.0, momentum=0.2), gap=2.0) == 0.5
+    assert step_gain(OuterSettings(lr=0.7, momentum=0.9)) == pytest.approx(1.33)  # D35
+    assert step_gain(OuterSettings(lr=0.7, momentum=0.9, delta_scale=0.5)) == pytest.approx(0.665)
+    assert step_gain(OuterSettings(kind="delayed-nesterov", lr=0.8, momentum=0.9, buffer=4)) == pytest.approx(0.2)
+    assert step_gain(OuterSettings(kind="co2", lr=1.0, momentum=0.2), gap=2.0) == 0.5
     with pytest.raises(ValueError, match="no multiple"):
-        gain(OuterSettings(kind="adamw", lr=1.0, momentum=0.0))
+        step_gain(OuterSettings(kind="adamw", lr=1.0, momentum=0.0))
 
 
 def late_by_one(settings: OuterSettings, *, eager: bool, nodes: int = 4, rounds: int = 60) -> list[Tensor]:
@@ -119,7 +119,7 @@ def late_by_one(settings: OuterSettings, *, eager: bool, nodes: int = 4, rounds:
         for node, start in enumerate(starts):
             start.copy_(target)
             if eager:
-                eager_start_into(target, fresh[node], start, share=1 / nodes, gain=gain(settings))
+                eager_start_into(target, fresh[node], start, share=1 / nodes, gain=step_gain(settings))
         stale = fresh
         seen.append(target.clone())
     return seen

@@ -185,6 +185,9 @@ def test_every_shape_can_be_run(shape: str) -> None:
         ({"rewarms": (Rewarm(start=10, peak=PEAK),)}, "lr.rewarms has one at 10; .* is 11 to 99"),
         ({"rewarms": (Rewarm(start=100, peak=PEAK),)}, "lr.rewarms has one at 100"),
         ({"rewarms": (Rewarm(start=50, peak=PEAK), Rewarm(start=55, peak=PEAK))}, "one at 55; .* is 61 to 99"),
+        ({"rewarms": (Rewarm(start=50, peak=PEAK, replay=1.0),)}, "a replay of 1.0; .* is at least 0 and below 1"),
+        ({"rewarms": (Rewarm(start=50, peak=PEAK, replay=-0.1),)}, "a replay of -0.1"),
+        ({"rewarms": (Rewarm(start=50, peak=PEAK, replay=math.nan),)}, "a replay of nan"),
         ({"rewarms": (Rewarm(start=50, peak=1e-4),)}, "a peak of 0.0001; the least is 0.001"),
     ],
 )

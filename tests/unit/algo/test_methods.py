@@ -22,6 +22,7 @@ def terms_of(method: Method, /, **changes: Any) -> Terms:
         h=method.h,
         tau=method.tau,
         mix=method.mix,
+        lag=method.lag,
         codec_up=method.codec_up,
         codec_down=method.codec_down,
         outer_lr=0.6,
@@ -101,6 +102,12 @@ def test_an_unknown_method_is_answered_with_the_nearest(name: str, sentence: str
         ({"floor": 0}, "floor is 0; the least is 1"),
         ({"floor": 5}, "floor is 5, but a window can close with 4 contributions: at most 4"),
         ({"quorum": 2, "floor": 3}, "floor is 3, but a window can close with 2 contributions: at most 2"),
+        ({"lag": 2}, "lag is 2; streaming takes at most 1"),
+        ({"lag": -1}, "lag is -1; streaming takes at most 1"),
+        ({"lag": 1}, "mix is 0.5; with lag = 1 it is 0, for what stayed would be sent twice"),
+        ({"lag": 1, "mix": 0.0}, "tau is 5; with lag = 1 it is 0, for the overlap is a whole round"),
+        ({"lag": 1, "mix": 0.0, "tau": 0, "on_late_update": "continue"}, "on_late_update is continue; with lag = 1"),
+        ({"eager": True}, "eager needs an update that is a round late; set lag = 1"),
     ],
 )
 def test_impossible_terms_are_refused_with_the_nearest_possible_value(changes: dict[str, Any], sentence: str) -> None:
@@ -174,4 +181,12 @@ def test_the_table_is_read_without_torch() -> None:
 
 def test_a_method_that_lags_a_version_may_overlap_a_whole_round() -> None:
     assert max_tau(METHODS["diloco"], 30, 1) == 29
-    assert max_tau(replace(METHODS["diloco"], lag=1), 30, 1) == 30
+
+
+@pytest.mark.parametrize(
+    ("method", "lag", "sentence"), [("co2", 0, "co2 runs with lag = 1 only"), ("async", 1, "0 only")]
+)
+def test_who_can_be_late_by_a_round(method: str, lag: int, sentence: str) -> None:
+    row = METHODS[method]
+    with pytest.raises(ValueError, match=sentence):
+        check(terms_of(row, lag=lag), layout_of(row))

@@ -50,7 +50,7 @@ def distance(
             deltas.append(codec(anchor - local))
         before = anchor
         anchor = anchor - torch.stack(deltas).mean(dim=0)
-        merged = merged_by_plain_step(before, anchor, outer_lr=1.0)
+        merged = merged_by_plain_step(anchor - before, outer_lr=1.0)
         for drift, delta in zip(drifts, deltas, strict=True):
             learn_(drift, delta, merged, lr_sum=LR * steps)
         seen.append(float((anchor - problem.minimum).norm()))
@@ -147,3 +147,32 @@ def test_it_is_scallion_without_a_codec() -> None:
 def test_what_teaches_nothing_is_refused(lr_sum: float, alpha: float) -> None:
     with pytest.raises(ValueError, match=r"learn|alpha"):
         learn_(torch.zeros(1), torch.zeros(1), torch.zeros(1), lr_sum=lr_sum, alpha=alpha)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", [False, True])
+def test_weights_of_any_type_and_strides_are_corrected(dtype: torch.dtype, strided: bool) -> None:
+    shape = (3, 5)
+    local = torch.zeros(shape[::-1], dtype=dtype).t() if strided else torch.zeros(shape, dtype=dtype)
+    assert local.is_contiguous() != strided
+    drift = torch.arange(15.0)
+    correct_(local, drift, 0.5)
+    assert torch.equal(local.float(), -0.5 * drift.view(shape)) and local.dtype == dtype
+
+
+def test_a_lossy_downlink_moves_the_mean_of_the_drifts_by_its_loss() -> None:
+    """α·e/(ν·Ση), e being target − anchor: so of the downlink's own feedback of e only 1 − α is left."""
+    generator = torch.Generator().manual_seed(2)
+    outer_lr, lr_sum, alpha = 0.7, 0.4, 0.3
+    target, anchor, drifts = torch.zeros(50), torch.zeros(50), [torch.zeros(50) for _ in range(3)]
+    for _ in range(5):
+        deltas = [torch.randn(50, generator=generator) for _ in drifts]
+        target = target - outer_lr * torch.stack(deltas).mean(dim=0)
+        update = (target - anchor).bfloat16().float()
+        anchor = anchor + update
+        for drift, delta in zip(drifts, deltas, strict=True):
+            learn_(drift, delta, merged_by_plain_step(update, outer_lr), lr_sum=lr_sum, alpha=alpha)
+    loss = target - anchor
+    assert float(loss.abs().max()) > 1e-4
+    expected = alpha * loss / (outer_lr * lr_sum)
+    torch.testing.assert_close(torch.stack(drifts).mean(dim=0), expected, rtol=1e-2, atol=1e-5)

@@ -1,5 +1,6 @@
 """RUN.toml and NODE.toml with the environment and flags on top: values, and the line for everything that is wrong."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from farloop.cli.config import NodeFile, RunFile, load, load_node, load_run, planned
 from farloop.cli.run import RunConfig
 from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA
+from farloop.cli.show import json_text, toml_text
 from farloop.cli.sources import ConfigError
 
 COORDINATOR = "[coordinator]\nstate_dir = 'state'\n"
@@ -203,6 +205,48 @@ def test_what_the_mathematics_refuses_is_told_with_the_files_own_words(tmp_path:
     with pytest.raises(ConfigError) as error:
         planned(file)
     assert line_of(error, tmp_path).startswith(line)
+
+
+def test_texts_of_later_data_begin_at_the_file_s_folder_and_a_flag_has_commas(tmp_path: Path) -> None:
+    table = "[data]\nphases = ['new', '../newer']\n"
+    assert run_file(tmp_path, table).data.phases == (tmp_path / "new", tmp_path.parent / "newer")
+    node = node_file(tmp_path, table)
+    assert node.node.data_phases == node.data.phases == (tmp_path / "new", tmp_path.parent / "newer")
+    assert node_file(tmp_path).node.data_phases == ()
+    flagged = run_file(tmp_path, flags=["data.phases=new, /newer.txt"]).data.phases
+    assert flagged == (Path.cwd() / "new", Path("/newer.txt"))
+    shown = toml_text(run_file(tmp_path, table).settings)
+    assert f'phases = ["{tmp_path}/new", "{tmp_path.parent}/newer"]' in shown
+    assert json.loads(json_text(node.settings))["data"]["phases"]["value"] == [str(p) for p in node.node.data_phases]
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("'new'", 'a list of paths in quotes is wanted, not "new"; did you mean ["new"]?'),
+        ("[1]", "a list of paths in quotes is wanted, not [1]"),
+        ("['']", "a path is wanted; for this folder itself write ."),
+    ],
+)
+def test_later_data_that_is_no_list_of_paths_is_told(tmp_path: Path, value: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run_file(tmp_path, f"[data]\nphases = {value}\n")
+    assert line_of(error, tmp_path) == f"run.toml:2: [data] phases: {line}"
+
+
+def test_later_data_that_does_not_fit_the_run_is_told_with_its_key(tmp_path: Path) -> None:
+    data = f"{NANO}rewarms = '400:1e-3:0.05'\n[data]\nmax_bytes = 200000\n"
+    with pytest.raises(ConfigError, match=r"run\.toml:7: \[data\] phases: no file or folder"):
+        planned(run_file(tmp_path, f"{data}phases = ['nowhere']\n"))
+    with pytest.raises(ConfigError, match=r"run\.toml:4: \[run\] rewarms: 1 with a replay .* \[data\] phases names 0"):
+        planned(run_file(tmp_path, data))
+
+
+def test_a_node_may_have_a_tau_of_its_own(tmp_path: Path) -> None:
+    assert node_file(tmp_path).node.tau is None
+    assert node_file(tmp_path, "tau = 9\n").node.tau == 9
+    with pytest.raises(ConfigError, match=r"\[node\] tau: the least is 0, not -1"):
+        node_file(tmp_path, "tau = -1\n")
 
 
 def test_data_and_weights_that_cannot_be_read_are_told_with_their_key(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from farloop.algo.methods import METHODS
 from farloop.cli.main import app
 from farloop.cli.ranks import rank_of
 
@@ -203,7 +204,8 @@ def test_keys_new_says_where_each_half_goes_and_never_overwrites(tmp_path: Path)
 
 
 def test_tables_list_all_methods_and_codecs() -> None:
-    assert all(name in farloop("methods").stdout for name in ("diloco", "streaming", "data-parallel"))
+    assert all(name in farloop("methods").stdout for name in METHODS)
+    assert [row["name"] for row in json.loads(farloop("methods", "--json").stdout)] == list(METHODS)
     listed = farloop("codecs", "--no-measure").stdout
     assert all(name in listed for name in ("fp32", "bf16", "q8", "q4", "e3m0"))
 

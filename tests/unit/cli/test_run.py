@@ -1,15 +1,19 @@
 """Covers `cli/run.py` where no file can say it: which codecs a run takes (protocol M), its rates and its rounds."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from farloop.algo.methods import method_named
 from farloop.algo.schedule import num_rounds
-from farloop.algo.spec import LearningRate, Rewarm, Terms
+from farloop.algo.spec import Identity, LearningRate, Rewarm, Terms
 from farloop.cli import run as run_module
 from farloop.cli.run import DataConfig, RunConfig, plan_run, terms_of
+from farloop.node.corpus import CorpusError, load_corpus
 from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Codec
 from farloop.quant.registry import codec_named
@@ -35,6 +39,16 @@ def test_codecs_that_lose_more_than_there_is_are_refused_at_the_start() -> None:
         plan_run(RunConfig(model="nano", codec_down="q4r:policy=absolute"), DataConfig())
 
 
+def test_control_variates_are_a_setting_of_the_run() -> None:
+    """Whose codec, too, must fit."""
+    config = RunConfig(model="nano", method="diloco", steps=60, outer_momentum=0.0, control_variates=True)
+    assert plan_run(config, DataConfig()).spec.terms.control_variates
+    with pytest.raises(ValueError, match=r"outer_momentum is 0\.9; with control_variates"):
+        plan_run(dataclasses.replace(config, outer_momentum=0.9), DataConfig())
+    with pytest.raises(ValueError, match="codec_up 'topk': with control_variates"):
+        plan_run(dataclasses.replace(config, method="sparse"), DataConfig())
+
+
 def planned(**choices: Any) -> Terms:
     config = RunConfig(**{"method": "diloco", "steps": 900, **choices})
     return terms_of(config, method_named(config.method))[0]
@@ -55,9 +69,66 @@ def test_what_the_learning_rate_leaves_open_follows_from_its_bounds_and_the_leng
 def test_positions_are_read_from_text() -> None:
     lr = planned(schedule="step", drops="300, 600", drop_factor=0.5, rewarms="700:1e-3").lr
     assert (lr.drops, lr.drop_factor, lr.rewarms) == ((300, 600), 0.5, (Rewarm(start=700, peak=1e-3),))
-    for key, text in (("drops", "300;600"), ("drops", "-1"), ("rewarms", "700"), ("rewarms", "a:1"), ("rewarms", "7:")):
+    wrong = [
+        ("drops", "300;600"),
+        ("drops", "-1"),
+        *(("rewarms", text) for text in ("700", "a:1", "7:", "7:1:", "7:1:x")),
+    ]
+    for key, text in wrong:
         with pytest.raises(ValueError, match=rf"\[run\] {key}: .* as "):
             planned(schedule="step", **{key: text})
+
+
+def test_a_rewarm_with_a_replay_brings_new_data_and_one_without_does_not() -> None:
+    rewarms = planned(rewarms="300:1e-3, 700:5e-4:0.05, 800:5e-4:0").lr.rewarms
+    assert [rewarm.replay for rewarm in rewarms] == [None, 0.05, 0.0]
+    with pytest.raises(ValueError, match=r"lr\.rewarms has a replay of 1\.5; .* at least 0 and below 1"):
+        planned(rewarms="700:1e-3:1.5")
+
+
+def text_of(folder: Path, name: str, byte: str = "x") -> Path:
+    path = folder / name
+    path.write_text(f"{byte}yz " * 400)
+    return path
+
+
+def identity_of(data: DataConfig, **choices: Any) -> Identity:
+    smallest = {"model": "nano", "steps": 300, "sequence_tokens": 16, "evaluation_sequences": 2}
+    return plan_run(RunConfig(**{**smallest, **choices}), data).spec.identity
+
+
+def test_later_data_changes_the_data_of_the_identity_alone(tmp_path: Path) -> None:
+    first, second = text_of(tmp_path, "a.txt"), text_of(tmp_path, "b.txt", "w")
+    before = identity_of(DataConfig(path=first))
+    assert before.data == load_corpus(first).digest
+    after = identity_of(DataConfig(path=first, phases=(second,)), rewarms="200:1e-3:0.05")
+    assert after == dataclasses.replace(before, data=f"{before.data}+{load_corpus(second).digest}")
+    assert identity_of(DataConfig(path=first, phases=()), rewarms="200:1e-3") == before
+
+
+def test_every_rewarm_with_a_replay_brings_one_text(tmp_path: Path) -> None:
+    text = text_of(tmp_path, "a.txt")
+    for phases, rewarms, sentence in (
+        ((), "200:1e-3:0.05", r"rewarms: 1 with a replay .* but \[data\] phases names 0 texts"),
+        ((text,), "200:1e-3", "rewarms: none with a replay .* names 1 text;"),
+        ((text, text), "200:1e-3:0", "rewarms: 1 with a replay .* names 2 texts"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            identity_of(DataConfig(path=text, phases=phases), rewarms=rewarms)
+
+
+def test_where_nodes_bring_the_data_no_rewarm_does(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(4, 4)}, tmp_path / "own.safetensors")
+    with pytest.raises(
+        ValueError, match="rewarms: one has a replay, but with init the nodes' own loops bring the data"
+    ):
+        identity_of(DataConfig(), init=tmp_path / "own.safetensors", method="diloco", rewarms="200:1e-3:0.05")
+
+
+def test_later_data_that_is_too_short_is_told_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("a")
+    with pytest.raises(CorpusError, match=r"phases: .*/short: the training text has"):
+        identity_of(DataConfig(phases=(tmp_path / "short",), max_bytes=100_000), rewarms="200:1e-3:0.05")
 
 
 def test_momentum_needs_outer_steps_and_longer_rounds_are_fewer() -> None:

@@ -107,6 +107,7 @@ PROGRESS = msg.Progress(
     bytes_down=800,
     bytes_state=900,
     detail="fragment 1, window 2",
+    skipped_turns=7,
 )
 
 
@@ -182,6 +183,7 @@ def test_a_node_is_shown_with_what_it_last_reported(scene: Scene) -> None:
     assert (node["name"], node["state"], node["connected"], node["device"]) == ("a", "training", True, "cpu")
     assert (node["position"], node["inner_steps"], node["tokens"], node["loss"]) == (12.5, 12, 6000, 3.25)
     assert (node["detail"], node["lost_steps"], node["last_heard_s"]) == ("fragment 1, window 2", 2, 2.0)
+    assert node["skipped_turns"] == 7
     assert (status["position"], status["run"]["state"]) == (12.5, "training")
     assert status["windows"][1]["expected"] == ["a"]
 

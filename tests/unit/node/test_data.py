@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from farloop.algo.permutation import sample_index
+from farloop.algo.spec import Identity, Layout, LearningRate, Rewarm, RunSpec, Terms
 from farloop.node.corpus import Corpus, CorpusError
-from farloop.node.data import EvaluationSet, Samples, num_samples
+from farloop.node.data import EvaluationSet, Mixture, Samples, num_samples
 from farloop.node.model import PRESETS, build
 
 
@@ -93,6 +94,73 @@ def test_a_batch_is_a_copy_of_the_text() -> None:
     before = samples.batch([0])
     samples.batch([0]).zero_()
     assert torch.equal(samples.batch([0]), before)
+
+
+def mixed(*replays: float, seed: int = 1) -> RunSpec:
+    """A run of sequences of 16 tokens, with new data at positions 100, 200, …"""
+    rewarms = tuple(Rewarm(start=100 * k, peak=1e-3, replay=replay) for k, replay in enumerate(replays, start=1))
+    terms = Terms(
+        method="diloco", steps=900, h=30, tau=0, mix=0.0, codec_up="q4", codec_down="q4", outer_lr=0.7,
+        outer_momentum=0.9, lr=LearningRate(rewarms=rewarms), clip=1.0, weight_decay=0.1, batch_sequences=4,
+        sequence_tokens=16,
+    )  # fmt: skip
+    identity = Identity(
+        name="run", model="own", layout=Layout(slots=1, fragments=()), anchor_digests=(), data="0", num_samples=1,
+        evaluation_set="none", seed=seed,
+    )  # fmt: skip
+    return RunSpec(identity=identity, terms=terms)
+
+
+def filled(byte: int, sequences: int) -> Corpus:
+    """A text of one byte."""
+    return corpus_of(np.full(16 * sequences + 1, byte, dtype=np.uint8))
+
+
+@given(positions=st.lists(st.integers(0, 2**50), max_size=5), at=st.floats(0, 900), seed=st.integers(0, 2**63 - 1))
+def test_a_run_without_new_data_has_the_samples_of_its_corpus(positions: list[int], at: float, seed: int) -> None:
+    corpus = corpus_of(counting(5000))
+    batch = Mixture(mixed(seed=seed), [corpus]).batch(positions, at)
+    assert batch.shape == (len(positions), 17) and batch.dtype == torch.int64
+    assert not positions or torch.equal(batch, Samples(corpus, 16, seed).batch(positions))
+
+
+def test_new_data_comes_at_its_position_and_a_share_of_the_old_stays() -> None:
+    corpora = [filled(0, 5), filled(1, 7), filled(2, 11)]
+    mixture = Mixture(mixed(0.25, 0.5), corpora)
+
+    def shares(at: float) -> list[float]:
+        drawn = mixture.batch(range(4000), at)[:, 0]
+        return [(drawn == byte).float().mean().item() for byte in range(3)]
+
+    assert shares(99.5) == [1.0, 0.0, 0.0]
+    assert shares(100.0) == shares(199.0) == pytest.approx([0.25, 0.75, 0.0], abs=0.035)
+    assert shares(200.0) == pytest.approx([0.125, 0.375, 0.5], abs=0.04)
+
+
+@given(seed=st.integers(0, 2**63 - 1), data_pass=st.integers(0, 1000), at=st.sampled_from([0.0, 100.0]))
+def test_in_a_pass_over_a_corpus_none_of_its_samples_comes_twice(seed: int, data_pass: int, at: float) -> None:
+    """Every sample of either begins with a byte of its own."""
+    old, new = (np.repeat(np.arange(start, start + 121), 16).astype(np.uint8)[:-15] for start in (0, 121))
+    batch = Mixture(mixed(0.4, seed=seed), [corpus_of(old), corpus_of(new)]).batch(
+        range(data_pass * 120, (data_pass + 1) * 120), at
+    )
+    begins = batch[:, 0].tolist()
+    assert len(set(begins)) == len(begins) == 120
+
+
+def test_rows_stand_in_the_order_of_their_positions_whatever_they_are_drawn_from() -> None:
+    mixture = Mixture(mixed(0.5), [corpus_of(counting(5000)), corpus_of(counting(3000)[::-1].copy())])
+    positions = [9, 3, 77, 3, 1000, 8]
+    together = mixture.batch(positions, 150.0)
+    for row, position in zip(together, positions, strict=True):
+        assert torch.equal(row, mixture.batch([position], 150.0)[0])
+
+
+def test_a_mixture_needs_the_text_of_every_rewarm_that_brings_one() -> None:
+    with pytest.raises(AssertionError, match="one of each re-warm"):
+        Mixture(mixed(0.5), [filled(0, 5)])
+    with pytest.raises(CorpusError, match="too little"):
+        Mixture(mixed(0.5), [filled(0, 5), corpus_of(counting(16))])
 
 
 @given(length=st.integers(9, 3000), sequences=st.integers(1, 60))

@@ -394,6 +394,26 @@ def test_a_delta_encoded_without_a_link_is_offered_once_there_is_one() -> None:
     assert story.hear(story.welcome()) == [ev.SendBlob(offer=offer_of(command))]
 
 
+def test_a_delta_that_left_before_the_boundary_is_not_offered_again_in_the_same_session() -> None:
+    """X: the next step may be long, so its shell offers it as soon as it is encoded."""
+    story = Story().begin()
+    command = story.steps(4)[0]
+    assert story.handle(ev.DeltaEncoded(offer=offer_of(command), offered=True)) == []
+    story.handle(ev.Disconnected(reason=Reason.SILENT))
+    assert story.hear(story.welcome()) == [ev.SendBlob(offer=offer_of(command))]
+
+
+def test_a_delta_that_may_have_left_by_an_ended_session_is_offered_in_the_next() -> None:
+    """Q."""
+    story = Story().begin()
+    command = story.steps(4)[0]
+    story.handle(ev.Disconnected(reason=Reason.SILENT))
+    story.hear(story.welcome())
+    assert story.handle(ev.DeltaEncoded(offer=offer_of(command), offered=True)) == [
+        ev.SendBlob(offer=offer_of(command))
+    ]
+
+
 def test_a_delta_still_being_encoded_is_offered_once_not_twice() -> None:
     """Q."""
     story = Story().begin()

@@ -23,6 +23,7 @@ PROGRESS = Progress(
     bytes_up=1000,
     bytes_down=2000,
     bytes_state=3000,
+    skipped_turns=5,
 )
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -52,6 +53,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         ("farloop_node_tokens_total", ()): 1300,
         ("farloop_node_blocked_seconds_total", ()): 1.5,
         ("farloop_node_lost_steps_total", ()): 4,
+        ("farloop_node_skipped_turns_total", ()): 5,
         ("farloop_node_bytes_total", (("direction", "up"),)): 1000,
         ("farloop_node_bytes_total", (("direction", "down"),)): 2000,
         ("farloop_node_bytes_total", (("direction", "state"),)): 3000,

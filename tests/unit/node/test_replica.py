@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
-from farloop.algo.spec import Fragment, Layout
+from farloop.algo.spec import BlobId, BlobKind, Fragment, Layout, NodeId, WindowTerms
 from farloop.node.errors import LayoutMismatch
-from farloop.node.replica import Replica, matched_parameters
-from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.node.replica import Own, Replica, matched_parameters
+from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, pack_blob
 from farloop.quant.registry import codec_named
 
 EPOCH = 3
@@ -231,3 +231,26 @@ def test_a_model_that_is_not_the_run_s_is_refused_by_the_name_of_the_first_diffe
         matched_parameters(other, layout)
     with pytest.raises(LayoutMismatch, match="this model has a trainable parameter 'extra'"):
         matched_parameters(more, layout)
+
+
+def test_an_eager_merge_goes_on_from_the_anchor_with_the_own_delta_in_it_and_measures_from_there() -> None:
+    replica = anchored(replica_of(Tied()))
+    fragment = replica.layout.fragments[0]
+    values = torch.linspace(-1, 1, fragment.numel)
+    data = blob(fragment, values, version=2, base=0, codec="q4")
+    decoded = codec_named("q4").decode(as_tensor(data)[HEADER_BYTES:], fragment)
+    name = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=2)
+    terms = WindowTerms(fragment=0, window=2, round=1, tau=0, mix=0.0, codec_up="q4", codec_down="q4")
+    anchor = replica.anchors[0].clone()
+    replica.merge(0, 0.0, [Own(blob=name, terms=terms, data=data)], 0.5, EPOCH)
+    here = [slice(slot.offset, slot.offset + slot.numel) for slot in fragment.tensors]
+    start = torch.cat([(anchor - 0.5 * decoded)[part] for part in here])
+    local = torch.cat([flat(replica, 0)[part] for part in here])
+    assert torch.equal(local, start) and torch.equal(replica.anchors[0], anchor)
+    taken = replica.take(0)
+    assert not any(taken[part].any() for part in here), "nothing was done since"
+    with replica.anchors_in_place():
+        assert torch.equal(torch.cat([flat(replica, 0)[part] for part in here]), torch.cat([anchor[p] for p in here]))
+    assert torch.equal(torch.cat([flat(replica, 0)[part] for part in here]), start)
+    replica.merge(0, 0.0)
+    assert not replica.take(0).any(), "measured from the anchor again"

@@ -7,7 +7,7 @@ from farloop.algo.spec import Identity, Layout, LearningRate, RunSpec, Terms
 from farloop.node.corpus import Corpus
 from farloop.node.data import EvaluationSet
 from farloop.node.errors import DataError
-from farloop.node.trainer import check_data, evaluation_name, evaluation_sequences
+from farloop.node.trainer import check_data, data_name, evaluation_name, evaluation_sequences
 
 TOKENS = 8
 
@@ -62,6 +62,38 @@ def test_the_run_s_corpus_gives_the_run_s_evaluation_set() -> None:
 def test_another_corpus_is_refused_with_both_digests_and_the_mend() -> None:
     with pytest.raises(DataError, match="corpus is ffff, the run's is 0123456789abcdef; give every node the same"):
         check_data(spec(), corpus("ffff"))
+
+
+def test_a_run_with_later_data_names_all_of_it_and_one_without_names_its_corpus() -> None:
+    assert data_name([corpus("aa")]) == "aa"
+    assert data_name([corpus("aa"), corpus("bb"), corpus("cc")]) == "aa+bb+cc"
+
+
+def test_the_evaluation_set_is_that_of_the_first_corpus_whatever_comes_later() -> None:
+    later = corpus("bb", length=300)
+    evaluation = check_data(spec(data="0123456789abcdef+bb"), corpus(), later)
+    assert evaluation_name(evaluation) == spec().identity.evaluation_set
+
+
+@pytest.mark.parametrize(
+    ("data", "phases", "sentence"),
+    [
+        (
+            "0123456789abcdef+bb",
+            (),
+            "phase 1 is missing, the run's is bb; give every node the same files with .data. p",
+        ),
+        ("0123456789abcdef", ("bb",), "phase 1 is bb, the run's is none"),
+        ("0123456789abcdef+bb+cc", ("bb", "dd"), "phase 2 is dd, the run's is cc"),
+        ("0123456789abcdef+bb+cc", ("cc", "bb"), "phase 1 is cc, the run's is bb"),
+        ("ee+bb", ("bb",), "this node's corpus is 0123456789abcdef, the run's is ee;"),
+    ],
+)
+def test_later_data_that_is_not_the_run_s_is_refused_with_its_number(
+    data: str, phases: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(DataError, match=sentence):
+        check_data(spec(data=data), corpus(), *(corpus(digest) for digest in phases))
 
 
 def test_a_run_whose_samples_come_from_the_nodes_own_loops_is_refused() -> None:

@@ -60,7 +60,7 @@ def pending(version: int) -> Committed:
 
 def undecided(sent_at: int = 0) -> Undecided:
     blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=6, node=A, incarnation=1, seq=1)
-    return Undecided(blob=blob, terms=window(7), sent_at=sent_at, steps=8)
+    return Undecided(blob=blob, terms=window(7), sent_at=sent_at, tau=2, steps=8)
 
 
 @pytest.mark.parametrize(("slot", "due"), [(0, 4), (1, 8)])
@@ -96,14 +96,14 @@ def test_a_delta_may_be_sent_from_a_base_that_a_window_can_take() -> None:
     state = fragment()
     assert turn().may_send(state)
     state.pending = {7: pending(7), 8: pending(8)}
-    assert turn().may_send(state) and not turn().is_behind(state)
+    assert turn().may_send(state) and not state.is_behind(turn().terms)
     state.pending[9] = pending(9)
-    assert not turn().may_send(state) and turn().is_behind(state)
+    assert not turn().may_send(state) and state.is_behind(turn().terms)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"undecided": undecided()}, {"lost": True}, {"owed": 7}, {"discard": True}],
+    [{"sent": [undecided()]}, {"lost": True}, {"owed": 7}, {"discard": True}],
     ids=["one is undecided", "no anchor", "the last one's version is not merged", "the last one was dropped"],
 )
 def test_nothing_is_sent_before_the_last_delta_is_settled(fields: dict[str, Any]) -> None:
@@ -129,7 +129,7 @@ def test_a_turn_that_passes_by_is_for_merging() -> None:
     assert (behind.merge_at, behind.discard) == (100, True)
 
 
-@pytest.mark.parametrize("fields", [{"merge_at": 7}, {"undecided": undecided(), "merge_at": None}])
+@pytest.mark.parametrize("fields", [{"merge_at": 7}, {"sent": [undecided()], "merge_at": None}])
 def test_a_merge_that_has_its_time_already_keeps_it(fields: dict[str, Any]) -> None:
     state = fragment(pending={9: pending(9)}, **fields)
     turn().pass_by(state, 100)
@@ -153,7 +153,7 @@ def test_the_overlap_shrinks_with_the_steps_of_the_round_and_never_fills_it(step
 
 def test_an_undecided_delta_holds_training_up_some_rounds_after_its_send() -> None:
     """F."""
-    state = fragment(undecided=undecided(), sent_round=1)
+    state = fragment(sent=[undecided()], sent_round=1)
     assert [turn(round=round_).holds_up(state, 100) for round_ in (1, 4, 5)] == [False, False, True]
 
 
@@ -167,7 +167,7 @@ def test_so_does_a_decided_one_whose_update_is_not_there_once_it_is_due() -> Non
 def test_where_updates_are_waited_for_it_is_held_up_at_the_end_of_the_overlap() -> None:
     """F."""
     waiting = turn(terms=dataclasses.replace(TERMS, on_late_update="wait"), round=1)
-    assert [waiting.holds_up(fragment(undecided=undecided(sent_at=90)), now) for now in (91, 92)] == [False, True]
+    assert [waiting.holds_up(fragment(sent=[undecided(sent_at=90)]), now) for now in (91, 92)] == [False, True]
     assert not waiting.holds_up(fragment(), 100)
 
 

@@ -7,7 +7,7 @@ import pytest
 from farloop.quant.codec import Codec, Traits
 from farloop.quant.errors import CodecError, UnsoundPairing
 from farloop.quant.registry import CODECS, codec_named, downlink_spelling, spelling_of
-from farloop.quant.soundness import check_downlink, check_uplink
+from farloop.quant.soundness import check_downlink, check_uplink, check_variates
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 
@@ -81,3 +81,16 @@ def test_these_may_not(name: str) -> None:
 def test_a_residual_beside_that_of_the_target_is_refused() -> None:
     assert refusal(check_downlink, "q4:beta=0.5").endswith("leave beta out")
     check_downlink(codec_named("q4:beta=0"))
+
+
+@every_codec
+def test_control_variates_need_whole_deltas_of_which_a_part_comes_for_sure(codec: Codec) -> None:
+    """They are an error feedback themselves, and what comes rounds later is a delta many times as large."""
+    alone = dataclasses.replace(codec, beta=0.0)
+    if codec.traits.sparse:
+        assert "must be sent as a whole" in refusal(check_variates, spelling_of(codec))
+    elif codec.traits.contraction == 0:
+        assert "may lose more than there is; take q4" in refusal(check_variates, spelling_of(alone))
+    else:
+        check_variates(alone)
+        assert "sent twice" in refusal(check_variates, spelling_of(dataclasses.replace(codec, beta=0.5)))

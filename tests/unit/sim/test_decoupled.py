@@ -91,7 +91,9 @@ def test_a_slow_node_slows_nobody_else(seconds: float) -> None:
         (start,) = with_it.nodes[node]
         assert (start.inner_steps, start.lost_steps, start.skipped_positions) == (STEPS, 0, 0)
     assert contributions(with_it)[D] > 0
-    assert rounds_of(with_it) == rounds_of(without), "it uses up no window"
+    # But for the flush of one whose late delta the last window holds (F).
+    assert rounds_of(with_it)[: len(rounds_of(without))] == rounds_of(without), "it uses up no window"
+    assert len(rounds_of(with_it)) <= len(rounds_of(without)) + 1
 
 
 def test_a_slow_node_does_fewer_steps_in_the_time_of_a_round() -> None:

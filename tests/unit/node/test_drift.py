@@ -1,0 +1,225 @@
+"""What a node does for control variates, step by step; two nodes with one parameter each, by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from farloop.algo.fragments import partition, trainable_tensors
+from farloop.algo.spec import BlobId, BlobKind, LearningRate, NodeId, Terms, WindowTerms
+from farloop.node import events as ev
+from farloop.node.drift import ALPHA, Drift
+from farloop.node.encoder import encode_delta
+from farloop.node.replica import Replica
+from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.quant.registry import codec_named
+from farloop.wire.messages import Committed, Share
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+OUTER_LR, LR = 0.5, 0.25
+TERMS = Terms(
+    method="diloco", steps=8, h=2, tau=0, mix=0.0, codec_up="bf16", codec_down="fp32", outer_lr=OUTER_LR,
+    outer_momentum=0.0, lr=LearningRate(), clip=1.0, weight_decay=0.1, batch_sequences=4, sequence_tokens=8,
+    control_variates=True,
+)  # fmt: skip
+
+
+def commit(version: int, nodes: tuple[NodeId, ...] = (A, B), *, final: bool = False) -> Committed:
+    """As it is announced."""
+    window = WindowTerms(
+        fragment=0, window=version + 1, round=version, tau=0, mix=0.0, codec_up="bf16", codec_down="fp32"
+    )
+    shares = tuple(Share(node=node, weight=1 / len(nodes)) for node in nodes)
+    return Committed(
+        fragment=0, version=version, size=1, digest=0, anchor_digest=0, merged=shares, drops=(),
+        next_window=None if final else window, rounds=(),
+    )  # fmt: skip
+
+
+class Node:
+    """A replica of 300 weights in two tensors, and its drift."""
+
+    def __init__(self, terms: Terms = TERMS, dtype: torch.dtype = torch.float32) -> None:
+        self.module = nn.Linear(1, 150).to(dtype)  # two tensors, so that there is padding between them
+        layout = partition([(name, tuple(p.shape)) for name, p in trainable_tensors(self.module)], pattern="whole")
+        self.replica = Replica(self.module, layout, gradients=False)
+        self.replica.merge(0, 0.0)
+        self.drift = Drift(self.replica, terms)
+        self.version, self.seq = 0, 0
+
+    @property
+    def weights(self) -> set[float]:
+        return {float(x) for p in self.module.parameters() for x in p.detach().flatten()}
+
+    def send(self, own: float, *, steps: int = 2) -> tuple[BlobId, bytearray]:
+        """`steps` inner steps, then a delta that is `own` everywhere."""
+        for _ in range(steps):
+            self.drift.stepped(LR)
+        self.seq += 1
+        blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=self.version, node=A, incarnation=1, seq=self.seq)
+        command = ev.Encode(blob=blob, window=self.version + 1, codec="bf16", steps=steps, tokens=1)
+        self.drift.sent(command)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.fill_(float(self.replica.anchors[0][0]) - own)
+        return blob, encode_delta(self.replica, command, self.replica.take(0), 0, 0).data
+
+    def update(self, mean: float) -> bytearray:
+        """What an outer step by a mean delta adds to the anchor."""
+        fragment = self.replica.layout.fragments[0]
+        codec = codec_named("fp32")
+        numbers = torch.zeros(fragment.numel)
+        for slot in fragment.tensors:
+            numbers[slot.offset : slot.offset + slot.numel] = -OUTER_LR * mean
+        header = BlobHeader(codec=codec, fragment=fragment, version=self.version + 1, base=self.version, epoch=0)
+        return pack_blob(header, codec.encode(numbers, fragment))
+
+    def merge(
+        self,
+        sent: tuple[BlobId, bytearray],
+        mean: float,
+        *,
+        nodes: tuple[NodeId, ...] = (A, B),
+        merged: bool = True,
+        whole: bool = True,
+        final: bool = False,
+    ) -> None:
+        """The commit is announced, applied, and merged."""
+        version, update = self.version + 1, self.update(mean)
+        self.drift.heard(commit(version, nodes, final=final))
+        self.replica.anchors[0] -= OUTER_LR * mean
+        update[-1] ^= not whole
+        self.drift.applied(0, version, update)
+        blob, data = sent
+        self.drift.settled(blob, version if merged else None, data, 0)
+        self.replica.merge(0, 0.0)
+        self.drift.merged(0)
+        self.version = version
+
+    def pull(self) -> float:
+        """d_i, as an inner step at the rate 1 shows it: the same in every weight, or the test fails."""
+        self.replica.merge(0, 0.0)
+        self.drift.stepped(1.0)
+        (after,) = self.weights
+        self.replica.merge(0, 0.0)
+        self.drift.merged(0)
+        return float(self.replica.anchors[0][0]) - after
+
+
+def test_a_merge_teaches_what_the_own_delta_differed_by_per_unit_of_learning_rate() -> None:
+    node = Node()
+    assert node.pull() == 0.0
+    node.merge(node.send(own=1.0), mean=0.25)
+    assert node.pull() == pytest.approx(ALPHA * (0.25 - 1.0) / (2 * LR))
+
+
+def test_what_was_learned_adds_up() -> None:
+    node = Node()
+    for _ in range(3):
+        node.merge(node.send(own=1.0), mean=0.25)
+    assert node.pull() == pytest.approx(3 * ALPHA * (0.25 - 1.0) / (2 * LR))
+
+
+def test_only_the_steps_inside_the_delta_count() -> None:
+    """Those that a node does while its delta is on the way are in none."""
+    node = Node()
+    sent = node.send(own=1.0)
+    node.drift.stepped(LR)
+    node.merge(sent, mean=0.25)
+    node.merge(node.send(own=1.0, steps=4), mean=0.25)
+    assert node.pull() == pytest.approx(ALPHA * (0.25 - 1.0) * (1 / (2 * LR) + 1 / (4 * LR)))
+
+
+def test_the_delta_is_taken_as_it_was_sent() -> None:
+    """bf16 sends 1.0 of 1.001: what was lost stays in the drift, which brings it with the next delta."""
+    node = Node()
+    node.merge(node.send(own=1.001), mean=0.25)
+    assert node.pull() == pytest.approx(ALPHA * (0.25 - 1.0) / (2 * LR), abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_stays_zero_and_weights_may_be_of_any_type(dtype: torch.dtype) -> None:
+    node = Node(dtype=dtype)
+    node.merge(node.send(own=1.0), mean=0.25)
+    assert node.pull() == pytest.approx(ALPHA * (0.25 - 1.0) / (2 * LR), rel=1e-2)
+    fragment = node.replica.layout.fragments[0]
+    held = {slot.offset + i for slot in fragment.tensors for i in range(slot.numel)}
+    assert len(held) == 300 < fragment.numel
+    (drift,) = node.drift._drifts.values()
+    assert not drift[[i for i in range(fragment.numel) if i not in held]].any()
+
+
+@pytest.mark.parametrize(
+    "change", [{"merged": False}, {"whole": False}, {"final": True}], ids=["dropped", "spoiled", "flush"]
+)
+def test_without_a_lesson_the_drift_stays(change: dict[str, bool]) -> None:
+    node = Node()
+    node.merge(node.send(own=1.0), mean=0.25)
+    before = node.pull()
+    node.merge(node.send(own=1.0), mean=0.25, **change)  # type: ignore[arg-type]
+    assert node.pull() == before != 0.0
+
+
+@pytest.mark.parametrize("others", [(A,), (A, C), (A, B, C), (B,)])
+def test_where_others_made_a_version_all_begin_anew(others: tuple[NodeId, ...]) -> None:
+    """The drifts of those who are left would not sum to zero. The version after it is the first to learn from."""
+    node = Node()
+    node.merge(node.send(own=1.0), mean=0.25)
+    node.merge(node.send(own=1.0), mean=0.25, nodes=others, merged=A in others)
+    assert node.pull() == 0.0
+    node.merge(node.send(own=1.0), mean=0.25, nodes=others, merged=A in others)
+    assert (node.pull() != 0.0) == (A in others)
+
+
+def test_who_comes_late_learns_with_the_others() -> None:
+    """Its first version is one that others began anew with."""
+    node = Node()
+    node.version = 6
+    node.merge(node.send(own=1.0), mean=0.25)
+    assert node.pull() == 0.0
+    node.merge(node.send(own=1.0), mean=0.25)
+    assert node.pull() != 0.0
+
+
+def test_after_a_gap_it_begins_anew() -> None:
+    """Whoever made the versions that a snapshot replaced, they were made without this node."""
+    node = Node()
+    node.merge(node.send(own=1.0), mean=0.25)
+    node.version += 2
+    node.merge(node.send(own=1.0), mean=0.25)
+    assert node.pull() == 0.0
+
+
+def test_steps_without_a_learning_rate_teach_nothing() -> None:
+    node = Node()
+    node.merge(node.send(own=1.0, steps=0), mean=0.25)
+    assert node.pull() == 0.0
+
+
+def test_another_delta_than_the_last_one_is_none_of_its_business() -> None:
+    node = Node()
+    blob, data = node.send(own=1.0)
+    node.merge((dataclasses.replace(blob, seq=99), data), mean=0.25)
+    assert node.pull() == 0.0
+
+
+def test_versions_that_were_announced_early_are_remembered() -> None:
+    node = Node()
+    sent = node.send(own=1.0)
+    node.drift.heard(commit(1))
+    node.drift.heard(commit(2))
+    node.drift.applied(0, 1, node.update(0.25))
+    node.drift.settled(sent[0], 1, sent[1], 0)
+    assert node.pull() != 0.0
+    node.version = 1
+    node.drift.applied(0, 2, node.update(0.25))
+    assert node.pull() != 0.0
+
+
+def test_without_control_variates_nothing_is_done_or_kept() -> None:
+    node = Node(dataclasses.replace(TERMS, control_variates=False))
+    for _ in range(2):
+        node.merge(node.send(own=1.0), mean=0.25)
+    assert node.pull() == 0.0
+    assert not (node.drift._drifts or node.drift._announced or node.drift._sent or node.drift._updates)
