@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from farloop.bench.quality import Comparison
+from farloop.bench.comparison import Comparison
 from farloop.bench.trial import RunResult
 
 INK, MUTED, GRID, GOOD = "#1b1e23", "#646b75", "#e3e4e1", "#0b7d55"

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import statistics
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from farloop.algo.spec import NodeId, RunSpec, to_plain
+from farloop.algo.spec import LearningRate, NodeId, RunSpec, Terms, to_plain
 from farloop.bench.builtin import BuiltIn, OnStep
 from farloop.node.corpus import Corpus
 from farloop.sim.network import Weather
@@ -25,8 +26,8 @@ from farloop.wire.limits import Limits
 FAST_LINK = Weather(latency_s=0.001, bytes_per_s=1e9)
 """Time is not what is measured: a link on which no node ever waits."""
 
-FORMAT = 1
-"""Of the kept files; part of a run's key."""
+FORMAT = 2
+"""Of the kept files; part of a run's key. Goes up, too, when a default of `Terms` or `LearningRate` changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class RunResult:
 
     key: str
     seed: int
+    nodes: int
     loss: float
     """Nats per byte of the final anchors on the evaluation set, the flush included."""
     curve: tuple[tuple[float, float], ...]
@@ -42,18 +44,35 @@ class RunResult:
     bytes_up: int
     """Of all frames from one node to the coordinator, mean over nodes; snapshots apart."""
     bytes_down: int
+    moved: tuple[int, ...]
+    """Up and down together, by each point of the curve."""
+    syncs: float
+    """Whole models that a node sent, mean over nodes: a fragment counts as the share of the model that it is."""
     inner_steps: int
+    """Of all nodes."""
+    tokens: int
     """Of all nodes."""
     cpu_s: float
     """Seconds of one core that the run took, if nothing else ran in its process."""
 
 
 def run_key(spec: RunSpec) -> str:
-    """16 hex digits over all that decides the result: the run's settings but for its name, and torch's version."""
+    """16 hex digits over all that decides the result: the run's settings but for its name, and torch's version.
+
+    Terms that are as they always were are left out. So an option that farloop learns later, whose default means "as
+    before", leaves the keys of earlier runs as they are, and hours of kept results stay good.
+    """
     settings = to_plain(spec)
     del settings["identity"]["name"]
+    settings["terms"] = {**_chosen(spec.terms), "lr": _chosen(spec.terms.lr)}
     content = json.dumps([FORMAT, torch.__version__, settings], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _chosen(terms: Terms | LearningRate) -> dict[str, Any]:
+    """The fields that differ from their defaults, or have none, as plain values."""
+    plain = to_plain(terms)
+    return {f.name: plain[f.name] for f in dataclasses.fields(terms) if getattr(terms, f.name) != f.default}
 
 
 def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None) -> RunResult:
@@ -82,14 +101,29 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None) -> Ru
     ends = [starts[-1] for starts in outcome.nodes.values()]
     position = float(spec.terms.steps)
     curve = [(taken.position, taken.loss) for taken in outcome.evaluations if taken.position < position]
+    curve.append((position, glance))
+    up, down = (
+        statistics.fmean(column) for column in zip(*((end.moved.up, end.moved.down) for end in ends), strict=True)
+    )
+    sends = [send for end in ends for send in end.diary.sends]
+    sizes = [fragment.numel for fragment in outcome.layout.fragments]
+
+    def models_sent(by: float) -> float:
+        return sum(sizes[send.fragment] for send in sends if send.position <= by) / (sum(sizes) * len(ends))
+
+    syncs = models_sent(math.inf)
     return RunResult(
         key=run_key(spec),
         seed=spec.identity.seed,
+        nodes=len(ends),
         loss=loss,
-        curve=(*curve, (position, glance)),
-        bytes_up=round(statistics.fmean(end.moved.up for end in ends)),
-        bytes_down=round(statistics.fmean(end.moved.down for end in ends)),
+        curve=tuple(curve),
+        bytes_up=round(up),
+        bytes_down=round(down),
+        moved=(*(round((up + down) * models_sent(at) / syncs) for at, _ in curve[:-1]), round(up + down)),
+        syncs=syncs,
         inner_steps=sum(end.inner_steps for end in ends),
+        tokens=sum(end.tokens for end in ends),
         cpu_s=time.process_time() - began,
     )
 
@@ -115,7 +149,8 @@ class Kept:
         """The result of an earlier run; a file that cannot be read counts as none."""
         try:
             fields: dict[str, Any] = json.loads(self._path(key).read_text())["result"]
-            result = RunResult(**{**fields, "curve": tuple((x, y) for x, y in fields["curve"])})
+            curve = tuple((x, y) for x, y in fields["curve"])
+            result = RunResult(**{**fields, "curve": curve, "moved": tuple(fields["moved"])})
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return result if result.key == key else None

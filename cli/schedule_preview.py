@@ -173,7 +173,7 @@ def schedule(
 
 def config_of(file: Path | None, flags: Iterable[str]) -> "RunConfig":
     """The table `[run]` of a file, or one of defaults, with `run.key=value` on top. Raises CommandError."""
-    from farloop.cli.bench import run_settings
+    from farloop.cli.bench_words import run_settings
     from farloop.cli.config import load_run
     from farloop.cli.run import RunConfig
 

@@ -39,5 +39,48 @@ def test_variants_are_trained_compared_drawn_and_kept(tmp_path: Path) -> None:
 def test_a_bad_spelling_ends_in_one_line(tmp_path: Path) -> None:
     result = bench(tmp_path, "fp32/fp32", "q4")
     assert result.exit_code == 2
-    assert result.stderr.startswith("farloop: error: 'q4': 'q4' is neither UP/DOWN")
+    assert result.stderr.startswith("farloop: error: 'q4': codecs are spelled UP/DOWN, as q4/q4")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_methods_are_tuned_and_trained_on_equal_tokens(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {number} of a text\n" for number in range(2000)))
+    grid = tmp_path / "grid.toml"
+    grid.write_text(
+        """
+        model = "nano"
+        steps = 4
+        global_batch = 4
+        seeds = 2
+        [set]
+        sequence_tokens = 16
+        evaluation_sequences = 4
+        [tune]
+        outer_lr = [0.5, 1]
+        [[variant]]
+        method = ["single", "diloco"]
+        h = 2
+        """
+    )
+    words = ("bench", "quality", "--grid", str(grid), "--data", str(text), "--out", str(tmp_path / "out"), "--json")
+    result = CliRunner().invoke(app, words, env={"NO_COLOR": "1"}, prog_name="farloop")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [one["label"] for one in found["variants"]] == ["data-parallel nodes=2", "single h=2", "diloco h=2"]
+    assert {one["tokens"] for one in found["variants"]} == {4 * 4 * 16}
+    parallel, single, diloco = found["variants"]
+    assert abs(single["mean_percent"]) < 0.01, "data parallel is a single node that sees the same batches"
+    assert (single["fewer_bytes"], parallel["fewer_bytes"]) == (None, 1.0)
+    assert diloco["fewer_bytes"] > 10
+    assert [len(one["tried"]) for one in found["tuned"]] == [2, 2, 2]
+    assert [list(one["picked"]) for one in found["tuned"]] == [["lr"], ["lr"], ["outer_lr"]]
+    for name in ("quality.md", "quality.svg", "quality.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
+    assert "--variant 'single h=2'" in found["command"]
+
+
+def test_an_option_of_grids_is_refused_for_pairs(tmp_path: Path) -> None:
+    result = bench(tmp_path, "fp32/fp32", "q4/q4", "--tune", "outer_lr=1")
+    assert result.exit_code == 2
+    assert "--tune is for a grid, not for pairs" in result.stderr

@@ -1,4 +1,4 @@
-"""Comparing in pairs: the numbers against hand-made ones, and that nothing is run twice."""
+"""Runs side by side: nothing is run twice, and what breaks says which one it was."""
 
 import copy
 import dataclasses
@@ -10,26 +10,12 @@ import pytest
 
 from farloop.algo.spec import RunSpec
 from farloop.bench import quality
-from farloop.bench.figures import plot
-from farloop.bench.quality import QualityPlan, RunFailed, Variant, Watch, compare, report, run_all
+from farloop.bench.quality import QualityPlan, RunFailed, Variant, Watch, run_all, run_each
 from farloop.bench.trial import RunResult, run_key, run_one
 from farloop.node.corpus import Corpus
 from farloop.node.errors import DataError
 
 SpecOf = Callable[..., RunSpec]
-
-
-def result(loss: float, seed: int, *, up: int = 10) -> RunResult:
-    return RunResult(
-        key="k", seed=seed, loss=loss, curve=((2.0, loss + 1), (4.0, loss)), bytes_up=up, bytes_down=20, inner_steps=8,
-        cpu_s=1.0,
-    )  # fmt: skip
-
-
-RESULTS = {
-    "fp32/fp32": (result(2.0, 0, up=80), result(4.0, 1, up=80)),
-    "q4/q4": (result(2.02, 0), result(4.08, 1, up=12)),
-}
 
 
 def plan_of(spec_of: SpecOf, folder: Path, *, seeds: int = 2) -> QualityPlan:
@@ -39,30 +25,6 @@ def plan_of(spec_of: SpecOf, folder: Path, *, seeds: int = 2) -> QualityPlan:
         for label, codec in codecs.items()
     )
     return QualityPlan(variants=variants, folder=folder)
-
-
-def test_a_difference_is_in_percent_of_its_own_pair() -> None:
-    """+1 % and +2 %: mean 1.5, standard deviation 1/√2, error ½, and t is 12.7062 for one degree of freedom."""
-    baseline, variant = compare(RESULTS)
-    assert variant.differences_percent == pytest.approx((1.0, 2.0))
-    assert variant.mean_percent == pytest.approx(1.5)
-    assert (variant.low_percent, variant.high_percent) == pytest.approx((1.5 - 6.3531, 1.5 + 6.3531), abs=1e-4)
-    assert (variant.mean_loss, variant.bytes_up, variant.bytes_down) == (pytest.approx(3.05), 11, 20)
-    assert (baseline.mean_percent, baseline.low_percent, baseline.high_percent) == (0.0, 0.0, 0.0)
-
-
-def test_a_bound_holds_where_the_whole_interval_lies_inside() -> None:
-    variant = dataclasses.replace(compare(RESULTS)[1], low_percent=-0.1, high_percent=0.5)
-    assert variant.within(0.5)
-    assert not variant.within(0.49)
-    assert not dataclasses.replace(variant, low_percent=-0.6).within(0.5)
-
-
-def test_one_seed_has_a_difference_and_no_interval() -> None:
-    variant = compare({label: runs[:1] for label, runs in RESULTS.items()})[1]
-    assert variant.mean_percent == pytest.approx(1.0)
-    assert variant.low_percent is None and variant.high_percent is None
-    assert not variant.within(100.0)
 
 
 def test_variants_need_names_of_their_own_and_the_same_seeds(spec_of: SpecOf, tmp_path: Path) -> None:
@@ -89,10 +51,13 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, corpus: Corpus) -> list[str
 
     def one_by_one(
         plan: QualityPlan, runs: Mapping[str, RunSpec], jobs: int, progress: Callable[[int], None]
-    ) -> Iterator[tuple[RunSpec, RunResult]]:
+    ) -> Iterator[tuple[RunSpec, RunResult | RunFailed]]:
         for place, (key, spec) in enumerate(runs.items()):
             done.append(key)
-            yield spec, quality._work(plan, spec, place)
+            try:
+                yield spec, quality._work(plan, spec, place)
+            except RunFailed as error:
+                yield spec, error
             progress(8 * len(done))
 
     monkeypatch.setattr(quality, "_pooled", one_by_one)
@@ -130,10 +95,25 @@ def test_a_run_that_cannot_be_says_which_one(
     spec_of: SpecOf, corpus: Corpus, tmp_path: Path, in_this_process: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quality, "_corpus", lambda data, max_bytes: dataclasses.replace(corpus, digest="0" * 16))
-    with pytest.raises(RunFailed, match=r"fp32/fp32, seed 0: .*corpus") as caught:
+    with pytest.raises(RunFailed, match=r"diloco, 2 nodes, fp32/fp32, seed 0: .*corpus") as caught:
         run_all(plan_of(spec_of, tmp_path), jobs=1)
     again = copy.copy(caught.value)  # as on the way from a worker process
     assert (str(again), again.exit_code) == (str(caught.value), DataError.exit_code)
+
+
+def test_where_a_broken_run_is_none_the_others_go_on(
+    spec_of: SpecOf, tmp_path: Path, in_this_process: list[str]
+) -> None:
+    """A step of 1e30 leaves what fp32 holds."""
+    good, wild = (spec_of(lr=lr, min_lr=0.0, warmup_steps=0, h=1) for lr in (1e-3, 1e30))
+    variants = (Variant(label="good", specs=(good,)), Variant(label="wild", specs=(wild,)))
+    plan, told = QualityPlan(variants=variants, folder=tmp_path), list[str]()
+    watch = Watch(failed=lambda spec, error: told.append(str(error)))
+    results = run_each(plan, jobs=1, watch=watch, broken_is_none=True)
+    assert list(results) == [run_key(good)]
+    assert len(told) == 1 and "NaN or Inf" in told[0]
+    with pytest.raises(RunFailed, match="NaN or Inf"):
+        run_all(plan, jobs=1)
 
 
 def test_a_worker_whose_parent_is_gone_stops(
@@ -143,28 +123,3 @@ def test_a_worker_whose_parent_is_gone_stops(
     monkeypatch.setattr(quality.multiprocessing, "parent_process", lambda: dead)
     with pytest.raises(SystemExit):
         run_all(plan_of(spec_of, tmp_path), jobs=1)
-
-
-def test_the_report_says_what_was_compared(spec_of: SpecOf, tmp_path: Path) -> None:
-    found = report(plan_of(spec_of, tmp_path), compare(RESULTS), machine="a machine", commit="abc")
-    assert (found.baseline, found.seeds, found.confidence) == ("fp32/fp32", (0, 1), 0.95)
-    assert [variant.label for variant in found.variants] == ["fp32/fp32", "q4/q4"]
-
-
-@pytest.mark.parametrize("seeds", [1, 2])
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_figure_names_every_variant(tmp_path: Path, seeds: int, suffix: str) -> None:
-    results = {label: runs[:seeds] for label, runs in RESULTS.items()}
-    path = tmp_path / "new" / f"quality.{suffix}"
-    plot(path, compare(results), results, within_percent=0.5, caption="nano, 2 nodes")
-    content = path.read_bytes()
-    if suffix == "svg":
-        assert all(label.encode() in content for label in (*results, "nano, 2 nodes"))
-    else:
-        assert content.startswith(b"\x89PNG")
-
-
-def test_a_baseline_alone_has_a_figure_too(tmp_path: Path) -> None:
-    alone = {"q4/q4": RESULTS["q4/q4"]}
-    plot(tmp_path / "alone.svg", compare(alone), alone, within_percent=0.5, caption="")
-    assert (tmp_path / "alone.svg").exists()

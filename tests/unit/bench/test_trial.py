@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,8 +110,43 @@ def test_another_text_is_refused(spec_of: SpecOf, corpus: Corpus) -> None:
         run_one(spec_of(), dataclasses.replace(corpus, digest="0" * 16))
 
 
+def test_a_node_sends_its_model_once_a_round_and_once_more_at_an_end_within_one(
+    spec_of: SpecOf, corpus: Corpus
+) -> None:
+    assert run_one(spec_of(steps=4, h=2), corpus).syncs == 2.0
+    assert run_one(spec_of(steps=5, h=2), corpus).syncs == 3.0
+    assert run_one(spec_of(method="data-parallel", h=1, tau=None), corpus).syncs == 4.0
+
+
+def test_bytes_and_tokens_add_up_along_the_curve(spec_of: SpecOf, corpus: Corpus) -> None:
+    """Two nodes, four steps of a sequence of 16 tokens; after half of the steps half of the deltas are sent."""
+    found = run_one(spec_of(evaluate_every_rounds=1), corpus)
+    assert (found.nodes, found.tokens) == (2, 2 * 4 * 16)
+    assert [position for position, _ in found.curve] == [2.0, 4.0]
+    total = found.bytes_up + found.bytes_down
+    assert found.moved == pytest.approx((total / 2, total), abs=1)
+
+
+def test_an_option_that_farloop_learns_later_leaves_the_keys_as_they_are(
+    spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A field that is as its default, of the terms or of the learning rate, is as if it were not there."""
+    spec, before = spec_of(), run_key(spec_of())
+    assert spec.terms.outer_restart == 0 and spec.terms.lr.decay == "sqrt"
+    known = dataclasses.fields
+
+    def earlier(value: object) -> tuple[dataclasses.Field[Any], ...]:
+        return tuple(f for f in known(value) if f.name not in ("outer_restart", "decay"))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dataclasses, "fields", earlier)
+    assert run_key(spec) == before
+
+
 def test_a_key_is_of_the_settings_and_not_of_the_name(spec_of: SpecOf) -> None:
-    keys = [run_key(spec_of(**fields)) for fields in ({}, {"seed": 1}, {"steps": 5}, {"codec_up": "q8"}, {"lr": 1e-3})]
+    keys = [
+        run_key(spec_of(**fields))
+        for fields in ({}, {"seed": 1}, {"steps": 5}, {"codec_up": "q8"}, {"lr": 1e-3}, {"outer_restart": 3})
+    ]
     assert len(set(keys)) == len(keys)
     assert run_key(spec_of(name="another")) == keys[0]
 
@@ -118,11 +154,15 @@ def test_a_key_is_of_the_settings_and_not_of_the_name(spec_of: SpecOf) -> None:
 RESULT = RunResult(
     key="k" * 16,
     seed=3,
+    nodes=2,
     loss=1 / 3,
     curve=((2.0, 0.1), (4.0, 1 / 3)),
     bytes_up=5,
     bytes_down=6,
+    moved=(7, 11),
+    syncs=4 / 3,
     inner_steps=8,
+    tokens=128,
     cpu_s=0.7,
 )
 

@@ -1,0 +1,126 @@
+"""What finished runs come to: every variant beside the baseline, pair by pair of equal seeds."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from farloop.bench.intervals import CONFIDENCE, mean_interval
+from farloop.bench.quality import QualityPlan
+from farloop.bench.trial import RunResult
+from farloop.bench.tuning import Tuned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One variant beside the baseline."""
+
+    label: str
+    nodes: int
+    losses: tuple[float, ...]
+    """Per seed."""
+    mean_loss: float
+    spread: float | None
+    """Standard deviation over the seeds; None where there is a single one."""
+    differences_percent: tuple[float, ...]
+    """Per seed: 100 · (loss − baseline's) / baseline's; above 0 is worse."""
+    mean_percent: float
+    low_percent: float | None
+    """Of the interval of the mean; None where there is a single seed."""
+    high_percent: float | None
+    bytes_up: int
+    """Per node."""
+    bytes_down: int
+    fewer_bytes: float | None
+    """Bytes up and down of a node of the baseline ÷ those of a node of this; None for a single node, which has nobody
+    to send to."""
+    syncs: float
+    """Whole models that a node sent."""
+    tokens: int
+    """Of all nodes."""
+    cpu_s: float
+    """Seconds of one core, mean of a run."""
+
+    def within(self, percent: float) -> bool:
+        """Whether the whole interval lies inside ± `percent`."""
+        if self.low_percent is None or self.high_percent is None:
+            return False
+        return -percent <= self.low_percent and self.high_percent <= percent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is written down."""
+
+    baseline: str
+    seeds: tuple[int, ...]
+    confidence: float
+    variants: tuple[Comparison, ...]
+    """The baseline first."""
+    within_percent: float
+    """Largest difference that is called none."""
+    tuned: tuple[Tuned, ...]
+    """What was tried before, and taken."""
+    command: str
+    """Repeats it."""
+    machine: str
+    commit: str | None
+
+
+def compare(results: Mapping[str, Sequence[RunResult]]) -> tuple[Comparison, ...]:
+    """Every variant against the first one, pair by pair of equal seeds."""
+    baseline = next(iter(results.values()))
+    return tuple(_against(baseline, label, runs) for label, runs in results.items())
+
+
+def _against(baseline: Sequence[RunResult], label: str, runs: Sequence[RunResult]) -> Comparison:
+    pairs = list(zip(baseline, runs, strict=True))
+    assert all(base.seed == run.seed for base, run in pairs), "pairs have equal seeds"
+    differences = tuple(100.0 * (run.loss - base.loss) / base.loss for base, run in pairs)
+    losses = tuple(run.loss for run in runs)
+    interval = mean_interval(differences)
+    alone = len(pairs) == 1
+    return Comparison(
+        label=label,
+        nodes=runs[0].nodes,
+        losses=losses,
+        mean_loss=statistics.fmean(losses),
+        spread=None if alone else statistics.stdev(losses),
+        differences_percent=differences,
+        mean_percent=interval.mean,
+        low_percent=None if alone else interval.low,
+        high_percent=None if alone else interval.high,
+        bytes_up=round(statistics.fmean(run.bytes_up for run in runs)),
+        bytes_down=round(statistics.fmean(run.bytes_down for run in runs)),
+        fewer_bytes=None if runs[0].nodes == 1 else _moved(baseline) / _moved(runs),
+        syncs=statistics.fmean(run.syncs for run in runs),
+        tokens=round(statistics.fmean(run.tokens for run in runs)),
+        cpu_s=statistics.fmean(run.cpu_s for run in runs),
+    )
+
+
+def _moved(runs: Sequence[RunResult]) -> float:
+    return statistics.fmean(run.bytes_up + run.bytes_down for run in runs)
+
+
+def report(
+    plan: QualityPlan,
+    comparisons: tuple[Comparison, ...],
+    *,
+    within_percent: float,
+    tuned: tuple[Tuned, ...] = (),
+    command: str,
+    machine: str,
+    commit: str | None,
+) -> Report:
+    """The comparisons, how they came about, and what they were made on and with."""
+    return Report(
+        baseline=plan.variants[0].label,
+        seeds=plan.seeds,
+        confidence=CONFIDENCE,
+        variants=comparisons,
+        within_percent=within_percent,
+        tuned=tuned,
+        command=command,
+        machine=machine,
+        commit=commit,
+    )
