@@ -27,17 +27,6 @@ from farloop.algo.fragments import tiles
 
 
 @torch.no_grad()
-def eager_delta(merged: Tensor, fresh: Tensor, stale: Tensor | None, share: float) -> Tensor:
-    """Δ̃ = merged + share · (fresh − stale), fp32 [n]: the late merge with a node's own part of it brought up to date.
-
-    `share` is the node's weight in the merge, `stale` what it contributed, None where it did not; `fresh` is what it
-    has sent since.
-    """
-    correction = fresh.clone() if stale is None else fresh - stale
-    return correction.mul_(share).add_(merged)
-
-
-@torch.no_grad()
 def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, share: float, gain: float) -> None:
     """out ← anchor − gain · share · fresh, all fp32 [n]: where a node goes on from, and measures its next delta from.
 

@@ -14,6 +14,8 @@ def check_own_tau(tau: int, terms: Terms, slots: int) -> None:
     own = f"this node's own tau is {tau}"
     if "tau" in method.fixed:
         raise ValueError(f"{own}, but {method.name} has the same for all nodes, {terms.tau}: leave the node's open")
+    if terms.control_variates:
+        raise ValueError(f"{own}, but with control_variates it is {terms.tau}: leave the node's open")
     if terms.lag:
         raise ValueError(f"{own}, but with lag = {terms.lag} the overlap is a whole round: leave the node's open")
     shortest = min(terms.h, initial_h(terms))

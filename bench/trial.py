@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from farloop.algo.spec import LearningRate, NodeId, RunSpec, Terms, to_plain
+from farloop.algo.spec import NodeId, RunSpec, to_plain
 from farloop.bench.builtin import BuiltIn, OnStep
 from farloop.node.corpus import Corpus
 from farloop.sim.network import Weather
@@ -64,15 +64,19 @@ def run_key(spec: RunSpec) -> str:
     """
     settings = to_plain(spec)
     del settings["identity"]["name"]
-    settings["terms"] = {**_chosen(spec.terms), "lr": _chosen(spec.terms.lr)}
+    settings["terms"] = _chosen(spec.terms)
     content = json.dumps([FORMAT, torch.__version__, settings], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _chosen(terms: Terms | LearningRate) -> dict[str, Any]:
-    """The fields that differ from their defaults, or have none, as plain values."""
-    plain = to_plain(terms)
-    return {f.name: plain[f.name] for f in dataclasses.fields(terms) if getattr(terms, f.name) != f.default}
+def _chosen(value: Any) -> Any:
+    """A plain value; of dataclasses, however deep, the fields that differ from their defaults, or have none."""
+    if isinstance(value, tuple):
+        return [_chosen(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    chosen = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+    return {field.name: _chosen(getattr(value, field.name)) for field in chosen}
 
 
 def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None) -> RunResult:

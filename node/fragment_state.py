@@ -39,6 +39,8 @@ class FragmentState:
     """One fragment on one node. `check` states what always holds."""
 
     fragment: Fragment
+    lag: int = 0
+    """Of the run's terms."""
     version: int = -1
     """The anchor's version, which is also the one last merged (its base); −1 before the first snapshot."""
     lost: bool = False
@@ -85,10 +87,10 @@ class FragmentState:
     @property
     def terms(self) -> WindowTerms | None:
         """What the next delta runs under; None when the fragment is final, or its terms have not come."""
-        held = self.version
-        if self.last is not None and self.last.merged:
-            held = max(held, self.last.terms.window)
-        return self.terms_of.get(held + 1)
+        served = self.version
+        if self.lag:  # the base serves the window that is open, even if the versions before that are not here yet
+            served = max([served, *self.pending, *(undecided.terms.window for undecided in self.sent)])
+        return self.terms_of.get(served + 1)
 
     def is_behind(self, terms: Terms) -> bool:
         """Whether the base is too old for any window."""

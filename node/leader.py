@@ -264,9 +264,9 @@ class Leader:
     def _encoded(self, encoded: Encoded) -> None:
         """In the encoder's thread. The next step boundary may be far off: what can leave before it does."""
         self._blobs[encoded.offer.blob] = encoded.data
+        self._inbox.put(encoded)
         if encoded.at_once:
             self.link.send_blob(encoded.offer, encoded.data)
-        self._inbox.put(encoded)
 
     def _do(self, commands: list[ev.Command]) -> None:
         for command in commands:

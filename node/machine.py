@@ -167,10 +167,13 @@ class NodeMachine:
                 if undecided := self.fragments[blob.fragment].named(blob):
                     undecided.stored = True
             case msg.Outcome(blob=blob, reason=reason):
-                if undecided := self.fragments[blob.fragment].named(blob):
+                state = self.fragments[blob.fragment]
+                undecided = state.named(blob)
+                # An offer that was made twice, around a reconnection, is refused once it has been merged.
+                if undecided and state.undecided_is_in(undecided) is None:
                     undecided.dropped = reason
                     if self._goes_on:
-                        self._decide(self.fragments[blob.fragment])
+                        self._decide(state)
             case msg.Finished():
                 if self.stage in ("joining", "ready"):
                     self.stage = "finished"
@@ -194,7 +197,8 @@ class NodeMachine:
         restarted = welcome.epoch > self.epoch
         self.connected, self.epoch, self._sessions = True, welcome.epoch, self._sessions + 1
         if self.spec is None:
-            self.fragments = [FragmentState(fragment=f) for f in welcome.spec.identity.layout.fragments]
+            lag, layout = welcome.spec.terms.lag, welcome.spec.identity.layout
+            self.fragments = [FragmentState(fragment=fragment, lag=lag) for fragment in layout.fragments]
             self._do(ev.Adopt())
         self.spec = welcome.spec
         if self.ended:  # the good-bye was lost with the last session

@@ -25,13 +25,16 @@ def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *
     """Where training waits for updates: once after every send, τ steps later, with the version that it waits for.
 
     That is the one that holds the delta, or, with a lag, the one before: the delta's own comes during the next round.
-    Who has sent nothing merges what comes when it comes. `training` is False at the end, where nothing is waited for.
+    Who has sent nothing, nor done anything that could be sent, merges what comes when it comes. `training` is False at
+    the end, where nothing is waited for.
     """
     last, versions = state.last, state.ready_versions()
     if training and last is not None and not last.is_due(inner_steps):
         return None
     if last is None or last.merged:
-        if not versions or (training and last is not None and not state.is_behind(terms)):
+        # With a lag the base of what was done since the last merge still serves the next window.
+        works_on = bool(terms.lag) and (last is not None or inner_steps > state.counted_from)
+        if not versions or (training and works_on and not state.is_behind(terms)):
             return None
         return Merging(versions=versions, mix=_mix_unsent(state, versions[-1], inner_steps), loses_steps=True)
     wanted = last.terms.window - terms.lag

@@ -97,7 +97,7 @@ class Turn:
         return last is not None or (state.owed > state.version and inner_steps >= (state.merge_at or 0))
 
     def has_come_again(self, fragment: Fragment, sent: WindowTerms) -> bool:
-        """Whether the turn after the one at which a delta of `sent` was taken has come."""
+        """Whether the turn after that of a delta's own window has come."""
         if self.plan is None or self.round != sent.round + 1:
             return self.round > sent.round + 1
         return self.step >= schedule.due_step(fragment.slot, self.slots, self.plan.steps_of(self.node))

@@ -7,7 +7,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farloop.algo.eager import eager_delta, eager_start_into
+from farloop.algo.eager import eager_start_into
 from farloop.algo.outer_rules import state_names, step_
 from farloop.algo.outer_settings import OuterSettings, step_gain
 
@@ -21,6 +21,12 @@ SETTINGS = [
 
 def numbers(seed: int) -> Tensor:
     return torch.randn(1000, generator=torch.Generator().manual_seed(seed))
+
+
+def eager_delta(merged: Tensor, fresh: Tensor, stale: Tensor | None, share: float) -> Tensor:
+    """The paper's Δ̃: the late merge with a node's own part of it brought up to date."""
+    correction = fresh.clone() if stale is None else fresh - stale
+    return correction.mul_(share).add_(merged)
 
 
 def test_alone_a_node_has_its_fresh_delta() -> None:

@@ -205,3 +205,13 @@ def test_a_refused_one_is_offered_again_only_where_the_window_may_be_open_again(
     offer = Offer(blob=delta(), size=1, digest=0, window=4)
     state = sent(offer=offer, dropped=reason)
     assert (state.offer_again(3, 2, restarted=restarted) == [offer]) is again
+
+
+@pytest.mark.parametrize(("lag", "window"), [(0, 4), (1, 5)])
+def test_with_a_lag_the_next_delta_is_for_the_window_that_is_open(lag: int, window: int) -> None:
+    """D: version 4 is announced and not here yet; base 3 serves window 5 then, and would come too late for window 4."""
+    state = state_at(3)
+    state.lag = lag
+    state.pending = {4: committed(4)}
+    state.terms_of = {4: terms(4), 5: terms(5)}
+    assert state.terms is not None and state.terms.window == window

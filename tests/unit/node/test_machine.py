@@ -414,6 +414,17 @@ def test_a_delta_that_may_have_left_by_an_ended_session_is_offered_in_the_next()
     ]
 
 
+def test_a_delta_that_is_known_to_be_merged_is_not_refused_any_more() -> None:
+    """Q: it was offered twice around a reconnection, and the second offer came when its window had closed."""
+    story = Story(tau=2, mix=0.5).begin()
+    command = story.steps(4)[0]
+    story.encoded(command)
+    story.receive(story.commit(0, merged=(A, B)))
+    story.hear(msg.Outcome(blob=delta(0, 0, 1), reason=Reason.LATE, detail=""))
+    assert story.steps(2)[-2:] == [settled(0, 0, 1), ev.Merge(fragment=0, mix=0.5)]
+    assert story.machine.lost_steps == 0
+
+
 def test_a_delta_still_being_encoded_is_offered_once_not_twice() -> None:
     """Q."""
     story = Story().begin()

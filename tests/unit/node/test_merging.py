@@ -110,6 +110,13 @@ def test_with_a_lag_a_base_that_no_window_takes_is_left_at_once() -> None:
     assert merging is not None and merging.versions == [5, 6, 7] and merging.loses_steps
 
 
+def test_with_a_lag_work_that_can_still_be_sent_is_not_thrown_away() -> None:
+    fresh = state_at(3, 4, counted_from=12)
+    assert when_waiting(fresh, LATE, 12) == Merging(versions=[4], mix=0.5, loses_steps=True), "there is none"
+    assert when_waiting(fresh, LATE, 14) is None
+    assert when_waiting(state_at(3, 4, 5, counted_from=12), LATE, 14) is not None, "no window takes it"
+
+
 def test_an_eager_node_goes_on_once_its_own_delta_is_encoded() -> None:
     fresh = delta(5, 3, tau=0)
     state = state_at(3, 4, sent=[fresh])
