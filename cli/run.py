@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors
-from farloop.algo.methods import Method, check, method_named
+from farloop.algo.methods import Method, check, default_mix, method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.replay import arrivals
 from farloop.algo.schedule import num_rounds
@@ -49,7 +49,7 @@ class RunConfig:
     tau: int | None = None
     """Inner steps between a send and its merge."""
     mix: float | None = None
-    """Share of the local weights that a merge keeps, 0 to 1."""
+    """Share of the local weights that a merge keeps, 0 to 1; unless given, that of the method, and at most 1/nodes."""
     lag: int | None = None
     """1: an update has the whole next round to come, and is merged at its end; tau and mix are 0 then."""
     eager: bool = False
@@ -257,7 +257,7 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         steps=config.steps,
         h=h,
         tau=(0 if lag else method.tau) if config.tau is None else config.tau,
-        mix=(0.0 if lag else method.mix) if config.mix is None else config.mix,
+        mix=(0.0 if lag else default_mix(method, config.nodes)) if config.mix is None else config.mix,
         lag=lag,
         eager=config.eager,
         codec_up=config.codec_up or method.codec_up,

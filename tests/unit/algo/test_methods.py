@@ -10,7 +10,7 @@ import pytest
 
 from farloop.algo.fragments import NamedShape, partition
 from farloop.algo.merge import MERGE_RULES
-from farloop.algo.methods import METHODS, Method, check, max_tau, method_named
+from farloop.algo.methods import METHODS, Method, check, default_mix, max_tau, method_named
 from farloop.algo.schedule import due_step
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout, LearningRate, Terms
 
@@ -190,3 +190,9 @@ def test_who_can_be_late_by_a_round(method: str, lag: int, sentence: str) -> Non
     row = METHODS[method]
     with pytest.raises(ValueError, match=sentence):
         check(terms_of(row, lag=lag), layout_of(row))
+
+
+def test_a_merge_keeps_no_more_than_a_nodes_share() -> None:
+    streaming, diloco = METHODS["streaming"], METHODS["diloco"]
+    assert [default_mix(streaming, nodes) for nodes in (1, 2, 4, 8)] == [0.5, 0.5, 0.25, 0.125]
+    assert default_mix(diloco, 2) == 0.0
