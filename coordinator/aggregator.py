@@ -98,32 +98,36 @@ def first_anchor(fragment: Fragment, tensors: Mapping[str, Tensor]) -> Tensor:
 def merge(
     inputs: Sequence[tuple[bytearray | memoryview | bytes, float]],
     step: Step,
-    codec_up: str,
+    codecs_up: Sequence[str],
     named: Sequence[tuple[int, int]],
     rule: str = "mean",
 ) -> Tensor:
-    """One delta of many, fp32 [numel], summed in the given order (protocol M); each names its base and its window.
+    """One delta of many, fp32 [numel], summed in the given order (protocol M).
 
     By the mean it is Σ weight · decoded. Another rule reads every payload more than once, decoding it a tile at a time
     where the codec can.
+
+    Args:
+        codecs_up: of each delta; a late one has that of its own window.
+        named: the base and the window that each names.
     """
-    codec, fragment = codec_named(codec_up), step.fragment
+    codecs, fragment = [codec_named(spelling) for spelling in codecs_up], step.fragment
     expected = [
         Expected(codecs=(codec,), fragment=fragment, version=window, base=base, newest_epoch=step.epoch)
-        for base, window in named
+        for codec, (base, window) in zip(codecs, named, strict=True)
     ]
     if not MERGE_RULES[rule].linear:
-        return _merge_radially(inputs, expected, codec)
-    if codec.traits.entropy_coded:
+        return _merge_radially(inputs, expected)
+    if any(codec.traits.entropy_coded or codec != codecs[0] for codec in codecs):
         # One after the other, so that a single payload lies here decompressed.
-        total, scratch = torch.zeros(fragment.numel), bytearray(codec.payload_bytes(fragment))
+        total, scratch = torch.zeros(fragment.numel), _scratch(expected)
         for (blob, weight), expect in zip(inputs, expected, strict=True):
             header, payload = parse_blob(blob, expect, scratch=scratch)
-            codec.decode_add_(payload, total, weight, fragment, seed=header.seed)
+            header.codec.decode_add_(payload, total, weight, fragment, seed=header.seed)
         return total
     total = torch.empty(fragment.numel)
     parsed = [parse_blob(blob, expect) for (blob, _), expect in zip(inputs, expected, strict=True)]
-    codec.sum_into(
+    codecs[0].sum_into(
         [payload for _, payload in parsed],
         [weight for _, weight in inputs],
         total,
@@ -133,17 +137,22 @@ def merge(
     return total
 
 
+def _scratch(expected: Sequence[Expected]) -> bytearray | None:
+    """Room for any one of these payloads, decompressed; None where all come as they are."""
+    coded = [(codec, expect.fragment) for expect in expected for codec in expect.codecs if codec.traits.entropy_coded]
+    return bytearray(max(codec.payload_bytes(fragment) for codec, fragment in coded)) if coded else None
+
+
 def _merge_radially(
-    inputs: Sequence[tuple[bytearray | memoryview | bytes, float]], expected: Sequence[Expected], codec: Codec
+    inputs: Sequence[tuple[bytearray | memoryview | bytes, float]], expected: Sequence[Expected]
 ) -> Tensor:
     fragment = expected[0].fragment
-    # For one payload at a time, as above.
-    scratch = bytearray(codec.payload_bytes(fragment)) if codec.traits.entropy_coded else None
+    scratch = _scratch(expected)  # for one payload at a time, as above
 
     def pieces(blob: bytearray | memoryview | bytes, expect: Expected) -> Pieces:
         def read() -> Iterator[Tensor]:
             header, payload = parse_blob(blob, expect, scratch=scratch)
-            return codec.decoded_tiles(payload, fragment, seed=header.seed)
+            return header.codec.decoded_tiles(payload, fragment, seed=header.seed)
 
         return read
 

@@ -4,7 +4,7 @@ The daemon, its recovery and the simulator all commit, and repeat a commit, by t
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,6 +29,31 @@ class WrongAnchor(Exception):
     """A repeated commit does not give the anchor that its record announced: the bytes are not those of this run."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codecs:
+    """How the bytes of one commit are encoded: by the terms of its windows. The run may have others by now."""
+
+    up: tuple[str, ...]
+    """Of the deltas, in the order of the sum: each as the window says that it names."""
+    down: str
+    """Of the update."""
+
+
+def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:
+    """To be asked while the record's window is the fragment's open one."""
+    terms = ledger.windows[record.fragment]
+    assert terms.window == record.version
+    up = tuple(ledger.codec_of_deltas(record.fragment, window) for _, window in _named(ledger, record))
+    return Codecs(up=up, down=terms.codec_down)
+
+
+def _named(ledger: Ledger, record: WindowCommitted) -> list[tuple[int, int]]:
+    """Base and window of each delta. A late one names the window after its base; with a lag bases are older, and none
+    is late."""
+    bases = [addend.blob.version for addend in record.blobs]
+    return [(base, record.version if ledger.spec.terms.lag else base + 1) for base in bases]
+
+
 def spools_inputs(terms: Terms) -> bool:
     """Whether deltas are journaled on arrival. Gradients of data-parallel are sent again instead (protocol K)."""
     return method_named(terms.method).inner
@@ -51,24 +76,22 @@ def step_of(ledger: Ledger, record: WindowCommitted) -> Step:
     )
 
 
-def _merged(inputs: Inputs, step: Step, terms: Terms, record: WindowCommitted) -> Tensor:
+def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs_up: Sequence[str]) -> Tensor:
     # A run ends on the mean of what the nodes hold, as its last outer step is plain.
-    rule = "mean" if record.flush else method_named(terms.method).merge
-    # A late delta names the window after its base; with a lag bases are older, and none is late.
-    bases = [addend.blob.version for addend in record.blobs]
-    named = [(base, record.version if terms.lag else base + 1) for base in bases]
-    return aggregator.merge(inputs, step, terms.codec_up, named, rule)
+    rule = "mean" if record.flush else method_named(ledger.spec.terms.method).merge
+    return aggregator.merge(inputs, step, codecs_up, _named(ledger, record), rule)
 
 
-def compute(ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: Inputs, codec_down: str) -> Result:
-    """The draft's arithmetic: sum, outer step, update.
+def compute(ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: Inputs) -> Result:
+    """The arithmetic of the draft of an open window: sum, outer step, update.
 
     Raises:
         NonFiniteError: finite deltas added up to more than fp32 holds.
     """
-    step, terms = step_of(ledger, draft), ledger.spec.terms
-    delta = _merged(inputs, step, terms, draft)
-    result = aggregator.commit(buffers, delta, step, terms, codec_down)
+    step, terms, codecs = step_of(ledger, draft), ledger.spec.terms, codecs_of(ledger, draft)
+    delta = _merged(ledger, inputs, step, draft, codecs.up)
+    result = aggregator.commit(buffers, delta, step, terms, codecs.down)
+    # By the run's terms: they say how the codec is chosen, those of a window what was chosen.
     codec_up = bits.next_codec(terms.codec_up, delta, step.fragment)
     return replace(result, codec_up=codec_up, gap=aggregator.gap(buffers, step))
 
@@ -90,9 +113,11 @@ def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
 
 
 def repeat(
-    ledger: Ledger, buffers: Buffers, record: WindowCommitted, update: bytes, inputs: Inputs | None
+    ledger: Ledger, buffers: Buffers, record: WindowCommitted, update: bytes, inputs: Inputs | None, codecs: Codecs
 ) -> tuple[Buffers, bool]:
     """One commit again after a restart: the anchor from the update, the rest from the inputs (protocol P).
+
+    `codecs` is what `codecs_of` said before the record was taken into the ledger, which is far ahead of it by now.
 
     Without inputs (gradients are not spooled) the target is taken from the anchor, and the optimizer's state stays as
     the snapshot had it. Returns the buffers, and whether target and optimizer state came out as recorded.
@@ -102,13 +127,13 @@ def repeat(
     """
     step, terms = step_of(ledger, record), ledger.spec.terms
     anchor = buffers.anchor.clone()
-    aggregator.apply_update_(anchor, update, step, terms.codec_down)
+    aggregator.apply_update_(anchor, update, step, codecs.down)
     if digest(anchor) != record.anchor_digest:
         raise WrongAnchor(f"fragment {record.fragment} does not come out as version {record.version} said")
     if inputs is None:
         stepped = replace(buffers, target=anchor.clone())
     else:
-        delta = _merged(inputs, step, terms, record)
+        delta = _merged(ledger, inputs, step, record, codecs.up)
         stepped = aggregator.advance(buffers, delta, step, terms)
     again = replace(stepped, version=record.version, anchor=anchor)
     return again, (digest(again.target), again.outer_digest()) == (record.target_digest, record.momentum_digest)

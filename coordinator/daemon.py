@@ -1,8 +1,8 @@
 """The coordinator's shell: turns what the link and the store report into events, and carries out the commands.
 
 One loop. Commands run one after the other in the order the machine gave them, so that a record is durable before
-what follows from it is told; commits and inputs run beside them, each ending in exactly one event. The disk is
-touched from one storage thread, the arithmetic runs in one compute thread.
+what follows from it is told; commits and inputs (`inputs.py`) run beside them, each ending in exactly one event. The
+disk is touched from one storage thread (`upkeep.py`), the arithmetic runs in one compute thread.
 """
 
 import asyncio
@@ -18,19 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
-from farloop.algo.spec import BlobId, Fragment, NodeId
-from farloop.coordinator import aggregator, commits, snapshots
+from farloop.algo.spec import BlobId, NodeId
+from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
 from farloop.coordinator.errors import DiskFull
-from farloop.coordinator.intake import Intake, expected_delta
+from farloop.coordinator.inputs import Inputs
 from farloop.coordinator.link import Peer, RouterLink
-from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
+from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
 from farloop.coordinator.store import Store
-from farloop.quant.blob import parse_blob
-from farloop.quant.errors import BadBlob, NonFiniteError
+from farloop.coordinator.upkeep import Upkeep
+from farloop.quant.errors import NonFiniteError
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource
@@ -77,14 +76,13 @@ class Coordinator:
         self.machine = CoordinatorMachine(
             store.ledger.copy(), now=time.monotonic(), liveness_s=config.timing.liveness_s
         )
-        self._storage = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self._upkeep = Upkeep(store, self.machine.alarms)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._commands: deque[ev.Command] = deque()
         self._work = asyncio.Event()
         self._peers: dict[int, Peer] = {}
         self._sessions: dict[NodeId, Peer] = {}
-        self._intake = Intake()
-        self._inputs: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
+        self._inputs = Inputs(store, self._upkeep, self._in_compute)
         self._done = asyncio.Event()
         self._all_left = asyncio.Event()
         """No session is open, and nobody may yet be back."""
@@ -122,9 +120,8 @@ class Coordinator:
             self.link.close()
             self.observer.refresh(self.machine)
             (self.config.state_dir / "status.json").write_bytes(self.observer.status_json)
-            await self._on_disk(self.store.close)
+            await self._upkeep.close()
             self.observer.close()
-            self._storage.shutdown()
             self._compute.shutdown()
 
     async def _until_over(self, stop: asyncio.Event) -> None:
@@ -174,11 +171,11 @@ class Coordinator:
                     return
                 self._happened(ev.Heard(session=peer.number, node=node, message=message))
             case wire_ev.BlobReceived(blob=blob, data=data):
-                if offer := self._intake.arrived(blob):
+                if offer := self._inputs.arrived(blob):
                     self._start(self._keep_input(offer, data))
             case wire_ev.BlobCorrupt(blob=blob):
-                if offer := self._intake.arrived(blob):
-                    self._reject(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
+                if offer := self._inputs.arrived(blob):
+                    self._happened(self._inputs.corrupt(offer))
             case wire_ev.SessionClosed(reason=reason, detail=detail):
                 node = self._node_of(peer)
                 self._peers.pop(peer.number, None)
@@ -218,7 +215,7 @@ class Coordinator:
     async def _execute(self, command: ev.Command) -> None:
         match command:
             case ev.Record(record=record):
-                await self._on_disk(self._append, record)
+                await self._upkeep.append(record)
             case ev.Accept(session=number, node=node, welcome=welcome):
                 if peer := self._peers.get(number):
                     self._sessions[node] = peer
@@ -243,9 +240,9 @@ class Coordinator:
             case ev.Commit():
                 self._start(self._commit(command))
             case ev.Forget(blob=blob):
-                self._inputs.pop(blob, None)
+                self._inputs.forget([blob])
             case ev.Finish():
-                await self._on_disk(self._export)
+                await self._upkeep.export(self.config.state_dir / "model.safetensors")
                 self._done.set()
             case _:
                 assert_never(command)
@@ -259,48 +256,13 @@ class Coordinator:
         peer = self._sessions.get(offer.blob.node)
         if peer is None or peer.session.state is not State.OPEN:
             return
-        fragment = self._fragment(offer.blob.fragment)
-        window = self.machine.windows.get(fragment.index)
-        wrong = self._intake.let_in(peer.session, offer, window, fragment, time.monotonic())
-        if wrong is not None:
-            return self._reject(offer, Reason.TOO_LARGE, wrong)
+        failed = self._inputs.let_in(peer.session, offer, self.machine.windows.get(offer.blob.fragment))
+        if failed is not None:
+            return self._happened(failed)
         self.link.flush(peer)
 
-    def _fragment(self, index: int) -> Fragment:
-        return self.store.ledger.spec.identity.layout.fragments[index]
-
-    def _reject(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
-        self._intake.settled(offer.blob)
-        self._happened(ev.InputFailed(offer=offer, reason=reason, detail=detail))
-
     async def _keep_input(self, offer: msg.Offer, data: bytearray) -> None:
-        """Verify and spool a delta; durable before it counts (protocol P)."""
-        ledger, fragment = self.store.ledger, self._fragment(offer.blob.fragment)
-        expect = expected_delta(offer, fragment, ledger.spec.terms.codec_up, ledger.epoch)
-        try:
-            await self._in_compute(parse_blob, data, expect)
-        except BadBlob as error:
-            return self._reject(offer, Reason.CORRUPT, str(error))
-        if commits.spools_inputs(ledger.spec.terms):
-            await self._spool(offer, data)
-        self._intake.settled(offer.blob)
-        self._inputs[offer.blob] = data
-        self._happened(ev.InputStored(offer=offer))
-
-    async def _spool(self, offer: msg.Offer, data: bytearray) -> None:
-        """Make a delta durable. A full disk is waited out: a delta that was dropped for it would not be sent again."""
-        record = rec.InputStored(
-            blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
-        )
-        while True:
-            try:
-                await self._on_disk(self._append, record, data)
-            except DiskFull as error:
-                self.machine.alarms["spool"] = str(error)
-                await asyncio.sleep(RETRY_S)
-            else:
-                self.machine.alarms.pop("spool", None)
-                return
+        self._happened(await self._inputs.keep(offer, data))
 
     def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
         for node in nodes:
@@ -326,7 +288,7 @@ class Coordinator:
     async def _commit(self, command: ev.Commit) -> None:
         draft = command.draft
         try:
-            reserved = await self._on_disk(self.store.reserve, draft.fragment, command.codec_down)
+            reserved = await self._upkeep.reserve(draft.fragment, command.codec_down)
         except DiskFull as error:
             failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
             return self._happened(failed)
@@ -334,35 +296,23 @@ class Coordinator:
         try:
             result = await self._in_compute(self._compute_commit, command)
         except NonFiniteError as error:  # finite deltas can add up to more than fp32 holds
-            await self._on_disk(self.store.release, reserved)
+            await self._upkeep.release(reserved)
             failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=f"the update: {error}")
             return self._happened(failed)
         computed = time.monotonic()
-        record = await self._on_disk(self.store.commit, draft, result, reserved)
-        for addend in record.blobs:
-            self._inputs.pop(addend.blob, None)
+        record = await self._upkeep.commit(draft, result, reserved)
+        self._inputs.forget([addend.blob for addend in record.blobs])
         self.observer.committed(record, result, computed - started, time.monotonic() - computed)
         self._happened(ev.CommitDone(record=record))
 
     def _compute_commit(self, command: ev.Commit) -> aggregator.Result:
         draft = command.draft
-        inputs = [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
         buffers = self.store.buffers[draft.fragment]
-        return commits.compute(self.store.ledger, buffers, draft, inputs, command.codec_down)
+        return commits.compute(self.store.ledger, buffers, draft, self._inputs.addends(draft))
 
     def _snapshot_blob(self, fragment: int) -> tuple[BlobId, bytearray, int]:
         layout = self.store.ledger.spec.identity.layout
         return commits.snapshot_blob(self.store.buffers[fragment], layout.fragments[fragment], self.store.ledger.epoch)
-
-    def _append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
-        self.store.append(record, attachment)
-        self.store.sync()
-
-    def _export(self) -> None:
-        """The final model, for other tools."""
-        identity = self.store.ledger.spec.identity
-        metadata = {"run": identity.fingerprint(), "model": identity.model}
-        snapshots.export(self.config.state_dir / "model.safetensors", self.store.named_anchors(), metadata)
 
     # --- time and threads
 
@@ -386,9 +336,6 @@ class Coordinator:
     def _start(self, job: Any) -> None:
         assert self._jobs is not None
         self._jobs.create_task(job)
-
-    async def _on_disk(self, call: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._storage, partial(call, *args))
 
     async def _in_compute(self, call: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, partial(call, *args))

@@ -27,19 +27,20 @@ class Intake:
     """Here, and being made durable."""
 
     def let_in(
-        self, session: Session, offer: Offer, window: Window | None, fragment: Fragment, now: float
+        self, session: Session, offer: Offer, window: Window | None, fragment: Fragment, codec_up: str, now: float
     ) -> str | None:
         """Let a delta come over this session; a sentence where its size is wrong, None otherwise.
 
-        Nothing is asked for where the window closed while the decision waited for its turn, or where the bytes are
-        here and `Stored` is on its way.
+        `codec_up` is that of the window which the delta names, `window` the open one, perhaps a later one. Nothing is
+        asked for where the window closed while the decision waited for its turn, or where the bytes are here and
+        `Stored` is on its way.
         """
         if window is None or not window.admits(offer) or offer.blob in self._keeping:
             return None
-        codec = codec_named(window.terms.codec_up)
+        codec = codec_named(codec_up)
         most = blob_bytes(codec, fragment)
         if offer.size > most or (offer.size < most and not codec.traits.entropy_coded):
-            return f"{offer.size} bytes offered, {most} are a {window.terms.codec_up} blob of this fragment"
+            return f"{offer.size} bytes offered, {most} are a {codec_up} blob of this fragment"
         kept = self._partial.get(offer.blob)
         try:
             reassembly = session.expect(offer.blob, offer.size, offer.digest, kept, now)
@@ -66,7 +67,7 @@ class Intake:
 
 
 def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) -> Expected:
-    """What the bytes of an offered delta must say of themselves."""
+    """What the bytes of an offered delta must say of themselves; `codec_up` is that of the window which it names."""
     return Expected(
         codecs=(codec_named(codec_up),),
         fragment=fragment,

@@ -1,7 +1,7 @@
 """The coordinator's durable knowledge, as a fold over journal records. Pure.
 
 The running machine and a restart build it by the same `apply`, so that what was decided before a crash is what is
-known after it. Sessions, expectations and deadlines are not durable: they live in `coordinator/machine.py`.
+known after it. Sessions, expectations and deadlines are not durable: they live in `machine.py` and `membership.py`.
 """
 
 from collections.abc import Sequence
@@ -239,6 +239,15 @@ class Ledger:
         if len(known) < len(missed) or sum(committed.size for committed in known) > snapshot_bytes:
             return None
         return known
+
+    def codec_of_deltas(self, fragment: int, window: int) -> str:
+        """How the deltas for a window are encoded, late ones included: as its own terms say, which came with the commit
+        before it. Of windows that nobody remembers, as the run's do."""
+        terms = self.windows.get(fragment)
+        if terms is None or terms.window != window:
+            before = self.commits.get((fragment, window - 1))
+            terms = before.next_window if before else None
+        return terms.codec_up if terms else self.spec.terms.codec_up
 
     def holds_one_of(self, node: NodeId, fragment: int) -> bool:
         """Whether a delta of this node is stored and has no outcome yet."""

@@ -7,6 +7,7 @@ machine; target and optimizer state by repeating the arithmetic on the spooled i
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -31,6 +32,14 @@ _log = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 8
 """Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol P)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Done:
+    """A commit of the journal, to be repeated if no snapshot holds it."""
+
+    record: rec.WindowCommitted
+    codecs: commits.Codecs
 
 
 class Store:
@@ -118,13 +127,14 @@ class Store:
             case _:
                 raise StateMismatch(directory, "its journal does not begin with a run's start")
         store = cls(directory, journal, ledger, [])
-        commits: dict[int, list[rec.WindowCommitted]] = {}
+        done: list[list[_Done]] = [[] for _ in ledger.versions]
         for entry in entries:
-            store._take(entry)
             if isinstance(entry.record, rec.WindowCommitted):
-                commits.setdefault(entry.record.fragment, []).append(entry.record)
-        for index in range(len(ledger.versions)):
-            store._restore(index, commits.get(index, []))
+                codecs = commits.codecs_of(ledger, entry.record)
+                done[entry.record.fragment].append(_Done(record=entry.record, codecs=codecs))
+            store._take(entry)
+        for index, of_fragment in enumerate(done):
+            store._restore(index, of_fragment)
         return store
 
     # --- the journal
@@ -207,7 +217,7 @@ class Store:
 
     # --- recovery
 
-    def _restore(self, index: int, commits: Sequence[rec.WindowCommitted]) -> None:
+    def _restore(self, index: int, done: Sequence[_Done]) -> None:
         """The fragment's buffers: its newest good snapshot, and every commit behind it once more."""
         spec = self.ledger.spec
         snapshot = snapshots.load_latest(self.directory, index, fingerprint=spec.identity.fingerprint())
@@ -216,23 +226,24 @@ class Store:
         tensors = dict(snapshot.tensors)
         anchor, target = tensors.pop("anchor"), tensors.pop("target")
         buffers = Buffers(version=snapshot.version, anchor=anchor, target=target, outer=tensors)
-        for record in commits:
-            if record.version == buffers.version + 1:
-                buffers = self._repeat(buffers, record)
+        for commit in done:
+            if commit.record.version == buffers.version + 1:
+                buffers = self._repeat(buffers, commit)
         if buffers.version != self.ledger.versions[index]:
             found = f"snapshot and journal lead to version {buffers.version} of fragment {index}"
             raise StateMismatch(self.directory, f"{found}, the last commit is {self.ledger.versions[index]}")
         self.buffers.append(buffers)
         self._restart_from.append((snapshot.version, snapshot.version))
 
-    def _repeat(self, buffers: Buffers, record: rec.WindowCommitted) -> Buffers:
+    def _repeat(self, buffers: Buffers, commit: _Done) -> Buffers:
         """One commit again: the anchor from the update, the rest from the inputs."""
+        record = commit.record
         attachment = self._attachments.update(record.fragment, record.version)
         update = self._journal.read(attachment, 0, attachment.size)
         spooled = all(self._attachments.input(addend.blob) for addend in record.blobs)
         inputs = [(self.read_input(addend.blob), addend.weight) for addend in record.blobs] if spooled else None
         try:
-            restored, same = commits.repeat(self.ledger, buffers, record, update, inputs)
+            restored, same = commits.repeat(self.ledger, buffers, record, update, inputs, commit.codecs)
         except commits.WrongAnchor as error:
             raise StateMismatch(self.directory, str(error)) from error
         if not same:

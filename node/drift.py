@@ -46,6 +46,14 @@ class _Sent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What brought the anchor to a version."""
+
+    command: ev.Apply
+    data: bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
     """Who made a version of a fragment."""
 
@@ -74,8 +82,8 @@ class Drift:
         self._announced: dict[tuple[int, int], _Made] = {}
         self._made: dict[int, _Made] = {}
         """The last version that was applied."""
-        self._updates: dict[int, tuple[int, bytes | bytearray]] = {}
-        """A version that can be learned from, and its update."""
+        self._updates: dict[int, _Update] = {}
+        """Versions that can be learned from."""
 
     def stepped(self, lr: float) -> None:
         """An inner step at that rate is done: y ← y − η·d_i."""
@@ -101,31 +109,33 @@ class Drift:
             made = _Made(version=message.version, nodes=nodes, final=message.next_window is None)
             self._announced[message.fragment, message.version] = made
 
-    def applied(self, fragment: int, version: int, update: bytes | bytearray) -> None:
+    def applied(self, command: ev.Apply, update: bytes | bytearray) -> None:
         """The anchor was brought to this version by this blob, or should have been."""
         if not self._on:
             return
+        fragment, version = command.fragment, command.version
         made = self._announced[fragment, version]
         self._announced = {at: who for at, who in self._announced.items() if at[0] != fragment or at[1] > version}
         self._updates.pop(fragment, None)
         if not made.continues(self._made.get(fragment)):
             self._drifts.pop(fragment, None)
         elif not made.final:  # the run's last step is by another ν, and nothing follows it
-            self._updates[fragment] = version, update
+            self._updates[fragment] = _Update(command=command, data=update)
         self._made[fragment] = made
 
     def settled(self, blob: BlobId, merged_in: int | None, data: bytes | bytearray | None, epoch: int) -> None:
         """The own delta, as it was sent, became part of that version; or (None) never will."""
-        sent, (version, update) = self._sent.get(blob.fragment), self._updates.get(blob.fragment, (-1, b""))
+        sent, update = self._sent.get(blob.fragment), self._updates.get(blob.fragment)
         if sent is None or sent.command.blob != blob:
             return
         del self._sent[blob.fragment]
-        if data is None or merged_in != version or not sent.lr_sum > 0.0:
+        if data is None or update is None or merged_in != update.command.version or not sent.lr_sum > 0.0:
             return
         command, outer_lr = sent.command, self._terms.outer_lr
         try:
             own = self._decoded(data, command.codec, blob.fragment, command.window, blob.version, epoch)
-            merged = self._decoded(update, self._terms.codec_down, blob.fragment, version, version - 1, epoch)
+            version, codec_down = update.command.version, update.command.codec
+            merged = self._decoded(update.data, codec_down, blob.fragment, version, version - 1, epoch)
         except BadBlob:  # the anchor did not get it either, and is lost
             return
         if (drift := self._drifts.get(blob.fragment)) is None:

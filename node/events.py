@@ -106,6 +106,8 @@ class Apply:
     fragment: int
     version: int
     anchor_digest: int
+    codec: str
+    """Of the version's window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,8 @@ class Install:
 
     fragment: int
     version: int
+    codec: str
+    """Of the deltas that will be measured from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

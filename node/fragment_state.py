@@ -1,8 +1,9 @@
 """What a node's machine knows of one fragment: the version it holds, what has arrived, what it has sent. Pure."""
 
+import dataclasses
 from dataclasses import dataclass, field
 
-from farloop.algo.spec import BlobId, Fragment, NodeId, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, Terms, WindowTerms
 from farloop.wire.messages import Committed, Offer
 from farloop.wire.reasons import Reason
 
@@ -112,6 +113,15 @@ class FragmentState:
         if terms.window > self.version:
             self.terms_of[terms.window] = terms
 
+    def terms_for(self, window: int, run: Terms) -> WindowTerms | Terms:
+        """What a window from the held version on runs under.
+
+        By the run's terms where its own did not come: they are told with the version before, which a snapshot may
+        overtake, and then the link may break. If those are others by now, an anchor's digest will not fit, and a
+        snapshot mends it.
+        """
+        return self.terms_of.get(window, run)
+
     def announce(self, committed: Committed) -> None:
         """A commit was announced; one that is held already changes nothing."""
         if committed.next_window is None:
@@ -120,6 +130,17 @@ class FragmentState:
             self.learn_terms(committed.next_window)
         if committed.version > self.version:
             self.pending[committed.version] = committed
+
+    def came(self, blob: BlobId) -> BlobId | None:
+        """The bytes of an update or a snapshot are here. Returns those that are of no use now: of an update that is
+        merged already, of the snapshot before."""
+        if blob.kind is not BlobKind.SNAPSHOT:
+            if blob.version <= self.version:
+                return blob
+            self.arrived.add(blob.version)
+            return None
+        before, self.snapshot = self.snapshot, blob.version
+        return None if before in (None, blob.version) else dataclasses.replace(blob, version=before)
 
     def undecided_is_in(self, undecided: Undecided) -> int | None:
         """The version that an undecided delta is part of, as far as it was announced.

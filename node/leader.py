@@ -5,7 +5,6 @@ lets the machine decide and carries the commands out (protocol X).
 """
 
 import contextlib
-import dataclasses
 import logging
 import queue
 import time
@@ -30,6 +29,7 @@ from farloop.node.machine import NodeMachine
 from farloop.node.memory import Memory
 from farloop.node.metrics import Metrics
 from farloop.node.replica import Own, Replica
+from farloop.node.reports import Reports
 from farloop.node.residuals import Residuals
 from farloop.quant.registry import warm_for
 from farloop.wire import events as wire_ev
@@ -37,9 +37,6 @@ from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
-
-PROGRESS_S = 1.0
-"""Between two reports to the coordinator."""
 
 Inbox = queue.SimpleQueue[ev.Event | wire_ev.SessionEvent | Encoded | Exception]
 
@@ -60,23 +57,18 @@ class Leader:
         self.machine = NodeMachine(name=name, incarnation=memory.incarnation, epoch=memory.epoch, tau=tau)
         self.clock = Clock()
         self.metrics = Metrics(name)
-        self.loss: float | None = None
         self.samples = LeaseCursor()
         self.replica: Replica | None = None
         self.evaluate: Callable[[], float] | None = None
-        self._cluster, self._memory, self._fingerprint = cluster, memory, fingerprint
+        self._memory = memory
+        self._reports = Reports(self.machine, self.clock, self.samples, memory, cluster, fingerprint)
         self._inbox: Inbox = queue.SimpleQueue()
         self._blobs: dict[BlobId, bytearray] = {}
         self._merged: list[int] = []
-        self._anchors: tuple[msg.AnchorRef, ...] = ()
-        self._started_in: int | None = None
-        """The round that the last Start named: the link's thread knows of it before the machine does."""
-        self._layout: str | None = None
         self._encoder: Encoder | None = None
         self._residuals: Residuals | None = None
         self._drift: Drift | None = None
-        self._reported = (0.0, 0)
-        self.link = Link(link, self._hello, self._deliver)
+        self.link = Link(link, self._reports.hello, self._deliver)
         self.link.start()
 
     # --- the way in
@@ -99,7 +91,7 @@ class Leader:
         assert self.machine.spec is not None
         layout = self.machine.spec.identity.layout
         self.replica = Replica(module, layout, gradients=not method_named(self.machine.spec.terms.method).inner)
-        self._layout = layout.digest()
+        self._reports.layout = layout.digest()
         warm_for(self.machine.spec.terms)
         self._encoder = Encoder(self.replica, self._encoded, self._inbox.put)
         self._residuals = Residuals(
@@ -120,7 +112,7 @@ class Leader:
 
     def after_step(self, tokens: int, loss: float | None) -> Decision:
         """What happens between two inner steps; blocks where the method says that training waits."""
-        self.loss = loss if loss is not None else self.loss
+        self._reports.loss = loss if loss is not None else self._reports.loss
         assert self._drift is not None
         self._drift.stepped(self.machine.lr)
         self._do(self.machine.handle(ev.StepDone(tokens=tokens)))
@@ -149,34 +141,7 @@ class Leader:
 
     def progress(self) -> msg.Progress:
         """How it goes, for the coordinator and the metrics."""
-        now, moved, machine = time.monotonic(), self.link.moved, self.machine
-        waiting = self._waiting
-        since, tokens = self._reported
-        rate = (machine.tokens - tokens) / (now - since) if since and now > since else 0.0
-        stage = machine.stage
-        state: msg.NodeState = "finished" if stage in ("finished", "left", "stopped") else "training"
-        if stage in ("joining", "ready", "draining"):
-            state = stage
-        elif waiting and state == "training":
-            state = "waiting"
-        return msg.Progress(
-            state=state,
-            position=machine.position,
-            round=machine.round,
-            inner_steps=machine.inner_steps,
-            tokens=machine.tokens,
-            loss=self.loss,
-            tokens_per_s=rate,
-            compute_share=self.clock.compute_share(now),
-            blocked_s=self.clock.seconds("blocked", now),
-            lost_steps=machine.lost_steps,
-            sample_watermark=self.samples.watermark,
-            bytes_up=moved.up,
-            bytes_down=moved.down,
-            bytes_state=moved.state,
-            detail=waiting or "",
-            skipped_turns=machine.skipped_turns,
-        )
+        return self._reports.progress(self.link.moved, self._waiting, time.monotonic())
 
     # --- inbox and commands
 
@@ -294,10 +259,10 @@ class Leader:
                 if blob.kind is BlobKind.DELTA and self._residuals is not None and self._drift is not None:
                     self._residuals.settled(blob, merged_in)
                     self._drift.settled(blob, merged_in, data, self.machine.epoch)
-            case ev.Apply(fragment=fragment, version=version, anchor_digest=digest):
-                self._apply(fragment, version, digest)
-            case ev.Install(fragment=fragment, version=version):
-                self._install(fragment, version)
+            case ev.Apply():
+                self._apply(command)
+            case ev.Install():
+                self._install(command)
             case ev.Merge(fragment=fragment, mix=mix, factor=factor):
                 assert self.replica is not None
                 own = [Own(blob=blob, terms=terms, data=self._blobs[blob]) for blob, terms in command.own]
@@ -319,24 +284,22 @@ class Leader:
             case _:
                 assert_never(command)
 
-    def _apply(self, fragment: int, version: int, anchor_digest: int) -> None:
-        assert self.replica is not None and self.machine.spec is not None
+    def _apply(self, command: ev.Apply) -> None:
+        fragment, version, epoch = command.fragment, command.version, self.machine.epoch
+        assert self.replica is not None and self._drift is not None
         data = self._blobs.pop(BlobId(kind=BlobKind.UPDATE, fragment=fragment, version=version))
-        codec, epoch = self.machine.spec.terms.codec_down, self.machine.epoch
-        assert self._drift is not None
-        self._drift.applied(fragment, version, data)
-        if not self.replica.apply(fragment, version, data, codec, epoch, anchor_digest):
+        self._drift.applied(command, data)
+        if not self.replica.apply(fragment, version, data, command.codec, epoch, command.anchor_digest):
             _log.error("anchor mismatch fragment=%d version=%d: a snapshot is asked for", fragment, version)
             self._inbox.put(ev.AnchorMismatch(fragment=fragment))
 
-    def _install(self, fragment: int, version: int) -> None:
-        assert self.replica is not None
+    def _install(self, command: ev.Install) -> None:
+        fragment, version = command.fragment, command.version
+        assert self.replica is not None and self._residuals is not None
         data = self._blobs.pop(BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version))
         if not self.replica.install(fragment, version, data, self.machine.epoch):
             return self._inbox.put(ev.AnchorMismatch(fragment=fragment))
-        assert self._residuals is not None and self.machine.spec is not None
-        codec, device = self.machine.spec.terms.codec_up, self.replica.anchors[fragment].device
-        self._residuals.installed(fragment, version, codec, device)
+        self._residuals.installed(fragment, version, command.codec, self.replica.anchors[fragment].device)
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
         if self.evaluate is None:
@@ -348,52 +311,31 @@ class Leader:
         seconds, position = time.monotonic() - started, self.machine.position
         self.link.send(msg.Evaluation(loss=loss, versions=versions, position=position, seconds=seconds))
 
-    # --- what the link tells for us
+    # --- what is told
 
     def _remember_anchors(self) -> None:
-        """An immutable copy: the link's thread reads it whenever a session begins."""
         assert self.replica is not None
-        self._anchors = tuple(
-            msg.AnchorRef(fragment=i, version=version, digest=self.replica.digests[i])
-            for i, version in enumerate(self.replica.versions)
-            if version >= 0
-        )
+        self._reports.hold(self.replica)
         self._memory.see_epoch(self.machine.epoch)
 
     def _deliver(self, event: wire_ev.SessionEvent | Exception) -> None:
         """In the link's thread."""
         match event:
             case wire_ev.MessageReceived(message=msg.Start(round=plan)):
-                self._started_in = plan.index
+                self._reports.starts_in(plan.index)
         self._inbox.put(event)
-
-    def _hello(self) -> msg.Hello:
-        """In the link's thread; reads what the training thread replaces as a whole."""
-        machine = self.machine
-        return msg.Hello(
-            protocol_min=msg.PROTOCOL_VERSIONS[0],
-            protocol_max=msg.PROTOCOL_VERSIONS[1],
-            node=machine.name,
-            incarnation=machine.incarnation,
-            fingerprint=self._fingerprint if machine.spec is None else machine.spec.identity.fingerprint(),
-            layout=self._layout,
-            epoch_seen=max(self._memory.epoch, machine.epoch),
-            anchors=self._anchors,
-            round=machine.round if machine.start_round is not None else self._started_in,
-            device=self._cluster.describe(),
-        )
 
     def _report_if_due(self) -> None:
         now = time.monotonic()
-        if now - self._reported[0] >= PROGRESS_S:
+        if self._reports.is_due(now):
             progress = self.progress()
             self.metrics.saw(progress, versions=self.machine.versions, connected=self.machine.connected)
             self.link.send(progress)
-            self._reported = (now, self.machine.tokens)
+            self._reports.reported(now)
 
     def _say_good_bye(self, leave: msg.Leave) -> None:
         self.link.send(self.progress())  # the last word on bytes and tokens
-        self.link.send(dataclasses.replace(leave, anchors=self._anchors))
+        self.link.send(self._reports.farewell(leave))
 
 
 def _stop_error(reason: Reason, detail: str) -> NodeError:

@@ -12,9 +12,12 @@ from typing import Literal, assert_never
 from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RoundPlan, RunSpec
 from farloop.node import events as ev
+from farloop.node.finishing import farewell, last_sends
 from farloop.node.fragment_state import FragmentState, Undecided
 from farloop.node.merging import merge_command, merging_when_going_on, merging_when_waiting
+from farloop.node.outcomes import decided, forgotten, overtaken, settled
 from farloop.node.turns import Turn, newest_round
+from farloop.node.waiting import waits_for
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -85,25 +88,7 @@ class NodeMachine:
     @property
     def waiting(self) -> str | None:
         """What training stands still for, in words; None when it may go on."""
-        if self.ended:
-            return None
-        if self.stage == "joining":
-            return "the first snapshot" if self.connected else "the coordinator"
-        if self.stage == "ready":
-            return "the start"
-        if self.stage == "training" and not self.inner_steps:
-            for state in self.fragments:
-                if state.pending:
-                    return f"fragment {state.fragment.index}, version {max(state.pending)}"
-        if self.stage == "training" and self.round not in self.rounds:
-            return f"the plan of round {self.round}"
-        for state in self.fragments:
-            if state.lost and self.stage in ("training", "finishing"):
-                return f"a snapshot of fragment {state.fragment.index}"
-            if self._holds_up(state):
-                lag = self.spec.terms.lag if self.spec else 0
-                return f"fragment {state.fragment.index}, window {state.awaited(lag)}"
-        return "the last windows" if self.stage == "finishing" else None
+        return waits_for(self)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -119,7 +104,8 @@ class NodeMachine:
             case ev.Received(message=message):
                 self._received(message)
             case ev.BlobArrived(blob=blob):
-                self._arrived(blob)
+                if useless := self.fragments[blob.fragment].came(blob):
+                    self._do(ev.ForgetBlob(blob=useless))
             case ev.Disconnected():
                 self.connected = False
             case ev.DeltaEncoded(offer=offer, offered=offered):
@@ -144,8 +130,8 @@ class NodeMachine:
             assert self.start_round is not None
             assert self.round not in self.rounds or self.step < self.rounds[self.round].steps_of(self.name)
 
-    def _do(self, command: ev.Command) -> None:
-        self._commands.append(command)
+    def _do(self, *commands: ev.Command) -> None:
+        self._commands += commands
 
     def _received(self, message: msg.Message) -> None:
         match message:
@@ -161,8 +147,7 @@ class NodeMachine:
             case msg.Committed():
                 self._learn_rounds(message.rounds)
                 self.fragments[message.fragment].announce(message)
-                if self._goes_on:
-                    self._decide(self.fragments[message.fragment])
+                self._decide(self.fragments[message.fragment])
             case msg.Stored(blob=blob):
                 if undecided := self.fragments[blob.fragment].named(blob):
                     undecided.stored = True
@@ -172,8 +157,7 @@ class NodeMachine:
                 # An offer that was made twice, around a reconnection, is refused once it has been merged.
                 if undecided and state.undecided_is_in(undecided) is None:
                     undecided.dropped = reason
-                    if self._goes_on:
-                        self._decide(state)
+                    self._decide(state)
             case msg.Finished():
                 if self.stage in ("joining", "ready"):
                     self.stage = "finished"
@@ -219,17 +203,6 @@ class NodeMachine:
     def _learn_rounds(self, plans: tuple[RoundPlan, ...]) -> None:
         self.rounds |= {plan.index: plan for plan in plans}
 
-    def _arrived(self, blob: BlobId) -> None:
-        state = self.fragments[blob.fragment]
-        if blob.kind is BlobKind.SNAPSHOT:
-            if state.snapshot is not None and state.snapshot != blob.version:
-                self._forget(state, BlobKind.SNAPSHOT, state.snapshot)
-            state.snapshot = blob.version
-        elif blob.version > state.version:
-            state.arrived.add(blob.version)
-        else:
-            self._do(ev.ForgetBlob(blob=blob))
-
     def _encoded(self, offer: msg.Offer, *, offered: bool) -> None:
         if undecided := self.fragments[offer.blob.fragment].named(offer.blob):
             undecided.offer = offer
@@ -237,10 +210,6 @@ class NodeMachine:
                 self._do(ev.SendBlob(offer=offer))
         else:  # a snapshot took its base away while it was being encoded
             self._do(ev.ForgetBlob(blob=offer.blob))
-
-    def _forget(self, state: FragmentState, kind: BlobKind, version: int) -> None:
-        """Bytes that came, and will not be used."""
-        self._do(ev.ForgetBlob(blob=BlobId(kind=kind, fragment=state.fragment.index, version=version)))
 
     def _stop(self, reason: Reason, detail: str) -> None:
         self.stage = "stopped"
@@ -325,29 +294,19 @@ class NodeMachine:
         """Whether training goes on where an update is late (protocol F)."""
         return self.spec is not None and self.spec.terms.on_late_update == "continue"
 
-    def _holds_up(self, state: FragmentState) -> bool:
-        """Whether training waits for what became of the fragment's last delta."""
-        training = self.stage == "training"
-        return Turn.of(self).holds_up(state, self.inner_steps) if training else bool(state.sent)
-
     def _settle(self) -> None:
         """Merge what is due, then see whether the stage changes."""
-        if self.stage == "finishing":
-            self._flush()
+        self._flush()
         self._merge_all()
         if self._send_overdue():
             self._merge_all()
         if self.stage == "joining" and self.spec and self.connected and min(self.versions) >= 0:
             self.stage = "ready"
             self._do(ev.Tell(message=msg.Ready()))
-        if self.stage == "finishing":
-            self._flush()
-            if all(state.is_final and not state.sent for state in self.fragments):
-                self.stage = "finished"
-                self._do(ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED)))
-        if self.stage == "draining" and not any(state.sent for state in self.fragments):
-            self.stage = "left"
-            self._do(ev.Tell(message=msg.Leave(reason=Reason.DRAINED)))
+        self._flush()
+        if end := farewell(self.stage, self.fragments):
+            self.stage, reason = end
+            self._do(ev.Tell(message=msg.Leave(reason=reason)))
 
     def _merge_all(self) -> None:
         for state in self.fragments:
@@ -376,71 +335,40 @@ class NodeMachine:
             self._do(ev.Evaluate(versions=self.versions))
 
     def _settle_sent(self, state: FragmentState, version: int) -> None:
-        """The anchor is about to be at `version`: what became of the deltas for the windows up to there is known."""
         assert self.spec is not None
-        for undecided in [u for u in state.sent if u.terms.window <= version]:
-            window = undecided.terms.window
-            merged_in = window if state.undecided_is_in(undecided) == window else None
-            if merged_in is None and self.spec.terms.lag:
-                self.lost_steps += undecided.steps
-            self._do(ev.ForgetBlob(blob=undecided.blob, merged_in=merged_in))
-            state.sent.remove(undecided)
-            state.learn_share(window, self.name)
+        commands, lost_steps = settled(state, version, self.name, self.spec.terms.lag)
+        self.lost_steps += lost_steps
+        self._do(*commands)
 
     def _apply(self, state: FragmentState, versions: list[int]) -> bool:
         """Bring the anchor to the last of the versions; whether this node is to evaluate one of them."""
+        assert self.spec is not None
         for version in versions:
-            digest = state.pending[version].anchor_digest
-            self._do(ev.Apply(fragment=state.fragment.index, version=version, anchor_digest=digest))
+            digest, codec = state.pending[version].anchor_digest, state.terms_for(version, self.spec.terms).codec_down
+            self._do(ev.Apply(fragment=state.fragment.index, version=version, anchor_digest=digest, codec=codec))
         return any(state.pending[version].evaluator == self.name for version in versions)
 
     def _decide(self, state: FragmentState) -> None:
-        """A commit was announced, or an outcome: of the undecided delta, or one that leaves no way for it.
-
-        Drops do not tell: who was removed from a window may still be merged by a later one.
-        """
-        assert self.spec is not None
-        if (undecided := state.undecided) is None:
-            return
-        merged_in = state.undecided_is_in(undecided)
-        if merged_in is not None:
-            state.sent.remove(undecided)
-            state.owed = merged_in
-        elif not state.can_be_taken(undecided, self.spec.terms.max_staleness):
-            state.give_up()
-        else:
-            return
-        self._do(ev.ForgetBlob(blob=undecided.blob, merged_in=merged_in))
+        if self._goes_on:
+            assert self.spec is not None
+            self._do(*decided(state, self.spec.terms.max_staleness))
 
     def _install(self, state: FragmentState) -> None:
         version, state.snapshot = state.snapshot, None
         assert version is not None and self.spec is not None
         if version < state.version or (version == state.version and not state.lost):
-            return self._forget(state, BlobKind.SNAPSHOT, version)
+            return self._do(forgotten(state, BlobKind.SNAPSHOT, version))
         state.lost = False
         self.lost_steps += self.inner_steps - state.merged_at
         state.discard = False
-        terms = self.spec.terms
-        for undecided in [u for u in state.sent if not state.can_be_taken(u, terms.max_staleness, version)]:
-            self._do(ev.ForgetBlob(blob=undecided.blob))
-            state.sent.remove(undecided)
-        if terms.lag and state.last is not None:
-            state.last.merged = version >= state.last.terms.window - terms.lag
-        for skipped in sorted(arrived for arrived in state.arrived if arrived <= version):
-            self._forget(state, BlobKind.UPDATE, skipped)
-        self._do(ev.Install(fragment=state.fragment.index, version=version))
+        self._do(*overtaken(state, version, self.spec.terms))
+        codec = state.terms_for(version + 1, self.spec.terms).codec_up
+        self._do(ev.Install(fragment=state.fragment.index, version=version, codec=codec))
         state.advance(version, self.inner_steps, self.tokens, mixed=True)
         self._do(ev.Merge(fragment=state.fragment.index, mix=0.0))
         self._merge(state)
 
     def _flush(self) -> None:
-        """At the run's end: send what is left of every fragment, once what was sent before is merged or only late.
-
-        A regular window that is still open here had no other node to serve it (this one started late in the run): it
-        is sent as well, or the run would never end.
-        """
-        assert self.spec is not None
-        turn, lag = Turn.of(self), self.spec.terms.lag
-        for state in self.fragments:
-            if turn.is_free(state) and state.terms and state.final is None and len(state.pending) <= lag:
+        if self.stage == "finishing":
+            for state in last_sends(self):
                 self._send(state)

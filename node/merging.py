@@ -68,7 +68,7 @@ def merging_when_going_on(state: FragmentState, terms: Terms, inner_steps: int, 
     turn_comes = state.merge_at is not None and inner_steps >= state.merge_at
     if training and inner_steps and not turn_comes:
         return None
-    mix = 0.0 if state.discard or not inner_steps else terms.mix
+    mix = 0.0 if state.discard or not inner_steps else state.terms_for(versions[-1], terms).mix
     return Merging(versions=versions, mix=mix, loses_steps=state.discard)
 
 

@@ -185,7 +185,8 @@ class CoordinatorActor:
             return
         fragment = self._fragment(offer.blob.fragment)
         window = self.machine.windows.get(fragment.index)
-        wrong = self._intake.let_in(peer.session, offer, window, fragment, self._now)
+        codec_up = self.machine.ledger.codec_of_deltas(fragment.index, offer.window)
+        wrong = self._intake.let_in(peer.session, offer, window, fragment, codec_up, self._now)
         if wrong is not None:
             return self._reject(offer, Reason.TOO_LARGE, wrong)
         self.router.flush(peer)
@@ -200,7 +201,8 @@ class CoordinatorActor:
     def _verify(self, offer: msg.Offer, data: bytearray) -> None:
         """Verify and spool a delta; durable before it counts (protocol P)."""
         ledger, fragment = self.store.ledger, self._fragment(offer.blob.fragment)
-        expect = expected_delta(offer, fragment, ledger.spec.terms.codec_up, ledger.epoch)
+        codec_up = ledger.codec_of_deltas(fragment.index, offer.window)
+        expect = expected_delta(offer, fragment, codec_up, ledger.epoch)
 
         def spool() -> None:
             try:
@@ -284,7 +286,7 @@ class CoordinatorActor:
         draft = command.draft
         inputs = [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
         buffers = self.store.buffers[draft.fragment]
-        return commits.compute(self.store.ledger, buffers, draft, inputs, command.codec_down)
+        return commits.compute(self.store.ledger, buffers, draft, inputs)
 
     # --- time
 

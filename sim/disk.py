@@ -55,11 +55,13 @@ class MemoryStore:
         self.ledger = Ledger.begin(first)
         """What is durable; the machine works on a copy, and is ahead of it."""
         self.buffers = [Buffers.begin(anchor, first.spec.terms) for anchor in disk.anchors]
+        done: list[tuple[rec.WindowCommitted, commits.Codecs]] = []
         for record, attachment in disk.entries:
-            self._note(record, attachment)
-        for record, _ in disk.entries:
             if isinstance(record, rec.WindowCommitted):
-                self.buffers[record.fragment] = self._repeat(self.buffers[record.fragment], record)
+                done.append((record, commits.codecs_of(self.ledger, record)))
+            self._note(record, attachment)
+        for commit, codecs in done:
+            self.buffers[commit.fragment] = self._repeat(self.buffers[commit.fragment], commit, codecs)
         if self.ledger.epoch != disk.epoch:
             self.append(rec.EpochClaimed(epoch=disk.epoch))
 
@@ -108,12 +110,12 @@ class MemoryStore:
             case _:
                 pass
 
-    def _repeat(self, buffers: Buffers, record: rec.WindowCommitted) -> Buffers:
+    def _repeat(self, buffers: Buffers, record: rec.WindowCommitted, codecs: commits.Codecs) -> Buffers:
         """One commit again: the anchor from the update, the rest from the inputs."""
         update = self._updates[record.fragment, record.version]
         spooled = all(addend.blob in self._inputs for addend in record.blobs)
         inputs = [(self._inputs[addend.blob], addend.weight) for addend in record.blobs] if spooled else None
-        restored, same = commits.repeat(self.ledger, buffers, record, update, inputs)
+        restored, same = commits.repeat(self.ledger, buffers, record, update, inputs, codecs)
         self._disk.alarms += not same
         return restored
 

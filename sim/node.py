@@ -8,11 +8,10 @@ import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import assert_never
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind
@@ -25,6 +24,7 @@ from farloop.node.replica import Own, Replica
 from farloop.node.residuals import Residuals
 from farloop.sim.agenda import Process
 from farloop.sim.dialler import Dial, Dialler
+from farloop.sim.diary import Diary, Merged, Send
 from farloop.sim.disk import Worker
 from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.wire import events as wire_ev
@@ -39,50 +39,6 @@ DRAIN_S = 30.0
 
 BUILD_S = 0.2
 """To build the model once the run's spec is known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Send:
-    """A delta was taken."""
-
-    inner_step: int
-    position: float
-    fragment: int
-    window: int
-    base: int
-    steps: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """An anchor was merged into the local weights."""
-
-    inner_step: int
-    fragment: int
-    version: int
-    mix: float
-    sends: int
-    """Deltas that were taken before."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Diary:
-    """What one start of a node did, for whoever looks at the outcome."""
-
-    sends: list[Send] = field(default_factory=list)
-    merges: list[Merged] = field(default_factory=list)
-    settled: list[tuple[BlobId, int | None]] = field(default_factory=list)
-    """Deltas, and the version that the node believes them to be part of; None for none."""
-    applied: list[tuple[int, int]] = field(default_factory=list)
-    """(fragment, version) of every update that was decoded onto an anchor."""
-    mismatches: int = 0
-    weights: list[Tensor] = field(default_factory=list)
-    """Local weights before every inner step, and at the end, fp32 [numel]; none in a frugal world."""
-    learning_rates: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    """Positions of the granted stream that were trained on."""
 
 
 class NodeActor:
@@ -285,10 +241,10 @@ class NodeActor:
                     self.diary.settled.append((blob, merged_in))
                     self._residuals.settled(blob, merged_in)
                     self._drift.settled(blob, merged_in, data, self.machine.epoch)
-            case ev.Apply(fragment=fragment, version=version, anchor_digest=digest):
-                self._apply(fragment, version, digest)
-            case ev.Install(fragment=fragment, version=version):
-                self._install(fragment, version)
+            case ev.Apply():
+                self._apply(command)
+            case ev.Install():
+                self._install(command)
             case ev.Merge():
                 self._merge(command)
             case ev.Evaluate(versions=versions):
@@ -339,26 +295,25 @@ class NodeActor:
 
         self._encoder.submit(lambda: None, done)
 
-    def _apply(self, fragment: int, version: int, anchor_digest: int) -> None:
-        assert self.replica is not None and self.machine.spec is not None
+    def _apply(self, command: ev.Apply) -> None:
+        assert self.replica is not None
+        fragment, version, epoch = command.fragment, command.version, self.machine.epoch
         data = self._blobs.pop(BlobId(kind=BlobKind.UPDATE, fragment=fragment, version=version))
-        codec, epoch = self.machine.spec.terms.codec_down, self.machine.epoch
         self.diary.applied.append((fragment, version))
-        self._drift.applied(fragment, version, data)
-        if not self.replica.apply(fragment, version, data, codec, epoch, anchor_digest):
+        self._drift.applied(command, data)
+        if not self.replica.apply(fragment, version, data, command.codec, epoch, command.anchor_digest):
             self.diary.mismatches += 1
             self._inbox.append(ev.AnchorMismatch(fragment=fragment))
 
-    def _install(self, fragment: int, version: int) -> None:
+    def _install(self, command: ev.Install) -> None:
         assert self.replica is not None
+        fragment, version = command.fragment, command.version
         data = self._blobs.pop(BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version))
         if not self.replica.install(fragment, version, data, self.machine.epoch):
             self.diary.mismatches += 1
             self._inbox.append(ev.AnchorMismatch(fragment=fragment))
             return
-        assert self.machine.spec is not None
-        codec, device = self.machine.spec.terms.codec_up, self.replica.anchors[fragment].device
-        self._residuals.installed(fragment, version, codec, device)
+        self._residuals.installed(fragment, version, command.codec, self.replica.anchors[fragment].device)
 
     def _merge(self, command: ev.Merge) -> None:
         assert self.replica is not None

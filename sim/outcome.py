@@ -10,7 +10,8 @@ from farloop.algo.spec import BlobId, Layout, NodeId, Terms
 from farloop.coordinator import records as rec
 from farloop.node.machine import Stage
 from farloop.node.moved import Moved
-from farloop.sim.node import Diary, NodeActor
+from farloop.sim.diary import Diary
+from farloop.sim.node import NodeActor
 from farloop.wire.messages import Drop, Share
 from farloop.wire.reasons import Reason
 

@@ -214,24 +214,24 @@ def test_a_greeting_knows_of_a_start_that_the_training_thread_has_not_taken_yet(
     """Q: or the coordinator would take a node that trains for one that is still joining."""
     play.welcome()
     play.leader.wait_for_spec(5.0)
-    assert play.leader._hello().round is None
+    assert play.leader._reports.hello().round is None
     play.tell(msg.Start(round=play.rounds[1], lease=None))
-    assert play.leader._hello().round == 1
+    assert play.leader._reports.hello().round == 1
 
 
 def test_only_anchors_that_match_are_told_and_a_mismatch_is_mended_by_a_snapshot(play: Play) -> None:
     """S."""
     play.begin()
-    assert play.leader._hello().anchors == (msg.AnchorRef(fragment=0, version=0, digest=digest(play.anchor)),)
+    assert play.leader._reports.hello().anchors == (msg.AnchorRef(fragment=0, version=0, digest=digest(play.anchor)),)
     play.leader.after_step(10, 1.0)
     play.commit(play.ones, anchor_digest=12345)
     timer = threading.Timer(0.3, play.snapshot)
     timer.start()
     told: list[msg.Hello] = []
-    threading.Timer(0.15, lambda: told.append(play.leader._hello())).start()
+    threading.Timer(0.15, lambda: told.append(play.leader._reports.hello())).start()
     assert play.leader.after_step(10, 1.0).running
     assert told[0].anchors == ()
-    assert play.leader._hello().anchors == (msg.AnchorRef(fragment=0, version=1, digest=digest(play.anchor)),)
+    assert play.leader._reports.hello().anchors == (msg.AnchorRef(fragment=0, version=1, digest=digest(play.anchor)),)
     assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
     timer.join()
 
@@ -265,7 +265,7 @@ def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(tm
     first.leader._take(first.leader._inbox.get())
     first.leader.close()
     second = Play(tmp_path)
-    assert second.leader._hello().epoch_seen == 3
+    assert second.leader._reports.hello().epoch_seen == 3
     second.welcome(epoch=2)
     with pytest.raises(Refused, match="epoch 2 after 3"):
         second.leader.wait_for_spec(5.0)

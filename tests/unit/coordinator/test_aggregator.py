@@ -75,7 +75,9 @@ def begun(terms: Terms) -> Buffers:
 def commit(buffers: Buffers, inputs: list[tuple[bytearray, float]], terms: Terms, *, codec_down: str = "q4") -> Result:
     """One whole commit, as the daemon does it."""
     this = step(buffers.version + 1, lr=terms.outer_lr, momentum=terms.outer_momentum)
-    merged = aggregator.merge(inputs, this, terms.codec_up, [(buffers.version, buffers.version + 1)] * len(inputs))
+    merged = aggregator.merge(
+        inputs, this, [terms.codec_up] * len(inputs), [(buffers.version, buffers.version + 1)] * len(inputs)
+    )
     return aggregator.commit(buffers, merged, this, terms, codec_down)
 
 
@@ -114,25 +116,41 @@ def test_the_merged_delta_is_the_sum_of_weighted_decoded_deltas_with_two_roundin
     """M: t = k·s, u = fl(w·t), acc = fl(acc + u), in the order given."""
     deltas, weights = [noise(i) for i in range(1, 4)], [0.2, 0.3, 0.5]
     blobs = [delta(x, codec, salt=salt) for salt, x in enumerate(deltas)]
-    merged = aggregator.merge(list(zip(blobs, weights, strict=True)), step(), codec, [(0, 1)] * len(blobs))
+    merged = aggregator.merge(
+        list(zip(blobs, weights, strict=True)), step(), [codec] * len(blobs), [(0, 1)] * len(blobs)
+    )
     acc = torch.zeros(1280)
     for blob, weight in zip(blobs, weights, strict=True):
         acc = acc + decoded(blob, codec, 1) * torch.tensor(weight)
     assert torch.equal(merged, acc)
 
 
+@pytest.mark.parametrize("codecs", [("q4", "q8", "q4"), ("q4", "q4r", "fp32"), ("q4r", "q4r:step=0.5", "q4r")])
+@pytest.mark.parametrize("rule", ["mean", "radial"])
+def test_each_delta_is_read_by_the_codec_of_its_own_window(codecs: tuple[str, ...], rule: str) -> None:
+    """B, M: a late delta names an earlier window than the others, whose terms may have been others."""
+    deltas, weights = [noise(i) for i in range(1, 4)], [0.2, 0.3, 0.5]
+    mixed = [delta(x, codec) for x, codec in zip(deltas, codecs, strict=True)]
+    plain = [delta(decoded(blob, codec, 1), "fp32") for blob, codec in zip(mixed, codecs, strict=True)]
+    merged = aggregator.merge(list(zip(mixed, weights, strict=True)), step(), codecs, [(0, 1)] * 3, rule)
+    as_numbers = aggregator.merge(list(zip(plain, weights, strict=True)), step(), ["fp32"] * 3, [(0, 1)] * 3, rule)
+    assert torch.equal(merged, as_numbers)
+
+
 def test_in_any_order_the_sum_is_the_same_to_the_last_bits_and_in_one_order_it_is_the_same() -> None:
     """D39: within M ulp; bit-identical in the fixed order, which is why there is one."""
     inputs = [(delta(noise(i, scale=10.0 ** (i - 3)), "fp32"), i / 10) for i in range(1, 5)]
-    ordered = aggregator.merge(inputs, step(), "fp32", [(0, 1)] * len(inputs))
+    ordered = aggregator.merge(inputs, step(), ["fp32"] * len(inputs), [(0, 1)] * len(inputs))
     magnitude = sum((decoded(blob, "fp32", 1).abs() * weight for blob, weight in inputs), torch.zeros(1280))
     seen = set()
     for order in itertools.permutations(inputs):
-        merged = aggregator.merge(order, step(), "fp32", [(0, 1)] * len(inputs))
+        merged = aggregator.merge(order, step(), ["fp32"] * len(inputs), [(0, 1)] * len(inputs))
         assert bool(((merged - ordered).abs() <= 4 * torch.finfo(torch.float32).eps * magnitude).all())
         seen.add(digest(merged))
     assert len(seen) > 1, "else the order would not matter, and this test would show nothing"
-    assert digest(aggregator.merge(list(inputs), step(), "fp32", [(0, 1)] * len(inputs))) == digest(ordered)
+    assert digest(aggregator.merge(list(inputs), step(), ["fp32"] * len(inputs), [(0, 1)] * len(inputs))) == digest(
+        ordered
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +164,7 @@ def test_in_any_order_the_sum_is_the_same_to_the_last_bits_and_in_one_order_it_i
 )
 def test_a_blob_that_is_not_the_windows_is_refused(blob: bytearray, what: str) -> None:
     with pytest.raises(BadBlob, match=what):
-        aggregator.merge([(blob, 1.0)], step(), "q4", [(0, 1)])
+        aggregator.merge([(blob, 1.0)], step(), ["q4"], [(0, 1)])
 
 
 def test_the_outer_step_is_nesterovs(spec: RunSpec) -> None:
@@ -401,7 +419,9 @@ LAYERS = dataclasses.replace(
 
 def radial(blobs: list[bytearray], weights: list[float], codec: str) -> Tensor:
     this = dataclasses.replace(step(), fragment=LAYERS)
-    return aggregator.merge(list(zip(blobs, weights, strict=True)), this, codec, [(0, 1)] * len(blobs), "radial")
+    return aggregator.merge(
+        list(zip(blobs, weights, strict=True)), this, [codec] * len(blobs), [(0, 1)] * len(blobs), "radial"
+    )
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -421,7 +441,7 @@ def test_the_radial_average_is_that_of_the_decoded_deltas(codec: str) -> None:
     assert norm_sq(merged[w]) ** 0.5 == pytest.approx(
         sum(weight * length for weight, length in zip(weights, lengths, strict=True)), rel=1e-5
     )
-    plain = aggregator.merge(list(zip(blobs, weights, strict=True)), step(), codec, [(0, 1)] * 3)
+    plain = aggregator.merge(list(zip(blobs, weights, strict=True)), step(), [codec] * 3, [(0, 1)] * 3)
     assert torch.equal(merged[1000:], plain[1000:]) and not torch.equal(merged[w], plain[w])
 
 
@@ -438,7 +458,7 @@ def test_over_many_tiles_the_radial_average_is_the_same_tensor_by_tensor(codec: 
         this = dataclasses.replace(step(), fragment=fragment)
         header = BlobHeader(codec=codec_named(codec), fragment=fragment, version=1, base=0, epoch=1)
         blobs = [pack_blob(header, codec_named(codec).encode(x, fragment, seed=header.seed)) for x in parts]
-        return aggregator.merge([(blob, 0.5) for blob in blobs], this, codec, [(0, 1)] * 2, "radial")
+        return aggregator.merge([(blob, 0.5) for blob in blobs], this, [codec] * 2, [(0, 1)] * 2, "radial")
 
     whole = merged(large, deltas)
     for tensor in large.tensors:

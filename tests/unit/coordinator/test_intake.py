@@ -49,7 +49,8 @@ def offer(spec: RunSpec, fragment: Fragment) -> Offer:
 
 
 def let_in(intake: Intake, session: Asked, offer: Offer, window: Window | None, fragment: Fragment) -> str | None:
-    return intake.let_in(session, offer, window, fragment, 0.0)  # type: ignore[arg-type]
+    codec_up = window.terms.codec_up if window else "q4"
+    return intake.let_in(session, offer, window, fragment, codec_up, 0.0)  # type: ignore[arg-type]
 
 
 def test_a_delta_of_the_open_window_may_come(offer: Offer, window: Window, fragment: Fragment) -> None:

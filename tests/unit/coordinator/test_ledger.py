@@ -491,6 +491,21 @@ def test_a_base_that_does_not_fit_its_window_is_refused(spec: RunSpec) -> None:
     assert patient(spec).outcome_reason(old, 4) is Reason.STALE_BASE
 
 
+def test_the_codec_of_a_delta_is_that_of_the_window_which_it_names(spec: RunSpec) -> None:
+    """B: of the open one, and of those before as long as their commits are remembered, in a summary too."""
+    ledger = begun(spec)
+    for codec in ("q8", "fp32", "e3m0"):
+        while plan := ledger.next_round_to_fix():
+            ledger.apply(rec.RoundFixed(round=plan))
+        record = committed(ledger, 0)
+        assert record.next_window is not None
+        ledger.apply(dataclasses.replace(record, next_window=dataclasses.replace(record.next_window, codec_up=codec)))
+    for known in (ledger, Ledger.resume(ledger.saved())):
+        codecs = [known.codec_of_deltas(0, window) for window in (1, 2, 3, 4)]
+        assert codecs == [spec.terms.codec_up, "q8", "fp32", "e3m0"]
+        assert known.codec_of_deltas(1, 1) == spec.terms.codec_up
+
+
 def test_a_stored_late_delta_is_kept_from_commit_to_commit_until_it_is_too_old(spec: RunSpec) -> None:
     """P, Q: and over a restart."""
     ledger = patient(spec)

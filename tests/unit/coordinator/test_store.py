@@ -21,7 +21,7 @@ from farloop.algo.merge import MERGE_RULES
 from farloop.algo.methods import METHODS
 from farloop.algo.outer_rules import state_names
 from farloop.algo.outer_settings import OuterKind
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec, WindowTerms
 from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers
@@ -71,7 +71,7 @@ def data_parallel(long_spec: RunSpec, anchors: list[Tensor]) -> RunSpec:
 
 def delta(store: Store, node: NodeId, fragment: int) -> tuple[rec.InputStored, bytearray]:
     """What a node would send for the open window: always the same for the same version."""
-    version, terms = store.ledger.versions[fragment] + 1, store.ledger.spec.terms
+    version, terms = store.ledger.versions[fragment] + 1, store.ledger.windows[fragment]
     of, codec = store.ledger.spec.identity.layout.fragments[fragment], codec_named(terms.codec_up)
     generator = torch.Generator().manual_seed(1000 * version + 10 * fragment + ord(node[0]))
     x = torch.randn(of.numel, generator=generator) * 1e-2
@@ -118,9 +118,9 @@ def commit(store: Store, fragment: int, *nodes: NodeId) -> None:
             store.append(stored, data)
             store.sync()
     decision = draft(store, fragment, [blob for blob, _ in inputs])
-    reserved = store.reserve(fragment, terms.codec_down)
+    reserved = store.reserve(fragment, store.ledger.windows[fragment].codec_down)
     addends = [(data, addend.weight) for (_, data), addend in zip(inputs, decision.blobs, strict=True)]
-    result = commits.compute(store.ledger, store.buffers[fragment], decision, addends, terms.codec_down)
+    result = commits.compute(store.ledger, store.buffers[fragment], decision, addends)
     store.commit(decision, result, reserved)
 
 
@@ -267,6 +267,25 @@ def test_a_recovery_has_every_bit_whatever_the_optimizer_and_the_merge_rule(
     run_rounds(uninterrupted, rounds + 3)
     uninterrupted.close()
     assert images(uninterrupted) == images(again)
+
+
+def test_a_recovery_reads_every_commit_as_its_window_said(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P: the run's terms may have been others then."""
+    regular = schedule.window_after
+
+    def window_after(*args: Any, **named: Any) -> WindowTerms | None:
+        following = regular(*args, **named)
+        other = following is not None and following.window % 2 == 0
+        return dataclasses.replace(following, codec_up="q8", codec_down="bf16") if following and other else following
+
+    monkeypatch.setattr(schedule, "window_after", window_after)
+    run_rounds(store, SNAPSHOT_EVERY + 3)
+    before = images(store)
+    store.close()
+    again = recovered(store.directory)
+    assert images(again) == before
+    assert again.alarms == {}
+    again.close()
 
 
 def test_updates_and_inputs_are_read_from_the_journal(store: Store) -> None:

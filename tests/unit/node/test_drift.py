@@ -37,6 +37,11 @@ def commit(version: int, nodes: tuple[NodeId, ...] = (A, B), *, final: bool = Fa
     )  # fmt: skip
 
 
+def applied(version: int, codec: str = "fp32") -> ev.Apply:
+    """As the machine commands it."""
+    return ev.Apply(fragment=0, version=version, anchor_digest=0, codec=codec)
+
+
 class Node:
     """A replica of 300 weights in two tensors, and its drift."""
 
@@ -90,7 +95,7 @@ class Node:
         self.drift.heard(commit(version, nodes, final=final))
         self.replica.anchors[0] -= OUTER_LR * mean
         update[-1] ^= not whole
-        self.drift.applied(0, version, update)
+        self.drift.applied(applied(version), update)
         blob, data = sent
         self.drift.settled(blob, version if merged else None, data, 0)
         self.replica.merge(0, 0.0)
@@ -209,12 +214,20 @@ def test_versions_that_were_announced_early_are_remembered() -> None:
     sent = node.send(own=1.0)
     node.drift.heard(commit(1))
     node.drift.heard(commit(2))
-    node.drift.applied(0, 1, node.update(0.25))
+    node.drift.applied(applied(1), node.update(0.25))
     node.drift.settled(sent[0], 1, sent[1], 0)
     assert node.pull() != 0.0
     node.version = 1
-    node.drift.applied(0, 2, node.update(0.25))
+    node.drift.applied(applied(2), node.update(0.25))
     assert node.pull() != 0.0
+
+
+def test_an_update_is_read_as_its_window_says_whatever_the_run_does_by_now() -> None:
+    """B: the terms of a run may change, and an update that was made before comes after."""
+    as_ever, changed = Node(), Node(dataclasses.replace(TERMS, codec_up="q4", codec_down="q8"))
+    for node in (as_ever, changed):
+        node.merge(node.send(own=1.0), mean=0.25)
+    assert changed.pull() == as_ever.pull() != 0.0
 
 
 def test_without_control_variates_nothing_is_done_or_kept() -> None:

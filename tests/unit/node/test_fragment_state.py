@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, TensorSlot, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Fragment, LearningRate, NodeId, TensorSlot, Terms, WindowTerms
 from farloop.node.fragment_state import FragmentState, Undecided
 from farloop.wire.messages import Committed, Offer, Share
 from farloop.wire.reasons import Reason
@@ -35,6 +35,32 @@ def state_at(version: int) -> FragmentState:
     state = FragmentState(fragment=FRAGMENT)
     state.advance(version, 0, 0, mixed=True)
     return state
+
+
+def test_a_window_whose_terms_did_not_come_runs_under_those_of_the_run() -> None:
+    """B: a snapshot may overtake the announcement of its version, and then the link may break."""
+    state = FragmentState(fragment=FRAGMENT, version=3)
+    state.learn_terms(terms(4))
+    run = Terms(
+        method="streaming", steps=8, h=2, tau=0, mix=0.0, codec_up="q4", codec_down="q8", outer_lr=0.7,
+        outer_momentum=0.9, lr=LearningRate(), clip=1.0, weight_decay=0.1, batch_sequences=4, sequence_tokens=8,
+    )  # fmt: skip
+    assert state.terms_for(4, run) == terms(4)
+    assert state.terms_for(5, run) is run
+
+
+def test_bytes_of_no_use_are_told_at_once() -> None:
+    def blob(kind: BlobKind, version: int) -> BlobId:
+        return BlobId(kind=kind, fragment=0, version=version)
+
+    state = FragmentState(fragment=FRAGMENT, version=3)
+    assert state.came(blob(BlobKind.UPDATE, 3)) == blob(BlobKind.UPDATE, 3)
+    assert state.came(blob(BlobKind.UPDATE, 4)) is None
+    assert state.arrived == {4}
+    assert state.came(blob(BlobKind.SNAPSHOT, 4)) is None
+    assert state.came(blob(BlobKind.SNAPSHOT, 4)) is None
+    assert state.came(blob(BlobKind.SNAPSHOT, 6)) == blob(BlobKind.SNAPSHOT, 4)
+    assert state.snapshot == 6
 
 
 def test_holding_a_version_means_holding_the_terms_of_the_next() -> None:

@@ -171,7 +171,7 @@ def offer_of(command: ev.Command) -> msg.Offer:
 
 
 def applied(fragment: int, version: int) -> ev.Apply:
-    return ev.Apply(fragment=fragment, version=version, anchor_digest=digest(fragment, version))
+    return ev.Apply(fragment=fragment, version=version, anchor_digest=digest(fragment, version), codec="q4")
 
 
 def settled(fragment: int, base: int, seq: int) -> ev.ForgetBlob:
@@ -192,8 +192,12 @@ def test_a_node_adopts_the_run_takes_snapshots_says_ready_and_starts() -> None:
     assert story.machine.waiting == "the coordinator"
     assert story.hear(story.welcome()) == [ev.Adopt()]
     assert story.machine.waiting == "the first snapshot"
-    assert story.snapshot(1) == [ev.Install(fragment=1, version=0), merged(1, 0.0)]
-    assert story.snapshot(0) == [ev.Install(fragment=0, version=0), merged(0, 0.0), ev.Tell(message=msg.Ready())]
+    assert story.snapshot(1) == [ev.Install(fragment=1, version=0, codec="q4"), merged(1, 0.0)]
+    assert story.snapshot(0) == [
+        ev.Install(fragment=0, version=0, codec="q4"),
+        merged(0, 0.0),
+        ev.Tell(message=msg.Ready()),
+    ]
     assert (story.machine.stage, story.machine.waiting, story.machine.running) == ("ready", "the start", False)
     lease = Lease(start=0, count=8)
     assert story.hear(msg.Start(round=story.rounds[0], lease=lease)) == [ev.UseSamples(lease=lease)]
@@ -209,7 +213,7 @@ def test_updates_that_come_while_joining_are_applied_in_order_behind_the_snapsho
     first, second = story.commit(0, merged=[B]), story.commit(0, merged=[B])
     assert story.receive(second) == story.receive(first) == []
     assert story.handle(ev.BlobArrived(blob=blob(BlobKind.SNAPSHOT, 0, 0))) == [
-        ev.Install(fragment=0, version=0),
+        ev.Install(fragment=0, version=0, codec="q4"),
         merged(0, 0.0),
         applied(0, 1),
         applied(0, 2),
@@ -463,7 +467,7 @@ def test_an_anchor_that_does_not_match_is_fetched_and_replaced_before_training_g
     following = story.commit(0, merged=[B])
     assert story.receive(following) == [], "no update is applied to it either"
     assert story.handle(ev.BlobArrived(blob=blob(BlobKind.SNAPSHOT, 0, 1))) == [
-        ev.Install(fragment=0, version=1),
+        ev.Install(fragment=0, version=1, codec="q4"),
         merged(0, 0.0),
         applied(0, 2),
         merged(0, 0.5),
@@ -480,7 +484,7 @@ def test_a_snapshot_ahead_takes_the_place_of_updates_and_of_an_undecided_delta()
     assert story.snapshot(0) == [
         ev.ForgetBlob(blob=delta(0, 0, 1)),
         ev.ForgetBlob(blob=blob(BlobKind.UPDATE, 0, 1)),
-        ev.Install(fragment=0, version=2),
+        ev.Install(fragment=0, version=2, codec="q4"),
         merged(0, 0.0),
     ]
     assert (story.machine.versions, story.machine.lost_steps) == ((2,), 4)
@@ -685,3 +689,26 @@ def test_a_plan_of_a_round_is_learnt_from_any_commit() -> None:
     plan = RoundPlan(index=99, start=396, length=4)
     story.hear(dataclasses.replace(story.commit(0), rounds=(plan,)))
     assert story.machine.rounds[99] == plan
+
+
+# --- terms of windows
+
+
+def test_a_window_is_served_and_merged_under_its_own_terms() -> None:
+    """B: not under those of the run, which may be others by now."""
+    story = Story(tau=0, mix=0.5)
+    first = story.windows[0] = dataclasses.replace(story.windows[0], codec_up="e3m0", codec_down="q8", tau=2, mix=0.25)
+    story.hear(story.welcome())
+    assert ev.Install(fragment=0, version=0, codec="e3m0") in story.snapshot(0)
+    story.hear(msg.Start(round=story.rounds[0], lease=None))
+    (sent,) = story.steps(4)
+    assert isinstance(sent, ev.Encode) and sent.codec == "e3m0"
+    story.encoded(sent)
+    story.steps(1)
+    assert story.receive(story.commit(0)) == []
+    assert story.steps(1) == [
+        ev.Apply(fragment=0, version=1, anchor_digest=digest(0, 1), codec="q8"),
+        settled(0, 0, 1),
+        merged(0, 0.25),
+    ]
+    assert first.window == 1

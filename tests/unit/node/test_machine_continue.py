@@ -146,7 +146,7 @@ def encode(base: int, seq: int, *, steps: int) -> ev.Encode:
 
 
 def applied(version: int) -> ev.Apply:
-    return ev.Apply(fragment=0, version=version, anchor_digest=0)
+    return ev.Apply(fragment=0, version=version, anchor_digest=0, codec="q4")
 
 
 def merged(mix: float = 0.5) -> ev.Merge:
@@ -389,7 +389,7 @@ def test_a_snapshot_in_the_place_of_the_base_is_no_loss_of_what_follows() -> Non
     story.steps(H)
     story.commit(B)
     story.hear(story.welcome())
-    assert story.snapshot() == [ev.Install(fragment=0, version=1), merged(0.0)]
+    assert story.snapshot() == [ev.Install(fragment=0, version=1, codec="q4"), merged(0.0)]
     lost = story.machine.lost_steps
     assert story.drop(delta(0, 1), Reason.OVERLAP) == [forgotten(0, 1)]
     assert story.steps(H) == [encode(1, 2, steps=4)]
@@ -443,3 +443,14 @@ def test_a_node_that_drains_waits_for_the_outcome_of_what_it_has_sent() -> None:
     assert story.hear(story.commit(A, B)) == [
         forgotten(0, 1, merged_in=2), ev.Tell(message=msg.Leave(reason=Reason.DRAINED)),
     ]  # fmt: skip
+
+
+def test_what_is_merged_late_is_mixed_as_its_own_window_says() -> None:
+    """B: also where updates are not waited for."""
+    story = Story()
+    sent = story.steps(H)
+    assert encode(0, 1, steps=H) in sent
+    story.offered(0, 1)
+    story.machine.fragments[0].terms_of[1] = dataclasses.replace(story.window, mix=0.25, codec_down="q8")
+    assert story.receive(story.commit(A)) == [ev.ForgetBlob(blob=delta(0, 1), merged_in=1)]
+    assert story.steps(1) == [ev.Apply(fragment=0, version=1, anchor_digest=0, codec="q8"), merged(0.25)]

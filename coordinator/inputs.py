@@ -1,0 +1,81 @@
+"""Deltas from the offer to the commit: let in, verified, made durable, kept until their window has merged them.
+
+What half of them is here is `intake.py`'s to know; which are wanted, the machine's to decide.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from farloop.algo.spec import BlobId
+from farloop.coordinator import commits
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.intake import Intake, expected_delta
+from farloop.coordinator.store import Store
+from farloop.coordinator.upkeep import Upkeep
+from farloop.coordinator.windows import Window
+from farloop.quant.blob import parse_blob
+from farloop.quant.errors import BadBlob
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+from farloop.wire.session import Session
+
+InCompute = Callable[..., Awaitable[Any]]
+"""Calls a function with its arguments in the thread that does the arithmetic."""
+
+
+class Inputs:
+    """All deltas of one incarnation of the coordinator. Each that is let in ends in one event, or with its session."""
+
+    def __init__(self, store: Store, upkeep: Upkeep, in_compute: InCompute) -> None:
+        """Those that are durable and without an outcome are here at once."""
+        self._store, self._upkeep, self._in_compute = store, upkeep, in_compute
+        self._intake = Intake()
+        self._bytes: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
+
+    def let_in(self, session: Session, offer: msg.Offer, window: Window | None) -> ev.InputFailed | None:
+        """Let a delta come over this session, if the fragment's open window still admits it."""
+        fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
+        codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window)
+        wrong = self._intake.let_in(session, offer, window, fragment, codec_up, time.monotonic())
+        return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
+
+    def arrived(self, blob: BlobId) -> msg.Offer | None:
+        """All bytes of a delta are here; its offer, to be given to `keep` or `corrupt`. None where it became void."""
+        return self._intake.arrived(blob)
+
+    async def keep(self, offer: msg.Offer, data: bytearray) -> ev.InputStored | ev.InputFailed:
+        """Verify and spool a delta; durable before it counts (protocol P). Raises StorageFailed."""
+        ledger = self._store.ledger
+        fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
+        codec_up = ledger.codec_of_deltas(fragment.index, offer.window)
+        try:
+            await self._in_compute(parse_blob, data, expected_delta(offer, fragment, codec_up, ledger.epoch))
+        except BadBlob as error:
+            return self._rejected(offer, Reason.CORRUPT, str(error))
+        if commits.spools_inputs(ledger.spec.terms):
+            record = rec.InputStored(
+                blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
+            )
+            await self._upkeep.spool(record, data)
+        self._intake.settled(offer.blob)
+        self._bytes[offer.blob] = data
+        return ev.InputStored(offer=offer)
+
+    def corrupt(self, offer: msg.Offer) -> ev.InputFailed:
+        """The bytes do not have the digest that was announced."""
+        return self._rejected(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
+
+    def addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
+        """The deltas of a commit, with their weights, in the order of the sum."""
+        return [(self._bytes[addend.blob], addend.weight) for addend in draft.blobs]
+
+    def forget(self, blobs: Sequence[BlobId]) -> None:
+        """They were merged, or dropped."""
+        for blob in blobs:
+            self._bytes.pop(blob, None)
+
+    def _rejected(self, offer: msg.Offer, reason: Reason, detail: str) -> ev.InputFailed:
+        self._intake.settled(offer.blob)
+        return ev.InputFailed(offer=offer, reason=reason, detail=detail)

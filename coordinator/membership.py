@@ -1,0 +1,276 @@
+"""The nodes of a run: how they come, start, get samples, fall away and leave. Which windows close is not decided here.
+
+    greeted ──▶ joining ──Ready──▶ ready ──a round's boundary──▶ training ──Leave, or a newer start of it──▶ left
+                                                                    │ ▲
+                                             its session ends, ─────┘ └───── it greets again
+                                  and in time no window waits for it
+
+Pure. What is decided goes into the machine's `Decisions`; who is expected, removed and back is marked in its windows.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from farloop.algo import schedule
+from farloop.algo.spec import Lease, NodeId, RoundPlan, WindowTerms
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.admission import refusal
+from farloop.coordinator.decisions import Decisions
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.roster import CLOSED_GRACE_S, Member
+from farloop.coordinator.windows import Window
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+
+class Membership:
+    """All members of one incarnation of the coordinator."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        decisions: Decisions,
+        windows: Mapping[int, Window],
+        try_close: Callable[[int], None],
+        *,
+        gone_at: float,
+    ) -> None:
+        """Nodes that take part have until `gone_at` to come back.
+
+        `windows` are the open ones, by fragment; `try_close` is called for those that may wait for nobody any more.
+        """
+        self._ledger, self._decisions = ledger, decisions
+        self._windows, self._try_close = windows, try_close
+        self.members: dict[NodeId, Member] = {}
+        for name, (incarnation, start_round) in ledger.started.items():
+            self.members[name] = Member(
+                name=name,
+                incarnation=incarnation,
+                stage="training",
+                start_round=start_round,
+                gone_at=gone_at,
+                reason=Reason.CLOSED,
+            )
+
+    # --- who is here
+
+    @property
+    def begun(self) -> bool:
+        """Whether training ever started."""
+        return bool(self._ledger.started) or any(self._ledger.versions)
+
+    @property
+    def awaited(self) -> list[NodeId]:
+        """Nodes that are connected, or may yet be back: who is not there to hear that the run is over never ends."""
+        return sorted(m.name for m in self.members.values() if m.session is not None or m.gone_at is not None)
+
+    @property
+    def connected(self) -> list[Member]:
+        """Who hears of commits."""
+        return [m for m in self.members.values() if m.session is not None and m.stage != "left"]
+
+    def in_session(self, node: NodeId, session: ev.SessionId) -> Member | None:
+        """The member whose current session this is; None where another has taken its place."""
+        member = self.members.get(node)
+        return member if member and member.session == session else None
+
+    def expected(self, terms: WindowTerms) -> set[NodeId]:
+        """Who may serve a window that opens now."""
+        layout = self._ledger.spec.identity.layout
+        slot = layout.fragments[terms.fragment].slot
+        return {
+            m.name
+            for m in self.members.values()
+            if m.counts and m.start_round is not None and schedule.may_send(terms, m.start_round, slot, layout.slots)
+        }
+
+    def speeds(self) -> dict[NodeId, float]:
+        """Tokens a second of those who train; 0 where that is not known yet."""
+        return {member.name: member.speed for member in self.members.values() if member.counts}
+
+    def evaluator(self) -> NodeId | None:
+        """Who is to evaluate now: the lowest live node id (protocol J)."""
+        return min((m.name for m in self.connected if m.stage == "training"), default=None)
+
+    # --- coming
+
+    def greeted(self, event: ev.Greeted, now: float) -> None:
+        """A session's first message: let the node in, with all that it must know, or say why not."""
+        hello, name = event.hello, event.node
+        member = self.members.get(name)
+        refused = refusal(hello, name, self._ledger, member)
+        if refused:
+            return self._decisions.do(ev.Refuse(session=event.session, refused=refused))
+        if member and member.session is not None:
+            self._decisions.do(ev.Hang(session=member.session, reason=Reason.SUPERSEDED))
+        if member is None or hello.incarnation > member.incarnation:
+            if member:
+                self._leave(member, Reason.OLD_INCARNATION)
+            member = self.members[name] = Member(name=name, incarnation=hello.incarnation)
+        elif hello.round is None and name in self._ledger.started:
+            self._leave(member, Reason.NOT_A_PARTICIPANT)  # it never heard of its start: it will get another
+        member.connect(event.session, hello, now)
+        if member.stage == "training":
+            self._welcome_back(member)
+        self._decisions.do(ev.Accept(session=event.session, node=name, welcome=self._welcome()))
+        if self._ledger.finished:
+            self._decisions.tell(name, msg.Finished())
+        if member.stage == "training":
+            self._grant_again(member)
+        for fragment in range(len(self._ledger.versions)):
+            self._catch_up(member, hello, fragment)
+
+    def _welcome(self) -> msg.Welcome:
+        ledger = self._ledger
+        return msg.Welcome(
+            protocol=msg.PROTOCOL_VERSIONS[1],
+            epoch=ledger.epoch,
+            spec=ledger.spec,
+            lane_token=b"",  # the shell's to draw: it is a secret, and this machine has no randomness
+            versions=tuple(ledger.versions),
+            windows=tuple(ledger.windows[f] for f in sorted(ledger.windows)),
+            rounds=ledger.rounds_ahead(),
+        )
+
+    def _welcome_back(self, member: Member) -> None:
+        """Windows that went on without a node take it in again while they are open."""
+        assert member.start_round is not None
+        if member.name not in self._ledger.started:
+            self._decisions.record(
+                rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=member.start_round)
+            )
+        for window in self._windows.values():
+            if window.removed.get(member.name) in (Reason.CLOSED, Reason.SILENT):
+                del window.removed[member.name]
+
+    def _catch_up(self, member: Member, hello: msg.Hello, fragment: int) -> None:
+        held = next((ref for ref in hello.anchors if ref.fragment == fragment), None)
+        updates = self._ledger.updates_after(fragment, held)
+        if updates is None:
+            self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
+        for committed in updates or ():
+            self._decisions.do(ev.Publish(nodes=(member.name,), committed=committed))
+
+    # --- starting
+
+    def ready(self, member: Member) -> None:
+        """It holds all anchors."""
+        if member.stage == "joining":
+            member.stage = "ready"
+            self.start_ready(at_boundary=False)
+
+    def start_ready(self, *, at_boundary: bool) -> None:
+        """Start who is ready: at the run's begin, at a round's boundary, or at once where nobody trains any more."""
+        ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
+        alone = not any(m.counts for m in self.members.values())
+        if not ready or not self._ledger.windows:
+            return
+        if not self.begun and len(ready) < self._ledger.spec.terms.min_nodes:
+            return
+        if not (at_boundary or alone):
+            return
+        plan = self._ledger.rounds[self._ledger.current_round]
+        for member in sorted(ready, key=lambda m: m.name):
+            self._start(member, plan)
+        for window in self._windows.values():
+            if alone and window.state == "open" and not window.missing:
+                names = self.expected(window.terms) or {m.name for m in ready}
+                window.expected |= names
+                window.removed = {n: r for n, r in window.removed.items() if n not in names}
+
+    def _start(self, member: Member, plan: RoundPlan) -> None:
+        member.stage, member.start_round = "training", plan.index
+        self._decisions.record(rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=plan.index))
+        leases = self._grant(member)
+        self._decisions.tell(member.name, msg.Start(round=plan, lease=leases[0] if leases else None))
+        self._tell_grants(member, leases[1:])
+
+    # --- samples
+
+    def reported(self, member: Member, progress: msg.Progress, now: float) -> None:
+        """It says how it goes, and what it has used of its samples."""
+        member.report(progress, now)
+        self._ledger.leases.watermark(member.name, member.incarnation, progress.sample_watermark)
+        self._top_up(member)
+
+    def top_up_all(self) -> None:
+        """Nobody shall wait for samples in the round that begins."""
+        for member in self.members.values():
+            self._top_up(member)
+
+    def _top_up(self, member: Member) -> None:
+        if member.counts and member.session is not None:
+            self._tell_grants(member, self._grant(member))
+
+    def _grant_again(self, member: Member) -> None:
+        """Grants may have been lost with the last session. A node knows those that it has."""
+        self._tell_grants(member, self._ledger.leases.unused(member.name, member.incarnation))
+        self._top_up(member)
+
+    def _grant(self, member: Member) -> list[Lease]:
+        """Samples for some rounds; none where it has enough, or brings its own."""
+        spec, book, owner = self._ledger.spec, self._ledger.leases, (member.name, member.incarnation)
+        if not spec.identity.num_samples:
+            return []
+        longest = max([spec.terms.h, *(plan.length for plan in self._ledger.rounds_ahead())])
+        leases = book.top_up(*owner, longest, spec.terms.batch_sequences)
+        consumed = book.consumed.get(owner, 0)
+        for lease in leases:
+            self._decisions.record(
+                rec.LeaseGranted(node=member.name, incarnation=member.incarnation, lease=lease, consumed=consumed)
+            )
+        return leases
+
+    def _tell_grants(self, member: Member, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self._decisions.tell(member.name, msg.Grant(lease=lease))
+
+    # --- falling away, and leaving
+
+    def parted(self, member: Member, reason: Reason, now: float) -> None:
+        """Its session ended."""
+        member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0)
+
+    def left(self, member: Member, leave: msg.Leave, now: float) -> None:
+        """It said good-bye."""
+        member.anchors = leave.anchors
+        member.disconnect(leave.reason, now, 0.0)
+        self._leave(member, leave.reason)
+        self.start_ready(at_boundary=False)
+
+    def remove_overdue(self, now: float) -> None:
+        """Who did not come back in time is not waited for any more."""
+        for member in self.members.values():
+            if member.gone_at is not None and member.gone_at <= now:
+                self._remove(member, member.reason)
+
+    def deadlines(self) -> list[float]:
+        """When `remove_overdue` has something to do."""
+        return [m.gone_at for m in self.members.values() if m.gone_at is not None]
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: every deadline moves (protocol C)."""
+        for member in self.members.values():
+            if member.gone_at is not None:
+                member.gone_at += seconds
+
+    def _leave(self, member: Member, reason: Reason) -> None:
+        """It will not be back under this incarnation."""
+        self._remove(member, reason)
+        member.stage = "left"
+        if member.name in self._ledger.started:
+            consumed = self._ledger.leases.consumed.get((member.name, member.incarnation), 0)
+            self._decisions.record(rec.NodeLeft(node=member.name, reason=reason, consumed=consumed))
+
+    def _remove(self, member: Member, reason: Reason) -> None:
+        """No window waits for it any more."""
+        member.gone_at, member.absent, member.reason = None, True, reason
+        for fragment, window in self._windows.items():
+            if member.name in window.missing:
+                window.removed[member.name] = reason
+                self._try_close(fragment)
+
+    def check(self) -> None:
+        """All invariants."""
+        for member in self.members.values():
+            member.check()

@@ -1,0 +1,117 @@
+"""What a node tells of itself: who it is and what it holds (Hello), how it goes (Progress), and its good-bye.
+
+`hello` and `starts_in` are called in the link's thread. All that they share with the training thread is replaced as a
+whole.
+"""
+
+import dataclasses
+
+from farloop.node.clock import Clock
+from farloop.node.cluster import Cluster
+from farloop.node.leases import LeaseCursor
+from farloop.node.machine import NodeMachine
+from farloop.node.memory import Memory
+from farloop.node.moved import Moved
+from farloop.node.replica import Replica
+from farloop.wire import messages as msg
+
+PROGRESS_S = 1.0
+"""Between two reports to the coordinator."""
+
+
+class Reports:
+    """One node's words. Sends nothing itself."""
+
+    def __init__(
+        self,
+        machine: NodeMachine,
+        clock: Clock,
+        samples: LeaseCursor,
+        memory: Memory,
+        cluster: Cluster,
+        fingerprint: str | None,
+    ) -> None:
+        """`fingerprint`: of the run that is wanted; None takes any."""
+        self.loss: float | None = None
+        """Of the last inner step."""
+        self.layout: str | None = None
+        """Digest of the model's layout, once there is a model."""
+        self._machine, self._clock, self._samples = machine, clock, samples
+        self._memory, self._cluster, self._fingerprint = memory, cluster, fingerprint
+        self._anchors: tuple[msg.AnchorRef, ...] = ()
+        self._starts_in: int | None = None
+        self._reported = (0.0, 0)
+        """When, and the tokens until then."""
+
+    def hold(self, replica: Replica) -> None:
+        """These are the anchors that are held now."""
+        self._anchors = tuple(
+            msg.AnchorRef(fragment=i, version=version, digest=replica.digests[i])
+            for i, version in enumerate(replica.versions)
+            if version >= 0
+        )
+
+    def starts_in(self, index: int) -> None:
+        """A Start named this round: the link's thread knows of it before the machine does."""
+        self._starts_in = index
+
+    def hello(self) -> msg.Hello:
+        """The first message of a session."""
+        machine = self._machine
+        return msg.Hello(
+            protocol_min=msg.PROTOCOL_VERSIONS[0],
+            protocol_max=msg.PROTOCOL_VERSIONS[1],
+            node=machine.name,
+            incarnation=machine.incarnation,
+            fingerprint=self._fingerprint if machine.spec is None else machine.spec.identity.fingerprint(),
+            layout=self.layout,
+            epoch_seen=max(self._memory.epoch, machine.epoch),
+            anchors=self._anchors,
+            round=machine.round if machine.start_round is not None else self._starts_in,
+            device=self._cluster.describe(),
+        )
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for the next report."""
+        return now - self._reported[0] >= PROGRESS_S
+
+    def reported(self, now: float) -> None:
+        """That was one; the next will measure from here."""
+        self._reported = (now, self._machine.tokens)
+
+    def progress(self, moved: Moved, waiting: str | None, now: float) -> msg.Progress:
+        """How it goes, for the coordinator and the metrics. `waiting`: what training stands still for, in words."""
+        machine = self._machine
+        since, tokens = self._reported
+        rate = (machine.tokens - tokens) / (now - since) if since and now > since else 0.0
+        return msg.Progress(
+            state=self._state(waiting),
+            position=machine.position,
+            round=machine.round,
+            inner_steps=machine.inner_steps,
+            tokens=machine.tokens,
+            loss=self.loss,
+            tokens_per_s=rate,
+            compute_share=self._clock.compute_share(now),
+            blocked_s=self._clock.seconds("blocked", now),
+            lost_steps=machine.lost_steps,
+            sample_watermark=self._samples.watermark,
+            bytes_up=moved.up,
+            bytes_down=moved.down,
+            bytes_state=moved.state,
+            detail=waiting or "",
+            skipped_turns=machine.skipped_turns,
+        )
+
+    def farewell(self, leave: msg.Leave) -> msg.Leave:
+        """With the anchors, which prove what this node holds."""
+        return dataclasses.replace(leave, anchors=self._anchors)
+
+    def _state(self, waiting: str | None) -> msg.NodeState:
+        match self._machine.stage:
+            case "joining" | "ready" | "draining" as stage:
+                return stage
+            case "finished" | "left" | "stopped":
+                return "finished"
+            case "training" | "finishing":
+                return "waiting" if waiting else "training"

@@ -1,0 +1,38 @@
+"""What training stands still for, in words that a person reads. Pure."""
+
+from typing import TYPE_CHECKING
+
+from farloop.node.fragment_state import FragmentState
+from farloop.node.turns import Turn
+
+if TYPE_CHECKING:
+    from farloop.node.machine import NodeMachine
+
+
+def waits_for(machine: "NodeMachine") -> str | None:
+    """None where training may go on."""
+    if machine.ended:
+        return None
+    if machine.stage == "joining":
+        return "the first snapshot" if machine.connected else "the coordinator"
+    if machine.stage == "ready":
+        return "the start"
+    if machine.stage == "training" and not machine.inner_steps:
+        for state in machine.fragments:
+            if state.pending:
+                return f"fragment {state.fragment.index}, version {max(state.pending)}"
+    if machine.stage == "training" and machine.round not in machine.rounds:
+        return f"the plan of round {machine.round}"
+    for state in machine.fragments:
+        if state.lost and machine.stage in ("training", "finishing"):
+            return f"a snapshot of fragment {state.fragment.index}"
+        if _holds_up(machine, state):
+            lag = machine.spec.terms.lag if machine.spec else 0
+            return f"fragment {state.fragment.index}, window {state.awaited(lag)}"
+    return "the last windows" if machine.stage == "finishing" else None
+
+
+def _holds_up(machine: "NodeMachine", state: FragmentState) -> bool:
+    """Whether training waits for what became of the fragment's last delta."""
+    training = machine.stage == "training"
+    return Turn.of(machine).holds_up(state, machine.inner_steps) if training else bool(state.sent)

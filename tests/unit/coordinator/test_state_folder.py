@@ -1,0 +1,139 @@
+"""A run's state folder as format version 1 left it on the disk: it opens, and all of it comes back (protocol P, Z).
+
+`golden/state-v1` is what a coordinator left behind that died in the fourth round, with one of two deltas of a window
+stored, without its older snapshots and the room behind the journal's last record. `golden/state-v1.json` is what it
+held then. A later version must still open it, so it is not recorded anew for a new field; another format gets a folder
+of its own. How this one was made, by the real daemons over loopback:
+PYTHONPATH=tests/integration python tests/unit/coordinator/test_state_folder.py FOLDER
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from farloop.algo.digest import digest
+from farloop.algo.spec import to_plain
+from farloop.coordinator.journal import Journal
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.snapshots import snapshot_path
+from farloop.coordinator.store import Store
+
+GOLDEN = Path(__file__).parent / "golden" / "state-v1"
+VERSIONS = [2, 3]
+"""Of the two fragments: the first is at its last snapshot, the other has a commit behind it."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy: a recovery writes."""
+    return Path(shutil.copytree(GOLDEN, tmp_path / "state"))
+
+
+def held(store: Store) -> dict[str, Any]:
+    """What a coordinator has to know, in plain values; digests of what it has to hold."""
+    ledger = plain(store.ledger.saved())
+    commits, evaluations = ledger.pop("commits"), ledger.pop("evaluations")
+    return {
+        "ledger": ledger,
+        "commits": [[commit["fragment"], commit["version"], f"{commit['anchor_digest']:016x}"] for commit in commits],
+        "evaluations": len(evaluations),
+        "buffers": [
+            {
+                "version": buffers.version,
+                "anchor": f"{digest(buffers.anchor):016x}",
+                "target": f"{digest(buffers.target):016x}",
+                "outer": f"{buffers.outer_digest():016x}",
+            }
+            for buffers in store.buffers
+        ],
+        "inputs": [len(store.read_input(blob)) for blob in store.ledger.inputs],
+    }
+
+
+def plain(value: object) -> Any:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(to_plain(value)))
+
+
+def holds(now: Any, then: Any) -> bool:
+    """Whether all that was held then is held now; fields may have come since."""
+    if isinstance(then, dict):
+        return isinstance(now, dict) and all(key in now and holds(now[key], then[key]) for key in then)
+    if isinstance(then, list):
+        return isinstance(now, list) and len(now) == len(then) and all(map(holds, now, then))
+    return bool(now == then)
+
+
+def test_a_state_folder_of_version_1_opens_and_all_of_it_comes_back(folder: Path) -> None:
+    """P, Z."""
+    recorded = json.loads(GOLDEN.with_suffix(".json").read_text())
+    store = Store.recover(folder)
+    assert store is not None
+    try:
+        assert store.alarms == {}, "target and momentum came out as they were"
+        assert store.ledger.epoch == recorded["ledger"].pop("epoch") + 1
+        assert holds(held(store), recorded)
+        assert store.ledger.versions == VERSIONS and len(store.ledger.inputs) == 1
+    finally:
+        store.close()
+
+
+def test_a_coordinator_goes_on_from_it(folder: Path) -> None:
+    store = Store.recover(folder)
+    assert store is not None
+    store.close()
+    machine = CoordinatorMachine(store.ledger.copy(), now=0.0)
+    machine.check()
+    assert [machine.windows[f].terms.window for f in (0, 1)] == [version + 1 for version in VERSIONS]
+    assert [machine.windows[f].missing for f in (0, 1)] == [{"b"}, {"a", "b"}]
+
+
+def record(scratch: Path, target: Path) -> None:
+    """Two nodes, and the moment at which the first of them has sent its delta for a window."""
+    from tiny_run import begin, plan, serving, train, until
+
+    from farloop.coordinator import store as store_module
+
+    state, gone = scratch / "state", threading.Event()
+    store = begin(state, plan(steps=400, h=4, nodes=2))
+    steps_of_rounds = 4 * max(VERSIONS)
+    with mock.patch.object(store_module, "SNAPSHOT_EVERY", 2), serving(state, store) as coordinator:
+        nodes = [
+            threading.Thread(
+                target=train,
+                args=(coordinator.link.endpoint, scratch / name, name),
+                kwargs={"steps": steps, "hold": gone},
+            )
+            for name, steps in (("a", steps_of_rounds + 2), ("b", steps_of_rounds + 1))
+        ]
+        for node in nodes:
+            node.start()
+        until(lambda: store.ledger.versions == VERSIONS and len(store.ledger.inputs) == 1)
+        left = Path(shutil.copytree(state, scratch / "left"))  # as a power cut would leave it
+        gone.set()
+    for node in nodes:
+        node.join()
+    Journal.open(left)[0].close()  # gives back the room that is set aside behind the last record
+    again = Store.recover(Path(shutil.copytree(left, scratch / "again")))
+    assert again is not None
+    recorded = held(again)
+    recorded["ledger"]["epoch"] -= 1
+    again.close()
+    newest = [snapshot_path(left, fragment, version // 2 * 2) for fragment, version in enumerate(VERSIONS)]
+    for path in [*left.glob("journal-*.log"), left / "epoch", *newest]:
+        copy = target / path.relative_to(left)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    target.with_suffix(".json").write_text(json.dumps(recorded) + "\n")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder_of_nodes:
+        record(Path(folder_of_nodes), Path(sys.argv[1]))
