@@ -58,7 +58,7 @@ def measure_memory(codec: Codec, elements: int) -> list[MemoryRow]:
     step = Step(fragment=fragment, version=1, round=RoundPlan(index=0, start=0, length=1), outer=PLAIN_AVERAGE, epoch=0)
 
     def window() -> torch.Tensor:
-        return merge(inputs, step, name, [(0, 1)] * len(inputs))
+        return merge(inputs, step, [name] * len(inputs), [(0, 1)] * len(inputs))
 
     window()
     extra = _peak_of(window)
