@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from farloop.coordinator.timeline import files
+
 _COUNTERS = ("inner_steps", "tokens", "bytes_up", "bytes_down", "bytes_state")
 
 
@@ -56,14 +58,13 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Read a metrics file; one that does not exist is an empty history."""
+    """Read a metrics file and the older parts beside it; one that does not exist is an empty history."""
     history, totals = History(), _Totals()
-    if not path.exists():
-        return history
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.strip():
-                _take(line, history, totals)
+    for part in files(path):
+        with part.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.strip():
+                    _take(line, history, totals)
     return history
 
 

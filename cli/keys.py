@@ -1,12 +1,13 @@
-"""Makes the key pair of one daemon as two files."""
+"""Makes the key pair of one daemon as two files, and keeps the coordinator's folder of keys that may come in."""
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 
 from farloop.cli.exit_codes import CommandError
 from farloop.node.link import new_key_pair
-from farloop.wire.keys import check_name
+from farloop.wire.keys import KeyFileError, check_name, key_files, load_public
 
 
 def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
@@ -49,3 +50,111 @@ def _write_new(path: Path, key: bytes, mode: int) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         raise
+
+
+# --- the allow-list
+
+
+def authorize(folder: Path, public_path: Path, name: str) -> bool:
+    """Let the node `name` in with the key in `public_path`; False where it was let in already.
+
+    A coordinator that reads the folder meanwhile sees the file whole or not at all.
+
+    Raises:
+        CommandError: no such name, not a public key's file, the name or the key is taken, or nothing can be written.
+        KeyFileError: the file, or one that is in the folder, cannot be used.
+    """
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise CommandError(f"{error}; give it one with --name") from error
+    if public_path.suffix == ".key":
+        raise CommandError(
+            f"{public_path} is a secret key by its name, and stays where it was made; "
+            f"authorize {public_path.with_suffix('.pub').name}"
+        )
+    key = load_public(public_path)
+    for path in key_files(folder):
+        there = load_public(path)
+        if path.stem == name and there == key:
+            return False
+        if path.stem == name:
+            raise CommandError(
+                f"{path} holds another key; to change it: farloop keys revoke {name} --allow {folder}, then authorize"
+            )
+        if there == key:
+            raise CommandError(
+                f"{path} holds the same key: a node has one name; revoke {path.stem} first, or make a pair"
+            )
+    draft = folder / f".{name}.{secrets.token_hex(4)}"
+    try:
+        _write_new(draft, key, 0o644)
+        try:
+            draft.replace(folder / f"{name}.pub")
+        except OSError:
+            draft.unlink()
+            raise
+        _sync(folder)
+    except OSError as error:
+        raise CommandError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
+    return True
+
+
+def revoke(folder: Path, name: str) -> list[str]:
+    """Take the key of the node `name` out of the folder, whatever is in the file.
+
+    Returns:
+        Names under which the same key is still in the folder.
+
+    Raises:
+        CommandError: there is none, or it cannot be removed.
+        KeyFileError: the folder cannot be read.
+    """
+    files = {path.stem: path for path in key_files(folder)}
+    if name not in files:
+        raise CommandError(f"{folder} holds no key of {name!r}; it holds those of: {', '.join(files) or 'nobody'}")
+    path = files.pop(name)
+    key = _key_or_none(path)
+    try:
+        path.unlink()
+        _sync(folder)
+    except OSError as error:
+        raise CommandError(f"cannot remove {path}: {(error.strerror or str(error)).lower()}") from error
+    return [other for other, file in files.items() if key is not None and _key_or_none(file) == key]
+
+
+def listed(folder: Path) -> list[tuple[str, str, bool]]:
+    """Name, public key and True of each file in the folder; or name, what is wrong with it, and False.
+
+    Raises:
+        KeyFileError: the folder cannot be read.
+    """
+    found: list[tuple[str, str, bool]] = []
+    for path in key_files(folder):
+        try:
+            check_name(path.stem)
+            key = load_public(path).decode()
+        except (KeyFileError, ValueError) as error:
+            found.append((path.stem, str(error), False))
+            continue
+        twin = next((name for name, other, good in found if good and other == key), None)
+        found.append(
+            (path.stem, f"the same key as {twin}'s: a node has one name", False) if twin else (path.stem, key, True)
+        )
+    return found
+
+
+def _key_or_none(path: Path) -> bytes | None:
+    try:
+        return load_public(path)
+    except KeyFileError:
+        return None
+
+
+def _sync(folder: Path) -> None:
+    """A revocation that a power cut undoes is none."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,7 +6,6 @@ Heavy modules are imported inside the commands, so that `farloop --help` answers
 import importlib.metadata
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from farloop.cli.bench import bench_app
 from farloop.cli.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line
+from farloop.cli.keys_commands import keys_app
 from farloop.cli.logs import LogLevel, set_up
 from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
 from farloop.cli.schedule_preview import schedule
@@ -33,7 +33,6 @@ app = typer.Typer(
     **_LOOK,
 )
 config_app = typer.Typer(help="Check or show a RUN.toml or NODE.toml.", **_LOOK)
-keys_app = typer.Typer(help="Make the keys of encrypted links.", **_LOOK)
 app.command(rich_help_panel="Look")(schedule)
 app.add_typer(bench_app, name="bench", rich_help_panel="Look")
 app.add_typer(simulate_app, name="simulate", rich_help_panel="Look")
@@ -273,27 +272,6 @@ def doctor(
         print_findings(findings, as_json=as_json)
         failed = any(finding.level == "fail" for finding in findings)
     raise typer.Exit(ExitCode.USAGE if failed else ExitCode.DONE)
-
-
-@keys_app.command("new")
-def new_keys(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Made where it is missing.")],
-    name: Annotated[
-        str, typer.Option(metavar="NAME", show_default="this host's name", help="The node's name in the run.")
-    ] = "",
-) -> None:
-    """Make a key pair: NAME.key stays secret (mode 0600), NAME.pub is for the other side.
-
-    Example: farloop keys new keys --name paris
-    """
-    with ended_in_one_line():
-        from farloop.cli.keys import write_pair
-
-        secret, public = write_pair(folder, name or platform.node().partition(".")[0])
-        typer.echo(f"{secret}  secret: stays on this machine, as key = '{secret}' in its TOML file")
-        typer.echo(
-            f"{public}  public: a node's goes into the coordinator's allow folder, the coordinator's to every node"
-        )
 
 
 @config_app.command("check")

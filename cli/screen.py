@@ -45,7 +45,7 @@ _STATE_STYLES = {
 }
 _COLUMNS = ("node", "state", "step", "loss", "tokens/s", "now", "up", "down", "H", "compute")
 _WIDE_ONLY = frozenset({"tokens/s", "down", "H"})
-_RUN_STYLES = {"waiting": "yellow", "training": "green", "finished": "bold green"}
+_RUN_STYLES = {"waiting": "yellow", "training": "green", "held": "bold red", "finished": "bold green"}
 _BARS = "▁▂▃▄▅▆▇█"
 
 

@@ -1,11 +1,24 @@
-"""Who and what is let in: a node into the run, a delta into its window. Every refusal has its reason. Pure."""
+"""Who and what is let in: a node into the run, a delta into its window. Every refusal has its reason. Pure.
+
+What a node says of its own work decides what its deltas weigh and how long everybody's rounds are: it is held against
+what the work can have been, and never refused to who is merely late.
+"""
+
+import math
+from typing import Final
 
 from farloop.algo.spec import BlobKind, NodeId
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.roster import Member
 from farloop.coordinator.windows import Window
-from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Refused
+from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused
 from farloop.wire.reasons import Reason
+
+MOST_TOKENS: Final = 1 << 40
+"""Of one inner step of one node, where the coordinator does not grant the samples: more than any machine holds."""
+
+_FP32_MAX: Final = 2.0**128
+"""No finite fp32 number is larger."""
 
 
 def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:
@@ -57,7 +70,69 @@ def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window |
     came = window.contributors if window else set()
     if reason is None and (member.name in came or ledger.holds_one_of(member.name, blob.fragment)):
         reason = Reason.OVERLAP
+    if reason is None and (untrue := work_untrue(offer, ledger)):
+        return Reason.IMPLAUSIBLE, untrue
     return None if reason is None else (reason, reason.sentence)
+
+
+def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
+    """What cannot be true of the work that a delta says it holds, as a sentence; None where all of it can."""
+    fragment = offer.blob.fragment
+    for share in offer.contributors:
+        most = steps_at_most(ledger, fragment, share.base, share.node)
+        if not 0 <= share.steps <= most:
+            return f"the delta claims {share.steps} inner steps, and there were at most {most} since its base"
+        if untrue := _tokens_untrue(share.tokens, share.steps, ledger):
+            return f"the delta claims {untrue}"
+        numel = ledger.spec.identity.layout.fragments[fragment].numel
+        if not 0.0 <= share.norm_sq <= numel * _FP32_MAX**2:
+            return f"the delta claims a squared norm of {share.norm_sq:g}"
+    return None
+
+
+def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int:
+    """Inner steps that a delta of this base can hold.
+
+    They are of the rounds since the base was made, and of the one that a node was in when it got it, which it may have
+    begun long before; then it jumps to the run's (protocol A). That is known by the last slot's windows, which may be a
+    round behind this fragment's; as many as updates may be late where they are not waited for.
+    """
+    terms, plans = ledger.spec.terms, ledger.rounds.values()
+    behind = terms.max_stale_rounds if terms.on_late_update == "continue" else 1
+    begun = ledger.round_of(fragment, base) - behind
+    if terms.mix == 1.0:  # nothing is ever mixed in: the work is that since the last send, however long ago
+        begun = 0
+    return sum(plan.steps_of(node) for plan in plans if plan.index >= begun) + max(plan.length for plan in plans)
+
+
+def progress_untrue(progress: Progress, ledger: Ledger) -> str | None:
+    """What cannot be true in a node's report, as a sentence; None where all of it can. A loss may be anything."""
+    newest = ledger.rounds[max(ledger.rounds)]
+    most = newest.start + newest.length + 1  # one may be under way as the run ends
+    if not 0 <= progress.inner_steps <= most:
+        return f"it claims {progress.inner_steps} inner steps, and the rounds that are fixed have {most - 1}"
+    if untrue := _tokens_untrue(progress.tokens, progress.inner_steps, ledger):
+        return f"it claims {untrue}"
+    for name in _NEVER_NEGATIVE:
+        value = getattr(progress, name)
+        if not 0 <= value < math.inf:
+            return f"it claims {name} = {value:g}"
+    return None
+
+
+_NEVER_NEGATIVE: Final = (
+    "position", "round", "tokens_per_s", "compute_share", "blocked_s", "lost_steps", "skipped_turns",
+    "sample_watermark", "bytes_up", "bytes_down", "bytes_state",
+)  # fmt: skip
+
+
+def _tokens_untrue(tokens: int, steps: int, ledger: Ledger) -> str | None:
+    """Where the coordinator grants the samples, every inner step has equally many tokens."""
+    terms = ledger.spec.terms
+    if ledger.spec.identity.num_samples:
+        granted = steps * terms.batch_sequences * terms.sequence_tokens
+        return None if tokens == granted else f"{tokens} tokens in {steps} inner steps, which have {granted}"
+    return None if 0 <= tokens <= steps * MOST_TOKENS else f"{tokens} tokens in {steps} inner steps"
 
 
 def _refuse(reason: Reason, detail: str) -> Refused:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, assert_never
 from farloop.algo.spec import BlobId, NodeId
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
-from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.inputs import Inputs
 from farloop.coordinator.link import Peer, RouterLink
 from farloop.coordinator.machine import CoordinatorMachine
@@ -72,11 +72,11 @@ class Coordinator:
         """Raises KeyFileError or BindError. To be made on the running loop."""
         self.config, self.store = config, store
         self.metrics = Metrics()
-        self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics)
         self.machine = CoordinatorMachine(
             store.ledger.copy(), now=time.monotonic(), liveness_s=config.timing.liveness_s
         )
         self._upkeep = Upkeep(store, self.machine.alarms)
+        self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics, self._upkeep.hold)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._commands: deque[ev.Command] = deque()
         self._work = asyncio.Event()
@@ -113,16 +113,19 @@ class Coordinator:
                     group.create_task(self._observe(), name="status"),
                 ]
                 await self._until_over(stop)
+                if stop.is_set():
+                    self.machine.stop()
                 await self._say_good_bye(stopping=stop.is_set())
                 for task in tasks:
                     task.cancel()
+                self._upkeep.give_up()
         finally:
             self.link.close()
             self.observer.refresh(self.machine)
-            (self.config.state_dir / "status.json").write_bytes(self.observer.status_json)
-            await self._upkeep.close()
+            self.observer.save_status(self.config.state_dir / "status.json")
             self.observer.close()
             self._compute.shutdown()
+            await self._upkeep.close()
 
     async def _until_over(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
@@ -289,7 +292,7 @@ class Coordinator:
         draft = command.draft
         try:
             reserved = await self._upkeep.reserve(draft.fragment, command.codec_down)
-        except DiskFull as error:
+        except NoRoom as error:
             failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
             return self._happened(failed)
         started = time.monotonic()

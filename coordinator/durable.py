@@ -4,10 +4,10 @@ import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from farloop.coordinator.errors import DiskFull, StorageFailed
+from farloop.coordinator.errors import DiskFull, NoRoom, ReadOnly, StorageFailed
 
 TEMPORARY_SUFFIX = ".tmp"
 """Of a file that has not taken its place yet: whoever finds one at a start may delete it."""
@@ -93,13 +93,35 @@ def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
             views[0] = views[0][written:]
 
 
+def no_room(path: Path, code: int | None, nbytes: int = 0) -> NoRoom | None:
+    """What an error number says of the disk, if it says that nothing more goes onto it; the parent of `path` exists."""
+    if code == errno.EROFS:
+        return ReadOnly(path)
+    if code in _NO_ROOM:
+        stat = os.statvfs(path.parent)
+        return DiskFull(path, nbytes, stat.f_bavail * stat.f_frsize)
+    return None
+
+
+def require_writable(fd: int, path: Path) -> None:
+    """See that the file system of an open file takes writes now: blocks that it gave before are no promise of that.
+
+    Raises:
+        ReadOnly: it does not.
+    """
+    if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
+        raise ReadOnly(path)
+
+
 def require_free(path: Path, nbytes: int) -> None:
     """A promise of nothing: `nbytes` are free now on the file system of `path`, which must exist.
 
     Raises:
-        DiskFull: they are not.
+        NoRoom: they are not.
     """
     stat = os.statvfs(path)
+    if stat.f_flag & os.ST_RDONLY:
+        raise ReadOnly(path)
     free = stat.f_bavail * stat.f_frsize
     if nbytes > free:
         raise DiskFull(path, nbytes, free)
@@ -111,7 +133,7 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
     Where the file system cannot allocate ahead, only `require_free` is asked.
 
     Raises:
-        DiskFull: the file is as it was.
+        NoRoom: the file is as it was.
     """
     if sys.platform != "linux":
         require_free(path, nbytes)
@@ -121,10 +143,10 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno in _CANNOT_ALLOCATE:
             require_free(path, nbytes)
-        elif error.errno in _NO_ROOM:
-            truncate(fd, path, offset)  # gives back the part that was there
-            stat = os.fstatvfs(fd)
-            raise DiskFull(path, nbytes, stat.f_bavail * stat.f_frsize) from error
+        elif refused := no_room(path, error.errno, nbytes):
+            if isinstance(refused, DiskFull):
+                truncate(fd, path, offset)  # gives back the part that was there
+            raise refused from error
         else:
             raise StorageFailed(path, f"allocate: {error.strerror}") from error
 
@@ -145,7 +167,8 @@ def replacing(path: Path) -> Iterator[Path]:
         except OSError as error:
             raise StorageFailed(path, f"rename: {error.strerror}") from error
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a file system that became read-only keeps it until the next start
+            temporary.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
 

@@ -3,7 +3,9 @@
 StorageError
 ├── JournalCorrupt     the journal is damaged where it cannot be a torn tail; restore the directory from a copy
 ├── StateLocked        another coordinator holds the state directory; retriable
-├── DiskFull           there is no room, and nothing was changed; retriable
+├── NoRoom             the disk takes nothing more, and nothing was changed; retriable
+│   ├── DiskFull       no bytes are free, or the quota is used up
+│   └── ReadOnly       the file system may only be read
 ├── StorageFailed      a write or a sync failed: what the disk holds is unknown; exit and recover
 ├── SnapshotCorrupt    a snapshot is not what was saved
 └── StateMismatch      the parts of the directory do not belong together, or are another run's
@@ -42,15 +44,32 @@ class StateLocked(StorageError):
         super().__init__(path, "another coordinator holds this state directory; stop it, or give this one its own")
 
 
-class DiskFull(StorageError):
-    """Room was asked for and is not there. Nothing was changed."""
+class NoRoom(StorageError):
+    """The disk takes nothing more. Nothing was changed: what was asked for can wait until somebody has mended it."""
 
     retriable = True
+    mend: ClassVar[str]
+    """What a person has to do."""
+
+
+class DiskFull(NoRoom):
+    """Room was asked for and is not there."""
+
+    mend = "free space on its file system"
 
     def __init__(self, path: Path, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(path, f"{needed_bytes} bytes more are needed, {free_bytes} are free")
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
+
+
+class ReadOnly(NoRoom):
+    """The file system may only be read, as Linux makes one that found an error in itself."""
+
+    mend = "find out why, and mount its file system for writing"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "the file system is read-only")
 
 
 class StorageFailed(StorageError):

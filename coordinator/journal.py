@@ -94,7 +94,7 @@ class Journal:
         Raises:
             StateLocked: a coordinator holds the directory.
             JournalCorrupt: damage that is not a torn tail; nothing was changed.
-            DiskFull: there is no room to begin a journal.
+            NoRoom: there is no room to begin a journal.
             StorageFailed: the disk refused.
         """
         make_directory(directory)
@@ -168,7 +168,7 @@ class Journal:
         `release(attachment_bytes)`.
 
         Raises:
-            DiskFull: nothing was changed.
+            NoRoom: nothing was changed.
         """
         room = attachment_bytes + RECORD_ROOM
         self._require_usable()
@@ -189,7 +189,7 @@ class Journal:
             reserved: what was given to `reserve`, to use that room up.
 
         Raises:
-            DiskFull: nothing was changed; a reservation stays.
+            NoRoom: nothing was changed; a reservation stays.
             StorageFailed: the journal cannot be used any more.
         """
         self._require_usable()

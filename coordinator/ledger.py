@@ -240,6 +240,12 @@ class Ledger:
             return None
         return known
 
+    def round_of(self, fragment: int, version: int) -> int:
+        """The round of the window that made this version of the anchor; 0 where that is not remembered."""
+        before = self.commits.get((fragment, version - 1))
+        terms = before.next_window if before else None
+        return terms.round if terms else 0
+
     def codec_of_deltas(self, fragment: int, window: int) -> str:
         """How the deltas for a window are encoded, late ones included: as its own terms say, which came with the commit
         before it. Of windows that nobody remembers, as the run's do."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
 from farloop.wire.errors import RemoteProtocolError
@@ -39,6 +40,13 @@ BURST_FRAMES = 256
 
 RETRY_SEND_S = 0.005
 """A full pipe is tried again after this."""
+
+WATCH_KEYS_S = 1.0
+"""The allow-list's folder is looked at this often: how long a revoked key may still be heard."""
+
+PROBE_DELAY_S = 0.1
+"""From a connection's end to the probe of all sessions: ROUTER has let go of its lane by then, and of others that ended
+at once with it."""
 
 MAX_SESSIONS = 1024
 
@@ -102,6 +110,9 @@ class RouterLink:
         self._allow = AllowList(allow) if allow else None
         self._authenticator: AsyncioAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        assert isinstance(monitor, zmq.asyncio.Socket)
+        self._monitor = monitor
         try:
             self._configure(key)
             self._socket.bind(endpoint)
@@ -174,6 +185,7 @@ class RouterLink:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._receive(), name="receive")
             group.create_task(self._keep_time(), name="timers")
+            group.create_task(self._watch_connections(), name="connections")
             if self._allow is not None:
                 group.create_task(self._watch_keys(self._allow), name="keys")
 
@@ -181,6 +193,8 @@ class RouterLink:
         """Give the sockets back."""
         if self._authenticator is not None:
             self._authenticator.stop()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
 
@@ -304,6 +318,21 @@ class RouterLink:
         for route in peer.routes.values():
             self._lanes.pop(route, None)
 
+    async def _watch_connections(self) -> None:
+        """Notice at once that a node's connection ended, not at its next heartbeat (protocol V).
+
+        The monitor tells that one did, and not whose: whose it was, a frame to each tells.
+        """
+        while True:
+            await recv_monitor_message(self._monitor)
+            await asyncio.sleep(PROBE_DELAY_S)
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    await recv_monitor_message(self._monitor, zmq.DONTWAIT)
+            for peer in list(self._peers.values()):
+                peer.session.speak()
+                self.flush(peer)
+
     # --- time
 
     async def _keep_time(self) -> None:
@@ -329,14 +358,24 @@ class RouterLink:
 
     async def _watch_keys(self, allow: AllowList) -> None:
         """Revocation without restart: a session whose key left the list ends (protocol U)."""
+        trouble = ""
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(WATCH_KEYS_S)
+            before, said, trouble = allow.keys, trouble, ""
             try:
                 allow.refresh()
             except KeyFileError as error:
-                _log.warning("allow-list kept as it was reason=%r", str(error))
+                trouble = str(error)
+                if trouble != said:
+                    _log.warning("nobody new is let in until this is mended reason=%r", trouble)
+            after = allow.keys
+            # Another key under the same name is another key: who holds the old one hears no more.
+            revoked = {name for name in before if after.get(name) != before[name]}
+            for name in sorted(before.keys() | after.keys()):
+                if before.get(name) != after.get(name):
+                    _log.info("%s node=%s", "key revoked" if name in revoked else "key authorized", name)
             for peer in list(self._peers.values()):
-                if peer.owner not in allow.owners:
+                if peer.owner in revoked:
                     if peer.session.state is State.OPEN:
                         peer.session.send(Leave(reason=Reason.WRONG_KEY), time.monotonic())
                         self.flush(peer)

@@ -13,8 +13,9 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, RoundPlan, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
-from farloop.coordinator.admission import delta_refusal
+from farloop.coordinator.admission import delta_refusal, progress_untrue
 from farloop.coordinator.decisions import Decisions
+from farloop.coordinator.evaluations import Evaluations
 from farloop.coordinator.grace import Grace
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.membership import Membership
@@ -38,6 +39,10 @@ class CoordinatorMachine:
         self.grace = Grace(ledger.spec.terms)
         self._decisions = Decisions(ledger)
         self._membership = Membership(ledger, self._decisions, self.windows, self._try_close, gone_at=now + liveness_s)
+        self._evaluations = Evaluations(ledger)
+        self._mending: dict[NodeId, set[int]] = {}
+        """Fragments whose anchors did not match, until they are known to be mended."""
+        self._stopping = False
         self._now = now
         self._commits: dict[int, ev.Commit] = {}
         """Of the windows that are closing. A decision stands: after a failure it is tried again (protocol O)."""
@@ -67,6 +72,21 @@ class CoordinatorMachine:
         """What a restart owes right away: windows that can close."""
         return self._decisions.take()
 
+    def stop(self) -> None:
+        """This coordinator ends, and its farewells end the sessions: nobody is removed for that, and no window closes.
+
+        What has come is durable: the next start closes what can close, and waits for the nodes (protocol C).
+        """
+        self._stopping = True
+
+    def believes(self, node: NodeId, message: msg.Progress | msg.Evaluation) -> bool:
+        """Whether a report or an evaluation will be taken from this node now."""
+        if isinstance(message, msg.Progress):
+            return progress_untrue(message, self.ledger) is None
+        member = self.members.get(node)
+        trains = member is not None and member.stage == "training"
+        return trains and self._evaluations.asked(node, message.versions) is not None
+
     # --- events
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
@@ -74,6 +94,8 @@ class CoordinatorMachine:
         self._now = now
         match event:
             case ev.Greeted():
+                if self._membership.is_new(event):
+                    self._mend(event.node, set())
                 self._membership.greeted(event, now)
             case ev.Heard(node=node, session=session, message=message):
                 if member := self._membership.in_session(node, session):
@@ -97,18 +119,22 @@ class CoordinatorMachine:
 
     def next_timer(self) -> float | None:
         """When `handle_timer` wants to be called."""
+        if self._stopping:
+            return None
         windows = self.grace.deadlines(self.windows.values(), self._now)
         return min([*self._membership.deadlines(), *self._retry_at.values(), *windows], default=None)
 
     def handle_timer(self, now: float) -> list[ev.Command]:
         """Deadlines that have passed: of nodes that did not come back, of windows, of commits to try again."""
         self._now = now
+        if self._stopping:
+            return []
         self._membership.remove_overdue(now)
         for fragment in [f for f, at in self._retry_at.items() if at <= now]:
             del self._retry_at[fragment]
             self._decisions.do(self._commits[fragment])
         self._try_close_all()
-        self._membership.start_ready(at_boundary=False)
+        self._membership.start_ready(now, at_boundary=False)
         return self._decisions.take()
 
     def clock_jumped(self, seconds: float) -> None:
@@ -131,21 +157,51 @@ class CoordinatorMachine:
     def _heard(self, member: Member, message: msg.Message, now: float) -> None:
         match message:
             case msg.Ready():
-                self._membership.ready(member)
+                self._membership.ready(member, now)
             case msg.Offer():
                 self._offered(member, message)
             case msg.Progress():
-                self._membership.reported(member, message, now)
-            case msg.Evaluation(loss=loss, versions=versions, position=position) if self.ledger.is_vector(versions):
-                self._decisions.record(rec.EvaluationTaken(loss=loss, versions=versions, position=position))
+                self._reported(member, message, now)
+            case msg.Evaluation():
+                self._evaluated(member, message)
             case msg.Fetch(fragment=fragment):
                 if 0 <= fragment < len(self.ledger.versions):
-                    self.alarms[f"anchor of {member.name}"] = f"fragment {fragment} did not match its digest"
+                    self._mend(member.name, self._mending.get(member.name, set()) | {fragment})
                     self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
             case msg.Leave():
+                self._mend(member.name, set())
+                self.alarms.pop(f"report of {member.name}", None)
                 self._membership.left(member, message, now)
             case _:
                 pass  # the session's own business
+
+    def _reported(self, member: Member, progress: msg.Progress, now: float) -> None:
+        """A report that cannot be true counts for nothing, not even as a sign of progress."""
+        untrue = progress_untrue(progress, self.ledger)
+        if untrue is not None:
+            self.alarms[f"report of {member.name}"] = untrue
+            return
+        self.alarms.pop(f"report of {member.name}", None)
+        self._membership.reported(member, progress, now)
+
+    def _evaluated(self, member: Member, evaluation: msg.Evaluation) -> None:
+        """Only who was asked is heard, and once: all of them are kept as long as the run."""
+        asked = self._evaluations.asked(member.name, evaluation.versions)
+        if asked is None or member.stage != "training":
+            return
+        self._evaluations.answered(asked)
+        self._membership.evaluates(self._evaluations.evaluator)
+        self._decisions.record(
+            rec.EvaluationTaken(loss=evaluation.loss, versions=evaluation.versions, position=evaluation.position)
+        )
+
+    def _mend(self, node: NodeId, fragments: set[int]) -> None:
+        """These anchors of a node did not match, and are not known to be mended."""
+        self._mending[node] = fragments
+        self.alarms.pop(f"anchor of {node}", None)
+        if fragments:
+            which = ", ".join(str(fragment) for fragment in sorted(fragments))
+            self.alarms[f"anchor of {node}"] = f"fragment {which} did not match its digest"
 
     # --- windows
 
@@ -166,9 +222,17 @@ class CoordinatorMachine:
         window = self.windows.get(blob.fragment)
         if blob in self.ledger.inputs:
             return self._decisions.tell(member.name, msg.Stored(blob=blob))
+        if blob.fragment in (ailing := self._mending.get(member.name, set())):
+            self._mend(member.name, ailing - {blob.fragment})  # a node sends nothing from an anchor that is lost
         if refused := delta_refusal(offer, member, self.ledger, window):
-            return self._tell_outcome(member.name, offer, *refused)
+            return self._refuse(member, offer, *refused)
         self._decisions.do(ev.Receive(offer=offer))
+
+    def _refuse(self, member: Member, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        """An offer has its outcome at once. Who claims what cannot be true has had its turn: nobody waits for more."""
+        self._tell_outcome(member.name, offer, reason, detail)
+        if reason is Reason.IMPLAUSIBLE:
+            self._give_up(offer, reason)
 
     def _tell_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
         self._decisions.tell(node, msg.Outcome(blob=offer.blob, reason=reason, detail=detail))
@@ -197,10 +261,14 @@ class CoordinatorMachine:
         self._decisions.record(rec.InputDropped(blob=blob, reason=reason, detail=detail))
         self._decisions.do(ev.Forget(blob=blob))
         self._tell_outcome(blob.node, offer, reason, detail)
-        window = self.windows.get(blob.fragment)
-        if window and window.terms.window == offer.window and blob.node in window.missing:
-            window.removed[blob.node] = reason
-            self._try_close(blob.fragment)
+        self._give_up(offer, reason)
+
+    def _give_up(self, offer: msg.Offer, reason: Reason) -> None:
+        """A node's delta for the open window will not come: it is not made anew."""
+        node, window = offer.blob.node, self.windows.get(offer.blob.fragment)
+        if window and window.terms.window == offer.window and node in window.missing:
+            window.removed[node] = reason
+            self._try_close(offer.blob.fragment)
 
     def _try_close_all(self) -> None:
         for fragment in list(self.windows):
@@ -208,6 +276,8 @@ class CoordinatorMachine:
 
     def _try_close(self, fragment: int) -> None:
         window, spec = self.windows[fragment], self.ledger.spec
+        if self._stopping:
+            return
         quorum = None if window.max_staleness and window.terms.final else spec.terms.quorum
         why = window.why_close(quorum, spec.terms.floor, patient=self.grace.lasts(window, self._now))
         if why is None:
@@ -230,7 +300,7 @@ class CoordinatorMachine:
         self._fix_rounds()
         self._publish(record, closed)
         if self.ledger.current_round > before:
-            self._membership.start_ready(at_boundary=True)
+            self._membership.start_ready(self._now, at_boundary=True)
             self._membership.top_up_all()
         if record.next_window:
             self._open(record.next_window)  # expects who has just started, too
@@ -264,10 +334,14 @@ class CoordinatorMachine:
         self._decisions.do(ev.Finish())
 
     def _publish(self, record: rec.WindowCommitted, closed: Window) -> None:
+        evaluator = self._evaluator(closed.terms)
+        if evaluator is not None:
+            self._evaluations.ask(record.version, evaluator)
+            self._membership.evaluates(evaluator)
         committed = dataclasses.replace(
             self.ledger.commits[record.fragment, record.version],
             rounds=self.ledger.rounds_ahead(),
-            evaluator=self._evaluator(closed.terms),
+            evaluator=evaluator,
         )
         nodes = tuple(sorted(member.name for member in self._membership.connected))
         self._decisions.do(ev.Publish(nodes=nodes, committed=committed))

@@ -5,6 +5,9 @@
                                              its session ends, ─────┘ └───── it greets again
                                   and in time no window waits for it
 
+A node that trains and shows no progress for too long, though its session lives, is one that no window waits for either,
+until it moves.
+
 Pure. What is decided goes into the machine's `Decisions`; who is expected, removed and back is marked in its windows.
 """
 
@@ -90,9 +93,19 @@ class Membership:
 
     def evaluator(self) -> NodeId | None:
         """Who is to evaluate now: the lowest live node id (protocol J)."""
-        return min((m.name for m in self.connected if m.stage == "training"), default=None)
+        return min((m.name for m in self.connected if m.counts), default=None)
+
+    def evaluates(self, node: NodeId | None) -> None:
+        """Who is expected to evaluate now, and may take longer for it than for a step."""
+        for member in self.members.values():
+            member.evaluates = member.name == node
 
     # --- coming
+
+    def is_new(self, event: ev.Greeted) -> bool:
+        """Whether this start of the node was never met."""
+        member = self.members.get(event.node)
+        return member is None or event.hello.incarnation > member.incarnation
 
     def greeted(self, event: ev.Greeted, now: float) -> None:
         """A session's first message: let the node in, with all that it must know, or say why not."""
@@ -139,8 +152,11 @@ class Membership:
             self._decisions.record(
                 rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=member.start_round)
             )
+        self._expect_again(member)
+
+    def _expect_again(self, member: Member) -> None:
         for window in self._windows.values():
-            if window.removed.get(member.name) in (Reason.CLOSED, Reason.SILENT):
+            if window.removed.get(member.name) in (Reason.CLOSED, Reason.SILENT, Reason.STALLED):
                 del window.removed[member.name]
 
     def _catch_up(self, member: Member, hello: msg.Hello, fragment: int) -> None:
@@ -153,13 +169,13 @@ class Membership:
 
     # --- starting
 
-    def ready(self, member: Member) -> None:
+    def ready(self, member: Member, now: float) -> None:
         """It holds all anchors."""
         if member.stage == "joining":
             member.stage = "ready"
-            self.start_ready(at_boundary=False)
+            self.start_ready(now, at_boundary=False)
 
-    def start_ready(self, *, at_boundary: bool) -> None:
+    def start_ready(self, now: float, *, at_boundary: bool) -> None:
         """Start who is ready: at the run's begin, at a round's boundary, or at once where nobody trains any more."""
         ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
         alone = not any(m.counts for m in self.members.values())
@@ -171,15 +187,15 @@ class Membership:
             return
         plan = self._ledger.rounds[self._ledger.current_round]
         for member in sorted(ready, key=lambda m: m.name):
-            self._start(member, plan)
+            self._start(member, plan, now)
         for window in self._windows.values():
             if alone and window.state == "open" and not window.missing:
                 names = self.expected(window.terms) or {m.name for m in ready}
                 window.expected |= names
                 window.removed = {n: r for n, r in window.removed.items() if n not in names}
 
-    def _start(self, member: Member, plan: RoundPlan) -> None:
-        member.stage, member.start_round = "training", plan.index
+    def _start(self, member: Member, plan: RoundPlan, now: float) -> None:
+        member.start(plan.index, now)
         self._decisions.record(rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=plan.index))
         leases = self._grant(member)
         self._decisions.tell(member.name, msg.Start(round=plan, lease=leases[0] if leases else None))
@@ -190,6 +206,9 @@ class Membership:
     def reported(self, member: Member, progress: msg.Progress, now: float) -> None:
         """It says how it goes, and what it has used of its samples."""
         member.report(progress, now)
+        if member.stalled and member.progress_at == now:
+            member.absent, member.reason = False, Reason.NONE
+            self._expect_again(member)
         self._ledger.leases.watermark(member.name, member.incarnation, progress.sample_watermark)
         self._top_up(member)
 
@@ -236,21 +255,25 @@ class Membership:
         member.anchors = leave.anchors
         member.disconnect(leave.reason, now, 0.0)
         self._leave(member, leave.reason)
-        self.start_ready(at_boundary=False)
+        self.start_ready(now, at_boundary=False)
 
     def remove_overdue(self, now: float) -> None:
-        """Who did not come back in time is not waited for any more."""
+        """Who did not come back in time, or stands still for no known reason, is not waited for any more."""
         for member in self.members.values():
             if member.gone_at is not None and member.gone_at <= now:
                 self._remove(member, member.reason)
+            elif self._ledger.windows and member.stalls_at is not None and member.stalls_at <= now:
+                self._remove(member, Reason.STALLED)
 
     def deadlines(self) -> list[float]:
         """When `remove_overdue` has something to do."""
-        return [m.gone_at for m in self.members.values() if m.gone_at is not None]
+        stalls = [m.stalls_at for m in self.members.values()] if self._ledger.windows else []
+        return [at for at in (*(m.gone_at for m in self.members.values()), *stalls) if at is not None]
 
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still: every deadline moves (protocol C)."""
         for member in self.members.values():
+            member.progress_at += seconds
             if member.gone_at is not None:
                 member.gone_at += seconds
 

@@ -21,6 +21,7 @@ class Metrics:
         self.version = Gauge("farloop_fragment_version", "Committed version.", ["fragment"], registry=registry)
         self.loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per byte token.", registry=registry)
         self.nodes = Gauge("farloop_nodes", "Nodes by what they are.", ["state"], registry=registry)
+        self.alarms = Gauge("farloop_alarms", "What needs attention now; the status page says what.", registry=registry)
         self.commits = Counter("farloop_commits", "Windows committed.", registry=registry)
         self.merged = Counter("farloop_merged_deltas", "Deltas merged.", ["node"], registry=registry)
         self.drops = Counter(
@@ -35,6 +36,12 @@ class Metrics:
         )
         self.journal_seconds = Histogram(
             "farloop_journal_seconds", "Making one commit durable.", registry=registry, buckets=buckets
+        )
+        self.storage_held = Gauge(
+            "farloop_storage_held", "1 while nothing is committed: the state folder takes no more.", registry=registry
+        )
+        self.dropped_lines = Counter(
+            "farloop_dropped_timeline_lines", "Lines that metrics.jsonl did not take.", registry=registry
         )
         labels = ["node"]
         self.node_loss = Gauge("farloop_node_loss_nats", "Training loss.", labels, registry=registry)

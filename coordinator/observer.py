@@ -8,15 +8,20 @@ import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
+from farloop.algo.spec import NodeId
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Result
+from farloop.coordinator.durable import replacing
+from farloop.coordinator.errors import StorageFailed
+from farloop.coordinator.hold import Hold
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.roster import Member
 from farloop.coordinator.store import Store
+from farloop.coordinator.timeline import Timeline, last_time
 from farloop.monitoring.status import MetricsEvent, NodeStatus, Status, WindowStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -27,17 +32,17 @@ _log = logging.getLogger(__name__)
 class Observer:
     """Eyes on one coordinator."""
 
-    def __init__(self, store: Store, metrics_file: Path, metrics: Metrics) -> None:
+    def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: Hold) -> None:
         """`metrics_file` is appended to; a resumed run's clock goes on where the file ends."""
         self.status_json = b"{}"
         self.joined = False
         """Whether the run can make progress: at least one node is connected."""
-        self._store, self._metrics = store, metrics
-        self._offset_s = _last_time(metrics_file)
+        self._store, self._metrics, self._hold = store, metrics, hold
+        self._offset_s = last_time(metrics_file)
         self._started = time.monotonic()
         self._training_since: float | None = None
         self._finished_at: float | None = None
-        self._file: IO[str] = _open_after(metrics_file)
+        self._timeline = Timeline(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
         self._evaluated_at: dict[int, float] = {}
@@ -50,7 +55,15 @@ class Observer:
         self._fingerprint, self._num_parameters = identity.fingerprint(), identity.layout.num_parameters
 
     def close(self) -> None:
-        self._file.close()
+        self._timeline.close()
+
+    def save_status(self, path: Path) -> None:
+        """Keep the status as it is. A disk that does not take it leaves the one of before: no reason to fail."""
+        try:
+            with replacing(path) as temporary:
+                temporary.write_bytes(self.status_json)
+        except (OSError, StorageFailed) as error:
+            _log.warning("status not kept path=%s why=%r", path, str(error))
 
     @property
     def t(self) -> float:
@@ -61,9 +74,10 @@ class Observer:
         """An event on its way to the machine."""
         match event:
             case ev.Heard(node=node, message=msg.Progress() as progress):
-                self._progress(node, progress)
+                if machine.believes(node, progress):
+                    self._progress(node, progress)
             case ev.Heard(node=node, message=msg.Evaluation() as evaluation):
-                if machine.ledger.is_vector(evaluation.versions):
+                if machine.believes(node, evaluation):
                     self._evaluation(node, evaluation, machine)
             case _:
                 pass
@@ -116,7 +130,8 @@ class Observer:
         """Bring the status up to date, and log who came, started or left."""
         status = self.status(machine)
         for node in status["nodes"]:
-            seen = node["state"] if node["connected"] else "away"
+            stalled = machine.members[NodeId(node["name"])].stalled
+            seen = ("stalled" if stalled else node["state"]) if node["connected"] else "away"
             if self._states.get(node["name"]) != seen:
                 self._states[node["name"]] = seen
                 self._write(
@@ -129,6 +144,8 @@ class Observer:
         self._metrics.h.set(status["run"]["h"])
         self._metrics.nodes.labels("connected").set(sum(node["connected"] for node in status["nodes"]))
         self._metrics.nodes.labels("training").set(sum(m.counts for m in machine.members.values()))
+        self._metrics.storage_held.set(bool(self._hold))
+        self._metrics.alarms.set(len(status["alarms"]))
         self.status_json = json.dumps(status).encode()
 
     def status(self, machine: CoordinatorMachine) -> Status:
@@ -140,7 +157,9 @@ class Observer:
         if ledger.finished and self._finished_at is None:
             self._finished_at = now
         until = self._finished_at or now
-        state: Literal["waiting", "training", "finished"] = "training" if machine.begun else "waiting"
+        state: Literal["waiting", "training", "held"] = "training" if machine.begun else "waiting"
+        if self._hold:
+            state = "held"
         members = sorted(machine.members.values(), key=lambda m: m.name)
         return {
             "run": {
@@ -182,7 +201,7 @@ class Observer:
 
     def _node(self, member: Member, now: float) -> NodeStatus:
         progress = member.progress
-        away = member.session is None and member.reason is not Reason.NONE
+        away = (member.session is None or member.stalled) and member.reason is not Reason.NONE
         return {
             "name": member.name,
             "state": member.stage if progress is None or member.stage == "left" else progress.state,
@@ -259,33 +278,12 @@ class Observer:
             metrics.node_bytes.labels(node, direction).set(getattr(progress, f"bytes_{direction}"))
 
     def _write(self, event: MetricsEvent) -> None:
-        self._file.write(json.dumps(event) + "\n")
-
-
-def _open_after(path: Path) -> IO[str]:
-    """The file, to be appended to line by line; behind a line that a crash cut short begins another."""
-    with path.open("a+b") as file:
-        if size := file.tell():
-            file.seek(size - 1)
-            if file.read() != b"\n":
-                file.write(b"\n")
-    return path.open("a", buffering=1)
+        before = self._timeline.dropped
+        self._timeline.write(event)
+        self._metrics.dropped_lines.inc(self._timeline.dropped - before)
 
 
 def _position(members: Iterable[Member]) -> float:
     """Highest schedule position of the connected nodes; of those that left, where nobody is connected."""
     told = [(member.session is not None, member.progress.position) for member in members if member.progress]
     return max(told, default=(False, 0.0))[1]
-
-
-def _last_time(path: Path) -> float:
-    """`t` of the last whole line; 0 for a new file."""
-    if not path.exists():
-        return 0.0
-    last = 0.0
-    for line in path.read_text().splitlines():
-        try:
-            last = json.loads(line)["t"]
-        except (ValueError, KeyError):
-            continue  # a line that a crash cut short
-    return last

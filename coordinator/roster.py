@@ -1,14 +1,31 @@
 """Who is here: one member per node name, from its first greeting to its leave. Pure."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final, Literal
 
 from farloop.algo.spec import NodeId
-from farloop.wire.messages import AnchorRef, Hello, Progress
+from farloop.wire.messages import AnchorRef, Hello, NodeState, Progress
 from farloop.wire.reasons import Reason
 
-CLOSED_GRACE_S = 2.0
+CLOSED_GRACE_S = 1.0
 """How long a window waits for a node whose connection closed: long enough to dial again, short for the others."""
+
+STALL_S = 30.0
+"""How long a node that trains may show no progress at least ..."""
+
+STALL_STEPS = 10.0
+"""... and in times of its usual inner step."""
+
+SLOW_TASKS = 10.0
+"""Times as long may be what takes long: the first inner step, in which a model is compiled, and an evaluation."""
+
+_STEP_TIMES = 15
+"""Measurements that the usual inner step is the median of."""
+
+_DOES_STEPS: Final[frozenset[NodeState]] = frozenset({"training", "evaluating"})
+"""In all other states a node that reports is where it should be, though it does no steps."""
 
 Stage = Literal["joining", "ready", "training", "left"]
 
@@ -26,7 +43,7 @@ class Member:
     gone_at: float | None = None
     """When it stops being expected, unless it comes back before; None while connected, or once that has happened."""
     absent: bool = False
-    """No window waits for it until it is back."""
+    """No window waits for it until it is back, or, where it stalled, until it moves."""
     reason: Reason = Reason.NONE
     """Why it is absent, or left."""
     device: str = ""
@@ -36,23 +53,48 @@ class Member:
     heard_at: float = 0.0
     speed: float = 0.0
     """Tokens a second while it trains; 0 until that is known."""
+    progress_at: float = 0.0
+    """When it last did a step, as far as is known, or was seen to stand still for good reason."""
+    evaluates: bool = False
+    """It was the last that was asked to, and has not answered yet."""
     _measured: tuple[float, int] = (0.0, 0)
     """(seconds without those of waiting, tokens) of the report that the next measurement begins at."""
+    _stepped: tuple[float, int] | None = None
+    """The same with its inner steps."""
+    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))
+    """Seconds of an inner step, as measured lately; the first includes what only the first step has to do."""
 
     @property
     def counts(self) -> bool:
         """Whether new windows expect it."""
         return self.stage == "training" and not self.absent
 
+    @property
+    def stalled(self) -> bool:
+        """Connected, and no window waits for it."""
+        return self.session is not None and self.absent
+
+    @property
+    def stalls_at(self) -> float | None:
+        """When it will have made no progress for too long; None for who is not to make any."""
+        if self.session is None or not self.counts or (self.progress and self.progress.state == "paused"):
+            return None
+        limit = max(STALL_S, STALL_STEPS * median(self._step_s) if self._step_s else 0.0)
+        return self.progress_at + limit * (1.0 if self._step_s and not self.evaluates else SLOW_TASKS)
+
     def connect(self, session: int, hello: Hello, now: float) -> None:
         """A session of this incarnation opened."""
         self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
-        self.device, self.heard_at = hello.device, now
+        self.device, self.heard_at, self.progress_at = hello.device, now, now
         if hello.round is not None:
             self.stage = "training"
             self.start_round = hello.round if self.start_round is None else self.start_round
         else:
             self.stage = "joining"
+
+    def start(self, round_index: int, now: float) -> None:
+        """It is told to begin its first inner step."""
+        self.stage, self.start_round, self.progress_at, self._stepped = "training", round_index, now, (now, 0)
 
     def disconnect(self, reason: Reason, now: float, grace_s: float) -> None:
         """Its session ended; it stays expected for `grace_s` more."""
@@ -61,8 +103,12 @@ class Member:
 
     def report(self, progress: Progress, now: float) -> None:
         """It says how it goes. Its speed leaves out what it stood still for, or who waits would look slow."""
+        steps_before = self.progress.inner_steps if self.progress else 0
+        if progress.inner_steps != steps_before or progress.state not in _DOES_STEPS:
+            self.progress_at = now
         self.progress = progress
         seconds, tokens = now - progress.blocked_s, progress.tokens
+        self._measure_step(seconds, progress.inner_steps)
         before, had = self._measured
         if not had or tokens < had:
             self._measured = seconds, tokens
@@ -71,7 +117,15 @@ class Member:
             self.speed = (self.speed + latest) / 2 if self.speed else latest
             self._measured = seconds, tokens
 
+    def _measure_step(self, seconds: float, inner_steps: int) -> None:
+        since, had = self._stepped or (seconds, inner_steps)
+        if inner_steps > had and seconds > since:
+            self._step_s.append((seconds - since) / (inner_steps - had))
+        if self._stepped is None or inner_steps != had:
+            self._stepped = seconds, inner_steps
+
     def check(self) -> None:
         """The invariants."""
-        assert self.session is None or (self.gone_at is None and not self.absent)
+        assert self.session is None or self.gone_at is None
+        assert not self.stalled or self.reason is Reason.STALLED
         assert self.stage != "training" or self.start_round is not None

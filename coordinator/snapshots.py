@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from farloop.coordinator.durable import TEMPORARY_SUFFIX, make_directory, replacing, require_free, sync_path
+from farloop.coordinator.durable import TEMPORARY_SUFFIX, make_directory, no_room, replacing, require_free, sync_path
 from farloop.coordinator.errors import SnapshotCorrupt, StorageFailed
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def save(directory: Path, snapshot: Snapshot) -> Path:
     The tensors must not change meanwhile.
 
     Raises:
-        DiskFull: nothing was changed.
+        NoRoom: nothing was changed.
         StorageFailed: the disk refused; the older snapshots are untouched.
     """
     path = snapshot_path(directory, snapshot.fragment, snapshot.version)
@@ -157,7 +157,7 @@ def export(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     """Write named tensors as one safetensors file that other tools read: the final model.
 
     Raises:
-        DiskFull: nothing was changed.
+        NoRoom: nothing was changed.
         StorageFailed: the disk refused; a file that was there before is untouched.
     """
     make_directory(path.parent)
@@ -166,7 +166,8 @@ def export(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    require_free(path.parent, sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_ROOM)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_ROOM
+    require_free(path.parent, nbytes)
     with replacing(path) as temporary:
         try:
             temporary.touch()
@@ -174,7 +175,16 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
             save_file(tensors, temporary, metadata=metadata)
             temporary.chmod(mode)  # the library makes a private file of its own; this one is like any other
         except (SafetensorError, OSError) as error:
-            raise StorageFailed(path, f"write: {error}") from error
+            # Others write to the disk, too: that there was room before is no promise. Nothing has taken `path`'s place.
+            raise no_room(path, _code(error), nbytes) or StorageFailed(path, f"write: {error}") from error
+
+
+def _code(error: SafetensorError | OSError) -> int | None:
+    """The error's number; the library has it in its words alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 def _saveable(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers, Result
 from farloop.coordinator.attachments import Attachments, UpdateSource
 from farloop.coordinator.epoch import claim_epoch
-from farloop.coordinator.errors import DiskFull, StateMismatch
+from farloop.coordinator.errors import NoRoom, StateMismatch
 from farloop.coordinator.journal import SEGMENT_BYTES, Journal
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.segment import Entry
@@ -140,7 +140,7 @@ class Store:
     # --- the journal
 
     def append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
-        """Write a record; durable after `sync`."""
+        """Write a record; durable after `sync`. Raises NoRoom: nothing was changed."""
         self._take(self._journal.append(record, attachment))
 
     def sync(self) -> None:
@@ -161,6 +161,7 @@ class Store:
         """Make a commit durable, and only then swap its buffers in; a snapshot follows every few versions.
 
         Raises:
+            NoRoom: nothing was changed; the reservation stays.
             StorageFailed: it may be durable or not. Exit and recover.
         """
         record = commits.completed(draft, result)
@@ -201,13 +202,13 @@ class Store:
     def _snapshot(self, fragment: int) -> None:
         """Save the fragment as it is, and delete the segments that nobody can ask for any more.
 
-        A full disk costs nothing but time: the next restart has more to repeat.
+        A full disk here costs nothing but time: the next restart has more to repeat.
         """
         buffers, what = self.buffers[fragment], f"snapshot of fragment {fragment}"
         try:
             _save_snapshot(self.directory, self.ledger.spec, fragment, buffers)
             self.append(rec.SnapshotTaken(fragment=fragment, version=buffers.version))
-        except DiskFull as error:
+        except NoRoom as error:
             _log.warning("alarm what=%r why=%r", what, str(error))
             self.alarms = {**self.alarms, what: str(error)}
             return

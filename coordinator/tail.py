@@ -1,18 +1,27 @@
 """The journal's last segment, which is being written. It knows bytes and room, not records: those are `journal.py`."""
 
-import errno
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from farloop.coordinator.durable import Bytes, allocate, replacing, sync, sync_and_forget, truncate, write_all
+from farloop.coordinator.durable import (
+    Bytes,
+    allocate,
+    no_room,
+    replacing,
+    require_writable,
+    sync,
+    sync_and_forget,
+    truncate,
+    write_all,
+)
 from farloop.coordinator.errors import DiskFull, StorageFailed
 from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, Scan, segment_header, segment_path
 
 _ALLOCATION_STEP = 1 << 20
-"""Room is taken from the disk in steps, so that small records do not each ask for it."""
+"""Room is taken from the disk in steps, so that small records do not each ask for it; in smaller ones near its end."""
 
 
 @dataclass(slots=True)
@@ -34,16 +43,15 @@ class Tail:
         return self.end == self.start
 
     def allocate(self, room: int) -> None:
-        """Have blocks for `room` bytes behind `end`.
+        """Have blocks for `room` bytes behind `end`, on a file system that takes them.
 
         Raises:
-            DiskFull: nothing was changed.
+            NoRoom: nothing was changed.
         """
+        require_writable(self.fd, self.path)
         missing = self.end + room - self.allocated
         if missing > 0:
-            step = max(missing, _ALLOCATION_STEP)
-            allocate(self.fd, self.path, self.allocated, step)
-            self.allocated += step
+            self.allocated += _allocate_in_steps(self.fd, self.path, self.allocated, missing)
 
     def write(self, *parts: Bytes) -> None:
         """Write behind `end`. Durable after `sync`."""
@@ -82,7 +90,7 @@ def create_tail(
         before_visible: called when only the new name is missing.
 
     Raises:
-        DiskFull: nothing was changed, and `before_visible` was not called.
+        NoRoom: nothing was changed, and `before_visible` was not called.
         StorageFailed: the disk refused.
     """
     path = segment_path(directory, number)
@@ -92,8 +100,7 @@ def create_tail(
         with replacing(path) as temporary:
             fd = _create_file(temporary)
             undo.callback(os.close, fd)
-            allocated = start + max(room, _ALLOCATION_STEP)
-            allocate(fd, temporary, 0, allocated)
+            allocated = _allocate_in_steps(fd, temporary, 0, start + room)
             write_all(fd, temporary, parts, 0)
             before_visible()
         undo.pop_all()
@@ -131,6 +138,18 @@ def _create_file(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(path, 0, 0) from error
-        raise StorageFailed(path, f"create: {error.strerror}") from error
+        raise no_room(path, error.errno) or StorageFailed(path, f"create: {error.strerror}") from error
+
+
+def _allocate_in_steps(fd: int, path: Path, offset: int, nbytes: int) -> int:
+    """Allocate a step, or as much less of it as there is, but no less than `nbytes`; returns how much."""
+    step = max(nbytes, _ALLOCATION_STEP)
+    while True:
+        try:
+            allocate(fd, path, offset, step)
+        except DiskFull:
+            if step == nbytes:
+                raise
+            step = max(nbytes, step // 2)
+        else:
+            return step

@@ -6,6 +6,7 @@ thread and should answer from memory.
 
 import errno
 import io
+import ipaddress
 import logging
 import socket
 import socketserver
@@ -49,13 +50,22 @@ Handler = Callable[[], Response]
 class Endpoint:
     """Serves `routes` (path → handler) from a daemon thread until closed.
 
-    Port 0 takes any free one; `port` says which. Raises `EndpointError` if the address cannot be bound.
+    Port 0 takes any free one; `port` says which. Beyond loopback it warns: nobody is asked who he is.
+    Raises `EndpointError` if the address cannot be bound.
     """
 
     def __init__(
         self, host: str, port: int, routes: Mapping[str, Handler], *, request_limit_s: float = REQUEST_LIMIT_S
     ) -> None:
         self._server = _listen(host, port, dict(routes), request_limit_s)
+        bound = str(self._server.server_address[0])
+        if not ipaddress.ip_address(bound.partition("%")[0]).is_loopback:
+            log.warning(
+                "pages open to others host=%s port=%d cause='whoever reaches this port can read them, unencrypted; "
+                "keep http on 127.0.0.1 and look through a tunnel, or let a firewall decide'",
+                bound,
+                self.port,
+            )
         # The poll interval only bounds how long `close` takes: requests wake the loop at once.
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="endpoint", daemon=True)
         self._thread.start()

@@ -5,7 +5,8 @@ Plain dictionaries on purpose: they are written and read as JSON by different pr
 
 from typing import Literal, NotRequired, TypedDict
 
-RunState = Literal["waiting", "training", "finished"]
+RunState = Literal["waiting", "training", "held", "finished"]
+"""Held: the coordinator's disk takes nothing more, so nothing is committed; an alarm says what to do about it."""
 WindowState = Literal["open", "closing", "final"]
 
 

@@ -16,11 +16,12 @@ from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.hold import Hold
 from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
 from farloop.quant.blob import parse_blob
 from farloop.quant.errors import BadBlob
-from farloop.sim.agenda import Process
+from farloop.sim.agenda import Action, Process
 from farloop.sim.disk import Disk, MemoryStore, Worker
 from farloop.sim.router import Peer, Router
 from farloop.sim.scenario import Scenario
@@ -52,6 +53,7 @@ class CoordinatorActor:
         self.machine = CoordinatorMachine(
             self.store.ledger.copy(), now=process.agenda.now, liveness_s=scenario.timing.liveness_s
         )
+        self.hold = Hold(self.machine.alarms)
         self.finished = False
         self._storage = Worker(process, lambda: rng.uniform(*scenario.job_s))
         self._compute = Worker(process, lambda: rng.uniform(*scenario.job_s))
@@ -143,7 +145,7 @@ class CoordinatorActor:
         match command:
             case ev.Record(record=record):
                 self._hold()
-                self._storage.submit(lambda: self.store.append(record), self._release)
+                self._append("a record", record, b"", self._release)
             case ev.Accept(session=number, node=node, welcome=welcome):
                 if peer := self._peers.get(number):
                     self._sessions[node] = peer
@@ -214,29 +216,36 @@ class CoordinatorActor:
         self._compute.submit(lambda: None, spool)
 
     def _spool(self, offer: msg.Offer, data: bytearray) -> None:
-        failures: list[DiskFull] = []
-
-        def append() -> None:
-            if not commits.spools_inputs(self.store.ledger.spec.terms):
-                return
-            record = rec.InputStored(
-                blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
-            )
-            try:
-                self.store.append(record, data)
-            except DiskFull as error:
-                failures.append(error)
-
         def stored() -> None:
-            if failures:
-                self.machine.alarms["spool"] = str(failures[0])
-                return self.process.after(RETRY_S, lambda: self._spool(offer, data))
-            self.machine.alarms.pop("spool", None)
             self._intake.settled(offer.blob)
             self._inputs[offer.blob] = data
             self._happened(ev.InputStored(offer=offer))
 
-        self._storage.submit(append, stored)
+        if not commits.spools_inputs(self.store.ledger.spec.terms):
+            return self._storage.submit(lambda: None, stored)
+        record = rec.InputStored(
+            blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
+        )
+        self._append(f"a delta of {offer.blob.node}", record, data, stored)
+
+    def _append(self, what: str, record: rec.Record, attachment: bytes | bytearray, then: Action) -> None:
+        """Make a record durable, as soon as there is room for it."""
+        failures: list[DiskFull] = []
+
+        def append() -> None:
+            try:
+                self.store.append(record, attachment)
+            except DiskFull as error:
+                failures.append(error)
+
+        def done() -> None:
+            if failures:
+                self.hold.begin(what, failures[0])
+                return self.process.after(RETRY_S, lambda: self._append(what, record, attachment, then))
+            self.hold.end(what)
+            then()
+
+        self._storage.submit(append, done)
 
     def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
         for node in nodes:
@@ -265,11 +274,14 @@ class CoordinatorActor:
         draft, results, records = command.draft, list[aggregator.Result](), list[rec.WindowCommitted]()
 
         def reserved() -> None:
+            what = f"the update of fragment {draft.fragment}"
             try:
                 self.store.reserve(draft.fragment, command.codec_down)
             except DiskFull as error:
+                self.hold.begin(what, error)
                 failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
                 return self._happened(failed)
+            self.hold.end(what)
             self._compute.submit(lambda: results.append(self._compute_commit(command)), computed)
 
         def computed() -> None:

@@ -35,6 +35,7 @@ class Disk:
     frugal: bool = False
     """Attachments are not kept for a restart, and of every fragment the newest update alone."""
     full: bool = False
+    """Nothing more goes onto it, but what has its room."""
     alarms: int = 0
     """Commits whose optimizer state came out different when a restart repeated them."""
 
@@ -63,11 +64,12 @@ class MemoryStore:
         for commit, codecs in done:
             self.buffers[commit.fragment] = self._repeat(self.buffers[commit.fragment], commit, codecs)
         if self.ledger.epoch != disk.epoch:
-            self.append(rec.EpochClaimed(epoch=disk.epoch))
+            # On a full disk, too: a start that ends for want of room, again and again, is no more than a later start.
+            self._write(rec.EpochClaimed(epoch=disk.epoch), b"")
 
     def append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
-        """Write a record, durably. Raises DiskFull where an attachment has no room."""
-        if attachment and self._disk.full:
+        """Write a record, durably. Raises DiskFull."""
+        if self._disk.full:
             raise full(len(attachment))
         self._write(record, attachment)
 

@@ -369,7 +369,7 @@ class NodeActor:
     def _progress(self) -> msg.Progress:
         machine = self.machine
         return msg.Progress(
-            state="training",
+            state="waiting" if self.waiting else "training",
             position=machine.position,
             round=machine.round,
             inner_steps=machine.inner_steps,

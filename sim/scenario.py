@@ -78,7 +78,7 @@ class PauseCoordinator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillDisk:
-    """The coordinator's disk has no room for a commit or an input."""
+    """The coordinator's disk has no room, not even for a small record."""
 
     at: float
     for_s: float

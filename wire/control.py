@@ -5,6 +5,7 @@ acknowledged within a time-out is sent again from the first missing one. Heartbe
 acknowledgement and a sign of life, and are neither repeated nor acknowledged, or two silent ends would talk for ever.
 """
 
+import math
 from collections import deque
 
 from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
@@ -121,6 +122,10 @@ class ControlStream:
             self._ack_at = None
             self._spoke_at = now
         return frames
+
+    def speak(self) -> None:
+        """Let a heartbeat be due now."""
+        self._spoke_at = -math.inf
 
     def next_timer(self) -> float | None:
         """When `handle_timer` and then `outgoing` have something to do."""

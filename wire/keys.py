@@ -4,7 +4,10 @@
 The coordinator's allow-list is a folder of `NAME.pub` files: the file's name is the node's name (protocol U).
 """
 
+import errno
+import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +15,13 @@ from pathlib import Path
 from farloop.algo.spec import NodeId
 
 _Z85 = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_LONGEST_FILE = 4096
+"""Bytes read of a secret file: one line, and enough of anything else to see that it is no key."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 class KeyFileError(Exception):
-    """A key file is missing, malformed, or open to others; one line with the mend."""
+    """A key file is missing, malformed, or not its owner's alone; one line with the mend."""
 
 
 def check_name(name: str) -> NodeId:
@@ -31,30 +36,60 @@ def check_name(name: str) -> NodeId:
 def load_secret(path: Path) -> bytes:
     """The secret key in `path`, as 40 characters of Z85.
 
+    What is checked is what is read: one open file, so that nobody can change it in between.
+
     Raises:
-        KeyFileError: missing, malformed, or readable by others than its owner.
+        KeyFileError: missing, malformed, a symbolic link or no file at all, another user's, or open to others.
     """
-    key = _load(path)
-    mode = path.stat().st_mode & 0o777
+    try:
+        # Without O_NONBLOCK a pipe of this name would hold the daemon for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise KeyFileError(
+                f"{path} holds a secret and is a symbolic link, which whoever can write to its folder can turn "
+                "elsewhere; name the file itself"
+            ) from error
+        raise _unreadable(path, error) from error
+    try:
+        _check_private(path, os.fstat(descriptor))
+        return _checked(path, os.read(descriptor, _LONGEST_FILE))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    mode, user = stat.S_IMODE(found.st_mode), os.geteuid()
+    if not stat.S_ISREG(found.st_mode):
+        raise KeyFileError(f"{path} is no file; make a pair with: farloop keys new DIR")
+    if found.st_uid != user:
+        raise KeyFileError(
+            f"{path} holds a secret and belongs to another user (uid {found.st_uid}, this one is {user}); "
+            f"run: chown {user} {path}"
+        )
     if mode & 0o077:
         raise KeyFileError(f"{path} holds a secret and is open to others (mode {mode:04o}); run: chmod 600 {path}")
-    return key
 
 
 def load_public(path: Path) -> bytes:
     """The public key in `path`, as 40 characters of Z85. Raises KeyFileError."""
-    return _load(path)
-
-
-def _load(path: Path) -> bytes:
     try:
-        key = path.read_bytes().strip()
+        return _checked(path, path.read_bytes())
     except OSError as error:
-        mend = "make a pair with: farloop keys new DIR"
-        raise KeyFileError(f"cannot read the key file {path}: {error.strerror}; {mend}") from error
+        raise _unreadable(path, error) from error
+
+
+def _checked(path: Path, content: bytes) -> bytes:
+    key = content.strip()
     if not _Z85.fullmatch(key):
         raise KeyFileError(f"{path} is no key file: one line of 40 characters of Z85 is wanted")
     return key
+
+
+def _unreadable(path: Path, error: OSError) -> KeyFileError:
+    return KeyFileError(f"cannot read the key file {path}: {error.strerror}; make a pair with: farloop keys new DIR")
 
 
 @dataclass(slots=True)
@@ -62,34 +97,62 @@ class AllowList:
     """The public keys that may come in, from a folder that is read again when it changes."""
 
     folder: Path
-    _stamp: tuple[tuple[str, int], ...] | None = None
+    _stamp: tuple[tuple[str | int, ...], ...] | None = None
     _names: dict[bytes, NodeId] = field(default_factory=dict)
 
     def refresh(self) -> None:
         """Read the folder again if a file in it was added, removed or changed.
 
         Raises:
-            KeyFileError: the folder or a file in it cannot be read; the list stays as it was.
+            KeyFileError: the folder or a file in it cannot be used. Nobody new comes in then, and who was in stays —
+                but for those whose file is gone or holds another key: no broken file stands in the way of a revocation.
         """
+        paths = key_files(self.folder)
+        stamp = tuple(_mark(path) for path in paths)
+        if stamp == self._stamp:
+            return
         try:
-            paths = sorted(self.folder.glob("*.pub"))
-            stamp = tuple((path.name, path.stat().st_mtime_ns) for path in paths)
-            if not self.folder.is_dir():
-                raise KeyFileError(f"the allow-list {self.folder} is not a folder; put the nodes' .pub files into one")
-        except OSError as error:
-            raise KeyFileError(f"cannot read the allow-list {self.folder}: {error.strerror}") from error
-        if stamp != self._stamp:
             self._names = _owners(paths)
-            self._stamp = stamp
+        except KeyFileError:
+            self._names = {key: name for key, name in self._names.items() if self._holds(name, key)}
+            raise
+        self._stamp = stamp
+
+    def _holds(self, name: NodeId, key: bytes) -> bool:
+        """Whether a file that may be half-written still stands for this key."""
+        path = self.folder / f"{name}.pub"
+        try:
+            return load_public(path) == key
+        except KeyFileError:
+            return os.path.lexists(path)
 
     @property
-    def owners(self) -> frozenset[NodeId]:
-        """All nodes that may come in."""
-        return frozenset(self._names.values())
+    def keys(self) -> dict[NodeId, bytes]:
+        """The key of each node that may come in."""
+        return {name: key for key, name in self._names.items()}
 
     def owner(self, public_key: bytes) -> NodeId | None:
         """Whose key it is; None for a key that may not come in (any more)."""
         return self._names.get(public_key)
+
+
+def key_files(folder: Path) -> list[Path]:
+    """The files of an allow-list, in order of their names. Raises KeyFileError where the folder cannot be read."""
+    try:
+        if not folder.is_dir():
+            raise KeyFileError(f"the allow-list {folder} is not a folder; put the nodes' .pub files into one")
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".pub"))
+    except OSError as error:
+        raise KeyFileError(f"cannot read the allow-list {folder}: {error.strerror}") from error
+
+
+def _mark(path: Path) -> tuple[str | int, ...]:
+    """Differs when the file does: a copy may keep the old time, but no other inode or time of change."""
+    try:
+        found = path.stat()
+    except OSError:  # gone meanwhile, or a link to nothing: reading it will tell
+        return (path.name,)
+    return path.name, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _owners(paths: Sequence[Path]) -> dict[bytes, NodeId]:

@@ -30,6 +30,8 @@ class Reason(IntEnum):
     COORDINATOR_STOPPING = 21
     WRONG_CODEC = 22
     TOO_LARGE = 23
+    STALLED = 24
+    IMPLAUSIBLE = 25
 
     @property
     def sentence(self) -> str:
@@ -62,4 +64,6 @@ _SENTENCES = {
     Reason.COORDINATOR_STOPPING: "the coordinator is shutting down; it can be started again",
     Reason.WRONG_CODEC: "the blob's codec is not the one its window asks for",
     Reason.TOO_LARGE: "the blob is larger than its fragment allows",
+    Reason.STALLED: "its training has made no progress for too long, though its connection lives",
+    Reason.IMPLAUSIBLE: "what the delta says of the work in it cannot be true",
 }

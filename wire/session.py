@@ -126,6 +126,10 @@ class Session:
         self._handshake.check_open()
         self._transfers.cancel(blob)
 
+    def speak(self) -> None:
+        """Have something to send now, if only a heartbeat: some links notice a broken connection by that alone."""
+        self._control.speak()
+
     def close(self, reason: Reason, detail: str) -> None:
         """End here and now without a word to the peer, as when the connection is lost."""
         if self.state is not State.CLOSED:

@@ -28,7 +28,7 @@ from farloop.sim import coordinator as simulated_coordinator
 from farloop.sim import node as simulated_node
 
 TOLD_BY = {
-    CoordinatorMachine: {"start", "handle", "handle_timer", "clock_jumped"},
+    CoordinatorMachine: {"start", "handle", "handle_timer", "clock_jumped", "stop"},
     NodeMachine: {"handle"},
 }
 """Methods by which a machine is told: all that a tape has to hold."""
@@ -148,6 +148,10 @@ class TapedCoordinator(CoordinatorMachine):
     def clock_jumped(self, seconds: float) -> None:
         super().clock_jumped(seconds)
         _note(self, self.tape, "clock_jumped", (seconds,), ())
+
+    def stop(self) -> None:
+        super().stop()
+        _note(self, self.tape, "stop", (), ())
 
 
 def _note(

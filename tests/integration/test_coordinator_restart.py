@@ -36,6 +36,24 @@ def test_nodes_ride_through_a_coordinator_that_dies_again_and_again(new_run: New
     assert not status["alarms"], "target and momentum came out of every recovery as they were"
 
 
+def test_nodes_lose_no_work_to_a_coordinator_that_is_stopped_and_started_again(new_run: NewRun) -> None:
+    """E: its farewell ends their sessions, and no window closes for want of them."""
+    run = new_run(steps=120, **PACED)
+    coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
+    for epoch in (2, 3):
+        run.until("a window has b's delta and waits for a's", lambda status: half_open(status, "b"))
+        coordinator.signal(signal.SIGTERM)
+        assert run.until_ended(coordinator) == ExitCode.DONE
+        coordinator = run.start_coordinator()
+        after = run.until("it is back", partial(is_start, epoch))
+        run.until("windows commit again", partial(progressed, after["versions"]))
+    run.hurry()
+    status = run.until_done(coordinator, a, b)
+    assert_all_agree(run, status, "a", "b")
+    assert [event["drops"] for event in run.events("commit") if event["drops"]] == []
+    assert [(node["inner_steps"], node["lost_steps"]) for node in status["nodes"]] == [(120, 0), (120, 0)]
+
+
 def test_a_stopped_coordinator_goes_on_with_its_own_run_only(new_run: NewRun) -> None:
     run = new_run(steps=120, method="diloco", h=2)
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")

@@ -117,6 +117,16 @@ def test_an_impossible_address_is_one_line_with_its_mend(host: str, port: int, w
         Endpoint(host, port, ROUTES)
 
 
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_pages_that_others_can_reach_are_warned_of(host: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), Endpoint(host, 0, ROUTES) as endpoint:
+        said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warned
+    if warned:
+        assert said[0].startswith(f"pages open to others host=0.0.0.0 port={endpoint.port} ")
+        assert "keep http on 127.0.0.1" in said[0]
+
+
 def test_closing_frees_the_port() -> None:
     first = Endpoint("127.0.0.1", 0, ROUTES)
     port = first.port

@@ -89,9 +89,9 @@ def hello() -> msg.Hello:
 class Station:
     """The coordinator's link in a thread of its own: it welcomes everybody, and expects every blob offered."""
 
-    def __init__(self, endpoint: str, key: Path | None, allow: Path | None) -> None:
+    def __init__(self, endpoint: str, key: Path | None, allow: Path | None, timing: Timing) -> None:
         self.heard: queue.SimpleQueue[wire_ev.SessionEvent] = queue.SimpleQueue()
-        self._endpoint, self._key, self._allow = endpoint, key, allow
+        self._endpoint, self._key, self._allow, self._timing = endpoint, key, allow, timing
         self._up = threading.Event()
         self._stop = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -107,7 +107,7 @@ class Station:
             allow=self._allow,
             on_event=self._on_event,
             limits=Limits(),
-            timing=Timing(),
+            timing=self._timing,
         )
         self._up.set()
         running = asyncio.create_task(link.run())
@@ -150,8 +150,10 @@ class Station:
 
 
 @contextlib.contextmanager
-def station(endpoint: str, key: Path | None = None, allow: Path | None = None) -> Iterator[Station]:
-    there = Station(endpoint, key, allow)
+def station(
+    endpoint: str, key: Path | None = None, allow: Path | None = None, timing: Timing | None = None
+) -> Iterator[Station]:
+    there = Station(endpoint, key, allow, timing or Timing())
     try:
         yield there
     finally:
@@ -199,6 +201,17 @@ def test_a_node_may_be_started_before_its_coordinator(endpoint: str, caplog: pyt
             assert link.moved.up > 0
             told = [record for record in caplog.records if "no link" in record.message]
             assert [record.levelno for record in told] == [logging.WARNING]
+
+
+def test_the_coordinator_notices_at_once_that_a_connection_ended(endpoint: str) -> None:
+    """V: not when it happens to have something to say."""
+    with station(endpoint, timing=Timing(heartbeat_s=30.0, liveness_s=60.0)) as there:
+        with linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
+            wait_for(delivered, msg.Welcome)
+        gone_at = time.monotonic()
+        closed = wait_for(there.heard, wire_ev.SessionClosed)
+        assert isinstance(closed, wire_ev.SessionClosed) and closed.reason is Reason.CLOSED
+        assert time.monotonic() - gone_at < 1.0
 
 
 def test_a_session_that_breaks_is_told_and_dialled_again(endpoint: str) -> None:
@@ -285,6 +298,24 @@ def test_a_key_on_the_allow_list_comes_in_and_another_is_refused_for_good(endpoi
             wait_for(delivered, wire_ev.SessionClosed)
             with pytest.raises(queue.Empty):
                 delivered.get(timeout=1.0)
+
+
+def test_a_key_that_is_replaced_under_its_name_ends_the_old_ones_session(endpoint: str, tmp_path: Path) -> None:
+    """U: no other frame of the old key's holder is needed, and no moment in which the name is missing."""
+    server_key, server_pub = key_files(tmp_path / "server", "coordinator")
+    old, old_pub = key_files(tmp_path / "old", "a")
+    new, new_pub = key_files(tmp_path / "new", "a")
+    (tmp_path / "allow").mkdir()
+    (tmp_path / "allow" / "a.pub").write_bytes(old_pub.read_bytes())
+    with station(endpoint, key=server_key, allow=tmp_path / "allow"):
+        with linked(LinkConfig(coordinator=endpoint, key=old, server_key=server_pub)) as (_, delivered):
+            wait_for(delivered, msg.Welcome)
+            new_pub.replace(tmp_path / "allow" / "a.pub")
+            left = wait_for(delivered, msg.Leave, timeout_s=5.0)
+            assert isinstance(left, wire_ev.MessageReceived) and isinstance(left.message, msg.Leave)
+            assert left.message.reason is Reason.WRONG_KEY
+        with linked(LinkConfig(coordinator=endpoint, key=new, server_key=server_pub)) as (_, delivered):
+            wait_for(delivered, msg.Welcome)
 
 
 def test_encryption_at_one_end_only_is_told_as_what_it_is(endpoint: str, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """How much each contribution of a window weighs, and in which order they are summed (protocol H)."""
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -90,6 +92,20 @@ def test_the_reach_is_the_longest_delta_at_the_most_steps() -> None:
     assert reach([[moved(3.0, 10)], [moved(2.0, 5)]]) == 4.0, "in 10 steps the second would have come to 4"
     assert reach([[moved(3.0, 10), moved(5.0, 10)]]) == 5.0
     assert reach([[moved(3.0, 0)]]) == reach([]) == 0.0
+
+
+@pytest.mark.parametrize("norm_sq", [-1.0, math.nan, math.inf])
+def test_a_norm_that_is_none_is_nobodys_reach(norm_sq: float) -> None:
+    """A delta that says so may be in a journal from before it was refused: a restart must get past it."""
+    odd = dataclasses.replace(moved(1.0, 10), norm_sq=norm_sq)
+    assert reach([[odd], [moved(2.0, 5)]]) == 4.0
+    assert reach([[odd]]) == 0.0
+
+
+@pytest.mark.parametrize("rule", WEIGHT_RULES.values())
+def test_tokens_below_zero_weigh_nothing(rule: WeightRule) -> None:
+    assert rule([[contribution(A, -5)], [contribution(B, 10)]]) == [0.0, 1.0]
+    assert rule([[contribution(A, -5)], [contribution(B, -5)]]) == [0.5, 0.5]
 
 
 @given(tokens=st.lists(st.integers(0, 1 << 62), min_size=1, max_size=40))

@@ -39,6 +39,9 @@ COMMANDS = [
     ["config", "show"],
     ["keys"],
     ["keys", "new"],
+    ["keys", "authorize"],
+    ["keys", "revoke"],
+    ["keys", "list"],
 ]
 
 
@@ -201,6 +204,27 @@ def test_keys_new_says_where_each_half_goes_and_never_overwrites(tmp_path: Path)
     again = farloop("keys", "new", str(tmp_path), "--name", "oslo")
     assert again.exit_code == 2
     assert "never overwritten" in error_line(again)
+
+
+def test_keys_come_and_go_by_name_and_the_list_shows_them(tmp_path: Path) -> None:
+    farloop("keys", "new", str(tmp_path), "--name", "oslo")
+    (tmp_path / "allowed").mkdir()
+    where = ("--allow", str(tmp_path / "allowed"))
+    assert "nobody may come in" in farloop("keys", "list", *where).stdout
+    first = farloop("keys", "authorize", str(tmp_path / "oslo.pub"), *where)
+    assert (first.exit_code, first.stdout.split()[0]) == (0, "oslo")
+    assert "already" in farloop("keys", "authorize", str(tmp_path / "oslo.pub"), *where).stdout
+    shown = farloop("keys", "list", *where)
+    assert (shown.exit_code, shown.stdout.split()) == (0, ["oslo", (tmp_path / "oslo.pub").read_text().strip()])
+    (tmp_path / "allowed" / "twin.pub").write_bytes((tmp_path / "oslo.pub").read_bytes())
+    unusable = farloop("keys", "list", *where)
+    assert unusable.exit_code == 2 and error_line(unusable).endswith("mended or revoked: twin")
+    half = farloop("keys", "revoke", "oslo", *where)
+    assert half.exit_code == 2 and "may still come in as twin" in error_line(half)
+    gone = farloop("keys", "revoke", "twin", *where)
+    assert (gone.exit_code, list((tmp_path / "allowed").iterdir())) == (0, [])
+    again = farloop("keys", "revoke", "twin", *where)
+    assert again.exit_code == 2 and "holds no key of 'twin'" in error_line(again)
 
 
 def test_tables_list_all_methods_and_codecs() -> None:

@@ -159,6 +159,22 @@ def test_a_half_written_last_line_is_counted_and_skipped(tmp_path: Path) -> None
     assert len(history.traffic) == 78
 
 
+def test_the_parts_that_were_put_aside_are_read_first_and_in_their_order(tmp_path: Path) -> None:
+    """Also through a link, as a demo leaves one beside its report."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    counts = {"metrics-000009.jsonl": 500, "metrics-000010.jsonl": 900, "metrics.jsonl": 1000}
+    for number, (name, count) in enumerate(counts.items()):
+        (folder / name).write_text(json.dumps(progress("a", number, 10 * number, 3.0, count)) + "\n")
+    (folder / "metrics-old.jsonl").write_text("not one of them\n")
+    link = tmp_path / "metrics.jsonl"
+    link.symlink_to(folder / "metrics.jsonl")
+    for path in (folder / "metrics.jsonl", link):
+        history = read_history(path)
+        assert [moment.bytes_up for moment in history.traffic] == [500, 900, 1000]
+        assert history.unreadable == 0
+
+
 def test_all_curves_share_the_axis_of_tokens_of_all_nodes(tmp_path: Path) -> None:
     history = read_history(metrics(tmp_path))
     assert history.losses["paris"][-1][0] == 39 * 50 + 38 * 50

@@ -1,20 +1,21 @@
 """Who and what is let in, and the sentence for those who are not (protocol E, H, S, U, Z)."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RoundPlan, RunSpec
 from farloop.coordinator import records as rec
-from farloop.coordinator.admission import delta_refusal, refusal
+from farloop.coordinator.admission import delta_refusal, progress_untrue, refusal, steps_at_most
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.roster import Member
 from farloop.coordinator.windows import Window
-from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Hello, Offer
+from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Committed, Hello, Offer, Progress
 from farloop.wire.reasons import Reason
 
-A, B = NodeId("a"), NodeId("b")
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 OLDEST, NEWEST = PROTOCOL_VERSIONS
 
 
@@ -165,3 +166,102 @@ def test_a_second_delta_of_a_node_overlaps_the_first(ledger: Ledger) -> None:
     window, first = opened(ledger), offer(seq=5)
     window.inputs[first.blob] = first
     assert delta_refusal(offer(), training(), ledger, window) == (Reason.OVERLAP, Reason.OVERLAP.sentence)
+
+
+# --- what is claimed
+
+
+@pytest.mark.parametrize(
+    ("claim", "untrue"),
+    [
+        ({"steps": -1, "tokens": -1}, "-1 inner steps"),
+        ({"steps": 31}, "31 inner steps, and there were at most 30 since its base"),
+        ({"steps": 0}, "10 tokens in 0 inner steps"),
+        ({"tokens": -1}, "-1 tokens in 10 inner steps"),
+        ({"tokens": 1 << 60}, "tokens in 10 inner steps"),
+        ({"norm_sq": -1.0}, "a squared norm of -1"),
+        ({"norm_sq": math.nan}, "a squared norm of nan"),
+        ({"norm_sq": math.inf}, "a squared norm of inf"),
+        ({"norm_sq": 1e90}, "a squared norm of 1e+90"),
+    ],
+)
+def test_a_delta_says_nothing_that_cannot_be_true(ledger: Ledger, claim: dict[str, Any], untrue: str) -> None:
+    """H: by it deltas are weighed, and outer steps are damped."""
+    share = dataclasses.replace(CONTRIBUTION, **claim)
+    refused = delta_refusal(offer(contributors=(share,)), training(), ledger, opened(ledger))
+    assert refused is not None
+    assert refused[0] is Reason.IMPLAUSIBLE and untrue in refused[1]
+
+
+def test_where_samples_are_granted_tokens_are_counted_here(spec: RunSpec) -> None:
+    identity = dataclasses.replace(spec.identity, num_samples=1000)
+    ledger = Ledger.begin(rec.RunStarted(spec=dataclasses.replace(spec, identity=identity), epoch=3))
+    for tokens, reason in ((640, None), (639, Reason.IMPLAUSIBLE), (6400, Reason.IMPLAUSIBLE)):
+        share = dataclasses.replace(CONTRIBUTION, tokens=tokens)
+        refused = delta_refusal(offer(contributors=(share,)), training(), ledger, opened(ledger))
+        assert (refused and refused[0]) is reason
+
+
+def test_a_delta_holds_no_more_steps_than_the_rounds_since_its_base_and_one_that_was_begun(spec: RunSpec) -> None:
+    """A: rounds 0 to 5 of ten steps are fixed; c does six of them from round 2 on."""
+    ledger = lasting(spec, rounds_of_versions=(1, 2, 3))
+    assert [steps_at_most(ledger, 1, base, A) for base in (0, 1, 2, 3)] == [70, 70, 60, 50]
+    assert steps_at_most(ledger, 1, 2, C) == 10 + 4 * 6 + 10
+
+
+def test_a_delta_may_hold_more_where_updates_are_not_waited_for(spec: RunSpec) -> None:
+    """F: a node may be rounds ahead of what it knows to be merged."""
+    ledger = lasting(spec, rounds_of_versions=(1, 2, 3), on_late_update="continue", max_stale_rounds=2)
+    assert [steps_at_most(ledger, 1, base, A) for base in (0, 1, 2, 3)] == [70, 70, 70, 60]
+
+
+def test_a_delta_may_hold_all_that_was_done_where_nothing_is_ever_mixed_in(spec: RunSpec) -> None:
+    """H: with a = 1 the work counts from the last send."""
+    assert steps_at_most(lasting(spec, rounds_of_versions=(1, 2, 3), mix=1.0), 1, 3, A) == 70
+
+
+def lasting(spec: RunSpec, rounds_of_versions: tuple[int, ...], **terms: Any) -> Ledger:
+    """A ledger whose fragment 1 was committed by windows of these rounds."""
+    terms = {"steps": 1000, **terms}
+    spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=3))
+    slow = ((C, 6),)
+    ledger.rounds = {
+        i: RoundPlan(index=i, start=10 * i, length=10, node_steps=slow if i >= 2 else ()) for i in range(6)
+    }
+    for version, round_index in enumerate(rounds_of_versions, 1):
+        window = dataclasses.replace(ledger.windows[1], window=version, round=round_index)
+        ledger.commits[1, version - 1] = Committed(
+            fragment=1, version=version - 1, size=0, digest=0, anchor_digest=0, merged=(), drops=(), rounds=(),
+            next_window=window,
+        )  # fmt: skip
+    return ledger
+
+
+REPORT = Progress(
+    state="training", position=1.0, round=0, inner_steps=10, tokens=10, loss=None, tokens_per_s=1.0, compute_share=1.0,
+    blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("claim", "untrue"),
+    [
+        ({"inner_steps": -1, "tokens": 0}, "-1 inner steps"),
+        ({"inner_steps": 22}, "22 inner steps, and the rounds that are fixed have 20"),
+        ({"tokens": -1}, "-1 tokens in 10 inner steps"),
+        ({"tokens": 1 << 60}, "tokens in 10 inner steps"),
+        ({"blocked_s": -1.0}, "blocked_s = -1"),
+        ({"blocked_s": math.nan}, "blocked_s = nan"),
+        ({"tokens_per_s": math.inf}, "tokens_per_s = inf"),
+        ({"position": -5.0}, "position = -5"),
+        ({"sample_watermark": -1}, "sample_watermark = -1"),
+        ({"bytes_up": -1}, "bytes_up = -1"),
+    ],
+)
+def test_a_report_says_nothing_that_cannot_be_true(ledger: Ledger, claim: dict[str, Any], untrue: str) -> None:
+    """A: by it rounds are dealt out."""
+    assert progress_untrue(REPORT, ledger) is None
+    assert progress_untrue(dataclasses.replace(REPORT, loss=math.nan), ledger) is None, "training may well diverge"
+    told = progress_untrue(dataclasses.replace(REPORT, **claim), ledger)
+    assert told is not None and untrue in told

@@ -3,11 +3,12 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from farloop.coordinator import durable
-from farloop.coordinator.errors import DiskFull, StorageFailed
+from farloop.coordinator.errors import DiskFull, ReadOnly, StorageFailed
 
 
 def failing(code: int) -> OSError:
@@ -114,6 +115,34 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
     os.close(fd)
     assert caught.value.needed_bytes == 1000
     assert path.read_bytes() == b"abc"
+
+
+def test_a_read_only_disk_is_told_from_a_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise failing(errno.EROFS)
+
+    path = tmp_path / "file"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    with monkeypatch.context() as patch:
+        for call in ("posix_fallocate", "ftruncate"):
+            patch.setattr(os, call, refuse)
+        with pytest.raises(ReadOnly):
+            durable.allocate(fd, path, 0, 1000)
+        patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY, f_bavail=1, f_frsize=4096))
+        with pytest.raises(ReadOnly):
+            durable.require_free(tmp_path, 1)
+    os.close(fd)
+
+
+def test_what_went_wrong_is_told_although_the_temporary_file_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise failing(errno.EROFS)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ReadOnly), durable.replacing(tmp_path / "file"):
+        raise ReadOnly(tmp_path)
 
 
 def test_a_file_system_that_cannot_allocate_is_asked_for_its_free_space(

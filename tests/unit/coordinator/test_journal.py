@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator import records
-from farloop.coordinator.errors import DiskFull, JournalCorrupt, StateLocked, StorageFailed
+from farloop.coordinator.errors import DiskFull, JournalCorrupt, NoRoom, ReadOnly, StateLocked, StorageFailed
 from farloop.coordinator.journal import RECORD_ROOM, Journal
 from farloop.coordinator.records import EpochClaimed, InputStored, LedgerSaved, Record
 from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, Scan, read_segments, segment_path, segment_paths
@@ -339,6 +340,59 @@ def test_a_full_disk_shows_at_the_reservation_and_nothing_is_changed(
         journal.reserve(2 << 20)
         journal.append(EpochClaimed(epoch=2))
         journal.release(2 << 20)
+    assert reopened(tmp_path) == [EpochClaimed(epoch=1), EpochClaimed(epoch=2)]
+
+
+def test_small_records_take_what_little_room_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is taken in steps: a hole that is smaller than a step is no full disk."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", Disk(free=300_000).allocate)
+        journal, _ = Journal.open(tmp_path)
+        with pytest.raises(DiskFull):
+            while True:
+                journal.append(STORED, bytes(10_000))
+        assert 28 <= journal.num_records <= 29
+    with journal:
+        journal.append(STORED, bytes(10_000))
+        appended = journal.num_records
+    assert reopened(tmp_path) == [STORED] * appended
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_what_the_disk_does_not_take_changes_nothing_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    journal, _ = Journal.open(tmp_path, segment_bytes=4 << 20)
+    with journal:
+        journal.append(STORED, bytes(1 << 20))
+        before = written(tmp_path)
+        for call, nbytes in (("posix_fallocate", 2 << 20), ("open", 3 << 20)):  # this segment grows; the next begins
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, refuse)
+                with pytest.raises(NoRoom):
+                    journal.append(STORED, bytes(nbytes))
+            assert written(tmp_path) == before
+            journal.append(STORED, bytes(nbytes))
+            before = written(tmp_path)
+    assert reopened(tmp_path) == [STORED] * 3
+
+
+def test_a_read_only_disk_is_seen_before_a_write_into_room_that_it_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, _ = Journal.open(tmp_path)
+    with journal:
+        journal.append(EpochClaimed(epoch=1))
+        journal.reserve(1000)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_flag=os.ST_RDONLY))
+            for reserved in (None, 1000):
+                with pytest.raises(ReadOnly):
+                    journal.append(EpochClaimed(epoch=2), reserved=reserved)
+        journal.append(EpochClaimed(epoch=2), reserved=1000)
     assert reopened(tmp_path) == [EpochClaimed(epoch=1), EpochClaimed(epoch=2)]
 
 

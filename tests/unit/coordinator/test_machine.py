@@ -16,11 +16,13 @@ from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
-from farloop.coordinator.roster import CLOSED_GRACE_S
+from farloop.coordinator.roster import CLOSED_GRACE_S, SLOW_TASKS, STALL_S
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+STALLS_AT = 100.0 + STALL_S * SLOW_TASKS
+"""When a node that was started at 100 s, and says nothing of a first step, is one that has stalled."""
 FIRST_ANCHORS = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
 
 
@@ -85,8 +87,10 @@ class Run:
     def part(self, node: NodeId, reason: Reason = Reason.CLOSED) -> list[ev.Command]:
         return self.handle(ev.Parted(session=self.sessions[node], node=node, reason=reason))
 
-    def offer(self, node: NodeId, fragment: int, *, incarnation: int = 1, tokens: int = 100) -> msg.Offer:
-        """A delta of the node for the open window."""
+    def offer(
+        self, node: NodeId, fragment: int, *, incarnation: int = 1, tokens: int = 640, steps: int = 10
+    ) -> msg.Offer:
+        """A delta of the node for the open window; every inner step has 4 sequences of 16 tokens."""
         window = self.machine.windows[fragment].terms.window
         self.seq += 1
         blob = BlobId(
@@ -98,7 +102,7 @@ class Run:
             seq=self.seq,
         )
         contribution = Contribution(
-            node=node, incarnation=incarnation, base=window - 1, steps=10, tokens=tokens, norm_sq=1.0
+            node=node, incarnation=incarnation, base=window - 1, steps=steps, tokens=tokens, norm_sq=1.0
         )
         return msg.Offer(blob=blob, size=100, digest=9, window=window, contributors=(contribution,))
 
@@ -317,7 +321,7 @@ def progress(watermark: int) -> msg.Progress:
         position=1.0,
         round=0,
         inner_steps=1,
-        tokens=1,
+        tokens=64,
         loss=None,
         tokens_per_s=1.0,
         compute_share=1.0,
@@ -537,17 +541,18 @@ def test_a_failed_commit_is_tried_again_as_it_was_decided(make_run: MakeRun) -> 
     assert run.pass_time(RETRY_S - 0.1) == []
     assert run.pass_time(0.1) == [commit]
     run.done([commit])
-    assert run.machine.alarms == {} and run.machine.next_timer() is None
+    assert run.machine.alarms == {} and run.machine.next_timer() == STALLS_AT
 
 
 # --- nodes that go away
 
 
 def test_a_closed_connection_is_waited_for_a_moment(make_run: MakeRun) -> None:
-    """V: 2 s for a closed connection."""
+    """V: 1 s for a closed connection, so that with all else the others go on within 2 s."""
     run = make_run(A, B)
     run.store(A, 1)
     assert run.part(B, Reason.CLOSED) == []
+    assert CLOSED_GRACE_S <= 1.0
     assert run.pass_time(CLOSED_GRACE_S - 0.1) == []
     (commit,) = run.pass_time(0.1)
     assert isinstance(commit, ev.Commit)
@@ -569,7 +574,7 @@ def test_a_node_that_is_back_in_time_was_never_away(make_run: MakeRun) -> None:
     run.part(B)
     run.pass_time(CLOSED_GRACE_S / 2)
     run.greet(B, 9, round=0)
-    assert run.machine.next_timer() is None
+    assert run.machine.next_timer() == STALLS_AT
     assert run.missing(1) == {A, B}
 
 
@@ -653,7 +658,7 @@ def test_a_node_that_leaves_is_not_waited_for(make_run: MakeRun) -> None:
     assert isinstance(commands[0], ev.Commit)
     assert commands[1] == ev.Record(record=rec.NodeLeft(node=B, reason=Reason.DRAINED))
     assert (run.machine.members[B].stage, run.machine.members[B].anchors) == ("left", (held,))
-    assert run.machine.next_timer() is None
+    assert run.machine.next_timer() == STALLS_AT, "of a"
 
 
 def test_when_the_clock_jumps_deadlines_move(make_run: MakeRun) -> None:
@@ -661,7 +666,7 @@ def test_when_the_clock_jumps_deadlines_move(make_run: MakeRun) -> None:
     run = make_run(A, B)
     run.part(B)
     run.machine.clock_jumped(30.0)
-    assert run.pass_time(31.9) == [] and not run.machine.members[B].absent
+    assert run.pass_time(30.9) == [] and not run.machine.members[B].absent
     run.pass_time(0.1)
     assert run.machine.members[B].absent
 
@@ -681,6 +686,9 @@ def test_an_anchor_that_does_not_match_is_replaced_and_seen(make_run: MakeRun) -
     assert run.say(A, msg.Fetch(fragment=1)) == [ev.SendSnapshot(node=A, fragment=1)]
     assert run.machine.alarms == {"anchor of a": "fragment 1 did not match its digest"}
     assert run.say(A, msg.Fetch(fragment=2)) == run.say(A, msg.Fetch(fragment=-1)) == []
+
+
+SCORE = msg.Evaluation(loss=2.5, versions=(0, 1), position=10.0, seconds=1.0)
 
 
 @pytest.mark.parametrize(("every", "rounds"), [(1, [0, 1, 2, 3]), (2, [1, 3]), (3, [2, 3])])
@@ -708,11 +716,230 @@ def test_a_run_without_an_evaluation_set_asks_nobody(make_run: MakeRun) -> None:
     assert isinstance(publish, ev.Publish) and publish.committed.evaluator is None
 
 
+@pytest.fixture
+def asked(make_run: MakeRun) -> Run:
+    """A was asked to evaluate version 1 of fragment 1."""
+    run = make_run(A, B, evaluation_set="0123")
+    run.commit(1, A, B)
+    return run
+
+
+def test_nobody_evaluates_who_was_not_asked(asked: Run) -> None:
+    """J: each evaluation is kept as long as the run, and shown to everybody."""
+    assert asked.say(B, SCORE) == [] and not asked.machine.believes(B, SCORE)
+    assert asked.machine.believes(A, SCORE)
+    assert len(asked.say(A, SCORE)) == 1
+
+
+def test_who_was_asked_answers_once(asked: Run) -> None:
+    """J."""
+    asked.say(A, SCORE)
+    assert asked.say(A, SCORE) == [] and not asked.machine.believes(A, SCORE)
+    asked.commit(0, A, B)
+    assert asked.say(A, dataclasses.replace(SCORE, versions=(1, 1))) == [], "nothing was asked for at this commit"
+    assert len(asked.ledger.evaluations) == 1
+
+
+def test_an_answer_may_be_of_a_later_version_than_was_asked_for(asked: Run) -> None:
+    """The evaluator merged both at once."""
+    asked.commit(0, A, B)
+    asked.commit(1, A, B)
+    assert len(asked.say(A, dataclasses.replace(SCORE, versions=(1, 2)))) == 1
+    assert asked.say(A, SCORE) == []
+
+
+def test_after_a_restart_whoever_was_asked_may_answer_once(asked: Run) -> None:
+    """Q: whom the incarnation before has asked is in no record."""
+    asked.restart()
+    asked.greet(A, 1, round=0)
+    asked.greet(B, 2, round=0)
+    assert len(asked.say(B, SCORE)) == 1
+    assert asked.say(A, SCORE) == []
+    asked.restart()
+    asked.greet(A, 3, round=0)
+    assert asked.say(A, SCORE) == []
+
+
 def test_an_evaluation_is_recorded_if_it_is_of_this_model(make_run: MakeRun) -> None:
-    run = make_run(A)
+    run = make_run(A, evaluation_set="0123")
+    run.commit(1, A)
     evaluation = msg.Evaluation(loss=2.5, versions=(0, 1), position=10.0, seconds=1.0)
     assert run.say(A, evaluation) == [ev.Record(record=rec.EvaluationTaken(loss=2.5, versions=(0, 1), position=10.0))]
-    assert run.say(A, dataclasses.replace(evaluation, versions=())) == []
+    for versions in ((), (0, 2), (1, 1), (-1, 1)):
+        assert not run.machine.believes(A, dataclasses.replace(evaluation, versions=versions))
+
+
+@pytest.mark.parametrize("mended", ["delta", "leave", "newer start"])
+def test_the_alarm_of_a_lost_anchor_ends_when_it_is_mended(make_run: MakeRun, mended: str) -> None:
+    """N: a node sends nothing from an anchor that is lost."""
+    run = make_run(A, B)
+    run.say(A, msg.Fetch(fragment=0))
+    run.say(A, msg.Fetch(fragment=1))
+    assert run.machine.alarms == {"anchor of a": "fragment 0, 1 did not match its digest"}
+    run.say(B, run.offer(B, 1))
+    assert run.machine.alarms
+    match mended:
+        case "delta":
+            run.say(A, run.offer(A, 1))
+            assert run.machine.alarms == {"anchor of a": "fragment 0 did not match its digest"}
+            run.say(A, run.offer(A, 0))
+        case "leave":
+            run.say(A, msg.Leave(reason=Reason.DRAINED))
+        case _:
+            run.greet(A, 9, round=0)
+            assert run.machine.alarms, "the same start of the node may still wait for its snapshot"
+            run.greet(A, 10, incarnation=2)
+    assert run.machine.alarms == {}
+
+
+# --- what cannot be true
+
+
+@pytest.mark.parametrize(
+    ("claim", "untrue"),
+    [
+        ({"tokens": -5}, "-5 tokens in 10 inner steps"),
+        ({"steps": 1000, "tokens": 64000}, "1000 inner steps, and there were at most 40 since its base"),
+        ({"tokens": 641}, "641 tokens in 10 inner steps, which have 640"),
+    ],
+)
+def test_a_delta_that_claims_what_cannot_be_true_is_not_waited_for(
+    make_run: MakeRun, claim: dict[str, int], untrue: str
+) -> None:
+    """H: what it says decides what it weighs. The others go on, and its sender is told why."""
+    run = make_run(A, B, num_samples=1000)
+    run.store(A, 1)
+    outcome, commit = run.say(B, run.offer(B, 1, **claim))
+    assert isinstance(outcome, ev.Tell) and isinstance(outcome.message, msg.Outcome)
+    assert outcome.message.reason is Reason.IMPLAUSIBLE and untrue in outcome.message.detail
+    assert isinstance(commit, ev.Commit)
+    assert commit.draft.drops == (msg.Drop(node=B, reason=Reason.IMPLAUSIBLE),)
+    assert [share.weight for share in commit.draft.merged] == [1.0]
+
+
+def test_a_report_that_cannot_be_true_counts_for_nothing(make_run: MakeRun) -> None:
+    """A, V: it would set everybody's H, or hide that nothing moves."""
+    run = make_run(A, num_samples=1000)
+    run.say(A, progress(4))
+    bad = dataclasses.replace(progress(80), inner_steps=2, tokens=10**12)
+    assert run.say(A, bad) == [] and not run.machine.believes(A, bad)
+    assert run.machine.members[A].progress == progress(4)
+    assert run.machine.alarms == {"report of a": "it claims 1000000000000 tokens in 2 inner steps, which have 128"}
+    run.say(A, progress(5))
+    assert run.machine.alarms == {}
+
+
+# --- nodes that stand still
+
+
+def moved(inner_steps: int, **changes: Any) -> msg.Progress:
+    return dataclasses.replace(progress(0), inner_steps=inner_steps, tokens=64 * inner_steps, **changes)
+
+
+def stepping(run: Run, *nodes: NodeId, seconds: float = 1.0, since: int = 0) -> None:
+    """They report 5 inner steps, one after the other."""
+    for step in range(since + 1, since + 6):
+        run.pass_time(seconds)
+        for node in nodes:
+            run.say(node, moved(step))
+
+
+def test_a_node_whose_training_hangs_while_its_link_lives_is_not_waited_for(make_run: MakeRun) -> None:
+    """V: it is heard all the time. The others go on without it."""
+    run = make_run(A, B)
+    stepping(run, A, B)
+    run.store(A, 1)
+    commands = []
+    for step in range(6, 36):
+        run.say(A, moved(step))
+        commands += run.pass_time(STALL_S / 30)
+    (commit,) = commands
+    assert isinstance(commit, ev.Commit) and commit.draft.drops == (msg.Drop(node=B, reason=Reason.STALLED),)
+    run.done(commands)
+    assert run.expected(1) == {A} and run.machine.members[B].stalled
+
+
+def test_a_node_that_moves_again_is_back(make_run: MakeRun) -> None:
+    run = make_run(A, B)
+    stepping(run, A, B)
+    run.pass_time(STALL_S - 1.0)
+    run.say(A, moved(6))
+    run.pass_time(1.0)
+    assert run.missing(1) == {A} and run.machine.members[B].reason is Reason.STALLED
+    run.say(B, moved(5))
+    assert run.machine.members[B].stalled, "it says what it said before"
+    run.say(B, moved(6))
+    assert run.missing(1) == {A, B} and run.machine.windows[1].removed == {}
+    assert run.machine.members[B].counts and run.machine.members[B].reason is Reason.NONE
+
+
+@pytest.mark.parametrize("state", ["waiting", "paused", "draining", "joining"])
+def test_who_stands_still_for_good_reason_is_waited_for(make_run: MakeRun, state: Any) -> None:
+    """F, V."""
+    run = make_run(A, B)
+    stepping(run, A, B)
+    for _ in range(100):
+        run.say(A, moved(5, state=state))
+        run.say(B, moved(5, state=state))
+        run.pass_time(10.0)
+    assert run.missing(1) == {A, B}
+
+
+def test_how_long_a_node_may_stand_still_follows_its_own_steps(make_run: MakeRun) -> None:
+    """V: of steps of 20 s, ten may pass."""
+    run = make_run(A)
+    stepping(run, A, seconds=20.0)
+    run.pass_time(199.0)
+    assert run.missing(1) == {A}
+    run.pass_time(1.0)
+    assert run.missing(1) == set()
+
+
+def test_a_first_step_and_an_evaluation_may_take_longer(asked: Run) -> None:
+    """V: the first inner step compiles the model."""
+    asked.pass_time(STALL_S * SLOW_TASKS - 1.0)
+    assert asked.missing(1) == {A, B}
+    stepping(asked, A, B)
+    assert asked.machine.members[A].evaluates
+    for step in range(6, 40):
+        asked.say(B, moved(step))
+        asked.pass_time(1.0)
+    assert asked.missing(1) == {A, B}
+    asked.say(A, SCORE)
+    asked.pass_time(0.0)
+    assert asked.missing(1) == {B}
+
+
+def test_a_stop_of_this_process_is_nobodys_stall(make_run: MakeRun) -> None:
+    """C."""
+    run = make_run(A)
+    stepping(run, A)
+    run.machine.clock_jumped(500.0)
+    run.pass_time(500.0 + STALL_S - 1.0)
+    assert run.missing(1) == {A}
+
+
+# --- a coordinator that is stopped
+
+
+def test_a_coordinator_that_stops_closes_no_window_for_want_of_the_nodes_it_sent_away(make_run: MakeRun) -> None:
+    """E: its own farewell ends their sessions; after the next start their deltas are merged as if nothing had been."""
+    run = make_run(A, B)
+    run.store(A, 1)
+    run.machine.stop()
+    for node in (A, B):
+        assert run.part(node, Reason.COORDINATOR_STOPPING) == []
+    assert run.pass_time(100.0) == [] and run.machine.next_timer() is None
+    assert run.missing(1) == {B}
+    late = make_run(A)
+    late.machine.stop()
+    assert not [command for command in late.store(A, 1) if isinstance(command, ev.Commit)]
+
+    run.restart()
+    run.greet(A, 3, round=0)
+    run.greet(B, 4, round=0)
+    (commit,) = [command for command in run.store(B, 1) if isinstance(command, ev.Commit)]
+    assert commit.draft.drops == () and len(commit.draft.merged) == 2
 
 
 # --- the end

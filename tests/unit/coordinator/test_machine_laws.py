@@ -125,7 +125,7 @@ class Storm:
             seq=self.deltas,
         )
         contribution = Contribution(
-            node=node, incarnation=incarnation, base=window - 1, steps=10, tokens=10, norm_sq=1.0
+            node=node, incarnation=incarnation, base=window - 1, steps=10, tokens=640, norm_sq=1.0
         )
         self.heard(node, msg.Offer(blob=blob, size=9, digest=9, window=window, contributors=(contribution,)))
 
@@ -201,7 +201,7 @@ def progress(watermark: int) -> msg.Progress:
         position=1.0,
         round=0,
         inner_steps=1,
-        tokens=1,
+        tokens=64,
         loss=None,
         tokens_per_s=1.0,
         compute_share=1.0,

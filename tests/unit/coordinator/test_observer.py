@@ -1,8 +1,10 @@
 """What is told about a run: status, metrics.jsonl, log lines (protocol J, E; Figures)."""
 
 import dataclasses
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,8 @@ import torch
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import events as ev
 from farloop.coordinator.aggregator import Buffers, Result
+from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.hold import Hold
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
@@ -33,8 +37,9 @@ class Scene:
         self.now = 1000.0
         patch.setattr("farloop.coordinator.observer.time", SimpleNamespace(monotonic=lambda: self.now))
         self.metrics = Metrics()
-        self.observer = Observer(store, file, self.metrics)
         self.machine = CoordinatorMachine(store.ledger.copy(), now=self.now)
+        self.hold = Hold(self.machine.alarms)
+        self.observer = Observer(store, file, self.metrics, self.hold)
         self.machine.start()
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
@@ -85,7 +90,7 @@ class Scene:
         return self.observer.status(self.machine)
 
     def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.file.read_text().splitlines()]
+        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
@@ -285,24 +290,107 @@ def test_a_commit_is_told_with_who_was_merged_and_who_was_not(scene: Scene, capl
 def test_an_evaluation_is_told_with_the_tokens_and_the_time_it_took_to_get_there(scene: Scene) -> None:
     """J"""
     scene.join(A)
+    scene.say(A, msg.Ready())
     scene.say(A, PROGRESS)
     scene.now += 8.0
-    scene.say(A, msg.Evaluation(loss=2.75, versions=(0, 3), position=20.0, seconds=1.0))
+    scene.commit(1)
+    scene.machine._evaluations.ask(1, A)
+    scene.say(A, msg.Evaluation(loss=2.75, versions=(0, 1), position=20.0, seconds=1.0))
     assert scene.lines()[-1] == {"event": "evaluation", "t": 8.0, "loss": 2.75, "position": 20.0, "tokens": 6000}
-    assert scene.status()["evaluations"] == [{"loss": 2.75, "position": 20.0, "outer_steps": 3, "seconds": 8.0}]
+    assert scene.status()["evaluations"] == [{"loss": 2.75, "position": 20.0, "outer_steps": 1, "seconds": 8.0}]
     assert scene.value("farloop_validation_loss_nats") == 2.75
 
 
 def test_an_evaluation_that_the_machine_does_not_believe_is_not_told(scene: Scene) -> None:
     scene.join(A)
-    scene.say(A, msg.Evaluation(loss=0.0, versions=(), position=20.0, seconds=1.0))
+    scene.say(A, msg.Ready())
+    for versions in ((), (0, 0)):
+        scene.say(A, msg.Evaluation(loss=0.0, versions=versions, position=20.0, seconds=1.0))
     assert scene.lines() == [] and scene.status()["evaluations"] == []
+
+
+def test_a_report_that_cannot_be_true_is_an_alarm_and_no_more(scene: Scene) -> None:
+    scene.join(A)
+    scene.say(A, dataclasses.replace(PROGRESS, tokens=-1))
+    assert scene.lines() == [] and scene.value("farloop_node_tokens", node="a") is None
+    scene.observer.refresh(scene.machine)
+    assert scene.status()["alarms"] == ["report of a: it claims -1 tokens in 12 inner steps"]
+    assert scene.value("farloop_alarms") == 1
+    scene.say(A, PROGRESS)
+    scene.observer.refresh(scene.machine)
+    assert scene.value("farloop_alarms") == 0
+
+
+def test_a_node_that_has_stalled_is_shown_with_the_reason(scene: Scene) -> None:
+    """V: it is connected, and nobody waits for it."""
+    scene.join(A)
+    scene.say(A, msg.Ready())
+    scene.now += 300.0
+    scene.machine.handle_timer(scene.now)
+    scene.observer.refresh(scene.machine)
+    assert scene.lines()[-1]["state"] == "stalled"
+    (node,) = scene.status()["nodes"]
+    assert node["connected"] and node["reason"] == Reason.STALLED.sentence
 
 
 def test_alarms_of_the_disk_and_of_the_machine_are_shown_together(scene: Scene) -> None:
     scene.store.alarms = {"snapshot of fragment 0": "no room"}
     scene.machine.alarms["commit of fragment 1"] = "no room either"
     assert scene.status()["alarms"] == ["snapshot of fragment 0: no room", "commit of fragment 1: no room either"]
+
+
+def test_a_run_whose_disk_is_full_is_held_and_says_what_to_do(scene: Scene) -> None:
+    """O"""
+    scene.join(A)
+    scene.say(A, msg.Ready())
+    for held in (True, False):
+        if held:
+            scene.hold.begin("a record", DiskFull(Path("disk"), 10, 0))
+        else:
+            scene.hold.end("a record")
+        scene.observer.refresh(scene.machine)
+        status: Status = json.loads(scene.observer.status_json)
+        assert status["run"]["state"] == ("held" if held else "training")
+        assert len(status["alarms"]) == held == scene.value("farloop_storage_held")
+        assert all("free space on its file system" in alarm for alarm in status["alarms"])
+
+
+def test_lines_that_the_disk_does_not_take_stop_nothing_and_are_counted(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    scene.join(A)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        scene.observer.refresh(scene.machine)
+        scene.say(A, PROGRESS)
+    assert scene.value("farloop_dropped_timeline_lines_total") == 2
+    scene.say(A, PROGRESS)
+    assert [line["event"] for line in scene.lines()] == ["progress"]
+    assert scene.value("farloop_dropped_timeline_lines_total") == 2
+
+
+def test_a_status_that_cannot_be_kept_leaves_the_one_of_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = scene.file.with_name("status.json")
+    scene.observer.refresh(scene.machine)
+    scene.observer.save_status(path)
+    before = path.read_bytes()
+    assert json.loads(before)["run"]["name"] == "small"
+    scene.join(A)
+    scene.observer.refresh(scene.machine)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", half)
+        scene.observer.save_status(path)
+    assert path.read_bytes() == before
+    scene.observer.save_status(path)
+    assert path.read_bytes() == scene.observer.status_json != before
 
 
 def test_a_finished_run_stands_still(scene: Scene) -> None:

@@ -53,7 +53,7 @@ def test_the_round_it_started_with_is_not_the_round_it_has_come_to() -> None:
     assert back.start_round == 3
 
 
-@pytest.mark.parametrize(("reason", "grace_s"), [(Reason.CLOSED, 2.0), (Reason.SILENT, 0.0)])
+@pytest.mark.parametrize(("reason", "grace_s"), [(Reason.CLOSED, 1.0), (Reason.SILENT, 0.0)])
 def test_a_lost_session_leaves_it_expected_for_the_grace(reason: Reason, grace_s: float) -> None:
     lost = training()
     lost.disconnect(reason, 10.0, grace_s)

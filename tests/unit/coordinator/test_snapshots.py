@@ -3,6 +3,7 @@
 `python tests/unit/coordinator/test_snapshots.py` writes the golden snapshot anew: only with a new format version.
 """
 
+import errno
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from farloop.coordinator import snapshots
@@ -137,6 +138,26 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(DiskFull) as caught:
         save(tmp_path, sample(16))
     assert caught.value.needed_bytes >= 3 * 6 * 4
+    assert present(tmp_path) == {"f2-v8.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_that_fills_up_while_a_snapshot_is_written_is_no_failure_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(tensors: object, path: Path, metadata: object) -> None:
+        raise error
+
+    save(tmp_path, sample(8))
+    monkeypatch.setattr(snapshots, "save_file", refuse)
+    with pytest.raises(DiskFull):
+        save(tmp_path, sample(16))
     assert present(tmp_path) == {"f2-v8.safetensors"}
 
 

@@ -208,10 +208,18 @@ def test_a_full_disk_holds_the_run_and_loses_nothing() -> None:
     assert full.seconds > clean.seconds + 4
 
 
+def test_nothing_is_told_that_has_no_room_in_the_journal() -> None:
+    """O: a small record, too, holds up whatever follows from it."""
+    full = play("streaming", FillDisk(at=0.0, for_s=6.0))
+    welcomed = [at for at, _, what in full.tape if isinstance(what, coordinator_ev.Accept)]
+    assert min(welcomed) >= 6.0
+    assert history(full) == history(play("streaming"))
+
+
 def test_a_decision_stands_although_its_commit_failed() -> None:
     """O: contributors decided before the disk was full stay decided, whoever comes back meanwhile."""
     cut = CutLink(node=B, at=1.0, for_s=5.0, reset=True)
-    outcome = play("diloco", cut, FillDisk(at=2.5, for_s=8.0), steps=40)
+    outcome = play("diloco", cut, FillDisk(at=1.5, for_s=8.0), steps=40)
     drafts = [what for _, _, what in outcome.tape if isinstance(what, coordinator_ev.Commit)]
     assert len(drafts) > len(outcome.commits)
     for commit in drafts:

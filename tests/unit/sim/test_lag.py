@@ -108,7 +108,7 @@ def test_fragments_can_be_a_round_late_too(eager: bool) -> None:
 @pytest.mark.parametrize("method", ["co2", "streaming"])
 def test_a_cut_link_costs_time_and_no_work(method: str) -> None:
     world = dataclasses.replace(
-        scenario(method, eager=True), faults=(CutLink(node=NodeId("b"), at=0.9, for_s=2.0, reset=True),)
+        scenario(method, eager=True), faults=(CutLink(node=NodeId("b"), at=0.9, for_s=0.5, reset=True),)
     )
     through, smooth = run(world), run(dataclasses.replace(world, faults=()))
     through.check()

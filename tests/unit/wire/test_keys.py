@@ -149,3 +149,86 @@ def test_an_allow_list_that_is_no_folder_says_so(tmp_path: Path, kind: str) -> N
         folder.write_bytes(KEY)
     with pytest.raises(KeyFileError, match="is not a folder; put the nodes"):
         AllowList(folder).refresh()
+
+
+@pytest.mark.parametrize("kind", ["not a key", "a link to nothing"])
+def test_a_broken_file_stands_in_the_way_of_no_revocation(tmp_path: Path, kind: str) -> None:
+    for name, key in (("oslo", KEY), ("lima", OTHER)):
+        written(tmp_path / f"{name}.pub", key)
+    allowed = AllowList(tmp_path)
+    allowed.refresh()
+    if kind == "not a key":
+        written(tmp_path / "broken.pub", b"half a key")
+    else:
+        (tmp_path / "broken.pub").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "oslo.pub").unlink()
+    for _ in range(2):
+        with pytest.raises(KeyFileError, match=r"broken\.pub"):
+            allowed.refresh()
+        assert (allowed.owner(KEY), allowed.owner(OTHER)) == (None, "lima")
+
+
+def test_a_key_that_was_replaced_is_revoked_beside_a_broken_file_and_a_half_written_one_is_not(tmp_path: Path) -> None:
+    for name, key in (("oslo", KEY), ("lima", OTHER)):
+        written(tmp_path / f"{name}.pub", key)
+    allowed = AllowList(tmp_path)
+    allowed.refresh()
+    written(tmp_path / "oslo.pub", b"x" * 40)
+    written(tmp_path / "lima.pub", OTHER[:20])
+    with pytest.raises(KeyFileError, match=r"lima\.pub is no key file"):
+        allowed.refresh()
+    assert allowed.keys == {"lima": OTHER}
+
+
+def test_a_replaced_file_counts_though_it_keeps_the_old_time(tmp_path: Path) -> None:
+    """As rsync and cp -p write it."""
+    path = written(tmp_path / "oslo.pub", KEY)
+    allowed = AllowList(tmp_path)
+    allowed.refresh()
+    times = path.stat()
+    draft = written(tmp_path / "draft", OTHER)
+    os.utime(draft, ns=(times.st_atime_ns, times.st_mtime_ns))
+    draft.replace(path)
+    allowed.refresh()
+    assert allowed.keys == {"oslo": OTHER}
+
+
+def test_a_folder_that_is_gone_for_a_moment_shuts_nobody_out(tmp_path: Path) -> None:
+    """As while a disk is mounted again; to shut everybody out is to remove the files."""
+    folder = tmp_path / "allow"
+    folder.mkdir()
+    written(folder / "oslo.pub", KEY)
+    allowed = AllowList(folder)
+    allowed.refresh()
+    folder.rename(tmp_path / "away")
+    with pytest.raises(KeyFileError, match="is not a folder"):
+        allowed.refresh()
+    assert allowed.owner(KEY) == "oslo"
+
+
+def test_a_secret_behind_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "a.key"
+    link.symlink_to(written(tmp_path / "real.key", KEY))
+    with pytest.raises(KeyFileError, match=r"a\.key holds a secret and is a symbolic link, .*; name the file itself"):
+        load_secret(link)
+    assert load_public(link) == KEY
+
+
+def test_a_secret_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "a.key", KEY)
+    owner = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(KeyFileError, match=rf"belongs to another user \(uid {owner}, .*; run: chown {owner + 1} "):
+        load_secret(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_a_secret_that_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    """A pipe that nobody writes to would hold a daemon for ever."""
+    path = tmp_path / "a.key"
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        path.mkdir(mode=0o700)
+    with pytest.raises(KeyFileError, match=r"a\.key is no file"):
+        load_secret(path)
