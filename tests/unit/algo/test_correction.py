@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_runs import plain_terms
 
 from farloop.algo.correction import LEAST_WORK, corrected, is_corrected, settings_of
 from farloop.algo.outer import outer_step_
@@ -22,24 +23,12 @@ TWO = Layout(slots=2, fragments=(*ONE.fragments, Fragment(index=1, slot=1, numel
 
 def terms(**choices: Any) -> Terms:
     fields: dict[str, Any] = {
-        "method": "streaming",
         "steps": 400,
-        "h": 4,
-        "tau": 0,
-        "mix": 0.0,
-        "codec_up": "q4",
-        "codec_down": "q4",
-        "outer_lr": 0.7,
-        "outer_momentum": 0.9,
         "lr": LearningRate(peak=8e-3, minimum=1e-5, warmup_steps=20),
-        "clip": 1.0,
-        "weight_decay": 0.1,
-        "batch_sequences": 8,
-        "sequence_tokens": 128,
         "h_rule": "qsr",
         "h_alpha": 0.0175,
     }
-    return Terms(**{**fields, **choices})
+    return plain_terms(**{**fields, **choices})
 
 
 def windows(run: Terms, layout: Layout = ONE) -> list[tuple[WindowTerms, OuterSettings]]:

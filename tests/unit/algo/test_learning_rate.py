@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_runs import plain_terms
 
 from farloop.algo import schedule
 from farloop.algo.learning_rate import learning_rate, phases, warms_up
@@ -20,18 +21,12 @@ PEAK, LOW = 8e-3, 1e-3
 def terms(steps: int = 100, **choices: Any) -> Terms:
     """Ten positions of warm-up, from 1e-3 to 8e-3 and back, unless chosen otherwise."""
     rate = LearningRate(**{"peak": PEAK, "minimum": LOW, "warmup_steps": 10, **choices})
-    return Terms(
+    return plain_terms(
         method="diloco",
         steps=steps,
         h=10,
-        tau=0,
-        mix=0.0,
-        codec_up="q4",
-        codec_down="q4",
         outer_lr=0.6,
-        outer_momentum=0.9,
         lr=rate,
-        clip=1.0,
         weight_decay=0.1,
         batch_sequences=8,
         sequence_tokens=128,

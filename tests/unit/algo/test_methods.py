@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from plain_runs import plain_terms
 
 from farloop.algo.fragments import NamedShape, partition
 from farloop.algo.merge import MERGE_RULES
@@ -16,7 +17,7 @@ from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout, LearningRate, Terms
 
 
 def terms_of(method: Method, /, **changes: Any) -> Terms:
-    terms = Terms(
+    terms = plain_terms(
         method=method.name,
         steps=900,
         h=method.h,
@@ -27,8 +28,6 @@ def terms_of(method: Method, /, **changes: Any) -> Terms:
         codec_down=method.codec_down,
         outer_lr=0.6,
         outer_momentum=0.0 if method.outer == "sgd" else 0.9,
-        lr=LearningRate(),
-        clip=1.0,
         weight_decay=0.1,
         batch_sequences=8,
         sequence_tokens=128,

@@ -4,27 +4,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_terms
 
 from farloop.algo.outer_check import check_inner, check_outer
 from farloop.algo.outer_settings import OuterKind
-from farloop.algo.spec import LearningRate, Terms
 
-TERMS = Terms(
-    method="diloco",
-    steps=100,
-    h=10,
-    tau=0,
-    mix=0.0,
-    codec_up="q4",
-    codec_down="q4",
-    outer_lr=0.7,
-    outer_momentum=0.9,
-    lr=LearningRate(),
-    clip=1.0,
-    weight_decay=0.1,
-    batch_sequences=4,
-    sequence_tokens=16,
-)
+TERMS = plain_terms(method="diloco", steps=100, h=10, weight_decay=0.1, batch_sequences=4, sequence_tokens=16)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,17 @@
 """Covers `algo/overlap.py`: the τ that a node may choose for itself (arXiv 2501.18512)."""
 
 import pytest
+from plain_runs import plain_terms
 
 from farloop.algo.methods import METHODS, max_tau
 from farloop.algo.overlap import check_own_tau
-from farloop.algo.spec import LearningRate, Terms
+from farloop.algo.spec import Terms
 
 
 def terms_of(name: str, **changes: object) -> Terms:
     method = METHODS[name]
-    values: dict[str, object] = {
-        "method": name, "steps": 900, "h": method.h, "tau": method.tau, "mix": method.mix, "codec_up": "q4",
-        "codec_down": "q4", "outer_lr": 0.6, "outer_momentum": 0.9, "lr": LearningRate(), "clip": 1.0,
-        "weight_decay": 0.1, "batch_sequences": 8, "sequence_tokens": 128, "lag": method.lag,
-    }  # fmt: skip
-    return Terms(**{**values, **changes})  # type: ignore[arg-type]
+    values = {"steps": 900, "h": method.h, "tau": method.tau, "mix": method.mix, "lag": method.lag}
+    return plain_terms(method=name, **{**values, **changes})
 
 
 @pytest.mark.parametrize(("name", "slots"), [("streaming", 8), ("decoupled", 8), ("diloco", 1), ("async", 1)])

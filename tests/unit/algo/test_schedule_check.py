@@ -4,23 +4,19 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_terms
 
 from farloop.algo.schedule import POWERS, first_rounds, initial_h
 from farloop.algo.schedule_check import RULES, check_rounds
-from farloop.algo.spec import LearningRate, Terms
+from farloop.algo.spec import LearningRate
 
-TERMS = Terms(
-    method="streaming",
+TERMS = plain_terms(
     steps=900,
     h=30,
     tau=5,
     mix=0.5,
-    codec_up="q4",
-    codec_down="q4",
     outer_lr=0.6,
-    outer_momentum=0.9,
     lr=LearningRate(peak=2e-3, minimum=2e-4, warmup_steps=90),
-    clip=1.0,
     weight_decay=0.1,
     batch_sequences=8,
     sequence_tokens=128,

@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from plain_runs import plain_terms
 
 from farloop.algo.methods import METHODS, check, method_named
-from farloop.algo.spec import Layout, LearningRate, Terms
+from farloop.algo.spec import Layout, Terms
 from farloop.algo.variates_check import check_variates
 from farloop.quant.codec import flat
 
@@ -16,18 +17,14 @@ LAYOUT = Layout(slots=1, fragments=(flat(256),))
 def terms_of(method: str, **changes: Any) -> Terms:
     """Terms with which control variates are sound, but for what the method brings along."""
     row = METHODS[method]
-    terms = Terms(
+    terms = plain_terms(
         method=method,
         steps=90,
         h=row.h,
         tau=row.tau,
         mix=row.mix,
-        codec_up="q4",
-        codec_down="q4",
         outer_lr=1.0,
         outer_momentum=0.0,
-        lr=LearningRate(),
-        clip=1.0,
         weight_decay=0.1,
         batch_sequences=8,
         sequence_tokens=128,

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import Identity, Layout, LearningRate, RunSpec, Terms
+from farloop.algo.spec import Identity, Layout, RunSpec
 from farloop.cli.outcome import summarise
 from farloop.cli.summary import Summary
 from farloop.monitoring.status import Status
@@ -23,22 +24,7 @@ IDENTITY = Identity(
 
 
 def spec(h: int) -> RunSpec:
-    terms = Terms(
-        method="diloco",
-        steps=100,
-        h=h,
-        tau=0,
-        mix=0.0,
-        codec_up="q4",
-        codec_down="q4",
-        outer_lr=0.7,
-        outer_momentum=0.9,
-        lr=LearningRate(),
-        clip=1.0,
-        weight_decay=0.1,
-        batch_sequences=4,
-        sequence_tokens=128,
-    )
+    terms = plain_terms(method="diloco", steps=100, h=h, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
     return RunSpec(identity=IDENTITY, terms=terms)
 
 

@@ -1,8 +1,9 @@
 """A small run: two fragments in two slots, ten inner steps a round, four rounds."""
 
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import Fragment, Identity, Layout, LearningRate, RunSpec, TensorSlot, Terms
+from farloop.algo.spec import Fragment, Identity, Layout, LearningRate, RunSpec, TensorSlot
 
 
 @pytest.fixture(scope="session")
@@ -24,18 +25,12 @@ def spec() -> RunSpec:
         evaluation_set="none",
         seed=7,
     )
-    terms = Terms(
-        method="streaming",
-        steps=40,
+    terms = plain_terms(
         h=10,
         tau=2,
         mix=0.5,
-        codec_up="q4",
-        codec_down="q4",
         outer_lr=0.6,
-        outer_momentum=0.9,
         lr=LearningRate(peak=1e-2, minimum=1e-3, warmup_steps=4),
-        clip=1.0,
         weight_decay=0.1,
         batch_sequences=4,
         sequence_tokens=16,

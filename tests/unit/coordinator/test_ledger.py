@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from plain_runs import plain_terms
 
 from farloop.algo import schedule
 from farloop.algo.spec import (
@@ -16,12 +17,10 @@ from farloop.algo.spec import (
     Fragment,
     Identity,
     Layout,
-    LearningRate,
     Lease,
     NodeId,
     RoundPlan,
     RunSpec,
-    Terms,
 )
 from farloop.coordinator import records as rec
 from farloop.coordinator.ledger import HISTORY_VERSIONS, Ledger
@@ -349,22 +348,7 @@ def small_run(fragments: int, slots: int) -> RunSpec:
         evaluation_set="none",
         seed=0,
     )
-    terms = Terms(
-        method="streaming",
-        steps=300,
-        h=10,
-        tau=0,
-        mix=0.0,
-        codec_up="q4",
-        codec_down="q4",
-        outer_lr=1.0,
-        outer_momentum=0.0,
-        lr=LearningRate(),
-        clip=1.0,
-        weight_decay=0.0,
-        batch_sequences=1,
-        sequence_tokens=1,
-    )
+    terms = plain_terms(steps=300, h=10, outer_lr=1.0, outer_momentum=0.0)
     return RunSpec(identity=identity, terms=terms)
 
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from plain_runs import plain_terms
 
 from farloop.algo.permutation import sample_index
-from farloop.algo.spec import Identity, Layout, LearningRate, Rewarm, RunSpec, Terms
+from farloop.algo.spec import Identity, Layout, LearningRate, Rewarm, RunSpec
 from farloop.node.corpus import Corpus, CorpusError
 from farloop.node.data import EvaluationSet, Mixture, Samples, num_samples
 from farloop.node.model import PRESETS, build
@@ -99,11 +100,15 @@ def test_a_batch_is_a_copy_of_the_text() -> None:
 def mixed(*replays: float, seed: int = 1) -> RunSpec:
     """A run of sequences of 16 tokens, with new data at positions 100, 200, …"""
     rewarms = tuple(Rewarm(start=100 * k, peak=1e-3, replay=replay) for k, replay in enumerate(replays, start=1))
-    terms = Terms(
-        method="diloco", steps=900, h=30, tau=0, mix=0.0, codec_up="q4", codec_down="q4", outer_lr=0.7,
-        outer_momentum=0.9, lr=LearningRate(rewarms=rewarms), clip=1.0, weight_decay=0.1, batch_sequences=4,
+    terms = plain_terms(
+        method="diloco",
+        steps=900,
+        h=30,
+        lr=LearningRate(rewarms=rewarms),
+        weight_decay=0.1,
+        batch_sequences=4,
         sequence_tokens=16,
-    )  # fmt: skip
+    )
     identity = Identity(
         name="run", model="own", layout=Layout(slots=1, fragments=()), anchor_digests=(), data="0", num_samples=1,
         evaluation_set="none", seed=seed,

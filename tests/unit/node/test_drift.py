@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from plain_runs import plain_terms
 from torch import nn
 
 from farloop.algo.fragments import partition, trainable_tensors
-from farloop.algo.spec import BlobId, BlobKind, LearningRate, NodeId, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, NodeId, Terms, WindowTerms
 from farloop.node import events as ev
 from farloop.node.drift import ALPHA, Drift
 from farloop.node.encoder import encode_delta
@@ -18,11 +19,19 @@ from farloop.wire.messages import Committed, Share
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 OUTER_LR, LR = 0.5, 0.25
-TERMS = Terms(
-    method="diloco", steps=8, h=2, tau=0, mix=0.0, codec_up="bf16", codec_down="fp32", outer_lr=OUTER_LR,
-    outer_momentum=0.0, lr=LearningRate(), clip=1.0, weight_decay=0.1, batch_sequences=4, sequence_tokens=8,
+TERMS = plain_terms(
+    method="diloco",
+    steps=8,
+    h=2,
+    codec_up="bf16",
+    codec_down="fp32",
+    outer_lr=OUTER_LR,
+    outer_momentum=0.0,
+    weight_decay=0.1,
+    batch_sequences=4,
+    sequence_tokens=8,
     control_variates=True,
-)  # fmt: skip
+)
 
 
 def commit(version: int, nodes: tuple[NodeId, ...] = (A, B), *, final: bool = False) -> Committed:

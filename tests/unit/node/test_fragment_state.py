@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import BlobId, BlobKind, Fragment, LearningRate, NodeId, TensorSlot, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, TensorSlot, WindowTerms
 from farloop.node.fragment_state import FragmentState, Undecided
 from farloop.wire.messages import Committed, Offer, Share
 from farloop.wire.reasons import Reason
@@ -41,10 +42,7 @@ def test_a_window_whose_terms_did_not_come_runs_under_those_of_the_run() -> None
     """B: a snapshot may overtake the announcement of its version, and then the link may break."""
     state = FragmentState(fragment=FRAGMENT, version=3)
     state.learn_terms(terms(4))
-    run = Terms(
-        method="streaming", steps=8, h=2, tau=0, mix=0.0, codec_up="q4", codec_down="q8", outer_lr=0.7,
-        outer_momentum=0.9, lr=LearningRate(), clip=1.0, weight_decay=0.1, batch_sequences=4, sequence_tokens=8,
-    )  # fmt: skip
+    run = plain_terms(steps=8, h=2, codec_down="q8", weight_decay=0.1, batch_sequences=4, sequence_tokens=8)
     assert state.terms_for(4, run) == terms(4)
     assert state.terms_for(5, run) is run
 

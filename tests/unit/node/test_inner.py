@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from plain_runs import plain_terms
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
@@ -13,18 +14,11 @@ from farloop.node.model import PRESETS, build
 
 
 def terms(weight_decay: float = 0.2, inner_optimizer: InnerOptimizer = "adamw") -> Terms:
-    return Terms(
+    return plain_terms(
         method="diloco",
         steps=10,
         h=5,
-        tau=0,
-        mix=0.0,
-        codec_up="q4",
-        codec_down="q4",
-        outer_lr=0.7,
-        outer_momentum=0.9,
         lr=LearningRate(peak=3e-3),
-        clip=1.0,
         weight_decay=weight_decay,
         batch_sequences=4,
         sequence_tokens=8,

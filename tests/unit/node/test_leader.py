@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_runs import plain_terms
 from torch import nn
 
 from farloop.algo.fragments import partition, trainable_tensors
-from farloop.algo.spec import Identity, LearningRate, NodeId, RunSpec, Terms
+from farloop.algo.spec import Identity, NodeId, RunSpec
 from farloop.node import leader as leader_module
 from farloop.node.cluster import Cluster
 from farloop.node.leader import Leader
@@ -17,22 +18,7 @@ from farloop.node.link_config import LinkConfig
 from farloop.node.memory import Memory
 from farloop.wire import messages as msg
 
-TERMS = Terms(
-    method="diloco",
-    steps=8,
-    h=2,
-    tau=0,
-    mix=0.0,
-    codec_up="q4",
-    codec_down="q4",
-    outer_lr=0.7,
-    outer_momentum=0.9,
-    lr=LearningRate(),
-    clip=1.0,
-    weight_decay=0.1,
-    batch_sequences=4,
-    sequence_tokens=8,
-)
+TERMS = plain_terms(method="diloco", steps=8, h=2, weight_decay=0.1, batch_sequences=4, sequence_tokens=8)
 
 
 class NoLink:

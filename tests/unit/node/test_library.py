@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import Identity, Layout, LearningRate, RunSpec, Terms
+from farloop.algo.spec import Identity, Layout, RunSpec
 from farloop.node.cluster import Cluster
 from farloop.node.errors import TermsMismatch
 from farloop.node.library import _check_ranks, _check_tau
@@ -14,10 +15,7 @@ SPEC = RunSpec(
         name="run", model="own", layout=Layout(slots=1, fragments=()), anchor_digests=(), data="own", num_samples=0,
         evaluation_set="none", seed=0,
     ),
-    terms=Terms(
-        method="diloco", steps=900, h=30, tau=0, mix=0.0, codec_up="q4", codec_down="q4", outer_lr=0.7,
-        outer_momentum=0.9, lr=LearningRate(), clip=1.0, weight_decay=0.1, batch_sequences=4, sequence_tokens=16,
-    ),
+    terms=plain_terms(method="diloco", steps=900, h=30, weight_decay=0.1, batch_sequences=4, sequence_tokens=16),
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
+from plain_runs import plain_terms
 
 from farloop.algo import schedule
 from farloop.algo.spec import (
@@ -18,7 +19,6 @@ from farloop.algo.spec import (
     RoundPlan,
     RunSpec,
     TensorSlot,
-    Terms,
 )
 from farloop.node import events as ev
 from farloop.node.machine import RAMP_STEPS, NodeMachine
@@ -55,20 +55,12 @@ class Story:
             evaluation_set="none",
             seed=0,
         )
-        terms = Terms(
-            method="streaming",
+        terms = plain_terms(
             steps=steps,
             h=h,
             tau=tau,
             mix=mix,
-            codec_up="q4",
-            codec_down="q4",
-            outer_lr=0.7,
-            outer_momentum=0.9,
             lr=LearningRate(peak=1.0, minimum=0.0, warmup_steps=0),
-            clip=1.0,
-            weight_decay=0.0,
-            batch_sequences=1,
             sequence_tokens=TOKENS,
         )
         self.spec = RunSpec(identity=identity, terms=terms)

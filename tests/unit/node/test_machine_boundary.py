@@ -1,6 +1,7 @@
 """Covers `node/machine.py` at one step boundary: what comes first, and who is waited for (protocol D, F)."""
 
 import pytest
+from plain_runs import plain_terms
 
 from farloop.algo import schedule
 from farloop.algo.spec import (
@@ -9,11 +10,9 @@ from farloop.algo.spec import (
     Fragment,
     Identity,
     Layout,
-    LearningRate,
     NodeId,
     RunSpec,
     TensorSlot,
-    Terms,
 )
 from farloop.node import events as ev
 from farloop.node.machine import NodeMachine
@@ -37,22 +36,7 @@ def begun(*, tau: int) -> NodeMachine:
         name="boundary", model="own", layout=LAYOUT, anchor_digests=(0, 0), data="own", num_samples=0,
         evaluation_set="none", seed=0,
     )  # fmt: skip
-    terms = Terms(
-        method="streaming",
-        steps=40,
-        h=H,
-        tau=tau,
-        mix=0.5,
-        codec_up="q4",
-        codec_down="q4",
-        outer_lr=0.7,
-        outer_momentum=0.9,
-        lr=LearningRate(),
-        clip=1.0,
-        weight_decay=0.0,
-        batch_sequences=1,
-        sequence_tokens=1,
-    )
+    terms = plain_terms(h=H, tau=tau, mix=0.5)
     rounds = schedule.first_rounds(terms, count=10)
     machine = NodeMachine(name=A, incarnation=1)
     welcome = msg.Welcome(

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_terms
 
 from farloop.algo import schedule
 from farloop.algo.spec import (
@@ -12,11 +13,9 @@ from farloop.algo.spec import (
     Fragment,
     Identity,
     Layout,
-    LearningRate,
     NodeId,
     RunSpec,
     TensorSlot,
-    Terms,
     WindowTerms,
 )
 from farloop.node import events as ev
@@ -40,21 +39,11 @@ class Story:
             name="story", model="own", layout=LAYOUT, anchor_digests=(0,), data="own", num_samples=0,
             evaluation_set="none", seed=0,
         )  # fmt: skip
-        terms = Terms(
+        terms = plain_terms(
             method="decoupled",
-            steps=40,
             h=H,
             tau=1,
             mix=0.5,
-            codec_up="q4",
-            codec_down="q4",
-            outer_lr=0.7,
-            outer_momentum=0.9,
-            lr=LearningRate(),
-            clip=1.0,
-            weight_decay=0.0,
-            batch_sequences=1,
-            sequence_tokens=1,
             on_late_update="continue",
             quorum=1,
             max_staleness=2,

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import BlobId, BlobKind, Fragment, LearningRate, NodeId, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, Terms, WindowTerms
 from farloop.node import events as ev
 from farloop.node.fragment_state import FragmentState, Undecided
 from farloop.node.merging import Merging, merge_command, merging_when_going_on, merging_when_waiting
@@ -15,12 +16,7 @@ A, B = NodeId("a"), NodeId("b")
 
 
 def terms(**changes: Any) -> Terms:
-    fields: dict[str, Any] = {
-        "method": "streaming", "steps": 900, "h": 8, "tau": 2, "mix": 0.5, "codec_up": "q4", "codec_down": "q4",
-        "outer_lr": 0.7, "outer_momentum": 0.9, "lr": LearningRate(), "clip": 1.0, "weight_decay": 0.1,
-        "batch_sequences": 8, "sequence_tokens": 8, "min_nodes": 4,
-    }  # fmt: skip
-    return Terms(**(fields | changes))
+    return plain_terms(**{"h": 8, "tau": 2, "mix": 0.5, "min_nodes": 4} | changes)
 
 
 LATE = terms(lag=1, tau=0, mix=0.0)

@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import BlobId, BlobKind, Fragment, LearningRate, NodeId, TensorSlot, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, TensorSlot, WindowTerms
 from farloop.node import events as ev
 from farloop.node.finishing import farewell
 from farloop.node.fragment_state import FragmentState, Undecided
@@ -15,10 +16,7 @@ from farloop.wire.reasons import Reason
 
 A, B = NodeId("a"), NodeId("b")
 FRAGMENT = Fragment(index=0, slot=0, numel=256, tensors=(TensorSlot(name="t", shape=(256,), offset=0),))
-TERMS = Terms(
-    method="streaming", steps=8, h=2, tau=0, mix=0.0, codec_up="q4", codec_down="q4", outer_lr=0.7,
-    outer_momentum=0.9, lr=LearningRate(), clip=1.0, weight_decay=0.1, batch_sequences=4, sequence_tokens=8,
-)  # fmt: skip
+TERMS = plain_terms(steps=8, h=2, weight_decay=0.1, batch_sequences=4, sequence_tokens=8)
 
 
 def delta(base: int) -> BlobId:

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import Identity, Layout, LearningRate, RunSpec, Terms
+from farloop.algo.spec import Identity, Layout, RunSpec
 from farloop.node.corpus import Corpus
 from farloop.node.data import EvaluationSet
 from farloop.node.errors import DataError
@@ -33,22 +34,7 @@ def spec(**identity: str) -> RunSpec:
             seed=0,
             **values,
         ),
-        terms=Terms(
-            method="diloco",
-            steps=10,
-            h=5,
-            tau=0,
-            mix=0.0,
-            codec_up="q4",
-            codec_down="q4",
-            outer_lr=0.7,
-            outer_momentum=0.9,
-            lr=LearningRate(),
-            clip=1.0,
-            weight_decay=0.1,
-            batch_sequences=4,
-            sequence_tokens=TOKENS,
-        ),
+        terms=plain_terms(method="diloco", steps=10, h=5, weight_decay=0.1, batch_sequences=4, sequence_tokens=TOKENS),
     )
 
 

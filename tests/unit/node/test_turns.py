@@ -4,31 +4,16 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import BlobId, BlobKind, Fragment, LearningRate, NodeId, RoundPlan, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RoundPlan, WindowTerms
 from farloop.node.fragment_state import FragmentState, Undecided
 from farloop.node.turns import Turn, newest_round
 from farloop.wire.messages import Committed
 
 A = NodeId("a")
-TERMS = Terms(
-    method="decoupled",
-    steps=40,
-    h=8,
-    tau=2,
-    mix=0.5,
-    codec_up="q4",
-    codec_down="q4",
-    outer_lr=0.7,
-    outer_momentum=0.9,
-    lr=LearningRate(),
-    clip=1.0,
-    weight_decay=0.0,
-    batch_sequences=1,
-    sequence_tokens=1,
-    on_late_update="continue",
-    max_staleness=2,
-    max_stale_rounds=3,
+TERMS = plain_terms(
+    method="decoupled", h=8, tau=2, mix=0.5, on_late_update="continue", max_staleness=2, max_stale_rounds=3
 )
 PLAN = RoundPlan(index=5, start=40, length=8)
 

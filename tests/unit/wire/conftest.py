@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import pytest
+from plain_runs import plain_terms
 
-from farloop.algo.spec import Identity, Layout, LearningRate, NodeId, RunSpec, Terms
+from farloop.algo.spec import Identity, Layout, NodeId, RunSpec
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, Welcome
@@ -40,22 +41,7 @@ def welcome() -> Welcome:
         evaluation_set="none",
         seed=7,
     )
-    terms = Terms(
-        method="diloco",
-        steps=100,
-        h=10,
-        tau=0,
-        mix=0.0,
-        codec_up="q4",
-        codec_down="q4",
-        outer_lr=0.7,
-        outer_momentum=0.9,
-        lr=LearningRate(),
-        clip=1.0,
-        weight_decay=0.1,
-        batch_sequences=4,
-        sequence_tokens=128,
-    )
+    terms = plain_terms(method="diloco", steps=100, h=10, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
     return Welcome(
         protocol=1,
         epoch=3,
