@@ -5,7 +5,7 @@ commit that cannot be made durable leaves no trace. The decoded update is canoni
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -175,6 +175,10 @@ def _scaled(delta: Tensor, step: Step) -> Tensor:
 @torch.no_grad()
 def advance(buffers: Buffers, delta: Tensor, step: Step, terms: Terms) -> Buffers:
     """The outer step: new target and optimizer state; the anchor stays."""
+    return _advanced(buffers, delta, step, terms, _gap(buffers, step))
+
+
+def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: float) -> Buffers:
     delta = _scaled(delta, step)
     target = buffers.target.clone()
     outer = {name: tensor.clone() for name, tensor in buffers.outer.items()}
@@ -190,11 +194,11 @@ def advance(buffers: Buffers, delta: Tensor, step: Step, terms: Terms) -> Buffer
             settings=AdamWSettings(clip=terms.clip, weight_decay=terms.weight_decay),
         )
     else:
-        step_(target, outer, delta, step.outer, version=step.version, gap=gap(buffers, step))
+        step_(target, outer, delta, step.outer, version=step.version, gap=gap)
     return Buffers(version=buffers.version, anchor=buffers.anchor, target=target, outer=outer)
 
 
-def gap(buffers: Buffers, step: Step) -> float:
+def _gap(buffers: Buffers, step: Step) -> float:
     """Λ of co2: the target's last step was α·m, with the m that it left behind."""
     if step.outer.kind != "co2":
         return 1.0
@@ -213,7 +217,8 @@ def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down
     known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")
     known = known and not restarts(step.outer, step.version)
     if not known or not isinstance(codec, BlockCodec) or (fast := fast_path(codec, delta.device)) is None:
-        return publish(advance(buffers, delta, step, terms), step, codec_down, delta)
+        gap = _gap(buffers, step)
+        return replace(publish(_advanced(buffers, delta, step, terms, gap), step, codec_down, delta), gap=gap)
     header, update = _header(codec, step), bytearray(blob_bytes(codec, step.fragment))
     momentum = buffers.outer.get("momentum")
     new_target, new_anchor = torch.empty_like(delta), torch.empty_like(delta)

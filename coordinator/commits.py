@@ -93,7 +93,7 @@ def compute(ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: In
     result = aggregator.commit(buffers, delta, step, terms, codecs.down)
     # By the run's terms: they say how the codec is chosen, those of a window what was chosen.
     codec_up = bits.next_codec(terms.codec_up, delta, step.fragment)
-    return replace(result, codec_up=codec_up, gap=aggregator.gap(buffers, step))
+    return replace(result, codec_up=codec_up)
 
 
 def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:

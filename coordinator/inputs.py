@@ -55,10 +55,7 @@ class Inputs:
         except BadBlob as error:
             return self._rejected(offer, Reason.CORRUPT, str(error))
         if commits.spools_inputs(ledger.spec.terms):
-            record = rec.InputStored(
-                blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
-            )
-            await self._upkeep.spool(record, data)
+            await self._upkeep.spool(rec.InputStored.of(offer), data)
         self._intake.settled(offer.blob)
         self._bytes[offer.blob] = data
         return ev.InputStored(offer=offer)

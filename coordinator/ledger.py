@@ -60,7 +60,7 @@ class Ledger:
         ledger.rounds = {plan.index: plan for plan in saved.rounds}
         ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
         ledger.started = {started.node: (started.incarnation, started.round) for started in saved.started}
-        ledger.inputs = {stored.blob: _offer(stored) for stored in saved.inputs}
+        ledger.inputs = {stored.blob: stored.offer() for stored in saved.inputs}
         ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
         ledger.evaluations = list(saved.evaluations)
         ledger.leases = Leases(
@@ -85,10 +85,7 @@ class Ledger:
                 rec.NodeStarted(node=node, incarnation=incarnation, round=round_index)
                 for node, (incarnation, round_index) in self.started.items()
             ),
-            inputs=tuple(
-                rec.InputStored(blob=blob, window=offer.window, contributors=offer.contributors, digest=offer.digest)
-                for blob, offer in self.inputs.items()
-            ),
+            inputs=tuple(rec.InputStored.of(offer) for offer in self.inputs.values()),
             frontier=leases.frontier,
             returned=tuple(leases.returned),
             held=tuple(
@@ -147,7 +144,7 @@ class Ledger:
         others = (offer for offer in self.inputs.values() if offer.blob.fragment == stored.blob.fragment)
         taken = {contribution.node for offer in others for contribution in offer.contributors}
         if self.outcome_reason(stored.blob, stored.window) is None and not names & taken:
-            self.inputs[stored.blob] = _offer(stored)
+            self.inputs[stored.blob] = stored.offer()
 
     def _commit(self, record: rec.WindowCommitted) -> None:
         fragment, version = record.fragment, record.version
@@ -286,8 +283,3 @@ class Ledger:
         assert all(self.outcome_reason(blob, offer.window) is None for blob, offer in self.inputs.items())
         assert all(self.versions[fragment] - HISTORY_VERSIONS < version for fragment, version in self.commits)
         self.leases.check()
-
-
-def _offer(stored: rec.InputStored) -> Offer:
-    """As the node announced it, but for its size, which nobody asks for again."""
-    return Offer(blob=stored.blob, size=0, digest=stored.digest, window=stored.window, contributors=stored.contributors)

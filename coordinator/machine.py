@@ -246,9 +246,7 @@ class CoordinatorMachine:
         if self.ledger.holds_one_of(offer.blob.node, offer.blob.fragment):
             return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
         self.grace.came(offer, self._now)
-        self.ledger.apply(
-            rec.InputStored(blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest)
-        )
+        self.ledger.apply(rec.InputStored.of(offer))
         self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
         if window.state == "open":  # else the next one may begin with it
             window.inputs[offer.blob] = offer

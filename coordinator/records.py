@@ -11,7 +11,7 @@ from typing import Any
 
 from farloop.algo.spec import BlobId, Contribution, Lease, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.messages import Committed, Drop, Share, pack, unpack, validate
+from farloop.wire.messages import Committed, Drop, Offer, Share, pack, unpack, validate
 from farloop.wire.reasons import Reason
 
 
@@ -78,6 +78,15 @@ class InputStored:
     contributors: tuple[Contribution, ...]
     digest: int
     """xxh3-64 of the attached bytes."""
+
+    @classmethod
+    def of(cls, offer: Offer) -> "InputStored":
+        """All that an offer says but the size, which nobody asks for again."""
+        return cls(blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest)
+
+    def offer(self) -> Offer:
+        """As the node announced it, but for the size."""
+        return Offer(blob=self.blob, size=0, digest=self.digest, window=self.window, contributors=self.contributors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

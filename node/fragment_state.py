@@ -102,11 +102,11 @@ class FragmentState:
         """Whether the run's last version is held."""
         return self.final is not None and self.version >= self.final
 
-    def awaited(self, lag: int) -> int:
+    def awaited(self) -> int:
         """The window whose commit training waits for, where it does."""
         if self.last is None:
             return self.owed
-        return self.last.terms.window - (0 if self.last.merged else lag)
+        return self.last.terms.window - (0 if self.last.merged else self.lag)
 
     def learn_terms(self, terms: WindowTerms) -> None:
         """Remember the terms of a window that is still ahead."""

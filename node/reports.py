@@ -19,6 +19,15 @@ PROGRESS_S = 1.0
 """Between two reports to the coordinator."""
 
 
+def anchors_of(replica: Replica) -> tuple[msg.AnchorRef, ...]:
+    """What a replica can prove that it holds."""
+    return tuple(
+        msg.AnchorRef(fragment=i, version=version, digest=replica.digests[i])
+        for i, version in enumerate(replica.versions)
+        if version >= 0
+    )
+
+
 class Reports:
     """One node's words. Sends nothing itself."""
 
@@ -45,11 +54,7 @@ class Reports:
 
     def hold(self, replica: Replica) -> None:
         """These are the anchors that are held now."""
-        self._anchors = tuple(
-            msg.AnchorRef(fragment=i, version=version, digest=replica.digests[i])
-            for i, version in enumerate(replica.versions)
-            if version >= 0
-        )
+        self._anchors = anchors_of(replica)
 
     def starts_in(self, index: int) -> None:
         """A Start named this round: the link's thread knows of it before the machine does."""

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from farloop.node.fragment_state import FragmentState
 from farloop.node.turns import Turn
 
 if TYPE_CHECKING:
@@ -23,16 +22,10 @@ def waits_for(machine: "NodeMachine") -> str | None:
                 return f"fragment {state.fragment.index}, version {max(state.pending)}"
     if machine.stage == "training" and machine.round not in machine.rounds:
         return f"the plan of round {machine.round}"
+    turn = Turn.of(machine) if machine.stage == "training" else None  # at the end, whatever was sent is waited for
     for state in machine.fragments:
         if state.lost and machine.stage in ("training", "finishing"):
             return f"a snapshot of fragment {state.fragment.index}"
-        if _holds_up(machine, state):
-            lag = machine.spec.terms.lag if machine.spec else 0
-            return f"fragment {state.fragment.index}, window {state.awaited(lag)}"
+        if turn.holds_up(state, machine.inner_steps) if turn else state.sent:
+            return f"fragment {state.fragment.index}, window {state.awaited()}"
     return "the last windows" if machine.stage == "finishing" else None
-
-
-def _holds_up(machine: "NodeMachine", state: FragmentState) -> bool:
-    """Whether training waits for what became of the fragment's last delta."""
-    training = machine.stage == "training"
-    return Turn.of(machine).holds_up(state, machine.inner_steps) if training else bool(state.sent)

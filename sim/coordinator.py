@@ -223,10 +223,7 @@ class CoordinatorActor:
 
         if not commits.spools_inputs(self.store.ledger.spec.terms):
             return self._storage.submit(lambda: None, stored)
-        record = rec.InputStored(
-            blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
-        )
-        self._append(f"a delta of {offer.blob.node}", record, data, stored)
+        self._append(f"a delta of {offer.blob.node}", rec.InputStored.of(offer), data, stored)
 
     def _append(self, what: str, record: rec.Record, attachment: bytes | bytearray, then: Action) -> None:
         """Make a record durable, as soon as there is room for it."""

@@ -21,6 +21,7 @@ from farloop.node.encoder import encode_delta, finish, pack_at_once
 from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
 from farloop.node.replica import Own, Replica
+from farloop.node.reports import PROGRESS_S, anchors_of
 from farloop.node.residuals import Residuals
 from farloop.sim.agenda import Process
 from farloop.sim.dialler import Dial, Dialler
@@ -30,9 +31,6 @@ from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
-
-PROGRESS_S = 1.0
-"""Between two reports to the coordinator."""
 
 DRAIN_S = 30.0
 """For a good-bye to get through."""
@@ -331,11 +329,7 @@ class NodeActor:
                 sends=len(self.diary.sends),
             )
         )
-        self._anchors = tuple(
-            msg.AnchorRef(fragment=i, version=v, digest=self.replica.digests[i])
-            for i, v in enumerate(self.machine.versions)
-            if v >= 0
-        )
+        self._anchors = anchors_of(self.replica)
         self.epoch_seen = max(self.epoch_seen, self.machine.epoch)
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
