@@ -121,6 +121,7 @@ class Cluster:
 
     def close(self) -> None:
         """Leave the process group, where it is ours."""
+        self.decisions = None  # the last reference joins the group's threads, which must not outlive the interpreter
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
