@@ -6,7 +6,7 @@ import secrets
 from pathlib import Path
 
 from farloop.cli.exit_codes import CommandError
-from farloop.node.link import new_key_pair
+from farloop.node.dialogue import new_key_pair
 from farloop.wire.keys import KeyFileError, check_name, key_files, load_public
 
 

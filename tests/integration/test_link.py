@@ -28,8 +28,9 @@ from farloop.algo.spec import (
     Terms,
 )
 from farloop.coordinator.link import Peer, RouterLink
+from farloop.node.dialogue import new_key_pair
 from farloop.node.errors import LinkFailed
-from farloop.node.link import Link, new_key_pair
+from farloop.node.link import Link
 from farloop.node.link_config import LinkConfig
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg

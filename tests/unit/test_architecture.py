@@ -100,7 +100,7 @@ def test_the_spec_and_the_endpoint_need_the_standard_library_alone() -> None:
 @pytest.mark.parametrize(
     ("package", "places"),
     [
-        ("zmq", {"node/link.py", "coordinator/link.py"}),
+        ("zmq", {"node/dialogue.py", "coordinator/link.py"}),
         ("msgpack", {"wire/messages.py"}),
         ("prometheus_client", {"node/metrics.py", "coordinator/metrics.py"}),
         ("triton", {path.relative_to(ROOT).as_posix() for path in sources("quant/kernels/gpu")}),
