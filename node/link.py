@@ -17,14 +17,14 @@ from concurrent.futures import Future
 
 import uvloop
 
-from farloop.algo.spec import BlobId
 from farloop.node.dialogue import Dealers, Dialogue
+from farloop.node.downloads import Downloads
 from farloop.node.errors import LinkFailed
 from farloop.node.link_config import LinkConfig, split_address
 from farloop.node.moved import Moved, moved_by
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.blobs import BytesSource
 from farloop.wire.errors import LocalProtocolError
 from farloop.wire.handshake import Role, State
 from farloop.wire.reasons import Reason
@@ -57,7 +57,7 @@ class Link:
         self._session: Session | None = None
         self._traffic: tuple[Moved, Session | None] = (Moved(), None)
         """Of past sessions, and the present one once it is open; replaced as a whole: other threads read it."""
-        self._partial: dict[BlobId, Reassembly] = {}
+        self._downloads = Downloads()
         self._wake = asyncio.Event()
         """Something is to be sent, or the session's state has changed."""
         self._ended_by = ""
@@ -189,6 +189,7 @@ class Link:
             await dialogue.run()
         finally:
             self._emit(session)
+            self._downloads.session_over()
             self._session, self._traffic = None, (self.moved, None)
         return dialogue.opened
 
@@ -215,28 +216,19 @@ class Link:
         for event in session.events():
             match event:
                 case wire_ev.MessageReceived(message=msg.Offer() as offer):
-                    self._expect(session, offer.blob, offer.size, offer.digest)
+                    self._downloads.announced(session, offer.blob, offer.size, offer.digest, time.monotonic())
                     continue
                 case wire_ev.MessageReceived(message=msg.Committed() as committed):
-                    self._expect(session, msg.update_id(committed), committed.size, committed.digest)
+                    blob = msg.update_id(committed)
+                    self._downloads.announced(session, blob, committed.size, committed.digest, time.monotonic())
                 case wire_ev.MessageReceived(message=msg.Welcome()):
                     self._traffic = (self._traffic[0], session)
                 case wire_ev.MessageReceived(message=msg.Refused(retriable=False)):
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
-                    self._partial.pop(blob, None)
+                    self._downloads.ended(blob)
                 case wire_ev.SessionClosed(detail=detail):
                     self._ended_by = detail
                 case _:
                     pass
             self._deliver(event)
-
-    def _expect(self, session: Session, blob: BlobId, size: int, digest: int) -> None:
-        """The coordinator announced a blob: take it, from where an earlier session left off."""
-        if session.state is not State.OPEN:
-            return
-        try:
-            kept = self._partial.get(blob)
-            self._partial[blob] = session.expect(blob, size, digest, kept, time.monotonic())
-        except LocalProtocolError as error:  # announced twice: once by catch-up, once live
-            _log.debug("announcement skipped reason=%s", error)

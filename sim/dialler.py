@@ -8,13 +8,13 @@ import contextlib
 import random
 from collections.abc import Callable
 
-from farloop.algo.spec import BlobId
+from farloop.node.downloads import Downloads
 from farloop.node.moved import Moved, moved_by
 from farloop.sim.agenda import Process
 from farloop.sim.network import Connection, Side
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource, Reassembly
+from farloop.wire.blobs import BytesSource
 from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
@@ -53,7 +53,7 @@ class Dialler:
         self._rng, self._limits, self._timing = rng, limits, timing
         self._session: Session | None = None
         self._connection: Connection | None = None
-        self._partial: dict[BlobId, Reassembly] = {}
+        self._downloads = Downloads()
         self._bulk = False
         self._attempt = 0
         self._bad_frames = 0
@@ -166,6 +166,7 @@ class Dialler:
         session.check()
         if session.state is State.CLOSED:
             self._moved = self.moved
+            self._downloads.session_over()
             self._session = self._connection = None
             connection.close(Side.NODE)
             self._dial_again(opened=self._bulk)
@@ -189,21 +190,15 @@ class Dialler:
         for event in session.events():
             match event:
                 case wire_ev.MessageReceived(message=msg.Offer() as offer):
-                    self._expect(session, offer.blob, offer.size, offer.digest)
+                    self._downloads.announced(session, offer.blob, offer.size, offer.digest, self._now)
                     continue
                 case wire_ev.MessageReceived(message=msg.Committed() as committed):
-                    self._expect(session, msg.update_id(committed), committed.size, committed.digest)
+                    blob = msg.update_id(committed)
+                    self._downloads.announced(session, blob, committed.size, committed.digest, self._now)
                 case wire_ev.MessageReceived(message=msg.Refused(retriable=False)):
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
-                    self._partial.pop(blob, None)
+                    self._downloads.ended(blob)
                 case _:
                     pass
             self._deliver(event)
-
-    def _expect(self, session: Session, blob: BlobId, size: int, digest: int) -> None:
-        """The coordinator announced a blob: take it, from where an earlier session left off."""
-        if session.state is not State.OPEN:
-            return
-        with contextlib.suppress(LocalProtocolError):  # announced twice: once by catch-up, once live
-            self._partial[blob] = session.expect(blob, size, digest, self._partial.get(blob), self._now)
