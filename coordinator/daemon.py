@@ -23,10 +23,12 @@ from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.inputs import Inputs
-from farloop.coordinator.link import Peer, RouterLink
+from farloop.coordinator.link import RouterLink
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
+from farloop.coordinator.peers import Peer
+from farloop.coordinator.refusals import Refusals
 from farloop.coordinator.store import Store
 from farloop.coordinator.upkeep import Upkeep
 from farloop.quant.errors import NonFiniteError
@@ -94,6 +96,7 @@ class Coordinator:
             on_event=self._heard,
             limits=config.limits,
             timing=config.timing,
+            turned_away=Refusals(self.metrics),
         )
 
     async def run(self, stop: asyncio.Event) -> None:

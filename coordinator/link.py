@@ -7,11 +7,9 @@ joins it. Identity is the owner of the CURVE key of every single frame (protocol
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
@@ -20,15 +18,16 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.gate import Gate
+from farloop.coordinator.peers import Lane, Peer, Peers
 from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.events import SessionEvent
-from farloop.wire.frames import Buffer, parse_lane_hello
-from farloop.wire.handshake import Role, State
+from farloop.wire.events import MessageReceived, SessionEvent
+from farloop.wire.frames import Buffer
+from farloop.wire.handshake import State
 from farloop.wire.keys import AllowList, KeyFileError, load_secret
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
 from farloop.wire.messages import Leave
 from farloop.wire.reasons import Reason
-from farloop.wire.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -48,36 +47,18 @@ PROBE_DELAY_S = 0.1
 """From a connection's end to the probe of all sessions: ROUTER has let go of its lane by then, and of others that ended
 at once with it."""
 
-MAX_SESSIONS = 1024
+DEAD_TCP_MS = 60_000
+"""A connection that acknowledges nothing for this long is closed: its peer is gone without a word (half-open)."""
+
+HEARTBEAT_MS = 30_000
+"""ZeroMQ asks each peer this often whether it is there, and hangs up ..."""
+
+HEARTBEAT_TIMEOUT_MS = 120_000
+"""... after this: an answer waits behind what a thin link has yet to carry. Sessions have a shorter time-out."""
 
 
 class BindError(OSError):
     """The port cannot be had; one line for the person who chose it."""
-
-
-@dataclass(slots=True)
-class Lane:
-    """One ZeroMQ peer."""
-
-    peer: "Peer"
-    number: int
-    backlog: deque[list[Buffer]] = field(default_factory=deque)
-    """Frames that its full pipe did not take."""
-
-
-@dataclass(slots=True)
-class Peer:
-    """One session and its lanes."""
-
-    number: int
-    session: Session
-    owner: NodeId | None
-    """Whose key it is; None in the clear."""
-    token: bytes
-    routes: dict[int, bytes]
-    """Lane number → ROUTER's id of it."""
-    bad_frames: int = 0
-    """In a row."""
 
 
 class RouterLink:
@@ -92,20 +73,21 @@ class RouterLink:
         on_event: Callable[[Peer, SessionEvent], None],
         limits: Limits,
         timing: Timing,
+        turned_away: Callable[[Reason, str], None] = lambda reason, who: None,
     ) -> None:
         """`key` and `allow` switch CURVE on; without them everything travels in the clear.
+
+        `turned_away` is called for everybody and everything that is not heard: why, and whose it was.
 
         Raises:
             KeyFileError: a key file cannot be used.
             BindError: the endpoint cannot be bound.
         """
         self._on_event, self._limits, self._timing = on_event, limits, timing
-        self._peers: dict[int, Peer] = {}
-        self._lanes: dict[bytes, Lane] = {}
-        self._tokens: dict[bytes, Peer] = {}
-        self._next_peer = 1
+        self._turned_away = turned_away
+        self._gate = Gate()
+        self._peers = Peers(self._gate, limits, timing, turned_away)
         self._wake = asyncio.Event()
-        self.bad_frames = 0
         self._context = zmq.asyncio.Context()
         self._allow = AllowList(allow) if allow else None
         self._authenticator: AsyncioAuthenticator | None = None
@@ -132,6 +114,13 @@ class RouterLink:
             (zmq.RCVHWM, 64),
             (zmq.HANDSHAKE_IVL, 5000),
             (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.TCP_MAXRT, DEAD_TCP_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 30),
+            (zmq.TCP_KEEPALIVE_INTVL, 10),
+            (zmq.TCP_KEEPALIVE_CNT, 3),
         ):
             self._socket.setsockopt(option, value)
         if key is None:
@@ -152,7 +141,7 @@ class RouterLink:
         assert self._allow is not None
         owner = self._allow.owner(key)
         if owner is None:
-            _log.warning("key refused key=%s reason=%r", key.decode(), Reason.WRONG_KEY.sentence)
+            self._turned_away(Reason.WRONG_KEY, key.decode())
         return owner is not None
 
     # --- what the daemon asks
@@ -172,7 +161,7 @@ class RouterLink:
                 self._transmit(peer, lane, parts)
         self._emit(peer)
         if session.state is State.CLOSED:
-            self._forget(peer)
+            self._peers.forget(peer)
         self._wake.set()
 
     def closed_by_us(self, peer: Peer, reason: Reason) -> None:
@@ -214,9 +203,8 @@ class RouterLink:
         if not parts:
             return
         owner = self._owner(frames[1])
-        lane = self._lanes.get(route) or self._meet(route, parts, owner)
+        lane = self._peers.lane(route) or self._meet(route, parts, owner, frames[1])
         if lane is None:
-            self.bad_frames += 1
             return
         peer = lane.peer
         if self._allow is not None and owner != peer.owner:
@@ -224,7 +212,7 @@ class RouterLink:
         try:
             peer.session.receive(lane.number, parts, time.monotonic())
         except RemoteProtocolError as error:
-            self.bad_frames += 1
+            self._turned_away(Reason.MALFORMED, peer.who)
             peer.bad_frames += 1
             _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane.number, str(error))
             if peer.bad_frames >= BAD_FRAMES:
@@ -242,40 +230,26 @@ class RouterLink:
         except zmq.ZMQError:
             return None
 
-    def _meet(self, route: bytes, parts: list[Buffer], owner: NodeId | None) -> Lane | None:
-        """The first frame of a lane: of a session that it joins, or of a new one."""
+    def _meet(self, route: bytes, parts: list[Buffer], owner: NodeId | None, frame: zmq.Frame) -> Lane | None:
+        """The first frame of a lane; the lane where it is for its session to receive."""
+        address = _address(frame)
         if self._allow is not None and owner is None:
+            self._turned_away(Reason.WRONG_KEY, address)
             return None
-        try:
-            token = parse_lane_hello(parts, self._limits)
-        except RemoteProtocolError:
-            return self._new_session(route, owner)
-        peer = self._tokens.pop(token, None)  # each token binds once
-        if peer is None or peer.owner != owner:
+        met = self._peers.meet(route, parts, owner, address, time.monotonic())
+        if isinstance(met, Peer):
+            self.flush(met)
             return None
-        number = max(peer.routes) + 1
-        peer.routes[number] = route
-        self._lanes[route] = Lane(peer, number)
-        peer.session.lane_opened(number)
-        self.flush(peer)
-        return None
-
-    def _new_session(self, route: bytes, owner: NodeId | None) -> Lane | None:
-        if len(self._peers) >= MAX_SESSIONS:
-            return None
-        session = Session(Role.COORDINATOR, time.monotonic(), limits=self._limits, timing=self._timing)
-        token = secrets.token_bytes(16)
-        peer = Peer(self._next_peer, session, owner, token, {0: route})
-        self._next_peer += 1
-        self._peers[peer.number] = peer
-        self._tokens[token] = peer
-        lane = self._lanes[route] = Lane(peer, 0)
-        return lane
+        if met is not None:
+            for old in self._peers.too_many_of(met.peer):
+                self.closed_by_us(old, Reason.SUPERSEDED)
+        return met
 
     # --- outbound
 
     def _backlog(self, peer: Peer, lane: int) -> deque[list[Buffer]]:
-        return self._lanes[peer.routes[lane]].backlog
+        found = self._peers.lane(peer.routes[lane])
+        return found.backlog if found is not None else deque()
 
     def _transmit(self, peer: Peer, lane: int, parts: list[Buffer]) -> None:
         backlog = self._backlog(peer, lane)
@@ -299,7 +273,7 @@ class RouterLink:
     def _retry(self) -> bool:
         """Send what full pipes held back; whether some is left."""
         left = False
-        for peer in list(self._peers.values()):
+        for peer in self._peers:
             for lane in list(peer.routes):
                 backlog = self._backlog(peer, lane)
                 while backlog and self._try_send(peer, lane, backlog[0]):
@@ -310,13 +284,19 @@ class RouterLink:
 
     def _emit(self, peer: Peer) -> None:
         for event in peer.session.events():
+            if isinstance(event, MessageReceived) and peer.session.state is State.OPEN:
+                refused = self._gate.says(peer.who, event.message, time.monotonic())
+                if refused is not None:
+                    self._turned_away(refused, peer.who)
+                    return self._dismiss(peer, refused)
             self._on_event(peer, event)
 
-    def _forget(self, peer: Peer) -> None:
-        self._peers.pop(peer.number, None)
-        self._tokens.pop(peer.token, None)
-        for route in peer.routes.values():
-            self._lanes.pop(route, None)
+    def _dismiss(self, peer: Peer, reason: Reason) -> None:
+        """End a session, and say why."""
+        if peer.session.state is State.OPEN:
+            peer.session.send(Leave(reason=reason), time.monotonic())
+            self.flush(peer)
+        self.closed_by_us(peer, reason)
 
     async def _watch_connections(self) -> None:
         """Notice at once that a node's connection ended, not at its next heartbeat (protocol V).
@@ -329,7 +309,7 @@ class RouterLink:
             with contextlib.suppress(zmq.Again):
                 while True:
                     await recv_monitor_message(self._monitor, zmq.DONTWAIT)
-            for peer in list(self._peers.values()):
+            for peer in self._peers:
                 peer.session.speak()
                 self.flush(peer)
 
@@ -338,9 +318,9 @@ class RouterLink:
     async def _keep_time(self) -> None:
         """Fire the sessions' timers, and retry full pipes."""
         while True:
-            due = [t for peer in self._peers.values() if (t := peer.session.next_timer()) is not None]
+            due = [t for peer in self._peers if (t := peer.session.next_timer()) is not None]
             pause = max(0.0, min(due) - time.monotonic()) if due else 1.0
-            if any(lane.backlog for lane in self._lanes.values()):
+            if self._peers.is_held_up:
                 pause = min(pause, RETRY_SEND_S)
             try:
                 self._wake.clear()
@@ -352,7 +332,7 @@ class RouterLink:
                 pass
             await asyncio.sleep(0)  # what is readable goes in first (protocol C)
             now = time.monotonic()
-            for peer in list(self._peers.values()):
+            for peer in self._peers:
                 peer.session.handle_timer(now)
             self._retry()
 
@@ -374,12 +354,17 @@ class RouterLink:
             for name in sorted(before.keys() | after.keys()):
                 if before.get(name) != after.get(name):
                     _log.info("%s node=%s", "key revoked" if name in revoked else "key authorized", name)
-            for peer in list(self._peers.values()):
+            for peer in self._peers:
                 if peer.owner in revoked:
-                    if peer.session.state is State.OPEN:
-                        peer.session.send(Leave(reason=Reason.WRONG_KEY), time.monotonic())
-                        self.flush(peer)
-                    self.closed_by_us(peer, Reason.WRONG_KEY)
+                    self._dismiss(peer, Reason.WRONG_KEY)
+
+
+def _address(frame: zmq.Frame) -> str:
+    """Where a frame came from, as far as the transport knows."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "?"
 
 
 def explain_bind(endpoint: str, error: Exception) -> str:

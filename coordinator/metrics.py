@@ -28,6 +28,9 @@ class Metrics:
             "farloop_dropped_deltas", "Deltas expected and not merged.", ["node", "reason"], registry=registry
         )
         self.refusals = Counter("farloop_refusals", "Greetings refused.", ["reason"], registry=registry)
+        self.turned_away = Counter(
+            "farloop_turned_away", "Greetings, frames and keys that were not heard.", ["reason"], registry=registry
+        )
         self.update_bytes = Counter("farloop_update_bytes", "Encoded updates committed.", registry=registry)
         self.delta_norm = Gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"], registry=registry)
         buckets = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60)

@@ -28,6 +28,10 @@ _log = logging.getLogger(__name__)
 CHUNKS_AHEAD = 4
 """Chunks handed to ZeroMQ at a time: what is queued there, the session cannot take back."""
 
+DEAD_TCP_MS = 60_000
+"""A connection that acknowledges nothing for this long is closed. The session's own time-out is shorter; this one is
+for a bulk lane that died alone, behind a firewall that forgot it."""
+
 CONTROL, BULK = 0, 1
 
 
@@ -52,6 +56,11 @@ class Dealers:
             (zmq.HANDSHAKE_IVL, 5000),
             (zmq.CONNECT_TIMEOUT, 5000),
             (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
+            (zmq.TCP_MAXRT, DEAD_TCP_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 30),
+            (zmq.TCP_KEEPALIVE_INTVL, 10),
+            (zmq.TCP_KEEPALIVE_CNT, 3),
         ):
             dealer.setsockopt(option, value)
         if self._secret is not None and self._server is not None:

@@ -7,9 +7,10 @@ from farloop.sim.agenda import Process
 from farloop.sim.network import Connection, Frame, Side
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.events import SessionEvent
-from farloop.wire.frames import parse_lane_hello
+from farloop.wire.frames import parse_control
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
+from farloop.wire.messages import Hello, LaneHello, decode
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
@@ -92,12 +93,14 @@ class Router:
         self.flush(peer)
 
     def _meet(self, connection: Connection, number: int, frame: Frame) -> tuple[Peer, int] | None:
-        """The first frame of a lane: of a session that it joins, or of a new one."""
+        """The first frame of a lane: a greeting begins a session, a token joins one, and anything else is nothing."""
         try:
-            token = parse_lane_hello(frame, self._limits)
+            message = decode(parse_control(frame, self._limits).body)
         except RemoteProtocolError:
+            return None
+        if isinstance(message, Hello):
             return self._new_session(connection, number)
-        peer = self._tokens.pop(token, None)
+        peer = self._tokens.pop(message.lane_token, None) if isinstance(message, LaneHello) else None
         if peer is None:
             return None
         lane = max(peer.routes) + 1

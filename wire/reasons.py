@@ -32,6 +32,9 @@ class Reason(IntEnum):
     TOO_LARGE = 23
     STALLED = 24
     IMPLAUSIBLE = 25
+    TOO_OFTEN = 32
+    CROWDED = 33
+    IDLE = 34
 
     @property
     def sentence(self) -> str:
@@ -66,4 +69,7 @@ _SENTENCES = {
     Reason.TOO_LARGE: "the blob is larger than its fragment allows",
     Reason.STALLED: "its training has made no progress for too long, though its connection lives",
     Reason.IMPLAUSIBLE: "what the delta says of the work in it cannot be true",
+    Reason.TOO_OFTEN: "it came more often than an honest node ever would; it is heard again after a while",
+    Reason.CROWDED: "there are as many sessions as the coordinator takes",
+    Reason.IDLE: "none of the delta's bytes came for too long, though they were asked for",
 }

@@ -27,7 +27,8 @@ from farloop.algo.spec import (
     RunSpec,
     Terms,
 )
-from farloop.coordinator.link import Peer, RouterLink
+from farloop.coordinator.link import RouterLink
+from farloop.coordinator.peers import Peer
 from farloop.node.dialogue import new_key_pair
 from farloop.node.errors import LinkFailed
 from farloop.node.link import Link

@@ -70,7 +70,7 @@ def test_garbage_on_the_port_harms_nobody(new_run: NewRun) -> None:
     throw(run, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" * 64, GREETING + os.urandom(512))
     throw(run, GREETING + READY + frames(os.urandom(40)), GREETING + READY + frames(b"", b"\x01", os.urandom(300)))
     throw(run, GREETING + READY + b"\x02" + (1 << 62).to_bytes(8, "big"))
-    run.until_said(coordinator.log, "bad frame")
+    run.until_said(coordinator.log, "turned away")
     run.until("the run goes on", lambda s: merged_since(s, versions, "b"))
     run.hurry()
     status = run.until_done(coordinator, a, b)
