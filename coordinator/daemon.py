@@ -18,9 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
-from farloop.algo.spec import BlobId, NodeId
+from farloop.algo.spec import NodeId
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
+from farloop.coordinator.downloads import Downloads
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.inputs import Inputs
 from farloop.coordinator.link import RouterLink
@@ -34,8 +35,6 @@ from farloop.coordinator.upkeep import Upkeep
 from farloop.quant.errors import NonFiniteError
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource
-from farloop.wire.errors import LocalProtocolError
 from farloop.wire.handshake import State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
@@ -84,6 +83,7 @@ class Coordinator:
         self._work = asyncio.Event()
         self._peers: dict[int, Peer] = {}
         self._sessions: dict[NodeId, Peer] = {}
+        self._downloads = Downloads(store, self.machine.ledger, self._in_compute, self._run_commands)
         self._inputs = Inputs(store, self._upkeep, self._in_compute)
         self._done = asyncio.Event()
         self._all_left = asyncio.Event()
@@ -112,6 +112,7 @@ class Coordinator:
                 tasks = [
                     group.create_task(self.link.run(), name="link"),
                     group.create_task(self._execute_all(), name="commands"),
+                    group.create_task(self._downloads.run(), name="snapshots"),
                     group.create_task(self._keep_time(), name="deadlines"),
                     group.create_task(self._observe(), name="status"),
                 ]
@@ -182,15 +183,19 @@ class Coordinator:
             case wire_ev.BlobCorrupt(blob=blob):
                 if offer := self._inputs.arrived(blob):
                     self._happened(self._inputs.corrupt(offer))
+            case wire_ev.BlobIdle(blob=blob):
+                if offer := self._inputs.arrived(blob):
+                    self._happened(self._inputs.idle(offer))
             case wire_ev.SessionClosed(reason=reason, detail=detail):
                 node = self._node_of(peer)
                 self._peers.pop(peer.number, None)
+                self._downloads.gone(peer.number)
                 if node is not None:
                     _log.info("session over node=%s reason=%s detail=%r", node, reason.name, detail)
                     self._drop_session(peer)
                     self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
-            case wire_ev.BlobSent() | wire_ev.BlobDeclined():
-                pass
+            case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
+                self._downloads.ended(peer, blob)
             case _:
                 assert_never(event)
 
@@ -241,8 +246,15 @@ class Coordinator:
                 self._receive(offer)
             case ev.Publish(nodes=nodes, committed=committed):
                 self._publish(nodes, committed)
+                self._downloads.committed(committed.fragment, committed.version)
             case ev.SendSnapshot(node=node, fragment=fragment):
-                await self._send_snapshot(node, fragment)
+                if peer := self._sessions.get(node):
+                    self._downloads.ask(peer, fragment)
+            case ev.OfferSnapshot(session=number):
+                peer = self._peers.get(number)
+                self._downloads.offer(peer, number)
+                if peer is not None:
+                    self.link.flush(peer)
             case ev.Commit():
                 self._start(self._commit(command))
             case ev.Forget(blob=blob):
@@ -280,17 +292,6 @@ class Coordinator:
             peer.session.push_blob(msg.update_id(committed), source)
             self.link.flush(peer)
 
-    async def _send_snapshot(self, node: NodeId, fragment: int) -> None:
-        blob, data, digest = await self._in_compute(self._snapshot_blob, fragment)
-        peer = self._sessions.get(node)
-        if peer is None or peer.session.state is not State.OPEN:
-            return
-        try:
-            peer.session.send_blob(msg.Offer(blob=blob, size=len(data), digest=digest), BytesSource(data))
-        except LocalProtocolError as error:  # asked for again while it is on its way
-            _log.debug("snapshot skipped reason=%s", error)
-        self.link.flush(peer)
-
     async def _commit(self, command: ev.Commit) -> None:
         draft = command.draft
         try:
@@ -315,10 +316,6 @@ class Coordinator:
         draft = command.draft
         buffers = self.store.buffers[draft.fragment]
         return commits.compute(self.store.ledger, buffers, draft, self._inputs.addends(draft))
-
-    def _snapshot_blob(self, fragment: int) -> tuple[BlobId, bytearray, int]:
-        layout = self.store.ledger.spec.identity.layout
-        return commits.snapshot_blob(self.store.buffers[fragment], layout.fragments[fragment], self.store.ledger.epoch)
 
     # --- time and threads
 

@@ -131,10 +131,17 @@ class Publish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSnapshot:
-    """Send the anchor as it is now."""
+    """Send the anchor as it is now, or is when its turn comes."""
 
     node: NodeId
     fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferSnapshot:
+    """The shell's own: what `SendSnapshot` asked for is made, and is offered in the order of commands."""
+
+    session: SessionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,4 +171,6 @@ class Finish:
     """Every fragment is final: export the model."""
 
 
-Command = Accept | Refuse | Hang | Tell | Receive | Publish | SendSnapshot | Commit | Record | Forget | Finish
+Command = (
+    Accept | Refuse | Hang | Tell | Receive | Publish | SendSnapshot | OfferSnapshot | Commit | Record | Forget | Finish
+)

@@ -64,6 +64,10 @@ class Inputs:
         """The bytes do not have the digest that was announced."""
         return self._rejected(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
 
+    def idle(self, offer: msg.Offer) -> ev.InputFailed:
+        """Its bytes stopped coming."""
+        return self._rejected(offer, Reason.IDLE, Reason.IDLE.sentence)
+
     def addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
         """The deltas of a commit, with their weights, in the order of the sum."""
         return [(self._bytes[addend.blob], addend.weight) for addend in draft.blobs]

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.egress import Egress
 from farloop.coordinator.gate import Gate
 from farloop.coordinator.peers import Lane, Peer, Peers
 from farloop.wire.errors import RemoteProtocolError
@@ -87,6 +88,9 @@ class RouterLink:
         self._turned_away = turned_away
         self._gate = Gate()
         self._peers = Peers(self._gate, limits, timing, turned_away)
+        self._egress = Egress(time.monotonic())
+        self._background: OrderedDict[int, Peer] = OrderedDict()
+        """Sessions with a download that could go on, in the order of their turns."""
         self._wake = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._allow = AllowList(allow) if allow else None
@@ -150,8 +154,8 @@ class RouterLink:
         """Let out what the peer's session wants to send. To be called after every use of it."""
         self._emit(peer)
         session, now = peer.session, time.monotonic()
-        while not any(self._backlog(peer, lane) for lane in peer.routes if lane > 0):
-            frames = session.outgoing(now)
+        while not self._is_held_up(peer):
+            frames = session.outgoing(now, background=False)
             for lane, parts in frames:
                 self._transmit(peer, lane, parts)
             if not frames or not any(lane > 0 for lane, _ in frames):
@@ -162,6 +166,10 @@ class RouterLink:
         self._emit(peer)
         if session.state is State.CLOSED:
             self._peers.forget(peer)
+            self._egress.gone(peer.number)
+        else:
+            self._measure(peer, now)
+        self._send_background(now)
         self._wake.set()
 
     def closed_by_us(self, peer: Peer, reason: Reason) -> None:
@@ -251,6 +259,38 @@ class RouterLink:
         found = self._peers.lane(peer.routes[lane])
         return found.backlog if found is not None else deque()
 
+    def _is_held_up(self, peer: Peer) -> bool:
+        return any(self._backlog(peer, lane) for lane in peer.routes if lane > 0)
+
+    def _measure(self, peer: Peer, now: float) -> None:
+        """See how far what was sent to a peer has come, and whether it has something to send in the background."""
+        session, arrived, live = peer.session, peer.session.traffic.arrived_bytes, peer.session.live_in_flight
+        if arrived > peer.arrived_bytes:
+            self._egress.arrived(arrived - peer.arrived_bytes, now)
+        moved = (arrived, live) != (peer.arrived_bytes, peer.live_bytes)
+        self._egress.live(peer.number, live, moved=moved, now=now)
+        peer.arrived_bytes, peer.live_bytes = arrived, live
+        if session.background_waits:
+            self._background.setdefault(peer.number, peer)
+
+    def _send_background(self, now: float) -> None:
+        """Downloads of all sessions take turns by chunk, while nobody waits for other bytes or as far as their share
+        goes."""
+        sent = True
+        while sent:
+            sent = False
+            for number, peer in list(self._background.items()):
+                if not peer.session.background_waits:
+                    del self._background[number]
+                elif not self._egress.allows(now):
+                    return
+                elif not self._is_held_up(peer):
+                    sent = True
+                    self._background.move_to_end(number)
+                    for lane, parts in peer.session.outgoing(now, max_chunks=1):
+                        self._egress.spent(sum(len(part) for part in parts) if lane > 0 else 0, now)
+                        self._transmit(peer, lane, parts)
+
     def _transmit(self, peer: Peer, lane: int, parts: list[Buffer]) -> None:
         backlog = self._backlog(peer, lane)
         if backlog or not self._try_send(peer, lane, parts):
@@ -322,6 +362,8 @@ class RouterLink:
             pause = max(0.0, min(due) - time.monotonic()) if due else 1.0
             if self._peers.is_held_up:
                 pause = min(pause, RETRY_SEND_S)
+            if self._background:
+                pause = min(pause, max(RETRY_SEND_S, self._egress.wait_s(time.monotonic())))
             try:
                 self._wake.clear()
                 async with asyncio.timeout(pause):

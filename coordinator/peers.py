@@ -47,6 +47,10 @@ class Peer:
     """Lane number → ROUTER's id of it."""
     bad_frames: int = 0
     """In a row."""
+    arrived_bytes: int = 0
+    """Of what was sent to it, when that was last looked at ..."""
+    live_bytes: int = 0
+    """... and those on their way that it may be waiting for."""
 
 
 class Peers:

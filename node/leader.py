@@ -214,8 +214,9 @@ class Leader:
                     _log.info("session over reason=%s detail=%r", reason.name, detail)
                 self._do(self.machine.handle(ev.Disconnected(reason=reason)))
             case wire_ev.BlobCorrupt(blob=blob):
-                _log.warning("corrupt blob=%s", blob)
-            case wire_ev.BlobSent() | wire_ev.BlobDeclined():
+                _log.warning("corrupt blob=%s: a snapshot is asked for", blob)
+                self._do(self.machine.handle(ev.AnchorMismatch(fragment=blob.fragment)))
+            case wire_ev.BlobIdle() | wire_ev.BlobSent() | wire_ev.BlobDeclined():
                 pass
             case Encoded(offer=offer, codec=codec, payload=payload):
                 assert self._residuals is not None

@@ -197,6 +197,8 @@ class NodeMachine:
                 state.final = current
             for offer in state.offer_again(current, self.spec.terms.max_staleness, restarted=restarted):
                 self._do(ev.SendBlob(offer=offer))
+            if state.lost:  # what was asked for may have gone with the last session
+                self._do(ev.Tell(message=msg.Fetch(fragment=state.fragment.index)))
         if self.stage == "ready":
             self._do(ev.Tell(message=msg.Ready()))
 

@@ -4,14 +4,14 @@ Commands run one after the other, so that a record is durable before what follow
 run beside them, each ending in exactly one event. The disk and the arithmetic each have a worker with a queue.
 """
 
-import contextlib
 import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
-from farloop.algo.spec import BlobId, Fragment, NodeId, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
@@ -19,8 +19,10 @@ from farloop.coordinator.errors import DiskFull
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
-from farloop.quant.blob import parse_blob
+from farloop.coordinator.serving import Copy, Serving, Turn
+from farloop.quant.blob import blob_bytes, parse_blob
 from farloop.quant.errors import BadBlob
+from farloop.quant.registry import codec_named
 from farloop.sim.agenda import Action, Process
 from farloop.sim.disk import Disk, MemoryStore, Worker
 from farloop.sim.router import Peer, Router
@@ -63,6 +65,9 @@ class CoordinatorActor:
         self._sessions: dict[NodeId, Peer] = {}
         self._intake = Intake()
         """Deltas that are here and not durable yet."""
+        self._serving = Serving()
+        self._encoding = False
+        """Whether a snapshot is being made."""
         self._inputs: dict[BlobId, bytes | bytearray] = {b: self.store.read_input(b) for b in self.store.ledger.inputs}
         self.router = Router(process, self._heard, scenario.limits, scenario.timing)
         self._timer: float | None = None
@@ -108,14 +113,21 @@ class CoordinatorActor:
             case wire_ev.BlobCorrupt(blob=blob):
                 if offer := self._intake.arrived(blob):
                     self._reject(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
+            case wire_ev.BlobIdle(blob=blob):
+                if offer := self._intake.arrived(blob):
+                    self._reject(offer, Reason.IDLE, Reason.IDLE.sentence)
             case wire_ev.SessionClosed(reason=reason):
                 node = self._node_of(peer)
                 self._peers.pop(peer.number, None)
+                self._serving.gone(peer.number)
+                self._serve()
                 if node is not None:
                     self._drop_session(peer)
                     self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
-            case wire_ev.BlobSent() | wire_ev.BlobDeclined():
-                pass
+            case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
+                if blob.kind is BlobKind.SNAPSHOT:
+                    self._serving.done(peer.number)
+                    self._serve()
             case _:
                 assert_never(event)
 
@@ -164,9 +176,13 @@ class CoordinatorActor:
                 self._receive(offer)
             case ev.Publish(nodes=nodes, committed=committed):
                 self._publish(nodes, committed)
+                self._serving.committed(committed.fragment, committed.version)
             case ev.SendSnapshot(node=node, fragment=fragment):
-                self._hold()
-                self._compute.submit(lambda: None, lambda: self._send_snapshot(node, fragment))
+                if peer := self._sessions.get(node):
+                    self._serving.ask(peer.number, fragment, self.machine.ledger.versions[fragment])
+                    self._serve()
+            case ev.OfferSnapshot(session=number):
+                self._offer_snapshot(number)
             case ev.Commit():
                 self._commit(command)
             case ev.Forget(blob=blob):
@@ -255,16 +271,40 @@ class CoordinatorActor:
             )
             self.router.flush(peer)
 
-    def _send_snapshot(self, node: NodeId, fragment: int) -> None:
-        buffers, epoch = self.store.buffers[fragment], self.store.ledger.epoch
-        layout = self.store.ledger.spec.identity.layout
-        blob, data, digest = commits.snapshot_blob(buffers, layout.fragments[fragment], epoch)
-        peer = self._sessions.get(node)
-        if peer is not None and peer.session.state is State.OPEN:
-            with contextlib.suppress(LocalProtocolError):  # asked for again while it is on its way
-                peer.session.send_blob(msg.Offer(blob=blob, size=len(data), digest=digest), BytesSource(data))
-            self.router.flush(peer)
-        self._release()
+    def _serve(self) -> None:
+        """Make and offer the snapshots whose turn it is, beside the order of commands."""
+
+        def made(turn: Turn) -> None:
+            buffers, epoch = self.store.buffers[turn.fragment], self.store.ledger.epoch
+            copy = Copy(*commits.snapshot_blob(buffers, self._fragment(turn.fragment), epoch))
+            assert copy.blob.version <= self.machine.ledger.versions[turn.fragment], "nobody was told of it"
+            self._encoding = False
+            self._serving.encoded(turn, copy)
+            self._run_commands([ev.OfferSnapshot(session=turn.session)])
+            self._serve()
+
+        codec = codec_named("fp32")
+        while not self._encoding:
+            turn = self._serving.next(self.machine.ledger.versions, lambda f: blob_bytes(codec, self._fragment(f)))
+            if turn is None:
+                return
+            if turn.copy is not None:
+                self._run_commands([ev.OfferSnapshot(session=turn.session)])
+            else:
+                self._encoding = True
+                self._compute.submit(lambda: None, partial(made, turn))
+        self._serving.check()
+
+    def _offer_snapshot(self, session: int) -> None:
+        peer, copy = self._peers.get(session), self._serving.copy_for(session)
+        if peer is None or copy is None or peer.session.state is not State.OPEN:
+            return self._serving.gone(session)
+        offer = msg.Offer(blob=copy.blob, size=len(copy.data), digest=copy.digest)
+        try:
+            peer.session.send_blob(offer, BytesSource(copy.data), background=True)
+        except LocalProtocolError:  # as many blobs as a session may have are on their way
+            self._serving.put_off(session)
+        self.router.flush(peer)
 
     def _commit(self, command: ev.Commit) -> None:
         """Reserve, compute, make durable: three jobs, the last of which is the commit (protocol O)."""

@@ -134,7 +134,9 @@ class NodeActor:
                 self._handle(ev.BlobArrived(blob=blob))
             case wire_ev.SessionClosed(reason=reason):
                 self._handle(ev.Disconnected(reason=reason))
-            case wire_ev.BlobCorrupt() | wire_ev.BlobSent() | wire_ev.BlobDeclined():
+            case wire_ev.BlobCorrupt(blob=blob):
+                self._handle(ev.AnchorMismatch(fragment=blob.fragment))
+            case wire_ev.BlobIdle() | wire_ev.BlobSent() | wire_ev.BlobDeclined():
                 pass
             case _:
                 self._handle(event)

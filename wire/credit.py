@@ -35,9 +35,11 @@ class Pace:
 class Outgoing:
     """A blob on its way out: 0 ≤ acked ≤ sent ≤ limit, and everything below `acked` has arrived."""
 
-    def __init__(self, blob: BlobId, source: BlobSource, limit: int, pace: Pace) -> None:
+    def __init__(self, blob: BlobId, source: BlobSource, limit: int, pace: Pace, *, background: bool = False) -> None:
         self.blob = blob
         self.source = source
+        self.background = background
+        """Whether it yields to every other blob."""
         self.acked = 0
         self.sent = 0
         self.limit = min(limit, source.size)
@@ -64,6 +66,11 @@ class Outgoing:
     def early_bytes(self) -> int:
         """Bytes sent ahead of the first Credit."""
         return 0 if self.credited else self.sent
+
+    @property
+    def has_credit(self) -> bool:
+        """Whether a chunk may leave now."""
+        return self.sent < self.limit
 
     @property
     def in_flight(self) -> int:
@@ -128,6 +135,8 @@ class Incoming:
         self._timing = timing
         self._credited = reassembly.received
         self._credited_at = now
+        self.grew_at = now
+        """When it was last further than before."""
         self.limit = 0
         """No byte at or beyond it may come."""
 

@@ -36,6 +36,13 @@ class BlobCorrupt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlobIdle:
+    """Nothing of an expected blob came for too long, while its sender lived: it is declined. At a coordinator alone."""
+
+    blob: BlobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlobSent:
     """The peer's session has received all bytes of a blob. Not yet `Stored`: they may still be needed (protocol Q)."""
 
@@ -57,4 +64,4 @@ class SessionClosed:
     detail: str
 
 
-SessionEvent = MessageReceived | BlobReceived | BlobCorrupt | BlobSent | BlobDeclined | SessionClosed
+SessionEvent = MessageReceived | BlobReceived | BlobCorrupt | BlobIdle | BlobSent | BlobDeclined | SessionClosed

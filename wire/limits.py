@@ -79,5 +79,8 @@ class Timing:
     window_s: float = 1.0
     """A receiver's window doubles while it holds fewer seconds of arrivals than this: above the round trip of every
     link on Earth, so that credit is never what limits the rate, and little enough that no queue grows long."""
+    blob_idle_s: float = 30.0
+    """A coordinator gives up a blob that is no further after this, times the blobs that share the session, though its
+    sender's heart beats: time without progress, never time in all, so that a slow link is as good as a fast one."""
     jump_s: float = 1.0
     """A timer that fires this late tells of a stop of our own process, not of the peer's silence (protocol C)."""

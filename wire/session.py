@@ -51,7 +51,8 @@ class Session:
         self._handshake = Handshake(role)
         self._control = ControlStream(self._limits, self._timing, self.traffic, now)
         self._events: list[SessionEvent] = []
-        self._transfers = Transfers(self._limits, self._timing, self.traffic, self._events.append, self._say)
+        idle_s = self._timing.blob_idle_s if role is Role.COORDINATOR else None
+        self._transfers = Transfers(self._limits, self._timing, self.traffic, self._events.append, self._say, idle_s)
         self._lanes: list[int] = []
         """Bulk lanes that can be sent on, in the order of their turns."""
         self._heard_at = now
@@ -78,8 +79,19 @@ class Session:
         if self._handshake.farewell is not None:
             self._closes_at = now + self._timing.linger_s
 
-    def send_blob(self, offer: Offer, source: BlobSource) -> None:
-        """Send the Offer; the bytes follow as the peer's Credit allows.
+    @property
+    def live_in_flight(self) -> int:
+        """Bytes sent and not yet known to have arrived, of blobs that are not background."""
+        return self._transfers.live_in_flight
+
+    @property
+    def background_waits(self) -> bool:
+        """Whether `outgoing` would have a chunk of a background blob, and of no other."""
+        return self.state is State.OPEN and bool(self._lanes) and self._transfers.background_waits
+
+    def send_blob(self, offer: Offer, source: BlobSource, *, background: bool = False) -> None:
+        """Send the Offer; the bytes follow as the peer's Credit allows: those of a `background` blob when no other has
+        any, and `outgoing` is asked for them.
 
         Ends in BlobSent, in BlobDeclined, or with the peer's Stored or Outcome, which are delivered as messages.
 
@@ -90,7 +102,7 @@ class Session:
             raise LocalProtocolError(f"{offer.size} bytes offered, {source.size} at hand")
         self._transfers.check_room(offer.blob)
         self._queue(offer)
-        self._transfers.begin(offer.blob, source, pushed=False)
+        self._transfers.begin(offer.blob, source, pushed=False, background=background)
 
     def push_blob(self, blob: BlobId, source: BlobSource) -> None:
         """Send a blob whose size and digest the application itself announces (Committed).
@@ -181,17 +193,18 @@ class Session:
         self._events.clear()
         return events
 
-    def outgoing(self, now: float, *, max_chunks: int = 8) -> list[tuple[int, list[Buffer]]]:
+    def outgoing(self, now: float, *, max_chunks: int = 8, background: bool = True) -> list[tuple[int, list[Buffer]]]:
         """(lane, parts) to transmit now: every control frame that is due, and at most `max_chunks` bulk frames.
 
-        Call until it returns nothing. With `max_chunks=0`, while the bulk sockets are full, control still flows.
+        Call until it returns nothing. With `max_chunks=0`, while the bulk sockets are full, control still flows. With
+        `background=False` blobs of that class wait, for a link that has other things to carry.
         """
         if self.state is State.CLOSED:
             last_ack_due, self._last_ack_due = self._last_ack_due, False
             return [self._control_frame(0, HEARTBEAT)] if last_ack_due else []
         frames = [self._control_frame(seq, body) for seq, body in self._control.outgoing(now)]
         while max_chunks > 0 and self.state is State.OPEN and self._lanes:
-            chunk = self._transfers.next_chunk(now)
+            chunk = self._transfers.next_chunk(now, background=background)
             if chunk is None:
                 break
             frames.append(self._bulk_frame(*chunk))
@@ -217,6 +230,7 @@ class Session:
             return
         if now - due > self._timing.jump_s:
             self._heard_at += now - due
+            self._transfers.clock_jumped(now - due)
         self._control.handle_timer(now)
         self._transfers.handle_timer(now)
         if self._closes_at is not None and now >= self._closes_at:

@@ -34,6 +34,8 @@ class Traffic:
     """Control frames sent again because no acknowledgement came."""
     control_duplicates: int = 0
     """Control frames received again."""
+    arrived_bytes: int = 0
+    """Of blobs sent, as the peer has acknowledged them."""
     rewinds: int = 0
     """Times a blob was sent again from its acknowledged prefix."""
 

@@ -7,7 +7,7 @@ from farloop.algo.spec import BlobId
 from farloop.wire.blobs import BlobSource, Reassembly, blob_key
 from farloop.wire.credit import Incoming, Outgoing, Pace
 from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
-from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobReceived, BlobSent, SessionEvent
+from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
 from farloop.wire.frames import BulkFrame
 from farloop.wire.limits import EARLY_BYTES, EARLY_FRAMES, INITIAL_CREDIT, Limits, Timing
 from farloop.wire.messages import Credit
@@ -27,8 +27,10 @@ class Transfers:
         traffic: Traffic,
         emit: Callable[[SessionEvent], None],
         say: Callable[[Credit], None],
+        idle_s: float | None = None,
     ) -> None:
-        self._limits = limits
+        """`idle_s`: how long an expected blob may stand still, for each that shares the session; None: for ever."""
+        self._limits, self._idle_s = limits, idle_s
         self._timing = timing
         self._traffic = traffic
         self._emit = emit
@@ -49,9 +51,21 @@ class Transfers:
         if len(self._outgoing) >= self._limits.max_blobs:
             raise LocalProtocolError(f"{len(self._outgoing)} blobs are being sent")
 
-    def begin(self, blob: BlobId, source: BlobSource, *, pushed: bool) -> None:
+    @property
+    def live_in_flight(self) -> int:
+        """Bytes on their way of blobs that others may be waiting for."""
+        return sum(outgoing.in_flight for outgoing in self._outgoing.values() if not outgoing.background)
+
+    @property
+    def background_waits(self) -> bool:
+        """Whether a background blob could go on now, and no other could."""
+        ready = [outgoing.background for outgoing in self._outgoing.values() if outgoing.has_credit]
+        return bool(ready) and all(ready)
+
+    def begin(self, blob: BlobId, source: BlobSource, *, pushed: bool, background: bool = False) -> None:
         """Send `blob`: at once within the initial credit if `pushed`, else when a Credit comes."""
-        self._outgoing[blob] = Outgoing(blob, source, INITIAL_CREDIT if pushed else 0, self._pace)
+        limit = INITIAL_CREDIT if pushed else 0
+        self._outgoing[blob] = Outgoing(blob, source, limit, self._pace, background=background)
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         """Allow the peer to send `blob`; its chunks that are here already count.
@@ -97,7 +111,9 @@ class Transfers:
             del self._outgoing[credit.blob]
             self._emit(BlobDeclined(blob=credit.blob))
             return
+        before = outgoing.acked
         outgoing.credit(credit.received, credit.limit, now)
+        self._traffic.arrived_bytes += outgoing.acked - before
         if outgoing.done:
             del self._outgoing[credit.blob]
             self._emit(BlobSent(blob=credit.blob))
@@ -120,16 +136,24 @@ class Transfers:
             self._keep_early(frame, num_bytes)
             return
         self._traffic.received_blobs[incoming.blob.kind].add(num_bytes)
+        before = incoming.reassembly.received
         incoming.reassembly.add(frame.offset, frame.chunk)
+        if incoming.reassembly.received > before:
+            incoming.grew_at = now
         credit = incoming.renewed_credit(now)
         if credit is not None:
             self._say(credit)
         self._finish_if_complete(frame.key, incoming)
 
-    def next_chunk(self, now: float) -> tuple[BlobId, int, memoryview] | None:
-        """(blob, offset, bytes) of the chunk whose turn it is, or None while no blob has credit."""
+    def next_chunk(self, now: float, *, background: bool = True) -> tuple[BlobId, int, memoryview] | None:
+        """(blob, offset, bytes) of the chunk whose turn it is, or None while no blob has credit.
+
+        A background blob has its turn, if at all, when no other has credit.
+        """
         room = EARLY_BYTES - sum(outgoing.early_bytes for outgoing in self._outgoing.values())
-        for blob, outgoing in self._outgoing.items():
+        live = [(blob, outgoing) for blob, outgoing in self._outgoing.items() if not outgoing.background]
+        others = [(blob, outgoing) for blob, outgoing in self._outgoing.items() if outgoing.background]
+        for blob, outgoing in [*live, *(others if background else ())]:
             chunk_bytes = self._limits.chunk_bytes if outgoing.credited else min(self._limits.chunk_bytes, room)
             chunk = outgoing.next_chunk(chunk_bytes, self._in_flight(), now)
             if chunk is not None:
@@ -138,14 +162,23 @@ class Transfers:
         return None
 
     def next_timer(self) -> float | None:
-        """When the first blob is to be sent again."""
-        return min((deadline for _, deadline in self._deadlines()), default=None)
+        """When the first blob is to be sent again, or given up."""
+        rewinds = [deadline for _, deadline in self._deadlines()]
+        return min([*rewinds, *(self._idle_at(incoming) for incoming in self._patient())], default=None)
 
     def handle_timer(self, now: float) -> None:
-        """Rewind every blob whose time is up."""
+        """Rewind every blob that was sent and whose time is up; decline every expected one that stands still."""
         for outgoing, deadline in self._deadlines():
             if now >= deadline:
                 self._rewind(outgoing)
+        for incoming in [incoming for incoming in self._patient() if now >= self._idle_at(incoming)]:
+            self.cancel(incoming.blob)
+            self._emit(BlobIdle(blob=incoming.blob))
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: that is not held against the peer (protocol C)."""
+        for incoming in self._incoming.values():
+            incoming.grew_at += seconds
 
     def lane_lost(self) -> None:
         """Whatever was in flight may have been lost with a lane: send it again at once."""
@@ -165,6 +198,14 @@ class Transfers:
         assert self._early_bytes == sum(len(frame.chunk) for frame, _ in self._early) <= EARLY_BYTES
         assert len(self._early) <= EARLY_FRAMES
         assert len(self._finished) <= _FINISHED_KEYS
+
+    def _patient(self) -> list[Incoming]:
+        """Blobs that are not waited for without end."""
+        return [] if self._idle_s is None else list(self._incoming.values())
+
+    def _idle_at(self, incoming: Incoming) -> float:
+        assert self._idle_s is not None
+        return incoming.grew_at + self._idle_s * len(self._incoming)  # they take turns on one lane
 
     def _rewind(self, outgoing: Outgoing) -> None:
         outgoing.rewind()

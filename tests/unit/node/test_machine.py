@@ -467,6 +467,20 @@ def test_an_anchor_that_does_not_match_is_fetched_and_replaced_before_training_g
     assert story.machine.waiting is None
 
 
+def test_a_snapshot_that_was_lost_with_its_session_is_asked_for_in_the_next() -> None:
+    """Q, S: the request goes with the session, and the coordinator may think that updates will do."""
+    story = Story(mix=0.5).begin()
+    story.steps(4)
+    story.receive(story.commit(0))
+    story.handle(ev.AnchorMismatch(fragment=0))
+    story.handle(ev.Disconnected(reason=Reason.CLOSED))
+    assert story.hear(story.welcome()) == [ev.Tell(message=msg.Fetch(fragment=0))]
+    story.snapshot(0)
+    assert story.machine.waiting is None
+    story.handle(ev.Disconnected(reason=Reason.CLOSED))
+    assert story.hear(story.welcome()) == [], "it is not lost any more"
+
+
 def test_a_snapshot_ahead_takes_the_place_of_updates_and_of_an_undecided_delta() -> None:
     """R: catch-up by snapshot. The steps since the last merge are lost, and no bytes are kept."""
     story = Story(tau=3, mix=0.5).begin()

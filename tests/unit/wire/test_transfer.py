@@ -5,7 +5,7 @@ import pytest
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest, blob_key
 from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
-from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobReceived, BlobSent, SessionEvent
+from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
 from farloop.wire.frames import BulkFrame
 from farloop.wire.limits import EARLY_BYTES, EARLY_FRAMES, INITIAL_CREDIT, Limits, Timing
 from farloop.wire.messages import Credit
@@ -260,3 +260,55 @@ def test_finished_blobs_are_remembered_within_a_bound() -> None:
     for version in range(2000):
         end.transfers.cancel(update(version))
     end.transfers.check()
+
+
+def test_a_background_blob_has_its_turn_when_no_other_has_credit() -> None:
+    """R: a joiner's snapshot never delays an update of its own session."""
+    end = End(chunk_bytes=400)
+    end.transfers.begin(update(9), BytesSource(DATA), pushed=True, background=True)
+    end.transfers.begin(update(1), BytesSource(DATA), pushed=False)
+    end.transfers.begin(update(2), BytesSource(DATA), pushed=True)
+    assert not end.transfers.background_waits
+    assert end.sent(4) == [(2, 0, 400), (2, 400, 400), (2, 800, 200), (9, 0, 400)]
+    assert end.transfers.background_waits
+    end.transfers.credited(Credit(blob=update(1), received=0, limit=400), 0.0)
+    assert not end.transfers.background_waits
+    assert end.sent() == [(1, 0, 400), (9, 400, 400), (9, 800, 200)]
+
+
+def test_background_blobs_wait_where_they_are_not_asked_for() -> None:
+    end = End(chunk_bytes=400)
+    end.transfers.begin(update(9), BytesSource(DATA), pushed=True, background=True)
+    assert end.transfers.next_chunk(0.0, background=False) is None
+    assert end.transfers.live_in_flight == 0
+    assert end.sent(1) == [(9, 0, 400)]
+    assert end.transfers.live_in_flight == 0
+    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
+    assert end.transfers.next_chunk(0.0, background=False) is not None
+    assert end.transfers.live_in_flight == 400
+
+
+def test_an_expected_blob_that_stands_still_is_declined_and_one_that_moves_never() -> None:
+    """Time without progress counts, not time in all; what was here already is no progress."""
+    end = End()
+    end.transfers = Transfers(Limits(), Timing(), end.traffic, end.events.append, end.credits.append, 30.0)
+    end.transfers.expect(delta(1), len(DATA), DIGEST, None, 0.0)
+    for i in range(20):
+        now = 29.0 * i
+        end.accept(frame(delta(1), 10 * i, DATA[10 * i : 10 * i + 10]), now)
+        end.transfers.handle_timer(now)
+    assert end.events == [] and end.transfers.next_timer() == now + 30.0
+    end.accept(frame(delta(1), 0, DATA[:200]), now + 29.0)
+    end.transfers.handle_timer(now + 30.0)
+    assert end.events == [BlobIdle(blob=delta(1))]
+    assert end.credits[-1].limit == 0 and end.transfers.next_timer() is None
+
+
+def test_blobs_that_share_a_lane_may_each_wait_for_the_others() -> None:
+    end = End()
+    end.transfers = Transfers(Limits(), Timing(), end.traffic, end.events.append, end.credits.append, 30.0)
+    for seq in (1, 2, 3):
+        end.transfers.expect(delta(seq), len(DATA), DIGEST, None, 0.0)
+    assert end.transfers.next_timer() == 90.0
+    end.transfers.clock_jumped(5.0)
+    assert end.transfers.next_timer() == 95.0

@@ -1,0 +1,85 @@
+"""How much of the way out downloads may take: a share while others wait for bytes, all of it when nobody does.
+
+Pure: the time is passed in. Snapshots are background blobs (`wire/transfer.py`): within a session they yield to every
+update. Between sessions nothing but this keeps them apart, for they meet on the coordinator's own link, behind every
+queue that could be reordered.
+"""
+
+from typing import Final
+
+SHARE: Final = 0.25
+"""Of the measured rate, for background bytes while live ones are on their way."""
+
+SLOWEST_BYTES_PER_S: Final = 256 << 10
+"""The background's own while live bytes are on their way, however thin the link: a joiner gets in at last."""
+
+STALE_S: Final = 5.0
+"""Live bytes that nobody acknowledged for this long do not count: who does not take them keeps no joiner out."""
+
+_BIN_S: Final = 0.5
+"""Rates are measured over this."""
+
+_FADES_PER_S: Final = 0.98
+"""What was once measured counts less with time: links change."""
+
+_BURST_S: Final = 0.5
+"""The background may save up what it gets in so much time."""
+
+
+class Egress:
+    """Of one coordinator, over all sessions."""
+
+    def __init__(self, now: float) -> None:
+        self._live: dict[int, float] = {}
+        """Session → when its live bytes in flight last moved."""
+        self._best = 0.0
+        """Bytes a second, faded."""
+        self._bin, self._bin_bytes = now, 0
+        self._tokens, self._filled_at = 0.0, now
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the background gets while live bytes are on their way."""
+        return max(SHARE * self._best, SLOWEST_BYTES_PER_S)
+
+    def arrived(self, num_bytes: int, now: float) -> None:
+        """A peer acknowledged bytes: the only ones of which it is known how fast they went."""
+        self._bin_bytes += num_bytes
+        passed = now - self._bin
+        if passed >= _BIN_S:
+            self._best = max(self._best * _FADES_PER_S**passed, self._bin_bytes / passed)
+            self._bin, self._bin_bytes = now, 0
+
+    def live(self, session: int, in_flight: int, *, moved: bool, now: float) -> None:
+        """A session has so many live bytes on their way; `moved`: some more, or fewer, than when that was last said."""
+        if not in_flight:
+            self._live.pop(session, None)
+        elif moved or session not in self._live:
+            self._live[session] = now
+
+    def gone(self, session: int) -> None:
+        """It is over."""
+        self._live.pop(session, None)
+
+    def allows(self, now: float) -> bool:
+        """Whether a background chunk may leave now."""
+        if not any(now - moved_at < STALE_S for moved_at in self._live.values()):
+            self._tokens, self._filled_at = 0.0, now
+            return True
+        self._fill(now)
+        return self._tokens >= 0
+
+    def spent(self, num_bytes: int, now: float) -> None:
+        """A background chunk has left; it may be more than was there, and is paid for afterwards."""
+        self._fill(now)
+        self._tokens -= num_bytes
+
+    def wait_s(self, now: float) -> float:
+        """How long until `allows` may say yes, if nothing else happens."""
+        self._fill(now)
+        return max(0.0, -self._tokens / self.bytes_per_s)
+
+    def _fill(self, now: float) -> None:
+        rate = self.bytes_per_s
+        self._tokens = min(self._tokens + rate * (now - self._filled_at), rate * _BURST_S)
+        self._filled_at = now

@@ -1,0 +1,147 @@
+"""Snapshots for who joins, or lost an anchor: whose turn it is, and which encoded copies are held for it. Pure.
+
+Encoding takes as long as reading the whole fragment, and a copy as much memory: they are made outside the order of
+commands, one copy for all who may use it, and never more of them than a bound. A session is sent one at a time.
+
+Which version a node gets is free within what makes its updates right: it hears of every commit from its welcome on, so
+any version from the one that stood when it asked will do, and the newest leaves it the least to catch up with.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from farloop.algo.spec import BlobId
+
+MOST_BYTES: Final = 2 << 30
+"""Of copies in memory; one copy is always allowed."""
+
+
+@dataclass(slots=True)
+class Copy:
+    """One fragment at one version, encoded."""
+
+    blob: BlobId
+    data: bytearray
+    digest: int
+    users: set[int] = field(default_factory=set)
+    """Sessions that it is being sent to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What to do next: send `copy`, or encode the fragment first where there is none."""
+
+    session: int
+    fragment: int
+    copy: Copy | None
+
+
+class Serving:
+    """Of one coordinator. Sessions are numbers."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._asked: OrderedDict[int, OrderedDict[int, int]] = OrderedDict()
+        """Session → fragment → lowest version that will do; in the order of their turns."""
+        self._under_way: dict[int, int] = {}
+        """Session → the fragment that it is being sent, or that is being encoded for it."""
+        self._copies: dict[tuple[int, int], Copy] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that copies take."""
+        return sum(len(copy.data) for copy in self._copies.values())
+
+    def ask(self, session: int, fragment: int, version: int) -> None:
+        """A session needs this fragment, at `version` (the current one) or later. Asked twice is asked once."""
+        if self._under_way.get(session) != fragment:
+            self._asked.setdefault(session, OrderedDict()).setdefault(fragment, version)
+
+    def next(self, versions: Sequence[int], num_bytes: Callable[[int], int]) -> Turn | None:
+        """Whose turn it is; None while nobody asks, all who do are being served, or there is no room for a copy.
+
+        Args:
+            versions: the current one of every fragment.
+            num_bytes: of an encoded copy of a fragment.
+        """
+        for session, wanted in self._asked.items():
+            if session in self._under_way:
+                continue
+            for fragment, at_least in wanted.items():
+                copy = self._usable(fragment, versions[fragment], at_least, num_bytes(fragment))
+                if copy is not None or self._has_room(num_bytes(fragment)):
+                    return self._take_turn(session, fragment, copy, num_bytes(fragment))
+        return None
+
+    def encoded(self, turn: Turn, copy: Copy) -> None:
+        """The copy that a turn needed is made. One at a time is being made."""
+        kept = self._copies.setdefault((turn.fragment, copy.blob.version), copy)
+        if self._under_way.get(turn.session) == turn.fragment:
+            kept.users.add(turn.session)
+
+    def copy_for(self, session: int) -> Copy | None:
+        """What a session is being sent."""
+        return next((copy for copy in self._copies.values() if session in copy.users), None)
+
+    def put_off(self, session: int) -> None:
+        """It cannot be sent now: it is asked for again, with the next that ends."""
+        copy = self.copy_for(session)
+        self.done(session)
+        if copy is not None:
+            self.ask(session, copy.blob.fragment, copy.blob.version)
+
+    def done(self, session: int) -> None:
+        """What it was being sent has arrived, was declined, or could not be sent."""
+        self._under_way.pop(session, None)
+        for copy in self._copies.values():
+            copy.users.discard(session)
+
+    def gone(self, session: int) -> None:
+        """It is over."""
+        self._asked.pop(session, None)
+        self.done(session)
+
+    def committed(self, fragment: int, version: int) -> None:
+        """Copies of what was before are of use to nobody new."""
+        old = [key for key, copy in self._copies.items() if key[0] == fragment and key[1] < version and not copy.users]
+        for key in old:
+            del self._copies[key]
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.held_bytes <= self._most_bytes or len(self._copies) == 1
+        for copy in self._copies.values():
+            assert all(self._under_way[session] == copy.blob.fragment for session in copy.users)
+
+    def _usable(self, fragment: int, current: int, at_least: int, num_bytes: int) -> Copy | None:
+        """The current version's copy; an older one that will do, only where there is no room for a new one."""
+        versions = [version for f, version in self._copies if f == fragment and at_least <= version]
+        newest = max(versions, default=None)
+        if newest is None or (newest < current and self._has_room(num_bytes)):
+            return None
+        return self._copies[fragment, newest]
+
+    def _has_room(self, num_bytes: int) -> bool:
+        used = sum(len(copy.data) for copy in self._copies.values() if copy.users)
+        return not used or used + num_bytes <= self._most_bytes
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Copies that nobody is being sent go, the oldest first, until one more fits."""
+        for key in [key for key, copy in self._copies.items() if not copy.users]:
+            if self.held_bytes + num_bytes > self._most_bytes:
+                del self._copies[key]
+
+    def _take_turn(self, session: int, fragment: int, copy: Copy | None, num_bytes: int) -> Turn:
+        wanted = self._asked[session]
+        del wanted[fragment]
+        self._asked.move_to_end(session)
+        if not wanted:
+            del self._asked[session]
+        self._under_way[session] = fragment
+        if copy is not None:
+            copy.users.add(session)
+        else:
+            self._make_room(num_bytes)
+        return Turn(session=session, fragment=fragment, copy=copy)
