@@ -193,11 +193,15 @@ class Coordinator:
                 if node is not None:
                     _log.info("session over node=%s reason=%s detail=%r", node, reason.name, detail)
                     self._drop_session(peer)
+                    self._inputs.parted(node)
                     self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
                 self._downloads.ended(peer, blob)
             case _:
                 assert_never(event)
+        if not isinstance(event, wire_ev.MessageReceived):
+            while waited := self._inputs.next():
+                self._receive(waited)
 
     def _greet(self, peer: Peer, hello: msg.Hello) -> None:
         self._peers[peer.number] = peer

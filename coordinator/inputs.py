@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from farloop.algo.spec import BlobId
+from farloop.algo.spec import BlobId, NodeId
 from farloop.coordinator import commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
@@ -44,6 +44,14 @@ class Inputs:
     def arrived(self, blob: BlobId) -> msg.Offer | None:
         """All bytes of a delta are here; its offer, to be given to `keep` or `corrupt`. None where it became void."""
         return self._intake.arrived(blob)
+
+    def next(self) -> msg.Offer | None:
+        """A delta that waited, and that there is room for now: to be let in again."""
+        return self._intake.next()
+
+    def parted(self, node: NodeId) -> None:
+        """The node's session is over."""
+        self._intake.parted(node)
 
     async def keep(self, offer: msg.Offer, data: bytearray) -> ev.InputStored | ev.InputFailed:
         """Verify and spool a delta; durable before it counts (protocol P). Raises StorageFailed."""

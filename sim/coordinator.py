@@ -123,6 +123,7 @@ class CoordinatorActor:
                 self._serve()
                 if node is not None:
                     self._drop_session(peer)
+                    self._intake.parted(node)
                     self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
                 if blob.kind is BlobKind.SNAPSHOT:
@@ -130,6 +131,10 @@ class CoordinatorActor:
                     self._serve()
             case _:
                 assert_never(event)
+        if not isinstance(event, wire_ev.MessageReceived):
+            while waited := self._intake.next():
+                self._receive(waited)
+        self._intake.check()
 
     def _node_of(self, peer: Peer) -> NodeId | None:
         return next((node for node, known in self._sessions.items() if known is peer), None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 import queue
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,6 +95,7 @@ class Station:
 
     def __init__(self, endpoint: str, key: Path | None, allow: Path | None, timing: Timing) -> None:
         self.heard: queue.SimpleQueue[wire_ev.SessionEvent] = queue.SimpleQueue()
+        self.turned_away: list[tuple[Reason, str]] = []
         self._endpoint, self._key, self._allow, self._timing = endpoint, key, allow, timing
         self._up = threading.Event()
         self._stop = asyncio.Event()
@@ -110,6 +113,7 @@ class Station:
             on_event=self._on_event,
             limits=Limits(),
             timing=self._timing,
+            turned_away=lambda reason, who: self.turned_away.append((reason, who)),
         )
         self._up.set()
         running = asyncio.create_task(link.run())
@@ -407,3 +411,28 @@ def test_closing_is_quick_and_calls_after_it_do_nothing(endpoint: str) -> None:
         assert time.monotonic() - started < 4.0
     never_started = Link(LinkConfig(coordinator=endpoint), hello, delivered.put)
     never_started.close()
+
+
+def test_64_nodes_that_come_back_at_once_are_all_let_in_promptly(endpoint: str) -> None:
+    """V: an outage of the coordinator ends for everybody at the same moment; no limit is in the way of that."""
+    nodes = [f"n{i}" for i in range(64)]
+    with contextlib.ExitStack() as stack:
+        delivered: list[Delivered] = []
+        for name in nodes:
+            inbox: Delivered = queue.SimpleQueue()
+            link = Link(LinkConfig(coordinator=endpoint), partial(named_hello, name), inbox.put)
+            link.start()
+            stack.callback(link.close)
+            delivered.append(inbox)
+        for outage in range(2):
+            with station(endpoint) as there:
+                started = time.monotonic()
+                for inbox in delivered:
+                    wait_for(inbox, msg.Welcome, timeout_s=60.0)
+                took_s = time.monotonic() - started
+            assert took_s < 30.0, f"outage {outage}"
+            assert there.turned_away == []
+
+
+def named_hello(name: str) -> msg.Hello:
+    return dataclasses.replace(hello(), node=NodeId(name))

@@ -127,6 +127,73 @@ def test_while_it_is_made_durable_it_is_not_asked_for_again(offer: Offer, window
     assert again.expected == [(offer.blob, None)]
 
 
+def offer_of(offer: Offer, node: str, fragment: int = 0, seq: int = 1) -> Offer:
+    """The same delta from another node."""
+    blob = dataclasses.replace(offer.blob, node=NodeId(node), fragment=fragment, seq=seq)
+    return dataclasses.replace(offer, blob=blob)
+
+
+def test_a_delta_beyond_the_memory_for_all_waits_for_its_credit_and_is_not_refused(
+    offer: Offer, window: Window, fragment: Fragment
+) -> None:
+    intake, session = Intake(most_bytes=2 * offer.size), Asked()
+    a, b, c, d = (offer_of(offer, name) for name in "abcd")
+    for one in (a, b, c, d):
+        assert let_in(intake, session, one, window, fragment) is None
+        intake.check()
+    assert [blob for blob, _ in session.expected] == [a.blob, b.blob]
+    assert intake.next() is None
+    intake.arrived(b.blob)
+    assert intake.next() == c and intake.next() == d, "the daemon lets each in before it asks for the next"
+    let_in(intake, session, c, window, fragment)
+    assert intake.held_bytes == 2 * offer.size
+
+
+def test_one_node_has_a_memory_of_its_own_and_does_not_take_that_of_others(
+    offer: Offer, window: Window, fragment: Fragment
+) -> None:
+    intake, session = Intake(most_bytes_of_a_node=offer.size), Asked()
+    let_in(intake, session, offer_of(offer, "a"), window, fragment)
+    second = offer_of(offer, "a", fragment=1)
+    let_in(intake, session, second, window, fragment)
+    let_in(intake, session, offer_of(offer, "b"), window, fragment)
+    assert [(blob.node, blob.fragment) for blob, _ in session.expected] == [("a", 0), ("b", 0)]
+    intake.arrived(offer_of(offer, "a").blob)
+    assert intake.next() == second
+
+
+def test_one_delta_may_always_come_however_large(offer: Offer, window: Window, fragment: Fragment) -> None:
+    intake, session = Intake(most_bytes=1, most_bytes_of_a_node=1), Asked()
+    let_in(intake, session, offer, window, fragment)
+    assert len(session.expected) == 1
+    intake.check()
+
+
+def test_what_a_gone_session_left_half_done_makes_room(offer: Offer, window: Window, fragment: Fragment) -> None:
+    """It would go on where it stopped, and nobody waits for that."""
+    intake, session = Intake(most_bytes=offer.size), Asked()
+    let_in(intake, session, offer_of(offer, "a"), window, fragment)
+    let_in(intake, session, offer_of(offer, "b"), window, fragment)
+    intake.parted(NodeId("b"))
+    assert intake.next() is None, "b will offer it again"
+    intake.parted(NodeId("a"))
+    let_in(intake, session, offer_of(offer, "c"), window, fragment)
+    assert [blob.node for blob, _ in session.expected] == ["a", "c"]
+    intake.check()
+
+
+def test_what_a_gone_session_left_of_a_window_that_is_over_is_let_go(
+    offer: Offer, window: Window, fragment: Fragment
+) -> None:
+    intake, session = Intake(), Asked()
+    let_in(intake, session, offer_of(offer, "a"), window, fragment)
+    intake.parted(NodeId("a"))
+    later = Window(terms=dataclasses.replace(window.terms, window=2), expected={A})
+    newer = dataclasses.replace(offer_of(offer, "b"), window=2)
+    let_in(intake, session, newer, later, fragment)
+    assert intake.held_bytes == offer.size
+
+
 def test_the_bytes_must_say_what_the_offer_said(spec: RunSpec, offer: Offer, fragment: Fragment) -> None:
     expect = expected_delta(offer, fragment, spec.terms.codec_up, 3)
     assert (expect.fragment, expect.version, expect.base) == (fragment, 1, 0)
