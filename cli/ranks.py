@@ -7,15 +7,18 @@ went wrong.
 import logging
 import os
 import re
+import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from farloop.cli.exit_codes import CommandError, ExitCode
 
 _log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
 
 LINGER_S = 2.0
 """Rank 0 has this long to end with its own code before another rank's makes torchrun stop them all."""
@@ -34,6 +37,8 @@ def launch(arguments: list[str], *, nproc: int, threads: int) -> ExitCode:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    stay_on_this_host(os.environ)
+    store, endpoint = store_on_loopback()
     if threads == 0:
         arguments = [*arguments, "--set", f"node.threads={max(1, (os.cpu_count() or 1) // nproc)}"]
     config = LaunchConfig(
@@ -41,8 +46,10 @@ def launch(arguments: list[str], *, nproc: int, threads: int) -> ExitCode:
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=f"farloop-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend="static",
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"rank": 0},
+        local_addr=LOOPBACK,
         max_restarts=0,
     )
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
@@ -55,7 +62,32 @@ def launch(arguments: list[str], *, nproc: int, threads: int) -> ExitCode:
         return outcome(codes)
     except SignalException:
         _log.info("left note='the same command takes part again'")
+    finally:
+        del store  # the one that the ranks met at
     return ExitCode.DONE
+
+
+def store_on_loopback() -> tuple[object, str]:
+    """Where the ranks of one host meet, and its address: torch by itself would listen on every interface.
+
+    Torch shares the store of a port within a process: who asks for one there gets this.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+    return store, f"{LOOPBACK}:{port}"
+
+
+def stay_on_this_host(environ: MutableMapping[str, str]) -> None:
+    """Have gloo and NCCL listen where nobody else can reach them, unless somebody has said where."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
 
 
 def outcome(codes: dict[int, int]) -> ExitCode:

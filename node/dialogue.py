@@ -32,6 +32,11 @@ DEAD_TCP_MS = 60_000
 """A connection that acknowledges nothing for this long is closed. The session's own time-out is shorter; this one is
 for a bulk lane that died alone, behind a firewall that forgot it."""
 
+HANGS_UP = (
+    "it hangs up: encryption may be on at one end only, or server_key another coordinator's; check that the node's "
+    "server_key holds the .pub that belongs to the coordinator's key, and that both ends have keys or neither has"
+)
+
 CONTROL, BULK = 0, 1
 
 
@@ -214,7 +219,7 @@ class Dialogue:
         while True:
             match (await recv_monitor_message(lane.monitor))["event"]:
                 case zmq.EVENT_CONNECTED:
-                    why = "it hangs up: encryption may be on at one end only, or server_key another coordinator's"
+                    why = HANGS_UP
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     why = "the connection ended"
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:

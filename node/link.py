@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 BACKOFF_S = (0.1, 5.0)
 """First and longest pause between two attempts; the second to tenth double, each is jittered by a half."""
 
+TOLD_EVERY_S = 60.0
+"""An outage is told of when it begins, and again once in so long: somebody may have to do something."""
+
 
 class Link:
     """Runs from `start` to `close`. Every public call may be made from any thread."""
@@ -165,15 +168,21 @@ class Link:
             self._wake.set()
 
     async def _keep_connected(self) -> None:
-        attempt, told = 0, False
+        attempt, since, told_at = 0, time.monotonic(), float("-inf")
         while not self._over:
             opened = await self._one_session()
-            attempt, told = (0, False) if opened else (attempt + 1, told)
+            attempt = 0 if opened else attempt + 1
+            if opened:
+                since, told_at = time.monotonic(), float("-inf")
             if self._over:
                 return
-            if not told:  # once an outage
-                _log.warning("no link coordinator=%s reason=%r", self._config.coordinator, self._ended_by)
-                told = True
+            now = time.monotonic()
+            if now - told_at >= TOLD_EVERY_S:
+                for_s = now - since
+                _log.warning(
+                    "no link coordinator=%s reason=%r for=%.0fs", self._config.coordinator, self._ended_by, for_s
+                )
+                told_at = now
             first, longest = BACKOFF_S
             await asyncio.sleep(min(longest, first * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5))
 

@@ -340,6 +340,19 @@ def test_encryption_at_one_end_only_is_told_as_what_it_is(endpoint: str, tmp_pat
             assert isinstance(closed, wire_ev.SessionClosed) and "server_key another coordinator's" in closed.detail
 
 
+def test_an_outage_is_told_of_again_once_in_a_while(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who looks at the end of a log must find it, and what to check."""
+    monkeypatch.setattr("farloop.node.link.TOLD_EVERY_S", 0.5)
+    with linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
+        deadline = time.monotonic() + 30.0
+        while len(told := [r for r in caplog.records if "no link" in r.message]) < 2 and time.monotonic() < deadline:
+            wait_for(delivered, wire_ev.SessionClosed)
+    assert len(told) >= 2 and all("is the coordinator running" in record.message for record in told)
+    assert told[1].created - told[0].created >= 0.5
+
+
 def test_a_host_without_an_address_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """ZeroMQ would look for it in silence, for ever."""
     with linked(LinkConfig(coordinator="tcp://no-such-host.invalid:7700")):
