@@ -214,7 +214,7 @@ def scan(path: Path, number: int, first_sequence: int | None) -> Scan:
             if first_sequence not in (None, found_sequence):
                 detail = f"it goes on at record {found_sequence}, not {first_sequence}: some are missing"
                 raise JournalCorrupt(path, 16, detail)
-            entries = tuple(_read_records(file, path, number, found_sequence, salt))
+            entries = tuple(_read_records(file, path, number, found_sequence, salt, size))
             end = SEGMENT_HEADER_BYTES
             if entries:
                 end = entries[-1].attachment.offset + entries[-1].attachment.size
@@ -240,8 +240,10 @@ def _read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, 
     return salt, first_sequence
 
 
-def _read_records(file: BinaryIO, path: Path, number: int, first_sequence: int, salt: int) -> Iterator[Entry]:
-    """Whole records from the file's position on, up to the first that is not."""
+def _read_records(
+    file: BinaryIO, path: Path, number: int, first_sequence: int, salt: int, size: int
+) -> Iterator[Entry]:
+    """Whole records from the file's position on, up to the first that is not. `size` is the file's."""
     offset, sequence = SEGMENT_HEADER_BYTES, first_sequence
     while (header := _parse_record_header(file.read(RECORD_HEADER_BYTES), salt)) is not None:
         if header.sequence != sequence:
@@ -251,6 +253,8 @@ def _read_records(file: BinaryIO, path: Path, number: int, first_sequence: int, 
             offset=offset + RECORD_HEADER_BYTES + header.record_bytes,
             size=header.attachment_bytes,
         )
+        if attachment.offset + attachment.size > size:
+            return  # before room is made for what is not there
         body = file.read(header.record_bytes)
         if _body_digest(file, body, attachment.size, salt) != header.body_digest:
             return

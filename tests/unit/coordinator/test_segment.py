@@ -5,12 +5,14 @@
 
 import json
 import tempfile
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,6 +174,24 @@ def test_a_delta_that_looks_like_a_record_proves_nothing(tmp_path: Path) -> None
                 scanned(tmp_path, torn)
         else:
             assert len(scanned(tmp_path, torn).entries) == 1
+
+
+@pytest.mark.parametrize("bytes_of", ["record", "attachment"])
+def test_a_record_longer_than_its_file_is_torn_and_no_room_is_made_for_it(tmp_path: Path, bytes_of: str) -> None:
+    kind, body = records.encode(EpochClaimed(epoch=2))
+    header = bytearray(record_header(kind, body, b"", sequence=0, durable=0, salt=SALT))
+    at = 8 if bytes_of == "record" else 12
+    header[at : at + 4] = b"\xff\xff\xff\xff"
+    header[40:48] = xxhash.xxh3_64_intdigest(bytes(header[:40]), seed=SALT).to_bytes(8, "little")
+    data = segment_header(0, 0, SALT) + header + body
+    tracemalloc.start()
+    try:
+        found = scanned(tmp_path, data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not found.entries and found.torn_bytes == len(header) + len(body)
+    assert peak < 8 << 20
 
 
 def test_a_whole_record_of_an_unknown_kind_is_never_cut(tmp_path: Path) -> None:
