@@ -37,10 +37,17 @@ class Process:
 
     def __init__(self, agenda: Agenda) -> None:
         self.agenda = agenda
+        self.ahead_s = 0.0
+        """Its clock beyond the agenda's."""
         self.alive = True
         self.stopped = False
         self._held_frames: list[Action] = []
         self._held_timers: list[Action] = []
+
+    @property
+    def now(self) -> float:
+        """What its monotonic clock says."""
+        return self.agenda.now + self.ahead_s
 
     def after(self, delay_s: float, action: Action) -> None:
         """A timer or a finished job of this process: lost when it is dead, late when it is stopped."""

@@ -9,6 +9,7 @@ import random
 from farloop.algo.methods import max_tau, method_named
 from farloop.algo.schedule import POWERS
 from farloop.algo.spec import LearningRate, NodeId, Rewarm, Terms
+from farloop.sim import faults as ft
 from farloop.sim import problem
 from farloop.sim import scenario as sc
 from farloop.sim.network import STORM, Weather
@@ -35,7 +36,12 @@ def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
         patience_s=120.0,
     )
     happened = tuple(_fault(rng, scenario) for _ in range(rng.randint(0, faults)))
-    return dataclasses.replace(scenario, faults=happened)
+    more = random.Random(seed + 2)
+    nastier = _nastier(more, scenario, faults)
+    if nastier:  # and long enough for them to happen in it
+        longer = dataclasses.replace(scenario.terms, steps=more.choice((1, 2, 4)) * scenario.terms.steps)
+        scenario = dataclasses.replace(scenario, terms=longer)
+    return dataclasses.replace(scenario, faults=(*happened, *nastier))
 
 
 def _node(rng: random.Random, name: str) -> sc.NodeSetup:
@@ -144,3 +150,37 @@ def _fault(rng: random.Random, scenario: sc.Scenario) -> sc.Fault:
             return sc.DrainNode(node=last, at=at)
         case _:
             return sc.SpoilAnchor(node=node, at=at, fragment=0)
+
+
+def _nastier(rng: random.Random, scenario: sc.Scenario, faults: int) -> tuple[sc.Fault, ...]:
+    """Up to as many faults of the finer kinds, half of the time two of them at once."""
+    made: list[sc.Fault] = []
+    for _ in range(rng.randint(0, faults)):
+        at = rng.uniform(0.0, HORIZON_S)
+        made.append(_nasty(rng, scenario, at))
+        if rng.random() < 0.5:
+            made.append(_nasty(rng, scenario, at))
+    return tuple(made)
+
+
+def _nasty(rng: random.Random, scenario: sc.Scenario, at: float) -> sc.Fault:
+    node, for_s = rng.choice(scenario.nodes).name, rng.choice((0.3, 1.5, 5.0, 15.0))
+    match rng.randrange(10):
+        case 0 | 1:
+            return ft.CrashAtWrite(write=rng.randint(1, 40), durable=rng.random() < 0.5, down_s=rng.choice((0.2, 3.0)))
+        case 2:
+            return ft.ReadOnlyDisk(at=at, for_s=for_s)
+        case 3:
+            return ft.NarrowDisk(at=at, for_s=for_s, room=rng.choice((0, 100, 1000)))
+        case 4:
+            whose = rng.choice((None, node))
+            return ft.ClockJump(node=whose, at=at, by_s=rng.choice((0.5, 3.0, 60.0, 86400.0)))
+        case 5:
+            return ft.OneWayCut(node=node, at=at, for_s=for_s, to=rng.choice(("node", "coordinator")))
+        case 6 | 7:
+            return ft.Squall(node=node, at=at, for_s=for_s, resets=rng.choice((1, 4, 12)))
+        case 8:
+            stays_s, gently = rng.choice((0.1, 1.0, 4.0)), rng.random() < 0.5
+            return ft.ComeAndGo(node=node, at=at, times=rng.choice((2, 5, 12)), stays_s=stays_s, gently=gently)
+        case _:
+            return ft.SecondCoordinator(at=at)

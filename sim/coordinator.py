@@ -15,7 +15,7 @@ from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
-from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
@@ -53,7 +53,7 @@ class CoordinatorActor:
         self.process, self._rng, self._saw = process, rng, saw
         self.store = MemoryStore(disk, spec)
         self.machine = CoordinatorMachine(
-            self.store.ledger.copy(), now=process.agenda.now, liveness_s=scenario.timing.liveness_s
+            self.store.ledger.copy(), now=process.now, liveness_s=scenario.timing.liveness_s
         )
         self.hold = Hold(self.machine.alarms)
         self.finished = False
@@ -81,7 +81,7 @@ class CoordinatorActor:
 
     @property
     def _now(self) -> float:
-        return self.process.agenda.now
+        return self.process.now
 
     # --- events
 
@@ -248,12 +248,12 @@ class CoordinatorActor:
 
     def _append(self, what: str, record: rec.Record, attachment: bytes | bytearray, then: Action) -> None:
         """Make a record durable, as soon as there is room for it."""
-        failures: list[DiskFull] = []
+        failures: list[NoRoom] = []
 
         def append() -> None:
             try:
                 self.store.append(record, attachment)
-            except DiskFull as error:
+            except NoRoom as error:
                 failures.append(error)
 
         def done() -> None:
@@ -319,7 +319,7 @@ class CoordinatorActor:
             what = f"the update of fragment {draft.fragment}"
             try:
                 self.store.reserve(draft.fragment, command.codec_down)
-            except DiskFull as error:
+            except NoRoom as error:
                 self.hold.begin(what, error)
                 failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
                 return self._happened(failed)

@@ -96,7 +96,7 @@ class Dialler:
 
     @property
     def _now(self) -> float:
-        return self._process.agenda.now
+        return self._process.now
 
     def _dial(self) -> None:
         if not self._over:

@@ -15,7 +15,7 @@ from farloop.algo.spec import BlobId, RunSpec
 from farloop.coordinator import commits
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers, Result
-from farloop.coordinator.errors import DiskFull
+from farloop.coordinator.errors import DiskFull, NoRoom, ReadOnly, StateLocked
 from farloop.coordinator.ledger import Ledger
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
@@ -36,15 +36,41 @@ class Disk:
     """Attachments are not kept for a restart, and of every fragment the newest update alone."""
     full: bool = False
     """Nothing more goes onto it, but what has its room."""
+    read_only: bool = False
+    """As well."""
+    room: int | None = None
+    """Bytes of the largest attachment that fits; None for any."""
+    locked: bool = False
+    """By a coordinator that lives."""
+    writes: int = 0
+    """Records that were written, or were to be, over all starts."""
+    at_write: list[Callable[[int, bool], None]] = field(default_factory=list)
+    """Told of every write: its number, and whether it is durable by now. May raise PowerCut."""
     alarms: int = 0
     """Commits whose optimizer state came out different when a restart repeated them."""
+
+    def refusal(self, nbytes: int) -> NoRoom | None:
+        """Why a record with so many bytes attached cannot be written now."""
+        if self.read_only:
+            return ReadOnly(Path("disk"))
+        return full(nbytes) if self.full or (self.room is not None and nbytes > self.room) else None
+
+
+class PowerCut(Exception):
+    """The coordinator died in the middle of a write, and is to be started again after `down_s`."""
+
+    def __init__(self, down_s: float) -> None:
+        super().__init__(f"down for {down_s:g} s")
+        self.down_s = down_s
 
 
 class MemoryStore:
     """One start's view of the disk."""
 
     def __init__(self, disk: Disk, spec: RunSpec) -> None:
-        """Begin the run, or go on with it under the next epoch."""
+        """Begin the run, or go on with it under the next epoch. Raises StateLocked: nothing was changed."""
+        if disk.locked:
+            raise StateLocked(Path("disk"))
         self._disk = disk
         self._updates: dict[tuple[int, int], bytes] = {}
         self._inputs: dict[BlobId, bytes] = {}
@@ -68,16 +94,16 @@ class MemoryStore:
             self._write(rec.EpochClaimed(epoch=disk.epoch), b"")
 
     def append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
-        """Write a record, durably. Raises DiskFull."""
-        if self._disk.full:
-            raise full(len(attachment))
+        """Write a record, durably. Raises NoRoom."""
+        if refusal := self._disk.refusal(len(attachment)):
+            raise refusal
         self._write(record, attachment)
 
     def reserve(self, fragment: int, codec_down: str) -> int:
-        """Room for an update. Raises DiskFull."""
+        """Room for an update. Raises NoRoom."""
         size = blob_bytes(codec_named(codec_down), self.ledger.spec.identity.layout.fragments[fragment])
-        if self._disk.full:
-            raise full(size)
+        if refusal := self._disk.refusal(size):
+            raise refusal
         return size
 
     def commit(self, draft: rec.WindowCommitted, result: Result) -> rec.WindowCommitted:
@@ -94,8 +120,13 @@ class MemoryStore:
         return BytesSource(self._updates[fragment, version])
 
     def _write(self, record: rec.Record, attachment: bytes | bytearray) -> None:
+        self._disk.writes += 1
+        for look in self._disk.at_write:
+            look(self._disk.writes, False)
         entry = rec.decode(*rec.encode(record)), bytes(attachment)
         self._disk.entries.append((entry[0], b"") if self._disk.frugal else entry)
+        for look in self._disk.at_write:
+            look(self._disk.writes, True)
         self._note(*entry)
         if self._disk.frugal:
             self._inputs.clear()
@@ -133,22 +164,29 @@ class Worker:
     def __init__(self, process: Process, duration_s: Callable[[], float]) -> None:
         self._process, self._duration_s = process, duration_s
         self._jobs: list[tuple[Action, Action]] = []
+        self._working = False
 
     def submit(self, job: Action, done: Action) -> None:
-        """Run `job` when its turn is over, then `done` in the daemon's own thread. `job` must not raise."""
+        """Run `job` when its turn is over, then `done` in the daemon's own thread. `job` may raise PowerCut alone."""
         self._jobs.append((job, done))
         if len(self._jobs) == 1:
             self._process.after(self._duration_s(), self._finish)
 
     def interrupt(self, *, finished: bool) -> None:
         """The process dies: what was being done is done, or it is not; what waited never was."""
-        if self._jobs and finished:
+        if self._jobs and finished and not self._working:
             self._jobs[0][0]()
         self._jobs.clear()
 
     def _finish(self) -> None:
         job, done = self._jobs[0]
-        job()
+        self._working = True
+        try:
+            job()
+        except PowerCut:
+            return
+        finally:
+            self._working = False
         del self._jobs[0]
         if self._jobs:
             self._process.after(self._duration_s(), self._finish)

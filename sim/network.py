@@ -107,17 +107,24 @@ class Cable:
     def __init__(self, agenda: Agenda) -> None:
         self._agenda = agenda
         self.cut = False
+        self.blocked: set[Side] = set()
+        """Ends that nothing reaches, though the other way is whole."""
         self._waiting: list[Callable[[], None]] = []
 
-    def through(self, action: Callable[[], None]) -> None:
+    @property
+    def whole(self) -> bool:
+        return not self.cut and not self.blocked
+
+    def through(self, to: Side, action: Callable[[], None]) -> None:
         """Do it now, or once the cable is whole again."""
-        if self.cut:
+        if self.cut or to in self.blocked:
             self._waiting.append(action)
         else:
             action()
 
     def mend(self) -> None:
         self.cut = False
+        self.blocked.clear()
         waiting, self._waiting = self._waiting, []
         for action in waiting:
             self._agenda.after(0.0, action)
@@ -150,7 +157,7 @@ class Connection:
             target = sender.other
 
             def arrive(frame: Frame) -> None:
-                self._cable.through(lambda: self._hand_over(target, lane, frame))
+                self._cable.through(target, lambda: self._hand_over(target, lane, frame))
 
             self._pipes[lane, sender] = Pipe(self._agenda, self._weather, self._rng, arrive)
         self._pipes[lane, sender].send(parts, gently=gently)
@@ -161,7 +168,9 @@ class Connection:
         if not self._open[side]:
             return
         self._open[side] = False
-        self._agenda.after(self._weather.latency_s, lambda: self._cable.through(lambda: self._hear(side.other)))
+        self._agenda.after(
+            self._weather.latency_s, lambda: self._cable.through(side.other, lambda: self._hear(side.other))
+        )
 
     def reset(self) -> None:
         """Something between the ends breaks the connection: both hear at once."""

@@ -77,7 +77,7 @@ class NodeActor:
         self._anchors: tuple[msg.AnchorRef, ...] = ()
         self._encoder = Worker(process, lambda: rng.uniform(*scenario.job_s))
         self._reported = 0.0
-        self._began_at = process.agenda.now
+        self._began_at = process.now
         self._leaves_at: float | None = None
         self.link = Dialler(process, dial, self._hello, self._put, rng, scenario.limits, scenario.timing)
         self.link.start()
@@ -100,7 +100,7 @@ class NodeActor:
 
     @property
     def _now(self) -> float:
-        return self.process.agenda.now
+        return self.process.now
 
     # --- inbox
 

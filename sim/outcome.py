@@ -100,6 +100,9 @@ class Outcome:
     anchors: tuple[Tensor, ...]
     anchor_digests: tuple[int, ...]
     target_digests: tuple[int, ...]
+    recovered: tuple[tuple[int, int], ...] | None
+    """Digests of every fragment's anchor and target after one more start from the disk; None where nothing went wrong
+    in the run, and a start was not tried."""
     nodes: dict[NodeId, tuple[NodeOutcome, ...]]
     """Every start of every node, in order."""
     alarms: int
@@ -129,6 +132,8 @@ class Outcome:
             assert abs(sum(share.weight for share in commit.merged) - 1.0) < 1e-12, "weights sum to 1"
             assert len(set(commit.contributors)) == len(commit.merged), "a node contributes once"
             assert not set(commit.contributors) & {drop.node for drop in commit.drops}, "merged or dropped, not both"
+        held = tuple(zip(self.anchor_digests, self.target_digests, strict=True))
+        assert self.recovered in (None, held), "what is durable is what was held"
         self._check_bases()
         assert any(isinstance(record, rec.RunFinished) for record in self.records)
         for name, starts in self.nodes.items():

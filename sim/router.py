@@ -49,7 +49,7 @@ class Router:
 
     @property
     def _now(self) -> float:
-        return self._process.agenda.now
+        return self._process.now
 
     def accept(self, connection: Connection) -> None:
         """A node has connected."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from farloop.algo.spec import NodeId, Terms
+from farloop.sim.faults import More
 from farloop.sim.network import Weather
 from farloop.sim.problem import Inner, Problem, Toy
 from farloop.wire.limits import Limits, Timing
@@ -101,7 +102,9 @@ class SpoilAnchor:
     fragment: int = 0
 
 
-Fault = CrashNode | CrashCoordinator | CutLink | PauseNode | PauseCoordinator | FillDisk | DrainNode | SpoilAnchor
+Fault = (
+    CrashNode | CrashCoordinator | CutLink | PauseNode | PauseCoordinator | FillDisk | DrainNode | SpoilAnchor | More
+)
 
 TWO_NODES = (NodeSetup(name=NodeId("a"), seed=1), NodeSetup(name=NodeId("b"), seed=2))
 

@@ -8,17 +8,17 @@ and session is checked after every event.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import assert_never
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
 from farloop.coordinator import events as coordinator_ev
 from farloop.coordinator import records as rec
+from farloop.sim import havoc
 from farloop.sim import scenario as sc
 from farloop.sim.agenda import Agenda, Process
 from farloop.sim.coordinator import CoordinatorActor
-from farloop.sim.disk import Disk
-from farloop.sim.network import CONNECT_TIMEOUT_S, Cable, Connection, Side
+from farloop.sim.disk import Disk, MemoryStore, PowerCut
+from farloop.sim.network import CONNECT_TIMEOUT_S, Cable, Connection, Side, Weather
 from farloop.sim.node import NodeActor
 from farloop.sim.outcome import NodeOutcome, Outcome, commit_of
 from farloop.wire.messages import Progress
@@ -44,6 +44,8 @@ class Host:
     """One for each start; the last one lives, or was the last to live."""
     connections: list[Connection]
     down: bool = True
+    weather: Weather | None = None
+    """For a while, instead of what the scenario says."""
 
     @property
     def actor(self) -> NodeActor:
@@ -159,10 +161,15 @@ class World:
     # --- the coordinator's life
 
     def _start_coordinator(self) -> None:
-        process = Process(self.agenda)
-        self.coordinator = CoordinatorActor(
-            process, self.disk, self.spec, self.scenario, random.Random(self._rng.random()), self._coordinator_saw
-        )
+        process, rng = Process(self.agenda), random.Random(self._rng.random())
+        self.disk.locked = False
+        try:
+            self.coordinator = CoordinatorActor(
+                process, self.disk, self.spec, self.scenario, rng, self._coordinator_saw
+            )
+        except PowerCut as cut:  # in the middle of its recovery
+            return self.agenda.after(cut.down_s, self._start_coordinator)
+        self.disk.locked = True
 
     def _coordinator_saw(self, what: coordinator_ev.Event | coordinator_ev.Command) -> None:
         self.tape.append((self.agenda.now, "coordinator", what))
@@ -171,9 +178,9 @@ class World:
         self._coordinator_events += 1
         for fault in self.scenario.faults:
             if isinstance(fault, sc.CrashCoordinator) and fault.at_event == self._coordinator_events:
-                self._crash_coordinator(fault.down_s)
+                self.crash_coordinator(fault.down_s)
 
-    def _crash_coordinator(self, down_s: float) -> None:
+    def crash_coordinator(self, down_s: float) -> None:
         if self.coordinator is None:
             return
         self.coordinator.crash()
@@ -188,9 +195,9 @@ class World:
     # --- a node's life
 
     def _starter(self, name: NodeId) -> Callable[[], None]:
-        return lambda: self._start_node(name)
+        return lambda: self.start_node(name)
 
-    def _start_node(self, name: NodeId) -> None:
+    def start_node(self, name: NodeId) -> None:
         host = self.hosts[name]
         process = Process(self.agenda)
         host.down = False
@@ -209,13 +216,13 @@ class World:
 
     def _dial(self, host: Host, process: Process, answer: Callable[[Connection | None], None]) -> None:
         """A connection after a round trip; none where nobody listens, or the cable stays cut for too long."""
-        weather = host.setup.weather or self.scenario.weather
+        weather = host.weather or host.setup.weather or self.scenario.weather
         gives_up_at = self.agenda.now + CONNECT_TIMEOUT_S
 
         def connect() -> None:
-            if host.cable.cut and self.agenda.now < gives_up_at:
+            if not host.cable.whole and self.agenda.now < gives_up_at:
                 return process.after(KNOCK_S, connect)
-            if host.cable.cut or self.coordinator is None:
+            if not host.cable.whole or self.coordinator is None:
                 return answer(None)
             rng = random.Random(self._rng.random())
             connection = Connection(self.agenda, host.cable, weather, rng, process, self.coordinator.process)
@@ -225,7 +232,7 @@ class World:
 
         process.after(2 * weather.latency_s, connect)
 
-    def _crash_node(self, name: NodeId, down_s: float | None) -> None:
+    def crash_node(self, name: NodeId, down_s: float | None = None) -> None:
         host = self.hosts[name]
         if host.down or not host.actors:
             return
@@ -244,10 +251,10 @@ class World:
         agenda = self.agenda
         match fault:
             case sc.CrashNode(node=node, at=at, down_s=down_s):
-                agenda.at(at, lambda: self._crash_node(node, down_s))
+                agenda.at(at, lambda: self.crash_node(node, down_s))
             case sc.CrashCoordinator(at=at, down_s=down_s):
                 if at is not None:
-                    agenda.at(at, lambda: self._crash_coordinator(down_s))
+                    agenda.at(at, lambda: self.crash_coordinator(down_s))
             case sc.CutLink(node=node, at=at, for_s=for_s, reset=reset):
                 agenda.at(at, lambda: self._cut(node, reset=reset))
                 agenda.at(at + for_s, lambda: self.hosts[node].cable.mend())
@@ -259,13 +266,13 @@ class World:
                 agenda.at(at, lambda: setattr(self.disk, "full", True))
                 agenda.at(at + for_s, lambda: setattr(self.disk, "full", False))
             case sc.DrainNode(node=node, at=at):
-                agenda.at(at, lambda: self._actor(node, NodeActor.drain))
+                agenda.at(at, lambda: self.actor(node, NodeActor.drain))
             case sc.SpoilAnchor(node=node, at=at, fragment=fragment):
-                agenda.at(at, lambda: self._actor(node, lambda actor: actor.spoil(fragment)))
+                agenda.at(at, lambda: self.actor(node, lambda actor: actor.spoil(fragment)))
             case _:
-                assert_never(fault)
+                havoc.enter(self, fault)
 
-    def _actor(self, node: NodeId, action: Callable[[NodeActor], None]) -> None:
+    def actor(self, node: NodeId, action: Callable[[NodeActor], None]) -> None:
         host = self.hosts[node]
         if not host.down:
             action(host.actor)
@@ -294,6 +301,10 @@ class World:
         assert self.coordinator is not None
         store = self.coordinator.store
         commits = [commit_of(r) for r, _ in self.disk.entries if isinstance(r, rec.WindowCommitted)]
+        again = None
+        if self.scenario.faults:
+            copy = Disk(anchors=self.disk.anchors, entries=list(self.disk.entries), epoch=self.disk.epoch)
+            again = MemoryStore(copy, self.spec)
         return Outcome(
             layout=self.spec.identity.layout,
             commits=tuple(commits),
@@ -301,6 +312,7 @@ class World:
             anchors=tuple(buffers.anchor for buffers in store.buffers),
             anchor_digests=tuple(digest(buffers.anchor) for buffers in store.buffers),
             target_digests=tuple(digest(buffers.target) for buffers in store.buffers),
+            recovered=None if again is None else tuple((digest(b.anchor), digest(b.target)) for b in again.buffers),
             nodes={
                 name: tuple(NodeOutcome.of(actor, alive=actor.process.alive) for actor in host.actors)
                 for name, host in self.hosts.items()

@@ -12,10 +12,10 @@ from random import Random
 
 import pytest
 from fuzz_mutator import join, split
+from fuzz_run import CASES, TARGETS, cases_of
 from fuzz_target import Target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from fuzz_run import CASES, TARGETS, cases_of
 
 RUN = Path(__file__).parent / "fuzz_run.py"
 

@@ -1,0 +1,149 @@
+"""Hundreds of random runs in which anything goes wrong: all end, and none forks.
+
+With `-m slow` thousands of others. A failure names its scenario: `farloop.sim.world.run(random_scenario(SEED,
+faults=N)).check()` plays it again.
+"""
+
+import pytest
+
+from farloop.coordinator import records as rec
+from farloop.sim import faults as ft
+from farloop.sim import problem
+from farloop.sim import scenario as sc
+from farloop.sim.chaos import random_scenario
+from farloop.sim.outcome import Outcome
+from farloop.sim.world import run
+
+RUNS, BATCH = 300, 20
+SLOW_RUNS, SLOW_BATCH = 5000, 250
+
+
+def play(first: int, past: int) -> None:
+    for seed in range(first, past):
+        try:
+            run(random_scenario(seed, faults=seed % 6)).check()
+        except Exception as error:
+            error.add_note(f"farloop.sim.chaos.random_scenario({seed}, faults={seed % 6})")
+            raise
+
+
+def test_a_seed_is_a_scenario() -> None:
+    assert random_scenario(11) == random_scenario(11)
+    assert random_scenario(11) != random_scenario(12)
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, BATCH))
+def test_whatever_goes_wrong_every_fragment_ends_final_and_equal_everywhere(first: int) -> None:
+    """A–I, L, O–S, U–X: crashes at any write, restarts, cuts of either way, squalls, pauses, clocks that leap, disks
+    that are full, narrow or read-only, late joiners, drains, nodes that come and go, spoiled anchors; two at once.
+
+    Every node that ends the run holds the coordinator's anchors, and so does another start from its disk; versions rise
+    by one; no delta is merged twice; weights sum to 1; every invariant of every machine and session holds after every
+    event.
+    """
+    play(first, first + BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(RUNS, RUNS + SLOW_RUNS, SLOW_BATCH))
+def test_thousands_of_further_runs_end_final_and_equal_everywhere(first: int) -> None:
+    play(first, first + SLOW_BATCH)
+
+
+# --- one fault at a time: that it happens, and what becomes of the run
+
+
+def calm(*faults: sc.Fault, steps: int = 24) -> sc.Scenario:
+    terms = problem.terms_of("streaming", steps=steps, h=6, tau=1, mix=0.5, min_nodes=2)
+    return sc.Scenario(terms=terms, faults=faults, patience_s=120.0)
+
+
+def starts(outcome: Outcome) -> int:
+    """Of the coordinator."""
+    return 1 + sum(isinstance(record, rec.EpochClaimed) for record in outcome.records)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Outcome:
+    return run(calm())
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_crash_at_any_write_of_a_run_changes_nothing_that_was_told(undisturbed: Outcome, durable: bool) -> None:
+    """B21: before the write or behind it; all nodes' deltas are merged, for both wait for the coordinator."""
+    writes = len(undisturbed.records) - 1
+    assert writes > 20
+    for write in range(1, writes + 1):
+        outcome = run(calm(ft.CrashAtWrite(write=write, durable=durable)))
+        outcome.check()
+        assert starts(outcome) == 2, f"no crash at write {write}"
+        assert outcome.versions == undisturbed.versions
+
+
+def test_a_crash_in_a_recovery_is_recovered_from() -> None:
+    claims = 6
+    crashes = [ft.CrashAtWrite(write=write, durable=write % 2 == 0) for write in range(5, 5 + claims)]
+    outcome = run(calm(*crashes))
+    outcome.check()
+    epochs = [record.epoch for record in outcome.records if isinstance(record, rec.EpochClaimed)]
+    assert len(epochs) < claims, "a claim that was torn off leaves nothing"
+    assert epochs == sorted(set(epochs)) and epochs[-1] == 1 + claims, "no epoch is given out twice"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [ft.ReadOnlyDisk(at=1.0, for_s=20.0), ft.NarrowDisk(at=1.0, for_s=20.0, room=10)],
+    ids=["read-only", "narrow"],
+)
+def test_a_disk_that_takes_nothing_holds_the_run_and_loses_nothing(undisturbed: Outcome, fault: sc.Fault) -> None:
+    """O: what could not be written is written once it can be, with the result of a run that was never held."""
+    outcome = run(calm(fault))
+    outcome.check()
+    assert outcome.seconds > undisturbed.seconds + 15.0
+    assert not any(commit.drops for commit in outcome.commits)
+    assert outcome.anchor_digests == undisturbed.anchor_digests
+
+
+@pytest.mark.parametrize("who", [None, sc.TWO_NODES[0].name], ids=["coordinator", "node"])
+@pytest.mark.parametrize("by_s", [0.5, 60.0, 86400.0])
+def test_a_clock_that_leaps_ahead_costs_nobody_its_place(who: sc.NodeId | None, by_s: float) -> None:
+    """C: the time in which nothing was heard because the clock leapt is nobody's silence."""
+    outcome = run(calm(ft.ClockJump(node=who, at=2.0, by_s=by_s)))
+    outcome.check()
+    assert not any(commit.drops for commit in outcome.commits)
+
+
+@pytest.mark.parametrize("to", ["node", "coordinator"])
+def test_a_link_that_is_cut_one_way_is_given_up_and_healed(to: str) -> None:
+    """V: whoever hears nothing gives the session up, and the node comes back when the way is free."""
+    outcome = run(calm(ft.OneWayCut(node=sc.TWO_NODES[0].name, at=2.0, for_s=25.0, to=to)))  # type: ignore[arg-type]
+    outcome.check()
+    assert any(drop.node == sc.TWO_NODES[0].name for commit in outcome.commits for drop in commit.drops)
+    assert outcome.nodes[sc.TWO_NODES[0].name][-1].versions == outcome.versions
+
+
+def test_a_link_in_a_squall_that_is_reset_again_and_again_brings_everything_once(undisturbed: Outcome) -> None:
+    """Q, W, B19: doubled, overtaken, damaged and cut off, and still the result of a quiet run."""
+    outcome = run(calm(ft.Squall(node=sc.TWO_NODES[0].name, at=0.5, for_s=6.0, resets=12)))
+    outcome.check()
+    assert len({blob for commit in outcome.commits for blob in commit.blobs}) == sum(
+        len(c.blobs) for c in outcome.commits
+    )
+    assert outcome.versions == undisturbed.versions
+
+
+@pytest.mark.parametrize("gently", [True, False])
+def test_a_node_may_come_and_go_a_dozen_times_under_one_name(gently: bool) -> None:
+    """I, L: every start is another incarnation that begins from what it received."""
+    fault = ft.ComeAndGo(node=sc.TWO_NODES[0].name, at=0.5, times=12, stays_s=0.2, gently=gently)
+    outcome = run(calm(fault, steps=72))
+    outcome.check()
+    assert len(outcome.nodes[sc.TWO_NODES[0].name]) >= 10
+
+
+def test_a_second_coordinator_on_one_state_is_refused_and_the_run_goes_on(undisturbed: Outcome) -> None:
+    """S."""
+    outcome = run(calm(*(ft.SecondCoordinator(at=0.5 * number) for number in range(6))))
+    outcome.check()
+    assert outcome.anchor_digests == undisturbed.anchor_digests
