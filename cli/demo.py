@@ -6,14 +6,11 @@ they tell: nothing is done here that could not be done by hand.
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +20,7 @@ import typer
 from rich.console import Console
 from safetensors.torch import load_file
 
+from farloop.cli.children import Children, free_port, stop_on_signals
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.outcome import summarise
 from farloop.cli.progress import Display, progress_console
@@ -40,9 +38,6 @@ POLL_S = 0.5
 START_S = 60.0
 """How long the coordinator may take to answer for the first time."""
 
-STOP_S = 45.0
-"""How long a process may take to finish what it has begun."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPlan:
@@ -52,19 +47,6 @@ class DemoPlan:
     run: RunConfig
     data: DataConfig
     link: str
-
-
-@dataclass(slots=True)
-class Child:
-    """One process and its log."""
-
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
 
 
 def run_demo(
@@ -179,11 +161,11 @@ def _final_status(plan: DemoPlan) -> Status | None:
 
 def _train(plan: DemoPlan, console: Console) -> Status | None:
     """Run to the end; None when a person stopped it."""
-    bind, http = _free_port(), _free_port()
+    bind, http = free_port(), free_port()
     link = Link.parse(plan.link) if plan.link else None
     names = [chr(ord("a") + i) if plan.run.nodes <= 26 else f"n{i:03}" for i in range(plan.run.nodes)]
     relays = [Relay(target_host="127.0.0.1", target_port=bind, link=link) for _ in names] if link else []
-    with _stop_on_signals() as stopped, RelayThread(*relays) as _, _Children(plan.out) as children:
+    with stop_on_signals() as stopped, RelayThread(*relays) as _, Children(plan.out) as children:
         children.start("coordinator", ["coordinator", str(_coordinator_toml(plan, bind, http))], threads=1)
         status = _first_status(http, children)
         for i, name in enumerate(names):
@@ -200,69 +182,6 @@ def _train(plan: DemoPlan, console: Console) -> Status | None:
             return None
         children.check(all_done=True)
     return _final_status(plan)
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[list[int]]:
-    """A list that is not empty once a person, or the system, asked us to stop."""
-    seen: list[int] = []
-    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Children:
-    """The processes; none outlives the block."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._children = folder, list[Child]()
-
-    def __enter__(self) -> "_Children":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Nodes first: what they have begun needs the coordinator.
-        for group in (self._children[1:], self._children[:1]):
-            for child in group:
-                if child.process.poll() is None:
-                    child.process.terminate()
-            deadline = time.monotonic() + STOP_S
-            for child in group:
-                try:
-                    child.process.wait(max(0.1, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    child.process.kill()
-                    child.process.wait()
-
-    def start(self, name: str, arguments: list[str], *, threads: int) -> None:
-        log = self._folder / f"{name}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        with log.open("ab") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "farloop.cli.main", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches us alone; we stop them in order
-            )
-        self._children.append(Child(name, process, log))
-
-    def running(self, name: str) -> bool:
-        return any(child.name == name and child.process.poll() is None for child in self._children)
-
-    def check(self, *, all_done: bool = False) -> None:
-        """Raise CommandError if one ended badly; with `all_done`, wait for the rest first."""
-        for child in self._children:
-            code = child.process.wait(STOP_S) if all_done else child.process.poll()
-            if code:
-                raise CommandError(
-                    f"{child.name} ended with exit code {code}: {child.last_words()} (log: {child.log})",
-                    ExitCode.UNEXPECTED,
-                )
 
 
 def _coordinator_toml(plan: DemoPlan, bind: int, http: int) -> Path:
@@ -291,13 +210,7 @@ def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:
     return path
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _first_status(http: int, children: _Children) -> Status:
+def _first_status(http: int, children: Children) -> Status:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         children.check()

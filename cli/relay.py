@@ -145,6 +145,10 @@ class Relay:
         """Let connections through again."""
         self._is_cut = False
 
+    def change(self, link: Link) -> None:
+        """From the next slice of bytes on it is this link, also for connections that stand."""
+        self.link = self._up.link = self._down.link = link
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -184,7 +188,8 @@ class Relay:
 class RelayThread:
     """Runs relays on an event loop in a thread of its own while the `with` block lasts.
 
-    The relays' ports and counters may be read from any thread; `cut` and `heal` go through this object.
+    The relays' ports and counters may be read from any thread; `cut`, `heal` and `change` go through this
+    object.
     """
 
     def __init__(self, *relays: Relay) -> None:
@@ -214,6 +219,10 @@ class RelayThread:
     def heal(self, relay: Relay) -> None:
         """`Relay.heal`, from any thread."""
         self._loop.call_soon_threadsafe(relay.heal)
+
+    def change(self, relay: Relay, link: Link) -> None:
+        """`Relay.change`, from any thread."""
+        self._loop.call_soon_threadsafe(relay.change, link)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=10)
@@ -257,7 +266,6 @@ class _Stream:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction) -> None:
         self._reader, self._writer, self._direction = reader, writer, direction
-        self._link = direction.link
         self._under_way: deque[tuple[float, bytes]] = deque()
         self._bytes_under_way = 0
         self._sent, self._delivered = asyncio.Event(), asyncio.Event()
@@ -269,12 +277,12 @@ class _Stream:
     async def _send(self) -> None:
         data = b" "
         while data:  # an empty read is the end of the stream; it crosses the link like any other
-            data = await self._reader.read(self._link.slice_bytes)
+            data = await self._reader.read(self._direction.link.slice_bytes)
             arrives_at = await self._direction.cross(len(data))
             self._under_way.append((arrives_at, data))
             self._bytes_under_way += len(data)
             self._sent.set()
-            while self._bytes_under_way > self._link.buffer_bytes:
+            while self._bytes_under_way > self._direction.link.buffer_bytes:
                 self._delivered.clear()
                 await self._delivered.wait()
 

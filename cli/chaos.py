@@ -1,0 +1,214 @@
+"""`farloop chaos`: a storm over real processes on this machine, and what came of it in a table.
+
+Seconds of recovery are measured from outside, on the status page, every tenth of a second or as soon as it answers:
+
+    kill_node          from SIGKILL to the survivors' next commit, without the node (where every window waited for it)
+    node_back          from the start of its next process to the next commit that merges it
+    stop_node          from SIGCONT to the next commit that merges the node
+    cut_link           from the heal to the next commit that merges the node
+    slow_link          from the end to the next commit that merges the node
+    kill_coordinator   from SIGKILL to the next commit, beyond the journal that it left
+    stop_coordinator   from SIGCONT to the next commit
+    fill_disk          from the first free byte to the next commit
+
+Other faults may be under way meanwhile, and their time is in it; so is the start of a Python process, and the time
+until a supervisor starts one (0.5 to 6 s, as drawn). What is hit again before it recovered is not counted.
+`recovery_s_mean` and `recovery_s_max` are over all of these but node_back: the others do not wait for that.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+import typer
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from rich import box
+from rich.table import Table
+
+from farloop.bench.figures import INK, MUTED, SERIES, STYLE
+from farloop.cli.children import stop_on_signals
+from farloop.cli.exit_codes import CommandError, ExitCode
+from farloop.cli.outcome import machine, source_commit
+from farloop.cli.progress import progress_console
+from farloop.cli.run import DataConfig, RunConfig, plan_run
+from farloop.cli.storm import DATA, RUN, Outcome, Stopped, Storm
+from farloop.cli.storm_disk import Ballast
+from farloop.cli.storm_plan import COORDINATOR, KINDS, Kind, plan
+from farloop.cli.units import duration_text, size_text
+from farloop.quant.registry import warm_for
+
+NODE_BACK: Final = "node_back"
+
+MOST_NODES: Final = 26
+
+
+def run_chaos(*, minutes: float, seed: int, nodes: int, out: Path | None, as_json: bool) -> None:
+    """Storm, tell, and say by the exit code whether anything was lost; the options are those of the command.
+
+    Raises:
+        CommandError: one line; also where something was lost, forked or unequal.
+    """
+    if not minutes > 0:
+        raise CommandError(f"--minutes is more than 0, not {minutes:g}")
+    if not 2 <= nodes <= MOST_NODES:
+        raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
+    folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
+    _prepare(folder)
+    console = progress_console(json=as_json)
+    say = partial(console.print, markup=False, soft_wrap=True)
+    skipped = _skipped(folder)
+    for kind, why in skipped.items():
+        say(f"{kind} is left out: {why}")
+    names = [chr(ord("a") + i) for i in range(nodes)]
+    seconds = 60.0 * minutes
+    faults = plan(seed, seconds=seconds, nodes=names, kinds=[kind for kind in KINDS if kind not in skipped])
+    say(f"{len(faults)} faults in {duration_text(seconds)}, seed {seed}; logs and numbers: {folder}")
+    # Here, once, and from disk from then on: or all processes would compile the same kernels side by side.
+    warm_for(plan_run(RunConfig(**RUN, nodes=nodes), DataConfig(**DATA)).spec.terms)  # type: ignore[arg-type]
+    with stop_on_signals() as stopped:
+        storm = Storm(out=folder, seed=seed, seconds=seconds, nodes=names, faults=faults, say=say, stopped=stopped)
+        try:
+            outcome = storm.run()
+        except Stopped:
+            say("stopped: every process is ended")
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
+    report = figures(outcome) | {
+        "good": outcome.good,
+        "minutes": minutes,
+        "seed": seed,
+        "nodes": nodes,
+        "skipped": skipped,
+        "machine": machine(),
+        **({"commit": commit} if (commit := source_commit()) else {}),
+    }
+    (folder / "chaos.json").write_text(json.dumps(report, indent=1))
+    if outcome.memory:
+        draw_memory(folder / "memory.svg", outcome.memory)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        console.print(faults_table(outcome))
+        console.print(result_table(outcome, folder))
+    if not outcome.good:
+        raise CommandError(_verdict(outcome, folder), ExitCode.UNEXPECTED)
+
+
+def _prepare(folder: Path) -> None:
+    """An empty folder, but for a file system that a person mounted for the state. Raises CommandError."""
+    state = folder / "state"
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        found = [path for path in (*folder.iterdir(), *state.iterdir()) if path != state]
+    except OSError as error:
+        raise CommandError(f"--out: {folder} cannot be used: {error.strerror}") from error
+    if found:
+        raise CommandError(f"--out: {folder} is not empty ({found[0].name}): a storm needs a folder of its own")
+    (folder / "nodes").mkdir()
+
+
+def _skipped(folder: Path) -> dict[Kind, str]:
+    """Kinds that cannot happen here, and why."""
+    refusal = Ballast(folder / "state").refusal()
+    return {"fill_disk": refusal} if refusal else {}
+
+
+def _verdict(outcome: Outcome, folder: Path) -> str:
+    wrong = [f"{outcome.lost} versions lost"] if outcome.lost else []
+    wrong += [f"{outcome.forks} forks"] if outcome.forks else []
+    wrong += [] if outcome.digests_equal else ["the last digests are not equal everywhere"]
+    wrong += outcome.problems[:3]
+    return f"{'; '.join(wrong)} (logs: {folder})"
+
+
+# --- what is told
+
+
+def figures(outcome: Outcome) -> dict[str, Any]:
+    """For programs."""
+    measured = [s for what, seconds in outcome.recovery_s.items() if what != NODE_BACK for s in seconds]
+    return {
+        "faults": {kind: outcome.faults[kind] for kind in KINDS if outcome.faults[kind]},
+        "committed": outcome.committed,
+        "lost": outcome.lost,
+        "forks": outcome.forks,
+        "digests_equal": outcome.digests_equal,
+        "recovery_s_mean": _mean(measured),
+        "recovery_s_max": max(measured, default=None),
+        "recovery_s": {
+            what: {"count": len(seconds), "mean": _mean(seconds), "max": max(seconds)}
+            for what, seconds in sorted(outcome.recovery_s.items())
+        },
+        "rss_bytes": {
+            name: {"first": series[min(len(series) - 1, SETTLED)][1], "last": series[-1][1], "max": peak(series)}
+            for name, series in outcome.memory.items()
+        },
+        "problems": outcome.problems,
+    }
+
+
+SETTLED: Final = 15
+"""Samples until a process has all that it needs."""
+
+
+def peak(series: Sequence[tuple[float, int]]) -> int:
+    """The most that was resident at once."""
+    return max(size for _, size in series)
+
+
+def _mean(seconds: Sequence[float]) -> float | None:
+    return sum(seconds) / len(seconds) if seconds else None
+
+
+def faults_table(outcome: Outcome) -> Table:
+    """A row per kind: how often, and how soon the run went on."""
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
+    table.add_column("fault")
+    for title in ("times", "recovered", "mean", "max"):
+        table.add_column(title, justify="right")
+    rows: list[tuple[str, str, Kind]] = [(kind, kind, kind) for kind in KINDS]
+    for name, what, kind in [*rows, ("kill_node: the node itself", NODE_BACK, "kill_node")]:
+        seconds = outcome.recovery_s.get(what, [])
+        if times := outcome.faults[kind]:
+            table.add_row(name, str(times), str(len(seconds)), _s(_mean(seconds)), _s(max(seconds, default=None)))
+    return table
+
+
+def result_table(outcome: Outcome, folder: Path) -> Table:
+    """What must be 0, and what must be equal."""
+    told = figures(outcome)
+    table = Table.grid(padding=(0, 2))
+    table.add_row("windows committed", f"{outcome.committed:,}")
+    table.add_row("lost", str(outcome.lost))
+    table.add_row("forks", str(outcome.forks))
+    table.add_row("digests equal", "yes" if outcome.digests_equal else "NO")
+    table.add_row("recovery", f"{_s(told['recovery_s_mean'])} mean, {_s(told['recovery_s_max'])} max")
+    if COORDINATOR in outcome.memory:
+        table.add_row("coordinator's memory", f"at most {size_text(peak(outcome.memory[COORDINATOR]))}")
+    table.add_row("numbers", str(folder / "chaos.json"))
+    return table
+
+
+def _s(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.1f} s"
+
+
+def draw_memory(path: Path, memory: dict[str, list[tuple[float, int]]]) -> None:
+    """Resident memory of every process over time; a new process of a name goes on in its curve."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9.6, 4.0), layout="constrained")
+        axes = figure.add_subplot()
+        for number, (name, series) in enumerate(sorted(memory.items(), key=lambda item: item[0] != COORDINATOR)):
+            times, sizes = zip(*series, strict=True)
+            color = INK if name == COORDINATOR else SERIES[(number - 1) % len(SERIES)]
+            axes.plot([t / 60 for t in times], sizes, color=color, linewidth=1.6, label=name)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("minutes", color=MUTED)
+        axes.set_ylabel("resident memory", color=MUTED)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
+        axes.legend(loc="lower right", ncols=3, labelcolor="linecolor", frameon=False)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)

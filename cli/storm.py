@@ -1,0 +1,435 @@
+"""One storm: a run of real processes on this machine, to which a plan's faults happen, and that has to come to its end.
+
+Nothing of the product knows of it. Nodes dial through relays, as they would through a wide-area link; processes are
+killed and stopped by signals, the disk is filled by a file, and who was killed is started again as a supervisor would.
+"""
+
+import heapq
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from farloop.cli.children import Child, Children, free_port
+from farloop.cli.exit_codes import CommandError, ExitCode
+from farloop.cli.relay import Link, Relay, RelayThread
+from farloop.cli.storm_disk import Ballast
+from farloop.cli.storm_plan import COORDINATOR, OF_NODES, Fault, Kind
+from farloop.cli.storm_watch import Book, History, Journal, Memory, Recoveries
+from farloop.cli.toml import dump_toml
+from farloop.coordinator.segment import read_segments
+from farloop.monitoring.status import NodeStatus, Status
+
+STEP_S = 0.25
+"""What an inner step takes at least, so that a run lasts as long as its storm."""
+
+FASTEST_STEP_S = 0.02
+"""... and where time was lost to faults."""
+
+TICK_S = 0.1
+PAGE_TIMEOUT_S = 0.5
+"""A coordinator that stands still does not answer; the storm goes on."""
+
+MEMORY_EVERY_S = 2.0
+LINE_EVERY_S = 10.0
+AGAIN_S = 1.0
+"""After which a process that ended by itself is started again."""
+
+START_S, GATHER_S, END_S = 120.0, 120.0, 300.0
+"""How long the run may take to begin, to have all nodes back after the last fault, and to end."""
+
+MAX_SURPRISES = 20
+"""Processes that ended by themselves, before the storm is given up."""
+
+GOOD_LINK = Link.parse("1gbit/1ms")
+BAD_LINKS = tuple(map(Link.parse, ("1mbit/200ms", "3mbit/100ms", "10mbit/300ms")))
+
+RUN: dict[str, object] = {
+    "name": "chaos",
+    "model": "nano",
+    "method": "streaming",
+    "h": 3,
+    "tau": 1,
+    "batch_sequences": 4,
+    "sequence_tokens": 32,
+    "evaluation_sequences": 8,
+    "evaluate_every_rounds": 20,
+    "warmup_steps": 5,
+}
+"""Small and quick: every inner step has a send and a merge."""
+
+DATA: dict[str, object] = {"max_bytes": 500_000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a storm came to."""
+
+    seconds: float
+    faults: Counter[Kind]
+    committed: int
+    lost: int
+    forks: int
+    digests_equal: bool
+    recovery_s: dict[str, list[float]]
+    memory: dict[str, list[tuple[float, int]]]
+    problems: list[str]
+    """What should not have been, beside the numbers; a sentence each."""
+
+    @property
+    def good(self) -> bool:
+        return self.digests_equal and not (self.lost or self.forks or self.problems)
+
+
+class Stopped(Exception):
+    """A person asked to stop."""
+
+
+@dataclass(slots=True)
+class Storm:
+    """Everything of one storm. `run` is the only way in."""
+
+    out: Path
+    seed: int
+    seconds: float
+    nodes: Sequence[str]
+    faults: Sequence[Fault]
+    say: Callable[[str], None]
+    stopped: Sequence[int]
+    """Not empty once a person asked to stop."""
+
+    _children: Children = field(init=False)
+    _history: History = field(init=False, default_factory=History)
+    _recoveries: Recoveries = field(init=False, default_factory=Recoveries)
+    _memory: Memory = field(init=False)
+    _ballast: Ballast = field(init=False)
+    _books: dict[str, Book] = field(init=False)
+    _relays: dict[str, Relay] = field(init=False)
+    _links: RelayThread = field(init=False)
+    _agenda: list[tuple[float, int, Callable[[], None]]] = field(init=False, default_factory=list)
+    _order: "count[int]" = field(init=False, default_factory=count)
+    _down: set[str] = field(init=False, default_factory=set)
+    """Killed, and not started again yet."""
+    _begun: float = field(init=False, default_factory=time.monotonic)
+    _ending: bool = field(init=False, default=False)
+    _status: Status | None = field(init=False, default=None)
+    _problems: list[str] = field(init=False, default_factory=list)
+    _happened: Counter[Kind] = field(init=False, default_factory=Counter)
+    _bind: int = field(init=False, default_factory=free_port)
+    _http: int = field(init=False, default_factory=free_port)
+    _due_memory: float = field(init=False, default=0.0)
+    _due_line: float = field(init=False, default=0.0)
+
+    def run(self) -> Outcome:
+        """Begin the run, let everything happen to it, and see it to its end.
+
+        Raises:
+            Stopped, CommandError: nothing is left behind.
+        """
+        self._memory = Memory(self.out / "memory.csv")
+        self._ballast = Ballast(self.state_dir)
+        self._books = {name: Book(self.out / f"anchors-{name}.jsonl") for name in self.nodes}
+        self._relays = {
+            name: Relay(target_host="127.0.0.1", target_port=self._bind, link=GOOD_LINK) for name in self.nodes
+        }
+        self._links = RelayThread(*self._relays.values())
+        with ExitStack() as stack:
+            stack.callback(self._memory.close)
+            stack.callback(self._ballast.remove)
+            stack.enter_context(self._links)
+            self._children = stack.enter_context(Children(self.out, last=COORDINATOR, stop_s=15.0))
+            self._set_pace(STEP_S)
+            self._start(COORDINATOR)
+            for name in self.nodes:
+                self._start(name)
+            self._until("the run begins", lambda: min(self._versions) > 0, START_S)
+            self._weather()
+            if self._gather():
+                self._end()
+        return self._outcome()
+
+    @property
+    def state_dir(self) -> Path:
+        return self.out / "state"
+
+    # --- the course of it
+
+    def _weather(self) -> None:
+        """From the first fault to the last."""
+        begins = self._now
+        ends = begins + self.seconds
+        for fault in self.faults:
+            self._at(begins + fault.at_s, partial(self._begin, fault))
+        while self._now < ends:
+            self._turn()
+            steps = self._steps - (self._status["position"] if self._status else 0.0)
+            # Whoever is waited for costs time, which is made up for: the run's end is due at the storm's.
+            self._set_pace(min(STEP_S, max(FASTEST_STEP_S, (ends - self._now) / max(1.0, steps))))
+
+    def _gather(self) -> bool:
+        """Everybody is back once nothing goes wrong any more."""
+        self._set_pace(STEP_S)
+        return self._until("all nodes train again", self._all_train, GATHER_S, fatal=False)
+
+    def _end(self) -> None:
+        self._ending = True
+        self._set_pace(0.0)
+        self.say("nothing goes wrong any more: the run goes to its end")
+        over = self._until("the run ends", lambda: not any(c.running for c in self._children), END_S, fatal=False)
+        for child in self._children if over else ():
+            if child.process.returncode:
+                self._problems.append(f"{child.name} ended with {child.process.returncode}: {child.last_words()}")
+
+    def _until(self, what: str, condition: Callable[[], bool], timeout_s: float, *, fatal: bool = True) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                why = f"not within {timeout_s:g} s: {what} ({self._state_of_things()})"
+                if fatal:
+                    raise CommandError(f"{why}; the logs are in {self.out}", ExitCode.UNEXPECTED)
+                self._problems.append(why)
+                return False
+            self._turn()
+        return True
+
+    def _turn(self) -> None:
+        """A tenth of a second of everything."""
+        if self.stopped:
+            raise Stopped
+        while self._agenda and self._agenda[0][0] <= self._now:
+            heapq.heappop(self._agenda)[2]()
+        self._supervise()
+        self._look()
+        time.sleep(TICK_S)
+
+    def _look(self) -> None:
+        if self._now >= self._due_memory:
+            self._due_memory = self._now + MEMORY_EVERY_S
+            self._memory.sample(self._now, [(c.name, c.process.pid) for c in self._children if c.running])
+        self._read_books()
+        if (status := _page(self._http)) is not None:
+            self._status = status
+            self._history.saw_status(status)
+            self._recoveries.saw_status(status, self._now)
+        if self._now >= self._due_line:
+            self._due_line = self._now + LINE_EVERY_S
+            self._tell(self._state_of_things())
+
+    def _read_books(self) -> None:
+        for book in self._books.values():
+            for fragment, version, digest in book.read():
+                self._history.told(fragment, version, digest)
+
+    # --- faults
+
+    def _begin(self, fault: Fault) -> None:
+        kind, target, since = fault.kind, fault.target, self._now
+        self._happened[kind] += 1
+        self._tell(f"{kind} {target}, for {fault.lasts_s:.1f} s")
+        self._recoveries.forget(target)
+        was_expected = self._is_expected(target)
+        match kind:
+            case "kill_node":
+                self._kill(target)
+            case "kill_coordinator":
+                self._kill(target)
+                self._recoveries.await_commit(kind, target, since, self._compare_journal().newest)
+            case "stop_node" | "stop_coordinator":
+                self._signal(target, signal.SIGSTOP)
+            case "cut_link":
+                self._links.cut(self._relays[target])
+            case "slow_link":
+                self._links.change(self._relays[target], BAD_LINKS[self._happened[kind] % len(BAD_LINKS)])
+            case "fill_disk":
+                self._ballast.fill()
+        if kind == "kill_node" and was_expected:
+            self._recoveries.await_commit(kind, target, since, self._versions, lambda merged: target not in merged)
+        self._at(self._now + fault.lasts_s, partial(self._finish, fault))
+
+    def _finish(self, fault: Fault) -> None:
+        kind, target = fault.kind, fault.target
+        due: Callable[[list[str]], bool] = (lambda merged: target in merged) if kind in OF_NODES else lambda _: True
+        match kind:
+            case "kill_node" | "kill_coordinator":
+                self._start_again(target)
+            case "stop_node" | "stop_coordinator":
+                self._signal(target, signal.SIGCONT)
+            case "cut_link":
+                self._links.heal(self._relays[target])
+            case "slow_link":
+                self._links.change(self._relays[target], GOOD_LINK)
+            case "fill_disk":
+                self._ballast.remove()
+        if kind != "kill_coordinator":
+            what = "node_back" if kind == "kill_node" else kind
+            self._recoveries.await_commit(what, target, self._now, self._versions, due)
+
+    def _is_expected(self, name: str) -> bool:
+        """Whether every window waits for this node: else the next commit without it says nothing."""
+        windows = self._status["windows"] if self._status else []
+        return bool(windows) and all(name in window["expected"] for window in windows)
+
+    def _compare_journal(self) -> Journal:
+        """While the coordinator is dead: all that was told must be in what it leaves."""
+        self._read_books()
+        journal = Journal.of(read_segments(self.state_dir))
+        self._history.saw_journal(journal)
+        return journal
+
+    # --- processes
+
+    def _start(self, name: str) -> Child:
+        if name == COORDINATOR:
+            return self._children.start(name, ["coordinator", str(self._coordinator_toml())], threads=1)
+        file, book = self._node_toml(name), str(self._books[name].path)
+        arguments = [str(file), str(self.out / "pace"), book]
+        return self._children.start(name, arguments, threads=1, command=("-m", "farloop.cli.storm_node"))
+
+    def _kill(self, name: str) -> None:
+        self._down.add(name)
+        self._children[name].kill()
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self._children[name].process.send_signal(number)
+
+    def _supervise(self) -> None:
+        """Who ended by itself was not asked to: that is told, and it is started again as a scheduler would."""
+        for child in self._children:
+            if child.running or child.name in self._down or (self._ending and child.process.returncode == 0):
+                continue
+            code = child.process.returncode
+            self._down.add(child.name)
+            full = child.name == COORDINATOR and code == ExitCode.STORAGE and self._ballast.lies
+            if not full:  # where there is no room to begin, code 6 says to try again
+                self._problems.append(f"{child.name} ended by itself with {code}: {child.last_words()}")
+                self._tell(self._problems[-1])
+            if len(self._problems) > MAX_SURPRISES:
+                raise CommandError(f"given up: {self._problems[0]} (logs: {self.out})", ExitCode.UNEXPECTED)
+            if not self._ending:
+                self._at(self._now + AGAIN_S, partial(self._start_again, child.name))
+
+    def _start_again(self, name: str) -> None:
+        """Unless somebody did already."""
+        if name in self._down:
+            self._down.discard(name)
+            self._start(name)
+
+    # --- files
+
+    @property
+    def _steps(self) -> int:
+        return max(60, round(self.seconds / STEP_S))
+
+    def _coordinator_toml(self) -> Path:
+        run = {**RUN, "nodes": len(self.nodes), "steps": self._steps, "seed": self.seed}
+        coordinator = {
+            "bind": f"tcp://127.0.0.1:{self._bind}",
+            "http": f"127.0.0.1:{self._http}",
+            "state_dir": str(self.state_dir),
+        }
+        return _write(self.out / "run.toml", {"run": run, "data": DATA, "coordinator": coordinator})
+
+    def _node_toml(self, name: str) -> Path:
+        node: dict[str, object] = {
+            "name": name,
+            "coordinator": f"tcp://127.0.0.1:{self._relays[name].port}",
+            "state_dir": str(self.out / "nodes" / name),
+            "threads": 1,
+        }
+        return _write(self.out / f"node-{name}.toml", {"node": node, "data": DATA})
+
+    def _set_pace(self, seconds: float) -> None:
+        path = self.out / "pace"
+        new = path.with_suffix(".tmp")
+        new.write_text(f"{seconds:.4f}")
+        os.replace(new, path)
+
+    # --- looking
+
+    @property
+    def _now(self) -> float:
+        """Seconds since the processes were started."""
+        return time.monotonic() - self._begun
+
+    @property
+    def _versions(self) -> list[int]:
+        return self._status["versions"] if self._status else [0]
+
+    def _all_train(self) -> bool:
+        if self._status is None or self._down or not all(child.running for child in self._children):
+            return False
+        live = {node["name"] for node in self._status["nodes"] if _trains(node)}
+        windows = self._status["windows"]
+        return live >= set(self.nodes) and all(set(window["expected"]) >= live for window in windows)
+
+    def _state_of_things(self) -> str:
+        if self._status is None:
+            return "the coordinator has not answered yet"
+        run, nodes = self._status["run"], self._status["nodes"]
+        here = [node["name"] for node in nodes if node["connected"]]
+        return (
+            f"{run['state']}, start {run['epoch']}, position {self._status['position']:.0f}/{run['steps']}, "
+            f"{self._status['commits']} commits, connected {','.join(here) or 'nobody'}"
+        )
+
+    def _tell(self, what: str) -> None:
+        self.say(f"{int(self._now) // 60:3d}:{int(self._now) % 60:02d}  {what}")
+
+    def _at(self, at: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (at, next(self._order), call))
+
+    # --- the end
+
+    def _outcome(self) -> Outcome:
+        self._compare_journal()
+        final = self._final_status()
+        return Outcome(
+            seconds=self.seconds,
+            faults=self._happened,
+            committed=self._history.committed,
+            lost=len(self._history.lost),
+            forks=len(self._history.forks),
+            digests_equal=final is not None and self._all_equal(final),
+            recovery_s=self._recoveries.seconds,
+            memory=self._memory.series,
+            problems=self._problems,
+        )
+
+    def _all_equal(self, final: Status) -> bool:
+        """Every node said good-bye with the run's last anchors, and wrote the same down."""
+        self._history.saw_status(final)
+        last = dict(enumerate(zip(final["versions"], final["digests"], strict=True)))
+        told = {node["name"]: node.get("digests") for node in final["nodes"]}
+        return all(told.get(name) == final["digests"] and self._books[name].anchors == last for name in self.nodes)
+
+    def _final_status(self) -> Status | None:
+        with suppress(OSError, ValueError):
+            status: Status = json.loads((self.state_dir / "status.json").read_text())
+            return status if status["run"]["state"] == "finished" else None
+        return None
+
+
+def _trains(node: NodeStatus) -> bool:
+    return node["connected"] and node["state"] in ("training", "waiting")
+
+
+def _page(http: int) -> Status | None:
+    url = f"http://127.0.0.1:{http}/status"
+    with suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=PAGE_TIMEOUT_S) as answer:
+        status: Status = json.load(answer)
+        return status or None  # nothing is on the page before the first look at the run
+    return None
+
+
+def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:
+    path.write_text(dump_toml(tables))
+    return path

@@ -1,0 +1,93 @@
+"""What a storm does to a run, and when: drawn from a seed before it begins. Pure."""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+Kind = Literal["kill_node", "kill_coordinator", "stop_node", "stop_coordinator", "cut_link", "slow_link", "fill_disk"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+COORDINATOR: Final = "coordinator"
+DISK: Final = "disk"
+
+OF_NODES: Final[frozenset[Kind]] = frozenset({"kill_node", "stop_node", "cut_link", "slow_link"})
+"""Kinds whose target is a node, or its link."""
+
+EVERY_S: Final = (3.0, 7.0)
+"""Between two faults."""
+
+SETTLE_S: Final = 6.0
+"""After a fault its target is left alone for this long: about what a process takes to start."""
+
+_TIMES: Final[dict[Kind, int]] = {
+    "kill_node": 4,
+    "kill_coordinator": 2,
+    "stop_node": 2,
+    "stop_coordinator": 1,
+    "cut_link": 2,
+    "slow_link": 1,
+    "fill_disk": 1,
+}
+"""How often each kind comes in a deck. It is dealt to its end before the next is shuffled, so that all come soon."""
+
+_LASTS_S: Final[dict[Kind, tuple[float, float]]] = {
+    "kill_node": (0.5, 6.0),
+    "kill_coordinator": (0.5, 4.0),
+    "stop_node": (1.0, 14.0),  # on both sides of the liveness time-out of 10 s, as are the next two
+    "stop_coordinator": (1.0, 14.0),
+    "cut_link": (1.0, 14.0),
+    "slow_link": (5.0, 15.0),
+    "fill_disk": (3.0, 10.0),
+}
+"""From a fault to its end: a killed process is started again then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong, in seconds from the storm's begin."""
+
+    at_s: float
+    kind: Kind
+    target: str
+    lasts_s: float
+
+    @property
+    def ends_s(self) -> float:
+        return self.at_s + self.lasts_s
+
+
+def plan(seed: int, *, seconds: float, nodes: Sequence[str], kinds: Collection[Kind] = KINDS) -> list[Fault]:
+    """The faults of a storm, in the order of their begin; all end within it.
+
+    No target has two at a time, and one node at least is left alone at any time: there are always survivors.
+    """
+    dice = random.Random(f"farloop storm {seed}")
+    free_at = dict.fromkeys([*nodes, COORDINATOR, DISK], 0.0)
+    faults: list[Fault] = []
+    deck: list[Kind] = []
+    at = 0.0
+    while True:
+        at += dice.uniform(*EVERY_S)
+        if at >= seconds - 1.0:
+            return faults
+        if not deck:
+            deck = [kind for kind in KINDS if kind in kinds for _ in range(_TIMES[kind])]
+            dice.shuffle(deck)
+        card = next((i for i, kind in enumerate(deck) if _targets(kind, nodes, free_at, at)), None)
+        if card is None:
+            continue
+        kind = deck.pop(card)
+        target = dice.choice(_targets(kind, nodes, free_at, at))
+        lasts = min(dice.uniform(*_LASTS_S[kind]), seconds - at)
+        faults.append(Fault(at_s=at, kind=kind, target=target, lasts_s=lasts))
+        free_at[target] = at + lasts + SETTLE_S
+
+
+def _targets(kind: Kind, nodes: Sequence[str], free_at: dict[str, float], at: float) -> list[str]:
+    """Whom this may happen to now."""
+    if kind in OF_NODES:
+        free = [name for name in nodes if free_at[name] <= at]
+        return free if len(free) > 1 else []
+    name = DISK if kind == "fill_disk" else COORDINATOR
+    return [name] if free_at[name] <= at else []

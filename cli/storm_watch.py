@@ -1,0 +1,208 @@
+"""What is seen of a run in a storm: its history by all who tell it, how soon it goes on, and the memory it takes.
+
+**Told** is every (fragment, version, digest) that anybody outside the coordinator could have learned: its status page,
+the anchors that nodes hold and write down, and the journal as it lies on the disk each time the coordinator is dead.
+**Lost** is one that was told and is not in a later journal that reaches back so far (segments are deleted once nobody
+needs them: what went with one was compared before), or that a status page showed and a later one is behind of.
+**A fork** is a version of a fragment with two digests, whoever told them. Both must not be, ever (protocol E, O, P, S).
+"""
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from farloop.coordinator import records as rec
+from farloop.coordinator.segment import Scan
+from farloop.monitoring.status import Status
+
+Version = tuple[int, int]
+"""A fragment, and one of its versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What a whole journal says of the run's history."""
+
+    digests: Mapping[Version, str]
+    """Of the anchors."""
+    newest: tuple[int, ...]
+    """Version of each fragment."""
+
+    @classmethod
+    def of(cls, scans: Sequence[Scan]) -> "Journal":
+        """Read out of segments, in order."""
+        digests: dict[Version, str] = {}
+        for record in (entry.record for scan in scans for entry in scan.entries):
+            match record:
+                case rec.RunStarted(spec=spec):
+                    digests |= {(f, 0): _text(digest) for f, digest in enumerate(spec.identity.anchor_digests)}
+                case rec.WindowCommitted(fragment=fragment, version=version, anchor_digest=digest):
+                    digests[fragment, version] = _text(digest)
+                case rec.LedgerSaved(commits=commits):
+                    digests |= {(c.fragment, c.version): _text(c.anchor_digest) for c in commits}
+                case _:
+                    pass
+        highest: dict[int, int] = {}
+        for fragment, version in digests:
+            highest[fragment] = max(version, highest.get(fragment, 0))
+        return cls(digests, tuple(highest[f] for f in sorted(highest)))
+
+
+class History:
+    """All that was told, compared as it comes."""
+
+    def __init__(self) -> None:
+        self.digests: dict[Version, set[str]] = {}
+        self.lost: set[Version] = set()
+        self.committed = 0
+        """Windows that became a version, by the last journal."""
+        self._shown: list[int] = []
+
+    @property
+    def forks(self) -> list[Version]:
+        """Versions with more than one digest."""
+        return sorted(version for version, digests in self.digests.items() if len(digests) > 1)
+
+    def told(self, fragment: int, version: int, digest: str) -> None:
+        """By anybody."""
+        self.digests.setdefault((fragment, version), set()).add(digest)
+
+    def saw_status(self, status: Status) -> None:
+        """A page of the coordinator: later ones must not be behind it."""
+        for fragment, (version, digest) in enumerate(zip(status["versions"], status["digests"], strict=True)):
+            self.told(fragment, version, digest)
+        for fragment, before in enumerate(self._shown):
+            self.lost |= {(fragment, version) for version in range(status["versions"][fragment] + 1, before + 1)}
+        self._shown = list(status["versions"])
+
+    def saw_journal(self, journal: Journal) -> None:
+        """The journal while no coordinator lives: all that was told until now must be in it, as far as it goes back."""
+        oldest = [min(v for f, v in journal.digests if f == fragment) for fragment in range(len(journal.newest))]
+        self.lost |= {
+            (fragment, version)
+            for fragment, version in self.digests
+            if version >= oldest[fragment] and (fragment, version) not in journal.digests
+        }
+        for (fragment, version), digest in journal.digests.items():
+            self.told(fragment, version, digest)
+        self.committed = sum(journal.newest)
+
+
+class Book:
+    """The lines that one node writes of its anchors, as far as they were read; see `storm_node.py`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.anchors: dict[int, tuple[int, str]] = {}
+        """Version and digest of each fragment, as last told."""
+        self._at = 0
+
+    def read(self) -> list[tuple[int, int, str]]:
+        """What is new: fragment, version and digest. A line that a kill cut short is left out."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        found = []
+        for line in whole.splitlines():
+            with suppress(ValueError, TypeError):
+                fragment, version, digest = json.loads(line)
+                found.append((int(fragment), int(version), str(digest)))
+        for fragment, version, digest in found:
+            self.anchors[fragment] = (version, digest)
+        return found
+
+
+# --- how soon
+
+
+@dataclass(slots=True)
+class _Awaited:
+    what: str
+    since: float
+    versions: list[int]
+    due: Callable[[list[str]], bool]
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """Seconds from a fault, or from its end, to the next commit that is as it should be again.
+
+    What is awaited is forgotten where the same thing is awaited anew before it came: the two cannot be told apart.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By what was awaited."""
+    _awaited: dict[tuple[str, str], _Awaited] = field(default_factory=dict)
+
+    def await_commit(
+        self,
+        what: str,
+        target: str,
+        since: float,
+        versions: Sequence[int],
+        due: Callable[[list[str]], bool] = lambda merged: True,
+    ) -> None:
+        """From `since` on: a version newer than these, of a window whose merged nodes are `due`."""
+        self._awaited[what, target] = _Awaited(what, since, list(versions), due)
+
+    def forget(self, target: str) -> None:
+        """It was hit again: what is awaited of it will not come, or not for that reason."""
+        self._awaited = {key: awaited for key, awaited in self._awaited.items() if key[1] != target}
+
+    def saw_status(self, status: Status, now: float) -> None:
+        """A page that was fetched at this time."""
+        for key, awaited in list(self._awaited.items()):
+            for window in status["windows"]:
+                fragment, merged = window["fragment"], window["merged"]
+                if status["versions"][fragment] > awaited.versions[fragment] and merged and awaited.due(merged):
+                    self.seconds.setdefault(awaited.what, []).append(now - awaited.since)
+                    del self._awaited[key]
+                    break
+
+
+# --- memory
+
+
+class Memory:
+    """Resident bytes of processes over time, in a file as they are measured."""
+
+    def __init__(self, path: Path) -> None:
+        self.series: dict[str, list[tuple[float, int]]] = {}
+        """By name: seconds, bytes."""
+        self._file: TextIO = path.open("w", newline="")
+        self._lines = csv.writer(self._file)
+        self._lines.writerow(["t_s", "name", "pid", "rss_bytes"])
+
+    def sample(self, now: float, processes: Iterable[tuple[str, int]]) -> None:
+        """Measure these, by name and id; one that is gone is left out."""
+        for name, pid in processes:
+            rss = resident_bytes(pid)
+            if rss:
+                self.series.setdefault(name, []).append((now, rss))
+                self._lines.writerow([f"{now:.1f}", name, pid, rss])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process of this machine; 0 where that cannot be known."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _text(digest: int) -> str:
+    return f"{digest:016x}"
