@@ -4,15 +4,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
+CHAOS_ARGS ?= --minutes 10
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test chaos lint types check clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto tests/unit $(TEST_ARGS)
-	$(BIN)/python -m pytest -n auto tests/integration $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/integration tests/chaos -m "not slow" $(TEST_ARGS)
+
+# Every crash point of the daemons, and a storm: about half an hour on two cores.
+chaos: $(VENV)/.dev
+	$(BIN)/python -m pytest -n auto tests/chaos $(TEST_ARGS)
+	$(BIN)/farloop chaos $(CHAOS_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -137,7 +137,7 @@ class Run:
 
     def start_coordinator(self) -> Daemon:
         """Begin the run, or go on with it; returns at once."""
-        self._coordinator = self._start("coordinator", ["coordinator", str(self._write("run.toml", self.tables))])
+        self._coordinator = self._start("coordinator", ["coordinator", str(self.write_toml())])
         return self._coordinator
 
     def start_second_coordinator(self, *flags: str, same_state: bool = True, name: str = "second") -> Daemon:
@@ -184,6 +184,10 @@ class Run:
         daemon = Daemon(name, [sys.executable, *command], self.folder, environment())
         self.daemons.append(daemon)
         return daemon
+
+    def write_toml(self) -> Path:
+        """The file of the coordinator."""
+        return self._write("run.toml", self.tables)
 
     def end(self) -> None:
         """Nothing is left behind."""

@@ -1,0 +1,244 @@
+"""A coordinator as its command starts it, but for one thing: at a point of its work it is gone, as if by a power cut.
+
+The product has no hooks for this: functions of it are wrapped here, before the command begins. Segments and snapshots
+are small, so that within seconds everything happens that happens to a long run.
+
+    python crashing.py POINT HIT coordinator RUN.toml
+
+The process kills itself with SIGKILL when the point is reached for the HIT-th time, counted from the first commit on
+or, for the points of `BEGIN` and `RESTART`, from its own begin.
+"""
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from farloop.cli.main import main
+from farloop.coordinator import daemon, durable, journal, snapshots, store, tail
+from farloop.coordinator import records as rec
+from farloop.wire import messages as msg
+
+SEGMENT_BYTES = 80 << 10
+"""Room for a reserved record is 64 KiB of these."""
+
+SNAPSHOT_EVERY = 2
+
+Strike = Callable[[], None]
+When = Callable[..., bool]
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def before(owner: Any, name: str, when: When = _always) -> Callable[[Strike], None]:
+    """Where a function is called, if its arguments are such."""
+
+    def install(strike: Strike) -> None:
+        called = getattr(owner, name)
+
+        @functools.wraps(called)
+        def wrapped(*args: Any, **named: Any) -> Any:
+            if when(*args, **named):
+                strike()
+            return called(*args, **named)
+
+        setattr(owner, name, wrapped)
+
+    return install
+
+
+def after(owner: Any, name: str, when: When = _always) -> Callable[[Strike], None]:
+    """Where it has returned."""
+
+    def install(strike: Strike) -> None:
+        called = getattr(owner, name)
+
+        @functools.wraps(called)
+        def wrapped(*args: Any, **named: Any) -> Any:
+            result = called(*args, **named)
+            if when(*args, **named):
+                strike()
+            return result
+
+        setattr(owner, name, wrapped)
+
+    return install
+
+
+def torn(strike: Strike) -> None:
+    """A record of which only a part reaches the file."""
+    whole = tail.write_all
+
+    def half(fd: int, path: Path, parts: Any, offset: int) -> None:
+        data = b"".join(bytes(part) for part in parts)
+        whole(fd, path, [data[: len(data) // 2]], offset)
+        strike()
+        whole(fd, path, [data], offset)
+
+    tail.write_all = half  # type: ignore[attr-defined]
+
+
+def durable_before_memory(strike: Strike) -> None:
+    """A commit is synced, and neither the buffers nor anybody knows of it."""
+    committing = False
+    commit, sync = store.Store.commit, journal.Journal.sync
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        nonlocal committing
+        committing = True
+        try:
+            yield
+        finally:
+            committing = False
+
+    def wrapped_commit(self: store.Store, *args: Any) -> Any:
+        with inside():
+            return commit(self, *args)
+
+    def wrapped_sync(self: journal.Journal) -> int:
+        durable_records = sync(self)
+        if committing:
+            strike()
+        return durable_records
+
+    setattr(store.Store, "commit", wrapped_commit)  # noqa: B010
+    setattr(journal.Journal, "sync", wrapped_sync)  # noqa: B010
+
+
+def published_to_one(strike: Strike) -> None:
+    """One node is told of a commit, the others are not."""
+    publish = daemon.Coordinator._publish
+
+    def wrapped(self: daemon.Coordinator, nodes: Any, committed: msg.Committed) -> None:
+        if len(nodes) > 1:
+            publish(self, nodes[:1], committed)
+            strike()
+            nodes = nodes[1:]
+        publish(self, nodes, committed)
+
+    setattr(daemon.Coordinator, "_publish", wrapped)  # noqa: B010
+
+
+def _names(pattern: str) -> When:
+    return lambda first, *rest, **_: Path(rest[0] if rest else first).match(pattern)
+
+
+def _tells(kind: type[Any]) -> When:
+    return lambda self, peer, message: isinstance(message, kind)
+
+
+def _appends(kind: type[Any]) -> When:
+    return lambda self, record, *rest: isinstance(record, kind)
+
+
+POINTS: dict[str, Callable[[Strike], None]] = {
+    "record-write-before": before(tail.Tail, "write"),
+    "record-write-torn": torn,
+    "record-write-after": after(tail.Tail, "write"),
+    "journal-sync-before": before(tail.Tail, "sync"),
+    "journal-sync-after": after(tail.Tail, "sync"),
+    "delta-spooled": after(store.Store, "append", _appends(rec.InputStored)),
+    "allocate-before": before(tail, "allocate"),
+    "allocate-after": after(tail, "allocate"),
+    "segment-begin-before": before(journal, "create_tail"),
+    "segment-rename-before": before(os, "replace", _names("journal-*.log")),
+    "segment-rename-after": after(os, "replace", _names("journal-*.log")),
+    "segment-begin-after": after(journal, "create_tail"),
+    "prune-before": before(journal, "delete"),
+    "prune-unlinked": after(Path, "unlink", _names("journal-*.log")),
+    "prune-after": after(journal, "delete"),
+    "commit-before": before(store.Store, "commit"),
+    "commit-durable": durable_before_memory,
+    "commit-after": after(store.Store, "commit"),
+    "snapshot-before": before(store.Store, "_snapshot"),
+    "snapshot-rename-before": before(os, "replace", _names("f*.safetensors")),
+    "snapshot-rename-after": after(os, "replace", _names("f*.safetensors")),
+    "snapshot-older-deleted": after(snapshots, "_delete_older"),
+    "snapshot-saved": after(store, "_save_snapshot"),
+    "snapshot-noted": after(store.Store, "append", _appends(rec.SnapshotTaken)),
+    "publish-one-of-several": published_to_one,
+    "stored-told-before": before(daemon.Coordinator, "_tell", _tells(msg.Stored)),
+    "stored-told-after": after(daemon.Coordinator, "_tell", _tells(msg.Stored)),
+    "start-told-before": before(daemon.Coordinator, "_tell", _tells(msg.Start)),
+    "finished-told-before": before(daemon.Coordinator, "_tell", _tells(msg.Finished)),
+    "export-before": before(snapshots, "export"),
+    "export-after": after(snapshots, "export"),
+    "begin-snapshots": after(store, "_save_snapshot"),
+    "begin-record-before": before(store.Store, "append", _appends(rec.RunStarted)),
+    "begin-record-after": after(store.Store, "append", _appends(rec.RunStarted)),
+    "begin-epoch-before": before(store, "claim_epoch"),
+    "begin-epoch-after": after(store, "claim_epoch"),
+    "restart-settled": after(journal, "settle"),
+    "restart-tail-cut": after(tail, "truncate"),
+    "restart-epoch-before": before(store, "claim_epoch"),
+    "restart-epoch-written": before(os, "replace", _names("epoch")),
+    "restart-epoch-renamed": after(os, "replace", _names("epoch")),
+    "restart-epoch-after": after(store, "claim_epoch"),
+    "restart-record-after": after(store.Store, "append", _appends(rec.EpochClaimed)),
+}
+
+BEGIN = (*(point for point in POINTS if point.startswith("begin-")), "start-told-before")
+"""Reached while a run begins."""
+
+RESTART = tuple(point for point in POINTS if point.startswith("restart-"))
+"""Reached by a coordinator that goes on with a run."""
+
+ONCE = (*BEGIN, *RESTART, "finished-told-before", "export-before", "export-after")
+"""Reached once in the life of a process, or of a run."""
+
+
+class Count:
+    """Kills this process at the `hit`-th strike that counts."""
+
+    def __init__(self, hit: int, *, armed: bool) -> None:
+        self._left, self.armed = hit, armed
+
+    def __call__(self) -> None:
+        if not self.armed:
+            return
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _arm_with_the_first_commit(count: Count) -> None:
+    commit = store.Store.commit
+
+    def wrapped(self: store.Store, *args: Any) -> Any:
+        record = commit(self, *args)
+        count.armed = True
+        return record
+
+    setattr(store.Store, "commit", wrapped)  # noqa: B010
+
+
+def crash_at(point: str, hit: int) -> None:
+    """From here on this process will not live beyond that."""
+    assert durable.os is os  # what is wrapped is what is called
+    count = Count(hit, armed=point in ONCE)
+    POINTS[point](count)
+    _arm_with_the_first_commit(count)
+
+
+def keep_everything_small() -> None:
+    """Segments and snapshots as a long run has them, in a short one."""
+    store.SNAPSHOT_EVERY = SNAPSHOT_EVERY
+    for way_in in (store.Store.create, store.Store.recover):
+        defaults = way_in.__func__.__kwdefaults__  # type: ignore[attr-defined]
+        assert "segment_bytes" in defaults
+        defaults["segment_bytes"] = SEGMENT_BYTES
+
+
+if __name__ == "__main__":
+    keep_everything_small()
+    if sys.argv[1] != "never":
+        crash_at(sys.argv[1], int(sys.argv[2]))
+    sys.argv = ["farloop", *sys.argv[3:]]
+    main()
