@@ -108,7 +108,7 @@ class Dialler:
         self._connection, self._bulk, self._timer, self._bad_frames = connection, False, None, 0
         session = self._session = Session(Role.NODE, self._now, limits=self._limits, timing=self._timing)
         connection.deliver[Side.NODE] = lambda lane, frame: self._take(session, lane, frame)
-        connection.lost[Side.NODE] = lambda: self._lost(session)
+        connection.lost = lambda: self._lost(session)
         session.send(self._hello(), self._now)
         self._pump()
 

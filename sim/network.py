@@ -143,8 +143,8 @@ class Connection:
         """Whether that side takes this connection for alive."""
         self.deliver: dict[Side, Callable[[int, Frame], None]] = {}
         """(lane, frame) → into that side's process."""
-        self.lost: dict[Side, Callable[[], None]] = {}
-        """Tells that side's process that the connection is gone."""
+        self.lost: Callable[[], None] = lambda: None
+        """Tells the node's process that the connection is gone. The coordinator notices when it sends."""
 
     def is_open(self, side: Side) -> bool:
         return self._open[side]
@@ -180,8 +180,8 @@ class Connection:
     def _hear(self, side: Side) -> None:
         if self._open[side]:
             self._open[side] = False
-            if side in self.lost:
-                self._processes[side].deliver(self.lost[side])
+            if side is Side.NODE:
+                self._processes[side].deliver(self.lost)
 
     def _hand_over(self, side: Side, lane: int, frame: Frame) -> None:
         if self._open[side]:

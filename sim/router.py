@@ -17,9 +17,6 @@ from farloop.wire.session import Session
 BAD_FRAMES = 8
 """Frames in a row that break the protocol before the session is ended."""
 
-PROBE_DELAY_S = 0.1
-"""From a connection's end to the probe of all sessions, as in `coordinator/link.py`."""
-
 Route = tuple[Connection, int]
 """A lane of a connection: to the coordinator each is a stranger until its first frame."""
 
@@ -57,7 +54,6 @@ class Router:
     def accept(self, connection: Connection) -> None:
         """A node has connected."""
         connection.deliver[Side.COORDINATOR] = lambda lane, frame: self._take(connection, lane, frame)
-        connection.lost[Side.COORDINATOR] = lambda: self._process.after(PROBE_DELAY_S, self._probe)
 
     def flush(self, peer: Peer) -> None:
         """Let out what the peer's session wants to send. To be called after every use of it."""
@@ -123,12 +119,6 @@ class Router:
         self._tokens[token] = peer
         self._lanes[id(connection), number] = (peer, 0)
         return peer, 0
-
-    def _probe(self) -> None:
-        """A connection ended: whose it was, a frame to each tells, not the next heartbeat (protocol V)."""
-        for peer in list(self._peers.values()):
-            peer.session.speak()
-            self.flush(peer)
 
     # --- outbound, and time
 

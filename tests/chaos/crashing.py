@@ -1,26 +1,33 @@
-"""A coordinator as its command starts it, but for one thing: at a point of its work it is gone, as if by a power cut.
+"""A daemon, but for one thing: at a point of its work it is gone, as if by a power cut.
 
 The product has no hooks for this: functions of it are wrapped here, before the command begins. Segments and snapshots
 are small, so that within seconds everything happens that happens to a long run.
 
     python crashing.py POINT HIT coordinator RUN.toml
+    python crashing.py POINT HIT node ADDRESS NAME FOLDER
 
-The process kills itself with SIGKILL when the point is reached for the HIT-th time, counted from the first commit on
-or, for the points of `BEGIN` and `RESTART`, from its own begin.
+The first is `farloop coordinator`, the second a loop of its own (`plain_node.py`). The process kills itself with
+SIGKILL when the point is reached for the HIT-th time, counted from the first commit or merge on, or, for the points of
+`ONCE`, from its own begin.
 """
 
 import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from plain_node import train
+
 from farloop.cli.main import main
 from farloop.coordinator import daemon, durable, journal, snapshots, store, tail
 from farloop.coordinator import records as rec
+from farloop.node import events as node_ev
+from farloop.node import leader, link, machine, memory, replica
 from farloop.wire import messages as msg
 
 SEGMENT_BYTES = 80 << 10
@@ -184,13 +191,35 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "restart-record-after": after(store.Store, "append", _appends(rec.EpochClaimed)),
 }
 
+
+def _hears(kind: type[Any]) -> When:
+    return lambda self, event: isinstance(event, node_ev.Received) and isinstance(event.message, kind)
+
+
+NODE_POINTS: dict[str, Callable[[Strike], None]] = {
+    "node-start-counted-before": before(memory.Memory, "_save"),
+    "node-start-counted-after": after(memory.Memory, "_save"),
+    "node-snapshot-installed": after(replica.Replica, "install"),
+    "node-delta-encoded": before(leader.Leader, "_encoded"),
+    "node-delta-queued": after(link.Link, "send_blob"),
+    "node-delta-stored": before(machine.NodeMachine, "handle", _hears(msg.Stored)),
+    "node-commit-heard": before(machine.NodeMachine, "handle", _hears(msg.Committed)),
+    "node-update-before": before(replica.Replica, "apply"),
+    "node-update-after": after(replica.Replica, "apply"),
+    "node-merge-before": before(replica.Replica, "merge"),
+    "node-merge-after": after(replica.Replica, "merge"),
+    "node-good-bye-before": before(leader.Leader, "_say_good_bye"),
+}
+
+NODE_ONCE = (*list(NODE_POINTS)[:3], "node-good-bye-before")
+
 BEGIN = (*(point for point in POINTS if point.startswith("begin-")), "start-told-before")
 """Reached while a run begins."""
 
 RESTART = tuple(point for point in POINTS if point.startswith("restart-"))
 """Reached by a coordinator that goes on with a run."""
 
-ONCE = (*BEGIN, *RESTART, "finished-told-before", "export-before", "export-after")
+ONCE = (*BEGIN, *RESTART, *NODE_ONCE, "finished-told-before", "export-before", "export-after")
 """Reached once in the life of a process, or of a run."""
 
 
@@ -208,23 +237,24 @@ class Count:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _arm_with_the_first_commit(count: Count) -> None:
-    commit = store.Store.commit
+def _arm_after_first(owner: Any, name: str, count: Count) -> None:
+    called = getattr(owner, name)
 
-    def wrapped(self: store.Store, *args: Any) -> Any:
-        record = commit(self, *args)
+    def wrapped(*args: Any) -> Any:
+        result = called(*args)
         count.armed = True
-        return record
+        return result
 
-    setattr(store.Store, "commit", wrapped)  # noqa: B010
+    setattr(owner, name, wrapped)
 
 
 def crash_at(point: str, hit: int) -> None:
     """From here on this process will not live beyond that."""
     assert durable.os is os  # what is wrapped is what is called
     count = Count(hit, armed=point in ONCE)
-    POINTS[point](count)
-    _arm_with_the_first_commit(count)
+    (POINTS | NODE_POINTS)[point](count)
+    _arm_after_first(store.Store, "commit", count)
+    _arm_after_first(replica.Replica, "merge", count)
 
 
 def keep_everything_small() -> None:
@@ -240,5 +270,9 @@ if __name__ == "__main__":
     keep_everything_small()
     if sys.argv[1] != "never":
         crash_at(sys.argv[1], int(sys.argv[2]))
-    sys.argv = ["farloop", *sys.argv[3:]]
-    main()
+    if sys.argv[3] == "node":
+        address, name, folder = sys.argv[4:]
+        train(address, name, Path(folder), lambda *told: None, threading.Event())
+    else:
+        sys.argv = ["farloop", *sys.argv[3:]]
+        main()

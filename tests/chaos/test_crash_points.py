@@ -1,26 +1,26 @@
-"""A coordinator that is gone at each step of its work, as if by a power cut, and is started again: nothing is lost.
+"""A daemon that is gone at each step of its work, as if by a power cut, and is started again: nothing is lost.
 
-The nodes live in this process, and ride through it. What anybody was told, the status page, the nodes and the journal
+Nodes that stay live in this process. What anybody was told, the status page, the nodes and the journal
 as it was left, is in the journal at the end, and everybody ends with the same anchors.
 """
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from crashing import BEGIN, ONCE, POINTS, RESTART
+from crashing import BEGIN, NODE_POINTS, ONCE, POINTS, RESTART
 from loopback import Daemon, Run, node_of
+from plain_node import model, train
 from safetensors.torch import save_file
-from torch import nn
 
 from farloop.cli.storm_watch import History, Journal
 from farloop.coordinator.segment import read_segments
 from farloop.monitoring.status import Status
-from farloop.node import join
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -33,32 +33,40 @@ DEFAULT = {
     ("journal-sync-before", 5),
     ("commit-durable", 1),
     ("snapshot-saved", 1),
-    ("segment-rename-after", 1),
     ("prune-before", 1),
     ("publish-one-of-several", 2),
     ("stored-told-before", 1),
     ("restart-epoch-renamed", 1),
-    ("export-before", 1),
+    ("node-delta-encoded", 2),
+    ("node-merge-before", 1),
 }
 """Of the matrix, what every run of the tests tries."""
 
-MATRIX = [(point, hit) for point in POINTS for hit in (HITS[:1] if point in ONCE else HITS)]
+
+def matrix(points: Iterable[str]) -> list[tuple[str, int]]:
+    """Each point at each of the hits; those that are reached once, once."""
+    return [(point, hit) for point in points for hit in (HITS[:1] if point in ONCE else HITS)]
 
 
-def model() -> nn.Sequential:
-    """The same weights every time."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+MATRIX, NODE_MATRIX = matrix(POINTS), matrix(NODE_POINTS)
+
+
+def cases(pairs: list[tuple[str, int]]) -> list[Any]:
+    """Those that are not tried by default are marked so."""
+    marks = {pair: () if pair in DEFAULT else pytest.mark.slow for pair in pairs}
+    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=marks[pair]) for pair in pairs]
 
 
 class Nodes:
-    """Two nodes, in threads, that write down what they are told."""
+    """Nodes in threads, that write down what they are told."""
 
-    def __init__(self, run: Run, history: History) -> None:
+    def __init__(self, run: Run, history: History, names: str) -> None:
         self._run, self._history = run, history
         self._over = threading.Event()
+        self.anchors: dict[str, dict[int, str]] = {name: {} for name in names}
+        """The digests that each was told last, by fragment."""
         self.failures: list[BaseException] = []
-        self._threads = [threading.Thread(target=self._train, args=(name,), daemon=True) for name in ("a", "b")]
+        self._threads = [threading.Thread(target=self._train, args=(name,), daemon=True) for name in names]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -73,20 +81,13 @@ class Nodes:
             assert not thread.is_alive(), self._run.logs()
         assert not self.failures, self.failures
 
+    def _told(self, name: str, fragment: int, version: int, digest: str) -> None:
+        self._history.told(fragment, version, digest)
+        self.anchors[name][fragment] = digest
+
     def _train(self, name: str) -> None:
         try:
-            address = f"tcp://127.0.0.1:{self._run.port}"
-            with join(address, model(), name=name, state_dir=self._run.folder / name, timeout_s=90.0) as node:
-                assert node.leader is not None and node.leader.replica is not None
-                replica = node.leader.replica
-                draw = torch.Generator().manual_seed(sum(name.encode()))
-                while node.running and not self._over.is_set():
-                    x = torch.randn(4, 16, generator=draw)
-                    torch.autograd.backward(nn.functional.mse_loss(node.model(x), 2 * x))
-                    node.step(tokens=4)
-                    for fragment, (version, digest) in enumerate(zip(replica.versions, replica.digests, strict=True)):
-                        if version >= 0:
-                            self._history.told(fragment, version, f"{digest:016x}")
+            train(self._run.address, name, self._run.folder / name, partial(self._told, name), self._over)
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.failures.append(error)
 
@@ -94,17 +95,22 @@ class Nodes:
 class Story:
     """A run whose coordinator dies, and what is seen of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: str) -> None:
         save_file(dict(model().state_dict()), folder / "init.safetensors")
         self.run = Run(folder, steps=STEPS, method="streaming", h=2, tau=1, blocks_per_fragment=1)
         self.run.tables["run"]["init"] = str(folder / "init.safetensors")
         del self.run.tables["run"]["model"]
         self.history = History()
-        self.nodes = Nodes(self.run, self.history)
+        self.nodes = Nodes(self.run, self.history, names)
 
     def start(self, point: str = "never", hit: int = 0) -> Daemon:
         file = self.run.write_toml()
         return self.run.start("coordinator", str(CRASHING), point, str(hit), "coordinator", str(file))
+
+    def start_node(self, point: str = "never", hit: int = 0) -> Daemon:
+        """The node b, in a process of its own."""
+        words = ("node", self.run.address, "b", str(self.run.folder / "b"))
+        return self.run.start("node-b", str(CRASHING), point, str(hit), *words)
 
     def look_until_dead(self, coordinator: Daemon) -> int:
         """All that its page tells meanwhile is compared."""
@@ -122,9 +128,9 @@ class Story:
 
 
 @contextmanager
-def story(folder: Path) -> Iterator[Story]:
-    """Nothing of it outlives the test."""
-    told = Story(folder)
+def story(folder: Path, names: str) -> Iterator[Story]:
+    """A run with these nodes in threads; nothing of it outlives the test."""
+    told = Story(folder, names)
     try:
         yield told
     finally:
@@ -132,15 +138,9 @@ def story(folder: Path) -> Iterator[Story]:
         told.run.end()
 
 
-@pytest.mark.parametrize(
-    ("point", "hit"),
-    [
-        pytest.param(point, hit, id=f"{point}-{hit}", marks=() if (point, hit) in DEFAULT else pytest.mark.slow)
-        for point, hit in MATRIX
-    ],
-)
+@pytest.mark.parametrize(("point", "hit"), cases(MATRIX))
 def test_a_coordinator_that_dies_at_any_step_loses_nothing(tmp_path: Path, point: str, hit: int) -> None:
-    with story(tmp_path) as told:
+    with story(tmp_path, "ab") as told:
         told.nodes.start()
         if point in RESTART:
             first = told.start()
@@ -150,10 +150,24 @@ def test_a_coordinator_that_dies_at_any_step_loses_nothing(tmp_path: Path, point
         assert (told.history.committed > 0) == (point not in BEGIN)
         assert told.look_until_dead(told.start()) == 0, told.run.logs()
         told.nodes.until_done()
-        assert_whole(told)
+        assert_whole(told, [1, 1])
 
 
-def assert_whole(told: Story) -> None:
+@pytest.mark.parametrize(("point", "hit"), cases(NODE_MATRIX))
+def test_a_node_that_dies_at_any_step_comes_back_under_its_name(tmp_path: Path, point: str, hit: int) -> None:
+    with story(tmp_path, "a") as told:
+        coordinator = told.start()
+        told.nodes.start()
+        assert told.run.until_ended(told.start_node(point, hit)) == -signal.SIGKILL, f"never\n{told.run.logs()}"
+        again = told.start_node()
+        assert told.look_until_dead(coordinator) == 0, told.run.logs()
+        assert told.run.until_ended(again) == 0
+        told.nodes.until_done()
+        # Its second start counts as one, unless the first was gone before anybody could know of it.
+        assert_whole(told, [1, 1 if point == "node-start-counted-before" else 2])
+
+
+def assert_whole(told: Story, incarnations: list[int]) -> None:
     """Nothing that was told is missing, nobody was told anything else, and the run is at its end."""
     final = told.run.final()
     told.history.saw_status(final)
@@ -161,12 +175,14 @@ def assert_whole(told: Story) -> None:
     assert told.history.committed == final["commits"] == sum(final["versions"]) > 0
     assert not told.history.lost
     assert told.history.forks == []
-    for name in ("a", "b"):
+    last = dict(enumerate(final["digests"]))
+    assert told.nodes.anchors == dict.fromkeys(told.nodes.anchors, last)
+    for name in {"a", "b"} - set(told.nodes.anchors):
         assert node_of(final, name).get("digests") == final["digests"], told.run.logs()
-        assert node_of(final, name)["incarnation"] == 1
+    assert [node["incarnation"] for node in final["nodes"]] == incarnations
     assert not final["alarms"]
     assert (told.run.state_dir / "model.safetensors").exists()
 
 
 def test_every_point_that_is_tried_by_default_is_in_the_matrix() -> None:
-    assert set(MATRIX) >= DEFAULT
+    assert {*MATRIX, *NODE_MATRIX} >= DEFAULT

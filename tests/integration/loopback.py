@@ -133,6 +133,11 @@ class Run:
         self._relays: dict[str, tuple[RelayThread, Relay]] = {}
         self._open_links = ExitStack()
 
+    @property
+    def address(self) -> str:
+        """Of the coordinator."""
+        return f"tcp://127.0.0.1:{self.port}"
+
     # --- starting and ending
 
     def start_coordinator(self) -> Daemon:

@@ -1,4 +1,7 @@
-"""The rule book, `docs/protocol.md`: its letters, the tests that it names, and who cites it."""
+"""The rule book, `docs/protocol.md`: its letters, the tests that it names, and who cites it.
+
+`docs/reliability.md`, which tells what is promised, names tests in the same way.
+"""
 
 import ast
 import re
@@ -10,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOK = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+
+PROMISES = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
 
 NAMED = ("Data leases", "Figures")
 """Sections that have a name and no letter."""
@@ -27,9 +32,9 @@ LETTERS = re.compile(r"\b[Pp]rotocol ([A-Z]\b(?:–[A-Z]\b)?(?:(?:, | and )[A-Z]
 NAME = re.compile(r"\b[Pp]rotocol(?: [A-Z](?:, [A-Z])*)?(?:, | )\"?([A-Z][a-z]+(?: [a-z]+)?)")
 
 
-def sections() -> dict[str, str]:
+def sections(text: str = BOOK) -> dict[str, str]:
     """The text of each rule, by its letter or name."""
-    parts = re.split(r"^#{2,3} (.+)\n", BOOK, flags=re.MULTILINE)
+    parts = re.split(r"^#{2,3} (.+)\n", text, flags=re.MULTILINE)
     return {title.partition(". ")[0]: text for title, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
@@ -91,9 +96,18 @@ def test_every_invariant_that_a_test_begins_with_is_in_the_table() -> None:
     assert shown <= set(INVARIANTS)
 
 
-def test_every_test_that_the_book_names_exists() -> None:
-    named = TEST_ID.findall(BOOK)
-    assert len(named) == BOOK.count("::") > 100, "an id is written as `tests/….py::test_…`"
+def test_every_promise_names_tests_that_hold_it() -> None:
+    table = sections(PROMISES)["What is promised"]
+    rows = re.findall(r"^\| (?!promise|---)([^|]+) \| ([^|]*) \|$", table, flags=re.MULTILINE)
+    assert len(rows) > 15
+    for promise, held in rows:
+        assert 1 <= len(TEST_ID.findall(held)) <= 5, promise
+
+
+@pytest.mark.parametrize(("text", "least"), [(BOOK, 100), (PROMISES, 25)], ids=["book", "promises"])
+def test_every_test_that_is_named_exists(text: str, least: int) -> None:
+    named = TEST_ID.findall(text)
+    assert len(named) == text.count("::") > least, "an id is written as `tests/….py::test_…`"
     missing = [f"{path}::{name}" for path, name in named if not (ROOT / path).is_file()]
     missing += [
         f"{path}::{name}" for path, name in named if (ROOT / path).is_file() and name not in functions_of(ROOT / path)

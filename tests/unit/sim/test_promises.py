@@ -1,7 +1,9 @@
 """What the others lose to a node that is gone, and how soon it is back: the promised seconds, exactly, on virtual time.
 
-A window's boundary is when the last delta of those who are left is durable, or when the node was lost if that came
-later. Real processes: tests/integration/test_membership.py, with the slack of a busy machine.
+A window's boundary is when the last delta of those who are left is durable, or when the coordinator saw the connection
+end if that came later: at once with the real socket (tests/integration/test_link.py), with the simulated one at its
+next heartbeat. Of a silence nobody is told: there it is when the node was lost. With real processes, and the slack of a
+busy machine: tests/integration/test_membership.py.
 """
 
 import pytest
@@ -14,6 +16,7 @@ from farloop.sim.problem import terms_of
 from farloop.sim.scenario import CrashNode, CutLink, Fault, NodeSetup, PauseNode, Scenario
 from farloop.sim.world import run
 from farloop.wire.limits import Timing
+from farloop.wire.reasons import Reason
 
 B = NodeId("b")
 NODES = tuple(NodeSetup(name=NodeId(name), seed=i) for i, name in enumerate("abc"))
@@ -32,19 +35,21 @@ def play(method: str, *faults: Fault) -> Outcome:
 
 def delays(outcome: Outcome, lost_at: float, *, until: float = float("inf")) -> list[float]:
     """Seconds from its boundary to its commit, of every window that was committed without b while b was gone."""
-    durable = dict[tuple[int, int, NodeId], float]()
+    durable, seen_at = dict[tuple[int, int, NodeId], float](), lost_at
     found = []
     for at, who, what in outcome.tape:
         if who != "coordinator":
             continue
         if isinstance(what, ev.InputStored):
             durable[what.offer.blob.fragment, what.offer.window, what.offer.blob.node] = at
+        if isinstance(what, ev.Parted) and what.node == B and what.reason is Reason.CLOSED:
+            seen_at = at
         if isinstance(what, ev.CommitDone) and lost_at < at < until:
             record = what.record
             names = [share.node for share in record.merged]
             if B not in names:
                 boundary = max(durable[record.fragment, record.version, name] for name in names)
-                found.append(at - max(boundary, lost_at))
+                found.append(at - max(boundary, seen_at))
     return found
 
 

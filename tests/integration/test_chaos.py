@@ -1,0 +1,72 @@
+"""`farloop chaos`, as a person starts it: a short storm, and one that is stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loopback import FARLOOP, environment
+
+from farloop.cli.exit_codes import ExitCode
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+CHAOS = (sys.executable, *FARLOOP, "chaos", "--nodes", "2")
+
+PROMISED = {"faults", "committed", "lost", "forks", "digests_equal", "recovery_s_mean", "recovery_s_max"}
+
+
+def test_a_short_storm_loses_nothing_and_says_so_in_one_object(tmp_path: Path) -> None:
+    out = tmp_path / "storm"
+    words = [*CHAOS, "--minutes", "0.3", "--seed", "5", "--json", "--out", str(out)]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr + logs(out)
+    told = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert set(told) >= PROMISED
+    assert (told["lost"], told["forks"], told["digests_equal"], told["problems"]) == (0, 0, True, [])
+    assert told["committed"] >= 60, "a run of 72 steps has a window in every one of them but the last"
+    assert sum(told["faults"].values()) >= 2
+    assert "fill_disk is left out" in done.stderr
+    lines = (out / "memory.csv").read_text().splitlines()
+    assert {line.split(",")[1] for line in lines[1:]} == {"coordinator", "a", "b"}
+    assert (out / "memory.svg").exists()
+
+
+def test_a_storm_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
+    out = tmp_path / "storm"
+    words = [*CHAOS, "--minutes", "5", "--out", str(out)]
+    storm = subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "b.log").exists():
+        assert time.monotonic() < deadline and storm.poll() is None
+        time.sleep(0.1)
+    begun = processes_of(out)
+    storm.send_signal(signal.SIGINT)
+    told, _ = storm.communicate(timeout=120)
+    assert storm.returncode == ExitCode.INTERRUPTED
+    assert told.splitlines()[-1] == "stopped: every process is ended"
+    assert begun and not processes_of(out)
+
+
+def processes_of(out: Path) -> list[int]:
+    """Those that were started with a file of this folder."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:  # it ended meanwhile
+                continue
+            if any(word.startswith(bytes(out) + b"/") for word in words):
+                found.append(int(folder.name))
+    return found
+
+
+def logs(out: Path) -> str:
+    """The ends of all logs."""
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in sorted(out.glob("*.log")))
