@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from farloop.cli.recent import recent_table
 from farloop.cli.units import (
     NOTHING,
     count_text,
@@ -64,6 +65,8 @@ def draw(
         _nodes(status, max_nodes, wide=width >= WIDE),
         *(Padding(Text(f"! {alarm}", style="bold red"), (1, 0, 0, 0)) for alarm in status["alarms"]),
     ]
+    if recent := status.get("recent"):
+        parts += [Text(), recent_table(recent, wide=width >= WIDE)]
     return Padding(Group(*parts), MARGIN)
 
 

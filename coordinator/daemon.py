@@ -29,7 +29,6 @@ from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
 from farloop.coordinator.peers import Peer
-from farloop.coordinator.refusals import Refusals
 from farloop.coordinator.store import Store
 from farloop.coordinator.upkeep import Upkeep
 from farloop.quant.errors import NonFiniteError
@@ -96,7 +95,7 @@ class Coordinator:
             on_event=self._heard,
             limits=config.limits,
             timing=config.timing,
-            turned_away=Refusals(self.metrics),
+            turned_away=self.observer.turned_away,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -144,6 +143,7 @@ class Coordinator:
 
     async def _say_good_bye(self, *, stopping: bool) -> None:
         reason = Reason.COORDINATOR_STOPPING if stopping else Reason.RUN_FINISHED
+        self.observer.says_good_bye(reason)
         for peer in list(self._sessions.values()):
             if peer.session.state is State.OPEN:
                 peer.session.send(msg.Leave(reason=reason), time.monotonic())
@@ -190,8 +190,8 @@ class Coordinator:
                 node = self._node_of(peer)
                 self._peers.pop(peer.number, None)
                 self._downloads.gone(peer.number)
+                self.observer.parted(node, reason, detail, self.machine)
                 if node is not None:
-                    _log.info("session over node=%s reason=%s detail=%r", node, reason.name, detail)
                     self._drop_session(peer)
                     self._inputs.parted(node)
                     self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
@@ -228,6 +228,7 @@ class Coordinator:
                 await self._execute(self._commands.popleft())
 
     async def _execute(self, command: ev.Command) -> None:
+        self.observer.carries_out(command)
         match command:
             case ev.Record(record=record):
                 await self._upkeep.append(record)
@@ -237,7 +238,6 @@ class Coordinator:
                     self._tell(peer, dataclasses.replace(welcome, lane_token=peer.token))
             case ev.Refuse(session=number, refused=refused):
                 if peer := self._peers.pop(number, None):
-                    self.observer.refused(number, refused)
                     self._tell(peer, refused)
             case ev.Hang(session=number, reason=reason):
                 if peer := self._peers.pop(number, None):

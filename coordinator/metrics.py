@@ -31,6 +31,10 @@ class Metrics:
         self.turned_away = Counter(
             "farloop_turned_away", "Greetings, frames and keys that were not heard.", ["reason"], registry=registry
         )
+        self.alarm = Gauge("farloop_alarm", "Alarms that are on now, by their first word.", ["kind"], registry=registry)
+        self.happenings = Counter(
+            "farloop_happenings", "Refusals, drops, ends and alarms.", ["kind", "reason"], registry=registry
+        )
         self.update_bytes = Counter("farloop_update_bytes", "Encoded updates committed.", registry=registry)
         self.delta_norm = Gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"], registry=registry)
         buckets = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60)

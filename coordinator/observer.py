@@ -16,9 +16,11 @@ from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Result
 from farloop.coordinator.durable import replacing
 from farloop.coordinator.errors import StorageFailed
+from farloop.coordinator.happenings import Happenings
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
+from farloop.coordinator.refusals import Refusals
 from farloop.coordinator.roster import Member
 from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
@@ -38,6 +40,7 @@ class Observer:
         self.joined = False
         """Whether the run can make progress: at least one node is connected."""
         self._store, self._metrics, self._hold = store, metrics, hold
+        self._happenings, self._refusals = Happenings(metrics), Refusals(metrics)
         self._offset_s = last_time(metrics_file)
         self._started = time.monotonic()
         self._training_since: float | None = None
@@ -72,6 +75,7 @@ class Observer:
 
     def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None:
         """An event on its way to the machine."""
+        self._happenings.saw(event, machine, time.monotonic())
         match event:
             case ev.Heard(node=node, message=msg.Progress() as progress):
                 if machine.believes(node, progress):
@@ -82,14 +86,29 @@ class Observer:
             case _:
                 pass
 
-    def refused(self, session: int, refused: msg.Refused) -> None:
-        """A node was not let in."""
-        _log.warning("refused session=%d reason=%s detail=%r", session, refused.reason.name, refused.detail)
-        self._metrics.refusals.labels(refused.reason.name.lower()).inc()
+    def carries_out(self, command: ev.Command) -> None:
+        """A command of the machine, as it is carried out."""
+        if isinstance(command, ev.Refuse):
+            self._metrics.refusals.labels(command.refused.reason.code).inc()
+        self._happenings.carries_out(command, time.monotonic())
+
+    def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None:
+        """A session ended; `node` None: before it was anybody's."""
+        self._happenings.parted(node, reason, detail, machine, time.monotonic())
+
+    def turned_away(self, reason: Reason, who: str) -> None:
+        """A greeting, a frame or a key was not heard: whose it was, as far as one knows."""
+        self._refusals(reason, who)
+        self._happenings.turned_away(reason, who, time.monotonic())
+
+    def says_good_bye(self, reason: Reason) -> None:
+        """This coordinator ends, and tells its nodes."""
+        self._happenings.told("farewell", "", reason, "", time.monotonic())
 
     def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
         """A commit is durable."""
         names = [share.node for share in record.merged]
+        self._happenings.committed(record, time.monotonic())
         self._merged[record.fragment] = list(names)
         drops = [[drop.node, drop.reason.sentence] for drop in record.drops]
         self._write(
@@ -128,6 +147,7 @@ class Observer:
 
     def refresh(self, machine: CoordinatorMachine) -> None:
         """Bring the status up to date, and log who came, started or left."""
+        self._happenings.alarms({**self._store.alarms, **machine.alarms}, time.monotonic())
         status = self.status(machine)
         for node in status["nodes"]:
             stalled = machine.members[NodeId(node["name"])].stalled
@@ -138,6 +158,8 @@ class Observer:
                     {"event": "node", "t": self.t, "name": node["name"], "state": seen, "reason": node["reason"]}
                 )
                 _log.info("node name=%s state=%s reason=%r", node["name"], seen, node["reason"])
+                if stalled:
+                    self._happenings.told("stalled", node["name"], Reason.STALLED, "", time.monotonic())
         self.joined = any(node["connected"] for node in status["nodes"])
         self._metrics.position.set(status["position"])
         self._metrics.round.set(status["round"])
@@ -197,6 +219,7 @@ class Observer:
                 for i, evaluation in enumerate(ledger.evaluations)
             ],
             "alarms": [f"{what}: {why}" for what, why in {**self._store.alarms, **machine.alarms}.items()],
+            "recent": self._happenings.recent(now),
         }
 
     def _node(self, member: Member, now: float) -> NodeStatus:

@@ -92,6 +92,24 @@ class EvaluationStatus(TypedDict):
     """Seconds since the run's start."""
 
 
+class HappeningStatus(TypedDict):
+    """Something was refused, dropped, lost or left, or an alarm began or ended."""
+
+    age_s: float
+    """Seconds since it happened last."""
+    kind: str
+    node: str
+    """Empty where no node is concerned, or none is known."""
+    code: str
+    """The reason, for programs."""
+    sentence: str
+    """The reason, for people."""
+    detail: str
+    """Where, or with what values; may be empty."""
+    count: int
+    """How often, of the same kind, node and reason."""
+
+
 class Status(TypedDict):
     """The whole answer at `/status`."""
 
@@ -109,6 +127,8 @@ class Status(TypedDict):
     windows: list[WindowStatus]
     evaluations: list[EvaluationStatus]
     alarms: list[str]
+    recent: NotRequired[list[HappeningStatus]]
+    """The last happenings, oldest first."""
 
 
 class ProgressEvent(TypedDict):

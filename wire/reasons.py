@@ -37,6 +37,11 @@ class Reason(IntEnum):
     IDLE = 34
 
     @property
+    def code(self) -> str:
+        """What a program should read: the value of labels and of `reason` fields."""
+        return self.name.lower()
+
+    @property
     def sentence(self) -> str:
         """What a person should read."""
         return _SENTENCES[self]
