@@ -34,6 +34,11 @@ def claim_epoch(directory: Path, *, seen: int = 0) -> int:
     return epoch
 
 
+def claimed_epoch(directory: Path) -> int:
+    """The highest that was claimed of the state in `directory`; 0 for none. Changes nothing. Raises StorageFailed."""
+    return _read(directory / _FILE)
+
+
 def _read(path: Path) -> int:
     try:
         content = path.read_bytes()

@@ -14,6 +14,8 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Result
+from farloop.coordinator.diary import FILE as DIARY_FILE
+from farloop.coordinator.diary import Diary
 from farloop.coordinator.durable import replacing
 from farloop.coordinator.errors import StorageFailed
 from farloop.coordinator.happenings import Happenings
@@ -41,6 +43,7 @@ class Observer:
         """Whether the run can make progress: at least one node is connected."""
         self._store, self._metrics, self._hold = store, metrics, hold
         self._happenings, self._refusals = Happenings(metrics), Refusals(metrics)
+        self._diary = Diary(metrics_file.with_name(DIARY_FILE))
         self._offset_s = last_time(metrics_file)
         self._started = time.monotonic()
         self._training_since: float | None = None
@@ -59,6 +62,7 @@ class Observer:
 
     def close(self) -> None:
         self._timeline.close()
+        self._diary.close()
 
     def save_status(self, path: Path) -> None:
         """Keep the status as it is. A disk that does not take it leaves the one of before: no reason to fail."""
@@ -76,6 +80,7 @@ class Observer:
     def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None:
         """An event on its way to the machine."""
         self._happenings.saw(event, machine, time.monotonic())
+        self._diary.saw(event, machine, self.t, time.monotonic())
         match event:
             case ev.Heard(node=node, message=msg.Progress() as progress):
                 if machine.believes(node, progress):
@@ -91,6 +96,7 @@ class Observer:
         if isinstance(command, ev.Refuse):
             self._metrics.refusals.labels(command.refused.reason.code).inc()
         self._happenings.carries_out(command, time.monotonic())
+        self._diary.carries_out(command, time.monotonic())
 
     def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None:
         """A session ended; `node` None: before it was anybody's."""
@@ -109,6 +115,7 @@ class Observer:
         """A commit is durable."""
         names = [share.node for share in record.merged]
         self._happenings.committed(record, time.monotonic())
+        self._diary.computed(record.fragment, result.delta_norm, merge_s, journal_s)
         self._merged[record.fragment] = list(names)
         drops = [[drop.node, drop.reason.sentence] for drop in record.drops]
         self._write(

@@ -137,7 +137,7 @@ def load_latest(directory: Path, fragment: int, *, fingerprint: str) -> Snapshot
         SnapshotCorrupt: there are some, and none is good; the newest one's fault.
     """
     newest_fault: SnapshotCorrupt | None = None
-    for version in reversed(_versions(directory, fragment)):
+    for version in reversed(versions_of(directory, fragment)):
         path = snapshot_path(directory, fragment, version)
         try:
             snapshot = load(path)
@@ -208,7 +208,7 @@ def _file_name(fragment: int, version: int) -> str:
     return f"f{fragment}-v{version}.safetensors"
 
 
-def _versions(directory: Path, fragment: int) -> list[int]:
+def versions_of(directory: Path, fragment: int) -> list[int]:
     """Versions of a fragment's snapshots, ascending."""
     names = [path.name for path in (directory / "snapshots").glob(f"f{fragment}-v*.safetensors")]
     return sorted(int(found[2]) for name in names if (found := _NAME.fullmatch(name)))
@@ -216,7 +216,7 @@ def _versions(directory: Path, fragment: int) -> list[int]:
 
 def _delete_older(directory: Path, fragment: int, version: int) -> None:
     """Keep this one and the `KEEP` − 1 before it. Newer ones, of a history that was left, are not ours to judge."""
-    older = [found for found in _versions(directory, fragment) if found < version]
+    older = [found for found in versions_of(directory, fragment) if found < version]
     for found in older[: max(0, len(older) - (KEEP - 1))]:
         snapshot_path(directory, fragment, found).unlink(missing_ok=True)
     sync_path(directory / "snapshots")

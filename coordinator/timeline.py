@@ -12,6 +12,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from farloop.monitoring.decisions import DecisionEvent
 from farloop.monitoring.status import MetricsEvent
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Timeline:
         self._failing_since: int | None = None
         """How many were dropped when the lines that are being dropped began to be."""
 
-    def write(self, event: MetricsEvent) -> None:
+    def write(self, event: MetricsEvent | DecisionEvent) -> None:
         """Append a line, or drop it."""
         line = json.dumps(event).encode() + b"\n"
         try:

@@ -1,4 +1,4 @@
-"""Every refusal, late delta, drop and leave has a reason: in the log, in the metrics and in the status (protocol E, V)."""
+"""Every refusal, late delta, drop and leave has a reason: in the log, the metrics and the status (protocol E, V)."""
 
 import dataclasses
 import io

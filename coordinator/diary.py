@@ -1,0 +1,148 @@
+"""Why every window closed as it did, with ages: the lines of `decisions.jsonl`. Reads the machine, decides nothing.
+
+Times are the observer's, and are written here alone: the journal holds none, so that a run and its repetition have the
+same records to the bit.
+"""
+
+from pathlib import Path
+
+from farloop.algo.methods import method_named
+from farloop.algo.spec import BlobId
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.timeline import Timeline
+from farloop.coordinator.windows import Window
+from farloop.monitoring.decisions import ArrivedDelta, DecisionEvent, MissingNode, RefusedDelta
+from farloop.wire import messages as msg
+
+FILE = "decisions.jsonl"
+"""In the state folder; older parts beside it are named as `timeline.py` says."""
+
+KEEP_PARTS = 4
+"""Of 64 MiB each: some half a million windows of four nodes."""
+
+_REFUSALS = 64
+"""That a window's line names at most: who offers nonsense all the time gets no more room."""
+
+
+class Diary:
+    """Of one coordinator's windows."""
+
+    def __init__(self, path: Path) -> None:
+        self.timeline = Timeline(path, keep=KEEP_PARTS)
+        self._came: dict[BlobId, float] = {}
+        self._refused: dict[int, list[tuple[float, RefusedDelta]]] = {}
+        self._closed: dict[int, float] = {}
+        self._computed: dict[int, tuple[float, float, float]] = {}
+        """Norm, and seconds of merging and of the journal, by fragment, of the commit that is being taken."""
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine, t: float, now: float) -> None:
+        """An event on its way to the machine; `t` is the run's time."""
+        match event:
+            case ev.InputStored(offer=offer):
+                self._came.setdefault(offer.blob, now)
+            case ev.CommitDone(record=record):
+                window = machine.windows[record.fragment]
+                self.timeline.write(self._line(record, window, machine, t, now))
+                inputs = machine.ledger.inputs
+                self._came = {
+                    blob: at for blob, at in self._came.items() if blob in inputs and blob not in window.inputs
+                }
+                self._refused.pop(record.fragment, None)
+            case _:
+                pass
+
+    def carries_out(self, command: ev.Command, now: float) -> None:
+        """A command of the machine, as it is carried out."""
+        match command:
+            case ev.Commit(draft=draft):
+                self._closed.setdefault(draft.fragment, now)
+            case ev.Tell(node=node, message=msg.Outcome(blob=blob, reason=reason, detail=detail)):
+                self._came.pop(blob, None)
+                refused = self._refused.setdefault(blob.fragment, [])
+                if len(refused) < _REFUSALS:
+                    refused.append((now, {"node": node, "after_s": 0.0, "code": reason.code, "detail": detail}))
+            case _:
+                pass
+
+    def computed(self, fragment: int, norm: float, merge_s: float, journal_s: float) -> None:
+        """The commit of this fragment that is about to be taken: the norm of its delta, and how long it took."""
+        self._computed[fragment] = (norm, merge_s, journal_s)
+
+    def close(self) -> None:
+        self.timeline.close()
+
+    def _line(
+        self, record: rec.WindowCommitted, window: Window, machine: CoordinatorMachine, t: float, now: float
+    ) -> DecisionEvent:
+        ledger, terms, opened = machine.ledger, machine.ledger.spec.terms, window.opened_at
+        closed = self._closed.pop(record.fragment, now)
+        quorum = None if window.max_staleness and window.terms.final else terms.quorum
+        line: DecisionEvent = {
+            "event": "decision",
+            "t": t,
+            "epoch": ledger.epoch,
+            "fragment": record.fragment,
+            "version": record.version,
+            "round": record.round,
+            "final": record.flush,
+            "why": record.why,
+            "open_s": closed - opened,
+            "quorum": quorum,
+            "quorum_s": None if window.quorum_at is None else window.quorum_at - opened,
+            "grace_s": _given(machine, window),
+            "floor": terms.floor,
+            "expected": sorted(window.expected),
+            "arrived": _arrived(record, window, {blob: at - opened for blob, at in self._came.items()}),
+            "missing": missing(record),
+            "refused": [{**told, "after_s": at - opened} for at, told in self._refused.get(record.fragment, [])],
+            "h": _length(ledger, record.round),
+            "outer_lr": record.outer_lr,
+            "outer_momentum": record.outer_momentum,
+            "delta_scale": record.delta_scale,
+            "codec_up": window.terms.codec_up,
+            "codec_down": window.terms.codec_down,
+            "update_bytes": record.update_size,
+            "anchor_digest": f"{record.anchor_digest:016x}",
+        }
+        if computed := self._computed.pop(record.fragment, None):
+            line["norm"], line["merge_s"], line["journal_s"] = computed
+        return line
+
+
+def missing(record: rec.WindowCommitted) -> list[MissingNode]:
+    """Who was expected and is not in it, and why."""
+    return [{"node": d.node, "code": d.reason.code, "sentence": d.reason.sentence} for d in record.drops]
+
+
+def _arrived(record: rec.WindowCommitted, window: Window, after_s: dict[BlobId, float]) -> list[ArrivedDelta]:
+    """In the order of the sum."""
+    rows: list[ArrivedDelta] = []
+    for addend in record.blobs:
+        offer = window.inputs[addend.blob]
+        for share in offer.contributors:
+            rows.append(
+                {
+                    "node": share.node,
+                    "after_s": after_s.get(addend.blob),
+                    "base": share.base,
+                    "window": offer.window,
+                    "weight": addend.weight,
+                    "steps": share.steps,
+                    "tokens": share.tokens,
+                    "norm": max(share.norm_sq, 0.0) ** 0.5,
+                }
+            )
+    return rows
+
+
+def _given(machine: CoordinatorMachine, window: Window) -> float | None:
+    waits = method_named(machine.ledger.spec.terms.method).grace and window.quorum_at is not None
+    return machine.grace.seconds if waits else None
+
+
+def _length(ledger: Ledger, round_index: int) -> int:
+    plan = ledger.rounds.get(round_index)
+    return plan.length if plan else ledger.spec.terms.h

@@ -1,0 +1,253 @@
+"""A state folder held against everything that it promises. Read-only; says where something is wrong, and what.
+
+Digests and salts of every segment, record and attachment; sequences without a gap; epochs that rise; the ledger's
+invariants after every record, and its summaries; snapshots by checksum, by the digests of their commits, and as
+beginnings from which a restart would come to the newest version.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from farloop.algo.digest import digest
+from farloop.coordinator import records as rec
+from farloop.coordinator import snapshots
+from farloop.coordinator.epoch import claimed_epoch
+from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt, StorageError, StorageFailed
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.reading import Placed, attached, journal_folder, ledger_of, placed, steadily
+from farloop.coordinator.segment import Scan, scan, segment_path, segment_paths
+from farloop.wire.blobs import blob_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that is not as it was written, or does not fit the rest."""
+
+    where: str
+    """A file of the state folder, with a byte of it where that is known."""
+    what: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What was looked at, and what is wrong with it."""
+
+    run: str = ""
+    segments: int = 0
+    records: int = 0
+    attached_bytes: int = 0
+    deltas: int = 0
+    updates: int = 0
+    epochs: int = 0
+    epoch: int = 0
+    versions: list[int] = field(default_factory=list)
+    snapshots: int = 0
+    torn: str = ""
+    """Of a torn tail, which is no damage; empty without one."""
+    faults: list[Fault] = field(default_factory=list)
+
+
+class _Damaged(StorageError):
+    """Faults were found, perhaps only because the folder is in use: look again."""
+
+
+def verify(directory: Path) -> Report:
+    """Look at everything.
+
+    Raises:
+        StateMismatch: there is no journal.
+        StorageFailed: the disk refused a read, and not for a file that is damaged.
+    """
+    journal_folder(directory)
+    reports: list[Report] = []
+
+    def look() -> Report:
+        reports.append(_Verifier(directory).look())
+        if reports[-1].faults:
+            raise _Damaged(directory, "; ".join(f"{fault.where}: {fault.what}" for fault in reports[-1].faults))
+        return reports[-1]
+
+    try:
+        return steadily(look)
+    except _Damaged:
+        return reports[-1]
+
+
+class _Verifier:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._report = Report()
+        self._anchors: dict[tuple[int, int], tuple[int, int]] = {}
+        """Digests of anchor and target by fragment and version, of the commits in the journal."""
+        self._taken: dict[int, int] = {}
+        """Version of the newest snapshot that the journal says there is, by fragment."""
+        self._ledger: Ledger | None = None
+
+    def look(self) -> Report:
+        scans = self._segments()
+        for found in scans:
+            for record in placed(found):
+                if not self._record(record):
+                    return self._report
+        if self._ledger is not None:
+            self._report.versions = list(self._ledger.versions)
+            self._report.epoch = self._ledger.epoch
+            self._epoch_file(self._ledger.epoch)
+            self._snapshots(self._ledger)
+        return self._report
+
+    def _fault(self, where: str, what: str) -> None:
+        self._report.faults.append(Fault(where=where, what=what))
+
+    # --- the journal
+
+    def _segments(self) -> list[Scan]:
+        """All segments up to the first that is damaged; of those behind it, only their own damage is told."""
+        report = self._report
+        try:
+            paths = segment_paths(self._directory)
+        except JournalCorrupt as error:
+            self._fault(error.path.name, error.detail)
+            return []
+        whole: list[Scan] = []
+        intact, following, salts = True, None, dict[int, str]()
+        for number, path in paths.items():
+            report.segments += 1
+            try:
+                found = scan(path, number, following)
+            except JournalCorrupt as error:
+                self._fault(f"{error.path.name} byte {error.offset}", error.detail)
+                intact, following = False, None
+                continue
+            following = found.next_sequence
+            if number == min(paths) and number > 0 and not found.begins_a_journal:
+                self._fault(segment_path(self._directory, number - 1).name, "this segment of the journal is missing")
+                intact = False
+            if number < max(paths) and found.end != found.size:
+                what = f"record {found.next_sequence} is damaged, and segments follow"
+                self._fault(f"{path.name} byte {found.end}", what)
+                intact = False
+            if other := salts.get(found.salt):
+                self._fault(path.name, f"has the salt of {other}: one is a copy of the other")
+            salts[found.salt] = path.name
+            if found.torn_bytes:
+                report.torn = (
+                    f"{path.name} byte {found.end}: {found.torn_bytes} bytes of a torn tail, or of a record that is "
+                    "being written; nobody was told of it, and a start cuts it"
+                )
+            if intact:
+                whole.append(found)
+        return whole
+
+    def _record(self, at: Placed) -> bool:
+        """Whether the records behind this one can be understood."""
+        report, record = self._report, at.record
+        where = f"{segment_path(self._directory, at.segment).name} byte {at.offset}, record {at.entry.sequence}"
+        report.records += 1
+        report.attached_bytes += at.attachment.size
+        if self._ledger is None:
+            self._ledger = ledger_of(self._directory, record)
+            report.run = self._ledger.spec.identity.name
+            report.epochs = 1
+        elif isinstance(record, rec.LedgerSaved) and Ledger.resume(record) != self._ledger:
+            self._fault(where, "what the segment begins with is not what the records before it say")
+            return False
+        elif (wrong := self._out_of_turn(record)) is not None:
+            self._fault(where, wrong)
+            return False
+        match record:
+            case rec.EpochClaimed():
+                report.epochs += 1
+            case rec.InputStored(digest=expected):
+                report.deltas += 1
+                self._attached(at, where, "delta", expected, None)
+            case rec.WindowCommitted(fragment=fragment, version=version, update_digest=expected, update_size=size):
+                report.updates += 1
+                self._attached(at, where, "update", expected, size)
+                self._anchors[fragment, version] = record.anchor_digest, record.target_digest
+            case rec.SnapshotTaken(fragment=fragment, version=version):
+                self._taken[fragment] = version
+            case _:
+                pass
+        try:
+            self._ledger.apply(record)
+            self._ledger.check()
+        except (AssertionError, LookupError):
+            self._fault(where, "the ledger's invariants do not hold after it")
+            return False
+        return True
+
+    def _out_of_turn(self, record: rec.Record) -> str | None:
+        """Why this record cannot stand behind the ones before it."""
+        assert self._ledger is not None
+        match record:
+            case rec.EpochClaimed(epoch=epoch) if epoch <= self._ledger.epoch:
+                return f"epoch {epoch} is claimed after epoch {self._ledger.epoch}"
+            case rec.WindowCommitted(fragment=fragment, version=version):
+                if not 0 <= fragment < len(self._ledger.versions):
+                    return f"there is no fragment {fragment}"
+                if version != (newest := self._ledger.versions[fragment]) + 1:
+                    return f"version {version} of fragment {fragment} follows version {newest}"
+                if fragment not in self._ledger.windows:
+                    return f"version {version} of fragment {fragment} is committed, and it was final"
+            case rec.RunStarted():
+                return "the run begins in the middle of a journal"
+            case _:
+                pass
+        return None
+
+    def _attached(self, at: Placed, where: str, what: str, expected: int, size: int | None) -> None:
+        data = attached(self._directory, at.attachment)
+        if size is not None and len(data) != size:
+            self._fault(where, f"its {what} has {len(data)} bytes, not {size}")
+        elif blob_digest(data) != expected:
+            self._fault(where, f"its {what} does not have the digest that the record says")
+
+    # --- what stands beside it
+
+    def _epoch_file(self, epoch: int) -> None:
+        try:
+            claimed = claimed_epoch(self._directory)
+        except StorageFailed as error:
+            return self._fault("epoch", error.detail)
+        if claimed < epoch:
+            self._fault("epoch", f"the file says {claimed}, the journal {epoch}")
+
+    def _snapshots(self, ledger: Ledger) -> None:
+        good: dict[int, list[int]] = {index: [] for index in range(len(ledger.versions))}
+        fingerprint = ledger.spec.identity.fingerprint()
+        for path in sorted((self._directory / "snapshots").glob("f*.safetensors")):
+            self._report.snapshots += 1
+            try:
+                found = snapshots.load(path)
+            except SnapshotCorrupt as error:
+                self._fault(f"snapshots/{path.name}", error.detail)
+                continue
+            if found.fingerprint != fingerprint:
+                self._fault(f"snapshots/{path.name}", f"is of run {found.fingerprint}, not {fingerprint}")
+            elif found.fragment not in good:
+                self._fault(f"snapshots/{path.name}", f"there is no fragment {found.fragment}")
+            elif wrong := self._unlike_its_commit(found, ledger):
+                self._fault(f"snapshots/{path.name}", wrong)
+            else:
+                good[found.fragment].append(found.version)
+        for fragment, versions in good.items():
+            taken, newest = self._taken.get(fragment), ledger.versions[fragment]
+            if taken is not None and taken not in versions and not any(version > taken for version in versions):
+                self._fault(f"snapshots/f{fragment}-v{taken}.safetensors", "the journal says it is there")
+            if not any(self._leads_on(fragment, version, newest) for version in versions):
+                self._fault("snapshots", f"no good one of fragment {fragment} from which the journal leads to {newest}")
+
+    def _unlike_its_commit(self, found: snapshots.Snapshot, ledger: Ledger) -> str | None:
+        measured = digest(found.tensors["anchor"]), digest(found.tensors["target"])
+        recorded = self._anchors.get((found.fragment, found.version))
+        known = ledger.anchor_digest(found.fragment, found.version)
+        if recorded is None and known is not None:
+            recorded = known, measured[1]
+        for name, has, should in zip(("anchor", "target"), measured, recorded or measured, strict=True):
+            if has != should:
+                return f"its {name} has digest {has:016x}, that of the commit is {should:016x}"
+        return None
+
+    def _leads_on(self, fragment: int, version: int, newest: int) -> bool:
+        return version >= newest or all((fragment, v) in self._anchors for v in range(version + 1, newest + 1))

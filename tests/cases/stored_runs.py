@@ -1,0 +1,87 @@
+"""A run's state folder as a coordinator writes it, without one: windows of two nodes, committed one after the other."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from farloop.algo import schedule
+from farloop.algo.digest import digest
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.coordinator import commits
+from farloop.coordinator import records as rec
+from farloop.coordinator.store import Store
+from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.quant.registry import codec_named
+from farloop.wire.blobs import blob_digest
+from farloop.wire.messages import Drop, Share
+from farloop.wire.reasons import Reason
+
+NODES = (NodeId("bergen"), NodeId("oslo"))
+
+
+def begun(directory: Path, spec: RunSpec, *, segment_bytes: int = 256 << 20) -> Store:
+    """A run of a thousand rounds, at version 0 of random anchors."""
+    generator = torch.Generator().manual_seed(1)
+    anchors = [torch.randn(fragment.numel, generator=generator) for fragment in spec.identity.layout.fragments]
+    identity = dataclasses.replace(spec.identity, anchor_digests=tuple(digest(anchor) for anchor in anchors))
+    terms = dataclasses.replace(spec.terms, steps=10_000)
+    return Store.create(
+        directory, dataclasses.replace(spec, identity=identity, terms=terms), anchors, segment_bytes=segment_bytes
+    )
+
+
+def run_rounds(store: Store, count: int) -> None:
+    """Commit a version of every fragment, `count` times."""
+    for _ in range(count):
+        for fragment in range(len(store.buffers)):
+            commit(store, fragment)
+
+
+def spool(store: Store, fragment: int, node: NodeId) -> rec.InputStored:
+    """A node's delta for the open window, durable."""
+    stored, data = _delta(store, node, fragment)
+    store.append(stored, data)
+    store.sync()
+    return stored
+
+
+def commit(store: Store, fragment: int) -> rec.WindowCommitted:
+    """A window, from its first delta to its commit."""
+    while plan := store.ledger.next_round_to_fix():
+        store.append(rec.RoundFixed(round=plan))
+    blobs = [spool(store, fragment, node).blob for node in NODES]
+    spec, terms = store.ledger.spec, store.ledger.windows[fragment]
+    draft = rec.WindowCommitted(
+        fragment=fragment,
+        version=terms.window,
+        round=terms.round,
+        merged=tuple(Share(node=node, weight=0.5) for node in NODES),
+        drops=(Drop(node=NodeId("tromso"), reason=Reason.SILENT),),
+        blobs=tuple(rec.Addend(blob=blob, weight=0.5) for blob in blobs),
+        anchor_digest=0,
+        target_digest=0,
+        momentum_digest=None,
+        next_window=schedule.window_after(spec.terms, spec.identity.layout, terms, store.ledger.rounds),
+        update_size=0,
+        update_digest=0,
+        outer_lr=spec.terms.outer_lr,
+        outer_momentum=spec.terms.outer_momentum,
+        why="all 2 expected came, 1 removed",
+    )
+    reserved = store.reserve(fragment, terms.codec_down)
+    addends = [(store.read_input(blob), 0.5) for blob in blobs]
+    result = commits.compute(store.ledger, store.buffers[fragment], draft, addends)
+    return store.commit(draft, result, reserved)
+
+
+def _delta(store: Store, node: NodeId, fragment: int) -> tuple[rec.InputStored, bytearray]:
+    version, terms = store.ledger.versions[fragment] + 1, store.ledger.windows[fragment]
+    of, codec = store.ledger.spec.identity.layout.fragments[fragment], codec_named(terms.codec_up)
+    generator = torch.Generator().manual_seed(1000 * version + 10 * fragment + ord(node[0]))
+    header = BlobHeader(codec=codec, fragment=of, version=version, base=version - 1, epoch=1)
+    data = pack_blob(header, codec.encode(torch.randn(of.numel, generator=generator) * 1e-2, of, seed=header.seed))
+    blob = BlobId(kind=BlobKind.DELTA, fragment=fragment, version=version - 1, node=node, incarnation=1, seq=version)
+    contribution = Contribution(node=node, incarnation=1, base=version - 1, steps=10, tokens=10, norm_sq=1.0)
+    stored = rec.InputStored(blob=blob, window=version, contributors=(contribution,), digest=blob_digest(data))
+    return stored, data
