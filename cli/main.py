@@ -15,6 +15,7 @@ from rich.console import Console
 
 from farloop.cli.bench import bench_app
 from farloop.cli.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line
+from farloop.cli.journal_commands import explain, journal_app
 from farloop.cli.keys_commands import keys_app
 from farloop.cli.logs import LogLevel, set_up
 from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
@@ -34,6 +35,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Check or show a RUN.toml or NODE.toml.", **_LOOK)
 app.command(rich_help_panel="Look")(schedule)
+app.command(rich_help_panel="Look")(explain)
+app.add_typer(journal_app, name="journal", rich_help_panel="Look")
 app.add_typer(bench_app, name="bench", rich_help_panel="Look")
 app.add_typer(simulate_app, name="simulate", rich_help_panel="Look")
 app.add_typer(config_app, name="config", rich_help_panel="Set up")

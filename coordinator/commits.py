@@ -152,3 +152,19 @@ def snapshot_blob(buffers: Buffers, fragment: Fragment, epoch: int) -> tuple[Blo
     blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment.index, version=buffers.version)
     data = pack_blob(header, codec.encode(buffers.anchor, fragment))
     return blob, data, blob_digest(data)
+
+
+def parts(
+    ledger: Ledger, record: WindowCommitted, inputs: Sequence[bytes | bytearray], codecs: Codecs
+) -> tuple[list[Tensor], Tensor]:
+    """Each delta of a commit, decoded, and what they were merged into, fp32 [numel] each. For who looks back at it.
+
+    To be asked as `codecs_of` is.
+    """
+    step, named = step_of(ledger, record), _named(ledger, record)
+    alone = [
+        aggregator.merge([(data, 1.0)], step, [codec], [name])
+        for data, codec, name in zip(inputs, codecs.up, named, strict=True)
+    ]
+    weighted = [(data, addend.weight) for data, addend in zip(inputs, record.blobs, strict=True)]
+    return alone, _merged(ledger, weighted, step, record, codecs.up)

@@ -1,4 +1,4 @@
-"""What a reader finds in a state folder: all of it, or exactly what is wrong; and commits come out again (protocol P)."""
+"""What a reader finds in a state folder: all of it, or what is wrong and where; and commits made again (protocol P)."""
 
 import os
 import shutil

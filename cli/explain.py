@@ -1,0 +1,239 @@
+"""Why a window closed as it did: what `decisions.jsonl` and the journal say of it, as a table or as JSON."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from farloop.cli.exit_codes import CommandError
+from farloop.cli.units import NOTHING, duration_text, size_text
+from farloop.coordinator.diary import FILE, missing
+from farloop.coordinator.hindsight import Past, look_back, newest_versions
+from farloop.coordinator.reading import read_journal
+from farloop.coordinator.timeline import files
+
+_WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
+
+
+def explain_window(directory: Path, window: str, console: Console, *, as_json: bool) -> None:
+    """All that is known of a window, or of that of every fragment.
+
+    Raises:
+        CommandError: it is none, is not decided yet, or is known nowhere any more.
+        StorageError: the folder cannot be read.
+    """
+    found = _WINDOW.fullmatch(window)
+    if found is None:
+        raise CommandError(f"{window}: f0:812 is wanted, or 812 for the window of every fragment")
+    scans = read_journal(directory)
+    newest, version = newest_versions(directory, scans), int(found[2])
+    fragments = range(len(newest)) if found[1] is None else [int(found[1])]
+    if found[1] is not None and int(found[1]) >= len(newest):
+        raise CommandError(f"{window}: the run has fragments 0 to {len(newest) - 1}")
+    wanted = {(fragment, version) for fragment in fragments}
+    past = look_back(directory, scans, wanted)
+    told = dict(_decisions(directory, version))
+    explained = [_explained(told.get(key), past.get(key)) for key in sorted(wanted & (past.keys() | told.keys()))]
+    if not explained:
+        raise CommandError(_unknown(window, list(fragments), version, newest))
+    if as_json:
+        return typer.echo(json.dumps(explained, indent=1))
+    for number, facts in enumerate(explained):
+        console.print(*([Text()] if number else []), _picture(facts), sep="\n")
+
+
+def _unknown(window: str, fragments: list[int], version: int, newest: list[int]) -> str:
+    latest = max(newest[fragment] for fragment in fragments)
+    if version > latest:
+        what = "is open" if version == latest + 1 else "is not open yet"
+        return f"{window} {what}: the newest that closed is {latest}; farloop status shows who is awaited"
+    return f"{window} is known no more: the journal is pruned behind it, and {FILE} does not have it"
+
+
+def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """Lines of that version, by fragment and version; of two, the later: a commit may have been decided twice."""
+    mark = f'"version": {version},'.encode()
+    for path in files(directory / FILE):
+        try:
+            with path.open("rb") as file:
+                lines = [line for line in file if mark in line]
+        except OSError:
+            continue  # put aside, or thrown away, meanwhile
+        for line in lines:
+            try:
+                told = json.loads(line)
+                if told["version"] == version:
+                    yield (int(told["fragment"]), version), told
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that a crash cut short
+
+
+def _explained(told: dict[str, Any] | None, past: Past | None) -> dict[str, Any]:
+    """Both sources as one; what neither knows is None."""
+    facts = {**(_from_journal(past) if past else {}), **(told or {})}
+    facts.pop("event", None)
+    for name in ("t", "open_s", "quorum", "quorum_s", "grace_s", "floor", "expected", "norm", "merge_s", "journal_s"):
+        facts.setdefault(name, None)
+    facts["record"] = past.at.where if past else None
+    facts["deltas_stored"] = bool(past and past.measured)
+    measured = {}
+    if past is not None:
+        measured = {blob.node: found for blob, found in past.measured.items()}
+    for row in facts["arrived"]:
+        found = measured.get(row["node"])
+        row["measured_norm"], row["cosine"] = (found.norm, found.cosine) if found else (None, None)
+    return facts
+
+
+def _from_journal(past: Past) -> dict[str, Any]:
+    record = past.record
+    return {
+        "epoch": past.epoch,
+        "fragment": record.fragment,
+        "version": record.version,
+        "round": record.round,
+        "final": record.flush,
+        "why": record.why,
+        "arrived": [
+            {
+                "node": addend.blob.node,
+                "after_s": None,
+                "base": addend.blob.version,
+                "window": None,
+                "weight": addend.weight,
+                "steps": sum(share.steps for share in shares) if shares else None,
+                "tokens": sum(share.tokens for share in shares) if shares else None,
+                "norm": max(sum(share.norm_sq for share in shares), 0.0) ** 0.5 if shares else None,
+            }
+            for addend in record.blobs
+            for shares in [past.contributors.get(addend.blob)]
+        ],
+        "missing": missing(record),
+        "refused": [
+            {"node": drop.blob.node, "after_s": None, "code": drop.reason.code, "detail": drop.detail}
+            for drop in past.drops
+        ],
+        "h": past.h,
+        "outer_lr": record.outer_lr,
+        "outer_momentum": record.outer_momentum,
+        "delta_scale": record.delta_scale,
+        "codec_up": past.codec_up,
+        "codec_down": past.codec_down,
+        "update_bytes": record.update_size,
+        "anchor_digest": f"{record.anchor_digest:016x}",
+    }
+
+
+# --- what a person sees
+
+
+def _picture(facts: dict[str, Any]) -> RenderableType:
+    head = Text(f"f{facts['fragment']}:{facts['version']}", style="bold cyan")
+    head.append(f"  round {facts['round']}", style="default not bold")
+    head.append(", the last of its fragment" if facts["final"] else "", style="default not bold")
+    if facts["open_s"] is not None:
+        head.append(f"  open for {duration_text(facts['open_s'])}", style="default not bold")
+    if facts["t"] is not None:
+        head.append(f"  {duration_text(facts['t'])} into the run", style="dim not bold")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    grid.add_row("closed", Text(facts["why"], style="bold"))
+    grid.add_row("waited", _waited(facts))
+    if facts["expected"] is not None:
+        grid.add_row("expected", ", ".join(facts["expected"]) or "nobody")
+    parts: list[RenderableType] = [head, grid, Padding(_arrived(facts["arrived"], facts["version"]), (1, 0, 1, 0))]
+    if facts["missing"] or facts["refused"]:
+        parts += [Padding(_left_out(facts["missing"], facts["refused"]), (0, 0, 1, 0))]
+    foot = Table.grid(padding=(0, 2, 0, 0))
+    foot.add_column(style="dim", no_wrap=True)
+    foot.add_column()
+    foot.add_row("step", _step(facts))
+    foot.add_row("update", _update(facts))
+    foot.add_row("anchor", f"{facts['anchor_digest']}, " + _where(facts))
+    return Group(*parts, foot)
+
+
+def _waited(facts: dict[str, Any]) -> str:
+    if facts["expected"] is None:
+        return f"unknown: {FILE} does not have this window"
+    quorum = "for all that were expected" if facts["quorum"] is None else f"for a quorum of {facts['quorum']}"
+    if facts["quorum_s"] is not None:
+        quorum += f", reached after {duration_text(facts['quorum_s'])}"
+    if facts["grace_s"] is not None:
+        quorum += f", and then {duration_text(facts['grace_s'])} for the others"
+    return quorum + (f", never below {facts['floor']}" if facts["floor"] > 1 else "")
+
+
+def _arrived(rows: Iterable[dict[str, Any]], version: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("merged", no_wrap=True, overflow="ellipsis", max_width=20)
+    for column in ("came", "weight", "steps", "tokens", "base", "norm", "cosine"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        norm = row["norm"] if row["measured_norm"] is None else row["measured_norm"]
+        late = row["window"] is not None and row["window"] < version
+        table.add_row(
+            Text(row["node"], style="bold"),
+            _age(row["after_s"]),
+            Text(f"{row['weight']:.3f}", style="cyan"),
+            NOTHING if row["steps"] is None else f"{row['steps']:,}",
+            NOTHING if row["tokens"] is None else f"{row['tokens']:,}",
+            f"{row['base']}{' late' if late else ''}",
+            NOTHING if norm is None else f"{norm:.3g}",
+            _cosine(row["cosine"]),
+        )
+    return table
+
+
+def _left_out(gone: Iterable[dict[str, Any]], refused: Iterable[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("left out", no_wrap=True, overflow="ellipsis", max_width=20)
+    table.add_column("when", justify="right", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
+    table.add_column("", ratio=1)
+    for row in gone:
+        table.add_row(Text(row["node"], style="bold"), NOTHING, Text(row["code"], style="yellow"), row["sentence"])
+    for row in refused:
+        table.add_row(
+            Text(row["node"], style="bold"), _age(row["after_s"]), Text(row["code"], style="red"), Text(row["detail"])
+        )
+    return table
+
+
+def _step(facts: dict[str, Any]) -> str:
+    parts = [f"H {facts['h']}", f"outer lr {facts['outer_lr']:g}", f"momentum {facts['outer_momentum']:g}"]
+    parts += [f"delta × {facts['delta_scale']:g}"] if facts["delta_scale"] != 1.0 else []
+    parts += ["a plain mean: the run's last"] if facts["final"] else []
+    parts += [f"norm of the merged delta {facts['norm']:.3g}"] if facts["norm"] is not None else []
+    return ", ".join(parts)
+
+
+def _update(facts: dict[str, Any]) -> str:
+    text = f"{size_text(facts['update_bytes'])}, {facts['codec_up']} up, {facts['codec_down']} down"
+    if facts["merge_s"] is not None:
+        text += f", merged in {1000 * facts['merge_s']:,.0f} ms, durable after {1000 * facts['journal_s']:,.0f} ms"
+    return text
+
+
+def _where(facts: dict[str, Any]) -> str:
+    return f"record at {facts['record']}" if facts["record"] else "pruned from the journal"
+
+
+def _age(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
+    return f"+{duration_text(seconds)}" if seconds >= 0 else f"-{duration_text(-seconds)}"
+
+
+def _cosine(cosine: float | None) -> Text:
+    if cosine is None:
+        return Text(NOTHING)
+    return Text(f"{cosine:.2f}", style="green" if cosine > 0.2 else "yellow" if cosine > -0.2 else "red")

@@ -1,0 +1,267 @@
+"""What a person sees of a state folder: its records, what is wrong with it, and its commits made again."""
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from farloop.cli.exit_codes import CommandError, ExitCode
+from farloop.cli.journal_words import KINDS, fragment_of, kind_of, nodes_of, plain, words
+from farloop.cli.units import plural, size_text
+from farloop.coordinator.reading import LOOK_AGAIN_S, Placed, placed, read_journal, steadily
+from farloop.coordinator.replay import Replayed, replay, span
+from farloop.coordinator.segment import Scan, scan, segment_paths
+from farloop.coordinator.verify import Report, verify
+
+_STYLES = {"commit": "bold green", "delta": "cyan", "drop": "yellow", "leave": "red", "epoch": "magenta",
+           "begin": "magenta", "finish": "bold green", "start": "blue"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which records are wanted; nothing given wants all."""
+
+    kinds: tuple[str, ...] = ()
+    fragment: int | None = None
+    node: str | None = None
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            if kind not in KINDS.values():
+                raise CommandError(f"--kind {kind}: one of {', '.join(KINDS.values())} is wanted")
+
+    def wants(self, at: Placed) -> bool:
+        record = at.record
+        return (
+            (not self.kinds or kind_of(record) in self.kinds)
+            and (self.fragment is None or fragment_of(record) == self.fragment)
+            and (self.node is None or self.node in nodes_of(record))
+        )
+
+
+# --- show
+
+
+def show(directory: Path, wanted: Filter, console: Console, *, last: int | None, follow: bool, as_json: bool) -> None:
+    """The last records that are wanted; with `follow`, also those that will come, until Ctrl-C."""
+    found = [at for scan in read_journal(directory) for at in placed(scan)]
+    following = found[-1].entry.sequence + 1 if found else 0
+    chosen = [at for at in found if wanted.wants(at)]
+    hidden = 0 if last is None else max(0, len(chosen) - last)
+    _print_records(chosen[hidden:], console, as_json=as_json)
+    if not as_json:
+        more = f"; {hidden:,} earlier ones are left out, --all shows them" if hidden else ""
+        console.print(Text(f"{plural(len(chosen), 'record')} of {len(found):,}{more}", style="dim"))
+    if not follow:
+        return
+    while True:
+        time.sleep(LOOK_AGAIN_S)
+        new = list(_newer(directory, following))
+        following = new[-1].entry.sequence + 1 if new else following
+        _print_records([at for at in new if wanted.wants(at)], console, as_json=as_json)
+
+
+def _newer(directory: Path, following: int) -> Iterator[Placed]:
+    """Records from this sequence on: of the last segment, and of those before it that have some."""
+
+    def look() -> list[Scan]:
+        scans: list[Scan] = []
+        for number, path in reversed(segment_paths(directory).items()):
+            scans.insert(0, scan(path, number, None))
+            if scans[0].first_sequence <= following:
+                break
+        return scans
+
+    return (at for found in steadily(look) for at in placed(found) if at.entry.sequence >= following)
+
+
+def _print_records(records: Iterable[Placed], console: Console, *, as_json: bool) -> None:
+    if as_json:
+        for at in records:
+            typer.echo(json.dumps(plain(at), default=repr))
+        return
+    table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True, min_width=6)
+    table.add_column(no_wrap=True, style="dim", min_width=16)
+    table.add_column(no_wrap=True, min_width=10)
+    table.add_column(ratio=1)
+    for at in records:
+        kind = kind_of(at.record)
+        table.add_row(f"{at.entry.sequence:,}", at.where, Text(kind, style=_STYLES.get(kind, "")), Text(words(at)))
+    if table.row_count:
+        console.print(table)
+
+
+# --- verify
+
+
+def check(directory: Path, console: Console, *, as_json: bool) -> None:
+    """Look at everything, and say what was found. Raises CommandError where something is wrong."""
+    report = verify(directory)
+    if as_json:
+        typer.echo(json.dumps(report_json(report)))
+    else:
+        _print_report(report, console)
+    if report.faults:
+        first = report.faults[0]
+        more = f" (and {plural(len(report.faults) - 1, 'fault')} more)" if len(report.faults) > 1 else ""
+        raise CommandError(f"{directory} is damaged: {first.where}: {first.what}{more}", ExitCode.STORAGE)
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "good": not report.faults,
+        "run": report.run,
+        "segments": report.segments,
+        "records": report.records,
+        "attached_bytes": report.attached_bytes,
+        "deltas": report.deltas,
+        "updates": report.updates,
+        "epoch": report.epoch,
+        "versions": report.versions,
+        "snapshots": report.snapshots,
+        "torn": report.torn,
+        "faults": [{"where": fault.where, "what": fault.what} for fault in report.faults],
+    }
+
+
+def _print_report(report: Report, console: Console) -> None:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    grid.add_row("run", Text(report.run or "–", style="bold cyan"))
+    sizes = f"{plural(report.segments, 'segment')}, {plural(report.records, 'record')}"
+    grid.add_row("journal", f"{sizes}, {size_text(report.attached_bytes)} attached")
+    held = f"{plural(report.deltas, 'delta')}, {plural(report.updates, 'update')}"
+    grid.add_row("holds", f"{held}, {plural(report.snapshots, 'snapshot')}")
+    if report.versions:
+        newest = " ".join(f"f{index}:{version}" for index, version in enumerate(report.versions[:12]))
+        more = f" and {len(report.versions) - 12} more" if len(report.versions) > 12 else ""
+        grid.add_row("newest", f"{newest}{more}, epoch {report.epoch}")
+    if report.torn:
+        grid.add_row("tail", Text(report.torn, style="yellow"))
+    for fault in report.faults:
+        grid.add_row(Text("damaged", style="bold red"), Text(f"{fault.where}: {fault.what}"))
+    if not report.faults:
+        grid.add_row("result", Text("whole: every digest, sequence, epoch and invariant holds", style="bold green"))
+    console.print(grid)
+
+
+# --- replay
+
+
+_VERSIONS = re.compile(r"(\d*):(\d*)|(\d+)")
+
+
+def again(directory: Path, versions: str, fragment: int | None, console: Console, *, as_json: bool) -> None:
+    """Make commits again. Raises CommandError where they cannot be, or one does not come out."""
+    scans = read_journal(directory)
+    wanted = _wanted(versions, fragment, span(directory, scans))
+    rows, different = 0, list[Replayed]()
+    table = _replay_table()
+    for replayed in replay(directory, scans, wanted):
+        rows += 1
+        if not replayed.same:
+            different.append(replayed)
+        if as_json:
+            typer.echo(json.dumps(replayed_json(replayed)))
+        else:
+            table.add_row(*_replay_cells(replayed))
+    if not as_json:
+        console.print(table)
+    if different:
+        first = different[0]
+        raise CommandError(f"{directory}: f{first.fragment}:{first.version} {_difference(first)}", ExitCode.STORAGE)
+    if not as_json:
+        console.print(Text(f"{plural(rows, 'commit')} made again: bit for bit the same", style="bold green"))
+
+
+def _wanted(versions: str, fragment: int | None, spans: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """From and to, by fragment; an open end is as far as possible."""
+    found = _VERSIONS.fullmatch(versions)
+    if found is None:
+        raise CommandError(f"{versions}: FROM:TO is wanted, as 800:812, 812 or : for all that can be made again")
+    if fragment is not None and fragment not in spans:
+        raise CommandError(f"--fragment {fragment}: the run has fragments 0 to {len(spans) - 1}")
+    low, high = (found[3], found[3]) if found[3] else (found[1], found[2])
+    wanted: dict[int, tuple[int, int]] = {}
+    for index, (first, last) in spans.items():
+        if fragment not in (None, index):
+            continue
+        begin, end = int(low) if low else first, int(high) if high else last
+        if low and high and begin > end:
+            raise CommandError(f"{versions}: version {begin} is behind {end}")
+        if first > last or begin > last or end < first:
+            continue  # nothing of it can be made again
+        if begin < first or end > last:
+            raise CommandError(f"{versions}: of fragment {index}, {first} to {last} can be made again")
+        wanted[index] = (begin, end)
+    if not wanted:
+        can = ", ".join(f"f{index} {a} to {b}" for index, (a, b) in spans.items() if a <= b) or "none"
+        raise CommandError(f"{versions}: nothing of it can be made again; what can be is {can}: behind a snapshot")
+    return wanted
+
+
+def replayed_json(replayed: Replayed) -> dict[str, Any]:
+    """For `--json`, a line per commit."""
+    return {
+        "fragment": replayed.fragment,
+        "version": replayed.version,
+        "where": replayed.where,
+        "deltas": replayed.deltas,
+        "from_deltas": replayed.from_deltas,
+        "same": replayed.same,
+        "trouble": replayed.trouble,
+        "digests": {
+            comparison.name: {"recorded": _hex(comparison.recorded), "found": _hex(comparison.found)}
+            for comparison in replayed.compared
+        },
+    }
+
+
+def _replay_table() -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for column in ("window", "at", "deltas", "update", "anchor", "target", "outer state"):
+        table.add_column(column, justify="right" if column == "deltas" else "left", no_wrap=True)
+    return table
+
+
+def _replay_cells(replayed: Replayed) -> list[Text | str]:
+    compared = {comparison.name: comparison for comparison in replayed.compared}
+    cells: list[Text | str] = [
+        Text(f"f{replayed.fragment}:{replayed.version}", style="bold"),
+        Text(replayed.where, style="dim"),
+        str(replayed.deltas) if replayed.from_deltas else "not stored",
+    ]
+    for name in ("update", "anchor", "target", "outer state"):
+        comparison = compared.get(name)
+        if comparison is None or (comparison.recorded is None and comparison.same):
+            cells.append(Text("–", style="dim"))
+        elif comparison.same:
+            short = name == "anchor"
+            cells.append(Text(_hex(comparison.found) or "" if short else "same", style="green"))
+        else:
+            cells.append(Text("differs", style="bold red"))
+    return cells
+
+
+def _difference(replayed: Replayed) -> str:
+    if replayed.trouble:
+        return f"cannot be made again: {replayed.trouble}"
+    differ = [comparison for comparison in replayed.compared if not comparison.same]
+    first = differ[0]
+    names = ", ".join(comparison.name for comparison in differ)
+    return f"does not come out: {names}; {first.name} {_hex(first.found)}, recorded {_hex(first.recorded)}"
+
+
+def _hex(digest: int | None) -> str | None:
+    return None if digest is None else f"{digest:016x}"

@@ -1,0 +1,124 @@
+"""A journal's records in words: one short sentence each, for people; their plain fields, for programs."""
+
+from typing import Any
+
+from farloop.algo.spec import BlobId, to_plain
+from farloop.cli.units import size_text
+from farloop.coordinator import records as rec
+from farloop.coordinator.reading import Placed
+from farloop.wire.messages import Drop
+
+KINDS: dict[type[rec.Record], str] = {
+    rec.RunStarted: "begin",
+    rec.EpochClaimed: "epoch",
+    rec.NodeStarted: "start",
+    rec.NodeLeft: "leave",
+    rec.LeaseGranted: "lease",
+    rec.RoundFixed: "round",
+    rec.InputStored: "delta",
+    rec.InputDropped: "drop",
+    rec.WindowCommitted: "commit",
+    rec.SnapshotTaken: "snapshot",
+    rec.EvaluationTaken: "evaluation",
+    rec.RunFinished: "finish",
+    rec.LedgerSaved: "summary",
+}
+"""What each kind is called on the command line."""
+
+
+def kind_of(record: rec.Record) -> str:
+    """Also of kinds that were added since: their own name."""
+    return KINDS.get(type(record), type(record).__name__.lower())
+
+
+def fragment_of(record: rec.Record) -> int | None:
+    """The fragment that a record is about; None where it is about none, or all."""
+    match record:
+        case rec.InputStored(blob=blob) | rec.InputDropped(blob=blob):
+            return blob.fragment
+        case rec.WindowCommitted(fragment=fragment) | rec.SnapshotTaken(fragment=fragment):
+            return fragment
+        case _:
+            return None
+
+
+def nodes_of(record: rec.Record) -> set[str]:
+    """Whom a record is about."""
+    match record:
+        case rec.NodeStarted(node=node) | rec.NodeLeft(node=node) | rec.LeaseGranted(node=node):
+            return {node}
+        case rec.InputStored(blob=blob) | rec.InputDropped(blob=blob):
+            return {blob.node}
+        case rec.WindowCommitted(merged=merged, drops=drops):
+            return {share.node for share in merged} | {drop.node for drop in drops}
+        case _:
+            return set()
+
+
+def words(at: Placed) -> str:
+    """What a record says."""
+    size = size_text(at.attachment.size)
+    match at.record:
+        case rec.RunStarted(spec=spec, epoch=epoch):
+            count = len(spec.identity.layout.fragments)
+            return f"run {spec.identity.name}, {spec.terms.method}, {count} fragments, epoch {epoch}"
+        case rec.EpochClaimed(epoch=epoch):
+            return f"epoch {epoch}: the coordinator started again"
+        case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index):
+            return f"{node} trains from round {round_index} on (incarnation {incarnation})"
+        case rec.NodeLeft(node=node, reason=reason):
+            return f"{node} left: {reason.sentence}"
+        case rec.LeaseGranted(node=node, lease=lease):
+            return f"{node} got samples {lease.start} to {lease.start + lease.count - 1}"
+        case rec.RoundFixed(round=plan):
+            return f"round {plan.index}: {plan.length} steps from position {plan.start}"
+        case rec.InputStored(blob=blob, window=window, contributors=contributors):
+            steps = sum(contribution.steps for contribution in contributors)
+            return f"{_delta(blob, window)}, {steps} steps, {size}"
+        case rec.InputDropped(blob=blob, reason=reason, detail=detail):
+            return f"{_delta(blob, None)} dropped: {reason.code}: {detail}"
+        case rec.WindowCommitted() as commit:
+            return f"{_commit(commit)}, {size}"
+        case rec.SnapshotTaken(fragment=fragment, version=version):
+            return f"f{fragment} at version {version}"
+        case rec.EvaluationTaken(loss=loss, versions=versions, position=position):
+            return f"loss {loss:.4f} at position {position:g}, versions {_list(versions)}"
+        case rec.RunFinished():
+            return "every fragment is final"
+        case rec.LedgerSaved(versions=versions, epoch=epoch):
+            return f"all before it: versions {_list(versions)}, epoch {epoch}"
+
+
+def plain(at: Placed) -> dict[str, Any]:
+    """For `--json`: the place, the kind, and the record's own fields."""
+    return {
+        "sequence": at.entry.sequence,
+        "segment": at.segment,
+        "offset": at.offset,
+        "kind": kind_of(at.record),
+        "words": words(at),
+        "attached_bytes": at.attachment.size,
+        "record": to_plain(at.record),
+    }
+
+
+def without(drops: tuple[Drop, ...]) -> str:
+    """`tromso (silent), oslo (late)`."""
+    return ", ".join(f"{drop.node} ({drop.reason.code})" for drop in drops)
+
+
+def _delta(blob: BlobId, window: int | None) -> str:
+    name = f"f{blob.fragment}" + ("" if window is None else f":{window}")
+    return f"{blob.node}'s delta for {name}, base {blob.version}"
+
+
+def _commit(commit: rec.WindowCommitted) -> str:
+    shares = ", ".join(f"{share.node} {share.weight:.3g}" for share in commit.merged)
+    lost = f"; without {without(commit.drops)}" if commit.drops else ""
+    final = ", final" if commit.flush else ""
+    return f"f{commit.fragment}:{commit.version}{final}, round {commit.round}: {shares}{lost}; {commit.why}"
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    shown = " ".join(map(str, numbers[:8]))
+    return shown + (f" … ({len(numbers)})" if len(numbers) > 8 else "")
