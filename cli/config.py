@@ -130,6 +130,8 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
     _check_http(settings, "coordinator")
     _check_keys(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator.pop("insecure")
+    if (share := coordinator["floor_share"]) is not None and not 0.0 <= share <= 1.0:
+        raise settings.error("coordinator", "floor_share", f"{share:g} is no share; 0 to 1 is wanted, as 0.5")
     return RunFile(
         settings=settings,
         run=RunConfig(**settings.section("run")),

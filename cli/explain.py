@@ -33,7 +33,7 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     if found is None:
         raise CommandError(f"{window}: f0:812 is wanted, or 812 for the window of every fragment")
     scans = read_journal(directory)
-    newest, version = newest_versions(directory, scans), int(found[2])
+    (newest, final), version = newest_versions(directory, scans), int(found[2])
     fragments = range(len(newest)) if found[1] is None else [int(found[1])]
     if found[1] is not None and int(found[1]) >= len(newest):
         raise CommandError(f"{window}: the run has fragments 0 to {len(newest) - 1}")
@@ -42,15 +42,17 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     told = dict(_decisions(directory, version))
     explained = [_explained(told.get(key), past.get(key)) for key in sorted(wanted & (past.keys() | told.keys()))]
     if not explained:
-        raise CommandError(_unknown(window, list(fragments), version, newest))
+        raise CommandError(_unknown(window, list(fragments), version, newest, final))
     if as_json:
         return typer.echo(json.dumps(explained, indent=1))
     for number, facts in enumerate(explained):
         console.print(*([Text()] if number else []), _picture(facts), sep="\n")
 
 
-def _unknown(window: str, fragments: list[int], version: int, newest: list[int]) -> str:
+def _unknown(window: str, fragments: list[int], version: int, newest: list[int], final: set[int]) -> str:
     latest = max(newest[fragment] for fragment in fragments)
+    if version > latest and final.issuperset(fragments):
+        return f"{window}: there is none; the run is over, and its last is {latest}"
     if version > latest:
         what = "is open" if version == latest + 1 else "is not open yet"
         return f"{window} {what}: the newest that closed is {latest}; farloop status shows who is awaited"

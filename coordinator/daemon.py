@@ -61,6 +61,9 @@ class CoordinatorConfig:
     """Folder of the nodes' public keys."""
     http: str = "127.0.0.1:9700"
     """Where /metrics, /healthz, /readyz and /status are served; an empty text serves nothing."""
+    floor_share: float | None = None
+    """Least share of the live nodes that must have been merged in the last rounds, or the run is held; 0 never holds
+    it. Unless given, 0.5 where windows wait for all that are expected, and 0 where there is a quorum."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
 
@@ -73,7 +76,10 @@ class Coordinator:
         self.config, self.store = config, store
         self.metrics = Metrics()
         self.machine = CoordinatorMachine(
-            store.ledger.copy(), now=time.monotonic(), liveness_s=config.timing.liveness_s
+            store.ledger.copy(),
+            now=time.monotonic(),
+            liveness_s=config.timing.liveness_s,
+            floor_share=config.floor_share,
         )
         self._upkeep = Upkeep(store, self.machine.alarms)
         self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics, self._upkeep.hold)

@@ -67,15 +67,17 @@ def look_back(directory: Path, scans: list[Scan], wanted: set[tuple[int, int]]) 
     return found
 
 
-def newest_versions(directory: Path, scans: list[Scan]) -> list[int]:
-    """Of every fragment."""
+def newest_versions(directory: Path, scans: list[Scan]) -> tuple[list[int], set[int]]:
+    """Of every fragment; and the fragments that are final."""
     ledger: Ledger | None = None
     for scan in scans:
         for at in placed(scan):
             if ledger is None:
                 ledger = ledger_of(directory, at.record)
             ledger.apply(at.record)
-    return list(ledger.versions) if ledger else []
+    if ledger is None:
+        return [], set()
+    return list(ledger.versions), set(range(len(ledger.versions))) - ledger.windows.keys()
 
 
 def _past(

@@ -17,6 +17,7 @@ from farloop.coordinator.admission import delta_refusal, progress_untrue
 from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.evaluations import Evaluations
 from farloop.coordinator.grace import Grace
+from farloop.coordinator.guard import ALARM, Guard
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.membership import Membership
 from farloop.coordinator.roster import Member
@@ -31,12 +32,18 @@ RETRY_S = 1.0
 class CoordinatorMachine:
     """One incarnation of the coordinator of one run."""
 
-    def __init__(self, ledger: Ledger, *, now: float, liveness_s: float = 10.0) -> None:
-        """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without."""
+    def __init__(
+        self, ledger: Ledger, *, now: float, liveness_s: float = 10.0, floor_share: float | None = None
+    ) -> None:
+        """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without.
+
+        `floor_share`: least share of the live nodes that must lately have been merged (`guard.py`).
+        """
         self.ledger = ledger
         self.windows: dict[int, Window] = {}
         self.alarms: dict[str, str] = {}
         self.grace = Grace(ledger.spec.terms)
+        self.guard = Guard(ledger, floor_share)
         self._decisions = Decisions(ledger)
         self._membership = Membership(ledger, self._decisions, self.windows, self._try_close, gone_at=now + liveness_s)
         self._evaluations = Evaluations(ledger)
@@ -94,8 +101,9 @@ class CoordinatorMachine:
         self._now = now
         match event:
             case ev.Greeted():
-                if self._membership.is_new(event):
-                    self._mend(event.node, set())
+                foreign = self.ledger.foreign(event.hello.anchors)
+                if foreign or self._membership.is_new(event):
+                    self._mend(event.node, foreign)
                 self._membership.greeted(event, now)
             case ev.Heard(node=node, session=session, message=message):
                 if member := self._membership.in_session(node, session):
@@ -115,6 +123,8 @@ class CoordinatorMachine:
                 self._retry_at[fragment] = now + RETRY_S
             case _:
                 assert_never(event)
+        if self.guard.holds:
+            self._try_close_all()
         return self._decisions.take()
 
     def next_timer(self) -> float | None:
@@ -278,7 +288,13 @@ class CoordinatorMachine:
             return
         quorum = None if window.max_staleness and window.terms.final else spec.terms.quorum
         why = window.why_close(quorum, spec.terms.floor, patient=self.grace.lasts(window, self._now))
+        short = f"floor of fragment {fragment}"
+        self.alarms.pop(short, None)
         if why is None:
+            if lacking := window.short_of(spec.terms.floor):
+                self.alarms[short] = lacking
+            return
+        if self._held(window):
             return
         self._fix_rounds()
         window.state = "closing"
@@ -286,12 +302,21 @@ class CoordinatorMachine:
         commit = self._commits[fragment] = ev.Commit(draft=draft, codec_down=window.terms.codec_down)
         self._decisions.do(commit)
 
+    def _held(self, window: Window) -> bool:
+        """Whether too few of the live nodes would be part of the run, if this window closed now."""
+        self.guard.look(self.members.values())
+        self.alarms.pop(ALARM, None)
+        if alarm := self.guard.alarm(window.contributors):
+            self.alarms[ALARM] = alarm
+        return self.guard.holds
+
     def _committed(self, record: rec.WindowCommitted) -> None:
         """A commit is durable: open what follows, tell everybody, start who waits, and end the run where it ends."""
         before, held = self.ledger.current_round, self.ledger.inputs
         closed = self.windows.pop(record.fragment)
         del self._commits[record.fragment]
         self.ledger.apply(record)
+        self.guard.committed(record)
         for blob in held.keys() - self.ledger.inputs.keys() - {addend.blob for addend in record.blobs}:
             self._decisions.do(ev.Forget(blob=blob))
         self.alarms.pop(f"commit of fragment {record.fragment}", None)

@@ -35,6 +35,12 @@ class Metrics:
         self.happenings = Counter(
             "farloop_happenings", "Refusals, drops, ends and alarms.", ["kind", "reason"], registry=registry
         )
+        self.participation = Gauge(
+            "farloop_participation_ratio", "Share of the live nodes that were merged lately.", registry=registry
+        )
+        self.participation_held = Gauge(
+            "farloop_participation_held", "1 while too few live nodes are merged to commit.", registry=registry
+        )
         self.update_bytes = Counter("farloop_update_bytes", "Encoded updates committed.", registry=registry)
         self.delta_norm = Gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"], registry=registry)
         buckets = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60)

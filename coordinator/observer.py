@@ -174,6 +174,8 @@ class Observer:
         self._metrics.nodes.labels("connected").set(sum(node["connected"] for node in status["nodes"]))
         self._metrics.nodes.labels("training").set(sum(m.counts for m in machine.members.values()))
         self._metrics.storage_held.set(bool(self._hold))
+        self._metrics.participation.set(machine.guard.share())
+        self._metrics.participation_held.set(machine.guard.holds)
         self._metrics.alarms.set(len(status["alarms"]))
         self.status_json = json.dumps(status).encode()
 
@@ -187,7 +189,7 @@ class Observer:
             self._finished_at = now
         until = self._finished_at or now
         state: Literal["waiting", "training", "held"] = "training" if machine.begun else "waiting"
-        if self._hold:
+        if self._hold or machine.guard.holds:
             state = "held"
         members = sorted(machine.members.values(), key=lambda m: m.name)
         return {

@@ -95,6 +95,15 @@ class Window:
             return f"quorum of {quorum} reached, without {', '.join(sorted(self.missing))}"
         return None
 
+    def short_of(self, floor: int) -> str | None:
+        """What keeps the window open though nobody is awaited any more, as a sentence; None where nothing does."""
+        came = len(self.contributors)
+        if self.state != "open" or self.missing or not self.expected or came >= max(floor, 2):
+            return None
+        gone = ", ".join(f"{node} ({reason.code})" for node, reason in sorted(self.removed.items()))
+        lacking = f"window {self.terms.window} is held with {came} of the {floor} contributions it needs"
+        return lacking + (f", without {gone}" if gone else "")
+
     def ordered(self) -> list[Offer]:
         """The inputs in the order they are summed: arrival order never shows."""
         return sorted(self.inputs.values(), key=lambda offer: sum_key(offer.contributors))

@@ -6,7 +6,7 @@ Plain dictionaries on purpose: they are written and read as JSON by different pr
 from typing import Literal, NotRequired, TypedDict
 
 RunState = Literal["waiting", "training", "held", "finished"]
-"""Held: the coordinator's disk takes nothing more, so nothing is committed; an alarm says what to do about it."""
+"""Held: nothing is committed, for the disk takes nothing more or too few live nodes are merged; an alarm says what to do."""
 WindowState = Literal["open", "closing", "final"]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
 from farloop.node import events as ev
+from farloop.node.alone import SENTENCES, Alone, How
 from farloop.node.clock import Activity, Clock
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.drift import Drift
@@ -62,6 +63,7 @@ class Leader:
         self.evaluate: Callable[[], float] | None = None
         self._memory = memory
         self._reports = Reports(self.machine, self.clock, self.samples, memory, cluster, fingerprint)
+        self._alone, self._was_alone = Alone(name), ""
         self._inbox: Inbox = queue.SimpleQueue()
         self._blobs: dict[BlobId, bytearray] = {}
         self._merged: list[int] = []
@@ -141,7 +143,14 @@ class Leader:
 
     def progress(self) -> msg.Progress:
         """How it goes, for the coordinator and the metrics."""
-        return self._reports.progress(self.link.moved, self._waiting, time.monotonic())
+        return self._reports.progress(self.link.moved, self._waiting, time.monotonic(), SENTENCES[self._how_alone()])
+
+    def _how_alone(self) -> How:
+        machine = self.machine
+        trains = machine.running and machine.inner_steps > 0
+        return self._alone.how(
+            trains=trains, connected=machine.connected, round_index=machine.round, now=time.monotonic()
+        )
 
     # --- inbox and commands
 
@@ -203,6 +212,7 @@ class Leader:
                 self.link.flushed(2.0)
                 raise event
             case wire_ev.MessageReceived(message=message):
+                self._alone.heard(message, self.machine.round)
                 if self._drift is not None:
                     self._drift.heard(message)
                 self._do(self.machine.handle(ev.Received(message=message)))
@@ -329,8 +339,12 @@ class Leader:
     def _report_if_due(self) -> None:
         now = time.monotonic()
         if self._reports.is_due(now):
-            progress = self.progress()
-            self.metrics.saw(progress, versions=self.machine.versions, connected=self.machine.connected)
+            progress, alone = self.progress(), self._how_alone()
+            if alone != self._was_alone:
+                _log.warning("alone how=%r", SENTENCES[alone]) if alone else _log.info("no longer alone")
+                self._was_alone = alone
+            versions, connected = self.machine.versions, self.machine.connected
+            self.metrics.saw(progress, versions=versions, connected=connected, alone=bool(alone))
             self.link.send(progress)
             self._reports.reported(now)
 

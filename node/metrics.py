@@ -27,15 +27,16 @@ class Metrics(Collector):
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
-        self._seen: tuple[Progress, tuple[int, ...], bool] | None = None
+        self._seen: tuple[Progress, tuple[int, ...], bool, bool] | None = None
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def saw(self, progress: Progress, *, versions: Sequence[int], connected: bool) -> None:
-        """How it goes: the node's report, the version of every anchor (−1: none yet), whether a session is open."""
-        self._seen = progress, tuple(versions), connected
+    def saw(self, progress: Progress, *, versions: Sequence[int], connected: bool, alone: bool = False) -> None:
+        """How it goes: the node's report, the version of every anchor (−1: none yet), whether a session is open, and
+        whether the node trains alone."""
+        self._seen = progress, tuple(versions), connected, alone
 
     def lost_by_codec(self, fragment: int, ratio: float) -> None:
         """|residual| ÷ |delta| of the last encoding of a fragment, under a codec with error feedback."""
@@ -59,8 +60,9 @@ class Metrics(Collector):
         """All metrics, as of the last report; none before it."""
         if self._seen is None:
             return
-        progress, versions, connected = self._seen
+        progress, versions, connected, alone = self._seen
         yield self._gauge("connected", "1 while a session with the coordinator is open.", float(connected))
+        yield self._gauge("alone", "1 while it trains without the coordinator, or without the others.", float(alone))
         yield self._gauge("position_steps", "Schedule position: the run's clock.", progress.position)
         yield self._gauge("tokens_per_second", "Tokens trained on a second.", progress.tokens_per_s)
         yield self._gauge(

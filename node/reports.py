@@ -84,8 +84,11 @@ class Reports:
         """That was one; the next will measure from here."""
         self._reported = (now, self._machine.tokens)
 
-    def progress(self, moved: Moved, waiting: str | None, now: float) -> msg.Progress:
-        """How it goes, for the coordinator and the metrics. `waiting`: what training stands still for, in words."""
+    def progress(self, moved: Moved, waiting: str | None, now: float, alone: str = "") -> msg.Progress:
+        """How it goes, for the coordinator and the metrics.
+
+        `waiting`: what training stands still for, in words; `alone`: how it trains alone, if it does (`alone.py`).
+        """
         machine = self._machine
         since, tokens = self._reported
         rate = (machine.tokens - tokens) / (now - since) if since and now > since else 0.0
@@ -104,7 +107,7 @@ class Reports:
             bytes_up=moved.up,
             bytes_down=moved.down,
             bytes_state=moved.state,
-            detail=waiting or "",
+            detail=waiting or alone,
             skipped_turns=machine.skipped_turns,
         )
 

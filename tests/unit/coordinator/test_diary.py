@@ -1,4 +1,4 @@
-"""decisions.jsonl: a line for every closed window, with who came when and who did not (protocol E, F)."""
+"""decisions.jsonl: a line for every closed window, with who came when and who did not (protocol, Reasons)."""
 
 import dataclasses
 import json

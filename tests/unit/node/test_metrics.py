@@ -51,6 +51,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         ("farloop_node_loss_nats", ()): 2.5,
         ("farloop_node_inner_steps_total", ()): 13,
         ("farloop_node_tokens_total", ()): 1300,
+        ("farloop_node_alone", ()): 0.0,
         ("farloop_node_blocked_seconds_total", ()): 1.5,
         ("farloop_node_lost_steps_total", ()): 4,
         ("farloop_node_skipped_turns_total", ()): 5,

@@ -1,0 +1,227 @@
+"""A run does not go on with a few while many are live: the coordinator says so, and holds it (protocol, Participation)."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.guard import ALARM, ROUNDS
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+BERGEN, OSLO, TROMSO, PARIS = NODES = tuple(map(NodeId, ("bergen", "oslo", "tromso", "paris")))
+REPORT = msg.Progress(
+    state="training", position=0.0, round=0, inner_steps=0, tokens=0, loss=None, tokens_per_s=0.0, compute_share=0.0,
+    blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0, detail="",
+)  # fmt: skip
+
+
+class Run:
+    """Nodes that train; every window is served by those of them who are good, and refused to the others."""
+
+    def __init__(
+        self, spec: RunSpec, nodes: tuple[NodeId, ...] = NODES, share: float | None = None, **terms: Any
+    ) -> None:
+        terms = {"steps": 1000, "min_nodes": len(nodes), **terms}
+        spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+        self.ledger, self.share, self.now = Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), share, 0.0
+        self.nodes = nodes
+        self.seq = 0
+        self.begin()
+        for node in nodes:
+            self.say(node, msg.Ready())
+
+    def begin(self, round_index: int | None = None) -> None:
+        self.machine = CoordinatorMachine(self.ledger, now=self.now, floor_share=self.share)
+        for node in self.nodes:
+            self.greet(node, round_index)
+
+    def greet(self, node: NodeId, round_index: int | None, session: int = 0) -> None:
+        hello = msg.Hello(
+            protocol_min=1, protocol_max=1, node=node, incarnation=1, fingerprint=None, layout=None, epoch_seen=0,
+            anchors=(), round=round_index, device="cpu",
+        )  # fmt: skip
+        self.handle(ev.Greeted(session=session or NODES.index(node) + 1, node=node, hello=hello))
+
+    def say(self, node: NodeId, message: msg.Message) -> None:
+        self.handle(ev.Heard(session=NODES.index(node) + 1, node=node, message=message))
+
+    def handle(self, event: ev.Event) -> None:
+        for command in self.machine.handle(event, self.now):
+            if isinstance(command, ev.Commit):
+                self.handle(ev.CommitDone(record=command.draft))
+        self.machine.check()
+
+    def offer(self, node: NodeId, fragment: int) -> msg.Offer:
+        window = self.machine.windows[fragment].terms.window
+        self.seq += 1
+        blob = BlobId(
+            kind=BlobKind.DELTA, fragment=fragment, version=window - 1, node=node, incarnation=1, seq=self.seq
+        )
+        work = Contribution(node=node, incarnation=1, base=window - 1, steps=10, tokens=640, norm_sq=1.0)
+        return msg.Offer(blob=blob, size=1, digest=1, window=window, contributors=(work,))
+
+    def turn(self, *good: NodeId) -> None:
+        """One window of each fragment, in the order of the slots that are due."""
+        for fragment in (1, 0):
+            version = self.machine.ledger.versions[fragment]
+            for node in (*(n for n in self.nodes if n not in good), *good):
+                window = self.machine.windows[fragment]
+                if self.machine.ledger.versions[fragment] == version and node in window.missing:
+                    offer = self.offer(node, fragment)
+                    if node in good:
+                        self.handle(ev.InputStored(offer=offer))
+                    else:
+                        self.handle(ev.InputFailed(offer=offer, reason=Reason.CORRUPT, detail="again"))
+
+    def rounds(self, count: int, *good: NodeId) -> None:
+        for _ in range(count):
+            self.turn(*good)
+
+    @property
+    def round(self) -> int:
+        return self.machine.ledger.current_round
+
+    @property
+    def held(self) -> bool:
+        return self.machine.guard.holds
+
+    @property
+    def alarm(self) -> str:
+        return self.machine.alarms.get(ALARM, "")
+
+
+def test_a_run_in_which_all_are_merged_is_never_held(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.rounds(20, *NODES)
+    assert run.round >= 18 and not run.held and not run.alarm and run.machine.guard.share() == 1.0
+
+
+def test_a_run_of_which_only_one_of_four_is_merged_is_held_and_says_who_is_left_out(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.rounds(2, *NODES)
+    run.rounds(20, BERGEN)
+    assert run.held
+    assert run.alarm.startswith(
+        f"3 of 4 live nodes were merged in none of the last {ROUNDS} rounds (oslo, paris, tromso)"
+    )
+    held_at = run.round
+    assert held_at <= 2 + ROUNDS + 2, "not for long without them"
+    run.rounds(5, BERGEN)
+    assert run.round == held_at and run.held
+
+
+def test_half_of_them_is_enough(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.rounds(15, BERGEN, OSLO)
+    assert run.round >= 12 and not run.held and not run.alarm
+    assert run.machine.guard.share() == 0.5
+
+
+def test_a_run_goes_on_when_who_was_left_out_is_merged_again(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.rounds(12, BERGEN)
+    assert run.held
+    before = run.round
+    for node in (OSLO, TROMSO):  # back with fresh sessions: the windows that were held take them in again
+        run.handle(ev.Parted(session=NODES.index(node) + 1, node=node, reason=Reason.CLOSED))
+        run.greet(node, run.round, session=NODES.index(node) + 1)
+    run.rounds(4, BERGEN, OSLO, TROMSO)
+    assert not run.held and not run.alarm and run.round > before
+
+
+def test_a_run_goes_on_when_who_was_left_out_leaves(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.rounds(12, BERGEN)
+    assert run.held
+    versions = list(run.machine.ledger.versions)
+    for node in (OSLO, TROMSO, PARIS):
+        run.say(node, msg.Leave(reason=Reason.DRAINED))
+    assert not run.held and not run.alarm and run.machine.ledger.versions != versions, "what was held is committed"
+
+
+@pytest.mark.parametrize("state", ["draining", "paused"])
+def test_who_has_reason_not_to_send_is_not_missed(spec: RunSpec, state: msg.NodeState) -> None:
+    run = Run(spec)
+    for node in (OSLO, TROMSO, PARIS):
+        run.say(node, dataclasses.replace(REPORT, state=state))
+    run.rounds(12, BERGEN)
+    assert not run.held and not run.alarm
+
+
+def test_who_is_gone_is_not_missed(spec: RunSpec) -> None:
+    """A run may shrink to one node."""
+    run = Run(spec)
+    for node in (OSLO, TROMSO, PARIS):
+        run.handle(ev.Parted(session=NODES.index(node) + 1, node=node, reason=Reason.SILENT))
+    run.machine.handle_timer(run.now)
+    run.rounds(12, BERGEN)
+    assert run.round >= 10 and not run.held and not run.alarm
+
+
+def test_a_run_of_one_node_is_never_held(spec: RunSpec) -> None:
+    run = Run(spec, (BERGEN,))
+    run.rounds(12, BERGEN)
+    assert run.round >= 10 and not run.held
+
+
+def test_a_restart_gives_everybody_the_same_time_again(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.rounds(ROUNDS, BERGEN)
+    run.begin(run.round)
+    run.rounds(1, BERGEN)
+    assert not run.held
+    run.rounds(12, BERGEN)
+    assert run.held
+
+
+def test_with_a_quorum_it_is_said_and_nothing_is_held(spec: RunSpec) -> None:
+    run = Run(spec, quorum=1)
+    run.rounds(12, BERGEN)
+    assert run.round >= 10 and not run.held and run.alarm.endswith("the run goes on with the others")
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.0, False), (0.2, False), (0.3, True)])
+def test_the_share_can_be_chosen(spec: RunSpec, share: float, held: bool) -> None:
+    run = Run(spec, share=share)
+    run.rounds(14, BERGEN)
+    assert run.held is held
+
+
+def test_a_window_below_the_floor_says_what_it_lacks(spec: RunSpec) -> None:
+    run = Run(spec, (BERGEN, OSLO), floor=2)
+    run.turn(BERGEN)
+    assert run.machine.ledger.versions == [0, 0]
+    lacking = "window 1 is held with 1 of the 2 contributions it needs, without oslo (corrupt)"
+    assert run.machine.alarms == {f"floor of fragment {fragment}": lacking for fragment in (0, 1)}
+
+
+def test_a_window_that_lacks_nothing_any_more_says_nothing(spec: RunSpec) -> None:
+    run = Run(spec, (BERGEN, OSLO), floor=2)
+    run.handle(ev.InputStored(offer=run.offer(BERGEN, 1)))
+    run.handle(ev.Parted(session=2, node=OSLO, reason=Reason.SILENT))
+    run.machine.handle_timer(run.now)
+    assert "oslo (silent)" in run.machine.alarms["floor of fragment 1"]
+    run.greet(OSLO, 0, session=2)
+    run.handle(ev.InputStored(offer=run.offer(OSLO, 1)))
+    assert run.machine.ledger.versions[1] == 1 and "floor of fragment 1" not in run.machine.alarms
+
+
+def test_an_anchor_of_another_history_is_an_alarm_until_the_node_sends_from_a_mended_one(spec: RunSpec) -> None:
+    """S: with our version and another digest; a snapshot is on its way."""
+    run = Run(spec, (BERGEN,))
+    foreign = msg.AnchorRef(fragment=1, version=0, digest=999)
+    hello = msg.Hello(
+        protocol_min=1, protocol_max=1, node=BERGEN, incarnation=1, fingerprint=None, layout=None, epoch_seen=0,
+        anchors=(foreign, msg.AnchorRef(fragment=0, version=0, digest=100)), round=0, device="cpu",
+    )  # fmt: skip
+    commands = run.machine.handle(ev.Greeted(session=8, node=BERGEN, hello=hello), 0.0)
+    assert [c.fragment for c in commands if isinstance(c, ev.SendSnapshot)] == [1]
+    assert run.machine.alarms == {"anchor of bergen": "fragment 1 did not match its digest"}
+    run.machine.handle(ev.Heard(session=8, node=BERGEN, message=run.offer(BERGEN, 1)), 0.0)
+    assert run.machine.alarms == {}
