@@ -102,7 +102,10 @@ def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int
     begun = ledger.round_of(fragment, base) - behind
     if terms.mix == 1.0:  # nothing is ever mixed in: the work is that since the last send, however long ago
         begun = 0
-    return sum(plan.steps_of(node) for plan in plans if plan.index >= begun) + max(plan.length for plan in plans)
+    oldest = ledger.rounds[min(ledger.rounds)]
+    forgotten = oldest.start if begun < oldest.index else 0
+    steps = sum(plan.steps_of(node) for plan in plans if plan.index >= begun)
+    return forgotten + steps + max(plan.length for plan in plans)
 
 
 def progress_untrue(progress: Progress, ledger: Ledger) -> str | None:

@@ -1,6 +1,8 @@
 """Which samples belong to whom: ranges of the endless stream of data passes, granted to nodes. Pure.
 
-No position is granted twice unless it came back unconsumed (protocol "Data leases").
+A position below the frontier is free (it came back), held (granted, and in no stored delta yet) or trained (granted to
+one start of a node, which has stored a delta since it used it). No position is granted twice unless it came back, and
+what comes back is in no stored delta (protocol "Data leases").
 """
 
 import itertools
@@ -8,12 +10,19 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from farloop.algo.spec import Lease, NodeId
+from farloop.monitoring.status import SamplesStatus
 
 LEASE_ROUNDS: Final = 3
 """Rounds of samples a node holds in advance: the one it trains in and two of outage."""
 
 LEASE_STEPS: Final = 60
 """Inner steps of samples it holds at least: where rounds are short, grants would be many."""
+
+ENDED_KEPT: Final = 64
+"""Starts that gave back their samples and are remembered: one may yet be heard of."""
+
+Owner = tuple[NodeId, int]
+"""One start of a node: its name and incarnation."""
 
 
 @dataclass(slots=True)
@@ -23,10 +32,46 @@ class Leases:
     frontier: int = 0
     """First position that was never granted."""
     returned: list[Lease] = field(default_factory=list)
-    held: dict[tuple[NodeId, int], list[Lease]] = field(default_factory=dict)
-    """Grants by (node, incarnation)."""
-    consumed: dict[tuple[NodeId, int], int] = field(default_factory=dict)
+    """What came back and is not granted again yet, by position; neighbours are one."""
+    held: dict[Owner, list[Lease]] = field(default_factory=dict)
+    """Grants that are not trained to their end."""
+    retired: dict[Owner, int] = field(default_factory=dict)
+    """Samples of the grants before those."""
+    consumed: dict[Owner, int] = field(default_factory=dict)
     """Samples that each says it has used of its grants."""
+    stored: dict[Owner, int] = field(default_factory=dict)
+    """Those that it had used when it made the newest of its stored deltas."""
+    ended: dict[Owner, int] = field(default_factory=dict)
+    """Of the last starts that gave back what they had not used: how many samples they had, as far as is known."""
+    returned_total: int = 0
+    """Samples that ever came back, however often."""
+    uncertain_total: int = 0
+    """Those of them that somebody had trained on, in no stored delta: they are trained on again."""
+
+    @property
+    def free(self) -> int:
+        """Samples that came back and wait to be granted again."""
+        return sum(lease.count for lease in self.returned)
+
+    @property
+    def granted_total(self) -> int:
+        """Samples that were ever granted, again included."""
+        return self.frontier + self.returned_total - self.free
+
+    @property
+    def trained_total(self) -> int:
+        """Samples whose start has stored a delta since it used them: each counts once."""
+        held = sum(self._granted(owner) - self.stored.get(owner, 0) for owner in self.held)
+        return self.frontier - self.free - held
+
+    def fates(self) -> SamplesStatus:
+        """What became of all samples so far, in numbers that only grow."""
+        return {
+            "granted": self.granted_total,
+            "trained": self.trained_total,
+            "returned": self.returned_total,
+            "uncertain": self.uncertain_total,
+        }
 
     def outstanding(self, node: NodeId, incarnation: int) -> int:
         """Granted and, as far as is known, not used yet."""
@@ -36,7 +81,7 @@ class Leases:
     def unused(self, node: NodeId, incarnation: int) -> list[Lease]:
         """Its grants that are not used up, each whole, in the order it got them."""
         owner = (node, incarnation)
-        used, leases = self.consumed.get(owner, 0), list(self.held.get(owner, ()))
+        used, leases = self.consumed.get(owner, 0) - self.retired.get(owner, 0), list(self.held.get(owner, ()))
         while leases and leases[0].count <= used:
             used -= leases.pop(0).count
         return leases
@@ -59,6 +104,17 @@ class Leases:
             leases.append(Lease(start=self.frontier, count=count))
         return leases
 
+    def begin_anew(self, node: NodeId, incarnation: int, since: int) -> None:
+        """A start that gave everything back lives on, has let go of it too, and says how many samples it has used.
+
+        What it used beyond what was known of when it gave them back has come back all the same.
+        """
+        owner = (node, incarnation)
+        assert not self.held.get(owner)
+        self.held[owner] = []
+        self.uncertain_total += max(0, since - self.ended.pop(owner, since))
+        self.retired[owner] = self.consumed[owner] = self.stored[owner] = since
+
     def grant(self, node: NodeId, incarnation: int, lease: Lease) -> None:
         """Book a proposed grant; several in their order."""
         if self.returned and self.returned[0].start == lease.start:
@@ -77,17 +133,56 @@ class Leases:
         if consumed > self.consumed.get(owner, 0):
             self.consumed[owner] = consumed
 
-    def give_back(self, node: NodeId, incarnation: int) -> int:
-        """The node is gone: what it did not use is free again. Returns the number of samples."""
+    def stores(self, node: NodeId, incarnation: int, consumed: int | None) -> None:
+        """A delta is stored; its node had used this many samples when it took it. None: it does not say.
+
+        Of a start that gave its samples back before, these had come back too early.
+        """
         owner = (node, incarnation)
-        used, free = self.consumed.pop(owner, 0), []
-        for lease in self.held.pop(owner, ()):
-            taken = min(used, lease.count)
-            used -= taken
-            if lease.count > taken:
-                free.append(Lease(start=lease.start + taken, count=lease.count - taken))
-        self.returned = sorted([*self.returned, *free], key=lambda lease: lease.start)
-        return sum(lease.count for lease in free)
+        if consumed is None:
+            return
+        if owner in self.held:
+            self.watermark(node, incarnation, consumed)
+            if (stored := min(consumed, self._granted(owner))) > self.stored.get(owner, 0):
+                self.stored[owner] = stored
+        elif consumed > self.ended.get(owner, consumed):
+            self.uncertain_total += consumed - self.ended[owner]
+            self.ended[owner] = consumed
+
+    def retire(self, node: NodeId, incarnation: int, stored: int) -> None:
+        """Forget the grants that `stored` deltas have used up: they never come back, and only their number matters."""
+        owner = (node, incarnation)
+        self.stores(node, incarnation, stored)
+        leases, retired = self.held.get(owner, []), self.retired.get(owner, 0)
+        while leases and retired + leases[0].count <= stored:
+            retired += leases.pop(0).count
+            self.retired[owner] = retired
+
+    def give_back(self, node: NodeId, incarnation: int, stored: int | None = None) -> int:
+        """The node is gone: what is in none of its stored deltas is free again. Returns the number of samples.
+
+        `stored`: how many are in one; all that it used, unless given.
+        """
+        owner = (node, incarnation)
+        if owner not in self.held:
+            return 0
+        consumed = self.consumed.pop(owner, 0)
+        used = consumed if stored is None else stored
+        self.stored.pop(owner, None)
+        taken, free = used - self.retired.pop(owner, 0), []
+        for lease in self.held.pop(owner):
+            kept = min(taken, lease.count)
+            taken -= kept
+            if lease.count > kept:
+                free.append(Lease(start=lease.start + kept, count=lease.count - kept))
+        self.returned = _joined(sorted([*self.returned, *free], key=lambda lease: lease.start))
+        self.uncertain_total += max(0, consumed - used)
+        self.ended[owner] = max(consumed, used)
+        while len(self.ended) > ENDED_KEPT:
+            del self.ended[next(iter(self.ended))]
+        count = sum(lease.count for lease in free)
+        self.returned_total += count
+        return count
 
     def check(self) -> None:
         """No sample is in two places, none is beyond the frontier, and nobody used more than it was granted."""
@@ -99,6 +194,20 @@ class Leases:
             assert start + count <= following, "a sample is granted twice"
         assert not ranges or ranges[-1][0] + ranges[-1][1] <= self.frontier
         assert all(used <= self._granted(owner) for owner, used in self.consumed.items())
+        assert all(used <= self.consumed.get(owner, 0) for owner, used in self.stored.items())
+        assert self.held.keys() >= self.retired.keys() | self.stored.keys()
+        assert 0 <= self.trained_total <= self.frontier and self.uncertain_total >= 0
 
-    def _granted(self, owner: tuple[NodeId, int]) -> int:
-        return sum(lease.count for lease in self.held.get(owner, ()))
+    def _granted(self, owner: Owner) -> int:
+        return self.retired.get(owner, 0) + sum(lease.count for lease in self.held.get(owner, ()))
+
+
+def _joined(leases: list[Lease]) -> list[Lease]:
+    """The same positions in as few ranges as they have."""
+    joined: list[Lease] = []
+    for lease in leases:
+        if joined and joined[-1].start + joined[-1].count == lease.start:
+            joined[-1] = Lease(start=joined[-1].start, count=joined[-1].count + lease.count)
+        else:
+            joined.append(lease)
+    return joined

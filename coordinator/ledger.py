@@ -17,6 +17,11 @@ from farloop.wire.reasons import Reason
 HISTORY_VERSIONS = 16
 """Commits a fragment remembers for those who come back (protocol R asks for 7 at least)."""
 
+ROUNDS_KEPT = 1024
+"""Rounds before those of the open windows that are remembered: a restart repeats the commits of a few of them."""
+
+EVALUATIONS_KEPT = 1024
+
 _BLOB_HEADER_BYTES = 64
 
 
@@ -68,6 +73,11 @@ class Ledger:
             returned=list(saved.returned),
             held={(held.node, held.incarnation): list(held.leases) for held in saved.held},
             consumed={(held.node, held.incarnation): held.consumed for held in saved.held if held.consumed},
+            stored={(held.node, held.incarnation): held.stored for held in saved.held if held.stored},
+            retired={(held.node, held.incarnation): held.retired for held in saved.held if held.retired},
+            ended={(ended.node, ended.incarnation): ended.consumed for ended in saved.ended},
+            returned_total=saved.returned_total,
+            uncertain_total=saved.uncertain_total,
         )
         return ledger
 
@@ -94,11 +104,19 @@ class Ledger:
                     incarnation=incarnation,
                     leases=tuple(held),
                     consumed=leases.consumed.get((node, incarnation), 0),
+                    stored=leases.stored.get((node, incarnation), 0),
+                    retired=leases.retired.get((node, incarnation), 0),
                 )
                 for (node, incarnation), held in leases.held.items()
             ),
             evaluations=tuple(self.evaluations),
             finished=self.finished,
+            ended=tuple(
+                rec.LeasesHeld(node=node, incarnation=incarnation, leases=(), consumed=consumed)
+                for (node, incarnation), consumed in leases.ended.items()
+            ),
+            returned_total=leases.returned_total,
+            uncertain_total=leases.uncertain_total,
         )
 
     def copy(self) -> "Ledger":
@@ -112,16 +130,21 @@ class Ledger:
                 self.epoch = epoch
             case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index):
                 self.started[node] = (incarnation, round_index)
-            case rec.NodeLeft(node=node, consumed=consumed):
+            case rec.NodeLeft(node=node, consumed=consumed, stored=stored):
                 if node in self.started:
                     incarnation, _ = self.started.pop(node)
                     self.leases.watermark(node, incarnation, consumed)
-                    self.leases.give_back(node, incarnation)
-            case rec.LeaseGranted(node=node, incarnation=incarnation, lease=lease, consumed=consumed):
+                    self.leases.give_back(node, incarnation, stored)
+            case rec.LeaseGranted(node=node, incarnation=incarnation, consumed=consumed, since=since):
+                if since is not None:
+                    self.leases.begin_anew(node, incarnation, since)
                 self.leases.watermark(node, incarnation, consumed)
-                self.leases.grant(node, incarnation, lease)
+                self.leases.retire(node, incarnation, record.stored)
+                self.leases.grant(node, incarnation, record.lease)
             case rec.RoundFixed(round=plan):
                 self.rounds[plan.index] = plan
+                oldest = min((terms.round for terms in self.windows.values()), default=plan.index) - ROUNDS_KEPT
+                self.rounds = {index: fixed for index, fixed in self.rounds.items() if index >= oldest}
             case rec.InputStored():
                 self._store(record)
             case rec.InputDropped(blob=blob):
@@ -130,6 +153,8 @@ class Ledger:
                 self._commit(record)
             case rec.EvaluationTaken():
                 self.evaluations.append(record)
+                if len(self.evaluations) > EVALUATIONS_KEPT:  # the older, the fewer: a curve needs no more
+                    del self.evaluations[1 : EVALUATIONS_KEPT // 2 : 2]
             case rec.RunFinished():
                 self.finished = True
             case rec.RunStarted() | rec.LedgerSaved() | rec.SnapshotTaken():
@@ -140,6 +165,7 @@ class Ledger:
 
         The machine decides the same when it hears of the delta, and journals a drop; a crash may come between.
         """
+        self.leases.stores(stored.blob.node, stored.blob.incarnation, stored.consumed)
         names = {contribution.node for contribution in stored.contributors}
         others = (offer for offer in self.inputs.values() if offer.blob.fragment == stored.blob.fragment)
         taken = {contribution.node for offer in others for contribution in offer.contributors}
@@ -169,6 +195,8 @@ class Ledger:
             rounds=(),
         )
         self.commits.pop((fragment, version - HISTORY_VERSIONS), None)
+        for addend in record.blobs:
+            self.leases.stores(addend.blob.node, addend.blob.incarnation, addend.consumed)
         merged = {addend.blob for addend in record.blobs}
         self.inputs = {
             blob: offer

@@ -20,7 +20,7 @@ from farloop.coordinator.grace import Grace
 from farloop.coordinator.guard import ALARM, Guard
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.membership import Membership
-from farloop.coordinator.roster import Member
+from farloop.coordinator.roster import EXPIRE_S, Member
 from farloop.coordinator.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -33,9 +33,16 @@ class CoordinatorMachine:
     """One incarnation of the coordinator of one run."""
 
     def __init__(
-        self, ledger: Ledger, *, now: float, liveness_s: float = 10.0, floor_share: float | None = None
+        self,
+        ledger: Ledger,
+        *,
+        now: float,
+        liveness_s: float = 10.0,
+        expire_s: float = EXPIRE_S,
+        floor_share: float | None = None,
     ) -> None:
-        """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without.
+        """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without, and
+        `expire_s` more before others get their samples.
 
         `floor_share`: least share of the live nodes that must lately have been merged (`guard.py`).
         """
@@ -45,7 +52,9 @@ class CoordinatorMachine:
         self.grace = Grace(ledger.spec.terms)
         self.guard = Guard(ledger, floor_share)
         self._decisions = Decisions(ledger)
-        self._membership = Membership(ledger, self._decisions, self.windows, self._try_close, gone_at=now + liveness_s)
+        self._membership = Membership(
+            ledger, self._decisions, self.windows, self._try_close, gone_at=now + liveness_s, expire_s=expire_s
+        )
         self._evaluations = Evaluations(ledger)
         self._mending: dict[NodeId, set[int]] = {}
         """Fragments whose anchors did not match, until they are known to be mended."""
@@ -207,9 +216,10 @@ class CoordinatorMachine:
 
     def _mend(self, node: NodeId, fragments: set[int]) -> None:
         """These anchors of a node did not match, and are not known to be mended."""
-        self._mending[node] = fragments
+        self._mending.pop(node, None)
         self.alarms.pop(f"anchor of {node}", None)
         if fragments:
+            self._mending[node] = fragments
             which = ", ".join(str(fragment) for fragment in sorted(fragments))
             self.alarms[f"anchor of {node}"] = f"fragment {which} did not match its digest"
 
@@ -249,6 +259,7 @@ class CoordinatorMachine:
 
     def _stored(self, offer: msg.Offer) -> None:
         window = self.windows.get(offer.blob.fragment)
+        self.ledger.leases.stores(offer.blob.node, offer.blob.incarnation, offer.consumed)
         if offer.blob in self.ledger.inputs:
             return self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
         if window is None or not window.admits(offer) or window.is_too_late_for(offer):

@@ -20,7 +20,7 @@ from farloop.coordinator import records as rec
 from farloop.coordinator.admission import refusal
 from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.roster import CLOSED_GRACE_S, Member
+from farloop.coordinator.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, Member
 from farloop.coordinator.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -37,13 +37,14 @@ class Membership:
         try_close: Callable[[int], None],
         *,
         gone_at: float,
+        expire_s: float = EXPIRE_S,
     ) -> None:
-        """Nodes that take part have until `gone_at` to come back.
+        """Nodes that take part have until `gone_at` to come back; `expire_s` later their samples go to others.
 
         `windows` are the open ones, by fragment; `try_close` is called for those that may wait for nobody any more.
         """
         self._ledger, self._decisions = ledger, decisions
-        self._windows, self._try_close = windows, try_close
+        self._windows, self._try_close, self._expire_s = windows, try_close, expire_s
         self.members: dict[NodeId, Member] = {}
         for name, (incarnation, start_round) in ledger.started.items():
             self.members[name] = Member(
@@ -52,6 +53,7 @@ class Membership:
                 stage="training",
                 start_round=start_round,
                 gone_at=gone_at,
+                expires_at=gone_at + expire_s,
                 reason=Reason.CLOSED,
             )
 
@@ -120,12 +122,13 @@ class Membership:
             if member:
                 self._leave(member, Reason.OLD_INCARNATION)
             member = self.members[name] = Member(name=name, incarnation=hello.incarnation)
+            self._forget_one()
         elif hello.round is None and name in self._ledger.started:
             self._leave(member, Reason.NOT_A_PARTICIPANT)  # it never heard of its start: it will get another
         member.connect(event.session, hello, now)
         if member.stage == "training":
             self._welcome_back(member)
-        self._decisions.do(ev.Accept(session=event.session, node=name, welcome=self._welcome()))
+        self._decisions.do(ev.Accept(session=event.session, node=name, welcome=self._welcome(member)))
         if self._ledger.finished:
             self._decisions.tell(name, msg.Finished())
         if member.stage == "training":
@@ -133,8 +136,15 @@ class Membership:
         for fragment in range(len(self._ledger.versions)):
             self._catch_up(member, hello, fragment)
 
-    def _welcome(self) -> msg.Welcome:
+    def _forget_one(self) -> None:
+        """Names cost nothing where no keys are asked for."""
+        gone = [m for m in self.members.values() if m.session is None and m.stage != "training"]
+        if len(self.members) > MOST_MEMBERS and len(gone) > 1:  # the one that has just come has no session yet
+            del self.members[min(gone[:-1], key=lambda m: m.heard_at).name]
+
+    def _welcome(self, member: Member) -> msg.Welcome:
         ledger = self._ledger
+        held = tuple(ledger.leases.unused(member.name, member.incarnation))
         return msg.Welcome(
             protocol=msg.PROTOCOL_VERSIONS[1],
             epoch=ledger.epoch,
@@ -143,6 +153,7 @@ class Membership:
             versions=tuple(ledger.versions),
             windows=tuple(ledger.windows[f] for f in sorted(ledger.windows)),
             rounds=ledger.rounds_ahead(),
+            leases=held if ledger.spec.identity.num_samples else None,
         )
 
     def _welcome_back(self, member: Member) -> None:
@@ -196,6 +207,7 @@ class Membership:
 
     def _start(self, member: Member, plan: RoundPlan, now: float) -> None:
         member.start(plan.index, now)
+        member.let_go = True
         self._decisions.record(rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=plan.index))
         leases = self._grant(member)
         self._decisions.tell(member.name, msg.Start(round=plan, lease=leases[0] if leases else None))
@@ -209,7 +221,11 @@ class Membership:
         if member.stalled and member.progress_at == now:
             member.absent, member.reason = False, Reason.NONE
             self._expect_again(member)
-        self._ledger.leases.watermark(member.name, member.incarnation, progress.sample_watermark)
+        book, owner = self._ledger.leases, (member.name, member.incarnation)
+        book.watermark(*owner, progress.sample_watermark)
+        if not member.let_go and member.session is not None and not progress.samples_left:
+            self._tell_grants(member, self._grant(member, since=progress.sample_watermark))
+            member.let_go = True
         self._top_up(member)
 
     def top_up_all(self) -> None:
@@ -218,27 +234,46 @@ class Membership:
             self._top_up(member)
 
     def _top_up(self, member: Member) -> None:
-        if member.counts and member.session is not None:
+        if member.counts and member.session is not None and member.let_go:
             self._tell_grants(member, self._grant(member))
 
     def _grant_again(self, member: Member) -> None:
-        """Grants may have been lost with the last session. A node knows those that it has."""
-        self._tell_grants(member, self._ledger.leases.unused(member.name, member.incarnation))
+        """Grants may have been lost with the last session. A node knows those that it has.
+
+        One that has none in the book may have been away for so long that others have them now: how many it used is not
+        known before it says that it uses no more of them.
+        """
+        book, owner = self._ledger.leases, (member.name, member.incarnation)
+        member.let_go = bool(book.held.get(owner)) or not self._ledger.spec.identity.num_samples
+        self._tell_grants(member, book.unused(*owner))
         self._top_up(member)
 
-    def _grant(self, member: Member) -> list[Lease]:
-        """Samples for some rounds; none where it has enough, or brings its own."""
+    def _grant(self, member: Member, *, since: int | None = None) -> list[Lease]:
+        """Samples for some rounds; none where it has enough, or brings its own. `since`: of a new book."""
         spec, book, owner = self._ledger.spec, self._ledger.leases, (member.name, member.incarnation)
         if not spec.identity.num_samples:
             return []
         longest = max([spec.terms.h, *(plan.length for plan in self._ledger.rounds_ahead())])
         leases = book.top_up(*owner, longest, spec.terms.batch_sequences)
-        consumed = book.consumed.get(owner, 0)
         for lease in leases:
             self._decisions.record(
-                rec.LeaseGranted(node=member.name, incarnation=member.incarnation, lease=lease, consumed=consumed)
+                rec.LeaseGranted(
+                    node=member.name,
+                    incarnation=member.incarnation,
+                    lease=lease,
+                    consumed=since or book.consumed.get(owner, 0),
+                    stored=since or self._stored(member),
+                    since=since,
+                )
             )
+            since = None
         return leases
+
+    def _stored(self, member: Member) -> int:
+        """Samples that are in one of its stored deltas; of a node that does not say it, all that it has used."""
+        book, owner = self._ledger.leases, (member.name, member.incarnation)
+        tells = member.progress is None or member.progress.samples_left is not None
+        return (book.stored if tells else book.consumed).get(owner, 0)
 
     def _tell_grants(self, member: Member, leases: Iterable[Lease]) -> None:
         for lease in leases:
@@ -248,7 +283,7 @@ class Membership:
 
     def parted(self, member: Member, reason: Reason, now: float) -> None:
         """Its session ended."""
-        member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0)
+        member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0, self._expire_s)
 
     def left(self, member: Member, leave: msg.Leave, now: float) -> None:
         """It said good-bye."""
@@ -258,17 +293,22 @@ class Membership:
         self.start_ready(now, at_boundary=False)
 
     def remove_overdue(self, now: float) -> None:
-        """Who did not come back in time, or stands still for no known reason, is not waited for any more."""
+        """Who did not come back in time, or stands still for no known reason, is not waited for any more; the samples
+        of one that is away for long go to others."""
         for member in self.members.values():
             if member.gone_at is not None and member.gone_at <= now:
                 self._remove(member, member.reason)
             elif self._ledger.windows and member.stalls_at is not None and member.stalls_at <= now:
                 self._remove(member, Reason.STALLED)
+            if self._ledger.windows and member.expires_at is not None and member.expires_at <= now:
+                self._leave(member, member.reason)
 
     def deadlines(self) -> list[float]:
         """When `remove_overdue` has something to do."""
-        stalls = [m.stalls_at for m in self.members.values()] if self._ledger.windows else []
-        return [at for at in (*(m.gone_at for m in self.members.values()), *stalls) if at is not None]
+        waits = (
+            [at for m in self.members.values() for at in (m.stalls_at, m.expires_at)] if self._ledger.windows else []
+        )
+        return [at for at in (*(m.gone_at for m in self.members.values()), *waits) if at is not None]
 
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still: every deadline moves (protocol C)."""
@@ -276,14 +316,17 @@ class Membership:
             member.progress_at += seconds
             if member.gone_at is not None:
                 member.gone_at += seconds
+            if member.expires_at is not None:
+                member.expires_at += seconds
 
     def _leave(self, member: Member, reason: Reason) -> None:
         """It will not be back under this incarnation."""
         self._remove(member, reason)
-        member.stage = "left"
+        member.stage, member.expires_at = "left", None
         if member.name in self._ledger.started:
-            consumed = self._ledger.leases.consumed.get((member.name, member.incarnation), 0)
-            self._decisions.record(rec.NodeLeft(node=member.name, reason=reason, consumed=consumed))
+            book, owner = self._ledger.leases, (member.name, member.incarnation)
+            consumed, stored = book.consumed.get(owner, 0), self._stored(member)
+            self._decisions.record(rec.NodeLeft(node=member.name, reason=reason, consumed=consumed, stored=stored))
 
     def _remove(self, member: Member, reason: Reason) -> None:
         """No window waits for it any more."""

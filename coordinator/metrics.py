@@ -3,6 +3,8 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from farloop.monitoring.status import SamplesStatus
+
 
 class Metrics:
     """One registry per process; nothing global, so that a test can have several."""
@@ -53,6 +55,10 @@ class Metrics:
         self.storage_held = Gauge(
             "farloop_storage_held", "1 while nothing is committed: the state folder takes no more.", registry=registry
         )
+        self.samples = Counter(
+            "farloop_samples", "Samples of the leases by what became of them.", ["fate"], registry=registry
+        )
+        self._samples: dict[str, int] = {}
         self.dropped_lines = Counter(
             "farloop_dropped_timeline_lines", "Lines that metrics.jsonl did not take.", registry=registry
         )
@@ -67,6 +73,17 @@ class Metrics:
         self.node_bytes = Gauge(
             "farloop_node_bytes", "Bytes of all frames since its start.", ["node", "direction"], registry=registry
         )
+
+    def count_samples(self, fates: SamplesStatus) -> None:
+        """What became of the samples so far, from the ledger's numbers."""
+        for fate, count in (
+            ("granted", fates["granted"]),
+            ("trained", fates["trained"]),
+            ("returned", fates["returned"]),
+            ("uncertain", fates["uncertain"]),
+        ):
+            self.samples.labels(fate).inc(max(0, count - self._samples.get(fate, 0)))
+            self._samples[fate] = count
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -51,7 +51,7 @@ class Observer:
         self._timeline = Timeline(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
-        self._evaluated_at: dict[int, float] = {}
+        self._evaluated_at: dict[tuple[int, ...], float] = {}
         terms = store.ledger.spec.terms
         metrics.steps.set(terms.steps)
         metrics.h.set(store.ledger.h)
@@ -176,6 +176,7 @@ class Observer:
         self._metrics.storage_held.set(bool(self._hold))
         self._metrics.participation.set(machine.guard.share())
         self._metrics.participation_held.set(machine.guard.holds)
+        self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.alarms.set(len(status["alarms"]))
         self.status_json = json.dumps(status).encode()
 
@@ -223,12 +224,13 @@ class Observer:
                     "loss": evaluation.loss,
                     "position": evaluation.position,
                     "outer_steps": max(evaluation.versions),
-                    "seconds": self._evaluated_at.get(i, 0.0),
+                    "seconds": self._evaluated_at.get(evaluation.versions, 0.0),
                 }
-                for i, evaluation in enumerate(ledger.evaluations)
+                for evaluation in ledger.evaluations
             ],
             "alarms": [f"{what}: {why}" for what, why in {**self._store.alarms, **machine.alarms}.items()],
             "recent": self._happenings.recent(now),
+            "samples": ledger.leases.fates(),
         }
 
     def _node(self, member: Member, now: float) -> NodeStatus:
@@ -278,7 +280,9 @@ class Observer:
 
     def _evaluation(self, node: str, evaluation: msg.Evaluation, machine: CoordinatorMachine) -> None:
         loss, position = evaluation.loss, evaluation.position
-        self._evaluated_at[len(machine.ledger.evaluations)] = self.t
+        known = {evaluation.versions for evaluation in machine.ledger.evaluations}  # old ones are thinned out
+        self._evaluated_at = {versions: t for versions, t in self._evaluated_at.items() if versions in known}
+        self._evaluated_at[evaluation.versions] = self.t
         tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
         self._write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
         self._metrics.loss.set(loss)

@@ -48,7 +48,9 @@ class NodeLeft:
     node: NodeId
     reason: Reason
     consumed: int = 0
-    """Samples of its leases that it had used, as far as was known: the rest are free again."""
+    """Samples of its leases that it had used, as far as was known."""
+    stored: int | None = None
+    """Those of them that are in one of its stored deltas: the rest are free again. None where it was not told: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,10 @@ class LeaseGranted:
     lease: Lease
     consumed: int = 0
     """Samples of its earlier leases that it had used by then: what a crash of both sides leaves uncertain is little."""
+    stored: int = 0
+    """Those of them that are in one of its stored deltas: leases that are used up by then are of no more interest."""
+    since: int | None = None
+    """Where it had given back all that it held, and lives on: the samples that it had used by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +84,30 @@ class InputStored:
     contributors: tuple[Contribution, ...]
     digest: int
     """xxh3-64 of the attached bytes."""
+    consumed: int | None = None
+    """Samples that its node had used of its leases when it took the delta, where it said so."""
 
     @classmethod
     def of(cls, offer: Offer) -> "InputStored":
         """All that an offer says but the size, which nobody asks for again."""
-        return cls(blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest)
+        return cls(
+            blob=offer.blob,
+            window=offer.window,
+            contributors=offer.contributors,
+            digest=offer.digest,
+            consumed=offer.consumed,
+        )
 
     def offer(self) -> Offer:
         """As the node announced it, but for the size."""
-        return Offer(blob=self.blob, size=0, digest=self.digest, window=self.window, contributors=self.contributors)
+        return Offer(
+            blob=self.blob,
+            size=0,
+            digest=self.digest,
+            window=self.window,
+            contributors=self.contributors,
+            consumed=self.consumed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +125,8 @@ class Addend:
 
     blob: BlobId
     weight: float
+    consumed: int | None = None
+    """As of `InputStored`, which is not there where inputs are not spooled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +193,10 @@ class LeasesHeld:
     incarnation: int
     leases: tuple[Lease, ...]
     consumed: int
+    stored: int = 0
+    """Samples that are in one of its stored deltas."""
+    retired: int = 0
+    """Samples of earlier leases, all of which are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +218,12 @@ class LedgerSaved:
     held: tuple[LeasesHeld, ...]
     evaluations: tuple[EvaluationTaken, ...]
     finished: bool
+    ended: tuple[LeasesHeld, ...] = ()
+    """The last starts that gave back what they had not used; they hold nothing."""
+    returned_total: int = 0
+    """Samples that ever came back."""
+    uncertain_total: int = 0
+    """Those of them that had been trained on."""
 
 
 Record = (

@@ -18,6 +18,12 @@ STALL_S = 30.0
 STALL_STEPS = 10.0
 """... and in times of its usual inner step."""
 
+EXPIRE_S = 600.0
+"""How long a node that trained may be away before its samples go to others."""
+
+MOST_MEMBERS = 1024
+"""Names that are remembered: of those beyond, who has gone longest ago is forgotten."""
+
 SLOW_TASKS = 10.0
 """Times as long may be what takes long: the first inner step, in which a model is compiled, and an evaluation."""
 
@@ -55,6 +61,10 @@ class Member:
     """Tokens a second while it trains; 0 until that is known."""
     progress_at: float = 0.0
     """When it last did a step, as far as is known, or was seen to stand still for good reason."""
+    expires_at: float | None = None
+    """When its samples go to others, unless it is back before; None while it is here, or has none."""
+    let_go: bool = True
+    """It uses no samples but those in the coordinator's book: one that others may have got is given up."""
     evaluates: bool = False
     """It was the last that was asked to, and has not answered yet."""
     _measured: tuple[float, int] = (0.0, 0)
@@ -85,6 +95,7 @@ class Member:
     def connect(self, session: int, hello: Hello, now: float) -> None:
         """A session of this incarnation opened."""
         self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
+        self.expires_at = None
         self.device, self.heard_at, self.progress_at = hello.device, now, now
         if hello.round is not None:
             self.stage = "training"
@@ -96,10 +107,11 @@ class Member:
         """It is told to begin its first inner step."""
         self.stage, self.start_round, self.progress_at, self._stepped = "training", round_index, now, (now, 0)
 
-    def disconnect(self, reason: Reason, now: float, grace_s: float) -> None:
-        """Its session ended; it stays expected for `grace_s` more."""
+    def disconnect(self, reason: Reason, now: float, grace_s: float, expire_s: float = EXPIRE_S) -> None:
+        """Its session ended; it stays expected for `grace_s` more, and keeps its samples for `expire_s`."""
         self.session, self.reason = None, reason
         self.gone_at = now + grace_s
+        self.expires_at = now + expire_s if self.stage == "training" else None
 
     def report(self, progress: Progress, now: float) -> None:
         """It says how it goes. Its speed leaves out what it stood still for, or who waits would look slow."""
@@ -126,6 +138,6 @@ class Member:
 
     def check(self) -> None:
         """The invariants."""
-        assert self.session is None or self.gone_at is None
+        assert self.session is None or (self.gone_at is None and self.expires_at is None)
         assert not self.stalled or self.reason is Reason.STALLED
         assert self.stage != "training" or self.start_round is not None

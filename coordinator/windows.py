@@ -145,7 +145,7 @@ class Window:
             merged=shares,
             drops=self.drops(),
             blobs=tuple(
-                Addend(blob=offer.blob, weight=share.weight)
+                Addend(blob=offer.blob, weight=share.weight, consumed=offer.consumed)
                 for offer, share in zip(self.ordered(), shares, strict=True)
             ),
             anchor_digest=0,

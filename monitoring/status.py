@@ -110,6 +110,19 @@ class HappeningStatus(TypedDict):
     """How often, of the same kind, node and reason."""
 
 
+class SamplesStatus(TypedDict):
+    """What became of the samples that the coordinator grants, in numbers that only grow."""
+
+    granted: int
+    """Again included."""
+    trained: int
+    """Used by a node that has stored a delta since: each sample once."""
+    returned: int
+    """Given back, to be granted again."""
+    uncertain: int
+    """Those of them that had been trained on, in no stored delta."""
+
+
 class Status(TypedDict):
     """The whole answer at `/status`."""
 
@@ -129,6 +142,7 @@ class Status(TypedDict):
     alarms: list[str]
     recent: NotRequired[list[HappeningStatus]]
     """The last happenings, oldest first."""
+    samples: NotRequired[SamplesStatus]
 
 
 class ProgressEvent(TypedDict):

@@ -164,6 +164,7 @@ def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
         digest=blob_digest(data),
         window=command.window,
         contributors=(contribution,),
+        consumed=command.consumed,
     )
     kept = payload.clone() if header.codec.traits.warm_start else None
     return Encoded(

@@ -81,6 +81,8 @@ class Encode:
     codec: str
     steps: int
     tokens: int
+    consumed: int | None = None
+    """Samples of its leases that the node has used by now; None for who brings its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,13 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSamples:
+    """Use no samples but these of all that were granted before."""
+
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UseSamples:
     """These samples are ours."""
 
@@ -160,4 +169,6 @@ class Stop:
     detail: str
 
 
-Command = Adopt | Encode | SendBlob | ForgetBlob | Apply | Install | Merge | Evaluate | UseSamples | Tell | Stop
+Command = (
+    Adopt | Encode | SendBlob | ForgetBlob | Apply | Install | Merge | Evaluate | KeepSamples | UseSamples | Tell | Stop
+)

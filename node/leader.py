@@ -284,6 +284,9 @@ class Leader:
                 self._remember_anchors()
             case ev.Evaluate(versions=versions):
                 self._evaluate(versions)
+            case ev.KeepSamples(leases=leases):
+                self.samples.keep(leases)
+                self.link.send(self.progress())  # new ones are granted once it is known that no others are used
             case ev.UseSamples(lease=lease):
                 self.samples.grant(lease)
             case ev.Tell(message=message):

@@ -3,7 +3,14 @@
 Pure. What a sample is, `node/data.py` knows; who holds which, the coordinator.
 """
 
+from collections import deque
+from collections.abc import Collection
+from typing import Final
+
 from farloop.algo.spec import Lease
+
+USED_KEPT: Final = 1024
+"""Leases that are used up and still known by their range."""
 
 
 class LeaseExhausted(Exception):
@@ -19,19 +26,18 @@ class LeaseCursor:
     """The leases of one incarnation. A later one starts anew; what this one left, the coordinator grants again."""
 
     def __init__(self) -> None:
-        self._leases: list[Lease] = []
-        """All of the incarnation, kept to notice a sample that is granted twice."""
-        self._current = 0
-        """Index of the first lease that is not used up."""
+        self._ahead: deque[Lease] = deque()
+        """Those that are not used up."""
         self._used = 0
-        """Samples consumed of that one."""
-        self._granted = 0
+        """Samples consumed of the first."""
+        self._behind: deque[Lease] = deque(maxlen=USED_KEPT)
+        """The last that are: to notice a sample that is granted twice."""
         self._watermark = 0
 
     @property
     def remaining(self) -> int:
         """Samples granted and not yet consumed."""
-        return self._granted - self._watermark
+        return sum(lease.count for lease in self._ahead) - self._used
 
     @property
     def watermark(self) -> int:
@@ -46,16 +52,26 @@ class LeaseCursor:
         """
         if lease.start < 0 or lease.count < 1:
             raise ValueError(f"a lease of {lease.count} samples from {lease.start} grants nothing")
-        if lease in self._leases:
+        held = [*self._behind, *self._ahead]
+        if lease in held:
             return
-        for held in self._leases:
-            if lease.start < held.start + held.count and held.start < lease.start + lease.count:
+        for other in held:
+            if lease.start < other.start + other.count and other.start < lease.start + lease.count:
                 raise ValueError(
                     f"samples [{lease.start}, {lease.start + lease.count}) overlap an earlier lease "
-                    f"[{held.start}, {held.start + held.count})"
+                    f"[{other.start}, {other.start + other.count})"
                 )
-        self._leases.append(lease)
-        self._granted += lease.count
+        self._ahead.append(lease)
+
+    def keep(self, leases: Collection[Lease]) -> None:
+        """Consume nothing but of these, as far as they were granted: the others may be somebody else's by now.
+
+        They may come again, too: what is not kept is forgotten, with what was consumed of it.
+        """
+        if self._ahead and self._ahead[0] not in leases:
+            self._used = 0
+        self._ahead = deque(lease for lease in self._ahead if lease in leases)
+        self._behind = deque((lease for lease in self._behind if lease in leases), maxlen=USED_KEPT)
 
     def take(self, n: int) -> list[int]:
         """Consume the next `n` positions, across lease borders. Raises LeaseExhausted, and takes none, if too few."""
@@ -63,13 +79,13 @@ class LeaseCursor:
             raise LeaseExhausted(wanted=n, remaining=self.remaining)
         positions: list[int] = []
         while len(positions) < n:
-            lease = self._leases[self._current]
+            lease = self._ahead[0]
             first = lease.start + self._used
             count = min(n - len(positions), lease.count - self._used)
             positions.extend(range(first, first + count))
             self._used += count
             if self._used == lease.count:
-                self._current += 1
+                self._behind.append(self._ahead.popleft())
                 self._used = 0
         self._watermark += n
         return positions

@@ -188,6 +188,8 @@ class NodeMachine:
         if self.ended:  # the good-bye was lost with the last session
             reason = Reason.RUN_FINISHED if self.stage == "finished" else Reason.DRAINED
             return self._do(ev.Tell(message=msg.Leave(reason=reason)))
+        if welcome.leases is not None and self.start_round is not None:
+            self._do(ev.KeepSamples(leases=welcome.leases))
         self._learn_rounds(welcome.rounds)
         for terms in welcome.windows:
             self.fragments[terms.fragment].learn_terms(terms)
@@ -273,7 +275,22 @@ class NodeMachine:
         state.merge_at, state.sent_round = self.inner_steps + tau, self.round
         if terms.mix == 1.0:  # nothing of the anchor will be mixed in: the next delta's work begins here (protocol H)
             state.counted_from, state.tokens_from = self.inner_steps, self.tokens
-        self._do(ev.Encode(blob=blob, window=terms.window, codec=terms.codec_up, steps=steps, tokens=tokens))
+        self._do(
+            ev.Encode(
+                blob=blob,
+                window=terms.window,
+                codec=terms.codec_up,
+                steps=steps,
+                tokens=tokens,
+                consumed=self._samples_used,
+            )
+        )
+
+    @property
+    def _samples_used(self) -> int | None:
+        """Samples of its leases in the inner steps that are done; None for who brings its own."""
+        assert self.spec is not None
+        return self.inner_steps * self.spec.terms.batch_sequences if self.spec.identity.num_samples else None
 
     def _end_round(self) -> None:
         assert self.spec is not None

@@ -109,6 +109,7 @@ class Reports:
             bytes_state=moved.state,
             detail=waiting or alone,
             skipped_turns=machine.skipped_turns,
+            samples_left=self._samples.remaining,
         )
 
     def farewell(self, leave: msg.Leave) -> msg.Leave:

@@ -9,6 +9,7 @@ import random
 from farloop.algo.methods import max_tau, method_named
 from farloop.algo.schedule import POWERS
 from farloop.algo.spec import LearningRate, NodeId, Rewarm, Terms
+from farloop.coordinator.roster import EXPIRE_S
 from farloop.sim import faults as ft
 from farloop.sim import problem
 from farloop.sim import scenario as sc
@@ -33,6 +34,7 @@ def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
         seed=seed,
         weather=rng.choice((Weather(), Weather(), Weather(latency_s=0.15, jitter_s=0.05), STORM)),
         num_samples=rng.choice((0, 0, 50)),
+        expire_s=random.Random(seed + 2).choice((0.5, 3.0, EXPIRE_S)),
         patience_s=120.0,
     )
     happened = tuple(_fault(rng, scenario) for _ in range(rng.randint(0, faults)))

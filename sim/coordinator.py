@@ -53,7 +53,10 @@ class CoordinatorActor:
         self.process, self._rng, self._saw = process, rng, saw
         self.store = MemoryStore(disk, spec)
         self.machine = CoordinatorMachine(
-            self.store.ledger.copy(), now=process.now, liveness_s=scenario.timing.liveness_s
+            self.store.ledger.copy(),
+            now=process.now,
+            liveness_s=scenario.timing.liveness_s,
+            expire_s=scenario.expire_s,
         )
         self.hold = Hold(self.machine.alarms)
         self.finished = False

@@ -249,6 +249,9 @@ class NodeActor:
                 self._merge(command)
             case ev.Evaluate(versions=versions):
                 self._evaluate(versions)
+            case ev.KeepSamples(leases=leases):
+                self._samples.keep(leases)
+                self.link.send(self._progress())
             case ev.UseSamples(lease=lease):
                 self._samples.grant(lease)
             case ev.Tell(message=message):
@@ -380,4 +383,5 @@ class NodeActor:
             bytes_down=0,
             bytes_state=0,
             skipped_turns=machine.skipped_turns,
+            samples_left=self._samples.remaining,
         )

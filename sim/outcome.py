@@ -12,6 +12,7 @@ from farloop.node.machine import Stage
 from farloop.node.moved import Moved
 from farloop.sim.diary import Diary
 from farloop.sim.node import NodeActor
+from farloop.sim.samples import check_samples
 from farloop.wire.messages import Drop, Share
 from farloop.wire.reasons import Reason
 
@@ -139,6 +140,8 @@ class Outcome:
         for name, starts in self.nodes.items():
             for start in starts:
                 self._check_start(name, start)
+        diaries = {name: [start.diary for start in starts] for name, starts in self.nodes.items()}
+        check_samples(self.records, diaries, self.terms)
 
     @property
     def terms(self) -> Terms:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from farloop.algo.spec import NodeId, Terms
+from farloop.coordinator.roster import EXPIRE_S
 from farloop.sim.faults import More
 from farloop.sim.network import Weather
 from farloop.sim.problem import Inner, Problem, Toy
@@ -134,6 +135,8 @@ class Scenario:
     limits: Limits = field(default_factory=lambda: Limits(chunk_bytes=400))
     """Chunks small enough for a blob to have several."""
     timing: Timing = field(default_factory=Timing)
+    expire_s: float = EXPIRE_S
+    """How long a node may be away before its samples go to others."""
     job_s: tuple[float, float] = (0.001, 0.02)
     """Shortest and longest duration of an encoding, a commit's arithmetic, a sync."""
     patience_s: float = 60.0

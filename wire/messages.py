@@ -68,6 +68,9 @@ class Welcome:
     """Terms of the open windows; a fragment without one is final."""
     rounds: tuple[RoundPlan, ...]
     """The rounds that are fixed so far and may still be needed."""
+    leases: tuple[Lease, ...] | None = None
+    """The samples that this start of the node still holds; it uses no others that it was granted before. None where
+    that is not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,9 @@ class Offer:
     window: int = 0
     """The window a delta is for."""
     contributors: tuple[Contribution, ...] = ()
+    consumed: int | None = None
+    """Samples that its node had used of its leases when it took the delta, counted since its start. None where it is
+    not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +224,8 @@ class Progress:
     """What it waits for, in words."""
     skipped_turns: int = 0
     """Due sends that did not take place, for too many deltas of the fragment were undecided (protocol D)."""
+    samples_left: int | None = None
+    """Samples of its leases that it can still use. None where it is not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

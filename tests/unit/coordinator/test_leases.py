@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from farloop.algo.spec import Lease, NodeId
-from farloop.coordinator.leases import Leases
+from farloop.coordinator.leases import ENDED_KEPT, Leases
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -52,6 +52,81 @@ def test_what_is_used_is_not_given_back() -> None:
     assert book.give_back(A, 1) == 7
     assert book.returned == [Lease(start=23, count=7)]
     assert book.outstanding(A, 1) == 0
+
+
+def test_what_is_in_no_stored_delta_comes_back_and_is_counted() -> None:
+    """Data leases: trained on since the last stored delta: uncertain, and granted again."""
+    book = Leases()
+    granted(book, A, 1, 20)
+    book.stores(A, 1, 8)
+    book.stores(A, 1, 6)
+    book.watermark(A, 1, 13)
+    assert book.give_back(A, 1, book.stored[A, 1]) == 12
+    assert book.returned == [Lease(start=8, count=12)]
+    assert book.fates() == {"granted": 20, "trained": 8, "returned": 12, "uncertain": 5}
+    granted(book, B, 1, 15)
+    assert book.fates() == {"granted": 35, "trained": 8, "returned": 12, "uncertain": 5}
+    book.stores(B, 1, 15)
+    assert book.fates() == {"granted": 35, "trained": 23, "returned": 12, "uncertain": 5}
+
+
+def test_a_delta_of_a_start_that_gave_back_its_samples_makes_more_of_them_uncertain() -> None:
+    book = Leases()
+    granted(book, A, 1, 20)
+    book.watermark(A, 1, 5)
+    book.give_back(A, 1, 0)
+    for stored, uncertain in ((4, 5), (9, 9), (9, 9)):
+        book.stores(A, 1, stored)
+        assert book.uncertain_total == uncertain
+    assert book.trained_total == 0
+
+
+def test_a_start_that_lives_on_begins_a_new_book_where_it_stands() -> None:
+    book = Leases()
+    granted(book, A, 1, 20)
+    book.watermark(A, 1, 5)
+    book.give_back(A, 1, 0)
+    book.begin_anew(A, 1, 11)
+    assert (book.uncertain_total, book.outstanding(A, 1)) == (11, 0)
+    granted(book, A, 1, 10)
+    book.watermark(A, 1, 14)
+    assert book.outstanding(A, 1) == 7
+    book.stores(A, 1, 14)
+    assert book.give_back(A, 1, 14) == 7
+    assert book.returned == [Lease(start=3, count=17)]
+    book.check()
+
+
+def test_neighbours_that_come_back_are_one() -> None:
+    book = Leases()
+    for node in (A, B, A, B):
+        granted(book, node, 1, 5)
+    book.give_back(A, 1, 0)
+    assert len(book.returned) == 2
+    book.give_back(B, 1, 0)
+    assert book.returned == [Lease(start=0, count=20)]
+
+
+def test_the_book_does_not_grow_with_the_rounds() -> None:
+    """Of weeks of grants, starts and ends, what is kept is bounded."""
+    book = Leases()
+    incarnations = {A: 1, B: 1}
+    used = dict.fromkeys(incarnations, 0)
+    for number in range(20_000):
+        node = (A, B)[number % 2]
+        start = (node, incarnations[node])
+        book.retire(*start, used[node])
+        granted(book, *start, 4)
+        book.watermark(*start, used[node] + 4)
+        used[node] = used[node] + 4 if number % 3 else used[node]
+        book.stores(*start, used[node])
+        if number % 97 == 0:
+            book.give_back(*start, used[node])
+            incarnations[node] += 1
+            used[node] = 0
+        size = sum(len(held) for held in book.held.values()) + len(book.returned)
+        assert size < 110 and len(book.ended) <= ENDED_KEPT
+    book.check()
 
 
 def test_what_came_back_is_granted_first_and_in_scraps() -> None:

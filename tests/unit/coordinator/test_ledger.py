@@ -23,7 +23,7 @@ from farloop.algo.spec import (
     RunSpec,
 )
 from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import HISTORY_VERSIONS, Ledger
+from farloop.coordinator.ledger import HISTORY_VERSIONS, ROUNDS_KEPT, Ledger
 from farloop.wire.messages import AnchorRef, Offer, Share
 from farloop.wire.reasons import Reason
 
@@ -212,7 +212,7 @@ def test_a_grant_says_how_much_was_used_before_it(spec: RunSpec) -> None:
     ledger.apply(rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=100, count=50), consumed=80))
     assert ledger.leases.outstanding(A, 1) == 70
     ledger.apply(rec.NodeLeft(node=A, reason=Reason.OLD_INCARNATION))
-    assert ledger.leases.returned == [Lease(start=80, count=20), Lease(start=100, count=50)]
+    assert ledger.leases.returned == [Lease(start=80, count=70)]
 
 
 def test_evaluations_epochs_and_the_end_are_remembered(spec: RunSpec) -> None:
@@ -440,6 +440,31 @@ def test_a_copy_goes_its_own_way(fragments: int) -> None:
     copied.leases.grant(A, 1, Lease(start=0, count=5))
     copied.started[A] = (1, 0)
     assert ledger == begun(small_run(fragments, 1))
+
+
+def test_what_is_remembered_does_not_grow_with_the_run() -> None:
+    """P: a summary opens every segment, and is as long after weeks as after a day."""
+    run = small_run(2, 2)
+    terms = dataclasses.replace(run.terms, steps=10**9, h=2, batch_sequences=1)
+    ledger, sizes = begun(dataclasses.replace(run, terms=terms)), []
+    for number in range(3 * ROUNDS_KEPT):
+        for fragment in (0, 1):
+            while plan := ledger.next_round_to_fix():
+                ledger.apply(rec.RoundFixed(round=plan))
+            ledger.apply(committed(ledger, fragment))
+        ledger.apply(rec.EvaluationTaken(loss=1.0, versions=tuple(ledger.versions), position=1.0))
+        node, used = (A, B)[number % 2], 10 * (number // 2)
+        if node not in ledger.started:
+            ledger.apply(rec.NodeStarted(node=node, incarnation=1, round=ledger.current_round))
+        for lease in ledger.leases.propose(10):
+            ledger.apply(rec.LeaseGranted(node=node, incarnation=1, lease=lease, consumed=used, stored=used))
+        if number % ROUNDS_KEPT == ROUNDS_KEPT - 1:
+            sizes.append(len(rec.encode(ledger.saved())[1]))
+    ledger.check()
+    assert ledger.evaluations[0].versions == (1, 1), "the first is kept, and the newest"
+    assert ledger.evaluations[-1].versions == tuple(ledger.versions)
+    assert len(ledger.rounds) < ROUNDS_KEPT + 5
+    assert sizes[2] < 1.1 * sizes[1]
 
 
 # --- late deltas

@@ -16,7 +16,7 @@ from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
-from farloop.coordinator.roster import CLOSED_GRACE_S, SLOW_TASKS, STALL_S
+from farloop.coordinator.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, SLOW_TASKS, STALL_S
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -88,7 +88,14 @@ class Run:
         return self.handle(ev.Parted(session=self.sessions[node], node=node, reason=reason))
 
     def offer(
-        self, node: NodeId, fragment: int, *, incarnation: int = 1, tokens: int = 640, steps: int = 10
+        self,
+        node: NodeId,
+        fragment: int,
+        *,
+        incarnation: int = 1,
+        tokens: int = 640,
+        steps: int = 10,
+        consumed: int | None = None,
     ) -> msg.Offer:
         """A delta of the node for the open window; every inner step has 4 sequences of 16 tokens."""
         window = self.machine.windows[fragment].terms.window
@@ -104,7 +111,7 @@ class Run:
         contribution = Contribution(
             node=node, incarnation=incarnation, base=window - 1, steps=steps, tokens=tokens, norm_sq=1.0
         )
-        return msg.Offer(blob=blob, size=100, digest=9, window=window, contributors=(contribution,))
+        return msg.Offer(blob=blob, size=100, digest=9, window=window, contributors=(contribution,), consumed=consumed)
 
     def store(self, node: NodeId, fragment: int, **changes: Any) -> list[ev.Command]:
         """A delta of the node is offered, comes and is durable."""
@@ -276,7 +283,7 @@ def test_a_joiner_starts_at_once_where_nobody_trains_any_more(make_run: MakeRun)
     run.say(B, msg.Ready())
     commands = run.say(A, msg.Leave(reason=Reason.DRAINED))
     assert commands == [
-        ev.Record(record=rec.NodeLeft(node=A, reason=Reason.DRAINED)),
+        ev.Record(record=rec.NodeLeft(node=A, reason=Reason.DRAINED, stored=0)),
         ev.Record(record=rec.NodeStarted(node=B, incarnation=1, round=0)),
         tell(B, msg.Start(round=plan(0), lease=None)),
     ]
@@ -288,13 +295,14 @@ def test_a_start_that_was_never_heard_is_given_again(make_run: MakeRun) -> None:
     run = make_run(A, B, num_samples=1000)
     run.part(B)
     commands = run.greet(B, 9)
-    assert commands[0] == ev.Record(record=rec.NodeLeft(node=B, reason=Reason.NOT_A_PARTICIPANT))
+    assert commands[0] == ev.Record(record=rec.NodeLeft(node=B, reason=Reason.NOT_A_PARTICIPANT, stored=0))
     assert run.machine.members[B].stage == "joining"
     assert run.missing(1) == {A} and run.ledger.leases.returned
     run.say(B, msg.Ready())
     commands = run.commit(1, A)
     start = next(message for message in told(commands, B) if isinstance(message, msg.Start))
     assert start == msg.Start(round=plan(1), lease=Lease(start=240, count=240))
+    assert run.ledger.leases.uncertain_total == 0
 
 
 # --- samples
@@ -331,6 +339,7 @@ def progress(watermark: int) -> msg.Progress:
         bytes_up=0,
         bytes_down=0,
         bytes_state=0,
+        samples_left=240 - watermark,
     )
 
 
@@ -338,7 +347,9 @@ def test_samples_are_topped_up_by_what_was_used_once_it_is_worth_a_grant(make_ru
     run = make_run(A, num_samples=1000)
     assert run.say(A, progress(79)) == []
     assert run.say(A, progress(80)) == [
-        ev.Record(record=rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=240, count=80), consumed=80)),
+        ev.Record(
+            record=rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=240, count=80), consumed=80, stored=0)
+        ),
         tell(A, msg.Grant(lease=Lease(start=240, count=80))),
     ]
     assert run.say(A, progress(81)) == []
@@ -347,11 +358,11 @@ def test_samples_are_topped_up_by_what_was_used_once_it_is_worth_a_grant(make_ru
 def test_scraps_that_came_back_are_granted_together(make_run: MakeRun) -> None:
     """A grant of a few samples alone would leave a node without a whole batch, and its round without an end."""
     run = make_run(A, B, num_samples=1000)
-    run.say(B, progress(238))
+    run.store(B, 1, consumed=238)
     run.say(B, msg.Leave(reason=Reason.DRAINED))
     run.greet(C, 3)
     run.say(C, msg.Ready())
-    commands = run.commit(1, A)
+    commands = run.done(run.store(A, 1))
     messages = told(commands, C)
     assert messages == [
         msg.Start(round=plan(1), lease=Lease(start=478, count=2)),
@@ -382,6 +393,91 @@ def test_a_node_that_is_away_is_granted_nothing(make_run: MakeRun) -> None:
     run.store(A, 1)
     run.done(run.pass_time(CLOSED_GRACE_S))
     assert run.ledger.leases.outstanding(B, 1) == before
+
+
+def left(watermark: int, samples_left: int | None) -> msg.Progress:
+    return dataclasses.replace(progress(watermark), samples_left=samples_left)
+
+
+def test_the_samples_of_a_node_that_never_comes_back_go_to_others(make_run: MakeRun) -> None:
+    """What is in its stored deltas stays used, what it is known to have used beyond that is counted."""
+    run = make_run(A, B, num_samples=1000)
+    run.store(B, 0, consumed=40)
+    run.say(B, progress(50))
+    run.part(B)
+    assert not recorded(run.pass_time(CLOSED_GRACE_S))
+    assert recorded(run.pass_time(EXPIRE_S)) == [rec.NodeLeft(node=B, reason=Reason.CLOSED, consumed=50, stored=40)]
+    assert run.ledger.leases.returned == [Lease(start=280, count=200)]
+    assert run.ledger.leases.fates() == {"granted": 480, "trained": 40, "returned": 200, "uncertain": 10}
+    assert run.machine.members[B].stage == "left"
+
+
+def test_a_restart_gives_nodes_as_long_to_come_back(make_run: MakeRun) -> None:
+    run = make_run(A, B, num_samples=1000)
+    run.restart()
+    run.greet(A, 3, round=0)
+    assert not recorded(run.pass_time(10.0 + EXPIRE_S - 1.0))
+    assert recorded(run.pass_time(1.0)) == [rec.NodeLeft(node=B, reason=Reason.CLOSED, stored=0)]
+
+
+def test_a_node_that_comes_back_in_time_keeps_its_samples(make_run: MakeRun) -> None:
+    run = make_run(A, B, num_samples=1000)
+    run.part(B)
+    run.pass_time(EXPIRE_S - 1.0)
+    accept, grant = run.greet(B, 9, round=0)[:2]
+    assert accept.welcome.leases == (Lease(start=240, count=240),)  # type: ignore[union-attr]
+    assert told([grant], B) == [msg.Grant(lease=Lease(start=240, count=240))]
+
+
+def test_a_node_that_lives_on_lets_go_of_what_others_have_before_it_is_granted_more(make_run: MakeRun) -> None:
+    """No sample is granted twice: it is told that it holds none, and from which of its own on it gets others."""
+    run = make_run(A, B, num_samples=1000)
+    run.say(B, progress(20))
+    run.part(B)
+    run.pass_time(EXPIRE_S + CLOSED_GRACE_S)
+    commands = run.greet(B, 9, round=0)
+    assert commands[1].welcome.leases == ()  # type: ignore[union-attr]
+    assert not told(commands, B)
+    assert run.say(B, left(32, 208)) == [], "this it said before it knew"
+    granted = recorded(run.say(B, left(36, 0)))
+    assert granted == [
+        rec.LeaseGranted(node=B, incarnation=1, lease=Lease(start=240, count=240), consumed=36, stored=36, since=36)
+    ]
+    assert run.ledger.leases.uncertain_total == 36
+    run.say(B, left(36 + 80, 160))
+    assert run.ledger.leases.outstanding(B, 1) == 240
+    copied = run.ledger.copy()
+    assert copied.leases == run.ledger.leases
+
+
+def test_a_node_of_a_release_before_is_believed_in_what_it_used(make_run: MakeRun) -> None:
+    """It says nothing with its deltas: what it has reported is used."""
+    run = make_run(A, B, num_samples=1000)
+    run.store(B, 0)
+    run.say(B, left(50, None))
+    commands = run.greet(B, 9, incarnation=2)
+    assert recorded(commands)[0] == rec.NodeLeft(node=B, reason=Reason.OLD_INCARNATION, consumed=50, stored=50)
+
+
+def test_a_late_delta_says_how_far_its_node_had_come(make_run: MakeRun) -> None:
+    """Even one that is dropped as it comes: it is durable, and so is what it says of samples."""
+    run = make_run(A, B, num_samples=1000)
+    late = run.offer(A, 0, consumed=40)
+    run.commit(0, A, B)
+    run.say(A, progress(40))
+    run.machine.ledger.leases.stores(A, 1, 0)
+    stale = dataclasses.replace(late, blob=dataclasses.replace(late.blob, seq=99))
+    run.handle(ev.InputStored(offer=stale))
+    assert run.ledger.leases.stored[A, 1] == 40
+
+
+def test_names_that_come_and_go_are_forgotten(make_run: MakeRun) -> None:
+    run = make_run(A, num_samples=1000)
+    for number in range(MOST_MEMBERS + 50):
+        run.greet(NodeId(f"n{number}"), 1000 + number)
+        run.part(NodeId(f"n{number}"))
+    assert len(run.machine.members) == MOST_MEMBERS
+    assert A in run.machine.members
 
 
 def test_a_node_with_data_of_its_own_is_granted_nothing(make_run: MakeRun) -> None:
@@ -627,16 +723,18 @@ def test_a_joiner_does_not_bring_back_expectations_of_others(make_run: MakeRun) 
 
 
 def test_a_newer_incarnation_takes_the_place_of_the_older(make_run: MakeRun) -> None:
-    """Q, Data leases: nobody waits for the older, its session ends, its samples are free but for those it used."""
+    """Q, Data leases: nobody waits for the older, its session ends, its samples are free but for those it brought."""
     run = make_run(A, B, num_samples=1000)
+    run.store(B, 0, consumed=40)
     run.say(B, progress(70))
     commands = run.greet(B, 9, incarnation=2)
     assert commands[:2] == [
         ev.Hang(session=2, reason=Reason.SUPERSEDED),
-        ev.Record(record=rec.NodeLeft(node=B, reason=Reason.OLD_INCARNATION, consumed=70)),
+        ev.Record(record=rec.NodeLeft(node=B, reason=Reason.OLD_INCARNATION, consumed=70, stored=40)),
     ]
     assert run.missing(1) == {A}
-    assert run.ledger.leases.returned == [Lease(start=310, count=170)]
+    assert run.ledger.leases.returned == [Lease(start=280, count=200)]
+    assert run.ledger.leases.uncertain_total == 30
     assert run.machine.members[B].stage == "joining"
 
 
@@ -656,7 +754,7 @@ def test_a_node_that_leaves_is_not_waited_for(make_run: MakeRun) -> None:
     held = msg.AnchorRef(fragment=0, version=0, digest=100)
     commands = run.say(B, msg.Leave(reason=Reason.DRAINED, anchors=(held,)))
     assert isinstance(commands[0], ev.Commit)
-    assert commands[1] == ev.Record(record=rec.NodeLeft(node=B, reason=Reason.DRAINED))
+    assert commands[1] == ev.Record(record=rec.NodeLeft(node=B, reason=Reason.DRAINED, stored=0))
     assert (run.machine.members[B].stage, run.machine.members[B].anchors) == ("left", (held,))
     assert run.machine.next_timer() == STALLS_AT, "of a"
 

@@ -10,6 +10,7 @@ from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.roster import EXPIRE_S
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -64,11 +65,7 @@ class Storm:
     def handle(self, event: ev.Event) -> None:
         if isinstance(event, ev.InputStored):
             offer = event.offer
-            self.journal.apply(
-                rec.InputStored(
-                    blob=offer.blob, window=offer.window, contributors=offer.contributors, digest=offer.digest
-                )
-            )
+            self.journal.apply(rec.InputStored.of(offer))
         if isinstance(event, ev.CommitDone):
             self.journal.apply(event.record)
         commands = self.machine.handle(event, self.now)
@@ -127,7 +124,11 @@ class Storm:
         contribution = Contribution(
             node=node, incarnation=incarnation, base=window - 1, steps=10, tokens=640, norm_sq=1.0
         )
-        self.heard(node, msg.Offer(blob=blob, size=9, digest=9, window=window, contributors=(contribution,)))
+        consumed = self.draw.choice((None, self.draw.randrange(300)))
+        self.heard(
+            node,
+            msg.Offer(blob=blob, size=9, digest=9, window=window, contributors=(contribution,), consumed=consumed),
+        )
 
     def settle(self, *, well: bool) -> None:
         """A delta or a commit comes to its end."""
@@ -159,12 +160,12 @@ class Storm:
                 reason = self.draw.choice((Reason.CLOSED, Reason.SILENT))
                 self.handle(ev.Parted(session=session, node=node, reason=reason))
             case 4:
-                self.now += self.draw.choice((0.5, 3.0))
+                self.now += self.draw.choice((0.5, 3.0, 3.0, EXPIRE_S))
                 due = self.machine.next_timer()
                 if due is not None and due <= self.now:
                     self.obey(self.machine.handle_timer(self.now))
             case 5:
-                self.heard(node, progress(self.draw.randrange(300)))
+                self.heard(node, progress(self.draw.randrange(300), self.draw.choice((None, 0, 0, 5))))
             case 6 if node in self.open and self.draw.random() < 0.2:
                 self.heard(node, msg.Leave(reason=Reason.DRAINED))
                 self.open.pop(node, None)
@@ -195,7 +196,7 @@ class Storm:
         pytest.fail(f"the run stands still: {self.machine.windows}, {self.machine.members}")
 
 
-def progress(watermark: int) -> msg.Progress:
+def progress(watermark: int, left: int | None) -> msg.Progress:
     return msg.Progress(
         state="training",
         position=1.0,
@@ -211,6 +212,7 @@ def progress(watermark: int) -> msg.Progress:
         bytes_up=0,
         bytes_down=0,
         bytes_state=0,
+        samples_left=left,
     )
 
 

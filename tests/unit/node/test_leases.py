@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.algo.spec import Lease
-from farloop.node.leases import LeaseCursor, LeaseExhausted
+from farloop.node.leases import USED_KEPT, LeaseCursor, LeaseExhausted
 
 
 def test_a_cursor_takes_across_lease_borders_in_the_order_of_the_grants() -> None:
@@ -61,6 +61,28 @@ def test_a_lease_that_is_told_again_changes_nothing() -> None:
     assert (cursor.remaining, cursor.take(6)) == (7, [10, 11, 12, 13, 14, 20])
     cursor.grant(Lease(start=10, count=5))
     assert (cursor.remaining, cursor.watermark, cursor.take(1)) == (1, 6, [21])
+
+
+def test_only_what_is_still_its_own_is_used_on() -> None:
+    """Data leases: a node that was away for long is told what it holds; the rest may be others', or its own anew."""
+    cursor = LeaseCursor()
+    for start in (0, 10, 20):
+        cursor.grant(Lease(start=start, count=5))
+    cursor.take(7)
+    cursor.keep([Lease(start=10, count=5), Lease(start=50, count=5)])
+    assert (cursor.watermark, cursor.remaining, cursor.take(3)) == (7, 3, [12, 13, 14])
+    cursor.keep([])
+    assert (cursor.watermark, cursor.remaining) == (10, 0)
+    cursor.grant(Lease(start=13, count=4))
+    assert cursor.take(4) == [13, 14, 15, 16]
+
+
+def test_what_is_remembered_of_used_leases_does_not_grow() -> None:
+    cursor = LeaseCursor()
+    for number in range(3 * USED_KEPT):
+        cursor.grant(Lease(start=2 * number, count=1))
+        cursor.take(1)
+    assert len(cursor._behind) == USED_KEPT and not cursor._ahead
 
 
 @given(
