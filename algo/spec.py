@@ -70,6 +70,9 @@ class Layout:
 
 LateUpdatePolicy = Literal["wait", "continue"]
 
+Screen = Literal["off", "norm", "full"]
+"""Off: all that is finite is merged. Norm: not what is far too long, replayed or copied. Full: directions as well."""
+
 
 LearningRateShape = Literal["cosine", "linear", "step", "wsd", "infinite", "constant"]
 RoundRule = Literal["constant", "qsr", "linear", "cubic", "post-local"]
@@ -176,6 +179,12 @@ class Terms:
     """Rounds between a send and its merge, beside τ: 1 gives an update the whole next round to come (protocol D)."""
     eager: bool = False
     """With a lag: train on as if the own latest delta were merged already."""
+    screen: Screen = "norm"
+    """What is looked for in deltas that are well-formed (docs/admission.md)."""
+    norm_band: float = 8.0
+    """Times the median of late that a delta may be long; more is no progress, whatever it is."""
+    merge: str | None = None
+    """A merge rule for nodes that are not trusted, in the place of the method's own (`algo/robust.py`)."""
     control_variates: bool = False
     """Nodes correct their inner steps for what their data differ from those of all nodes together."""
 

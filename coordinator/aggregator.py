@@ -6,18 +6,21 @@ commit that cannot be made durable leaves no trace. The decoded update is canoni
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from farloop.algo import schedule
+from farloop.algo.admission_check import ROBUST_RULES
 from farloop.algo.digest import canonicalise_, combine, digest
-from farloop.algo.fragments import flatten_into
+from farloop.algo.fragments import flatten_into, tiles
 from farloop.algo.merge import MERGE_RULES, Pieces, radial_into
 from farloop.algo.methods import method_named
 from farloop.algo.outer import AdamWSettings, AdamWState, OuterSettings, adamw_step_
 from farloop.algo.outer_co2 import staleness_gap
 from farloop.algo.outer_rules import restarts, state_names, step_
+from farloop.algo.robust import Gram, coordinates_into, gram
 from farloop.algo.spec import Fragment, RoundPlan, Terms
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.blocks import BlockCodec
@@ -83,6 +86,10 @@ class Result:
     """For the fragment's next deltas, where it is chosen anew; None: as the terms say."""
     gap: float = 1.0
     """Λ of co2's step."""
+    weights: tuple[float, ...] | None = None
+    """By which the deltas were multiplied, where a rule for nodes that nobody vouches for says otherwise."""
+    cosines: tuple[float | None, ...] = ()
+    """Of the deltas, and then of those that are in quarantine; empty where directions are not measured."""
 
 
 @torch.no_grad()
@@ -116,6 +123,11 @@ def merge(
         Expected(codecs=(codec,), fragment=fragment, version=window, base=base, newest_epoch=step.epoch)
         for codec, (base, window) in zip(codecs, named, strict=True)
     ]
+    if rule in ROBUST_RULES:
+        total = torch.empty(fragment.numel)
+        counted = [k for k, (_, weight) in enumerate(inputs) if weight > 0.0]
+        coordinates_into(rule, _pieces([inputs[k][0] for k in counted], [expected[k] for k in counted]), total)
+        return total
     if not MERGE_RULES[rule].linear:
         return _merge_radially(inputs, expected)
     if any(codec.traits.entropy_coded or codec != codecs[0] for codec in codecs):
@@ -135,6 +147,20 @@ def merge(
         seeds=[header.seed for header, _ in parsed],
     )
     return total
+
+
+@torch.no_grad()
+def products(blobs: Sequence[bytearray | memoryview | bytes], expected: Sequence[Expected]) -> Gram:
+    """Inner products of encoded deltas. Those whose codec cannot be decoded by tiles lie here decoded, all at once."""
+    return gram(_pieces(blobs, expected))
+
+
+def _pieces(blobs: Sequence[bytearray | memoryview | bytes], expected: Sequence[Expected]) -> list[Pieces]:
+    def read(blob: bytearray | memoryview | bytes, expect: Expected) -> Iterator[Tensor]:
+        header, payload = parse_blob(blob, expect)
+        return header.codec.decoded_tiles(payload, expect.fragment, seed=header.seed)
+
+    return [partial(read, blob, expect) for blob, expect in zip(blobs, expected, strict=True)]
 
 
 def _scratch(expected: Sequence[Expected]) -> bytearray | None:
@@ -265,6 +291,10 @@ def _header(codec: Codec, step: Step) -> BlobHeader:
 
 
 def _result(after: Buffers, update: bytearray, delta: Tensor) -> Result:
+    for tensor in (after.anchor, *after.outer.values()):  # an update is finite, and may lead beyond what fp32 holds
+        for (part,) in tiles(tensor):
+            if not torch.isfinite(part).all():
+                raise NonFiniteError(int(torch.isfinite(part).logical_not().nonzero()[0]))
     return Result(
         buffers=after,
         update=update,

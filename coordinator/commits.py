@@ -6,20 +6,25 @@ The daemon, its recovery and the simulator all commit, and repeat a commit, by t
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+from torch import Tensor, zeros
 
+from farloop.algo.admission_check import ROBUST_RULES
 from farloop.algo.correction import usual
 from farloop.algo.digest import digest
 from farloop.algo.methods import method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE
+from farloop.algo.robust import cosines, weights_by
 from farloop.algo.spec import BlobId, BlobKind, Fragment, Terms
 from farloop.coordinator import aggregator, bits
 from farloop.coordinator.aggregator import Buffers, Result, Step
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.records import WindowCommitted
-from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
+from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
+from farloop.wire.messages import Share
+from farloop.wire.reasons import Reason
 
 Inputs = Sequence[tuple[bytes | bytearray, float]]
 """Encoded deltas and their weights, in the order of the sum."""
@@ -47,10 +52,10 @@ def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:
     return Codecs(up=up, down=terms.codec_down)
 
 
-def _named(ledger: Ledger, record: WindowCommitted) -> list[tuple[int, int]]:
-    """Base and window of each delta. A late one names the window after its base; with a lag bases are older, and none
-    is late."""
-    bases = [addend.blob.version for addend in record.blobs]
+def _named(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId] | None = None) -> list[tuple[int, int]]:
+    """Base and window of each delta, of the record's unless given. A late one names the window after its base; with a
+    lag bases are older, and none is late."""
+    bases = [blob.version for blob in (blobs or [addend.blob for addend in record.blobs])]
     return [(base, record.version if ledger.spec.terms.lag else base + 1) for base in bases]
 
 
@@ -76,24 +81,92 @@ def step_of(ledger: Ledger, record: WindowCommitted) -> Step:
     )
 
 
-def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs_up: Sequence[str]) -> Tensor:
+def _rule(ledger: Ledger, record: WindowCommitted) -> str:
+    """How the deltas of this commit are made one."""
+    terms = ledger.spec.terms
+    if terms.merge is not None:
+        steps = sum(addend.weight > 0.0 for addend in record.blobs)
+        return terms.merge if steps >= ROBUST_RULES[terms.merge].least else "mean"
     # A run ends on the mean of what the nodes hold, as its last outer step is plain.
-    rule = "mean" if record.flush else method_named(ledger.spec.terms.method).merge
+    return "mean" if record.flush else method_named(terms.method).merge
+
+
+def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs_up: Sequence[str]) -> Tensor:
+    rule = _rule(ledger, record)
+    if rule in ROBUST_RULES and ROBUST_RULES[rule].weighted:
+        rule = "mean"  # the weights are another's to find, or are in the record
     return aggregator.merge(inputs, step, codecs_up, _named(ledger, record), rule)
 
 
-def compute(ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: Inputs) -> Result:
-    """The arithmetic of the draft of an open window: sum, outer step, update.
+def apart(record: WindowCommitted) -> list[BlobId]:
+    """The deltas that are not merged because of whose they are, and measured all the same."""
+    return [refusal.blob for refusal in record.refused if refusal.reason is Reason.QUARANTINED]
+
+
+def _measured(
+    ledger: Ledger, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray]
+) -> tuple[tuple[float, ...] | None, tuple[float | None, ...]]:
+    """What a robust rule weighs the deltas with, and where they point: both follow from all pairs of them."""
+    rule, full = _rule(ledger, draft), ledger.spec.terms.screen == "full" and spools_inputs(ledger.spec.terms)
+    weighted = rule in ROBUST_RULES and ROBUST_RULES[rule].weighted
+    if not weighted and not full:
+        return None, ()
+    blobs = [addend.blob for addend in draft.blobs] + (apart(draft) if full else [])
+    data = [data for data, _ in inputs] + (list(others) if full else [])
+    products = aggregator.products(data, _expected(ledger, draft, blobs))
+    weights = tuple(weights_by(rule, products, [weight for _, weight in inputs])) if weighted else None
+    return weights, tuple(cosines(products, range(len(inputs)))) if full else ()
+
+
+def _expected(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId]) -> list[Expected]:
+    fragment = ledger.spec.identity.layout.fragments[record.fragment]
+    return [
+        Expected(
+            codecs=(codec_named(ledger.codec_of_deltas(fragment.index, window)),),
+            fragment=fragment,
+            version=window,
+            base=base,
+            newest_epoch=ledger.epoch,
+        )
+        for base, window in _named(ledger, record, blobs)
+    ]
+
+
+def compute(
+    ledger: Ledger,
+    buffers: Buffers,
+    draft: WindowCommitted,
+    inputs: Inputs,
+    others: Sequence[bytes | bytearray] = (),
+) -> Result:
+    """The arithmetic of the draft of an open window: sum, outer step, update. `others` are those of `apart(draft)`.
 
     Raises:
         NonFiniteError: finite deltas added up to more than fp32 holds.
     """
     step, terms, codecs = step_of(ledger, draft), ledger.spec.terms, codecs_of(ledger, draft)
+    if not draft.blobs:  # what the updates before left out of the anchor, and no outer step
+        update = aggregator.publish(buffers, step, codecs.down, zeros(1))
+        return replace(update, codec_up=ledger.windows[draft.fragment].codec_up)
+    weights, directions = _measured(ledger, draft, inputs, others)
+    if weights is not None:
+        inputs = [(data, weight) for (data, _), weight in zip(inputs, weights, strict=True)]
     delta = _merged(ledger, inputs, step, draft, codecs.up)
     result = aggregator.commit(buffers, delta, step, terms, codecs.down)
+    result = replace(result, weights=weights, cosines=directions)
     # By the run's terms: they say how the codec is chosen, those of a window what was chosen.
     codec_up = bits.next_codec(terms.codec_up, delta, step.fragment)
     return replace(result, codec_up=codec_up)
+
+
+def longest(ledger: Ledger, draft: WindowCommitted, inputs: Inputs) -> BlobId | None:
+    """The delta with the largest norm: a sum that is more than fp32 holds is that one's doing. None without any."""
+    norms = []
+    expected = _expected(ledger, draft, [addend.blob for addend in draft.blobs])
+    for (data, _), expect in zip(inputs, expected, strict=True):
+        header, payload = parse_blob(data, expect)
+        norms.append(payload_norm_sq(header.codec, payload, expect.fragment, seed=header.seed))
+    return draft.blobs[norms.index(max(norms))].blob if norms else None
 
 
 def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
@@ -101,8 +174,17 @@ def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
     following = draft.next_window
     if following is not None:
         following = replace(following, codec_up=result.codec_up or following.codec_up, gap=result.gap)
+    weights = result.weights or [addend.weight for addend in draft.blobs]
+    directions = result.cosines or [None] * (len(draft.blobs) + len(apart(draft)))
+    cosine_of = dict(zip([*(addend.blob for addend in draft.blobs), *apart(draft)], directions, strict=True))
     return replace(
         draft,
+        blobs=tuple(
+            replace(addend, weight=weight, cosine=cosine_of[addend.blob])
+            for addend, weight in zip(draft.blobs, weights, strict=True)
+        ),
+        merged=_shares(draft, result),
+        refused=tuple(replace(refusal, cosine=cosine_of.get(refusal.blob)) for refusal in draft.refused),
         next_window=following,
         anchor_digest=result.anchor_digest,
         target_digest=result.target_digest,
@@ -110,6 +192,13 @@ def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
         update_size=len(result.update),
         update_digest=blob_digest(result.update),
     )
+
+
+def _shares(draft: WindowCommitted, result: Result) -> tuple[Share, ...]:
+    """What each node is told that its delta weighs: parts of one, however much shorter some were made."""
+    if result.weights is None or all(result.weights):
+        return draft.merged
+    return tuple(replace(share, weight=weight) for share, weight in zip(draft.merged, result.weights, strict=True))
 
 
 def repeat(
@@ -130,7 +219,9 @@ def repeat(
     aggregator.apply_update_(anchor, update, step, codecs.down)
     if digest(anchor) != record.anchor_digest:
         raise WrongAnchor(f"fragment {record.fragment} does not come out as version {record.version} said")
-    if inputs is None:
+    if not record.blobs:
+        stepped = buffers
+    elif inputs is None:
         stepped = replace(buffers, target=anchor.clone())
     else:
         delta = _merged(ledger, inputs, step, record, codecs.up)

@@ -314,8 +314,8 @@ class Coordinator:
             result = await self._in_compute(self._compute_commit, command)
         except NonFiniteError as error:  # finite deltas can add up to more than fp32 holds
             await self._upkeep.release(reserved)
-            failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=f"the update: {error}")
-            return self._happened(failed)
+            blame = await self._in_compute(commits.longest, self.store.ledger, draft, self._inputs.addends(draft))
+            return self._happened(ev.TooMuch.of(draft, blame, error))
         computed = time.monotonic()
         record = await self._upkeep.commit(draft, result, reserved)
         self._inputs.forget([addend.blob for addend in record.blobs])
@@ -325,7 +325,9 @@ class Coordinator:
     def _compute_commit(self, command: ev.Commit) -> aggregator.Result:
         draft = command.draft
         buffers = self.store.buffers[draft.fragment]
-        return commits.compute(self.store.ledger, buffers, draft, self._inputs.addends(draft))
+        return commits.compute(
+            self.store.ledger, buffers, draft, self._inputs.addends(draft), self._inputs.apart(draft)
+        )
 
     # --- time and threads
 

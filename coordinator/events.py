@@ -49,6 +49,8 @@ class InputStored:
     """A delta is whole, verified and durable."""
 
     offer: Offer
+    payload: int = 0
+    """As in its record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,28 @@ class CommitFailed:
     detail: str
 
 
-Event = Greeted | Heard | Parted | InputStored | InputFailed | CommitDone | CommitFailed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooMuch:
+    """Nothing was changed: these deltas, finite as they are, give more than fp32 holds, and always will."""
+
+    fragment: int
+    version: int
+    longest: BlobId | None
+    """Of the deltas; None where the window has none."""
+    detail: str
+
+    @classmethod
+    def of(cls, draft: WindowCommitted, longest: BlobId | None, why: Exception) -> "TooMuch":
+        """The draft's arithmetic said why."""
+        return cls(
+            fragment=draft.fragment,
+            version=draft.version,
+            longest=longest,
+            detail=f"{Reason.TOO_MUCH.sentence} (of the update, {why})",
+        )
+
+
+Event = Greeted | Heard | Parted | InputStored | InputFailed | CommitDone | CommitFailed | TooMuch
 
 # --- commands
 

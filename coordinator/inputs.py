@@ -11,11 +11,11 @@ from farloop.algo.spec import BlobId, NodeId
 from farloop.coordinator import commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
+from farloop.coordinator.delta import Verified, verify
 from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.store import Store
 from farloop.coordinator.upkeep import Upkeep
 from farloop.coordinator.windows import Window
-from farloop.quant.blob import parse_blob
 from farloop.quant.errors import BadBlob
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -59,14 +59,15 @@ class Inputs:
         fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = ledger.codec_of_deltas(fragment.index, offer.window)
         try:
-            await self._in_compute(parse_blob, data, expected_delta(offer, fragment, codec_up, ledger.epoch))
+            expect = expected_delta(offer, fragment, codec_up, ledger.epoch)
+            found: Verified = await self._in_compute(verify, data, offer, expect, ledger.spec.terms)
         except BadBlob as error:
             return self._rejected(offer, Reason.CORRUPT, str(error))
         if commits.spools_inputs(ledger.spec.terms):
-            await self._upkeep.spool(rec.InputStored.of(offer), data)
+            await self._upkeep.spool(rec.InputStored.of(found.offer, found.payload), data)
         self._intake.settled(offer.blob)
         self._bytes[offer.blob] = data
-        return ev.InputStored(offer=offer)
+        return ev.InputStored(offer=found.offer, payload=found.payload)
 
     def corrupt(self, offer: msg.Offer) -> ev.InputFailed:
         """The bytes do not have the digest that was announced."""
@@ -79,6 +80,10 @@ class Inputs:
     def addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
         """The deltas of a commit, with their weights, in the order of the sum."""
         return [(self._bytes[addend.blob], addend.weight) for addend in draft.blobs]
+
+    def apart(self, draft: rec.WindowCommitted) -> list[bytes | bytearray]:
+        """Those of nodes in quarantine, which are measured alone."""
+        return [self._bytes[blob] for blob in commits.apart(draft)]
 
     def forget(self, blobs: Sequence[BlobId]) -> None:
         """They were merged, or dropped."""

@@ -11,6 +11,7 @@ from farloop.algo import schedule
 from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.coordinator import records as rec
 from farloop.coordinator.leases import Leases
+from farloop.coordinator.screening import Screening
 from farloop.wire.messages import AnchorRef, Committed, Offer
 from farloop.wire.reasons import Reason
 
@@ -44,8 +45,12 @@ class Ledger:
     leases: Leases = field(default_factory=Leases)
     evaluations: list[rec.EvaluationTaken] = field(default_factory=list)
     finished: bool = False
+    screening: Screening = field(init=False)
     _served: dict[int, set[NodeId]] = field(default_factory=dict, compare=False)
     """By fragment; not a record of its own: a restart knows of the commits that are remembered."""
+
+    def __post_init__(self) -> None:
+        self.screening = Screening(self.spec)
 
     @classmethod
     def begin(cls, started: rec.RunStarted) -> "Ledger":
@@ -68,6 +73,7 @@ class Ledger:
         ledger.inputs = {stored.blob: stored.offer() for stored in saved.inputs}
         ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
         ledger.evaluations = list(saved.evaluations)
+        ledger.screening.resume(saved)
         ledger.leases = Leases(
             frontier=saved.frontier,
             returned=list(saved.returned),
@@ -95,7 +101,9 @@ class Ledger:
                 rec.NodeStarted(node=node, incarnation=incarnation, round=round_index)
                 for node, (incarnation, round_index) in self.started.items()
             ),
-            inputs=tuple(rec.InputStored.of(offer) for offer in self.inputs.values()),
+            inputs=tuple(
+                rec.InputStored.of(offer, self.screening.payloads.get(blob, 0)) for blob, offer in self.inputs.items()
+            ),
             frontier=leases.frontier,
             returned=tuple(leases.returned),
             held=tuple(
@@ -117,6 +125,8 @@ class Ledger:
             ),
             returned_total=leases.returned_total,
             uncertain_total=leases.uncertain_total,
+            seen=self.screening.all_seen,
+            standings=tuple(self.screening.standings.values()),
         )
 
     def copy(self) -> "Ledger":
@@ -149,6 +159,7 @@ class Ledger:
                 self._store(record)
             case rec.InputDropped(blob=blob):
                 self.inputs.pop(blob, None)
+                self.screening.forget(blob)
             case rec.WindowCommitted():
                 self._commit(record)
             case rec.EvaluationTaken():
@@ -171,10 +182,12 @@ class Ledger:
         taken = {contribution.node for offer in others for contribution in offer.contributors}
         if self.outcome_reason(stored.blob, stored.window) is None and not names & taken:
             self.inputs[stored.blob] = stored.offer()
+            self.screening.stored(stored)
 
     def _commit(self, record: rec.WindowCommitted) -> None:
         fragment, version = record.fragment, record.version
         assert version == self.versions[fragment] + 1, "commits of a fragment come one by one"
+        self.screening.committed(record, self.inputs, self.rounds)
         self.versions[fragment] = version
         if record.next_window is None:
             self.windows.pop(fragment, None)
@@ -197,12 +210,13 @@ class Ledger:
         self.commits.pop((fragment, version - HISTORY_VERSIONS), None)
         for addend in record.blobs:
             self.leases.stores(addend.blob.node, addend.blob.incarnation, addend.consumed)
-        merged = {addend.blob for addend in record.blobs}
+        decided = {addend.blob for addend in record.blobs} | {refusal.blob for refusal in record.refused}
         self.inputs = {
             blob: offer
             for blob, offer in self.inputs.items()
-            if blob not in merged and (blob.fragment != fragment or self.outcome_reason(blob, offer.window) is None)
+            if blob not in decided and (blob.fragment != fragment or self.outcome_reason(blob, offer.window) is None)
         }
+        self.screening.settle(self.inputs)
 
     def next_round_to_fix(self) -> RoundPlan | None:
         """The round that the first commit of a window of round r fixes: r + 2 (protocol B); None when it is fixed."""

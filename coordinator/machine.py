@@ -63,6 +63,7 @@ class CoordinatorMachine:
         self._commits: dict[int, ev.Commit] = {}
         """Of the windows that are closing. A decision stands: after a failure it is tried again (protocol O)."""
         self._retry_at: dict[int, float] = {}
+        self._show_quarantine()
         for terms in ledger.windows.values():
             self._open(terms)
         self._fix_rounds()
@@ -121,8 +122,8 @@ class CoordinatorMachine:
             case ev.Parted(node=node, session=session, reason=reason):
                 if member := self._membership.in_session(node, session):
                     self._membership.parted(member, reason, now)
-            case ev.InputStored(offer=offer):
-                self._stored(offer)
+            case ev.InputStored(offer=offer, payload=payload):
+                self._stored(offer, payload)
             case ev.InputFailed(offer=offer, reason=reason, detail=detail):
                 self._drop(offer, reason, detail)
             case ev.CommitDone(record=record):
@@ -130,6 +131,8 @@ class CoordinatorMachine:
             case ev.CommitFailed(fragment=fragment, detail=detail):
                 self.alarms[f"commit of fragment {fragment}"] = detail
                 self._retry_at[fragment] = now + RETRY_S
+            case ev.TooMuch():
+                self._too_much(event)
             case _:
                 assert_never(event)
         if self.guard.holds:
@@ -214,6 +217,13 @@ class CoordinatorMachine:
             rec.EvaluationTaken(loss=evaluation.loss, versions=evaluation.versions, position=evaluation.position)
         )
 
+    def _show_quarantine(self) -> None:
+        alarm = "quarantine of "
+        for what in [what for what in self.alarms if what.startswith(alarm)]:
+            del self.alarms[what]
+        for node, why in self.ledger.screening.in_quarantine(self.ledger.started).items():
+            self.alarms[f"{alarm}{node}"] = why
+
     def _mend(self, node: NodeId, fragments: set[int]) -> None:
         """These anchors of a node did not match, and are not known to be mended."""
         self._mending.pop(node, None)
@@ -251,13 +261,13 @@ class CoordinatorMachine:
     def _refuse(self, member: Member, offer: msg.Offer, reason: Reason, detail: str) -> None:
         """An offer has its outcome at once. Who claims what cannot be true has had its turn: nobody waits for more."""
         self._tell_outcome(member.name, offer, reason, detail)
-        if reason is Reason.IMPLAUSIBLE:
+        if reason in (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE) and offer.blob.node == member.name:
             self._give_up(offer, reason)
 
     def _tell_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
         self._decisions.tell(node, msg.Outcome(blob=offer.blob, reason=reason, detail=detail))
 
-    def _stored(self, offer: msg.Offer) -> None:
+    def _stored(self, offer: msg.Offer, payload: int) -> None:
         window = self.windows.get(offer.blob.fragment)
         self.ledger.leases.stores(offer.blob.node, offer.blob.incarnation, offer.consumed)
         if offer.blob in self.ledger.inputs:
@@ -267,7 +277,7 @@ class CoordinatorMachine:
         if self.ledger.holds_one_of(offer.blob.node, offer.blob.fragment):
             return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
         self.grace.came(offer, self._now)
-        self.ledger.apply(rec.InputStored.of(offer))
+        self.ledger.apply(rec.InputStored.of(offer, payload))
         self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
         if window.state == "open":  # else the next one may begin with it
             window.inputs[offer.blob] = offer
@@ -298,7 +308,10 @@ class CoordinatorMachine:
         if self._stopping:
             return
         quorum = None if window.max_staleness and window.terms.final else spec.terms.quorum
-        why = window.why_close(quorum, spec.terms.floor, patient=self.grace.lasts(window, self._now))
+        patient = self.grace.lasts(window, self._now)
+        why = window.why_close(quorum, spec.terms.floor, patient=patient)
+        if why is not None and self._screened(window):
+            why = window.why_close(quorum, spec.terms.floor, patient=patient)
         short = f"floor of fragment {fragment}"
         self.alarms.pop(short, None)
         if why is None:
@@ -307,6 +320,8 @@ class CoordinatorMachine:
             return
         if self._held(window):
             return
+        if len(window.contributors) < spec.terms.floor:
+            window.make_void(why)
         self._fix_rounds()
         window.state = "closing"
         draft = window.draft(spec, self.ledger.rounds, why, self.ledger.served(fragment))
@@ -321,6 +336,25 @@ class CoordinatorMachine:
             self.alarms[ALARM] = alarm
         return self.guard.holds
 
+    def _screened(self, window: Window) -> bool:
+        """Leave out what must not be merged. Whether there was any."""
+        ledger = self.ledger
+        refusals = ledger.screening.verdicts(window.terms, list(window.inputs.values()), ledger.rounds, ledger.started)
+        for refusal in refusals:
+            window.refuse(refusal)
+        return bool(refusals)
+
+    def _too_much(self, event: ev.TooMuch) -> None:
+        """A sum that fp32 does not hold will not be held at the next attempt either: the longest delta is left out."""
+        window = self.windows[event.fragment]
+        if event.longest is None:
+            self.alarms[f"commit of fragment {event.fragment}"] = event.detail
+            return  # a window without deltas takes no step; what it publishes is finite, or no version ever was
+        del self._commits[event.fragment]
+        window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
+        window.open_again(self.ledger.inputs, self.ledger.spec.terms.quorum)
+        self._try_close(event.fragment)
+
     def _committed(self, record: rec.WindowCommitted) -> None:
         """A commit is durable: open what follows, tell everybody, start who waits, and end the run where it ends."""
         before, held = self.ledger.current_round, self.ledger.inputs
@@ -332,6 +366,10 @@ class CoordinatorMachine:
             self._decisions.do(ev.Forget(blob=blob))
         self.alarms.pop(f"commit of fragment {record.fragment}", None)
         self._fix_rounds()
+        for refusal in record.refused:
+            outcome = msg.Outcome(blob=refusal.blob, reason=refusal.reason, detail=refusal.detail)
+            self._decisions.tell(refusal.blob.node, outcome)
+        self._show_quarantine()
         self._publish(record, closed)
         if self.ledger.current_round > before:
             self._membership.start_ready(self._now, at_boundary=True)

@@ -86,9 +86,11 @@ class InputStored:
     """xxh3-64 of the attached bytes."""
     consumed: int | None = None
     """Samples that its node had used of its leases when it took the delta, where it said so."""
+    payload: int = 0
+    """xxh3-64 of the encoded numbers in them alone, by which a copy is known; 0 where nobody took it."""
 
     @classmethod
-    def of(cls, offer: Offer) -> "InputStored":
+    def of(cls, offer: Offer, payload: int = 0) -> "InputStored":
         """All that an offer says but the size, which nobody asks for again."""
         return cls(
             blob=offer.blob,
@@ -96,6 +98,7 @@ class InputStored:
             contributors=offer.contributors,
             digest=offer.digest,
             consumed=offer.consumed,
+            payload=payload,
         )
 
     def offer(self) -> Offer:
@@ -127,6 +130,21 @@ class Addend:
     weight: float
     consumed: int | None = None
     """As of `InputStored`, which is not there where inputs are not spooled."""
+    cosine: float | None = None
+    """To the mean of the others, where that is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A stored delta that its window did not merge."""
+
+    blob: BlobId
+    reason: Reason
+    detail: str
+    strikes: bool = True
+    """Whether it counts against its node."""
+    cosine: float | None = None
+    """As that of an addend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +179,8 @@ class WindowCommitted:
     """The fragment's last window: a plain step, whatever optimizer the method has."""
     reach: float = 0.0
     """Of the deltas, where the optimizer asks for it (`weights.reach`)."""
+    refused: tuple[Refusal, ...] = ()
+    """Stored deltas that are not merged, by this window or another. Without an addend the version holds nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +220,35 @@ class LeasesHeld:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A delta that had its outcome, as later ones are held against it: by its numbers, and if merged by its length."""
+
+    fragment: int
+    version: int
+    node: NodeId
+    norm: float
+    steps: int
+    """0, with a norm of 0, where it was not merged."""
+    rate: float
+    """Learning rate of its round."""
+    payload: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a node's deltas of late say of it."""
+
+    node: NodeId
+    strikes: int = 0
+    against: int = 0
+    """Deltas in a row that point against those of all others."""
+    good: int = 0
+    """Deltas in a row that were good."""
+    why: str = ""
+    """Why it is in quarantine; empty while it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSaved:
     """All that the records before this one say. A segment begins with it, so that those before can be deleted."""
 
@@ -224,6 +273,8 @@ class LedgerSaved:
     """Samples that ever came back."""
     uncertain_total: int = 0
     """Those of them that had been trained on."""
+    seen: tuple[Seen, ...] = ()
+    standings: tuple[Standing, ...] = ()
 
 
 Record = (

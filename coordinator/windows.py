@@ -2,16 +2,34 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from farloop.algo import schedule
 from farloop.algo.correction import settings_of
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.algo.weights import WEIGHT_RULES, reach, sum_key
-from farloop.coordinator.records import Addend, WindowCommitted
+from farloop.coordinator.records import Addend, Refusal, WindowCommitted
 from farloop.wire.messages import Drop, Offer, Share
 from farloop.wire.reasons import Reason
+
+_OF_THE_DELTA: Final = frozenset(
+    {
+        Reason.CORRUPT,
+        Reason.NON_FINITE,
+        Reason.WRONG_CODEC,
+        Reason.TOO_LARGE,
+        Reason.IMPLAUSIBLE,
+        Reason.STALE_BASE,
+        Reason.OUTLIER,
+        Reason.REPLAYED,
+        Reason.COPIED,
+        Reason.QUARANTINED,
+        Reason.TOO_MUCH,
+        Reason.VOID,
+    }
+)
+"""Whoever is removed for one of these had its turn: for this window, nothing of it will ever come."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +49,8 @@ class Window:
     removed: dict[NodeId, Reason] = field(default_factory=dict)
     inputs: dict[BlobId, Offer] = field(default_factory=dict)
     """Durable deltas."""
+    refused: dict[BlobId, Refusal] = field(default_factory=dict)
+    """Durable deltas that neither it nor another window will merge."""
     state: Literal["open", "closing"] = "open"
 
     @property
@@ -53,6 +73,19 @@ class Window:
             return len(self.contributors)
         timely = [o for o in self.inputs.values() if self.alone or o.window == self.terms.window]
         return sum(1 for offer in timely if any(c.steps for c in offer.contributors))
+
+    def refuse(self, refusal: Refusal) -> None:
+        """One of its deltas is not to be merged, by this window or another (protocol E)."""
+        offer = self.inputs.pop(refusal.blob)
+        self.refused[refusal.blob] = refusal
+        for contribution in offer.contributors:
+            if contribution.node in self.expected:
+                self.removed[contribution.node] = refusal.reason
+
+    def open_again(self, held: Mapping[BlobId, Offer], quorum: int | None) -> None:
+        """It could not close with the deltas that it had. Those that came meanwhile are not for the next one, then."""
+        self.state, self.inputs = "open", {}
+        self.begin_with({blob: offer for blob, offer in held.items() if blob not in self.refused}, quorum)
 
     def admits(self, offer: Offer) -> bool:
         """Whether a delta that names this window, or an earlier one, may be merged by it."""
@@ -82,12 +115,15 @@ class Window:
     def why_close(self, quorum: int | None, floor: int, *, patient: bool = False) -> str | None:
         """The sentence that explains why the window closes now; None while it stays open.
 
-        `quorum` None waits for all that are expected; below `floor` contributions the window is held. `patient`: the
-        quorum is not enough yet, others are given time.
+        `quorum` None waits for all that are expected; below `floor` contributions the window is held, unless it is for
+        deltas that were refused: then it ends without any. `patient`: the quorum is not enough yet, others are given
+        time.
         """
         came = len(self.contributors)
-        if self.state != "open" or came < floor or not self.inputs:
+        if self.state != "open":
             return None
+        if came < floor or not self.inputs:
+            return None if self.missing else self._why_void(floor)
         if not self.missing:
             gone = set(self.removed) - self.contributors
             return f"all {came} expected came" + (f", {len(gone)} removed" if gone else "")
@@ -104,6 +140,23 @@ class Window:
         lacking = f"window {self.terms.window} is held with {came} of the {floor} contributions it needs"
         return lacking + (f", without {gone}" if gone else "")
 
+    def _why_void(self, floor: int) -> str | None:
+        """Why the window ends without a delta: so many had their turn that it could have closed, had these been good.
+
+        Who is away may be back, but nobody else would ever come: held, the run would stand still for good.
+        """
+        refused = {node for node, reason in self.removed.items() if reason in _OF_THE_DELTA} - self.contributors
+        came = len(self.contributors)
+        if not refused or came + len(refused) < floor:
+            return None
+        names = ", ".join(f"{node} ({self.removed[node].name.lower()})" for node in sorted(refused))
+        return f"{came} of {floor} deltas that a merge needs, refused: {names}"
+
+    def make_void(self, why: str) -> None:
+        """Whatever it holds will not be merged."""
+        for blob in list(self.inputs):
+            self.refuse(Refusal(blob=blob, reason=Reason.VOID, detail=why, strikes=False))
+
     def ordered(self) -> list[Offer]:
         """The inputs in the order they are summed: arrival order never shows."""
         return sorted(self.inputs.values(), key=lambda offer: sum_key(offer.contributors))
@@ -115,6 +168,8 @@ class Window:
         the mean of what they hold. By its work alone, the last one to come would make the model its own.
         """
         offers = self.ordered()
+        if not offers:
+            return ()
         weights = WEIGHT_RULES[rule]([offer.contributors for offer in offers])
         if self.terms.final and self.max_staleness and not all(c.steps for o in offers for c in o.contributors):
             weights = [1 / len(offers)] * len(offers)
@@ -161,6 +216,7 @@ class Window:
             delta_scale=outer.delta_scale,
             flush=self.terms.final,
             reach=reach([offer.contributors for offer in self.inputs.values()]) if outer.kind == "co2" else 0.0,
+            refused=tuple(self.refused.values()),
             why=why,
         )
 
@@ -179,3 +235,4 @@ class Window:
         sets = [frozenset(c.node for c in offer.contributors) for offer in self.inputs.values()]
         assert sum(len(s) for s in sets) == len(self.contributors), "contributor sets overlap"
         assert all(self.admits(offer) for offer in self.inputs.values())
+        assert not self.inputs.keys() & self.refused.keys()

@@ -15,13 +15,14 @@ from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
+from farloop.coordinator.delta import Verified, verify
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
 from farloop.coordinator.serving import Copy, Serving, Turn
-from farloop.quant.blob import blob_bytes, parse_blob
-from farloop.quant.errors import BadBlob
+from farloop.quant.blob import blob_bytes
+from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.registry import codec_named
 from farloop.sim.agenda import Action, Process
 from farloop.sim.disk import Disk, MemoryStore, Worker
@@ -232,22 +233,24 @@ class CoordinatorActor:
 
         def spool() -> None:
             try:
-                parse_blob(data, expect)
+                found = verify(data, offer, expect, ledger.spec.terms)
             except BadBlob as error:
                 return self._reject(offer, Reason.CORRUPT, str(error))
-            self._spool(offer, data)
+            self._spool(found, data)
 
         self._compute.submit(lambda: None, spool)
 
-    def _spool(self, offer: msg.Offer, data: bytearray) -> None:
+    def _spool(self, found: Verified, data: bytearray) -> None:
+        offer = found.offer
+
         def stored() -> None:
             self._intake.settled(offer.blob)
             self._inputs[offer.blob] = data
-            self._happened(ev.InputStored(offer=offer))
+            self._happened(ev.InputStored(offer=offer, payload=found.payload))
 
         if not commits.spools_inputs(self.store.ledger.spec.terms):
             return self._storage.submit(lambda: None, stored)
-        self._append(f"a delta of {offer.blob.node}", rec.InputStored.of(offer), data, stored)
+        self._append(f"a delta of {offer.blob.node}", rec.InputStored.of(offer, found.payload), data, stored)
 
     def _append(self, what: str, record: rec.Record, attachment: bytes | bytearray, then: Action) -> None:
         """Make a record durable, as soon as there is room for it."""
@@ -317,6 +320,7 @@ class CoordinatorActor:
     def _commit(self, command: ev.Commit) -> None:
         """Reserve, compute, make durable: three jobs, the last of which is the commit (protocol O)."""
         draft, results, records = command.draft, list[aggregator.Result](), list[rec.WindowCommitted]()
+        too_much: list[ev.TooMuch] = []
 
         def reserved() -> None:
             what = f"the update of fragment {draft.fragment}"
@@ -327,9 +331,18 @@ class CoordinatorActor:
                 failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
                 return self._happened(failed)
             self.hold.end(what)
-            self._compute.submit(lambda: results.append(self._compute_commit(command)), computed)
+            self._compute.submit(compute, computed)
+
+        def compute() -> None:
+            try:
+                results.append(self._compute_commit(command))
+            except NonFiniteError as error:
+                blame = commits.longest(self.store.ledger, draft, self._addends(draft))
+                too_much.append(ev.TooMuch.of(draft, blame, error))
 
         def computed() -> None:
+            if too_much:
+                return self._happened(too_much[0])
             self._storage.submit(lambda: records.append(self.store.commit(draft, results[0])), durable)
 
         def durable() -> None:
@@ -341,9 +354,12 @@ class CoordinatorActor:
 
     def _compute_commit(self, command: ev.Commit) -> aggregator.Result:
         draft = command.draft
-        inputs = [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
         buffers = self.store.buffers[draft.fragment]
-        return commits.compute(self.store.ledger, buffers, draft, inputs)
+        apart = [self._inputs[blob] for blob in commits.apart(draft)]
+        return commits.compute(self.store.ledger, buffers, draft, self._addends(draft), apart)
+
+    def _addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
+        return [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
 
     # --- time
 

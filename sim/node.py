@@ -27,6 +27,7 @@ from farloop.sim.agenda import Process
 from farloop.sim.dialler import Dial, Dialler
 from farloop.sim.diary import Diary, Merged, Send
 from farloop.sim.disk import Worker
+from farloop.sim.hostile import Board, Forger
 from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -52,6 +53,7 @@ class NodeActor:
         incarnation: int,
         epoch_seen: int,
         saw: Callable[[ev.Event | ev.Command], None],
+        board: Board,
     ) -> None:
         self.process, self.setup = process, setup
         self.machine = NodeMachine(name=setup.name, incarnation=incarnation, tau=setup.tau)
@@ -79,6 +81,7 @@ class NodeActor:
         self._reported = 0.0
         self._began_at = process.now
         self._leaves_at: float | None = None
+        self._forger = Forger(setup.deceit, board, setup.seed)
         self.link = Dialler(process, dial, self._hello, self._put, rng, scenario.limits, scenario.timing)
         self.link.start()
 
@@ -290,6 +293,7 @@ class NodeActor:
             else:
                 assert delta is not None
                 encoded = encode_delta(replica, command, delta, epoch, inner_step, residual, previous)
+            encoded = self._forger.sent(encoded, replica.layout.fragments[command.blob.fragment], epoch)
             self._blobs[encoded.offer.blob] = encoded.data
             if encoded.at_once:
                 self.link.send_blob(encoded.offer, encoded.data)

@@ -30,6 +30,7 @@ class Commit:
     final: bool
     anchor_digest: int
     target_digest: int
+    refused: tuple[rec.Refusal, ...] = ()
 
     @property
     def contributors(self) -> tuple[NodeId, ...]:
@@ -48,6 +49,7 @@ def commit_of(record: rec.WindowCommitted) -> Commit:
         final=record.next_window is None,
         anchor_digest=record.anchor_digest,
         target_digest=record.target_digest,
+        refused=record.refused,
     )
 
 
@@ -129,8 +131,11 @@ class Outcome:
             assert self.target_digests[fragment.index] == commits[-1].target_digest
         blobs = [blob for commit in self.commits for blob in commit.blobs]
         assert len(set(blobs)) == len(blobs), "no delta is merged twice"
+        refused = [refusal.blob for commit in self.commits for refusal in commit.refused]
+        assert len({*blobs, *refused}) == len(blobs) + len(refused), "a delta has one outcome"
         for commit in self.commits:
-            assert abs(sum(share.weight for share in commit.merged) - 1.0) < 1e-12, "weights sum to 1"
+            weights = sum(share.weight for share in commit.merged)
+            assert not commit.merged or abs(weights - 1.0) < 1e-12, "weights sum to 1, where anything is merged"
             assert len(set(commit.contributors)) == len(commit.merged), "a node contributes once"
             assert not set(commit.contributors) & {drop.node for drop in commit.drops}, "merged or dropped, not both"
         held = tuple(zip(self.anchor_digests, self.target_digests, strict=True))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from farloop.algo.spec import NodeId, Terms
 from farloop.coordinator.roster import EXPIRE_S
 from farloop.sim.faults import More
+from farloop.sim.hostile import Deceit
 from farloop.sim.network import Weather
 from farloop.sim.problem import Inner, Problem, Toy
 from farloop.wire.limits import Limits, Timing
@@ -26,6 +27,8 @@ class NodeSetup:
     joins_at: float = 0.0
     weather: Weather | None = None
     """Of its link; the scenario's unless given."""
+    deceit: Deceit | None = None
+    """What it sends in the place of its deltas; None for an honest node."""
 
 
 # --- faults: `at` is in virtual seconds

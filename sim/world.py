@@ -18,6 +18,7 @@ from farloop.sim import scenario as sc
 from farloop.sim.agenda import Agenda, Process
 from farloop.sim.coordinator import CoordinatorActor
 from farloop.sim.disk import Disk, MemoryStore, PowerCut
+from farloop.sim.hostile import Board
 from farloop.sim.network import CONNECT_TIMEOUT_S, Cable, Connection, Side, Weather
 from farloop.sim.node import NodeActor
 from farloop.sim.outcome import NodeOutcome, Outcome, commit_of
@@ -69,6 +70,7 @@ class World:
             setup.name: Host(setup=setup, cable=Cable(self.agenda), actors=[], connections=[])
             for setup in scenario.nodes
         }
+        self._board = Board()
         self._coordinator_events = 0
         self._progress: object = None
         self._moved_at = 0.0
@@ -211,6 +213,7 @@ class World:
                 incarnation=len(host.actors) + 1,
                 epoch_seen=host.actor.epoch_seen if host.actors else 0,
                 saw=self._saw(name),
+                board=self._board,
             )
         )
 

@@ -35,6 +35,13 @@ class Reason(IntEnum):
     TOO_OFTEN = 32
     CROWDED = 33
     IDLE = 34
+    # From here on: what is found in a delta that is well-formed, came in time, and is not merged all the same.
+    OUTLIER = 40
+    REPLAYED = 41
+    COPIED = 42
+    QUARANTINED = 43
+    TOO_MUCH = 44
+    VOID = 45
 
     @property
     def code(self) -> str:
@@ -77,4 +84,10 @@ _SENTENCES = {
     Reason.TOO_OFTEN: "it came more often than an honest node ever would; it is heard again after a while",
     Reason.CROWDED: "there are as many sessions as the coordinator takes",
     Reason.IDLE: "none of the delta's bytes came for too long, though they were asked for",
+    Reason.OUTLIER: "the delta is far longer than those of its fragment are",
+    Reason.REPLAYED: "the node has sent the same numbers before",
+    Reason.COPIED: "another node has sent the same numbers before",
+    Reason.QUARANTINED: "deltas of this node were refused before: it is measured, and not merged, until they are good",
+    Reason.TOO_MUCH: "with this delta the sum is more than fp32 holds",
+    Reason.VOID: "its window ended with fewer good deltas than a merge needs",
 }

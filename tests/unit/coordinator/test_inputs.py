@@ -80,7 +80,8 @@ def test_a_delta_is_let_in_verified_durable_and_kept_until_it_is_forgotten(tmp_p
         assert inputs.let_in(session, offer, window) is None  # type: ignore[arg-type]
         assert session.asked_for == [offer.blob]
         assert inputs.arrived(offer.blob) == offer
-        assert await inputs.keep(offer, data) == ev.InputStored(offer=offer)
+        kept = await inputs.keep(offer, data)
+        assert isinstance(kept, ev.InputStored) and kept.offer.blob == offer.blob
         assert store.read_input(offer.blob) == data
         draft = rec.WindowCommitted(
             fragment=0, version=1, round=0, merged=(), drops=(), blobs=(rec.Addend(blob=offer.blob, weight=0.5),),
@@ -134,7 +135,7 @@ def test_a_delta_is_read_as_the_window_says_that_it_names(tmp_path: Path, run: R
         offer, data = delta(run, "fp32")
         assert inputs.let_in(session, offer, window) is None  # type: ignore[arg-type]
         assert session.asked_for == [offer.blob]
-        assert await inputs.keep(offer, data) == ev.InputStored(offer=offer)
+        assert isinstance(await inputs.keep(offer, data), ev.InputStored)
         failed = await inputs.keep(*delta(run, "q8"))
         assert isinstance(failed, ev.InputFailed) and failed.reason is Reason.CORRUPT
 
