@@ -15,11 +15,15 @@ Everything here is a function of the set of deltas: no order shows in it but in 
 
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from farloop.algo.merge import Pieces
+
+AGREE: Final = 0.1
+"""Mean cosine of the pairs of deltas that have a direction in common."""
 
 Gram = list[list[float]]
 """Inner products of all pairs of deltas, m × m."""
@@ -85,16 +89,23 @@ def coordinates_into(rule: str, deltas: Sequence[Pieces], out: Tensor) -> None:
 
 
 def cosines(products: Gram, voices: Iterable[int]) -> list[float | None]:
-    """Of every delta the cosine to the mean direction of the others among `voices`; None without others.
+    """Of every delta the cosine to the mean direction of the others among `voices`; None where these have none.
 
     Each voice has the same say, whatever its length: else a long one would be the direction that all are held against.
+
+    The others must agree among themselves, by `AGREE` on average over their pairs. Where nodes differ by their data and
+    the model is as good as it gets, honest deltas add up to nothing: then each points against all others, and none is
+    wrong.
     """
     voices = [i for i in voices if products[i][i] > 0.0]
     found: list[float | None] = []
     for i in range(len(products)):
         others = [j for j in voices if j != i]
         scale = {j: products[j][j] ** -0.5 for j in others}
-        along = sum(products[i][j] * scale[j] for j in others)
-        length_sq = sum(products[j][k] * scale[j] * scale[k] for j in others for k in others) * products[i][i]
-        found.append(max(-1.0, min(1.0, along / length_sq**0.5)) if length_sq > 0.0 else None)
+        pairs = [products[j][k] * scale[j] * scale[k] for j in others for k in others if j < k]
+        if not pairs or products[i][i] <= 0.0 or sum(pairs) < AGREE * len(pairs):
+            found.append(None)
+            continue
+        length = (len(others) + 2 * sum(pairs)) ** 0.5 * products[i][i] ** 0.5
+        found.append(max(-1.0, min(1.0, sum(products[i][j] * scale[j] for j in others) / length)))
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from farloop.algo.admission_check import ROBUST_RULES, SCREENS
 from farloop.algo.methods import METHODS
 from farloop.algo.outer_check import INNER_OPTIMIZERS
 from farloop.algo.schedule_check import RULES, SHAPES
@@ -35,6 +36,8 @@ _CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "decay"): ("sqrt", "linear"),
     ("run", "h_rule"): RULES,
     ("run", "inner_optimizer"): INNER_OPTIMIZERS,
+    ("run", "screen"): SCREENS,
+    ("run", "merge"): ROBUST_RULES,
 }
 
 _LEAST = {

@@ -15,7 +15,7 @@ from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.replay import arrivals
 from farloop.algo.schedule import num_rounds
 from farloop.algo.schedule_check import check_learning_rate, check_rounds
-from farloop.algo.spec import Identity, InnerOptimizer, RoundRule, RunSpec, Terms
+from farloop.algo.spec import Identity, InnerOptimizer, RoundRule, RunSpec, Screen, Terms
 from farloop.cli.run_schedule import learning_rate_of
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.corpus import Corpus, CorpusError, load_corpus
@@ -74,6 +74,12 @@ class RunConfig:
     """Outer steps after which the outer momentum begins anew from zero; 0 for never (arXiv 2605.28585)."""
     inner_optimizer: str = "adamw"
     """adamw, or muon for the matrices of layers with adamw for the rest, at the same learning rate."""
+    screen: str = "norm"
+    """What is looked for in deltas: norm (far too long, replayed or copied), full (directions as well), or off."""
+    norm_band: float = 8.0
+    """Times the usual length of late that a delta may have."""
+    merge: str | None = None
+    """For nodes that nobody vouches for, in the place of the mean: clipped, median, trimmed or krum."""
     control_variates: bool = False
     """Correct each node's steps for what its data differ from those of all (arXiv 2308.08165): for shards that are not
     alike, with diloco, outer_momentum = 0 and a dense codec_up as q4; one more fp32 copy of the model on each node."""
@@ -287,6 +293,9 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         outer_restart=config.outer_restart,
         inner_optimizer=cast(InnerOptimizer, config.inner_optimizer),
         control_variates=config.control_variates,
+        screen=cast(Screen, config.screen),
+        norm_band=config.norm_band,
+        merge=config.merge,
     )
     check_learning_rate(terms)
     check_rounds(terms, slots=1)

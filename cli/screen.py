@@ -92,6 +92,8 @@ def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
     """What a node exchanges right now, in words: its own, or else the windows that hold a delta of it."""
     if node["reason"] or not node["connected"]:
         return node["reason"] or f"not heard for {duration_text(node['last_heard_s'])}"
+    if why := node.get("quarantine"):
+        return f"in quarantine: {why}"
     if node["detail"]:
         return node["detail"]
     held = [window for window in windows if window["state"] != "final" and node["name"] in window["arrived"]]

@@ -76,6 +76,11 @@ class CoordinatorMachine:
         return self._membership.members
 
     @property
+    def in_quarantine(self) -> dict[NodeId, str]:
+        """Whose deltas are measured and not merged, and why."""
+        return self.ledger.screening.in_quarantine(self.ledger.started)
+
+    @property
     def begun(self) -> bool:
         """Whether training ever started."""
         return self._membership.begun
@@ -221,7 +226,7 @@ class CoordinatorMachine:
         alarm = "quarantine of "
         for what in [what for what in self.alarms if what.startswith(alarm)]:
             del self.alarms[what]
-        for node, why in self.ledger.screening.in_quarantine(self.ledger.started).items():
+        for node, why in self.in_quarantine.items():
             self.alarms[f"{alarm}{node}"] = why
 
     def _mend(self, node: NodeId, fragments: set[int]) -> None:

@@ -6,7 +6,7 @@ Reads the machine, decides nothing.
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -151,6 +151,15 @@ class Observer:
             metrics.merged.labels(share.node).inc()
         for drop in record.drops:
             metrics.drops.labels(drop.node, drop.reason.name.lower()).inc()
+        for refusal in record.refused:
+            _log.warning(
+                "refused delta of node=%s fragment=%d version=%d reason=%s detail=%r",
+                refusal.blob.node,
+                record.fragment,
+                record.version,
+                refusal.reason.name,
+                refusal.detail,
+            )
 
     def refresh(self, machine: CoordinatorMachine) -> None:
         """Bring the status up to date, and log who came, started or left."""
@@ -172,6 +181,7 @@ class Observer:
         self._metrics.round.set(status["round"])
         self._metrics.h.set(status["run"]["h"])
         self._metrics.nodes.labels("connected").set(sum(node["connected"] for node in status["nodes"]))
+        self._metrics.nodes.labels("quarantined").set(len(machine.in_quarantine))
         self._metrics.nodes.labels("training").set(sum(m.counts for m in machine.members.values()))
         self._metrics.storage_held.set(bool(self._hold))
         self._metrics.participation.set(machine.guard.share())
@@ -217,7 +227,7 @@ class Observer:
             "digests": [f"{ledger.anchor_digest(f, v):016x}" for f, v in enumerate(ledger.versions)],
             "outer_steps": max(ledger.versions),
             "commits": sum(ledger.versions),
-            "nodes": [self._node(member, now) for member in members],
+            "nodes": [self._node(member, now, machine.in_quarantine) for member in members],
             "windows": self._windows(machine),
             "evaluations": [
                 {
@@ -233,7 +243,7 @@ class Observer:
             "samples": ledger.leases.fates(),
         }
 
-    def _node(self, member: Member, now: float) -> NodeStatus:
+    def _node(self, member: Member, now: float, quarantine: Mapping[NodeId, str]) -> NodeStatus:
         progress = member.progress
         away = (member.session is None or member.stalled) and member.reason is not Reason.NONE
         return {
@@ -259,6 +269,7 @@ class Observer:
             "reason": member.reason.sentence if away else "",
             "last_heard_s": now - member.heard_at,
             "digests": [f"{ref.digest:016x}" for ref in sorted(member.anchors, key=lambda ref: ref.fragment)],
+            "quarantine": quarantine.get(member.name, ""),
         }
 
     def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:

@@ -65,6 +65,8 @@ class NodeStatus(TypedDict):
     """Due sends that it left out, for too many deltas of the fragment were undecided."""
     digests: NotRequired[list[str]]
     """Of its anchors, in fragment order, as it left with them."""
+    quarantine: NotRequired[str]
+    """Why its deltas are measured and not merged; empty where they are."""
     h: NotRequired[int]
     """Its own H, where it differs from the run's."""
 

@@ -176,7 +176,7 @@ class FragmentState:
         """What a coordinator that holds `newest` may not have got. One that was restarted may have opened the window
         again that had closed without it, and wait for it."""
         for undecided in self.sent:
-            if restarted and undecided.dropped is Reason.LATE:
+            if restarted:  # nor does it know of those that it refused at once
                 undecided.dropped = None
         wanted = [u for u in self.sent if not u.dropped and self.can_be_taken(u, max_staleness, newest)]
         return [undecided.offer for undecided in wanted if undecided.offer]

@@ -5,6 +5,7 @@ Every one can end: a node that dies comes back unless another one stays, a cut l
 
 import dataclasses
 import random
+from typing import get_args
 
 from farloop.algo.methods import max_tau, method_named
 from farloop.algo.schedule import POWERS
@@ -13,6 +14,7 @@ from farloop.coordinator.roster import EXPIRE_S
 from farloop.sim import faults as ft
 from farloop.sim import problem
 from farloop.sim import scenario as sc
+from farloop.sim.hostile import Deceit
 from farloop.sim.network import STORM, Weather
 
 HORIZON_S = 6.0
@@ -43,7 +45,25 @@ def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
     if nastier:  # and long enough for them to happen in it
         longer = dataclasses.replace(scenario.terms, steps=more.choice((1, 2, 4)) * scenario.terms.steps)
         scenario = dataclasses.replace(scenario, terms=longer)
-    return dataclasses.replace(scenario, faults=(*happened, *nastier))
+    return _with_a_liar(random.Random(seed + 3), dataclasses.replace(scenario, faults=(*happened, *nastier)))
+
+
+def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
+    """One of the nodes may send something else than it has."""
+    terms = dataclasses.replace(scenario.terms, screen=rng.choice(("off", "norm", "norm", "full")))
+    if not method_named(terms.method).alone and len(scenario.nodes) >= 3 and terms.min_nodes >= 3:
+        terms = dataclasses.replace(terms, merge=rng.choice((None, None, "clipped", "median", "trimmed")))
+        terms = terms if terms.quorum is None else dataclasses.replace(terms, merge=None)
+    liar = rng.randrange(len(scenario.nodes)) if rng.random() < 0.4 else None
+    method = method_named(terms.method)
+    deceits = get_args(Deceit) if method.inner else ("flipped", "claims", "nan")
+    if terms.screen == "off" or method.alone or len(scenario.nodes) == 1:  # what is merged may end it for good
+        deceits = tuple(deceit for deceit in deceits if deceit not in ("thousandfold", "overflow"))
+    nodes = tuple(
+        dataclasses.replace(node, deceit=rng.choice(deceits)) if number == liar else node
+        for number, node in enumerate(scenario.nodes)
+    )
+    return dataclasses.replace(scenario, terms=terms, nodes=nodes)
 
 
 def _node(rng: random.Random, name: str) -> sc.NodeSetup:
