@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, NewType
+from typing import Any, Final, Literal, NewType
 
 NodeId = NewType("NodeId", str)
 """A node's name: the owner of its CURVE key, or, without encryption, the name it claims."""
@@ -306,10 +306,15 @@ def _digest(value: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+LATER: Final = {"later": True}
+"""Metadata of a field that came after the first release: at its default it is left out, and released bytes stand."""
+
+
 def to_plain(value: Any) -> Any:
     """A frozen dataclass as JSON-ready dictionaries and lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        values = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {field.name: to_plain(held) for field, held in values if not field.metadata or held != field.default}
     if isinstance(value, tuple | list):
         return [to_plain(item) for item in value]
     return value

@@ -41,8 +41,10 @@ _DIFFERS = {
 }
 
 
-def run_coordinator(file: RunFile) -> ExitCode:
+def run_coordinator(file: RunFile, *, rewind: bool = False) -> ExitCode:
     """Begin the run, or go on with the one that the state directory holds, to its end or the first signal.
+
+    `rewind`: though nodes may have seen what came after this state.
 
     Raises:
         ConfigError: there can be no such run.
@@ -50,7 +52,7 @@ def run_coordinator(file: RunFile) -> ExitCode:
         StorageError, KeyFileError, EndpointError: one line each.
     """
     plan = planned(file)
-    store = open_run(file.coordinator.state_dir, plan)
+    store = open_run(file.coordinator.state_dir, plan, rewind=rewind)
     try:
         finished = uvloop.run(_serve(file.coordinator, store))
     except BindError as error:
@@ -64,11 +66,11 @@ def run_coordinator(file: RunFile) -> ExitCode:
     return ExitCode.DONE
 
 
-def open_run(directory: Path, plan: Plan) -> Store:
-    """The run in the directory if it is the planned one, or a new one where there is none.
+def open_run(directory: Path, plan: Plan, *, rewind: bool = False) -> Store:
+    """The run in the directory if it is the planned one, or a new one where there is none, and none is to be rewound.
 
     Raises:
-        CommandError: it is another one; the line says what differs.
+        CommandError: it is another one, and the line says what differs; or there is nothing to rewind.
         StorageError
     """
 
@@ -81,7 +83,14 @@ def open_run(directory: Path, plan: Plan) -> Store:
                 ExitCode.REFUSED,
             )
 
-    store = Store.recover(directory, accept=the_planned_one)
+    store = Store.recover(directory, accept=the_planned_one, rewind=rewind)
+    if store is None and rewind:
+        raise CommandError(
+            f"{directory} holds no run to go back to; leave out --rewind, or give its folder: --state DIR"
+        )
+    if store is not None and rewind:
+        versions = ",".join(str(version) for version in store.ledger.versions)
+        _log.warning("rewound history=%d versions=%s note='nodes begin anew from here'", store.ledger.history, versions)
     if store is None:
         for note in plan.notes:
             _log.info("plan note=%r", note)

@@ -138,6 +138,9 @@ def coordinator(
     state: Annotated[
         Path | None, typer.Option(metavar="DIR", show_default=False, help="Journal, snapshots and the final model.")
     ] = None,
+    rewind: Annotated[
+        bool, typer.Option("--rewind", help="Take an old copy of the state for the truth: what came after it is lost.")
+    ] = False,
     flags: SetFlags = None,
     log_level: Level = LogLevel.INFO,
     log_json: LogJson = False,
@@ -154,7 +157,7 @@ def coordinator(
 
         set_up(log_level, json_lines=log_json)
         given = [*(flags or []), *([f"coordinator.state_dir={state}"] if state else [])]
-        code = run_coordinator(load_run(file, flags=given, environ=os.environ))
+        code = run_coordinator(load_run(file, flags=given, environ=os.environ), rewind=rewind)
     raise typer.Exit(code)
 
 

@@ -46,7 +46,13 @@ _STATE_STYLES = {
 }
 _COLUMNS = ("node", "state", "step", "loss", "tokens/s", "now", "up", "down", "H", "compute")
 _WIDE_ONLY = frozenset({"tokens/s", "down", "H"})
-_RUN_STYLES = {"waiting": "yellow", "training": "green", "held": "bold red", "finished": "bold green"}
+_RUN_STYLES = {
+    "waiting": "yellow",
+    "training": "green",
+    "held": "bold red",
+    "holding": "bold red",
+    "finished": "bold green",
+}
 _BARS = "▁▂▃▄▅▆▇█"
 
 

@@ -22,7 +22,7 @@ _FP32_MAX: Final = 2.0**128
 
 
 def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:
-    """Why this node may not join, with the two values that disagree; None lets it in."""
+    """Why this node may not join, with the two values that disagree; None lets it in. What it holds: `history.py`."""
     oldest, newest = PROTOCOL_VERSIONS
     identity = ledger.spec.identity
     fingerprint, layout = identity.fingerprint(), identity.layout.digest()
@@ -33,14 +33,9 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
         return _refuse(Reason.WRONG_RUN, f"the node wants run {hello.fingerprint}, this is {fingerprint}")
     if hello.layout is not None and hello.layout != layout:
         return _refuse(Reason.WRONG_LAYOUT, f"the node's layout is {hello.layout}, the run's is {layout}")
-    if hello.epoch_seen > ledger.epoch:
-        return _refuse(Reason.FENCED, f"the node has seen epoch {hello.epoch_seen}, this is {ledger.epoch}")
-    for ref in hello.anchors:
+    for ref in (*hello.anchors, *hello.announced):
         if not 0 <= ref.fragment < len(ledger.versions):
             return _refuse(Reason.WRONG_LAYOUT, f"there is no fragment {ref.fragment}")
-        if ref.version > ledger.versions[ref.fragment]:
-            held = f"the node holds version {ref.version} of fragment {ref.fragment}"
-            return _refuse(Reason.FENCED, f"{held}, the coordinator only {ledger.versions[ref.fragment]}")
     if member and hello.incarnation < member.incarnation:
         newer = f"incarnation {member.incarnation} of {name} has joined, this is {hello.incarnation}"
         return _refuse(Reason.OLD_INCARNATION, newer)
@@ -62,6 +57,8 @@ def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window |
         or [(c.node, c.incarnation, c.base) for c in offer.contributors] != [(*sender, blob.version)]
     ):
         return Reason.CORRUPT, "the offer does not fit its sender"
+    if offer.history != ledger.history:
+        return Reason.FOREIGN, Reason.FOREIGN.sentence
     reason = ledger.outcome_reason(blob, offer.window)
     if reason is None and member.stage != "training":
         reason = Reason.NOT_A_PARTICIPANT
@@ -112,6 +109,7 @@ def progress_untrue(progress: Progress, ledger: Ledger) -> str | None:
     """What cannot be true in a node's report, as a sentence; None where all of it can. A loss may be anything."""
     newest = ledger.rounds[max(ledger.rounds)]
     most = newest.start + newest.length + 1  # one may be under way as the run ends
+    most += ledger.history * (ledger.spec.terms.steps + 1)  # of lost histories, which were fewer than epochs
     if not 0 <= progress.inner_steps <= most:
         return f"it claims {progress.inner_steps} inner steps, and the rounds that are fixed have {most - 1}"
     if untrue := _tokens_untrue(progress.tokens, progress.inner_steps, ledger):

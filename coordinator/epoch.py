@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from farloop.coordinator.durable import replacing, require_free
-from farloop.coordinator.errors import StorageFailed
+from farloop.coordinator.errors import Fenced, StorageFailed
 
 _FILE = "epoch"
 _FORMAT = re.compile(rb"farloop-epoch 1 ([1-9][0-9]{0,18})\n")
@@ -37,6 +37,20 @@ def claim_epoch(directory: Path, *, seen: int = 0) -> int:
 def claimed_epoch(directory: Path) -> int:
     """The highest that was claimed of the state in `directory`; 0 for none. Changes nothing. Raises StorageFailed."""
     return _read(directory / _FILE)
+
+
+def require_epoch(directory: Path, epoch: int) -> None:
+    """Stop a coordinator whose state another has taken over: on some shared disks a lock does not keep both apart.
+
+    A file that is missing says nothing: the journal knows the epoch, too.
+
+    Raises:
+        Fenced: a higher epoch was claimed since `epoch` was.
+        StorageFailed: the file could not be read, or is not an epoch file.
+    """
+    path = directory / _FILE
+    if (found := _read(path)) > epoch:
+        raise Fenced(path, epoch, found)
 
 
 def _read(path: Path) -> int:

@@ -7,6 +7,7 @@ StorageError
 │   ├── DiskFull       no bytes are free, or the quota is used up
 │   └── ReadOnly       the file system may only be read
 ├── StorageFailed      a write or a sync failed: what the disk holds is unknown; exit and recover
+├── Fenced             another coordinator has claimed a higher epoch of this very state; stop
 ├── SnapshotCorrupt    a snapshot is not what was saved
 └── StateMismatch      the parts of the directory do not belong together, or are another run's
 """
@@ -78,6 +79,17 @@ class StorageFailed(StorageError):
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(path, detail)
         self.detail = detail
+
+
+class Fenced(StorageError):
+    """A later start of a coordinator has taken this state over. Nothing was written."""
+
+    def __init__(self, path: Path, own: int, found: int) -> None:
+        super().__init__(
+            path, f"epoch {found} was claimed here after ours, {own}: another coordinator has taken this state over"
+        )
+        self.own = own
+        self.found = found
 
 
 class SnapshotCorrupt(StorageError):

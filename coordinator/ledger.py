@@ -32,6 +32,10 @@ class Ledger:
 
     spec: RunSpec
     epoch: int = 0
+    history: int = 0
+    """Epoch in which the run was last wound back; 0 where it never was (protocol S)."""
+    epoch_seen: int = 0
+    """Highest epoch that a node had met and this state had not."""
     versions: list[int] = field(default_factory=list)
     windows: dict[int, WindowTerms] = field(default_factory=dict)
     """Terms of the open window of every fragment that is not final."""
@@ -66,6 +70,7 @@ class Ledger:
     def resume(cls, saved: rec.LedgerSaved) -> "Ledger":
         """What `saved` was made of."""
         ledger = cls(spec=saved.spec, epoch=saved.epoch, versions=list(saved.versions), finished=saved.finished)
+        ledger.history, ledger.epoch_seen = saved.history, saved.epoch_seen
         ledger.windows = {terms.fragment: terms for terms in saved.windows}
         ledger.rounds = {plan.index: plan for plan in saved.rounds}
         ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
@@ -127,6 +132,8 @@ class Ledger:
             uncertain_total=leases.uncertain_total,
             seen=self.screening.all_seen,
             standings=tuple(self.screening.standings.values()),
+            history=self.history,
+            epoch_seen=self.epoch_seen,
         )
 
     def copy(self) -> "Ledger":
@@ -138,6 +145,11 @@ class Ledger:
         match record:
             case rec.EpochClaimed(epoch=epoch):
                 self.epoch = epoch
+            case rec.EpochSeen(epoch=epoch):
+                self.epoch_seen = max(self.epoch_seen, epoch)
+            case rec.Rewound(epoch=epoch):
+                self.epoch = self.history = epoch
+                self.inputs = {}
             case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index):
                 self.started[node] = (incarnation, round_index)
             case rec.NodeLeft(node=node, consumed=consumed, stored=stored):

@@ -18,6 +18,7 @@ from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.evaluations import Evaluations
 from farloop.coordinator.grace import Grace
 from farloop.coordinator.guard import ALARM, Guard
+from farloop.coordinator.history import TRUSTED_AFTER_S, Doubts
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.membership import Membership
 from farloop.coordinator.roster import EXPIRE_S, Member
@@ -52,8 +53,15 @@ class CoordinatorMachine:
         self.grace = Grace(ledger.spec.terms)
         self.guard = Guard(ledger, floor_share)
         self._decisions = Decisions(ledger)
+        self._doubts = Doubts(ledger, self._decisions, self.alarms, trusted_at=now + TRUSTED_AFTER_S)
         self._membership = Membership(
-            ledger, self._decisions, self.windows, self._try_close, gone_at=now + liveness_s, expire_s=expire_s
+            ledger,
+            self._decisions,
+            self.windows,
+            self._try_close,
+            self._doubts,
+            gone_at=now + liveness_s,
+            expire_s=expire_s,
         )
         self._evaluations = Evaluations(ledger)
         self._mending: dict[NodeId, set[int]] = {}
@@ -84,6 +92,16 @@ class CoordinatorMachine:
     def begun(self) -> bool:
         """Whether training ever started."""
         return self._membership.begun
+
+    @property
+    def holding(self) -> str | None:
+        """Why nothing is committed until a person decides (`history.py`); None while all is well."""
+        return self._doubts.holding
+
+    @property
+    def _stands_still(self) -> bool:
+        """No window closes, and no time passes."""
+        return self._stopping or self.holding is not None
 
     @property
     def awaited(self) -> list[NodeId]:
@@ -119,7 +137,10 @@ class CoordinatorMachine:
                 foreign = self.ledger.foreign(event.hello.anchors)
                 if foreign or self._membership.is_new(event):
                     self._mend(event.node, foreign)
+                held = self.holding
                 self._membership.greeted(event, now)
+                if self.holding != held:
+                    self._send_away()
             case ev.Heard(node=node, session=session, message=message):
                 if member := self._membership.in_session(node, session):
                     member.heard_at = now
@@ -146,7 +167,7 @@ class CoordinatorMachine:
 
     def next_timer(self) -> float | None:
         """When `handle_timer` wants to be called."""
-        if self._stopping:
+        if self._stands_still:
             return None
         windows = self.grace.deadlines(self.windows.values(), self._now)
         return min([*self._membership.deadlines(), *self._retry_at.values(), *windows], default=None)
@@ -154,7 +175,7 @@ class CoordinatorMachine:
     def handle_timer(self, now: float) -> list[ev.Command]:
         """Deadlines that have passed: of nodes that did not come back, of windows, of commits to try again."""
         self._now = now
-        if self._stopping:
+        if self._stands_still:
             return []
         self._membership.remove_overdue(now)
         for fragment in [f for f, at in self._retry_at.items() if at <= now]:
@@ -183,8 +204,9 @@ class CoordinatorMachine:
 
     def _heard(self, member: Member, message: msg.Message, now: float) -> None:
         match message:
-            case msg.Ready():
-                self._membership.ready(member, now)
+            case msg.Ready(history=history):
+                if history == self.ledger.history:  # else its node has yet to hear that it must begin again
+                    self._membership.ready(member, now)
             case msg.Offer():
                 self._offered(member, message)
             case msg.Progress():
@@ -201,6 +223,11 @@ class CoordinatorMachine:
                 self._membership.left(member, message, now)
             case _:
                 pass  # the session's own business
+
+    def _send_away(self) -> None:
+        """The run is held: those who were let in before hear of it, and dial again until it goes on."""
+        for member in self._membership.connected:
+            self._decisions.tell(member.name, msg.Leave(reason=Reason.HOLDING, detail=self.holding or ""))
 
     def _reported(self, member: Member, progress: msg.Progress, now: float) -> None:
         """A report that cannot be true counts for nothing, not even as a sign of progress."""
@@ -310,7 +337,7 @@ class CoordinatorMachine:
 
     def _try_close(self, fragment: int) -> None:
         window, spec = self.windows[fragment], self.ledger.spec
-        if self._stopping:
+        if self._stands_still:
             return
         quorum = None if window.max_staleness and window.terms.final else spec.terms.quorum
         patient = self.grace.lasts(window, self._now)

@@ -19,6 +19,7 @@ from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.admission import refusal
 from farloop.coordinator.decisions import Decisions
+from farloop.coordinator.history import Doubts, as_newcomer
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, Member
 from farloop.coordinator.windows import Window
@@ -35,6 +36,7 @@ class Membership:
         decisions: Decisions,
         windows: Mapping[int, Window],
         try_close: Callable[[int], None],
+        doubts: Doubts,
         *,
         gone_at: float,
         expire_s: float = EXPIRE_S,
@@ -44,7 +46,8 @@ class Membership:
         `windows` are the open ones, by fragment; `try_close` is called for those that may wait for nobody any more.
         """
         self._ledger, self._decisions = ledger, decisions
-        self._windows, self._try_close, self._expire_s = windows, try_close, expire_s
+        self._windows, self._try_close, self._doubts = windows, try_close, doubts
+        self._expire_s = expire_s
         self.members: dict[NodeId, Member] = {}
         for name, (incarnation, start_round) in ledger.started.items():
             self.members[name] = Member(
@@ -113,9 +116,11 @@ class Membership:
         """A session's first message: let the node in, with all that it must know, or say why not."""
         hello, name = event.hello, event.node
         member = self.members.get(name)
-        refused = refusal(hello, name, self._ledger, member)
+        refused = refusal(hello, name, self._ledger, member) or self._doubts.refusal(name, hello, now)
         if refused:
             return self._decisions.do(ev.Refuse(session=event.session, refused=refused))
+        if hello.history != self._ledger.history:
+            hello = as_newcomer(hello)
         if member and member.session is not None:
             self._decisions.do(ev.Hang(session=member.session, reason=Reason.SUPERSEDED))
         if member is None or hello.incarnation > member.incarnation:
@@ -154,6 +159,7 @@ class Membership:
             windows=tuple(ledger.windows[f] for f in sorted(ledger.windows)),
             rounds=ledger.rounds_ahead(),
             leases=held if ledger.spec.identity.num_samples else None,
+            history=ledger.history,
         )
 
     def _welcome_back(self, member: Member) -> None:

@@ -59,6 +59,9 @@ class Metrics:
             "farloop_samples", "Samples of the leases by what became of them.", ["fate"], registry=registry
         )
         self._samples: dict[str, int] = {}
+        self.history_held = Gauge(
+            "farloop_history_held", "1 while nothing is committed: the state looks like an old copy.", registry=registry
+        )
         self.dropped_lines = Counter(
             "farloop_dropped_timeline_lines", "Lines that metrics.jsonl did not take.", registry=registry
         )

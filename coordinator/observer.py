@@ -19,6 +19,7 @@ from farloop.coordinator.diary import Diary
 from farloop.coordinator.durable import replacing
 from farloop.coordinator.errors import StorageFailed
 from farloop.coordinator.happenings import Happenings
+from farloop.coordinator.history import ALARM
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
@@ -52,6 +53,7 @@ class Observer:
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
         self._evaluated_at: dict[tuple[int, ...], float] = {}
+        self._holds = False
         terms = store.ledger.spec.terms
         metrics.steps.set(terms.steps)
         metrics.h.set(store.ledger.h)
@@ -187,6 +189,10 @@ class Observer:
         self._metrics.participation.set(machine.guard.share())
         self._metrics.participation_held.set(machine.guard.holds)
         self._metrics.count_samples(machine.ledger.leases.fates())
+        self._metrics.history_held.set(machine.holding is not None)
+        if machine.holding is not None and not self._holds:
+            _log.error("holding why=%r", machine.alarms[ALARM])
+        self._holds = machine.holding is not None
         self._metrics.alarms.set(len(status["alarms"]))
         self.status_json = json.dumps(status).encode()
 
@@ -199,9 +205,11 @@ class Observer:
         if ledger.finished and self._finished_at is None:
             self._finished_at = now
         until = self._finished_at or now
-        state: Literal["waiting", "training", "held"] = "training" if machine.begun else "waiting"
+        state: Literal["waiting", "training", "held", "holding"] = "training" if machine.begun else "waiting"
         if self._hold or machine.guard.holds:
             state = "held"
+        if machine.holding is not None:
+            state = "holding"
         members = sorted(machine.members.values(), key=lambda m: m.name)
         return {
             "run": {

@@ -6,10 +6,10 @@ fields it does not know, so that a field with a default can be added; a record o
 a decision that was skipped is a decision that was lost.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from farloop.algo.spec import BlobId, Contribution, Lease, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.spec import LATER, BlobId, Contribution, Lease, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.messages import Committed, Drop, Offer, Share, pack, unpack, validate
 from farloop.wire.reasons import Reason
@@ -28,6 +28,24 @@ class RunStarted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochClaimed:
     """A later start of the coordinator took over; lower epochs are fenced (protocol S)."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSeen:
+    """A node has met this epoch, which this state knows nothing of: whoever winds the run back claims a higher one."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewound:
+    """A start of the coordinator took this state for the truth, whatever nodes had seen since (protocol S).
+
+    The epoch names the history that begins here. Stored deltas are dropped: their nodes begin again from snapshots, and
+    could not tell the outcome of such a delta from that of the next one.
+    """
 
     epoch: int
 
@@ -275,6 +293,10 @@ class LedgerSaved:
     """Those of them that had been trained on."""
     seen: tuple[Seen, ...] = ()
     standings: tuple[Standing, ...] = ()
+    history: int = field(default=0, metadata=LATER)
+    """Epoch of the last `Rewound`; 0 for none."""
+    epoch_seen: int = field(default=0, metadata=LATER)
+    """Highest of all `EpochSeen`."""
 
 
 Record = (
@@ -291,6 +313,8 @@ Record = (
     | EvaluationTaken
     | RunFinished
     | LedgerSaved
+    | EpochSeen
+    | Rewound
 )
 
 KINDS: dict[type[Record], int] = {
@@ -307,6 +331,8 @@ KINDS: dict[type[Record], int] = {
     EvaluationTaken: 11,
     RunFinished: 12,
     LedgerSaved: 13,
+    EpochSeen: 14,
+    Rewound: 15,
 }
 """Numbers on disk: never reused, never 0."""
 

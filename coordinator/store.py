@@ -20,7 +20,7 @@ from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers, Result
 from farloop.coordinator.attachments import Attachments, UpdateSource
-from farloop.coordinator.epoch import claim_epoch
+from farloop.coordinator.epoch import claim_epoch, require_epoch
 from farloop.coordinator.errors import NoRoom, StateMismatch
 from farloop.coordinator.journal import SEGMENT_BYTES, Journal
 from farloop.coordinator.ledger import Ledger
@@ -93,11 +93,13 @@ class Store:
         directory: Path,
         *,
         accept: Callable[[RunSpec], None] = lambda spec: None,
+        rewind: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
         `accept` raises where the run is not the one that is wanted: then nothing is changed, not even the epoch.
+        `rewind` takes this state for the truth, though nodes may have seen what came after it (protocol S).
 
         Raises:
             StorageError: as `Journal.open`; no good snapshot of a fragment; StateMismatch where journal and snapshots
@@ -110,7 +112,9 @@ class Store:
                 return None
             store = cls._replay(directory, journal, found.entries)
             accept(store.ledger.spec)
-            store.append(rec.EpochClaimed(epoch=claim_epoch(directory, seen=store.ledger.epoch)))
+            seen = max(store.ledger.epoch, store.ledger.epoch_seen) if rewind else store.ledger.epoch
+            epoch = claim_epoch(directory, seen=seen)
+            store.append(rec.Rewound(epoch=epoch) if rewind else rec.EpochClaimed(epoch=epoch))
             store.sync()
         except BaseException:
             journal.close()
@@ -162,9 +166,11 @@ class Store:
 
         Raises:
             NoRoom: nothing was changed; the reservation stays.
+            Fenced: another coordinator has taken this state over. Nothing was changed.
             StorageFailed: it may be durable or not. Exit and recover.
         """
         record = commits.completed(draft, result)
+        require_epoch(self.directory, self.ledger.epoch)
         self._take(self._journal.append(record, result.update, reserved=reserved))
         self._journal.sync()
         self.buffers[record.fragment] = result.buffers

@@ -5,8 +5,9 @@ Plain dictionaries on purpose: they are written and read as JSON by different pr
 
 from typing import Literal, NotRequired, TypedDict
 
-RunState = Literal["waiting", "training", "held", "finished"]
-"""Held: nothing is committed, for the disk takes nothing more or too few live nodes are merged; an alarm says what to do."""
+RunState = Literal["waiting", "training", "held", "holding", "finished"]
+"""Held: nothing is committed, for the disk takes nothing more or too few live nodes are merged. Holding: nor is
+anything while the state looks like an old copy. An alarm says what to do about it."""
 WindowState = Literal["open", "closing", "final"]
 
 

@@ -165,6 +165,7 @@ def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
         window=command.window,
         contributors=(contribution,),
         consumed=command.consumed,
+        history=command.history,
     )
     kept = payload.clone() if header.codec.traits.warm_start else None
     return Encoded(

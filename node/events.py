@@ -83,6 +83,8 @@ class Encode:
     tokens: int
     consumed: int | None = None
     """Samples of its leases that the node has used by now; None for who brings its own."""
+    history: int = 0
+    """The history that the anchor is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +164,14 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeginAgain:
+    """The run was wound back: anchors, residuals and samples are of a history that is lost. Snapshots will come."""
+
+    history: int
+    """The one that is followed from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """The node cannot go on; a person must read why."""
 
@@ -170,5 +180,17 @@ class Stop:
 
 
 Command = (
-    Adopt | Encode | SendBlob | ForgetBlob | Apply | Install | Merge | Evaluate | KeepSamples | UseSamples | Tell | Stop
+    Adopt
+    | Encode
+    | SendBlob
+    | ForgetBlob
+    | Apply
+    | Install
+    | Merge
+    | Evaluate
+    | KeepSamples
+    | UseSamples
+    | Tell
+    | BeginAgain
+    | Stop
 )

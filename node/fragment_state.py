@@ -71,6 +71,8 @@ class FragmentState:
     """Round of the last send."""
     merged_at: int = 0
     """Inner steps done at the last merge."""
+    joined_at: int = 0
+    """Inner steps done when its first snapshot was asked for: until there are more, all that comes is merged."""
     counted_from: int = 0
     """Inner steps done when the work inside the next delta began."""
     tokens_from: int = 0

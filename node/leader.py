@@ -31,7 +31,7 @@ from farloop.node.memory import Memory
 from farloop.node.metrics import Metrics
 from farloop.node.replica import Own, Replica
 from farloop.node.reports import Reports
-from farloop.node.residuals import Residuals
+from farloop.node.residuals import Residuals, run_of
 from farloop.quant.registry import warm_for
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -96,9 +96,8 @@ class Leader:
         self._reports.layout = layout.digest()
         warm_for(self.machine.spec.terms)
         self._encoder = Encoder(self.replica, self._encoded, self._inbox.put)
-        self._residuals = Residuals(
-            self.machine.spec.identity.fingerprint(), layout, self._memory.folder, self._encoder.run_before_the_next
-        )
+        run = run_of(self.machine.spec, self.machine.history)
+        self._residuals = Residuals(run, layout, self._memory.folder, self._encoder.run_before_the_next)
         self._drift = Drift(self.replica, self.machine.spec.terms)
         for parameter in self.replica.parameters.values():
             if parameter.dtype != torch.float32:
@@ -293,6 +292,8 @@ class Leader:
                 if isinstance(message, msg.Leave):
                     return self._say_good_bye(message)
                 self.link.send(message)
+            case ev.BeginAgain(history=history):
+                self._begin_again(history)
             case ev.Stop(reason=reason, detail=detail):
                 raise _stop_error(reason, detail)
             case _:
@@ -315,6 +316,16 @@ class Leader:
             return self._inbox.put(ev.AnchorMismatch(fragment=fragment))
         self._residuals.installed(fragment, version, command.codec, self.replica.anchors[fragment].device)
 
+    def _begin_again(self, history: int) -> None:
+        _log.warning("the run was wound back history=%d: this node begins anew from snapshots", history)
+        self.samples.begin_again()
+        self._reports.begin_again(history)
+        spec = self.machine.spec
+        if self.replica is not None and self._residuals is not None and spec is not None:
+            self.replica.begin_again()
+            self._residuals.begin_again(run_of(spec, history))
+            self._drift = Drift(self.replica, spec.terms)
+
     def _evaluate(self, versions: tuple[int, ...]) -> None:
         if self.evaluate is None:
             return
@@ -334,6 +345,8 @@ class Leader:
 
     def _deliver(self, event: wire_ev.SessionEvent | Exception) -> None:
         """In the link's thread."""
+        if isinstance(event, wire_ev.MessageReceived):
+            self._reports.announced.heard(event.message)
         match event:
             case wire_ev.MessageReceived(message=msg.Start(round=plan)):
                 self._reports.starts_in(plan.index)

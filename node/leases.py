@@ -44,6 +44,12 @@ class LeaseCursor:
         """Samples consumed since the start of the incarnation."""
         return self._watermark
 
+    def begin_again(self) -> None:
+        """Give up every lease: the coordinator knows of none of them any more, and will grant from the beginning."""
+        self._ahead.clear()
+        self._behind.clear()
+        self._used = self._watermark = 0
+
     def grant(self, lease: Lease) -> None:
         """Append a lease; one that is held is told again after a broken session, and changes nothing.
 

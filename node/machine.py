@@ -12,6 +12,7 @@ from typing import Literal, assert_never
 from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RoundPlan, RunSpec
 from farloop.node import events as ev
+from farloop.node.beginning_again import begin_again
 from farloop.node.finishing import farewell, last_sends
 from farloop.node.fragment_state import FragmentState, Undecided
 from farloop.node.merging import merge_command, merging_when_going_on, merging_when_waiting
@@ -37,6 +38,10 @@ class NodeMachine:
         self.incarnation = incarnation
         self.spec: RunSpec | None = None
         self.epoch = epoch
+        self.history = 0
+        """Epoch in which the run was last wound back, as far as this node followed; 0 for never."""
+        self.samples_from = 0
+        """Inner step from which samples of the leases are counted."""
         self.stage: Stage = "joining"
         self.connected = False
         self.fragments: list[FragmentState] = []
@@ -183,11 +188,14 @@ class NodeMachine:
         if self.spec is None:
             lag, layout = welcome.spec.terms.lag, welcome.spec.identity.layout
             self.fragments = [FragmentState(fragment=fragment, lag=lag) for fragment in layout.fragments]
+            self.history = welcome.history
             self._do(ev.Adopt())
         self.spec = welcome.spec
         if self.ended:  # the good-bye was lost with the last session
             reason = Reason.RUN_FINISHED if self.stage == "finished" else Reason.DRAINED
             return self._do(ev.Tell(message=msg.Leave(reason=reason)))
+        if welcome.history != self.history:
+            self._do(*begin_again(self, welcome.history))
         if welcome.leases is not None and self.start_round is not None:
             self._do(ev.KeepSamples(leases=welcome.leases))
         self._learn_rounds(welcome.rounds)
@@ -202,7 +210,7 @@ class NodeMachine:
             if state.lost:  # what was asked for may have gone with the last session
                 self._do(ev.Tell(message=msg.Fetch(fragment=state.fragment.index)))
         if self.stage == "ready":
-            self._do(ev.Tell(message=msg.Ready()))
+            self._do(ev.Tell(message=msg.Ready(history=self.history)))
 
     def _learn_rounds(self, plans: tuple[RoundPlan, ...]) -> None:
         self.rounds |= {plan.index: plan for plan in plans}
@@ -242,7 +250,7 @@ class NodeMachine:
 
         Returns whether anything was.
         """
-        if self.stage != "training" or not self.inner_steps or self.waiting is None:
+        if self.stage != "training" or self.inner_steps == self.fragments[0].joined_at or self.waiting is None:
             return False
         turn, before = Turn.of(self), self._seq
         for state in self.fragments:
@@ -283,6 +291,7 @@ class NodeMachine:
                 steps=steps,
                 tokens=tokens,
                 consumed=self._samples_used,
+                history=self.history,
             )
         )
 
@@ -290,7 +299,8 @@ class NodeMachine:
     def _samples_used(self) -> int | None:
         """Samples of its leases in the inner steps that are done; None for who brings its own."""
         assert self.spec is not None
-        return self.inner_steps * self.spec.terms.batch_sequences if self.spec.identity.num_samples else None
+        steps = self.inner_steps - self.samples_from
+        return steps * self.spec.terms.batch_sequences if self.spec.identity.num_samples else None
 
     def _end_round(self) -> None:
         assert self.spec is not None
@@ -321,7 +331,7 @@ class NodeMachine:
             self._merge_all()
         if self.stage == "joining" and self.spec and self.connected and min(self.versions) >= 0:
             self.stage = "ready"
-            self._do(ev.Tell(message=msg.Ready()))
+            self._do(ev.Tell(message=msg.Ready(history=self.history)))
         self._flush()
         if end := farewell(self.stage, self.fragments):
             self.stage, reason = end

@@ -53,7 +53,7 @@ def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *
 def _mix_unsent(state: FragmentState, version: int, inner_steps: int) -> float:
     """What survives of weights that nobody was told of (protocol E)."""
     terms = state.terms_of.get(version)
-    return terms.mix if terms and inner_steps else 0.0
+    return terms.mix if terms and inner_steps > state.joined_at else 0.0
 
 
 def merging_when_going_on(state: FragmentState, terms: Terms, inner_steps: int, *, training: bool) -> Merging | None:
@@ -65,10 +65,11 @@ def merging_when_going_on(state: FragmentState, terms: Terms, inner_steps: int, 
     versions = state.ready_versions()
     if not versions or versions[-1] < state.owed or state.sent:
         return None
+    has_worked = inner_steps > state.joined_at
     turn_comes = state.merge_at is not None and inner_steps >= state.merge_at
-    if training and inner_steps and not turn_comes:
+    if training and has_worked and not turn_comes:
         return None
-    mix = 0.0 if state.discard or not inner_steps else state.terms_for(versions[-1], terms).mix
+    mix = 0.0 if state.discard or not has_worked else state.terms_for(versions[-1], terms).mix
     return Merging(versions=versions, mix=mix, loses_steps=state.discard)
 
 

@@ -169,6 +169,11 @@ class Replica:
                 for name, parameter in self.parameters.items():
                     parameter.copy_(kept[name])
 
+    def begin_again(self) -> None:
+        """No anchor is of the run any more. The local weights stay until they are merged with those that will come."""
+        self.versions = [-1] * len(self.versions)
+        self._starts.clear()
+
     def tensor_at(self, index: int, element: int) -> str:
         """Name of the parameter that an element of a flat fragment belongs to."""
         tensors = self.layout.fragments[index].tensors

@@ -28,6 +28,36 @@ def anchors_of(replica: Replica) -> tuple[msg.AnchorRef, ...]:
     )
 
 
+class Announced:
+    """The newest commit of each fragment that the coordinator told of. For one thread, which hears before all others:
+    what it was told outlives the session, whether or not the bytes of the update came."""
+
+    def __init__(self) -> None:
+        self._history = 0
+        self._newest: dict[int, msg.AnchorRef] = {}
+
+    def beside(
+        self, history: int, anchors: tuple[msg.AnchorRef, ...]
+    ) -> tuple[int, tuple[msg.AnchorRef, ...], tuple[msg.AnchorRef, ...]]:
+        """For a greeting: the history that it speaks of, the anchors that are held of it, and what was told of it."""
+        if not anchors:  # what is known is what was told
+            history = self._history
+        told = tuple(ref for _, ref in sorted(self._newest.items())) if self._history == history else ()
+        return history, anchors, told
+
+    def heard(self, message: msg.Message) -> None:
+        """A control message came."""
+        match message:
+            case msg.Welcome(history=history) if history != self._history:
+                self._history = history
+                self._newest.clear()
+            case msg.Committed(fragment=fragment, version=version, anchor_digest=digest):
+                if fragment not in self._newest or self._newest[fragment].version < version:
+                    self._newest[fragment] = msg.AnchorRef(fragment=fragment, version=version, digest=digest)
+            case _:
+                pass
+
+
 class Reports:
     """One node's words. Sends nothing itself."""
 
@@ -45,16 +75,24 @@ class Reports:
         """Of the last inner step."""
         self.layout: str | None = None
         """Digest of the model's layout, once there is a model."""
+        self.announced = Announced()
+        """The link's thread's own."""
         self._machine, self._clock, self._samples = machine, clock, samples
         self._memory, self._cluster, self._fingerprint = memory, cluster, fingerprint
-        self._anchors: tuple[msg.AnchorRef, ...] = ()
+        self._held: tuple[int, tuple[msg.AnchorRef, ...]] = (0, ())
+        """A history, and the anchors of it that are held: together, for the link's thread may ask at any moment."""
         self._starts_in: int | None = None
         self._reported = (0.0, 0)
         """When, and the tokens until then."""
 
     def hold(self, replica: Replica) -> None:
         """These are the anchors that are held now."""
-        self._anchors = anchors_of(replica)
+        self._held = (self._machine.history, anchors_of(replica))
+
+    def begin_again(self, history: int) -> None:
+        """The run was wound back: nothing is held of this history yet, and no round was started in it."""
+        self._starts_in = None
+        self._held = (history, ())
 
     def starts_in(self, index: int) -> None:
         """A Start named this round: the link's thread knows of it before the machine does."""
@@ -63,6 +101,7 @@ class Reports:
     def hello(self) -> msg.Hello:
         """The first message of a session."""
         machine = self._machine
+        history, anchors, announced = self.announced.beside(*self._held)
         return msg.Hello(
             protocol_min=msg.PROTOCOL_VERSIONS[0],
             protocol_max=msg.PROTOCOL_VERSIONS[1],
@@ -71,9 +110,11 @@ class Reports:
             fingerprint=self._fingerprint if machine.spec is None else machine.spec.identity.fingerprint(),
             layout=self.layout,
             epoch_seen=max(self._memory.epoch, machine.epoch),
-            anchors=self._anchors,
+            anchors=anchors,
             round=machine.round if machine.start_round is not None else self._starts_in,
             device=self._cluster.describe(),
+            history=history,
+            announced=announced,
         )
 
     def is_due(self, now: float) -> bool:
@@ -114,7 +155,7 @@ class Reports:
 
     def farewell(self, leave: msg.Leave) -> msg.Leave:
         """With the anchors, which prove what this node holds."""
-        return dataclasses.replace(leave, anchors=self._anchors)
+        return dataclasses.replace(leave, anchors=self._held[1])
 
     def _state(self, waiting: str | None) -> msg.NodeState:
         match self._machine.stage:

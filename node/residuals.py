@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from farloop.algo.residual import Command, Forget, Load, Persist, Residual, Tag, Zero
-from farloop.algo.spec import BlobId, Layout
+from farloop.algo.spec import BlobId, Layout, RunSpec
 from farloop.quant.registry import codec_named
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Residuals:
     """Error feedback of one node, for all of its fragments. Without it in the codec nothing is kept, or allocated."""
 
     def __init__(self, run: str, layout: Layout, folder: Path | None, later: Later) -> None:
-        """`run`: fingerprint of its identity. `folder` holds the copies; None: there are none."""
+        """`run`: fingerprint of its identity, and its history. `folder` holds the copies; None: there are none."""
         self._run, self._layout, self._folder, self._later = run, layout, folder, later
         self._machines: dict[int, Residual] = {}
         self._buffers: dict[int, Tensor] = {}
@@ -74,6 +74,13 @@ class Residuals:
         machine = self._machine(fragment, codec)
         self._buffers[fragment] = torch.zeros(self._layout.fragments[fragment].numel, device=device)
         self._do(machine, machine.restore(self._read_tag(fragment), version=version))
+
+    def begin_again(self, run: str) -> None:
+        """All that was lost was of deltas of a history that is lost itself; copies on disk have another `run`."""
+        for fragment in list(self._machines):
+            self._drop(fragment)
+        self._payloads.clear()
+        self._run = run
 
     def _machine(self, fragment: int, codec: str) -> Residual:
         format = codec_named(codec)  # its parameters may change from window to window, and the loss stays a loss
@@ -152,6 +159,12 @@ class Residuals:
     def _path(self, fragment: int) -> Path:
         assert self._folder is not None
         return self._folder / f"residual-{fragment}.safetensors"
+
+
+def run_of(spec: RunSpec, history: int) -> str:
+    """What a copy on disk must be of, to be taken up: the run, in the history that it follows."""
+    fingerprint = spec.identity.fingerprint()
+    return f"{fingerprint}.{history}" if history else fingerprint
 
 
 def _as_metadata(tag: Tag) -> dict[str, str]:

@@ -16,9 +16,9 @@ def waits_for(machine: "NodeMachine") -> str | None:
         return "the first snapshot" if machine.connected else "the coordinator"
     if machine.stage == "ready":
         return "the start"
-    if machine.stage == "training" and not machine.inner_steps:
+    if machine.stage == "training":
         for state in machine.fragments:
-            if state.pending:
+            if state.pending and machine.inner_steps == state.joined_at:
                 return f"fragment {state.fragment.index}, version {max(state.pending)}"
     if machine.stage == "training" and machine.round not in machine.rounds:
         return f"the plan of round {machine.round}"

@@ -66,6 +66,20 @@ def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     return dataclasses.replace(scenario, terms=terms, nodes=nodes)
 
 
+def restored_scenario(seed: int, *, faults: int = 1) -> sc.Scenario:
+    """The scenario of a seed in which, on top of that, an old copy takes the place of the coordinator's state."""
+    rng, scenario = random.Random(seed + 2), random_scenario(seed, faults=faults)
+    restored = sc.RestoreCopy(
+        after_commits=rng.randint(1, 6),
+        commits_ago=rng.randint(1, 6),
+        later_s=rng.choice((0.0, 0.05, 0.3, 1.0)),
+        down_s=rng.choice((0.3, 1.0, 5.0)),
+        decides_s=rng.choice((1.0, 3.0)),
+    )
+    terms = dataclasses.replace(scenario.terms, steps=2 * scenario.terms.steps)
+    return dataclasses.replace(scenario, terms=terms, faults=(*scenario.faults, restored))
+
+
 def _node(rng: random.Random, name: str) -> sc.NodeSetup:
     return sc.NodeSetup(name=NodeId(name), seed=ord(name), step_s=rng.choice((0.05, 0.1, 0.1, 0.3)))
 

@@ -50,9 +50,11 @@ class CoordinatorActor:
         scenario: Scenario,
         rng: random.Random,
         saw: Callable[[ev.Event | ev.Command], None],
+        *,
+        rewind: bool = False,
     ) -> None:
         self.process, self._rng, self._saw = process, rng, saw
-        self.store = MemoryStore(disk, spec)
+        self.store = MemoryStore(disk, spec, rewind=rewind)
         self.machine = CoordinatorMachine(
             self.store.ledger.copy(),
             now=process.now,

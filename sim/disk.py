@@ -55,6 +55,18 @@ class Disk:
             return ReadOnly(Path("disk"))
         return full(nbytes) if self.full or (self.room is not None and nbytes > self.room) else None
 
+    def restore(self, commits_ago: int) -> list[rec.WindowCommitted]:
+        """Put back what a copy held that was taken before the last `commits_ago` commits; returns those."""
+        places = [at for at, (record, _) in enumerate(self.entries) if isinstance(record, rec.WindowCommitted)]
+        if commits_ago == 0 or not places:
+            return []
+        begins = places[-commits_ago:][0]
+        lost = [record for record, _ in self.entries[begins:] if isinstance(record, rec.WindowCommitted)]
+        del self.entries[begins:]
+        claimed = (record for record, _ in self.entries)
+        self.epoch = max(r.epoch for r in claimed if isinstance(r, rec.RunStarted | rec.EpochClaimed | rec.Rewound))
+        return lost
+
 
 class PowerCut(Exception):
     """The coordinator died in the middle of a write, and is to be started again after `down_s`."""
@@ -67,8 +79,12 @@ class PowerCut(Exception):
 class MemoryStore:
     """One start's view of the disk."""
 
-    def __init__(self, disk: Disk, spec: RunSpec) -> None:
-        """Begin the run, or go on with it under the next epoch. Raises StateLocked: nothing was changed."""
+    def __init__(self, disk: Disk, spec: RunSpec, *, rewind: bool = False) -> None:
+        """Begin the run, or go on with it under the next epoch; `rewind` whatever nodes have seen since.
+
+        Raises:
+            StateLocked: nothing was changed.
+        """
         if disk.locked:
             raise StateLocked(Path("disk"))
         self._disk = disk
@@ -89,7 +105,10 @@ class MemoryStore:
             self._note(record, attachment)
         for commit, codecs in done:
             self.buffers[commit.fragment] = self._repeat(self.buffers[commit.fragment], commit, codecs)
-        if self.ledger.epoch != disk.epoch:
+        if rewind:
+            disk.epoch = max(disk.epoch, self.ledger.epoch_seen + 1)
+            self._write(rec.Rewound(epoch=disk.epoch), b"")
+        elif self.ledger.epoch != disk.epoch:
             # On a full disk, too: a start that ends for want of room, again and again, is no more than a later start.
             self._write(rec.EpochClaimed(epoch=disk.epoch), b"")
 

@@ -21,8 +21,8 @@ from farloop.node.encoder import encode_delta, finish, pack_at_once
 from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
 from farloop.node.replica import Own, Replica
-from farloop.node.reports import PROGRESS_S, anchors_of
-from farloop.node.residuals import Residuals
+from farloop.node.reports import PROGRESS_S, Announced, anchors_of
+from farloop.node.residuals import Residuals, run_of
 from farloop.sim.agenda import Process
 from farloop.sim.dialler import Dial, Dialler
 from farloop.sim.diary import Diary, Merged, Send
@@ -76,7 +76,9 @@ class NodeActor:
         self._busy = False
         """Inside an inner step, or building the model: events wait."""
         self._blobs: dict[BlobId, bytearray] = {}
-        self._anchors: tuple[msg.AnchorRef, ...] = ()
+        self._held: tuple[int, tuple[msg.AnchorRef, ...]] = (0, ())
+        """A history, and the anchors of it that are held."""
+        self._announced = Announced()
         self._encoder = Worker(process, lambda: rng.uniform(*scenario.job_s))
         self._reported = 0.0
         self._began_at = process.now
@@ -108,6 +110,8 @@ class NodeActor:
     # --- inbox
 
     def _put(self, event: ev.Event | wire_ev.SessionEvent) -> None:
+        if isinstance(event, wire_ev.MessageReceived):
+            self._announced.heard(event.message)
         self._inbox.append(event)
         if not self._busy:
             self._settle()
@@ -161,7 +165,8 @@ class NodeActor:
         self.replica = Replica(self._learner.module, spec.identity.layout, gradients=gradients)
         self._optimizer = self._learner.optimizer(spec.terms)
         self._drift = Drift(self.replica, spec.terms)
-        self._residuals = Residuals(spec.identity.fingerprint(), spec.identity.layout, None, lambda job: job())
+        run = run_of(spec, self.machine.history)
+        self._residuals = Residuals(run, spec.identity.layout, None, lambda job: job())
         self._wait_busily(BUILD_S, lambda: None)
 
     def _wait_busily(self, seconds: float, then: Callable[[], None]) -> None:
@@ -260,8 +265,10 @@ class NodeActor:
             case ev.Tell(message=message):
                 if isinstance(message, msg.Leave):
                     self.link.send(self._progress())
-                    message = dataclasses.replace(message, anchors=self._anchors)
+                    message = dataclasses.replace(message, anchors=self._held[1])
                 self.link.send(message)
+            case ev.BeginAgain(history=history):
+                self._begin_again(history)
             case ev.Stop(reason=reason, detail=detail):
                 self.stopped_by = (reason, detail)
             case _:
@@ -338,8 +345,18 @@ class NodeActor:
                 sends=len(self.diary.sends),
             )
         )
-        self._anchors = anchors_of(self.replica)
+        self._held = (self.machine.history, anchors_of(self.replica))
         self.epoch_seen = max(self.epoch_seen, self.machine.epoch)
+
+    def _begin_again(self, history: int) -> None:
+        self._samples.begin_again()
+        self._held = (history, ())
+        self.diary.applied.clear()  # versions come again, with another content
+        spec = self.machine.spec
+        if self.replica is not None and spec is not None:
+            self.replica.begin_again()
+            self._residuals.begin_again(run_of(spec, history))
+            self._drift = Drift(self.replica, spec.terms)
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
         assert self.replica is not None
@@ -352,6 +369,7 @@ class NodeActor:
 
     def _hello(self) -> msg.Hello:
         machine = self.machine
+        history, anchors, announced = self._announced.beside(*self._held)
         return msg.Hello(
             protocol_min=msg.PROTOCOL_VERSIONS[0],
             protocol_max=msg.PROTOCOL_VERSIONS[1],
@@ -360,8 +378,10 @@ class NodeActor:
             fingerprint=None if machine.spec is None else machine.spec.identity.fingerprint(),
             layout=None if self.replica is None else self.replica.layout.digest(),
             epoch_seen=max(self.epoch_seen, machine.epoch),
-            anchors=self._anchors,
+            anchors=anchors,
             round=machine.round if machine.start_round is not None else None,
+            history=history,
+            announced=announced,
         )
 
     def _report_if_due(self) -> None:

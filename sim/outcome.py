@@ -99,6 +99,8 @@ class Outcome:
     layout: Layout
     commits: tuple[Commit, ...]
     """In the journal's order."""
+    lost: tuple[Commit, ...]
+    """Those that a restored copy of the state did not have: a history that some nodes had seen."""
     versions: tuple[int, ...]
     anchors: tuple[Tensor, ...]
     anchor_digests: tuple[int, ...]
@@ -174,7 +176,7 @@ class Outcome:
         assert start.diary.mismatches or len(set(start.diary.applied)) == len(start.diary.applied)
         for before, after in itertools.pairwise(start.diary.merges):
             assert before.inner_step <= after.inner_step
-        merged = {(blob, commit.version) for commit in self.commits for blob in commit.blobs}
+        merged = {(blob, commit.version) for commit in (*self.commits, *self.lost) for blob in commit.blobs}
         believed = {(blob, version) for blob, version in start.diary.settled if version is not None}
         assert believed <= merged, f"{name} is not mistaken about what became of its deltas"
         for fragment in self.layout.fragments:

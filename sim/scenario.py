@@ -106,8 +106,32 @@ class SpoilAnchor:
     fragment: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreCopy:
+    """The coordinator dies, and a copy of its state takes the state's place. Where that is seen, and the run is held or
+    a node kept out, a person winds the run back. Nothing happens once a node has ended: nobody could bring it back."""
+
+    after_commits: int
+    """It dies `later_s` after this many windows were committed."""
+    commits_ago: int
+    """Commits that the copy lacks, of those before it died."""
+    later_s: float = 0.2
+    down_s: float = 1.0
+    decides_s: float = 3.0
+    """How often the person looks."""
+
+
 Fault = (
-    CrashNode | CrashCoordinator | CutLink | PauseNode | PauseCoordinator | FillDisk | DrainNode | SpoilAnchor | More
+    CrashNode
+    | CrashCoordinator
+    | CutLink
+    | PauseNode
+    | PauseCoordinator
+    | FillDisk
+    | DrainNode
+    | SpoilAnchor
+    | RestoreCopy
+    | More
 )
 
 TWO_NODES = (NodeSetup(name=NodeId("a"), seed=1), NodeSetup(name=NodeId("b"), seed=2))

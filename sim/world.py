@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
 from farloop.coordinator import events as coordinator_ev
+from farloop.coordinator import history
 from farloop.coordinator import records as rec
 from farloop.sim import havoc
 from farloop.sim import scenario as sc
@@ -71,7 +72,11 @@ class World:
             for setup in scenario.nodes
         }
         self._board = Board()
+        self._lost: list[rec.WindowCommitted] = []
+        """Commits that a restored copy of the state did not have."""
         self._coordinator_events = 0
+        self._commits: dict[sc.RestoreCopy, int] = {}
+        """That were made under the eyes of each of these faults."""
         self._progress: object = None
         self._moved_at = 0.0
         self._start_coordinator()
@@ -162,15 +167,15 @@ class World:
 
     # --- the coordinator's life
 
-    def _start_coordinator(self) -> None:
+    def _start_coordinator(self, *, rewind: bool = False) -> None:
         process, rng = Process(self.agenda), random.Random(self._rng.random())
         self.disk.locked = False
         try:
             self.coordinator = CoordinatorActor(
-                process, self.disk, self.spec, self.scenario, rng, self._coordinator_saw
+                process, self.disk, self.spec, self.scenario, rng, self._coordinator_saw, rewind=rewind
             )
         except PowerCut as cut:  # in the middle of its recovery
-            return self.agenda.after(cut.down_s, self._start_coordinator)
+            return self.agenda.after(cut.down_s, lambda: self._start_coordinator(rewind=rewind))
         self.disk.locked = True
 
     def _coordinator_saw(self, what: coordinator_ev.Event | coordinator_ev.Command) -> None:
@@ -181,8 +186,32 @@ class World:
         for fault in self.scenario.faults:
             if isinstance(fault, sc.CrashCoordinator) and fault.at_event == self._coordinator_events:
                 self.crash_coordinator(fault.down_s)
+            if isinstance(fault, sc.RestoreCopy) and isinstance(what, coordinator_ev.CommitDone):
+                self._count_commit(fault)
 
-    def crash_coordinator(self, down_s: float) -> None:
+    def _count_commit(self, fault: sc.RestoreCopy) -> None:
+        self._commits[fault] = self._commits.get(fault, 0) + 1
+        if self._commits[fault] == fault.after_commits:
+            self.agenda.after(fault.later_s, lambda: self._restore_copy(fault))
+
+    def _restore_copy(self, fault: sc.RestoreCopy) -> None:
+        ended = any(actor.machine.ended for host in self.hosts.values() for actor in host.actors)
+        if self.coordinator is None or self.coordinator.finished or ended:
+            return
+        self.crash_coordinator(fault.down_s)
+        self._lost += self.disk.restore(fault.commits_ago)
+        self.tape.append((self.agenda.now, "coordinator", f"restored without {fault.commits_ago} commits"))
+        self.agenda.after(fault.down_s + fault.decides_s, lambda: self._look_after(fault))
+
+    def _look_after(self, fault: sc.RestoreCopy) -> None:
+        """A person looks at the alarms every now and then, and winds the run back if it has to be."""
+        coordinator = self.coordinator
+        if coordinator is not None and any(alarm.startswith(history.ALARM) for alarm in coordinator.machine.alarms):
+            self.crash_coordinator(fault.down_s, rewind=True)
+        if coordinator is None or not coordinator.finished:
+            self.agenda.after(fault.decides_s, lambda: self._look_after(fault))
+
+    def crash_coordinator(self, down_s: float, *, rewind: bool = False) -> None:
         if self.coordinator is None:
             return
         self.coordinator.crash()
@@ -192,7 +221,7 @@ class World:
             for connection in host.connections:
                 connection.close(Side.COORDINATOR)
             host.connections.clear()
-        self.agenda.after(down_s, self._start_coordinator)
+        self.agenda.after(down_s, lambda: self._start_coordinator(rewind=rewind))
 
     # --- a node's life
 
@@ -258,6 +287,8 @@ class World:
             case sc.CrashCoordinator(at=at, down_s=down_s):
                 if at is not None:
                     agenda.at(at, lambda: self.crash_coordinator(down_s))
+            case sc.RestoreCopy():
+                pass  # see `_coordinator_saw`
             case sc.CutLink(node=node, at=at, for_s=for_s, reset=reset):
                 agenda.at(at, lambda: self._cut(node, reset=reset))
                 agenda.at(at + for_s, lambda: self.hosts[node].cable.mend())
@@ -311,6 +342,7 @@ class World:
         return Outcome(
             layout=self.spec.identity.layout,
             commits=tuple(commits),
+            lost=tuple(commit_of(record) for record in self._lost),
             versions=tuple(store.ledger.versions),
             anchors=tuple(buffers.anchor for buffers in store.buffers),
             anchor_digests=tuple(digest(buffers.anchor) for buffers in store.buffers),

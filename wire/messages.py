@@ -4,13 +4,24 @@ A message is a msgpack array [number, must_understand, fields]. Numbers are neve
 fields, and unknown messages unless `must_understand` is set. Byte-level rules: `wire/README.md`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
 
-from farloop.algo.spec import BlobId, BlobKind, Contribution, Lease, NodeId, RoundPlan, RunSpec, WindowTerms, to_plain
+from farloop.algo.spec import (
+    LATER,
+    BlobId,
+    BlobKind,
+    Contribution,
+    Lease,
+    NodeId,
+    RoundPlan,
+    RunSpec,
+    WindowTerms,
+    to_plain,
+)
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.reasons import Reason
 
@@ -51,6 +62,10 @@ class Hello:
     round: int | None
     """The round it is training in, or None before it was started."""
     device: str = ""
+    history: int = field(default=0, metadata=LATER)
+    """The history that its anchors are of (see `Welcome`)."""
+    announced: tuple[AnchorRef, ...] = field(default=(), metadata=LATER)
+    """The newest commit of each fragment that it was told of, in this life of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +86,8 @@ class Welcome:
     leases: tuple[Lease, ...] | None = None
     """The samples that this start of the node still holds; it uses no others that it was granted before. None where
     that is not told."""
+    history: int = field(default=0, metadata=LATER)
+    """Epoch in which the run was last wound back; 0: never. What a node holds of another history it gives up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +110,9 @@ class LaneHello:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """Node → coordinator: all anchors are held; start me at the next round boundary."""
+
+    history: int = field(default=0, metadata=LATER)
+    """The history that they are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +138,8 @@ class Offer:
     consumed: int | None = None
     """Samples that its node had used of its leases when it took the delta, counted since its start. None where it is
     not told."""
+    history: int = field(default=0, metadata=LATER)
+    """The history that the base of a delta is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,8 @@ class Reason(IntEnum):
     TOO_LARGE = 23
     STALLED = 24
     IMPLAUSIBLE = 25
+    HOLDING = 26
+    FOREIGN = 27
     TOO_OFTEN = 32
     CROWDED = 33
     IDLE = 34
@@ -81,6 +83,8 @@ _SENTENCES = {
     Reason.TOO_LARGE: "the blob is larger than its fragment allows",
     Reason.STALLED: "its training has made no progress for too long, though its connection lives",
     Reason.IMPLAUSIBLE: "what the delta says of the work in it cannot be true",
+    Reason.HOLDING: "the coordinator's state looks like an old copy: the run is held until a person decides",
+    Reason.FOREIGN: "the delta was taken from an anchor of a history that the run was wound back from",
     Reason.TOO_OFTEN: "it came more often than an honest node ever would; it is heard again after a while",
     Reason.CROWDED: "there are as many sessions as the coordinator takes",
     Reason.IDLE: "none of the delta's bytes came for too long, though they were asked for",

@@ -1,6 +1,6 @@
 """A node as `farloop node` starts it, but that sends its deltas a thousand times too long.
 
-    python liar.py NODE.toml
+python liar.py NODE.toml
 """
 
 import sys

@@ -62,21 +62,15 @@ def test_a_node_that_agrees_in_everything_is_let_in(ledger: Ledger) -> None:
         ({"protocol_min": 0, "protocol_max": OLDEST - 1}, Reason.PROTOCOL_VERSION, "speaks 0 to 0"),
         ({"fingerprint": "0123456789abcdef"}, Reason.WRONG_RUN, "wants run 0123456789abcdef"),
         ({"layout": "0123456789abcdef"}, Reason.WRONG_LAYOUT, "layout is 0123456789abcdef"),
-        ({"epoch_seen": 4}, Reason.FENCED, "has seen epoch 4, this is 3"),
         ({"anchors": (AnchorRef(fragment=2, version=0, digest=0),)}, Reason.WRONG_LAYOUT, "no fragment 2"),
         ({"anchors": (AnchorRef(fragment=-1, version=0, digest=0),)}, Reason.WRONG_LAYOUT, "no fragment -1"),
-        (
-            {"anchors": (AnchorRef(fragment=1, version=1, digest=0),)},
-            Reason.FENCED,
-            "holds version 1 of fragment 1, the coordinator only 0",
-        ),
+        ({"announced": (AnchorRef(fragment=2, version=0, digest=0),)}, Reason.WRONG_LAYOUT, "no fragment 2"),
         ({"incarnation": 1}, Reason.OLD_INCARNATION, "incarnation 2 of a has joined, this is 1"),
     ],
 )
 def test_a_refusal_names_the_two_values_that_disagree(
     ledger: Ledger, changes: dict[str, Any], reason: Reason, detail: str
 ) -> None:
-    """S: a node that has seen a newer epoch, or a newer version, proves that this state is old."""
     refused = refusal(hello(**changes), A, ledger, Member(name=A, incarnation=2))
     assert refused is not None
     assert (refused.reason, refused.retriable) == (reason, False)

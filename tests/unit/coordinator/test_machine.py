@@ -209,7 +209,7 @@ def test_a_node_that_is_behind_gets_what_it_missed(make_run: MakeRun) -> None:
     """R, S"""
     run = make_run(A)
     run.commit(1, A)
-    commands = run.greet(B, 9, anchors=(FIRST_ANCHORS[1], msg.AnchorRef(fragment=0, version=0, digest=666)))
+    commands = run.greet(B, 9, anchors=(FIRST_ANCHORS[1],))
     assert isinstance(commands[0], ev.Accept)
     assert commands[1:] == [
         ev.SendSnapshot(node=B, fragment=0),
@@ -219,8 +219,8 @@ def test_a_node_that_is_behind_gets_what_it_missed(make_run: MakeRun) -> None:
 
 def test_a_node_that_disagrees_is_refused(make_run: MakeRun) -> None:
     run = make_run()
-    (command,) = run.greet(A, 1, epoch_seen=7)
-    assert isinstance(command, ev.Refuse) and command.refused.reason is Reason.FENCED
+    (command,) = run.greet(A, 1, fingerprint="another")
+    assert isinstance(command, ev.Refuse) and command.refused.reason is Reason.WRONG_RUN
     assert not run.machine.members
 
 

@@ -132,6 +132,8 @@ SAMPLES: tuple[rec.Record, ...] = (
         evaluations=(rec.EvaluationTaken(loss=1.5, versions=(7,), position=33.5),),
         finished=False,
     ),
+    rec.EpochSeen(epoch=6),
+    rec.Rewound(epoch=7),
 )
 
 

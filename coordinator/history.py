@@ -1,0 +1,139 @@
+"""Whether nodes have seen more than the state folder knows, and what follows from it (protocol S). Pure.
+
+What is told to a node is durable before. So a node that has met a higher epoch, or holds (or was told of) a version
+that this state does not have or has otherwise, proves that the state is an old copy, or that another coordinator went
+on from one:
+
+    same     it holds what this state holds
+    behind   it holds less, all of it from this history
+    lost     it follows a history that the run was wound back from: what it holds counts for nothing
+    ahead    it has met a higher epoch, or holds a newer version
+    forked   it holds a version of another content
+
+The last two hold the run: merging on would make one of two histories worthless, and which, only a person can say. Once
+a coordinator has served for `TRUSTED_AFTER_S`, whoever lives has come back to it, and a single node's claim does not
+stop the others any more: it is kept out alone, with an alarm.
+"""
+
+import dataclasses
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from farloop.algo.spec import NodeId
+from farloop.coordinator import records as rec
+from farloop.coordinator.decisions import Decisions
+from farloop.coordinator.ledger import Ledger
+from farloop.wire.messages import Hello, Refused
+from farloop.wire.reasons import Reason
+
+Kind = Literal["same", "behind", "lost", "ahead", "forked"]
+
+ALARM: Final = "history"
+"""The alarm that says who proves what, and what a person can do, for as long as the run is held."""
+
+TRUSTED_AFTER_S: Final = 60.0
+"""Many times the longest pause of a node that dials again."""
+
+MOST_STARTS: Final = 1 << 20
+"""Epochs that a node may be ahead by: a larger claim is none that starts of a coordinator can have led to."""
+
+WAYS_OUT: Final = (
+    "this state folder looks like an old copy: put the newer one back and start again, or start with --rewind, "
+    "which takes this one for the truth and gives up what came after it"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where a node stands to this state."""
+
+    kind: Kind
+    detail: str = ""
+    """What it proves, with both values; empty where nothing is wrong."""
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether one of the two histories has to be given up."""
+        return self.kind in ("ahead", "forked")
+
+
+def standing_of(hello: Hello, ledger: Ledger) -> Standing:
+    """What a node's greeting proves. Its fragments are those of the layout."""
+    kind: Kind = "same"
+    proofs: list[str] = []
+    if hello.epoch_seen > ledger.epoch:
+        kind = "ahead"
+        proofs.append(f"has met epoch {hello.epoch_seen}, this start has {ledger.epoch}")
+    if hello.history > ledger.history:
+        kind = "ahead"
+        proofs.append(f"follows history {hello.history}, this is {ledger.history}")
+    elif hello.history < ledger.history:
+        return Standing(kind="ahead", detail=proofs[0]) if proofs else Standing(kind="lost")
+    for verb, refs in (("holds", hello.anchors), ("was told of", hello.announced)):
+        for ref in refs:
+            version = ledger.versions[ref.fragment]
+            known = ledger.anchor_digest(ref.fragment, ref.version)  # of the last versions alone
+            if ref.version > version:
+                kind = "ahead" if kind != "forked" else kind
+                proofs.append(f"{verb} version {ref.version} of fragment {ref.fragment}, here it is at {version}")
+            elif known is not None and known != ref.digest:
+                kind = "forked"
+                other = f"digest {ref.digest:016x}, here it has {known:016x}"
+                proofs.append(f"{verb} version {ref.version} of fragment {ref.fragment} with {other}")
+    if kind == "same" and {ref.fragment: ref.version for ref in hello.anchors} != dict(enumerate(ledger.versions)):
+        kind = "behind"
+    return Standing(kind=kind, detail=_joined(proofs))
+
+
+def as_newcomer(hello: Hello) -> Hello:
+    """The greeting of a node of a lost history: it has nothing, and does not train."""
+    return dataclasses.replace(hello, anchors=(), announced=(), round=None)
+
+
+class Doubts:
+    """Holds the run of one start of the coordinator, where nodes prove that its state is an old copy."""
+
+    def __init__(
+        self, ledger: Ledger, decisions: Decisions, alarms: MutableMapping[str, str], *, trusted_at: float
+    ) -> None:
+        """From `trusted_at` on a single node's claim holds nobody but itself."""
+        self._ledger, self._decisions, self._alarms = ledger, decisions, alarms
+        self._trusted_at = trusted_at
+        self.holding: str | None = None
+        """Why the run is held, in words; None while it is not. It stays so until another start of the coordinator."""
+
+    def refusal(self, node: NodeId, hello: Hello, now: float) -> Refused | None:
+        """Why this node is not let in now, having held the run if it has to be; None lets it in."""
+        if hello.epoch_seen > self._ledger.epoch + MOST_STARTS:
+            claim = f"the node says it has met epoch {hello.epoch_seen}, this is {self._ledger.epoch}"
+            return Refused(reason=Reason.MALFORMED, detail=claim, retriable=False)
+        standing = standing_of(hello, self._ledger)
+        if standing.is_in_doubt:
+            self._remember(hello.epoch_seen)
+            if self.holding is None and now >= self._trusted_at:
+                detail = f"node {node} {standing.detail}"
+                self._alarms[_of(node)] = f"it is kept out: it {standing.detail}; another history of this run goes on"
+                return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
+            if self.holding is None:
+                self.holding = f"node {node} {standing.detail}"
+                self._alarms[ALARM] = f"the run is held: {self.holding}; {WAYS_OUT}"
+        if self.holding is not None:
+            return Refused(reason=Reason.HOLDING, detail=f"{self.holding}; {WAYS_OUT}", retriable=True)
+        self._alarms.pop(_of(node), None)
+        return None
+
+    def _remember(self, epoch: int) -> None:
+        """Durably: a start that winds the run back has to claim a higher one before it meets anybody."""
+        if epoch > max(self._ledger.epoch, self._ledger.epoch_seen):
+            self._decisions.record(rec.EpochSeen(epoch=epoch))
+
+
+def _of(node: NodeId) -> str:
+    return f"{ALARM} of {node}"
+
+
+def _joined(proofs: list[str], most: int = 3) -> str:
+    """A model can have thousands of fragments; a few of them prove as much."""
+    more = [f"{len(proofs) - most} more like these"] if len(proofs) > most else []
+    return " and ".join([*proofs[:most], *more])

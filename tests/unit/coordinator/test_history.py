@@ -1,0 +1,135 @@
+"""Covers `coordinator/history.py`: what greetings prove of the state, and when that holds the run (protocol S)."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from farloop.algo.spec import NodeId, RunSpec
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.decisions import Decisions
+from farloop.coordinator.history import ALARM, MOST_STARTS, TRUSTED_AFTER_S, Doubts, Kind, as_newcomer, standing_of
+from farloop.coordinator.ledger import Ledger
+from farloop.wire.messages import AnchorRef, Committed, Hello
+from farloop.wire.reasons import Reason
+
+A, B = NodeId("a"), NodeId("b")
+
+
+def ref(fragment: int, version: int, digest: int | None = None) -> AnchorRef:
+    return AnchorRef(fragment=fragment, version=version, digest=10 * fragment + version if digest is None else digest)
+
+
+def hello(**changes: Any) -> Hello:
+    """A node that holds what the ledger does: version 5 of fragment 0, version 4 of fragment 1."""
+    plain = Hello(
+        protocol_min=1, protocol_max=1, node=A, incarnation=1, fingerprint=None, layout=None, epoch_seen=7,
+        anchors=(ref(0, 5), ref(1, 4)), round=3, history=3,
+    )  # fmt: skip
+    return dataclasses.replace(plain, **changes)
+
+
+@pytest.fixture
+def ledger(spec: RunSpec) -> Ledger:
+    """Start 7 of the coordinator; it was wound back in its third. It remembers two versions of each fragment."""
+    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=7))
+    ledger.history, ledger.versions = 3, [5, 4]
+    for fragment, version in ((0, 4), (0, 5), (1, 3), (1, 4)):
+        ledger.commits[fragment, version] = Committed(
+            fragment=fragment, version=version, size=1, digest=0, anchor_digest=10 * fragment + version, merged=(),
+            drops=(), next_window=None, rounds=(),
+        )  # fmt: skip
+    return ledger
+
+
+@pytest.fixture
+def decisions(ledger: Ledger) -> Decisions:
+    return Decisions(ledger)
+
+
+@pytest.fixture
+def alarms() -> dict[str, str]:
+    return {}
+
+
+@pytest.fixture
+def doubts(ledger: Ledger, decisions: Decisions, alarms: dict[str, str]) -> Doubts:
+    return Doubts(ledger, decisions, alarms, trusted_at=100.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "detail"),
+    [
+        ({}, "same", ""),
+        ({"announced": (ref(0, 5),)}, "same", ""),
+        ({"anchors": ()}, "behind", ""),
+        ({"anchors": (ref(0, 5), ref(1, 3))}, "behind", ""),
+        ({"anchors": (ref(0, 1, digest=666), ref(1, 4))}, "behind", ""),  # too long ago to be remembered
+        ({"epoch_seen": 8}, "ahead", "has met epoch 8, this start has 7"),
+        ({"anchors": (ref(0, 6), ref(1, 4))}, "ahead", "holds version 6 of fragment 0, here it is at 5"),
+        ({"announced": (ref(1, 6),)}, "ahead", "was told of version 6 of fragment 1, here it is at 4"),
+        ({"history": 4}, "ahead", "follows history 4, this is 3"),
+        (
+            {"anchors": (ref(0, 5, digest=6), ref(1, 4))},
+            "forked",
+            "holds version 5 of fragment 0 with digest 0000000000000006, here it has 0000000000000005",
+        ),
+        ({"anchors": (ref(0, 4, digest=6), ref(1, 4))}, "forked", "version 4 of fragment 0"),
+        ({"anchors": (ref(0, 5, digest=6), ref(1, 9))}, "forked", "and holds version 9 of fragment 1"),
+        ({"history": 0, "anchors": (ref(0, 9), ref(1, 4, digest=6))}, "lost", ""),
+        ({"history": 0, "epoch_seen": 8}, "ahead", "has met epoch 8"),
+    ],
+)
+def test_a_greeting_proves_where_a_node_stands(
+    ledger: Ledger, changes: dict[str, Any], kind: Kind, detail: str
+) -> None:
+    standing = standing_of(hello(**changes), ledger)
+    assert standing.kind == kind
+    assert detail in standing.detail and bool(detail) == bool(standing.detail) == standing.is_in_doubt
+
+
+def test_many_proofs_are_told_in_a_line(ledger: Ledger) -> None:
+    far = tuple(ref(fragment, 9) for fragment in (0, 1))
+    detail = standing_of(hello(epoch_seen=9, anchors=far, announced=far), ledger).detail
+    assert detail.count(" and ") == 3 and detail.endswith("and 2 more like these")
+
+
+def test_a_node_of_a_lost_history_comes_as_a_newcomer() -> None:
+    known = hello(announced=(ref(0, 9),))
+    assert as_newcomer(known) == dataclasses.replace(known, anchors=(), announced=(), round=None)
+
+
+def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(doubts: Doubts, alarms: dict[str, str]) -> None:
+    assert doubts.refusal(B, hello(), 1.0) is None and not alarms
+    for node, greeting in ((A, hello(anchors=(ref(0, 9), ref(1, 4)))), (B, hello())):
+        refused = doubts.refusal(node, greeting, 2.0)
+        assert refused is not None
+        assert (refused.reason, refused.retriable) == (Reason.HOLDING, True)
+        assert "node a holds version 9 of fragment 0, here it is at 5" in refused.detail
+    assert doubts.holding is not None and doubts.holding.startswith("node a holds version 9")
+    assert "put the newer one back" in alarms[ALARM] and "--rewind" in alarms[ALARM]
+
+
+def test_an_epoch_that_was_met_elsewhere_is_remembered_durably(doubts: Doubts, decisions: Decisions) -> None:
+    """Whoever winds the run back must claim a higher one, before meeting anybody."""
+    for epoch in (9, 12, 10):
+        doubts.refusal(A, hello(epoch_seen=epoch), 1.0)
+    assert decisions.take() == [ev.Record(record=rec.EpochSeen(epoch=epoch)) for epoch in (9, 12)]
+
+
+def test_nobody_stops_a_run_that_has_gone_on_for_a_while(doubts: Doubts, alarms: dict[str, str]) -> None:
+    """Whoever lives is back by then: one claim keeps out one node, until it comes with another."""
+    refused = doubts.refusal(A, hello(anchors=(ref(0, 9),)), 100.0)
+    assert refused is not None and (refused.reason, refused.retriable) == (Reason.FENCED, True)
+    assert doubts.holding is None and "holds version 9" in alarms[f"{ALARM} of a"]
+    assert doubts.refusal(B, hello(), 101.0) is None
+    assert doubts.refusal(A, hello(), 102.0) is None and not alarms
+    assert TRUSTED_AFTER_S > 10 * 5.0, "many times the longest pause between two attempts"
+
+
+def test_an_epoch_that_no_run_can_have_reached_is_a_lie(doubts: Doubts, decisions: Decisions) -> None:
+    """It would use up the epochs."""
+    refused = doubts.refusal(A, hello(epoch_seen=7 + MOST_STARTS + 1), 1.0)
+    assert refused is not None and (refused.reason, refused.retriable) == (Reason.MALFORMED, False)
+    assert doubts.holding is None and decisions.take() == []

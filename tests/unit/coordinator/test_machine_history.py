@@ -1,0 +1,174 @@
+"""A coordinator over an old copy of its state holds the run; one that winds it back lets nothing of the lost in (S)."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.history import ALARM
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+A, B = NodeId("a"), NodeId("b")
+FIRST = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
+NEWER = (msg.AnchorRef(fragment=0, version=3, digest=9), FIRST[1])
+
+
+class Run:
+    """Nodes a and b train; all invariants are checked after every event."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        terms = dataclasses.replace(spec.terms, min_nodes=2)
+        identity = dataclasses.replace(spec.identity, num_samples=1000)
+        spec = dataclasses.replace(spec, terms=terms, identity=identity)
+        self.ledger, self.now = Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), 100.0
+        self.begin()
+        self.join(A, 1)
+        self.join(B, 2)
+
+    def begin(self, *records: rec.Record) -> list[ev.Command]:
+        """A start of the coordinator, whose store has written these first."""
+        self.ledger = self.ledger.copy()
+        for record in records:
+            self.ledger.apply(record)
+        self.machine = CoordinatorMachine(self.ledger, now=self.now, liveness_s=10.0)
+        return self.machine.start()
+
+    def handle(self, event: ev.Event) -> list[ev.Command]:
+        commands = self.machine.handle(event, self.now)
+        self.machine.check()
+        return commands
+
+    def greet(self, node: NodeId, session: int, **changes: Any) -> list[ev.Command]:
+        plain = msg.Hello(
+            protocol_min=1, protocol_max=1, node=node, incarnation=1, fingerprint=None, layout=None,
+            epoch_seen=0, anchors=FIRST, round=None,
+        )  # fmt: skip
+        return self.handle(ev.Greeted(session=session, node=node, hello=dataclasses.replace(plain, **changes)))
+
+    def back_from_the_lost(self) -> None:
+        """Both come with more than the ledger knows, and begin again."""
+        for session, node in ((1, A), (2, B)):
+            self.greet(node, session, round=3, anchors=NEWER)
+        for session, node in ((1, A), (2, B)):
+            self.hear(node, session, msg.Ready(history=8))
+
+    def hear(self, node: NodeId, session: int, message: msg.Message) -> list[ev.Command]:
+        return self.handle(ev.Heard(session=session, node=node, message=message))
+
+    def join(self, node: NodeId, session: int) -> list[ev.Command]:
+        return self.greet(node, session) + self.hear(node, session, msg.Ready())
+
+
+@pytest.fixture
+def run(spec: RunSpec) -> Run:
+    return Run(spec)
+
+
+def offer(node: NodeId, *, history: int = 0) -> msg.Offer:
+    blob = BlobId(kind=BlobKind.DELTA, fragment=1, version=0, node=node, incarnation=1, seq=1)
+    contribution = Contribution(node=node, incarnation=1, base=0, steps=10, tokens=640, norm_sq=1.0)
+    return msg.Offer(blob=blob, size=100, digest=9, window=1, contributors=(contribution,), history=history)
+
+
+def stored(run: Run, node: NodeId, session: int, *, history: int = 0) -> list[ev.Command]:
+    assert run.hear(node, session, offer(node, history=history)) == [ev.Receive(offer=offer(node, history=history))]
+    return run.handle(ev.InputStored(offer=offer(node, history=history)))
+
+
+def test_who_is_ahead_holds_the_run_and_nothing_is_committed_any_more(run: Run) -> None:
+    run.begin(rec.EpochClaimed(epoch=2))
+    run.greet(A, 1, round=0)
+    stored(run, A, 1)
+    held = run.greet(B, 2, round=0, anchors=NEWER, epoch_seen=5)
+    refuse, leave = held[1:]
+    assert held[0] == ev.Record(record=rec.EpochSeen(epoch=5))
+    assert isinstance(refuse, ev.Refuse) and refuse.session == 2
+    assert (refuse.refused.reason, refuse.refused.retriable) == (Reason.HOLDING, True)
+    assert leave == ev.Tell(node=A, message=msg.Leave(reason=Reason.HOLDING, detail=run.machine.holding or ""))
+    assert "node b has met epoch 5" in run.machine.alarms[ALARM]
+    assert run.handle(ev.Parted(session=1, node=A, reason=Reason.HOLDING)) == []
+    run.now += 1000.0  # far beyond every deadline: a's delta alone would close the window else
+    assert run.machine.next_timer() is None and run.machine.handle_timer(run.now) == []
+    (again,) = run.greet(A, 3, round=0)
+    assert isinstance(again, ev.Refuse) and again.refused.reason is Reason.HOLDING
+
+
+def test_a_fork_at_an_equal_version_holds_the_run(run: Run) -> None:
+    (refuse,) = run.begin(rec.EpochClaimed(epoch=2)) + run.greet(
+        A, 1, anchors=(msg.AnchorRef(fragment=0, version=0, digest=666), FIRST[1])
+    )
+    assert isinstance(refuse, ev.Refuse) and refuse.refused.reason is Reason.HOLDING
+
+
+def test_after_a_rewind_every_node_of_the_lost_history_begins_again_from_snapshots(run: Run) -> None:
+    """Even those whose anchors may be the same: what they merge meanwhile, nobody here knows."""
+    granted = run.ledger.leases.held[A, 1]
+    run.begin(rec.Rewound(epoch=8))
+    for session, (node, anchors) in enumerate(((A, NEWER), (B, FIRST)), 1):
+        commands = run.greet(node, session, round=3, anchors=anchors, announced=NEWER, epoch_seen=7)
+        left, accept, *rest = commands
+        assert left == ev.Record(record=rec.NodeLeft(node=node, reason=Reason.NOT_A_PARTICIPANT))
+        assert isinstance(accept, ev.Accept) and (accept.welcome.history, accept.welcome.epoch) == (8, 8)
+        assert rest == [ev.SendSnapshot(node=node, fragment=0), ev.SendSnapshot(node=node, fragment=1)]
+    assert not run.machine.alarms
+    for session, node in ((1, A), (2, B)):
+        run.hear(node, session, msg.Ready(history=0))
+    assert {run.machine.members[node].stage for node in (A, B)} == {"joining"}, "those were ready for the lost one"
+    for session, node in ((1, A), (2, B)):
+        run.hear(node, session, msg.Ready(history=8))
+    assert {run.machine.members[node].stage for node in (A, B)} == {"training"}
+    assert run.ledger.leases.held[A, 1] == granted, "its samples had come back, and are granted again"
+
+
+def test_nothing_that_was_measured_from_a_lost_anchor_is_merged(run: Run) -> None:
+    run.begin(rec.Rewound(epoch=8))
+    run.back_from_the_lost()
+    (refused,) = run.hear(A, 1, offer(A, history=0))
+    assert isinstance(refused, ev.Tell) and isinstance(refused.message, msg.Outcome)
+    assert refused.message.reason is Reason.FOREIGN
+    assert run.hear(A, 1, offer(A, history=8)) == [ev.Receive(offer=offer(A, history=8))]
+
+
+def test_a_rewind_drops_the_stored_deltas_whose_nodes_begin_again(run: Run) -> None:
+    """Their nodes could not tell the outcome of such a delta from that of the next one."""
+    stored(run, A, 1)
+    assert run.ledger.inputs
+    run.begin(rec.Rewound(epoch=8))
+    assert not run.ledger.inputs and not run.machine.windows[1].inputs
+
+
+def test_who_follows_the_new_history_is_not_asked_to_begin_again(run: Run) -> None:
+    run.begin(rec.Rewound(epoch=8))
+    run.back_from_the_lost()
+    run.begin(rec.EpochClaimed(epoch=9))
+    (accept, *rest) = run.greet(A, 2, history=8, epoch_seen=8, round=0)
+    assert isinstance(accept, ev.Accept) and accept.welcome.history == 8
+    assert not any(isinstance(command, ev.SendSnapshot) for command in rest)
+    assert run.machine.members[A].stage == "training"
+
+
+def test_a_report_may_count_the_steps_of_lost_histories(run: Run) -> None:
+    """Its node is the same, and counts on: who is not believed would look as if it stood still."""
+    steps = run.ledger.spec.terms.steps
+    report = msg.Progress(
+        state="training", position=0.0, round=0, inner_steps=steps, tokens=64 * steps, loss=None, tokens_per_s=0.0,
+        compute_share=1.0, blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0,
+    )  # fmt: skip
+    assert not run.machine.believes(A, report)
+    run.begin(rec.Rewound(epoch=2))
+    assert run.machine.believes(A, report)
+
+
+def test_the_ledger_remembers_the_history_and_the_epochs_that_were_seen(run: Run) -> None:
+    for record in (rec.EpochSeen(epoch=5), rec.EpochSeen(epoch=4), rec.Rewound(epoch=6), rec.EpochClaimed(epoch=7)):
+        run.ledger.apply(record)
+    saved = rec.decode(*rec.encode(run.ledger.saved()))
+    assert isinstance(saved, rec.LedgerSaved)
+    again = Ledger.resume(saved)
+    assert (again.epoch, again.history, again.epoch_seen) == (7, 6, 5)

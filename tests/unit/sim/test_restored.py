@@ -1,0 +1,82 @@
+"""A coordinator over an old copy: the run is held, a person winds it back, and all end equal (protocol S)."""
+
+import pytest
+
+from farloop.algo.spec import NodeId
+from farloop.coordinator import events as coordinator_ev
+from farloop.coordinator import records as rec
+from farloop.node import events as node_ev
+from farloop.sim import scenario as sc
+from farloop.sim.chaos import restored_scenario
+from farloop.sim.outcome import Outcome
+from farloop.sim.problem import terms_of
+from farloop.sim.world import run
+from farloop.wire.messages import Refused
+from farloop.wire.reasons import Reason
+
+RUNS, BATCH = 320, 40
+
+COPY = sc.RestoreCopy(after_commits=6, commits_ago=3, down_s=1.0, decides_s=2.0)
+
+
+def restored(*faults: sc.Fault, copy: sc.RestoreCopy = COPY, num_samples: int = 0) -> Outcome:
+    """Two nodes, three fragments of a window a round each."""
+    terms = terms_of("streaming", steps=24, h=4, tau=1, mix=0.5, min_nodes=2)
+    outcome = run(sc.Scenario(terms=terms, faults=(copy, *faults), num_samples=num_samples))
+    outcome.check()
+    return outcome
+
+
+def times(outcome: Outcome, kind: type) -> list[float]:
+    return [when for when, _, what in outcome.tape if isinstance(what, kind)]
+
+
+def test_the_run_is_held_until_it_is_wound_back_and_ends_equal_everywhere() -> None:
+    outcome = restored()
+    refused = [what.message for _, _, what in outcome.tape if isinstance(what, node_ev.Received)]
+    reasons = {message.reason for message in refused if isinstance(message, Refused)}
+    assert reasons == {Reason.HOLDING}, "no node is sent away for good"
+    assert len(outcome.lost) == 3
+    (rewound,) = [record for record in outcome.records if isinstance(record, rec.Rewound)]
+    began = times(outcome, node_ev.BeginAgain)
+    assert len(began) == 2 and rewound.epoch == 3
+    held = min(times(outcome, coordinator_ev.Refuse))
+    assert not [when for when in times(outcome, coordinator_ev.CommitDone) if held < when < min(began)]
+    for (start,) in outcome.nodes.values():
+        assert start.stage == "finished" and start.anchor_digests == outcome.anchor_digests
+    assert {share for commit in outcome.commits for share in commit.contributors} == {NodeId("a"), NodeId("b")}
+
+
+def test_samples_of_the_lost_stretch_are_granted_anew() -> None:
+    outcome = restored(num_samples=200)
+    assert len(times(outcome, node_ev.BeginAgain)) == 2
+    assert all(start.stage == "finished" for (start,) in outcome.nodes.values())
+
+
+def test_a_node_that_was_away_when_the_run_was_wound_back_begins_again_without_a_second_hold() -> None:
+    """It is ahead by more than a version, and nobody has to decide twice."""
+    cut = sc.CutLink(node=NodeId("b"), at=0.0, for_s=0.0)
+    first = restored(cut)
+    died = next(when for when, _, what in first.tape if isinstance(what, str) and what.startswith("restored"))
+    outcome = restored(sc.CutLink(node=NodeId("b"), at=died - 0.01, for_s=9.0, reset=True))
+    assert sum(isinstance(record, rec.Rewound) for record in outcome.records) == 1
+    began = [(when, who) for when, who, what in outcome.tape if isinstance(what, node_ev.BeginAgain)]
+    assert [who for _, who in began] == ["a", "b"]
+    (start,) = outcome.nodes[NodeId("b")]
+    assert start.anchor_digests == outcome.anchor_digests
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, BATCH))
+def test_whatever_else_goes_wrong_no_two_histories_are_mixed(first: int) -> None:
+    """Every node that ends the run holds the coordinator's anchors, which are those of one journal, decided once."""
+    began = 0
+    for seed in range(first, first + BATCH):
+        scenario = restored_scenario(seed, faults=seed % 4)
+        try:
+            outcome = run(scenario)
+            outcome.check()
+        except Exception as error:
+            error.add_note(f"farloop.sim.chaos.restored_scenario({seed}, faults={seed % 4})")
+            raise
+        began += bool(times(outcome, node_ev.BeginAgain))
+    assert began >= BATCH // 8, "too few of these scenarios are about what they are for"
