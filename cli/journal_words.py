@@ -64,6 +64,10 @@ def words(at: Placed) -> str:
             return f"run {spec.identity.name}, {spec.terms.method}, {count} fragments, epoch {epoch}"
         case rec.EpochClaimed(epoch=epoch):
             return f"epoch {epoch}: the coordinator started again"
+        case rec.EpochSeen(epoch=epoch):
+            return f"a node has met epoch {epoch}: this state looks like an old copy"
+        case rec.Rewound(epoch=epoch):
+            return f"epoch {epoch}: the run was wound back to what this state holds"
         case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index):
             return f"{node} trains from round {round_index} on (incarnation {incarnation})"
         case rec.NodeLeft(node=node, reason=reason):

@@ -276,15 +276,6 @@ class Ledger:
         committed = self.commits.get((fragment, version))
         return committed.anchor_digest if committed else None
 
-    def foreign(self, held: Sequence[AnchorRef]) -> set[int]:
-        """Fragments of which a node holds an anchor that is not that of its version: of another history, or spoilt."""
-        known = {ref.fragment: ref for ref in held if 0 <= ref.fragment < len(self.versions)}
-        return {
-            fragment
-            for fragment, ref in known.items()
-            if self.anchor_digest(fragment, ref.version) not in (None, ref.digest)
-        }
-
     def updates_after(self, fragment: int, held: AnchorRef | None) -> list[Committed] | None:
         """The commits that lead from the anchor that a node holds to the current one; None where it needs a snapshot.
 

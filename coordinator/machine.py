@@ -134,9 +134,8 @@ class CoordinatorMachine:
         self._now = now
         match event:
             case ev.Greeted():
-                foreign = self.ledger.foreign(event.hello.anchors)
-                if foreign or self._membership.is_new(event):
-                    self._mend(event.node, foreign)
+                if self._membership.is_new(event):
+                    self._mend(event.node, set())
                 held = self.holding
                 self._membership.greeted(event, now)
                 if self.holding != held:

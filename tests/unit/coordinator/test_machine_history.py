@@ -113,7 +113,7 @@ def test_after_a_rewind_every_node_of_the_lost_history_begins_again_from_snapsho
     for session, (node, anchors) in enumerate(((A, NEWER), (B, FIRST)), 1):
         commands = run.greet(node, session, round=3, anchors=anchors, announced=NEWER, epoch_seen=7)
         left, accept, *rest = commands
-        assert left == ev.Record(record=rec.NodeLeft(node=node, reason=Reason.NOT_A_PARTICIPANT))
+        assert left == ev.Record(record=rec.NodeLeft(node=node, reason=Reason.NOT_A_PARTICIPANT, stored=0))
         assert isinstance(accept, ev.Accept) and (accept.welcome.history, accept.welcome.epoch) == (8, 8)
         assert rest == [ev.SendSnapshot(node=node, fragment=0), ev.SendSnapshot(node=node, fragment=1)]
     assert not run.machine.alarms

@@ -221,7 +221,12 @@ def test_what_may_not_have_come_is_offered_again() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "restarted", "again"),
-    [(Reason.LATE, True, True), (Reason.LATE, False, False), (Reason.CORRUPT, True, False)],
+    [
+        (Reason.LATE, True, True),
+        (Reason.LATE, False, False),
+        (Reason.CORRUPT, True, True),
+        (Reason.CORRUPT, False, False),
+    ],
 )
 def test_a_refused_one_is_offered_again_only_where_the_window_may_be_open_again(
     reason: Reason, restarted: bool, again: bool
