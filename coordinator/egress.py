@@ -13,8 +13,21 @@ SHARE: Final = 0.25
 SLOWEST_BYTES_PER_S: Final = 256 << 10
 """The background's own while live bytes are on their way, however thin the link: a joiner gets in at last."""
 
+AHEAD_S: Final = 0.3
+"""While there are updates now and then, the background has no more than so much of the link on its way: what has left
+cannot make room any more when one comes."""
+
+AHEAD_BYTES: Final = 512 << 10
+"""... or this much, where that is more."""
+
+LATELY_S: Final = 10.0
+"""Without an update for this long the background has no such bound, and fills a link of any round trip."""
+
+NUDGE_S: Final = 2.0
+"""A session whose bytes have stood still for this long gets another chunk: its peer may acknowledge them together."""
+
 STALE_S: Final = 5.0
-"""Live bytes that nobody acknowledged for this long do not count: who does not take them keeps no joiner out."""
+"""Bytes that nobody acknowledged for this long do not count: who does not take them keeps nobody else waiting."""
 
 _BIN_S: Final = 0.5
 """Rates are measured over this."""
@@ -32,6 +45,10 @@ class Egress:
     def __init__(self, now: float) -> None:
         self._live: dict[int, float] = {}
         """Session → when its live bytes in flight last moved."""
+        self._ahead: dict[int, tuple[int, float]] = {}
+        """Session → background bytes in flight, and when they last moved."""
+        self._live_at = float("-inf")
+        """When live bytes last moved."""
         self._best = 0.0
         """Bytes a second, faded."""
         self._bin, self._bin_bytes = now, 0
@@ -55,14 +72,27 @@ class Egress:
         if not in_flight:
             self._live.pop(session, None)
         elif moved or session not in self._live:
-            self._live[session] = now
+            self._live[session] = self._live_at = now
+
+    def background(self, session: int, in_flight: int, *, moved: bool, now: float) -> None:
+        """The same of its background bytes."""
+        if not in_flight:
+            self._ahead.pop(session, None)
+        elif moved or session not in self._ahead:
+            self._ahead[session] = (in_flight, now)
 
     def gone(self, session: int) -> None:
         """It is over."""
         self._live.pop(session, None)
+        self._ahead.pop(session, None)
 
-    def allows(self, now: float) -> bool:
-        """Whether a background chunk may leave now."""
+    def allows(self, session: int, now: float) -> bool:
+        """Whether a background chunk of this session may leave now."""
+        ahead = sum(in_flight for in_flight, moved_at in self._ahead.values() if now - moved_at < STALE_S)
+        _, moved_at = self._ahead.get(session, (0, now))
+        lately = now - self._live_at < LATELY_S
+        if lately and ahead >= max(AHEAD_S * self._best, AHEAD_BYTES) and now - moved_at < NUDGE_S:
+            return False
         if not any(now - moved_at < STALE_S for moved_at in self._live.values()):
             self._tokens, self._filled_at = 0.0, now
             return True

@@ -44,6 +44,9 @@ RETRY_SEND_S = 0.005
 WATCH_KEYS_S = 1.0
 """The allow-list's folder is looked at this often: how long a revoked key may still be heard."""
 
+BACKGROUND_S = 0.02
+"""A download that has to wait looks again after this, if nothing happens before."""
+
 PROBE_DELAY_S = 0.1
 """From a connection's end to the probe of all sessions: ROUTER has let go of its lane by then, and of others that ended
 at once with it."""
@@ -269,7 +272,10 @@ class RouterLink:
             self._egress.arrived(arrived - peer.arrived_bytes, now)
         moved = (arrived, live) != (peer.arrived_bytes, peer.live_bytes)
         self._egress.live(peer.number, live, moved=moved, now=now)
-        peer.arrived_bytes, peer.live_bytes = arrived, live
+        background = session.background_in_flight
+        if background or peer.background_bytes:
+            self._egress.background(peer.number, background, moved=background != peer.background_bytes, now=now)
+        peer.arrived_bytes, peer.live_bytes, peer.background_bytes = arrived, live, background
         if session.background_waits:
             self._background.setdefault(peer.number, peer)
 
@@ -282,14 +288,13 @@ class RouterLink:
             for number, peer in list(self._background.items()):
                 if not peer.session.background_waits:
                     del self._background[number]
-                elif not self._egress.allows(now):
-                    return
-                elif not self._is_held_up(peer):
+                elif self._egress.allows(number, now) and not self._is_held_up(peer):
                     sent = True
                     self._background.move_to_end(number)
                     for lane, parts in peer.session.outgoing(now, max_chunks=1):
                         self._egress.spent(sum(len(part) for part in parts) if lane > 0 else 0, now)
                         self._transmit(peer, lane, parts)
+                    self._measure(peer, now)
 
     def _transmit(self, peer: Peer, lane: int, parts: list[Buffer]) -> None:
         backlog = self._backlog(peer, lane)
@@ -363,7 +368,7 @@ class RouterLink:
             if self._peers.is_held_up:
                 pause = min(pause, RETRY_SEND_S)
             if self._background:
-                pause = min(pause, max(RETRY_SEND_S, self._egress.wait_s(time.monotonic())))
+                pause = min(pause, max(BACKGROUND_S, self._egress.wait_s(time.monotonic())))
             try:
                 self._wake.clear()
                 async with asyncio.timeout(pause):
@@ -375,8 +380,13 @@ class RouterLink:
             await asyncio.sleep(0)  # what is readable goes in first (protocol C)
             now = time.monotonic()
             for peer in self._peers:
-                peer.session.handle_timer(now)
-            self._retry()
+                due_at = peer.session.next_timer()
+                if due_at is None or due_at <= now:
+                    peer.session.handle_timer(now)
+                    self.flush(peer)
+            if self._peers.is_held_up:
+                self._retry()
+            self._send_background(now)
 
     async def _watch_keys(self, allow: AllowList) -> None:
         """Revocation without restart: a session whose key left the list ends (protocol U)."""

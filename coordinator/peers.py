@@ -50,7 +50,9 @@ class Peer:
     arrived_bytes: int = 0
     """Of what was sent to it, when that was last looked at ..."""
     live_bytes: int = 0
-    """... and those on their way that it may be waiting for."""
+    """... those on their way that it may be waiting for ..."""
+    background_bytes: int = 0
+    """... and the others."""
 
 
 class Peers:

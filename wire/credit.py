@@ -2,7 +2,7 @@
 
 from farloop.algo.spec import BlobId
 from farloop.wire.blobs import BlobSource, Reassembly
-from farloop.wire.limits import Limits, Timing
+from farloop.wire.limits import SMALLEST_CHUNK, Limits, Timing
 from farloop.wire.messages import Credit
 
 _SLOWEST_LINK_BYTES_PER_S = 64 << 10
@@ -125,7 +125,7 @@ class Outgoing:
 
 
 class Incoming:
-    """A blob on its way in: grants a window beyond what has arrived, renewed at each half of it."""
+    """A blob on its way in: grants a window beyond what has arrived, renewed as it fills."""
 
     def __init__(self, blob: BlobId, reassembly: Reassembly, limits: Limits, timing: Timing, now: float) -> None:
         self.blob = blob
@@ -145,9 +145,9 @@ class Incoming:
         return self._grant()
 
     def renewed_credit(self, now: float) -> Credit | None:
-        """A further Credit if one is due: half a window has arrived since the last, or the rest."""
+        """A further Credit if one is due: an eighth of a window has arrived since the last, or a chunk, or the rest."""
         arrived = self.reassembly.received - self._credited
-        if not self.reassembly.complete and arrived < self._window // 2:
+        if not self.reassembly.complete and arrived < max(self._window // 8, min(SMALLEST_CHUNK, self._window // 2)):
             return None
         if arrived * self._timing.window_s > self._window * (now - self._credited_at):
             self._window = min(2 * self._window, self._max_window)

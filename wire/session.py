@@ -85,6 +85,11 @@ class Session:
         return self._transfers.live_in_flight
 
     @property
+    def background_in_flight(self) -> int:
+        """... of those that are."""
+        return self._transfers.background_in_flight
+
+    @property
     def background_waits(self) -> bool:
         """Whether `outgoing` would have a chunk of a background blob, and of no other."""
         return self.state is State.OPEN and bool(self._lanes) and self._transfers.background_waits

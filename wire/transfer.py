@@ -57,6 +57,11 @@ class Transfers:
         return sum(outgoing.in_flight for outgoing in self._outgoing.values() if not outgoing.background)
 
     @property
+    def background_in_flight(self) -> int:
+        """... and of the others."""
+        return sum(outgoing.in_flight for outgoing in self._outgoing.values() if outgoing.background)
+
+    @property
     def background_waits(self) -> bool:
         """Whether a background blob could go on now, and no other could."""
         ready = [outgoing.background for outgoing in self._outgoing.values() if outgoing.has_credit]
