@@ -19,13 +19,16 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import zmq
 
 from farloop.algo.spec import NodeId
 from farloop.wire.frames import ControlFrame
 from farloop.wire.messages import Fetch, Hello, encode
+
+if TYPE_CHECKING:
+    from loopback import Run
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 """How a peer of ZeroMQ begins (ZMTP 3.0)."""
@@ -199,7 +202,7 @@ def strangers_at(port: int, keys: Path) -> Strangers:
     return Strangers(port, server, (public, secret))
 
 
-def commits(run: "Run") -> int:  # type: ignore[name-defined]  # noqa: F821 - of loopback.py, found once main runs
+def commits(run: "Run") -> int:
     """Of all fragments, so far."""
     status = run.status()
     assert status is not None
