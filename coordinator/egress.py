@@ -13,11 +13,11 @@ SHARE: Final = 0.25
 SLOWEST_BYTES_PER_S: Final = 256 << 10
 """The background's own while live bytes are on their way, however thin the link: a joiner gets in at last."""
 
-AHEAD_S: Final = 0.3
+AHEAD_S: Final = 0.1
 """While there are updates now and then, the background has no more than so much of the link on its way: what has left
-cannot make room any more when one comes."""
+cannot make room any more when one comes. Up to a round trip of 0.4 s that is enough for its share."""
 
-AHEAD_BYTES: Final = 512 << 10
+AHEAD_BYTES: Final = 256 << 10
 """... or this much, where that is more."""
 
 LATELY_S: Final = 10.0
