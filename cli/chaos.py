@@ -103,7 +103,7 @@ def _prepare(folder: Path) -> None:
     state = folder / "state"
     try:
         state.mkdir(parents=True, exist_ok=True)
-        found = [path for path in (*folder.iterdir(), *state.iterdir()) if path != state]
+        found = [path for path in (*folder.iterdir(), *state.iterdir()) if path != state and path.name != "lost+found"]
     except OSError as error:
         raise CommandError(f"--out: {folder} cannot be used: {error.strerror}") from error
     if found:

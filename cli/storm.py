@@ -34,6 +34,9 @@ STEP_S = 0.25
 FASTEST_STEP_S = 0.02
 """... and where time was lost to faults."""
 
+GATHER_STEP_S, GATHER_STEPS = 0.5, 240
+"""The run's steps in which everybody comes back after the last fault: as many as fit into `GATHER_S`."""
+
 TICK_S = 0.1
 PAGE_TIMEOUT_S = 0.5
 """A coordinator that stands still does not answer; the storm goes on."""
@@ -170,13 +173,13 @@ class Storm:
             self._at(begins + fault.at_s, partial(self._begin, fault))
         while self._now < ends:
             self._turn()
-            steps = self._steps - (self._status["position"] if self._status else 0.0)
-            # Whoever is waited for costs time, which is made up for: the run's end is due at the storm's.
+            steps = self._storm_steps - (self._status["position"] if self._status else 0.0)
+            # Whoever is waited for costs time, which is made up for: these steps are due at the storm's end.
             self._set_pace(min(STEP_S, max(FASTEST_STEP_S, (ends - self._now) / max(1.0, steps))))
 
     def _gather(self) -> bool:
         """Everybody is back once nothing goes wrong any more."""
-        self._set_pace(STEP_S)
+        self._set_pace(GATHER_STEP_S)
         return self._until("all nodes train again", self._all_train, GATHER_S, fatal=False)
 
     def _end(self) -> None:
@@ -326,11 +329,11 @@ class Storm:
     # --- files
 
     @property
-    def _steps(self) -> int:
-        return max(60, round(self.seconds / STEP_S))
+    def _storm_steps(self) -> int:
+        return round(self.seconds / STEP_S)
 
     def _coordinator_toml(self) -> Path:
-        run = {**RUN, "nodes": len(self.nodes), "steps": self._steps, "seed": self.seed}
+        run = {**RUN, "nodes": len(self.nodes), "steps": self._storm_steps + GATHER_STEPS, "seed": self.seed}
         coordinator = {
             "bind": f"tcp://127.0.0.1:{self._bind}",
             "http": f"127.0.0.1:{self._http}",

@@ -13,6 +13,7 @@ import pytest
 from loopback import PACED, NewRun, assert_all_agree
 
 from farloop.cli.exit_codes import ExitCode
+from farloop.cli.storm_disk import Ballast
 from farloop.coordinator import records as rec
 from farloop.coordinator.journal import Journal
 from farloop.coordinator.upkeep import Upkeep
@@ -52,6 +53,19 @@ def fill(folder: Path) -> Path:
                 except OSError:
                     break
     return ballast
+
+
+def test_a_storm_fills_a_small_disk_of_its_own_and_empties_it(tmp_path: Path) -> None:
+    with mounted(tmp_path / "state", 8) as folder:
+        ballast = Ballast(folder)
+        assert ballast.refusal() == ""
+        ballast.fill()
+        assert ballast.lies
+        with pytest.raises(OSError, match="No space left"):
+            (folder / "more").write_bytes(b"x")
+        ballast.remove()
+        (folder / "more").write_bytes(bytes(1 << 20))
+        assert not ballast.lies
 
 
 def test_records_of_any_size_wait_for_room_and_none_is_lost_or_cut(tmp_path: Path) -> None:

@@ -185,6 +185,25 @@ def test_a_cut_drops_connections_and_refuses_new_ones_until_healed() -> None:
     asyncio.run(run())
 
 
+def test_a_link_that_changes_does_so_for_connections_that_stand() -> None:
+    async def run() -> list[float]:
+        async with serving(echo, "100mbit/2ms") as relay:
+            reader, writer = await asyncio.open_connection("127.0.0.1", relay.port)
+            seconds = []
+            for link in ("100mbit/2ms", "100mbit/2s", "100mbit/2ms"):
+                relay.change(Link.parse(link))
+                begun = time.monotonic()
+                writer.write(b"hello")
+                assert await reader.readexactly(5) == b"hello"
+                seconds.append(time.monotonic() - begun)
+            writer.close()
+            return seconds
+
+    before, changed, after = asyncio.run(run())
+    assert before < 2.0 <= changed
+    assert after < changed
+
+
 def test_a_target_that_is_not_there_ends_the_connection() -> None:
     async def run() -> bytes:
         with socket.socket() as taken:
