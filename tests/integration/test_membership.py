@@ -1,10 +1,12 @@
 """Nodes that leave, die, hang and come back while a run goes on."""
 
+import re
 import signal
 import time
+from datetime import datetime
 
 import pytest
-from loopback import PACED, NewRun, Run, alone_since, assert_all_agree, merged_since, node_of
+from loopback import PACED, Daemon, NewRun, Run, alone_since, assert_all_agree, merged_since, node_of
 
 from farloop.cli.exit_codes import ExitCode
 from farloop.monitoring.status import Status
@@ -14,6 +16,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 CLOSED_S = 20.0
 """Bound of what the others lose to a node whose connection closed: 2 s (protocol V), a round, and a busy machine."""
+
+PROMISED_S, BUSY_S = 2.0, 6.0
+"""What a window may wait for a node whose connection was seen to close, and what a busy machine adds to it."""
 
 SILENT_S = Timing().liveness_s + CLOSED_S
 """... and to one that says nothing any more."""
@@ -49,6 +54,7 @@ def test_a_node_that_dies_or_hangs_costs_the_others_seconds_and_comes_back(new_r
 
     b.kill()
     assert_others_go_on(run, "a", CLOSED_S)
+    assert 0 <= seconds_without(coordinator, "b") <= PROMISED_S + BUSY_S
     b = run.start_node("b")
     back = run.until("b is back", lambda status: started_again(status, "b"))
     run.until("b's work is merged again", lambda status: merged_since(status, back["versions"], "b"))
@@ -70,6 +76,16 @@ def test_a_node_that_dies_or_hangs_costs_the_others_seconds_and_comes_back(new_r
 def started_again(status: Status, name: str) -> bool:
     node = node_of(status, name)
     return node["connected"] and node["incarnation"] == 2
+
+
+def seconds_without(coordinator: Daemon, name: str) -> float:
+    """By the coordinator's own log: from when it saw a connection end to the next commit that leaves the node out."""
+    stamps = {}
+    for what, words in [("end", f'"session over" node={name} reason=CLOSED'), ("commit", f"dropped=\\S*{name}:CLOSED")]:
+        found = re.search(rf"^ts=(\S+)Z .*{words}", coordinator.said, flags=re.MULTILINE)
+        assert found, f"{words} is not in the log\n{coordinator.said}"
+        stamps[what] = datetime.fromisoformat(found[1])
+    return (stamps["commit"] - stamps["end"]).total_seconds()
 
 
 def assert_others_go_on(run: Run, name: str, bound_s: float) -> list[int]:
