@@ -36,8 +36,9 @@ from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.outcome import machine, source_commit
 from farloop.cli.progress import progress_console
 from farloop.cli.run import DataConfig, RunConfig, plan_run
-from farloop.cli.storm import DATA, RUN, Outcome, Stopped, Storm
+from farloop.cli.storm import Outcome, Stopped, Storm
 from farloop.cli.storm_disk import Ballast
+from farloop.cli.storm_files import DATA, RUN
 from farloop.cli.storm_plan import COORDINATOR, KINDS, Kind, plan
 from farloop.cli.units import duration_text, size_text
 from farloop.quant.registry import warm_for

@@ -6,25 +6,24 @@ killed and stopped by signals, the disk is filled by a file, and who was killed 
 
 import heapq
 import json
-import os
 import signal
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
 
+from farloop.cli import storm_files as files
 from farloop.cli.children import Child, Children, free_port
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.relay import Link, Relay, RelayThread
 from farloop.cli.storm_disk import Ballast
 from farloop.cli.storm_plan import COORDINATOR, OF_NODES, Fault, Kind
 from farloop.cli.storm_watch import Book, History, Journal, Memory, Recoveries
-from farloop.cli.toml import dump_toml
 from farloop.coordinator.segment import read_segments
 from farloop.monitoring.status import NodeStatus, Status
 
@@ -43,33 +42,21 @@ PAGE_TIMEOUT_S = 0.5
 
 MEMORY_EVERY_S = 2.0
 LINE_EVERY_S = 10.0
+POSTPONE_S = 1.0
+"""At a time, of what shall happen to a coordinator that is starting."""
+
 AGAIN_S = 1.0
 """After which a process that ended by itself is started again."""
 
 START_S, GATHER_S, END_S = 120.0, 120.0, 300.0
-"""How long the run may take to begin, to have all nodes back after the last fault, and to end."""
+"""How long the run may take to begin, to have all nodes back after the last fault, and, beside what the storm itself
+took, to end."""
 
 MAX_SURPRISES = 20
 """Processes that ended by themselves, before the storm is given up."""
 
 GOOD_LINK = Link.parse("1gbit/1ms")
 BAD_LINKS = tuple(map(Link.parse, ("1mbit/200ms", "3mbit/100ms", "10mbit/300ms")))
-
-RUN: dict[str, object] = {
-    "name": "chaos",
-    "model": "nano",
-    "method": "streaming",
-    "h": 3,
-    "tau": 1,
-    "batch_sequences": 4,
-    "sequence_tokens": 32,
-    "evaluation_sequences": 8,
-    "evaluate_every_rounds": 20,
-    "warmup_steps": 5,
-}
-"""Small and quick: every inner step has a send and a merge."""
-
-DATA: dict[str, object] = {"max_bytes": 500_000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +110,9 @@ class Storm:
     """Killed, and not started again yet."""
     _begun: float = field(init=False, default_factory=time.monotonic)
     _ending: bool = field(init=False, default=False)
+    _storm_ends: float = field(init=False, default=0.0)
+    _coordinator_starts: bool = field(init=False, default=False)
+    """Whether its last process has not answered yet."""
     _status: Status | None = field(init=False, default=None)
     _problems: list[str] = field(init=False, default_factory=list)
     _happened: Counter[Kind] = field(init=False, default_factory=Counter)
@@ -149,7 +139,7 @@ class Storm:
             stack.callback(self._ballast.remove)
             stack.enter_context(self._links)
             self._children = stack.enter_context(Children(self.out, last=COORDINATOR, stop_s=15.0))
-            self._set_pace(STEP_S)
+            files.set_pace(self.out, STEP_S)
             self._start(COORDINATOR)
             for name in self.nodes:
                 self._start(name)
@@ -168,25 +158,27 @@ class Storm:
     def _weather(self) -> None:
         """From the first fault to the last."""
         begins = self._now
-        ends = begins + self.seconds
+        ends = self._storm_ends = begins + self.seconds
         for fault in self.faults:
             self._at(begins + fault.at_s, partial(self._begin, fault))
         while self._now < ends:
             self._turn()
             steps = self._storm_steps - (self._status["position"] if self._status else 0.0)
             # Whoever is waited for costs time, which is made up for: these steps are due at the storm's end.
-            self._set_pace(min(STEP_S, max(FASTEST_STEP_S, (ends - self._now) / max(1.0, steps))))
+            files.set_pace(self.out, min(STEP_S, max(FASTEST_STEP_S, (ends - self._now) / max(1.0, steps))))
 
     def _gather(self) -> bool:
         """Everybody is back once nothing goes wrong any more."""
-        self._set_pace(GATHER_STEP_S)
+        files.set_pace(self.out, GATHER_STEP_S)
         return self._until("all nodes train again", self._all_train, GATHER_S, fatal=False)
 
     def _end(self) -> None:
         self._ending = True
-        self._set_pace(0.0)
+        files.set_pace(self.out, 0.0)
         self.say("nothing goes wrong any more: the run goes to its end")
-        over = self._until("the run ends", lambda: not any(c.running for c in self._children), END_S, fatal=False)
+        over = self._until(
+            "the run ends", lambda: not any(c.running for c in self._children), END_S + self.seconds, fatal=False
+        )
         for child in self._children if over else ():
             if child.process.returncode:
                 self._problems.append(f"{child.name} ended with {child.process.returncode}: {child.last_words()}")
@@ -219,7 +211,7 @@ class Storm:
             self._memory.sample(self._now, [(c.name, c.process.pid) for c in self._children if c.running])
         self._read_books()
         if (status := _page(self._http)) is not None:
-            self._status = status
+            self._status, self._coordinator_starts = status, False
             self._history.saw_status(status)
             self._recoveries.saw_status(status, self._now)
         if self._now >= self._due_line:
@@ -235,6 +227,11 @@ class Storm:
 
     def _begin(self, fault: Fault) -> None:
         kind, target, since = fault.kind, fault.target, self._now
+        if target == COORDINATOR and self._coordinator_starts:
+            # Or it would never get up on a machine where a process takes longer to start than the plan thinks.
+            if since + POSTPONE_S + fault.lasts_s < self._storm_ends:
+                self._at(since + POSTPONE_S, partial(self._begin, fault))
+            return
         self._happened[kind] += 1
         self._tell(f"{kind} {target}, for {fault.lasts_s:.1f} s")
         self._recoveries.forget(target)
@@ -291,9 +288,13 @@ class Storm:
 
     def _start(self, name: str) -> Child:
         if name == COORDINATOR:
-            return self._children.start(name, ["coordinator", str(self._coordinator_toml())], threads=1)
-        file, book = self._node_toml(name), str(self._books[name].path)
-        arguments = [str(file), str(self.out / "pace"), book]
+            self._coordinator_starts = True
+            steps = self._storm_steps + GATHER_STEPS
+            of_run = {"nodes": len(self.nodes), "steps": steps, "seed": self.seed}
+            file = files.coordinator_toml(self.out, of_run, bind=self._bind, http=self._http)
+            return self._children.start(name, ["coordinator", str(file)], threads=1)
+        file = files.node_toml(self.out, name, self._relays[name].port)
+        arguments = [str(file), str(self.out / files.PACE), str(self._books[name].path)]
         return self._children.start(name, arguments, threads=1, command=("-m", "farloop.cli.storm_node"))
 
     def _kill(self, name: str) -> None:
@@ -326,35 +327,9 @@ class Storm:
             self._down.discard(name)
             self._start(name)
 
-    # --- files
-
     @property
     def _storm_steps(self) -> int:
         return round(self.seconds / STEP_S)
-
-    def _coordinator_toml(self) -> Path:
-        run = {**RUN, "nodes": len(self.nodes), "steps": self._storm_steps + GATHER_STEPS, "seed": self.seed}
-        coordinator = {
-            "bind": f"tcp://127.0.0.1:{self._bind}",
-            "http": f"127.0.0.1:{self._http}",
-            "state_dir": str(self.state_dir),
-        }
-        return _write(self.out / "run.toml", {"run": run, "data": DATA, "coordinator": coordinator})
-
-    def _node_toml(self, name: str) -> Path:
-        node: dict[str, object] = {
-            "name": name,
-            "coordinator": f"tcp://127.0.0.1:{self._relays[name].port}",
-            "state_dir": str(self.out / "nodes" / name),
-            "threads": 1,
-        }
-        return _write(self.out / f"node-{name}.toml", {"node": node, "data": DATA})
-
-    def _set_pace(self, seconds: float) -> None:
-        path = self.out / "pace"
-        new = path.with_suffix(".tmp")
-        new.write_text(f"{seconds:.4f}")
-        os.replace(new, path)
 
     # --- looking
 
@@ -431,8 +406,3 @@ def _page(http: int) -> Status | None:
         status: Status = json.load(answer)
         return status or None  # nothing is on the page before the first look at the run
     return None
-
-
-def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:
-    path.write_text(dump_toml(tables))
-    return path

@@ -6,6 +6,9 @@ from pathlib import Path
 SMALL_BYTES = 4 << 30
 """A file system of its own that is larger than this is not filled."""
 
+STEP_BYTES = 64 << 20
+"""Taken at a time, without writing them, until the last few."""
+
 
 class Ballast:
     """Fills the file system of a folder, if that is one of its own and small."""
@@ -32,7 +35,13 @@ class Ballast:
     def fill(self) -> None:
         """Until not a byte is free."""
         with self._path.open("ab", buffering=0) as file:
-            for size in (16 << 20, 1 << 20, 4096, 1):
+            while True:
+                size = os.fstat(file.fileno()).st_size
+                try:
+                    os.posix_fallocate(file.fileno(), size, STEP_BYTES)
+                except OSError:
+                    break
+            for size in (1 << 20, 4096, 1):
                 while True:
                     try:
                         file.write(bytes(size))

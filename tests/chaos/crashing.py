@@ -174,7 +174,7 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "stored-told-before": before(daemon.Coordinator, "_tell", _tells(msg.Stored)),
     "stored-told-after": after(daemon.Coordinator, "_tell", _tells(msg.Stored)),
     "start-told-before": before(daemon.Coordinator, "_tell", _tells(msg.Start)),
-    "finished-told-before": before(daemon.Coordinator, "_tell", _tells(msg.Finished)),
+    "finish-noted": after(store.Store, "append", _appends(rec.RunFinished)),
     "export-before": before(snapshots, "export"),
     "export-after": after(snapshots, "export"),
     "begin-snapshots": after(store, "_save_snapshot"),
@@ -219,7 +219,7 @@ BEGIN = (*(point for point in POINTS if point.startswith("begin-")), "start-told
 RESTART = tuple(point for point in POINTS if point.startswith("restart-"))
 """Reached by a coordinator that goes on with a run."""
 
-ONCE = (*BEGIN, *RESTART, *NODE_ONCE, "finished-told-before", "export-before", "export-after")
+ONCE = (*BEGIN, *RESTART, *NODE_ONCE, "finish-noted", "export-before", "export-after")
 """Reached once in the life of a process, or of a run."""
 
 
