@@ -4,6 +4,7 @@ The same calls as `coordinator/store.py`, and the same arithmetic: anchors come 
 optimizer state by repeating the steps on the spooled inputs (protocol P).
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,7 +195,8 @@ class Worker:
     def interrupt(self, *, finished: bool) -> None:
         """The process dies: what was being done is done, or it is not; what waited never was."""
         if self._jobs and finished and not self._working:
-            self._jobs[0][0]()
+            with contextlib.suppress(PowerCut):
+                self._jobs[0][0]()
         self._jobs.clear()
 
     def _finish(self) -> None:

@@ -212,10 +212,10 @@ class World:
             self.agenda.after(fault.decides_s, lambda: self._look_after(fault))
 
     def crash_coordinator(self, down_s: float, *, rewind: bool = False) -> None:
-        if self.coordinator is None:
+        coordinator, self.coordinator = self.coordinator, None
+        if coordinator is None:
             return
-        self.coordinator.crash()
-        self.coordinator = None
+        coordinator.crash()
         self.tape.append((self.agenda.now, "coordinator", "crashed"))
         for host in self.hosts.values():
             for connection in host.connections:
