@@ -5,20 +5,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 CHAOS_ARGS ?= --minutes 10
+FUZZ_ARGS ?= all --inputs 40000
 
-.PHONY: demo test chaos lint types check clean
+.PHONY: demo test chaos fuzz lint types check clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto tests/unit $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/unit tests/fuzz $(TEST_ARGS)
 	$(BIN)/python -m pytest -n auto tests/integration tests/chaos -m "not slow" $(TEST_ARGS)
 
 # Every crash point of the daemons, and a storm: about half an hour on two cores.
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto tests/chaos $(TEST_ARGS)
 	$(BIN)/farloop chaos $(CHAOS_ARGS)
+
+# A million and more bad inputs for every door that bytes come through: an hour or two on one core.
+fuzz: $(VENV)/.dev
+	nice $(BIN)/python tests/fuzz/fuzz_run.py $(FUZZ_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

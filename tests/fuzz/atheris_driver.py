@@ -1,8 +1,9 @@
 """The same targets under atheris, which looks at what inputs reach.
 
 `python tests/fuzz/atheris_driver.py TARGET -max_total_time=600`, and whatever else libFuzzer takes. Needs the extra
-`fuzz`: atheris has no wheels for every platform, so nothing else here asks for it. Bytes behind the checksums are reached because what libFuzzer makes of an
-input is sealed. A finding is raised, with its input in the current folder; move it to tests/fuzz/cases/TARGET/.
+`fuzz`: atheris has no wheels for every platform, so nothing else here asks for it. Bytes behind the checksums are
+reached because what libFuzzer makes of an input is sealed. A finding is raised, with its input in the current folder;
+move it to tests/fuzz/cases/TARGET/.
 """
 
 import sys

@@ -6,6 +6,7 @@ from random import Random
 
 import torch
 import xxhash
+import zstandard
 from fuzz_mutator import edited
 from fuzz_target import Target
 from torch import Tensor
@@ -74,6 +75,8 @@ def check_blob(codec: Codec, fragment: Fragment, blob: bytes | bytearray, scratc
 # An input: a byte that chooses the fragment and the way, then the blob, or on the way of payloads the payload alone.
 
 _PAYLOAD, _SCRATCH = 4, 8
+_COMPRESSED = 1
+"""The flags of a blob, its byte 7, whose payload is a zstd frame."""
 
 
 def check(codec: Codec, data: bytes) -> None:
@@ -107,10 +110,19 @@ def seeds(codec: Codec) -> list[bytes]:
 
 
 def edited_blob(chance: Random, data: bytes) -> bytes:
-    """Behind the header for the most part: a wrong header is soon refused."""
-    if data and not data[0] & _PAYLOAD and chance.random() < 0.7:
-        return edited(chance, data, 1 + HEADER_BYTES)
-    return edited(chance, data, 1)
+    """Behind the header for the most part, for a wrong one is soon refused; or inside what is compressed."""
+    if not data or data[0] & _PAYLOAD or chance.random() < 0.3:
+        return edited(chance, data, 1)
+    first = 1 + HEADER_BYTES
+    if len(data) > first and data[8] == _COMPRESSED and chance.random() < 0.4:
+        try:
+            payload = zstandard.ZstdDecompressor().decompress(data[first:], max_output_size=1 << 20)
+        except zstandard.ZstdError:
+            return edited(chance, data, first)
+        return data[:first] + zstandard.ZstdCompressor(level=chance.choice((-1, 1, 9))).compress(
+            edited(chance, payload)
+        )
+    return edited(chance, data, first)
 
 
 def target(spelling: str) -> Target:

@@ -48,6 +48,9 @@ INPUT_S = 5.0
 _MOST_KEPT = 400
 """Inputs that mutations begin with."""
 
+_LARGEST_KEPT = 16 << 10
+"""Bytes of them: what grows would only be slow."""
+
 _HEAD = struct.Struct("<64sI")
 _LARGEST = 4 << 20
 
@@ -130,7 +133,7 @@ class Child:
             return self.tell(target, error, data)
         signal.setitimer(signal.ITIMER_PROF, 0)
         kind, kept = re.sub(r"[0-9a-f]{6,}|\d+|'.*'|\".*\"", "#", outcome)[:300], self.kept[target.name]
-        if not self.outcomes[kind] and len(kept) < _MOST_KEPT:
+        if not self.outcomes[kind] and len(kept) < _MOST_KEPT and len(data) <= _LARGEST_KEPT:
             kept.append(data)
         self.outcomes[kind] += 1
 
