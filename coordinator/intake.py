@@ -74,6 +74,8 @@ class Intake:
         for other in [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment)]:
             del self._partial[other], self._offers[other]
             self._asleep.discard(other)
+            if other != blob:
+                session.cancel(other)  # else its memory stays with the session
         self._partial[blob], self._offers[blob] = reassembly, offer
         self._asleep.discard(blob)
         return None

@@ -12,22 +12,29 @@ from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly
 from farloop.wire.errors import LocalProtocolError
+from farloop.wire.handshake import Role, State
 from farloop.wire.messages import Offer
+from farloop.wire.session import Session
 
 A = NodeId("a")
 
 
 class Asked:
-    """A session of which only `expect` is used: what it was asked for, and with what to go on."""
+    """A session of which little is used: what it was asked for, and with what to go on; what is not wanted any more."""
 
     def __init__(self) -> None:
         self.expected: list[tuple[BlobId, Reassembly | None]] = []
+        self.cancelled: list[BlobId] = []
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         if any(known == blob for known, _ in self.expected):
             raise LocalProtocolError("it is expected already")
         self.expected.append((blob, reassembly))
         return reassembly or Reassembly(size, digest)
+
+
+    def cancel(self, blob: BlobId) -> None:
+        self.cancelled.append(blob)
 
 
 @pytest.fixture
@@ -46,6 +53,12 @@ def offer(spec: RunSpec, fragment: Fragment) -> Offer:
     contribution = Contribution(node=A, incarnation=1, base=0, steps=1, tokens=1, norm_sq=1.0)
     size = blob_bytes(codec_named(spec.terms.codec_up), fragment)
     return Offer(blob=blob, size=size, digest=7, window=1, contributors=(contribution,))
+
+
+def open_with(session: Session) -> None:
+    """As a greeted node's is."""
+    session._handshake.state = State.OPEN
+    session._handshake.epoch = 1
 
 
 def let_in(intake: Intake, session: Asked, offer: Offer, window: Window | None, fragment: Fragment) -> str | None:
@@ -114,6 +127,26 @@ def test_what_a_node_began_before_is_void(offer: Offer, window: Window, fragment
     assert intake.arrived(newer.blob) == newer
     let_in(intake, again := Asked(), offer, window, fragment)
     assert again.expected == [(offer.blob, None)]
+
+
+def test_the_memory_of_what_is_void_is_given_back(offer: Offer, window: Window, fragment: Fragment) -> None:
+    """R, W: by deltas that nobody wants any more a node could make the coordinator hold hundreds of each fragment."""
+    intake, session = Intake(), Session(Role.COORDINATOR, 0.0)
+    open_with(session)
+    for seq in range(1, 5):
+        blob = dataclasses.replace(offer.blob, seq=seq)
+        let_in(intake, session, dataclasses.replace(offer, blob=blob), window, fragment)  # type: ignore[arg-type]
+        with pytest.raises(LocalProtocolError, match="expected already"):
+            session.expect(blob, offer.size, offer.digest, None, 0.0)
+    for seq in range(1, 4):  # nothing is expected of these any more
+        session.expect(dataclasses.replace(offer.blob, seq=seq), offer.size, offer.digest, None, 0.0)
+
+
+def test_a_transfer_that_goes_on_is_not_cancelled(offer: Offer, window: Window, fragment: Fragment) -> None:
+    intake, session, again = Intake(), Asked(), Asked()
+    let_in(intake, session, offer, window, fragment)
+    let_in(intake, again, offer, window, fragment)
+    assert session.cancelled == again.cancelled == []
 
 
 def test_while_it_is_made_durable_it_is_not_asked_for_again(offer: Offer, window: Window, fragment: Fragment) -> None:
