@@ -312,9 +312,20 @@ class NodeMachine:
             return
         self._reached, slots = float(plan.start + plan.length), self.spec.identity.layout.slots
         following = max(self.round + 1, newest_round(self.fragments, slots))
-        self.skipped_positions += sum(p.length for r, p in self.rounds.items() if self.round < r < following)
+        skipped = sum(p.length for r, p in self.rounds.items() if self.round < r < following)
+        self.skipped_positions += skipped
+        self._reached += skipped
         self.round, self.step = following, 0
         self.rounds = {r: p for r, p in self.rounds.items() if r >= following}
+
+    def _jump(self) -> None:
+        """Leave a round whose plan will not come any more: the run went on while this node heard nothing (protocol A)."""
+        if self.spec is None or self.stage != "training" or self.round in self.rounds:
+            return
+        newest = newest_round(self.fragments, self.spec.identity.layout.slots)
+        if newest > self.round and (plan := self.rounds.get(newest)):
+            self.skipped_positions += plan.start - int(self._reached)
+            self.round = newest
 
     # --- merging
 
@@ -326,6 +337,7 @@ class NodeMachine:
     def _settle(self) -> None:
         """Merge what is due, then see whether the stage changes."""
         self._flush()
+        self._jump()
         self._merge_all()
         if self._send_overdue():
             self._merge_all()

@@ -6,6 +6,7 @@ faults=N)).check()` plays it again.
 
 import pytest
 
+from farloop.algo.spec import NodeId
 from farloop.coordinator import records as rec
 from farloop.sim import faults as ft
 from farloop.sim import problem
@@ -107,7 +108,7 @@ def test_a_disk_that_takes_nothing_holds_the_run_and_loses_nothing(undisturbed: 
 
 @pytest.mark.parametrize("who", [None, sc.TWO_NODES[0].name], ids=["coordinator", "node"])
 @pytest.mark.parametrize("by_s", [0.5, 60.0, 86400.0])
-def test_a_clock_that_leaps_ahead_costs_nobody_its_place(who: sc.NodeId | None, by_s: float) -> None:
+def test_a_clock_that_leaps_ahead_costs_nobody_its_place(who: NodeId | None, by_s: float) -> None:
     """C: the time in which nothing was heard because the clock leapt is nobody's silence."""
     outcome = run(calm(ft.ClockJump(node=who, at=2.0, by_s=by_s)))
     outcome.check()
@@ -121,6 +122,16 @@ def test_a_link_that_is_cut_one_way_is_given_up_and_healed(to: str) -> None:
     outcome.check()
     assert any(drop.node == sc.TWO_NODES[0].name for commit in outcome.commits for drop in commit.drops)
     assert outcome.nodes[sc.TWO_NODES[0].name][-1].versions == outcome.versions
+
+
+def test_a_node_that_heard_nothing_for_rounds_of_a_run_that_does_not_wait_goes_on_with_the_run() -> None:
+    """A: it stood before a round of which the coordinator tells no more."""
+    nodes = tuple(sc.NodeSetup(name=NodeId(name), seed=ord(name), step_s=0.3) for name in "abc")
+    terms = problem.terms_of("decoupled", steps=56, h=5, tau=2, quorum=1, min_nodes=3)
+    fault = ft.OneWayCut(node=nodes[0].name, at=1.16, for_s=15.0, to="node")
+    outcome = run(sc.Scenario(terms=terms, nodes=nodes, faults=(fault,), patience_s=60.0))
+    outcome.check()
+    assert outcome.nodes[nodes[0].name][-1].skipped_positions > 0
 
 
 def test_a_link_in_a_squall_that_is_reset_again_and_again_brings_everything_once(undisturbed: Outcome) -> None:

@@ -592,6 +592,23 @@ def test_without_the_plan_of_the_next_round_training_waits_where_it_is() -> None
     assert story.machine.waiting is None and story.machine.position == 4.0
 
 
+def test_a_node_whose_round_went_by_before_it_heard_of_its_plan_jumps_to_the_run_s() -> None:
+    """A: cut off at the end of a round for so long that the coordinator tells of its next one no more."""
+    story = Story(h=4, steps=40).begin()
+    story.machine.rounds = {0: story.rounds[0]}
+    story.steps(4)
+    story.handle(ev.Disconnected(reason=Reason.SILENT))
+    missed = [story.commit(0, merged=[B]) for _ in range(6)]
+    story.rounds = {index: plan for index, plan in story.rounds.items() if index >= 5}
+    story.hear(story.welcome())
+    for committed in missed:
+        story.receive(dataclasses.replace(committed, rounds=()))
+    assert (story.machine.round, story.machine.position) == (6, 24.0)
+    assert story.machine.skipped_positions == 20, "rounds 1 to 5"
+    story.steps(4)
+    assert story.machine.round == 7
+
+
 # --- the end
 
 
