@@ -319,7 +319,7 @@ class NodeMachine:
         self.rounds = {r: p for r, p in self.rounds.items() if r >= following}
 
     def _jump(self) -> None:
-        """Leave a round whose plan will not come any more: the run went on while this node heard nothing (protocol A)."""
+        """Leave a round whose plan will not come any more: the run went on and this node heard nothing (protocol A)."""
         if self.spec is None or self.stage != "training" or self.round in self.rounds:
             return
         newest = newest_round(self.fragments, self.spec.identity.layout.slots)
