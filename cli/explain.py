@@ -16,7 +16,7 @@ from farloop.cli.exit_codes import CommandError
 from farloop.cli.units import NOTHING, duration_text, size_text
 from farloop.coordinator.diary import FILE, missing
 from farloop.coordinator.hindsight import Past, look_back, newest_versions
-from farloop.coordinator.reading import read_journal
+from farloop.coordinator.reading import read_journal, steadily
 from farloop.coordinator.timeline import files
 
 _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
@@ -38,7 +38,7 @@ def explain_window(directory: Path, window: str, console: Console, *, as_json: b
     if found[1] is not None and int(found[1]) >= len(newest):
         raise CommandError(f"{window}: the run has fragments 0 to {len(newest) - 1}")
     wanted = {(fragment, version) for fragment in fragments}
-    past = look_back(directory, scans, wanted)
+    past = steadily(lambda: look_back(directory, read_journal(directory), wanted))
     told = dict(_decisions(directory, version))
     explained = [_explained(told.get(key), past.get(key)) for key in sorted(wanted & (past.keys() | told.keys()))]
     if not explained:

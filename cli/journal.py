@@ -164,25 +164,24 @@ _VERSIONS = re.compile(r"(\d*):(\d*)|(\d+)")
 
 def again(directory: Path, versions: str, fragment: int | None, console: Console, *, as_json: bool) -> None:
     """Make commits again. Raises CommandError where they cannot be, or one does not come out."""
-    scans = read_journal(directory)
-    wanted = _wanted(versions, fragment, span(directory, scans))
-    rows, different = 0, list[Replayed]()
-    table = _replay_table()
-    for replayed in replay(directory, scans, wanted):
-        rows += 1
-        if not replayed.same:
-            different.append(replayed)
-        if as_json:
+
+    def look() -> list[Replayed]:
+        scans = read_journal(directory)
+        return list(replay(directory, scans, _wanted(versions, fragment, span(directory, scans))))
+
+    rows = steadily(look)
+    if as_json:
+        for replayed in rows:
             typer.echo(json.dumps(replayed_json(replayed)))
-        else:
+    else:
+        table = _replay_table()
+        for replayed in rows:
             table.add_row(*_replay_cells(replayed))
-    if not as_json:
         console.print(table)
-    if different:
-        first = different[0]
+    if first := next((replayed for replayed in rows if not replayed.same), None):
         raise CommandError(f"{directory}: f{first.fragment}:{first.version} {_difference(first)}", ExitCode.STORAGE)
     if not as_json:
-        console.print(Text(f"{plural(rows, 'commit')} made again: bit for bit the same", style="bold green"))
+        console.print(Text(f"{plural(len(rows), 'commit')} made again: bit for bit the same", style="bold green"))
 
 
 def _wanted(versions: str, fragment: int | None, spans: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from farloop.cli.journal_words import KINDS
 from farloop.cli.main import app
 from farloop.coordinator import records as rec
 from farloop.coordinator.segment import segment_paths
-from farloop.coordinator.store import SNAPSHOT_EVERY
+from farloop.coordinator.store import SNAPSHOT_EVERY, Store
 
 ROUNDS = SNAPSHOT_EVERY + 2
 
@@ -62,6 +63,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store.directory
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farloop.coordinator.reading.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 def call(folder: Path, *words: str, columns: int = 120) -> Result:
     return CliRunner().invoke(app, [*words, "--state", str(folder)], env={"COLUMNS": str(columns), "TERM": "dumb"})
 
@@ -79,6 +86,27 @@ def test_show_lists_the_last_records_and_says_what_it_left_out(folder: Path) -> 
     )
     total = len(rows(call(folder, "journal", "show", "--all", "--json")))
     assert foot.strip() == f"{total} records of {total}; {total - 3} earlier ones are left out, --all shows them"
+
+
+def test_show_can_go_on_with_what_comes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "state"))
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        """While the reader waits, the coordinator starts again; then it is Ctrl-C."""
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+        store = Store.recover(copy)
+        assert store is not None
+        store.close()
+
+    monkeypatch.setattr("farloop.cli.journal.time.sleep", pause)
+    result = call(copy, "journal", "show", "--json", "--last", "1", "--follow")
+    assert result.exit_code == ExitCode.INTERRUPTED
+    assert [row["words"] for row in rows(result)[1:]] == [
+        f"epoch {epoch}: the coordinator started again" for epoch in (2, 3)
+    ]
 
 
 @pytest.mark.parametrize(

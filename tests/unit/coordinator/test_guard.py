@@ -1,4 +1,4 @@
-"""A run does not go on with a few while many are live: the coordinator says so, and holds it (protocol, Participation)."""
+"""A run does not go on with a few while many are live: it is said, and held (protocol, Participation)."""
 
 import dataclasses
 from typing import Any
