@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 KEEP = 64
 """Happenings that the status shows at most."""
 
+_LONGEST = 300
+"""Characters of a detail that are kept: some of it comes from nodes."""
+
 Kind = Literal["refused", "delta", "dropped", "session", "left", "stalled", "anchor", "alarm", "over", "farewell"]
 """A greeting was refused; a delta was, before its window closed; a window closed without a node; a session ended; a
 node left; it stands still; its anchor did not match; an alarm began, or is over; this coordinator says good-bye."""
@@ -143,6 +146,7 @@ class Happenings:
         ]
 
     def _tell(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
+        node, detail = _shown(node), _shown(detail)
         level = logging.WARNING if kind in _LOUD else logging.INFO
         _log.log(level, "%s node=%s reason=%s why=%r detail=%r", kind, node or "-", code, sentence, detail)
         self._note(kind, node, code, sentence, detail, now)
@@ -161,6 +165,12 @@ class Happenings:
         )
         if len(self._recent) > KEEP:
             self._recent.popitem(last=False)
+
+
+def _shown(text: str) -> str:
+    """What a node said, as it may go to a terminal and into a log: in one line, without control characters."""
+    kept = text[:_LONGEST] + ("…" if len(text) > _LONGEST else "")
+    return "".join(character if character.isprintable() else "?" for character in kept)
 
 
 def kind_of_alarm(what: str) -> str:

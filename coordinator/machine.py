@@ -161,7 +161,7 @@ class CoordinatorMachine:
             case _:
                 assert_never(event)
         if self.guard.holds:
-            self._try_close_all()
+            self._look_who_is_left_out()
         return self._decisions.take()
 
     def next_timer(self) -> float | None:
@@ -385,6 +385,14 @@ class CoordinatorMachine:
         window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
         window.open_again(self.ledger.inputs, self.ledger.spec.terms.quorum)
         self._try_close(event.fragment)
+
+    def _look_who_is_left_out(self) -> None:
+        """Any event may have mended it."""
+        self.guard.look(self.members.values())
+        if not self.guard.left_out():
+            self.guard.holds = False
+            self.alarms.pop(ALARM, None)
+        self._try_close_all()
 
     def _committed(self, record: rec.WindowCommitted) -> None:
         """A commit is durable: open what follows, tell everybody, start who waits, and end the run where it ends."""

@@ -305,15 +305,14 @@ class Leader:
         data = self._blobs.pop(BlobId(kind=BlobKind.UPDATE, fragment=fragment, version=version))
         self._drift.applied(command, data)
         if not self.replica.apply(fragment, version, data, command.codec, epoch, command.anchor_digest):
-            _log.error("anchor mismatch fragment=%d version=%d: a snapshot is asked for", fragment, version)
-            self._inbox.put(ev.AnchorMismatch(fragment=fragment))
+            self._mismatched(fragment, version)
 
     def _install(self, command: ev.Install) -> None:
         fragment, version = command.fragment, command.version
         assert self.replica is not None and self._residuals is not None
         data = self._blobs.pop(BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version))
         if not self.replica.install(fragment, version, data, self.machine.epoch):
-            return self._inbox.put(ev.AnchorMismatch(fragment=fragment))
+            return self._mismatched(fragment, version)
         self._residuals.installed(fragment, version, command.codec, self.replica.anchors[fragment].device)
 
     def _begin_again(self, history: int) -> None:
@@ -325,6 +324,11 @@ class Leader:
             self.replica.begin_again()
             self._residuals.begin_again(run_of(spec, history))
             self._drift = Drift(self.replica, spec.terms)
+
+    def _mismatched(self, fragment: int, version: int) -> None:
+        _log.error("anchor mismatch fragment=%d version=%d: a snapshot is asked for", fragment, version)
+        self.metrics.anchor_mismatched()
+        self._inbox.put(ev.AnchorMismatch(fragment=fragment))
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
         if self.evaluate is None:

@@ -30,6 +30,7 @@ class Metrics(Collector):
         self._seen: tuple[Progress, tuple[int, ...], bool, bool] | None = None
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
+        self._mismatches = 0
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -37,6 +38,10 @@ class Metrics(Collector):
         """How it goes: the node's report, the version of every anchor (−1: none yet), whether a session is open, and
         whether the node trains alone."""
         self._seen = progress, tuple(versions), connected, alone
+
+    def anchor_mismatched(self) -> None:
+        """An anchor did not have its digest; a snapshot replaces it."""
+        self._mismatches += 1
 
     def lost_by_codec(self, fragment: int, ratio: float) -> None:
         """|residual| ÷ |delta| of the last encoding of a fragment, under a codec with error feedback."""
@@ -74,6 +79,7 @@ class Metrics(Collector):
         yield self._counter("tokens", "Tokens trained on since the node's start.", progress.tokens)
         yield self._counter("blocked_seconds", "Training stood still for the link or other nodes.", progress.blocked_s)
         yield self._counter("lost_steps", "Inner steps, per fragment, that no commit contains.", progress.lost_steps)
+        yield self._counter("anchor_mismatches", "Anchors without their digest, replaced.", self._mismatches)
         yield self._counter("skipped_turns", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
         moved = CounterMetricFamily(
             "farloop_node_bytes", "Bytes of all frames; state is snapshots.", labels=["node", "direction"]

@@ -233,6 +233,7 @@ def test_only_anchors_that_match_are_told_and_a_mismatch_is_mended_by_a_snapshot
     assert told[0].anchors == ()
     assert play.leader._reports.hello().anchors == (msg.AnchorRef(fragment=0, version=1, digest=digest(play.anchor)),)
     assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
+    assert play.leader.metrics._mismatches == 1
     timer.join()
 
 

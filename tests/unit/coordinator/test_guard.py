@@ -145,6 +145,15 @@ def test_a_run_goes_on_when_who_was_left_out_leaves(spec: RunSpec) -> None:
     assert not run.held and not run.alarm and run.machine.ledger.versions != versions, "what was held is committed"
 
 
+def test_when_nobody_is_left_nothing_is_wrong_any_more(spec: RunSpec) -> None:
+    run = Run(spec)
+    run.rounds(12, BERGEN)
+    assert run.held
+    for node in NODES:
+        run.handle(ev.Parted(session=NODES.index(node) + 1, node=node, reason=Reason.CLOSED))
+    assert not run.held and not run.alarm
+
+
 @pytest.mark.parametrize("state", ["draining", "paused"])
 def test_who_has_reason_not_to_send_is_not_missed(spec: RunSpec, state: msg.NodeState) -> None:
     run = Run(spec)

@@ -207,6 +207,13 @@ def test_what_repeats_itself_is_one_line_with_a_count_and_no_more_than_so_many_a
     assert len(kept) == KEEP and "bergen" not in {told["node"] for told in kept}
 
 
+def test_what_a_node_says_reaches_the_terminal_without_control_characters(scene: Scene) -> None:
+    scene.greet()
+    scene.handle(ev.Heard(session=1, node=A, message=msg.Leave(reason=Reason.NONE, detail="\x1b[2J\nbye " + "x" * 999)))
+    (told,) = scene.happenings.recent(0.0)
+    assert told["detail"].startswith("?[2J?bye xxx") and len(told["detail"]) < 400
+
+
 def test_every_alarm_has_a_metric_and_its_end_is_told(scene: Scene) -> None:
     alarms = scene.machine.alarms
     hold = Hold(alarms)

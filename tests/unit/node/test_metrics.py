@@ -43,6 +43,7 @@ def samples(metrics: Metrics) -> Samples:
 def test_a_scrape_shows_the_last_report() -> None:
     metrics = Metrics(NodeId("oslo"))
     metrics.saw(PROGRESS, versions=(3, -1), connected=True)
+    metrics.anchor_mismatched()
     assert samples(metrics) == {
         ("farloop_node_connected", ()): 1,
         ("farloop_node_position_steps", ()): 12.5,
@@ -52,6 +53,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         ("farloop_node_inner_steps_total", ()): 13,
         ("farloop_node_tokens_total", ()): 1300,
         ("farloop_node_alone", ()): 0.0,
+        ("farloop_node_anchor_mismatches_total", ()): 1.0,
         ("farloop_node_blocked_seconds_total", ()): 1.5,
         ("farloop_node_lost_steps_total", ()): 4,
         ("farloop_node_skipped_turns_total", ()): 5,
