@@ -30,6 +30,11 @@ COMMANDS = [
     ["methods"],
     ["codecs"],
     ["schedule"],
+    ["explain"],
+    ["journal"],
+    ["journal", "show"],
+    ["journal", "verify"],
+    ["journal", "replay"],
     ["bench"],
     ["bench", "quality"],
     ["bench", "codecs"],
@@ -80,7 +85,7 @@ def test_every_command_has_help_that_fits_and_ends_well(words: list[str]) -> Non
     assert f"Usage: farloop {' '.join(words)}" in result.stdout
 
 
-TAKE_NOTHING = (["methods"], ["bench"], ["simulate"], ["config"], ["keys"])
+TAKE_NOTHING = (["methods"], ["journal"], ["bench"], ["simulate"], ["config"], ["keys"])
 
 
 @pytest.mark.parametrize("words", [words for words in COMMANDS if words not in TAKE_NOTHING])
