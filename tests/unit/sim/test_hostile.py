@@ -1,0 +1,146 @@
+"""What stops nodes that send something else than they have, and what never stops an honest one (docs/admission.md)."""
+
+from collections import Counter
+from functools import cache
+from typing import Any, get_args
+
+import pytest
+
+from farloop.algo.spec import LearningRate, NodeId
+from farloop.coordinator import records as rec
+from farloop.sim.hostile import Deceit
+from farloop.sim.outcome import Outcome
+from farloop.sim.problem import terms_of
+from farloop.sim.scenario import CrashCoordinator, NodeSetup, Scenario
+from farloop.sim.shards import Shards
+from farloop.sim.world import run
+from farloop.wire.reasons import Reason
+
+LIAR = NodeId("d")
+COSINE = LearningRate(peak=0.01, minimum=0.001, warmup_steps=24, shape="cosine")
+
+
+@cache
+def train(
+    deceit: Deceit | None = None, *, foreign: float = 0.2, seed: int = 0, nodes: int = 4, **choices: Any
+) -> Outcome:
+    """Four nodes that see other classes than each other, the last of them a liar."""
+    settings = {"steps": 144, "h": 12, "min_nodes": nodes, "lr": COSINE, "clip": 1.0, "outer_lr": 1.0, **choices}
+    setups = tuple(
+        NodeSetup(name=NodeId(name), seed=number, deceit=deceit if name == LIAR else None)
+        for number, name in enumerate("abcd"[:nodes])
+    )
+    problem = Shards(nodes=4, foreign=foreign, seed=seed)
+    terms = terms_of(**{"method": "diloco", "outer_momentum": 0.0, **settings})
+    outcome = run(Scenario(terms=terms, nodes=setups, problem=problem, frugal=True))
+    outcome.check()
+    return outcome
+
+
+def loss(outcome: Outcome) -> float:
+    return outcome.evaluations[-1].loss
+
+
+def refusals(outcome: Outcome) -> Counter[tuple[str, Reason]]:
+    return Counter((r.blob.node, r.reason) for commit in outcome.commits for r in commit.refused)
+
+
+def drops(outcome: Outcome) -> set[Reason]:
+    """Why the liar's deltas were dropped, one way or another."""
+    return {drop.reason for commit in outcome.commits for drop in commit.drops if drop.node == LIAR}
+
+
+@pytest.mark.parametrize(
+    ("deceit", "reason"),
+    [
+        ("nan", Reason.CORRUPT),
+        ("thousandfold", Reason.OUTLIER),
+        ("overflow", Reason.OUTLIER),
+        ("stale", Reason.CORRUPT),
+        ("claims", Reason.IMPLAUSIBLE),
+    ],
+)
+def test_what_can_ruin_a_model_at_once_is_never_merged(deceit: Deceit, reason: Reason) -> None:
+    """By the screen that runs have unless told otherwise: what is left is a run of the honest nodes."""
+    outcome = train(deceit, codec_up="fp32")
+    assert all(commit.contributors == ("a", "b", "c") for commit in outcome.commits)
+    assert reason in drops(outcome)
+    assert loss(outcome) == pytest.approx(loss(train(nodes=3, codec_up="fp32")), abs=0.05)
+
+
+def test_numbers_that_were_sent_before_are_merged_once() -> None:
+    outcome = train("replayed", codec_up="fp32")
+    assert sum(LIAR in commit.contributors for commit in outcome.commits) == 1
+    assert refusals(outcome)[LIAR, Reason.REPLAYED] > 5 and {node for node, _ in refusals(outcome)} == {LIAR}
+
+
+def test_copies_are_stopped_where_samples_are_granted() -> None:
+    nodes = tuple(NodeSetup(name=n, seed=i, deceit="copied" if n == LIAR else None) for i, n in enumerate("abcd"))
+    outcome = run(Scenario(terms=terms_of("streaming", steps=40, min_nodes=4), nodes=nodes, num_samples=10_000))
+    outcome.check()
+    assert refusals(outcome)[LIAR, Reason.COPIED] == len(outcome.commits)
+    assert {node for node, _ in refusals(outcome)} == {LIAR}
+
+
+def test_a_flipped_sign_is_seen_where_the_others_agree_and_asked_for() -> None:
+    outcome = train("flipped", foreign=1.0, screen="full")
+    assert refusals(outcome)[LIAR, Reason.QUARANTINED] > 5
+    assert {node for node, _ in refusals(outcome)} == {LIAR}
+    assert not refusals(train("flipped", foreign=1.0)), "the usual screen does not look at directions"
+    assert loss(outcome) < loss(train("flipped", foreign=1.0))
+
+
+@pytest.mark.parametrize(("foreign", "seed"), [(0.0, 0), (0.2, 1), (1.0, 2)])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"h": 6, "h_rule": "qsr", "h_alpha": 0.02},
+        {"method": "streaming", "tau": 2, "mix": 0.25},
+        {"outer_lr": 0.7, "outer_momentum": 0.9},
+    ],
+    ids=["plain", "growing-rounds", "streaming", "momentum"],
+)
+def test_honest_nodes_are_never_refused_however_much_they_differ(
+    foreign: float, seed: int, choices: dict[str, Any]
+) -> None:
+    """Disjoint classes to alike, warm-up and decay, rounds that grow, by the strictest screen."""
+    outcome = train(foreign=foreign, seed=seed, screen="full", **choices)
+    assert not refusals(outcome)
+    assert all(len(commit.merged) == 4 for commit in outcome.commits)
+
+
+def test_without_a_screen_a_long_delta_ruins_the_model_and_a_robust_merge_saves_it() -> None:
+    honest = loss(train(foreign=1.0))
+    assert loss(train("thousandfold", foreign=1.0, screen="off")) > 100 * honest
+    for rule in ("clipped", "median", "trimmed"):
+        assert loss(train("thousandfold", foreign=1.0, screen="off", merge=rule)) < 2 * honest, rule
+
+
+@pytest.mark.parametrize("merge", ["clipped", "median", "trimmed", "krum"])
+def test_a_robust_merge_comes_out_the_same_after_a_crash(merge: str) -> None:
+    """P: what the rule chose is in the record, or is chosen again."""
+    nodes = tuple(NodeSetup(name=NodeId(name), seed=number) for number, name in enumerate("abcde"))
+    terms = terms_of("diloco", steps=40, min_nodes=5, merge=merge)
+    plain = run(Scenario(terms=terms, nodes=nodes))
+    for event in (70, 100):
+        crashed = run(Scenario(terms=terms, nodes=nodes, faults=(CrashCoordinator(at_event=event),)))
+        crashed.check()
+        assert crashed.anchor_digests == plain.anchor_digests and not crashed.alarms
+
+
+def test_a_run_in_which_nothing_can_be_merged_ends_all_the_same() -> None:
+    """E: finite deltas near the end of fp32, nobody else, and no screen."""
+    node = NodeSetup(name=NodeId("a"), deceit="overflow")
+    terms = terms_of("diloco", steps=40, min_nodes=1, codec_up="fp32", screen="off")
+    faults = (CrashCoordinator(at_event=25), CrashCoordinator(at_event=40))
+    for scenario in (Scenario(terms=terms, nodes=(node,)), Scenario(terms=terms, nodes=(node,), faults=faults)):
+        outcome = run(scenario)
+        outcome.check()
+        voids = [r for r in outcome.records if isinstance(r, rec.WindowCommitted) and not r.blobs]
+        assert len(voids) > 5 and all(record.refused[0].reason is Reason.TOO_MUCH for record in voids)
+
+
+def test_every_deceit_is_tried_here() -> None:
+    tried = {"nan", "thousandfold", "overflow", "stale", "claims", "replayed", "copied", "flipped"}
+    assert set(get_args(Deceit)) - tried == {"noise"}, "which nothing can tell from honest noise"
