@@ -1,5 +1,9 @@
-"""What stops nodes that send something else than they have, and what never stops an honest one (docs/admission.md)."""
+"""What stops nodes that send something else than they have, and what never stops an honest one (docs/admission.md).
 
+`python tests/unit/sim/test_hostile.py` trains the table there anew: the final loss with disjoint classes, and alike.
+"""
+
+import sys
 from collections import Counter
 from functools import cache
 from typing import Any, get_args
@@ -78,7 +82,8 @@ def test_copies_are_stopped_where_samples_are_granted() -> None:
     nodes = tuple(NodeSetup(name=n, seed=i, deceit="copied" if n == LIAR else None) for i, n in enumerate("abcd"))
     outcome = run(Scenario(terms=terms_of("streaming", steps=40, min_nodes=4), nodes=nodes, num_samples=10_000))
     outcome.check()
-    assert refusals(outcome)[LIAR, Reason.COPIED] == len(outcome.commits)
+    merged = sum(LIAR in commit.contributors for commit in outcome.commits)  # its own, while it has seen no other
+    assert refusals(outcome)[LIAR, Reason.COPIED] > 10 * merged
     assert {node for node, _ in refusals(outcome)} == {LIAR}
 
 
@@ -144,3 +149,21 @@ def test_a_run_in_which_nothing_can_be_merged_ends_all_the_same() -> None:
 def test_every_deceit_is_tried_here() -> None:
     tried = {"nan", "thousandfold", "overflow", "stale", "claims", "replayed", "copied", "flipped"}
     assert set(get_args(Deceit)) - tried == {"noise"}, "which nothing can tell from honest noise"
+
+
+if __name__ == "__main__":
+    table: dict[Deceit | None, list[dict[str, Any]]] = {
+        None: [{"nodes": 3}, {}, *({"merge": merge} for merge in ("clipped", "median"))],
+        "thousandfold": [
+            {"screen": "off"},
+            {},
+            *({"screen": "off", "merge": merge} for merge in ("clipped", "median")),
+        ],
+        "flipped": [{"screen": "off"}, {"screen": "full"}, *({"merge": merge} for merge in ("clipped", "median"))],
+        "replayed": [{"screen": "off"}, {}],
+    }
+    for shown, runs in table.items():
+        for choices in runs:
+            losses = [loss(train(shown, foreign=share, steps=240, **choices)) for share in (0.0, 1.0)]
+            sys.stdout.write(f"{shown or 'all honest'} {choices}: {losses[0]:.3f} {losses[1]:.3f}\n")
+            sys.stdout.flush()
