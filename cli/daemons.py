@@ -18,6 +18,8 @@ from farloop.cli.config import NodeFile, RunFile, planned
 from farloop.cli.exit_codes import CommandError, ExitCode, say_error
 from farloop.cli.run import Plan
 from farloop.cli.waiting import Waiting
+from farloop.coordinator.bucket import Bucket, CopyFailed
+from farloop.coordinator.copies import read_manifest, restore
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.link import BindError
 from farloop.coordinator.store import Store
@@ -41,10 +43,11 @@ _DIFFERS = {
 }
 
 
-def run_coordinator(file: RunFile, *, rewind: bool = False) -> ExitCode:
+def run_coordinator(file: RunFile, *, rewind: bool = False, restore_from: str = "") -> ExitCode:
     """Begin the run, or go on with the one that the state directory holds, to its end or the first signal.
 
-    `rewind`: though nodes may have seen what came after this state.
+    `rewind`: though nodes may have seen what came after this state. `restore_from`: an object store whose newest copy
+    becomes the state directory first.
 
     Raises:
         ConfigError: there can be no such run.
@@ -52,10 +55,12 @@ def run_coordinator(file: RunFile, *, rewind: bool = False) -> ExitCode:
         StorageError, KeyFileError, EndpointError: one line each.
     """
     plan = planned(file)
+    if restore_from:
+        restored(file.coordinator.state_dir, plan, restore_from)
     store = open_run(file.coordinator.state_dir, plan, rewind=rewind)
     try:
         finished = uvloop.run(_serve(file.coordinator, store))
-    except BindError as error:
+    except (BindError, CopyFailed) as error:
         raise CommandError(str(error)) from error
     finally:
         store.close()
@@ -64,6 +69,21 @@ def run_coordinator(file: RunFile, *, rewind: bool = False) -> ExitCode:
         return ExitCode.DONE
     typer.echo(f"run {plan.spec.identity.name} is finished; model: {file.coordinator.state_dir / 'model.safetensors'}")
     return ExitCode.DONE
+
+
+def restored(directory: Path, plan: Plan, url: str) -> None:
+    """Make the state directory of the newest copy. Raises CommandError, StorageError: the directory holds no run."""
+    try:
+        bucket = Bucket(url)
+        manifest = read_manifest(bucket)
+        wanted = plan.spec.identity.fingerprint()
+        if manifest is not None and manifest["fingerprint"] != wanted:
+            held = f"run {manifest['name']} (fingerprint {manifest['fingerprint']}, the file's is {wanted})"
+            raise CommandError(f"{url} holds copies of another run, {held}", ExitCode.REFUSED)
+        ledger = restore(bucket, directory)
+    except CopyFailed as error:
+        raise CommandError(str(error)) from error
+    typer.echo(f"restored {directory} from {url}: versions {', '.join(map(str, ledger.versions))}")
 
 
 def open_run(directory: Path, plan: Plan, *, rewind: bool = False) -> Store:

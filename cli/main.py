@@ -141,6 +141,15 @@ def coordinator(
     rewind: Annotated[
         bool, typer.Option("--rewind", help="Take an old copy of the state for the truth: what came after it is lost.")
     ] = False,
+    copy_to: Annotated[
+        str, typer.Option(metavar="URL", show_default=False, help="Copy the state there: s3://, gs:// or file:///.")
+    ] = "",
+    copy_every: Annotated[
+        float | None, typer.Option(metavar="SECONDS", show_default="600", help="Between two copies.")
+    ] = None,
+    restore: Annotated[
+        str, typer.Option(metavar="URL", show_default=False, help="Begin with the newest copy there.")
+    ] = "",
     flags: SetFlags = None,
     log_level: Level = LogLevel.INFO,
     log_json: LogJson = False,
@@ -156,8 +165,9 @@ def coordinator(
         from farloop.cli.daemons import run_coordinator
 
         set_up(log_level, json_lines=log_json)
-        given = [*(flags or []), *([f"coordinator.state_dir={state}"] if state else [])]
-        code = run_coordinator(load_run(file, flags=given, environ=os.environ), rewind=rewind)
+        own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
+        given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value)]
+        code = run_coordinator(load_run(file, flags=given, environ=os.environ), rewind=rewind, restore_from=restore)
     raise typer.Exit(code)
 
 

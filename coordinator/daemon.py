@@ -22,6 +22,7 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator.downloads import Downloads
+from farloop.coordinator.copying import Copying
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.inputs import Inputs
 from farloop.coordinator.link import RouterLink
@@ -64,6 +65,10 @@ class CoordinatorConfig:
     floor_share: float | None = None
     """Least share of the live nodes that must have been merged in the last rounds, or the run is held; 0 never holds
     it. Unless given, 0.5 where windows wait for all that are expected, and 0 where there is a quorum."""
+    copy_to: str = ""
+    """Where the state is copied to, as s3://BUCKET/PREFIX, gs://… or file:///PATH; an empty text copies nothing."""
+    copy_every_s: float = 600.0
+    """Seconds between two copies."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
 
@@ -72,7 +77,7 @@ class Coordinator:
     """One start of the coordinator of one run."""
 
     def __init__(self, config: CoordinatorConfig, store: Store) -> None:
-        """Raises KeyFileError or BindError. To be made on the running loop."""
+        """Raises KeyFileError, BindError or CopyFailed. To be made on the running loop."""
         self.config, self.store = config, store
         self.metrics = Metrics()
         self.machine = CoordinatorMachine(
@@ -83,6 +88,10 @@ class Coordinator:
         )
         self._upkeep = Upkeep(store, self.machine.alarms)
         self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics, self._upkeep.hold)
+        self._copying: Copying | None = None
+        if config.copy_to:
+            self._copying = Copying(config.copy_to, config.copy_every_s, self._upkeep.cut, self.machine.alarms)
+            self.observer.copies = self._copying.status
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._commands: deque[ev.Command] = deque()
         self._work = asyncio.Event()
@@ -121,6 +130,8 @@ class Coordinator:
                     group.create_task(self._keep_time(), name="deadlines"),
                     group.create_task(self._observe(), name="status"),
                 ]
+                if self._copying is not None:
+                    tasks.append(group.create_task(self._copying.run(), name="copies"))
                 await self._until_over(stop)
                 if stop.is_set():
                     self.machine.stop()
@@ -133,6 +144,8 @@ class Coordinator:
             self.observer.refresh(self.machine)
             self.observer.save_status(self.config.state_dir / "status.json")
             self.observer.close()
+            if self._copying is not None:
+                self._copying.close()
             self._compute.shutdown()
             await self._upkeep.close()
 

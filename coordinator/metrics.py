@@ -62,6 +62,9 @@ class Metrics:
         self.history_held = Gauge(
             "farloop_history_held", "1 while nothing is committed: the state looks like an old copy.", registry=registry
         )
+        self.copy_lag = Gauge(
+            "farloop_copy_lag_seconds", "Age of the newest copy in the object store.", registry=registry
+        )
         self.dropped_lines = Counter(
             "farloop_dropped_timeline_lines", "Lines that metrics.jsonl did not take.", registry=registry
         )

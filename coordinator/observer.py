@@ -6,7 +6,7 @@ Reads the machine, decides nothing.
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,7 @@ from farloop.coordinator.refusals import Refusals
 from farloop.coordinator.roster import Member
 from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
-from farloop.monitoring.status import MetricsEvent, NodeStatus, Status, WindowStatus
+from farloop.monitoring.status import CopyStatus, MetricsEvent, NodeStatus, Status, WindowStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -40,6 +40,8 @@ class Observer:
     def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: Hold) -> None:
         """`metrics_file` is appended to; a resumed run's clock goes on where the file ends."""
         self.status_json = b"{}"
+        self.copies: Callable[[], CopyStatus] | None = None
+        """What is to be said of copies, where there are any."""
         self.joined = False
         """Whether the run can make progress: at least one node is connected."""
         self._store, self._metrics, self._hold = store, metrics, hold
@@ -188,6 +190,9 @@ class Observer:
         self._metrics.storage_held.set(bool(self._hold))
         self._metrics.participation.set(machine.guard.share())
         self._metrics.participation_held.set(machine.guard.holds)
+        if self.copies is not None:
+            status["copy"] = self.copies()
+            self._metrics.copy_lag.set(status["copy"]["lag_s"])
         self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.history_held.set(machine.holding is not None)
         if machine.holding is not None and not self._holds:

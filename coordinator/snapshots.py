@@ -25,9 +25,12 @@ from pathlib import Path
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_bytes
 from safetensors.torch import save_file
 from torch import Tensor
 
+from farloop.algo.digest import digest
+from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.durable import TEMPORARY_SUFFIX, make_directory, no_room, replacing, require_free, sync_path
 from farloop.coordinator.errors import SnapshotCorrupt, StorageFailed
 
@@ -75,17 +78,26 @@ def save(directory: Path, snapshot: Snapshot) -> Path:
     make_directory(path.parent)
     for leftover in path.parent.glob(f"f{snapshot.fragment}-v*{TEMPORARY_SUFFIX}"):
         leftover.unlink(missing_ok=True)
-    tensors = {name: _saveable(tensor) for name, tensor in snapshot.tensors.items()}
-    metadata = {
-        "format_version": FORMAT_VERSION,
-        "fingerprint": snapshot.fingerprint,
-        "fragment": str(snapshot.fragment),
-        "version": str(snapshot.version),
-        **{_DIGEST_PREFIX + name: f"{digest:016x}" for name, digest in snapshot.digests.items()},
-    }
-    _write(path, tensors, {**metadata, "checksum": _checksum(tensors, metadata)})
+    _write(path, *_content(snapshot))
     _delete_older(directory, snapshot.fragment, snapshot.version)
     return path
+
+
+def packed(snapshot: Snapshot) -> bytes:
+    """The file's bytes. The tensors must not change meanwhile."""
+    tensors, metadata = _content(snapshot)
+    return save_bytes(tensors, metadata)
+
+
+def of_buffers(fingerprint: str, fragment: int, buffers: Buffers) -> Snapshot:
+    """The snapshot of a fragment's buffers."""
+    return Snapshot(
+        fingerprint=fingerprint,
+        fragment=fragment,
+        version=buffers.version,
+        tensors={"anchor": buffers.anchor, "target": buffers.target, **buffers.outer},
+        digests={"anchor": digest(buffers.anchor), "target": digest(buffers.target)},
+    )
 
 
 def load(path: Path) -> Snapshot:
@@ -163,6 +175,19 @@ def export(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
     make_directory(path.parent)
     saveable = {name: _saveable(tensor) for name, tensor in tensors.items()}
     _write(path, saveable, {"format": "pt", **(metadata or {})})
+
+
+def _content(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and metadata of its file."""
+    tensors = {name: _saveable(tensor) for name, tensor in snapshot.tensors.items()}
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": snapshot.fingerprint,
+        "fragment": str(snapshot.fragment),
+        "version": str(snapshot.version),
+        **{_DIGEST_PREFIX + name: f"{digest:016x}" for name, digest in snapshot.digests.items()},
+    }
+    return tensors, {**metadata, "checksum": _checksum(tensors, metadata)}
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from farloop.algo.digest import digest
 from farloop.algo.fragments import view
 from farloop.algo.schedule import first_rounds
 from farloop.algo.spec import BlobId, RunSpec
@@ -20,6 +19,7 @@ from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers, Result
 from farloop.coordinator.attachments import Attachments, UpdateSource
+from farloop.coordinator.copies import Cut
 from farloop.coordinator.epoch import claim_epoch, require_epoch
 from farloop.coordinator.errors import NoRoom, StateMismatch
 from farloop.coordinator.journal import SEGMENT_BYTES, Journal
@@ -197,6 +197,10 @@ class Store:
             for tensor in fragment.tensors
         }
 
+    def cut(self) -> Cut:
+        """The state as it is, for a copy of it."""
+        return Cut.of(self.ledger.saved(), self.buffers)
+
     def close(self) -> None:
         self._journal.close()
 
@@ -262,13 +266,4 @@ class Store:
 
 
 def _save_snapshot(directory: Path, spec: RunSpec, fragment: int, buffers: Buffers) -> None:
-    snapshots.save(
-        directory,
-        snapshots.Snapshot(
-            fingerprint=spec.identity.fingerprint(),
-            fragment=fragment,
-            version=buffers.version,
-            tensors={"anchor": buffers.anchor, "target": buffers.target, **buffers.outer},
-            digests={"anchor": digest(buffers.anchor), "target": digest(buffers.target)},
-        ),
-    )
+    snapshots.save(directory, snapshots.of_buffers(spec.identity.fingerprint(), fragment, buffers))

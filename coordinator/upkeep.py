@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from farloop.coordinator import records as rec
 from farloop.coordinator import snapshots
 from farloop.coordinator.aggregator import Result
+from farloop.coordinator.copies import Cut
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.machine import RETRY_S
@@ -72,6 +73,10 @@ class Upkeep:
     async def export(self, path: Path) -> None:
         """The final model, for other tools, once there is room. Raises StorageFailed."""
         await self._once_there_is_room("the final model", self._export, path)
+
+    async def cut(self) -> Cut:
+        """The state between two of the calls above, for a copy of it."""
+        return await self._on_disk(self._store.cut)
 
     def give_up(self) -> None:
         """Cancel every task that waits for room: nobody was told of what it has, and a restart asks for it again."""

@@ -126,6 +126,20 @@ class SamplesStatus(TypedDict):
     """Those of them that had been trained on, in no stored delta."""
 
 
+class CopyStatus(TypedDict):
+    """Copies of the state to an object store, by this start of the coordinator."""
+
+    url: str
+    lag_s: float
+    """Age of the newest copy; how long there has been none, where there is none yet."""
+    copies: int
+    failures: int
+    bytes: int
+    """Of the newest."""
+    versions: list[int]
+    """Of the fragments in the newest."""
+
+
 class Status(TypedDict):
     """The whole answer at `/status`."""
 
@@ -146,6 +160,7 @@ class Status(TypedDict):
     recent: NotRequired[list[HappeningStatus]]
     """The last happenings, oldest first."""
     samples: NotRequired[SamplesStatus]
+    copy: NotRequired[CopyStatus]
 
 
 class ProgressEvent(TypedDict):

@@ -140,9 +140,9 @@ class Run:
 
     # --- starting and ending
 
-    def start_coordinator(self) -> Daemon:
+    def start_coordinator(self, *options: str) -> Daemon:
         """Begin the run, or go on with it; returns at once."""
-        self._coordinator = self._start("coordinator", ["coordinator", str(self.write_toml())])
+        self._coordinator = self._start("coordinator", ["coordinator", str(self.write_toml()), *options])
         return self._coordinator
 
     def start_second_coordinator(self, *flags: str, same_state: bool = True, name: str = "second") -> Daemon:

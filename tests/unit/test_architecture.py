@@ -102,6 +102,7 @@ def test_the_spec_and_the_endpoint_need_the_standard_library_alone() -> None:
     [
         ("zmq", {"node/dialogue.py", "coordinator/link.py"}),
         ("msgpack", {"wire/messages.py"}),
+        ("obstore", {"coordinator/bucket.py"}),
         ("prometheus_client", {"node/metrics.py", "coordinator/metrics.py"}),
         ("triton", {path.relative_to(ROOT).as_posix() for path in sources("quant/kernels/gpu")}),
     ],

@@ -32,7 +32,6 @@ class Asked:
         self.expected.append((blob, reassembly))
         return reassembly or Reassembly(size, digest)
 
-
     def cancel(self, blob: BlobId) -> None:
         self.cancelled.append(blob)
 

@@ -1,0 +1,186 @@
+"""Copies of a run's state in an object store: from which a new disk goes on where the last copy was taken.
+
+The snapshots on disk are of different versions, and mean nothing without the journal between them. A copy is of one
+moment: all fragments, and what the ledger knows, between two commands of the storage thread. Its objects:
+
+    ckpt/<number>/f<fragment>-v<version>.safetensors   as `snapshots.py` writes them
+    ckpt/<number>/manifest.json                        last: a copy without it is not one
+
+The manifest holds the format version, the run's name and fingerprint, the epoch, the versions, size and xxh3-64 of
+every object, the ledger as a journal record (base64), and a checksum over all that. Deltas without an outcome are not
+in a copy, nor are updates: nodes offer theirs again, and take snapshots. A restored folder is an old state of the run
+(protocol S), begun by one segment that holds the ledger.
+"""
+
+import base64
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from farloop.coordinator import records as rec
+from farloop.coordinator import snapshots
+from farloop.coordinator.aggregator import Buffers
+from farloop.coordinator.bucket import Bucket, CopyFailed
+from farloop.coordinator.durable import make_directory, replacing, sync_path
+from farloop.coordinator.epoch import claim_epoch
+from farloop.coordinator.errors import StateMismatch
+from farloop.coordinator.journal import Journal
+from farloop.coordinator.segment import segment_paths
+
+_log = logging.getLogger(__name__)
+
+FORMAT_VERSION: Final = 1
+
+KEPT: Final = 3
+"""Copies that stay."""
+
+_FOLDER = "ckpt"
+_OBJECT = re.compile(r"ckpt/([0-9]{8,})/[^/]+")
+_MANIFEST = re.compile(r"ckpt/([0-9]{8,})/manifest\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A run's state at one moment. Costs no memory before the next commits: buffers are replaced, never changed."""
+
+    ledger: rec.LedgerSaved
+    buffers: tuple[Buffers, ...]
+
+    @classmethod
+    def of(cls, ledger: rec.LedgerSaved, buffers: Sequence[Buffers]) -> "Cut":
+        """To be made in the storage thread, where both are in step.
+
+        What the copy does not have is not in its ledger either: deltas that wait for an outcome, and the updates
+        before the newest, whose announcement alone names the anchor's digest.
+        """
+        newest = tuple(c for c in ledger.commits if c.version == ledger.versions[c.fragment])
+        return cls(ledger=dataclasses.replace(ledger, inputs=(), commits=newest), buffers=tuple(buffers))
+
+
+def write_copy(bucket: Bucket, cut: Cut, *, kept: int = KEPT) -> int:
+    """Write a copy, then delete those before the last `kept`. Returns its bytes.
+
+    Raises:
+        CopyFailed: there is no new copy; those that were there are.
+    """
+    identity, objects = cut.ledger.spec.identity, []
+    number = max([int(found[1]) for path in bucket.paths(_FOLDER) if (found := _OBJECT.fullmatch(path))], default=0) + 1
+    if (newest := read_manifest(bucket)) is not None and newest["fingerprint"] != identity.fingerprint():
+        whose = f"holds copies of another run ({newest['name']})"
+        raise CopyFailed(f"{bucket.url}: {whose}; give this one a prefix of its own")
+    total = 0
+    for fragment, buffers in enumerate(cut.buffers):
+        snapshot = snapshots.of_buffers(identity.fingerprint(), fragment, buffers)
+        data = snapshots.packed(snapshot)
+        name = snapshots.snapshot_path(Path(), fragment, buffers.version).name
+        bucket.put(f"{_folder(number)}/{name}", data)
+        total += len(data)
+        objects.append({"name": name, "bytes": len(data), "xxh3": _digest(data)})
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "name": identity.name,
+        "fingerprint": identity.fingerprint(),
+        "epoch": cut.ledger.epoch,
+        "versions": list(cut.ledger.versions),
+        "objects": objects,
+        "ledger": base64.b64encode(rec.encode(cut.ledger)[1]).decode(),
+    }
+    text = json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1).encode()
+    bucket.put(f"{_folder(number)}/manifest.json", text)
+    _delete_old(bucket, kept)
+    return total + len(text)
+
+
+def read_manifest(bucket: Bucket) -> dict[str, Any] | None:
+    """The newest copy's, with its folder as `folder`; None where there is no copy.
+
+    Raises:
+        CopyFailed: it is damaged, or of a newer farloop.
+    """
+    numbers = _complete(bucket.paths(_FOLDER))
+    if not numbers:
+        return None
+    path = f"{_folder(numbers[-1])}/manifest.json"
+    try:
+        manifest: dict[str, Any] = json.loads(bucket.get(path) or b"")
+        checksum = manifest.pop("checksum")
+    except (ValueError, AttributeError, TypeError, KeyError) as error:
+        raise CopyFailed(f"{bucket.url}: {path} is not a manifest") from error
+    if manifest.get("format_version") != FORMAT_VERSION:
+        found = manifest.get("format_version")
+        raise CopyFailed(f"{bucket.url}: {path} has format {found}; this farloop knows {FORMAT_VERSION}")
+    if checksum != _checksum(manifest):
+        raise CopyFailed(f"{bucket.url}: {path} does not match its checksum")
+    return {**manifest, "folder": _folder(numbers[-1])}
+
+
+def restore(bucket: Bucket, directory: Path) -> rec.LedgerSaved:
+    """Make a state folder of the newest copy. Returns what its ledger says.
+
+    Raises:
+        CopyFailed: there is no copy, or it is not whole; the folder holds no run.
+        StateMismatch: the folder holds a run already.
+        StorageError: the disk refused; the folder holds no run.
+    """
+    if directory.is_dir() and segment_paths(directory):
+        raise StateMismatch(directory, "holds a run already; a copy is restored into an empty folder")
+    manifest = read_manifest(bucket)
+    if manifest is None:
+        raise CopyFailed(f"{bucket.url}: there is no copy of a run")
+    try:
+        ledger = rec.decode(rec.KINDS[rec.LedgerSaved], base64.b64decode(manifest["ledger"], validate=True))
+    except ValueError as error:
+        raise CopyFailed(f"{bucket.url}: the ledger of {manifest['folder']} cannot be read: {error}") from error
+    assert isinstance(ledger, rec.LedgerSaved)
+    if len(manifest["objects"]) != len(ledger.versions):
+        raise CopyFailed(f"{bucket.url}: {manifest['folder']} has not one object for each fragment")
+    for fragment, (entry, version) in enumerate(zip(manifest["objects"], ledger.versions, strict=True)):
+        path = snapshots.snapshot_path(directory, fragment, version)
+        data = bucket.get(f"{manifest['folder']}/{path.name}")
+        if data is None or len(data) != entry["bytes"] or _digest(data) != entry["xxh3"]:
+            raise CopyFailed(f"{bucket.url}: {manifest['folder']}/{path.name} is not what its manifest says")
+        make_directory(path.parent)
+        with replacing(path) as temporary:
+            temporary.write_bytes(data)
+        if snapshots.load(path).fingerprint != ledger.spec.identity.fingerprint():
+            raise CopyFailed(f"{bucket.url}: {manifest['folder']}/{path.name} is of another run")
+    claim_epoch(directory, seen=ledger.epoch - 1)
+    journal, _ = Journal.open(directory)  # last: without it the folder holds no run
+    with journal:
+        journal.append(ledger)
+        journal.sync()
+    sync_path(directory)
+    _log.info("restored url=%s copy=%s epoch=%d", bucket.url, manifest["folder"], ledger.epoch)
+    return ledger
+
+
+def _delete_old(bucket: Bucket, kept: int) -> None:
+    """Manifests before what they name, so that a copy is whole or none; and what a failed one left behind."""
+    paths = bucket.paths(_FOLDER)
+    numbers = _complete(paths)[-kept:]
+    old = [p for p in paths if (found := _OBJECT.fullmatch(p)) and int(found[1]) < numbers[-1]]
+    old = [p for p in old if int(p.split("/")[1]) not in numbers]
+    bucket.delete(sorted(old, key=lambda path: not path.endswith("/manifest.json")))
+
+
+def _complete(paths: Sequence[str]) -> list[int]:
+    return sorted(int(found[1]) for path in paths if (found := _MANIFEST.fullmatch(path)))
+
+
+def _folder(number: int) -> str:
+    return f"{_FOLDER}/{number:08d}"
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_64(data).hexdigest()
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return _digest(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())

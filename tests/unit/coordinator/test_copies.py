@@ -1,0 +1,293 @@
+"""Copies of a run's state in an object store, here one in memory (protocol P, S). Real stores: `integration/`."""
+
+import asyncio
+import dataclasses
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from plain_runs import plain_terms
+from torch import Tensor
+
+from farloop.algo import schedule
+from farloop.algo.digest import digest
+from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Identity, Layout, NodeId, RunSpec
+from farloop.coordinator import commits
+from farloop.coordinator import records as rec
+from farloop.coordinator.bucket import Bucket, CopyFailed
+from farloop.coordinator.copies import Cut, read_manifest, restore, write_copy
+from farloop.coordinator.copying import Copying
+from farloop.coordinator.errors import StateMismatch
+from farloop.coordinator.store import Store
+from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.quant.registry import codec_named
+from farloop.wire.blobs import blob_digest
+
+A = NodeId("a")
+
+
+class Shelf(Bucket):
+    """A store in memory, which can be told to fail."""
+
+    def __init__(self) -> None:
+        self.url = "memory://shelf"
+        self.objects: dict[str, bytes] = {}
+        self.puts_left = 1000
+        self.gate: threading.Event | None = None
+
+    def put(self, path: str, data: bytes | memoryview) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(20)
+        if not self.puts_left:
+            raise CopyFailed(f"{self.url}: write {path}: no route to host")
+        self.puts_left -= 1
+        self.objects[path] = bytes(data)
+
+    def get(self, path: str) -> bytes | None:
+        return self.objects.get(path)
+
+    def paths(self, under: str) -> list[str]:
+        return sorted(path for path in self.objects if path.startswith(under + "/"))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self.objects.pop(path, None)
+
+
+@pytest.fixture
+def anchors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(512, generator=generator), torch.randn(256, generator=generator)]
+
+
+@pytest.fixture
+def store(tmp_path: Path, anchors: list[Tensor]) -> Store:
+    """A run in its third round."""
+    fragments = tuple(Fragment(index=i, slot=i, numel=a.numel(), tensors=()) for i, a in enumerate(anchors))
+    identity = Identity(
+        name="copied",
+        model="own",
+        layout=Layout(slots=2, fragments=fragments),
+        anchor_digests=tuple(digest(anchor) for anchor in anchors),
+        data="own",
+        num_samples=1000,
+        evaluation_set="none",
+        seed=0,
+    )
+    spec = RunSpec(identity=identity, terms=plain_terms(steps=300, h=10))
+    store = Store.create(tmp_path / "state", spec, anchors)
+    for fragment in (0, 1, 0):
+        commit(store, fragment)
+    return store
+
+
+def commit(store: Store, fragment: int) -> rec.WindowCommitted:
+    """A window of one delta, always the same for the same version."""
+    ledger = store.ledger
+    while plan := ledger.next_round_to_fix():
+        store.append(rec.RoundFixed(round=plan))
+    terms, of = ledger.windows[fragment], ledger.spec.identity.layout.fragments[fragment]
+    stored, data = delta(store, fragment)
+    store.append(stored, data)
+    decision = rec.WindowCommitted(
+        fragment=fragment, version=terms.window, round=terms.round, merged=(), drops=(),
+        blobs=(rec.Addend(blob=stored.blob, weight=1.0),),
+        anchor_digest=0, target_digest=0, momentum_digest=None,
+        next_window=schedule.window_after(ledger.spec.terms, ledger.spec.identity.layout, terms, ledger.rounds),
+        update_size=0, update_digest=0, outer_lr=0.6, outer_momentum=0.9, why="all came",
+    )  # fmt: skip
+    reserved = store.reserve(of.index, terms.codec_down)
+    result = commits.compute(ledger, store.buffers[fragment], decision, [(data, 1.0)])
+    return store.commit(decision, result, reserved)
+
+
+def delta(store: Store, fragment: int) -> tuple[rec.InputStored, bytearray]:
+    terms, of = store.ledger.windows[fragment], store.ledger.spec.identity.layout.fragments[fragment]
+    codec, base = codec_named(terms.codec_up), terms.window - 1
+    x = torch.randn(of.numel, generator=torch.Generator().manual_seed(base + 10 * fragment)) * 1e-2
+    header = BlobHeader(codec=codec, fragment=of, version=terms.window, base=base, epoch=1)
+    data = pack_blob(header, codec.encode(x, of, seed=header.seed))
+    blob = BlobId(kind=BlobKind.DELTA, fragment=fragment, version=base, node=A, incarnation=1, seq=terms.window)
+    share = Contribution(node=A, incarnation=1, base=base, steps=10, tokens=10, norm_sq=1.0)
+    return rec.InputStored(blob=blob, window=terms.window, contributors=(share,), digest=blob_digest(data)), data
+
+
+def recovered(directory: Path) -> Store:
+    store = Store.recover(directory)
+    assert store is not None
+    return store
+
+
+def test_a_restored_run_goes_on_where_the_copy_was_taken_bit_for_bit(store: Store, tmp_path: Path) -> None:
+    """Whatever the snapshots on disk were: none of them is newer than version 0."""
+    shelf = Shelf()
+    waiting, data = delta(store, 1)
+    store.append(waiting, data)
+    store.append(rec.LeaseGranted(node=A, incarnation=1, lease=store.ledger.leases.propose(40)[0]))
+    write_copy(shelf, store.cut())
+    restore(shelf, tmp_path / "new")
+    with_all, new = store, recovered(tmp_path / "new")
+    assert new.ledger.epoch == 2 and not new.ledger.inputs, "who had a delta under way offers it again"
+    assert new.ledger.versions == [2, 1] and new.ledger.windows == with_all.ledger.windows
+    assert new.ledger.leases == with_all.ledger.leases and new.ledger.rounds == with_all.ledger.rounds
+    for old, restored in zip(with_all.buffers, new.buffers, strict=True):
+        assert torch.equal(old.anchor, restored.anchor) and torch.equal(old.target, restored.target)
+        assert old.outer.keys() == restored.outer.keys()
+        assert all(torch.equal(old.outer[name], restored.outer[name]) for name in old.outer)
+    assert [new.ledger.anchor_digest(f, v) for f, v in ((0, 2), (1, 1))] == [digest(b.anchor) for b in new.buffers]
+    first, second = commit(with_all, 0), commit(new, 0)
+    assert (first.anchor_digest, first.target_digest) == (second.anchor_digest, second.target_digest)
+    new.close()
+    again = recovered(tmp_path / "new")
+    assert (again.ledger.epoch, again.ledger.versions) == (3, [3, 1])
+
+
+def test_a_node_that_holds_what_the_copy_holds_needs_nothing_and_others_a_snapshot(
+    store: Store, tmp_path: Path
+) -> None:
+    """R: updates before the copy are in no journal any more."""
+    from farloop.wire.messages import AnchorRef
+
+    shelf = Shelf()
+    write_copy(shelf, store.cut())
+    restore(shelf, tmp_path / "new")
+    new = recovered(tmp_path / "new")
+    refs = [
+        AnchorRef(fragment=0, version=version, digest=store.ledger.anchor_digest(0, version) or 0)
+        for version in (2, 1, 0)
+    ]
+    assert [new.ledger.updates_after(0, ref) for ref in refs] == [[], None, None]
+
+
+def test_the_last_copies_stay_and_what_a_failed_one_left_goes(store: Store) -> None:
+    shelf = Shelf()
+    for puts in (1000, 1, 1000, 1000, 1000):
+        shelf.puts_left = puts
+        if puts == 1:
+            with pytest.raises(CopyFailed, match="no route to host"):
+                write_copy(shelf, store.cut(), kept=2)
+        else:
+            write_copy(shelf, store.cut(), kept=2)
+    assert sorted({path.split("/")[1] for path in shelf.objects}) == ["00000004", "00000005"]
+    assert len(shelf.objects) == 2 * 3
+
+
+def test_a_copy_without_its_manifest_is_none(store: Store, tmp_path: Path) -> None:
+    shelf = Shelf()
+    write_copy(shelf, store.cut())
+    commit(store, 0)
+    shelf.puts_left = 2
+    with pytest.raises(CopyFailed):
+        write_copy(shelf, store.cut())
+    assert restore(shelf, tmp_path / "new").versions == (2, 1)
+
+
+def test_a_prefix_holds_copies_of_one_run(store: Store) -> None:
+    shelf = Shelf()
+    write_copy(shelf, store.cut())
+    cut = store.cut()
+    other = dataclasses.replace(cut.ledger.spec.identity, name="other", seed=9)
+    changed = dataclasses.replace(cut.ledger, spec=dataclasses.replace(cut.ledger.spec, identity=other))
+    with pytest.raises(CopyFailed, match=r"another run \(copied\)"):
+        write_copy(shelf, dataclasses.replace(cut, ledger=changed))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda text: text.replace(b'"epoch": 1', b'"epoch": 7'), "does not match its checksum"),
+        (lambda text: text[: len(text) // 2], "is not a manifest"),
+        (lambda text: b"[]", "is not a manifest"),
+        (lambda text: text.replace(b'"format_version": 1', b'"format_version": 2'), "has format 2"),
+    ],
+)
+def test_a_damaged_manifest_restores_nothing(store: Store, tmp_path: Path, spoil: object, why: str) -> None:
+    shelf = Shelf()
+    write_copy(shelf, store.cut())
+    shelf.objects["ckpt/00000001/manifest.json"] = spoil(shelf.objects["ckpt/00000001/manifest.json"])  # type: ignore[operator]
+    with pytest.raises(CopyFailed, match=why):
+        restore(shelf, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_damaged_object_restores_nothing(store: Store, tmp_path: Path, damage: str) -> None:
+    shelf = Shelf()
+    write_copy(shelf, store.cut())
+    path = next(path for path in shelf.objects if "/f1-" in path)
+    data = shelf.objects.pop(path)
+    if damage != "gone":
+        shelf.objects[path] = data[:-1] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(CopyFailed, match="is not what its manifest says"):
+        restore(shelf, tmp_path / "new")
+    assert Store.recover(tmp_path / "new") is None, "a second try finds no run there"
+
+
+def test_nothing_is_restored_over_a_run_or_from_nothing(store: Store, tmp_path: Path) -> None:
+    shelf = Shelf()
+    with pytest.raises(CopyFailed, match="there is no copy"):
+        restore(shelf, tmp_path / "new")
+    write_copy(shelf, store.cut())
+    with pytest.raises(StateMismatch, match="holds a run already"):
+        restore(shelf, tmp_path / "state")
+
+
+def test_a_manifest_is_json_that_names_all(store: Store) -> None:
+    shelf = Shelf()
+    write_copy(shelf, store.cut())
+    manifest = json.loads(shelf.objects["ckpt/00000001/manifest.json"])
+    assert (manifest["versions"], manifest["epoch"], manifest["name"]) == ([2, 1], 1, "copied")
+    assert {f"ckpt/00000001/{entry['name']}" for entry in manifest["objects"]} < set(shelf.objects)
+    assert read_manifest(Shelf()) is None
+
+
+def copying(store: Store, shelf: Shelf, alarms: dict[str, str]) -> Copying:
+    async def cut() -> Cut:
+        return store.cut()
+
+    made = Copying("file:///nowhere", 600.0, cut, alarms, open_bucket=lambda url: shelf)
+    return made
+
+
+def test_a_copy_delays_no_commit(store: Store) -> None:
+    """P: while the object store stands still, windows commit; the copy is of the moment at which it began."""
+    shelf, alarms = Shelf(), dict[str, str]()
+    shelf.gate = threading.Event()
+
+    async def play() -> Copying:
+        made = copying(store, shelf, alarms)
+        under_way = asyncio.create_task(made.copy())
+        await asyncio.sleep(0)
+        for fragment in (0, 1, 0, 1):
+            commit(store, fragment)
+        assert not shelf.objects and store.ledger.versions == [4, 3]
+        assert shelf.gate is not None
+        shelf.gate.set()
+        assert await under_way
+        return made
+
+    made = asyncio.run(play())
+    manifest = read_manifest(shelf)
+    assert manifest is not None and manifest["versions"] == [2, 1]
+    assert made.status()["versions"] == [2, 1] and made.status()["copies"] == 1 and made.lag_s < 60
+
+
+def test_what_has_not_changed_is_not_copied_again_and_a_failure_is_shown_until_it_is_mended(store: Store) -> None:
+    shelf, alarms = Shelf(), dict[str, str]()
+
+    async def play() -> Copying:
+        made = copying(store, shelf, alarms)
+        shelf.puts_left = 0
+        assert not await made.copy()
+        assert "no route to host" in alarms["copy of the state"]
+        shelf.puts_left = 100
+        assert await made.copy() and not alarms
+        assert await made.copy()
+        return made
+
+    made = asyncio.run(play())
+    assert (made.copies, made.failures) == (1, 1)
+    assert made.status()["bytes"] == sum(len(data) for data in shelf.objects.values())
