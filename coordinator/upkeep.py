@@ -7,9 +7,11 @@ fatal wherever it comes from: nobody knows what is durable, and a restart finds 
 
 import asyncio
 from collections.abc import Callable, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from farloop.coordinator import records as rec
@@ -22,6 +24,7 @@ from farloop.coordinator.machine import RETRY_S
 from farloop.coordinator.store import Store
 
 _T = TypeVar("_T")
+_Input = tuple[rec.InputStored, bytearray, Future[None]]
 
 
 class Upkeep:
@@ -32,6 +35,8 @@ class Upkeep:
         self.hold = Hold(alarms)
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self._gathered: SimpleQueue[_Input] = SimpleQueue()
+        """Deltas that wait for their turn on the disk."""
         self._waiting: set[asyncio.Task[Any]] = set()
         self._given_up = False
 
@@ -42,10 +47,22 @@ class Upkeep:
     async def spool(self, record: rec.InputStored, data: bytearray) -> None:
         """A delta, once there is room: one that was dropped for want of it would not be sent again.
 
+        Those that come while the disk is busy are appended together, with one sync for all.
+
         Raises:
             StorageFailed
         """
-        await self._once_there_is_room(f"a delta of {record.blob.node}", self._append, record, data)
+        what, done = f"a delta of {record.blob.node}", Future[None]()
+        self._gathered.put((record, data, done))
+        await self._on_disk(self._append_gathered)  # by now this job or one before it has had its turn with it
+        try:
+            done.result()
+        except NoRoom as error:
+            self.hold.begin(what, error)
+            await self._pause()
+            await self._once_there_is_room(what, self._append, record, data)
+        else:
+            self.hold.end(what)
 
     async def reserve(self, fragment: int, codec_down: str) -> int:
         """Room for an update, before the work of making it (protocol O), to be given to `commit` or `release`.
@@ -119,6 +136,33 @@ class Upkeep:
     def _append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
         self._store.append(record, attachment)
         self._store.sync()
+
+    def _append_gathered(self) -> None:
+        """All that has come until now; durable, and said to be, with one sync."""
+        batch: list[_Input] = []
+        with suppress(Empty):
+            while True:
+                batch.append(self._gathered.get_nowait())
+        if not batch:
+            return
+        refused: dict[int, NoRoom] = {}
+        try:
+            for number, (record, data, _) in enumerate(batch):
+                try:
+                    self._store.append(record, data)
+                except NoRoom as error:
+                    refused[number] = error
+            if len(refused) < len(batch):
+                self._store.sync()
+        except Exception as error:
+            for _, _, done in batch:
+                done.set_exception(error)
+            raise
+        for number, (_, _, done) in enumerate(batch):
+            if number in refused:
+                done.set_exception(refused[number])
+            else:
+                done.set_result(None)
 
     def _export(self, path: Path) -> None:
         identity = self._store.ledger.spec.identity

@@ -1,6 +1,8 @@
 """Covers `coordinator/upkeep.py` and `hold.py`: what a full disk holds up, and what it does not (protocol O, P)."""
 
 import asyncio
+import dataclasses
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +30,11 @@ class Shelf:
     def __init__(self, *refusals: Exception) -> None:
         self.refusals = list(refusals)
         self.done: list[tuple[Any, ...]] = []
+        self.gate: threading.Event | None = None
 
     def _refuse(self) -> None:
+        if self.gate is not None:
+            assert self.gate.wait(20)
         if self.refusals:
             raise self.refusals.pop(0)
 
@@ -67,6 +72,50 @@ def test_a_record_is_synced_before_it_counts() -> None:
 
     asyncio.run(story())
     assert shelf.done == [("append", rec.RunFinished(), b""), ("sync",), ("close",)]
+
+
+def test_deltas_that_come_while_the_disk_is_busy_share_a_sync_and_count_after_it() -> None:
+    """P: one that there is no room for is tried again by itself, and holds up none of the others."""
+    shelf = Shelf()
+    stored = [dataclasses.replace(STORED, blob=dataclasses.replace(BLOB, seq=seq)) for seq in range(5)]
+
+    async def story() -> None:
+        upkeep = Upkeep(shelf, {})  # type: ignore[arg-type]
+
+        async def spool(record: rec.InputStored) -> None:
+            await upkeep.spool(record, bytearray(b"data"))
+            shelf.done.append(("told", record.blob.seq))
+
+        busy = threading.Event()
+        shelf.gate = busy
+        first = asyncio.create_task(upkeep.append(rec.RunFinished()))
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(spool(record)) for record in stored]
+        await asyncio.sleep(0)
+        busy.set()
+        await asyncio.gather(first, *others)
+        await upkeep.close()
+
+    asyncio.run(story())
+    kinds = [entry[0] for entry in shelf.done]
+    assert kinds == ["append", "sync", *["append"] * 5, "sync", *["told"] * 5, "close"]
+
+
+def test_a_disk_that_fails_fails_every_delta_that_waited_for_it() -> None:
+    class Failing(Shelf):
+        def sync(self) -> None:
+            raise StorageFailed(Path("disk"), "sync: Input/output error")
+
+    shelf = Failing()
+
+    async def story() -> list[BaseException | None]:
+        upkeep = Upkeep(shelf, {})  # type: ignore[arg-type]
+        spools = [upkeep.spool(STORED, bytearray(b"data")) for _ in range(3)]
+        results = await asyncio.gather(*spools, return_exceptions=True)
+        await upkeep.close()
+        return results
+
+    assert all(isinstance(result, StorageFailed) for result in asyncio.run(story()))
 
 
 CALLS: dict[str, Callable[[Upkeep], Awaitable[object]]] = {
