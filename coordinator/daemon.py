@@ -21,8 +21,8 @@ from typing import Any, TypeVar, assert_never
 from farloop.algo.spec import NodeId
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
-from farloop.coordinator.downloads import Downloads
 from farloop.coordinator.copying import Copying
+from farloop.coordinator.downloads import Downloads
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.inputs import Inputs
 from farloop.coordinator.link import RouterLink
