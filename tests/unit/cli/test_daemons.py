@@ -36,6 +36,17 @@ def test_another_run_is_refused_and_the_line_says_what_differs(tmp_path: Path, p
     open_run(tmp_path / "state", plan).close()  # and the state is not locked, nor changed
 
 
+def test_a_run_is_wound_back_on_request_alone(tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CommandError, match="holds no run to go back to; leave out --rewind") as error:
+        open_run(tmp_path / "state", plan, rewind=True)
+    assert error.value.code is ExitCode.USAGE
+    for rewind, history in ((False, 0), (True, 2), (False, 2)):
+        store = open_run(tmp_path / "state", plan, rewind=rewind)
+        store.close()
+        assert store.ledger.history == history
+    assert [record.getMessage()[:32] for record in caplog.records] == ["rewound history=2 versions=0,0,0"]
+
+
 def test_other_terms_are_said_and_the_runs_own_are_kept(
     tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from farloop.coordinator.epoch import claim_epoch
-from farloop.coordinator.errors import StorageFailed
+from farloop.coordinator.epoch import claim_epoch, require_epoch
+from farloop.coordinator.errors import Fenced, StorageFailed
 
 
 def test_every_claim_is_one_higher(tmp_path: Path) -> None:
@@ -34,6 +34,16 @@ def test_another_content_is_refused_and_left_alone(tmp_path: Path, content: byte
     with pytest.raises(StorageFailed, match="not an epoch file"):
         claim_epoch(tmp_path, seen=5)
     assert (tmp_path / "epoch").read_bytes() == content
+
+
+def test_who_finds_a_higher_claim_than_its_own_is_fenced(tmp_path: Path) -> None:
+    own = claim_epoch(tmp_path)
+    require_epoch(tmp_path, own)
+    assert claim_epoch(tmp_path) == own + 1
+    with pytest.raises(Fenced, match="epoch 2 was claimed here after ours, 1: another coordinator"):
+        require_epoch(tmp_path, own)
+    (tmp_path / "epoch").unlink()
+    require_epoch(tmp_path, own)
 
 
 def test_a_crash_before_the_rename_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

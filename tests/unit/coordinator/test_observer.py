@@ -46,7 +46,7 @@ class Scene:
         self.observer.saw(event, self.machine)
         return self.machine.handle(event, self.now)
 
-    def join(self, node: NodeId, session: int = 1) -> None:
+    def join(self, node: NodeId, session: int = 1, *, epoch_seen: int = 0) -> list[ev.Command]:
         hello = msg.Hello(
             protocol_min=1,
             protocol_max=1,
@@ -54,12 +54,12 @@ class Scene:
             incarnation=1,
             fingerprint=None,
             layout=None,
-            epoch_seen=0,
+            epoch_seen=epoch_seen,
             anchors=(),
             round=None,
             device="cpu",
         )
-        self.handle(ev.Greeted(session=session, node=node, hello=hello))
+        return self.handle(ev.Greeted(session=session, node=node, hello=hello))
 
     def say(self, node: NodeId, message: msg.Message, session: int = 1) -> list[ev.Command]:
         return self.handle(ev.Heard(session=session, node=node, message=message))
@@ -353,6 +353,24 @@ def test_a_run_whose_disk_is_full_is_held_and_says_what_to_do(scene: Scene) -> N
         assert status["run"]["state"] == ("held" if held else "training")
         assert len(status["alarms"]) == held == scene.value("farloop_storage_held")
         assert all("free space on its file system" in alarm for alarm in status["alarms"])
+
+
+def test_a_run_that_waits_for_a_decision_says_so_everywhere_and_once_in_the_log(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S: whoever dials again every few seconds fills no log."""
+    assert scene.value("farloop_history_held") == 0
+    caplog.set_level(logging.INFO)
+    for session in (1, 2, 3):
+        (refuse,) = [c for c in scene.join(A, session, epoch_seen=5) if isinstance(c, ev.Refuse)]
+        scene.observer.refused(session, refuse.refused)
+        scene.observer.refresh(scene.machine)
+    status: Status = json.loads(scene.observer.status_json)
+    (alarm,) = status["alarms"]
+    assert status["run"]["state"] == "holding" and scene.value("farloop_history_held") == 1
+    assert alarm.startswith("history: the run is held: node a has met epoch 5") and "--rewind" in alarm
+    assert [record.getMessage()[:7] for record in caplog.records] == ["holding"]
+    assert scene.value("farloop_refusals_total", reason="holding") == 3
 
 
 def test_lines_that_the_disk_does_not_take_stop_nothing_and_are_counted(

@@ -25,7 +25,8 @@ from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec, W
 from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers
-from farloop.coordinator.errors import DiskFull, SnapshotCorrupt, StateLocked, StateMismatch
+from farloop.coordinator.epoch import claim_epoch
+from farloop.coordinator.errors import DiskFull, Fenced, SnapshotCorrupt, StateLocked, StateMismatch
 from farloop.coordinator.journal import Journal
 from farloop.coordinator.ledger import HISTORY_VERSIONS
 from farloop.coordinator.segment import segment_paths
@@ -140,7 +141,7 @@ def images(store: Store) -> list[dict[str, object]]:
     return [image(buffers) for buffers in store.buffers]
 
 
-def recovered(directory: Path, **options: int) -> Store:
+def recovered(directory: Path, **options: Any) -> Store:
     store = Store.recover(directory, **options)
     assert store is not None
     return store
@@ -205,6 +206,42 @@ def test_every_start_has_an_epoch_of_its_own(store: Store) -> None:
         again = recovered(store.directory)
         assert again.ledger.epoch == epoch
         again.close()
+
+
+def test_a_state_that_another_coordinator_took_over_is_committed_to_no_more(store: Store) -> None:
+    """S: on a shared disk whose locks do not hold, two have it open."""
+    commit(store, 0)
+    before = image(store.buffers[0])
+    claim_epoch(store.directory)
+    with pytest.raises(Fenced):
+        commit(store, 0)
+    assert image(store.buffers[0]) == before and store.ledger.versions == [1, 0]
+    store.close()
+    again = recovered(store.directory)
+    assert again.ledger.versions == [1, 0] and again.ledger.epoch == 3
+    again.close()
+
+
+def test_a_rewind_claims_an_epoch_above_all_that_nodes_have_met(store: Store) -> None:
+    """S: and begins a history of that name, from the state as it is."""
+    commit(store, 0)
+    store.append(delta(store, A, 1)[0], delta(store, A, 1)[1])
+    store.append(rec.EpochSeen(epoch=7))
+    store.sync()
+    store.close()
+    before = images(store)
+    plain = recovered(store.directory)
+    assert (plain.ledger.epoch, plain.ledger.history) == (2, 0), "else what proves the copy would be gone"
+    assert plain.ledger.inputs
+    plain.close()
+    rewound = recovered(store.directory, rewind=True)
+    assert (rewound.ledger.epoch, rewound.ledger.history, rewound.ledger.inputs) == (8, 8, {})
+    assert images(rewound) == before
+    commit(rewound, 1)
+    rewound.close()
+    again = recovered(store.directory)
+    assert (again.ledger.epoch, again.ledger.history, again.ledger.versions) == (9, 8, [1, 1])
+    again.close()
 
 
 # --- commit and recover

@@ -1,5 +1,7 @@
 """farloop.wire.messages. Covers protocol Z: unknown fields and unknown optional messages pass, required ones do not."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +53,13 @@ PLAIN = st.recursive(
 @given(MESSAGES)
 def test_a_message_survives_the_way(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+def test_a_field_that_came_later_is_left_out_at_its_default(hello: Hello) -> None:
+    """Z: released bytes stand, and an older peer is told nothing new as long as there is nothing."""
+    assert "history" not in unpack(encode(hello))[2]
+    later = dataclasses.replace(hello, history=8)
+    assert unpack(encode(later))[2]["history"] == 8 and decode(encode(later)) == later
 
 
 def test_nested_records_survive_the_way(hello: Hello, welcome: Welcome) -> None:

@@ -1,0 +1,59 @@
+"""A coordinator started over an old copy of its state: it holds the run, and goes on once it may go back (S)."""
+
+import shutil
+import signal
+
+import pytest
+from loopback import PACED, NewRun, Run, assert_all_agree, node_of
+
+from farloop.cli.exit_codes import ExitCode
+from farloop.monitoring.status import Status
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+def test_an_old_copy_holds_the_run_until_it_is_wound_back_and_then_all_agree(new_run: NewRun) -> None:
+    run = new_run(steps=120, **PACED)
+    coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
+    copied = run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
+    coordinator.signal(signal.SIGSTOP)  # a copy of one moment, as a snapshot of the disk would be
+    copy = shutil.copytree(run.state_dir, run.folder / "copy")
+    coordinator.signal(signal.SIGCONT)
+    later = run.until("the run has gone on", lambda status: further_than(status, copied))
+    coordinator.kill()
+    put_back(run)
+
+    coordinator = run.start_coordinator()
+    held = run.until("it is held", lambda status: status["run"]["state"] == "holding")
+    (alarm,) = held["alarms"]
+    assert "looks like an old copy" in alarm and "--rewind" in alarm
+    assert "farloop_history_held 1.0" in run.page("/metrics")[1]
+    for node in (a, b):
+        run.until_said(node.log, "looks like an old copy")
+        assert node.running
+    assert copy.exists() and not further_than(held, later)
+    coordinator.signal(signal.SIGTERM)
+    assert run.until_ended(coordinator) == ExitCode.DONE
+
+    coordinator = run.start_coordinator("--rewind")
+    back = run.until("it goes on", lambda status: status["run"]["state"] == "training")
+    assert back["run"]["epoch"] > held["run"]["epoch"]
+    run.until("both are merged again", lambda status: merged_by_both(status, held))
+    run.hurry()
+    status = run.until_done(coordinator, a, b)
+    assert_all_agree(run, status, "a", "b")
+    assert [node_of(status, name)["incarnation"] for name in ("a", "b")] == [1, 1]
+    assert not status["alarms"]
+
+
+def put_back(run: Run) -> None:
+    shutil.rmtree(run.state_dir)
+    shutil.copytree(run.folder / "copy", run.state_dir)
+
+
+def further_than(status: Status, before: Status) -> bool:
+    return all(new > old for new, old in zip(status["versions"], before["versions"], strict=True))
+
+
+def merged_by_both(status: Status, before: Status) -> bool:
+    return further_than(status, before) and all(window["merged"] == ["a", "b"] for window in status["windows"])
