@@ -11,8 +11,8 @@ on from one:
     forked   it holds a version of another content
 
 The last two hold the run: merging on would make one of two histories worthless, and which, only a person can say. Once
-a coordinator has served for `TRUSTED_AFTER_S`, whoever lives has come back to it, and a single node's claim does not
-stop the others any more: it is kept out alone, with an alarm.
+a start of the coordinator has served nodes for `TRUSTED_AFTER_S`, whoever lives has come back to it, and a single
+node's claim does not stop the others any more: it is kept out alone, with an alarm.
 """
 
 import dataclasses
@@ -94,12 +94,11 @@ def as_newcomer(hello: Hello) -> Hello:
 class Doubts:
     """Holds the run of one start of the coordinator, where nodes prove that its state is an old copy."""
 
-    def __init__(
-        self, ledger: Ledger, decisions: Decisions, alarms: MutableMapping[str, str], *, trusted_at: float
-    ) -> None:
-        """From `trusted_at` on a single node's claim holds nobody but itself."""
+    def __init__(self, ledger: Ledger, decisions: Decisions, alarms: MutableMapping[str, str]) -> None:
+        """Nothing is in doubt yet. `alarms` is told what is."""
         self._ledger, self._decisions, self._alarms = ledger, decisions, alarms
-        self._trusted_at = trusted_at
+        self._trusted_at: float | None = None
+        """From when on a single node's claim holds nobody but itself; None before the first node was let in."""
         self.holding: str | None = None
         """Why the run is held, in words; None while it is not. It stays so until another start of the coordinator."""
 
@@ -111,7 +110,7 @@ class Doubts:
         standing = standing_of(hello, self._ledger)
         if standing.is_in_doubt:
             self._remember(hello.epoch_seen)
-            if self.holding is None and now >= self._trusted_at:
+            if self.holding is None and self._trusted_at is not None and now >= self._trusted_at:
                 detail = f"node {node} {standing.detail}"
                 self._alarms[_of(node)] = f"it is kept out: it {standing.detail}; another history of this run goes on"
                 return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
@@ -120,8 +119,15 @@ class Doubts:
                 self._alarms[ALARM] = f"the run is held: {self.holding}; {WAYS_OUT}"
         if self.holding is not None:
             return Refused(reason=Reason.HOLDING, detail=f"{self.holding}; {WAYS_OUT}", retriable=True)
+        if self._trusted_at is None:
+            self._trusted_at = now + TRUSTED_AFTER_S
         self._alarms.pop(_of(node), None)
         return None
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still, and nobody could come (protocol C)."""
+        if self._trusted_at is not None:
+            self._trusted_at += seconds
 
     def _remember(self, epoch: int) -> None:
         """Durably: a start that winds the run back has to claim a higher one before it meets anybody."""

@@ -18,7 +18,7 @@ from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.evaluations import Evaluations
 from farloop.coordinator.grace import Grace
 from farloop.coordinator.guard import ALARM, Guard
-from farloop.coordinator.history import TRUSTED_AFTER_S, Doubts
+from farloop.coordinator.history import Doubts
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.membership import Membership
 from farloop.coordinator.roster import EXPIRE_S, Member
@@ -53,7 +53,7 @@ class CoordinatorMachine:
         self.grace = Grace(ledger.spec.terms)
         self.guard = Guard(ledger, floor_share)
         self._decisions = Decisions(ledger)
-        self._doubts = Doubts(ledger, self._decisions, self.alarms, trusted_at=now + TRUSTED_AFTER_S)
+        self._doubts = Doubts(ledger, self._decisions, self.alarms)
         self._membership = Membership(
             ledger,
             self._decisions,
@@ -187,6 +187,7 @@ class CoordinatorMachine:
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still: every deadline moves (protocol C)."""
         self._membership.clock_jumped(seconds)
+        self._doubts.clock_jumped(seconds)
         for window in self.windows.values():
             window.opened_at += seconds
             window.quorum_at = None if window.quorum_at is None else window.quorum_at + seconds

@@ -55,7 +55,7 @@ def alarms() -> dict[str, str]:
 
 @pytest.fixture
 def doubts(ledger: Ledger, decisions: Decisions, alarms: dict[str, str]) -> Doubts:
-    return Doubts(ledger, decisions, alarms, trusted_at=100.0)
+    return Doubts(ledger, decisions, alarms)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,21 @@ def test_an_epoch_that_was_met_elsewhere_is_remembered_durably(doubts: Doubts, d
 
 def test_nobody_stops_a_run_that_has_gone_on_for_a_while(doubts: Doubts, alarms: dict[str, str]) -> None:
     """Whoever lives is back by then: one claim keeps out one node, until it comes with another."""
-    refused = doubts.refusal(A, hello(anchors=(ref(0, 9),)), 100.0)
+    assert doubts.refusal(B, hello(), 10.0) is None
+    doubts.clock_jumped(5.0)
+    refused = doubts.refusal(A, hello(anchors=(ref(0, 9),)), 15.0 + TRUSTED_AFTER_S)
     assert refused is not None and (refused.reason, refused.retriable) == (Reason.FENCED, True)
     assert doubts.holding is None and "holds version 9" in alarms[f"{ALARM} of a"]
     assert doubts.refusal(B, hello(), 101.0) is None
     assert doubts.refusal(A, hello(), 102.0) is None and not alarms
+    doubts.clock_jumped(1000.0)
+    assert doubts.refusal(A, hello(epoch_seen=9), 103.0) is not None and doubts.holding is not None
     assert TRUSTED_AFTER_S > 10 * 5.0, "many times the longest pause between two attempts"
+
+
+def test_a_coordinator_that_nobody_came_to_for_long_is_no_more_trusted(doubts: Doubts) -> None:
+    doubts.refusal(A, hello(epoch_seen=9), 100.0 * TRUSTED_AFTER_S)
+    assert doubts.holding is not None
 
 
 def test_an_epoch_that_no_run_can_have_reached_is_a_lie(doubts: Doubts, decisions: Decisions) -> None:

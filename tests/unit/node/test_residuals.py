@@ -155,6 +155,26 @@ def test_a_residual_that_does_not_fit_is_left(
     assert bool(caplog.records) == (change in ("cut off", "not a number"))
 
 
+def test_a_run_that_was_wound_back_ends_it_in_memory_and_on_disk(tmp_path: Path, sparse: str) -> None:
+    """S: it is of deltas that the run knows nothing of any more."""
+    kept = residuals(tmp_path)
+    encode(kept, sparse, blob(1), 2.0)
+    kept.settled(blob(1), 4)
+    kept.begin_again("run.8")
+    assert not list(tmp_path.iterdir())
+    kept.installed(0, 4, sparse, CPU)
+    assert not kept.for_delta(blob(2, 4), sparse, CPU).any()  # type: ignore[union-attr]
+
+
+def test_a_copy_of_another_history_is_not_taken_up_by_a_later_start(tmp_path: Path, sparse: str) -> None:
+    kept = residuals(tmp_path, run="run")
+    encode(kept, sparse, blob(1), 2.0)
+    kept.settled(blob(1), 4)
+    again = residuals(tmp_path, run="run.8")
+    again.installed(0, 4, sparse, CPU)
+    assert not again.for_delta(blob(1, 4), sparse, CPU).any()  # type: ignore[union-attr]
+
+
 def test_a_full_disk_costs_the_copy_and_nothing_else(
     tmp_path: Path, sparse: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
