@@ -10,14 +10,15 @@ from typing import assert_never
 
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
-from farloop.algo.spec import NodeId, RoundPlan, WindowTerms
+from farloop.algo.spec import NodeId, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.admission import delta_refusal, progress_untrue
+from farloop.coordinator.closing import Closing
 from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.evaluations import Evaluations
 from farloop.coordinator.grace import Grace
-from farloop.coordinator.guard import ALARM, Guard
+from farloop.coordinator.guard import Guard
 from farloop.coordinator.history import Doubts
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.membership import Membership
@@ -25,9 +26,6 @@ from farloop.coordinator.roster import EXPIRE_S, Member
 from farloop.coordinator.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
-
-RETRY_S = 1.0
-"""Pause before a failed commit is tried again."""
 
 
 class CoordinatorMachine:
@@ -50,15 +48,25 @@ class CoordinatorMachine:
         self.ledger = ledger
         self.windows: dict[int, Window] = {}
         self.alarms: dict[str, str] = {}
-        self.grace = Grace(ledger.spec.terms)
-        self.guard = Guard(ledger, floor_share)
+        self._stopping = False
         self._decisions = Decisions(ledger)
         self._doubts = Doubts(ledger, self._decisions, self.alarms)
+        self._closing = Closing(
+            ledger,
+            self._decisions,
+            self.windows,
+            self.alarms,
+            now=now,
+            floor_share=floor_share,
+            members=lambda: self.members.values(),
+            speeds=lambda: self._membership.speeds(),
+            stands_still=lambda: self._stands_still,
+        )
         self._membership = Membership(
             ledger,
             self._decisions,
             self.windows,
-            self._try_close,
+            self._closing.try_one,
             self._doubts,
             gone_at=now + liveness_s,
             expire_s=expire_s,
@@ -66,16 +74,11 @@ class CoordinatorMachine:
         self._evaluations = Evaluations(ledger)
         self._mending: dict[NodeId, set[int]] = {}
         """Fragments whose anchors did not match, until they are known to be mended."""
-        self._stopping = False
-        self._now = now
-        self._commits: dict[int, ev.Commit] = {}
-        """Of the windows that are closing. A decision stands: after a failure it is tried again (protocol O)."""
-        self._retry_at: dict[int, float] = {}
         self._show_quarantine()
         for terms in ledger.windows.values():
             self._open(terms)
-        self._fix_rounds()
-        self._try_close_all()
+        self._closing.fix_rounds()
+        self._closing.try_all()
         self._finish_if_over()
 
     @property
@@ -87,6 +90,20 @@ class CoordinatorMachine:
     def in_quarantine(self) -> dict[NodeId, str]:
         """Whose deltas are measured and not merged, and why."""
         return self.ledger.screening.in_quarantine(self.ledger.started)
+
+    @property
+    def grace(self) -> Grace:
+        """How long windows wait for those that are not there yet."""
+        return self._closing.grace
+
+    @property
+    def guard(self) -> Guard:
+        """Whether enough of the live nodes are part of the run."""
+        return self._closing.guard
+
+    @property
+    def _now(self) -> float:
+        return self._closing.now
 
     @property
     def begun(self) -> bool:
@@ -131,7 +148,7 @@ class CoordinatorMachine:
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Take one event; return what is to be done, in order."""
-        self._now = now
+        self._closing.now = now
         match event:
             case ev.Greeted():
                 if self._membership.is_new(event):
@@ -153,34 +170,28 @@ class CoordinatorMachine:
                 self._drop(offer, reason, detail)
             case ev.CommitDone(record=record):
                 self._committed(record)
-            case ev.CommitFailed(fragment=fragment, detail=detail):
-                self.alarms[f"commit of fragment {fragment}"] = detail
-                self._retry_at[fragment] = now + RETRY_S
+            case ev.CommitFailed():
+                self._closing.failed(event)
             case ev.TooMuch():
-                self._too_much(event)
+                self._closing.too_much(event)
             case _:
                 assert_never(event)
-        if self.guard.holds:
-            self._look_who_is_left_out()
+        self._closing.look_who_is_left_out()
         return self._decisions.take()
 
     def next_timer(self) -> float | None:
         """When `handle_timer` wants to be called."""
         if self._stands_still:
             return None
-        windows = self.grace.deadlines(self.windows.values(), self._now)
-        return min([*self._membership.deadlines(), *self._retry_at.values(), *windows], default=None)
+        return min([*self._membership.deadlines(), *self._closing.deadlines()], default=None)
 
     def handle_timer(self, now: float) -> list[ev.Command]:
         """Deadlines that have passed: of nodes that did not come back, of windows, of commits to try again."""
-        self._now = now
+        self._closing.now = now
         if self._stands_still:
             return []
         self._membership.remove_overdue(now)
-        for fragment in [f for f, at in self._retry_at.items() if at <= now]:
-            del self._retry_at[fragment]
-            self._decisions.do(self._commits[fragment])
-        self._try_close_all()
+        self._closing.pass_time()
         self._membership.start_ready(now, at_boundary=False)
         return self._decisions.take()
 
@@ -188,10 +199,7 @@ class CoordinatorMachine:
         """This process stood still: every deadline moves (protocol C)."""
         self._membership.clock_jumped(seconds)
         self._doubts.clock_jumped(seconds)
-        for window in self.windows.values():
-            window.opened_at += seconds
-            window.quorum_at = None if window.quorum_at is None else window.quorum_at + seconds
-        self.grace.clock_jumped(seconds)
+        self._closing.clock_jumped(seconds)
 
     def check(self) -> None:
         """All invariants."""
@@ -314,7 +322,7 @@ class CoordinatorMachine:
         if window.state == "open":  # else the next one may begin with it
             window.inputs[offer.blob] = offer
             self.grace.look_at(window, self._now)
-        self._try_close_all()  # what was seen of lateness says of others, too, that they have waited long enough
+        self._closing.try_all()  # what was seen of lateness says of others, too, that they have waited long enough
 
     def _drop(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
         """A delta's outcome before its window closes (protocol E)."""
@@ -329,83 +337,17 @@ class CoordinatorMachine:
         node, window = offer.blob.node, self.windows.get(offer.blob.fragment)
         if window and window.terms.window == offer.window and node in window.missing:
             window.removed[node] = reason
-            self._try_close(offer.blob.fragment)
-
-    def _try_close_all(self) -> None:
-        for fragment in list(self.windows):
-            self._try_close(fragment)
-
-    def _try_close(self, fragment: int) -> None:
-        window, spec = self.windows[fragment], self.ledger.spec
-        if self._stands_still:
-            return
-        quorum = None if window.max_staleness and window.terms.final else spec.terms.quorum
-        patient = self.grace.lasts(window, self._now)
-        why = window.why_close(quorum, spec.terms.floor, patient=patient)
-        if why is not None and self._screened(window):
-            why = window.why_close(quorum, spec.terms.floor, patient=patient)
-        short = f"floor of fragment {fragment}"
-        self.alarms.pop(short, None)
-        if why is None:
-            if lacking := window.short_of(spec.terms.floor):
-                self.alarms[short] = lacking
-            return
-        if self._held(window):
-            return
-        if len(window.contributors) < spec.terms.floor:
-            window.make_void(why)
-        self._fix_rounds()
-        window.state = "closing"
-        draft = window.draft(spec, self.ledger.rounds, why, self.ledger.served(fragment))
-        commit = self._commits[fragment] = ev.Commit(draft=draft, codec_down=window.terms.codec_down)
-        self._decisions.do(commit)
-
-    def _held(self, window: Window) -> bool:
-        """Whether too few of the live nodes would be part of the run, if this window closed now."""
-        self.guard.look(self.members.values())
-        self.alarms.pop(ALARM, None)
-        if alarm := self.guard.alarm(window.contributors):
-            self.alarms[ALARM] = alarm
-        return self.guard.holds
-
-    def _screened(self, window: Window) -> bool:
-        """Leave out what must not be merged. Whether there was any."""
-        ledger = self.ledger
-        refusals = ledger.screening.verdicts(window.terms, list(window.inputs.values()), ledger.rounds, ledger.started)
-        for refusal in refusals:
-            window.refuse(refusal)
-        return bool(refusals)
-
-    def _too_much(self, event: ev.TooMuch) -> None:
-        """A sum that fp32 does not hold will not be held at the next attempt either: the longest delta is left out."""
-        window = self.windows[event.fragment]
-        if event.longest is None:
-            self.alarms[f"commit of fragment {event.fragment}"] = event.detail
-            return  # a window without deltas takes no step; what it publishes is finite, or no version ever was
-        del self._commits[event.fragment]
-        window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
-        window.open_again(self.ledger.inputs, self.ledger.spec.terms.quorum)
-        self._try_close(event.fragment)
-
-    def _look_who_is_left_out(self) -> None:
-        """Any event may have mended it."""
-        self.guard.look(self.members.values())
-        if not self.guard.left_out():
-            self.guard.holds = False
-            self.alarms.pop(ALARM, None)
-        self._try_close_all()
+            self._closing.try_one(offer.blob.fragment)
 
     def _committed(self, record: rec.WindowCommitted) -> None:
         """A commit is durable: open what follows, tell everybody, start who waits, and end the run where it ends."""
         before, held = self.ledger.current_round, self.ledger.inputs
         closed = self.windows.pop(record.fragment)
-        del self._commits[record.fragment]
         self.ledger.apply(record)
-        self.guard.committed(record)
+        self._closing.committed(record)
         for blob in held.keys() - self.ledger.inputs.keys() - {addend.blob for addend in record.blobs}:
             self._decisions.do(ev.Forget(blob=blob))
-        self.alarms.pop(f"commit of fragment {record.fragment}", None)
-        self._fix_rounds()
+        self._closing.fix_rounds()
         for refusal in record.refused:
             outcome = msg.Outcome(blob=refusal.blob, reason=refusal.reason, detail=refusal.detail)
             self._decisions.tell(refusal.blob.node, outcome)
@@ -416,24 +358,8 @@ class CoordinatorMachine:
             self._membership.top_up_all()
         if record.next_window:
             self._open(record.next_window)  # expects who has just started, too
-            self._try_close(record.fragment)
+            self._closing.try_one(record.fragment)
         self._finish_if_over()
-
-    def _fix_rounds(self) -> None:
-        """Fix what the open windows need: the round after the newest of theirs (protocol B).
-
-        A window of round r may close before any of round r − 1 did, and a restart may find a commit whose round is not
-        in the journal.
-        """
-        while plan := self.ledger.next_round_to_fix():
-            self._decisions.record(rec.RoundFixed(round=self._dealt(plan)))
-
-    def _dealt(self, plan: RoundPlan) -> RoundPlan:
-        """The round with every node's own steps, where the method lets slow nodes do fewer."""
-        spec = self.ledger.spec
-        if not method_named(spec.terms.method).per_node_h:
-            return plan
-        return schedule.dealt(plan, self._membership.speeds(), spec.identity.layout.slots)
 
     def _finish_if_over(self) -> None:
         """End the run where every fragment is final: here, or at the restart after a crash in between."""

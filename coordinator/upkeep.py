@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from farloop.coordinator import records as rec
 from farloop.coordinator import snapshots
 from farloop.coordinator.aggregator import Result
+from farloop.coordinator.closing import RETRY_S
 from farloop.coordinator.copies import Cut
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hold import Hold
-from farloop.coordinator.machine import RETRY_S
 from farloop.coordinator.store import Store
 
 _T = TypeVar("_T")

@@ -15,11 +15,12 @@ from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
+from farloop.coordinator.closing import RETRY_S
 from farloop.coordinator.delta import Verified, verify
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.intake import Intake, expected_delta
-from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
+from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.serving import Copy, Serving, Turn
 from farloop.quant.blob import blob_bytes
 from farloop.quant.errors import BadBlob, NonFiniteError

@@ -14,8 +14,9 @@ from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, Contribution, LearningRate, Lease, NodeId, RoundPlan, RunSpec
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
+from farloop.coordinator.closing import RETRY_S
 from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import RETRY_S, CoordinatorMachine
+from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, SLOW_TASKS, STALL_S
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
 from farloop.coordinator import records as rec
 from farloop.coordinator import snapshots
+from farloop.coordinator.closing import RETRY_S
 from farloop.coordinator.errors import DiskFull, NoRoom, ReadOnly, StorageFailed
 from farloop.coordinator.hold import ALARM, Hold
-from farloop.coordinator.machine import RETRY_S
 from farloop.coordinator.upkeep import Upkeep
 
 BLOB = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1)

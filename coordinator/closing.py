@@ -1,0 +1,172 @@
+"""When windows close, with which deltas, and what is tried again: the commits that are decided (protocol D, E, O).
+
+Pure, like the machine whose part it is. A decision stands: once a window is closing, its draft is tried until it is
+durable, or until it turns out that no arithmetic can hold it.
+"""
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Final
+
+from farloop.algo import schedule
+from farloop.algo.methods import method_named
+from farloop.algo.spec import NodeId, RoundPlan
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.decisions import Decisions
+from farloop.coordinator.grace import Grace
+from farloop.coordinator.guard import ALARM, Guard
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.roster import Member
+from farloop.coordinator.windows import Window
+from farloop.wire.reasons import Reason
+
+RETRY_S: Final = 1.0
+"""Pause before a failed commit is tried again."""
+
+
+class Closing:
+    """The windows of one machine on their way to a commit."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        decisions: Decisions,
+        windows: Mapping[int, Window],
+        alarms: MutableMapping[str, str],
+        *,
+        now: float,
+        floor_share: float | None,
+        members: Callable[[], Collection[Member]],
+        speeds: Callable[[], Mapping[NodeId, float]],
+        stands_still: Callable[[], bool],
+    ) -> None:
+        """`windows` are the open ones, by fragment. `speeds`: inner steps a second, of who deals with rounds of their
+        own; `stands_still`: whether no window may close now."""
+        self._ledger, self._decisions, self._windows, self._alarms = ledger, decisions, windows, alarms
+        self._members, self._speeds, self._stands_still = members, speeds, stands_still
+        self.grace = Grace(ledger.spec.terms)
+        self.guard = Guard(ledger, floor_share)
+        self.now = now
+        """The machine's; whoever changes it calls what follows from it."""
+        self._commits: dict[int, ev.Commit] = {}
+        """Of the windows that are closing. A decision stands: after a failure it is tried again (protocol O)."""
+        self._retry_at: dict[int, float] = {}
+
+    # --- deciding
+
+    def try_all(self) -> None:
+        """Close every window that can be closed."""
+        for fragment in list(self._windows):
+            self.try_one(fragment)
+
+    def try_one(self, fragment: int) -> None:
+        """Close the fragment's window, if it can be."""
+        if self._stands_still():
+            return
+        window, spec = self._windows[fragment], self._ledger.spec
+        quorum = None if window.max_staleness and window.terms.final else spec.terms.quorum
+        patient = self.grace.lasts(window, self.now)
+        why = window.why_close(quorum, spec.terms.floor, patient=patient)
+        if why is not None and self._screened(window):
+            why = window.why_close(quorum, spec.terms.floor, patient=patient)
+        short = f"floor of fragment {fragment}"
+        self._alarms.pop(short, None)
+        if why is None:
+            if lacking := window.short_of(spec.terms.floor):
+                self._alarms[short] = lacking
+            return
+        if self._held(window):
+            return
+        if len(window.contributors) < spec.terms.floor:
+            window.make_void(why)
+        self.fix_rounds()
+        window.state = "closing"
+        draft = window.draft(spec, self._ledger.rounds, why, self._ledger.served(fragment))
+        commit = self._commits[fragment] = ev.Commit(draft=draft, codec_down=window.terms.codec_down)
+        self._decisions.do(commit)
+
+    def fix_rounds(self) -> None:
+        """Fix what the open windows need: the round after the newest of theirs (protocol B).
+
+        A window of round r may close before any of round r − 1 did, and a restart may find a commit whose round is not
+        in the journal.
+        """
+        while plan := self._ledger.next_round_to_fix():
+            self._decisions.record(rec.RoundFixed(round=self._dealt(plan)))
+
+    def _dealt(self, plan: RoundPlan) -> RoundPlan:
+        """The round with every node's own steps, where the method lets slow nodes do fewer."""
+        spec = self._ledger.spec
+        if not method_named(spec.terms.method).per_node_h:
+            return plan
+        return schedule.dealt(plan, self._speeds(), spec.identity.layout.slots)
+
+    def _held(self, window: Window) -> bool:
+        """Whether too few of the live nodes would be part of the run, if this window closed now."""
+        self.guard.look(self._members())
+        self._alarms.pop(ALARM, None)
+        if alarm := self.guard.alarm(window.contributors):
+            self._alarms[ALARM] = alarm
+        return self.guard.holds
+
+    def _screened(self, window: Window) -> bool:
+        """Leave out what must not be merged. Whether there was any."""
+        ledger = self._ledger
+        refusals = ledger.screening.verdicts(window.terms, list(window.inputs.values()), ledger.rounds, ledger.started)
+        for refusal in refusals:
+            window.refuse(refusal)
+        return bool(refusals)
+
+    # --- what became of it
+
+    def committed(self, record: rec.WindowCommitted) -> None:
+        """It is durable; the ledger knows."""
+        del self._commits[record.fragment]
+        self._alarms.pop(f"commit of fragment {record.fragment}", None)
+        self.guard.committed(record)
+
+    def failed(self, event: ev.CommitFailed) -> None:
+        """Nothing was changed: the same is tried again soon."""
+        self._alarms[f"commit of fragment {event.fragment}"] = event.detail
+        self._retry_at[event.fragment] = self.now + RETRY_S
+
+    def too_much(self, event: ev.TooMuch) -> None:
+        """A sum that fp32 does not hold will not be held at the next attempt either: the longest delta is left out."""
+        window = self._windows[event.fragment]
+        if event.longest is None:
+            self._alarms[f"commit of fragment {event.fragment}"] = event.detail
+            return  # a window without deltas takes no step; what it publishes is finite, or no version ever was
+        del self._commits[event.fragment]
+        window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
+        window.open_again(self._ledger.inputs, self._ledger.spec.terms.quorum)
+        self.try_one(event.fragment)
+
+    def look_who_is_left_out(self) -> None:
+        """Where the guard holds the run: any event may have mended it."""
+        if not self.guard.holds:
+            return
+        self.guard.look(self._members())
+        if not self.guard.left_out():
+            self.guard.holds = False
+            self._alarms.pop(ALARM, None)
+        self.try_all()
+
+    # --- time
+
+    def deadlines(self) -> list[float]:
+        """When `pass_time` has something to do."""
+        return [*self._retry_at.values(), *self.grace.deadlines(self._windows.values(), self.now)]
+
+    def pass_time(self) -> None:
+        """Try again what failed, and close what has waited long enough."""
+        for fragment in [f for f, at in self._retry_at.items() if at <= self.now]:
+            del self._retry_at[fragment]
+            self._decisions.do(self._commits[fragment])
+        self.try_all()
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: every deadline moves (protocol C)."""
+        for window in self._windows.values():
+            window.opened_at += seconds
+            window.quorum_at = None if window.quorum_at is None else window.quorum_at + seconds
+        self.grace.clock_jumped(seconds)
