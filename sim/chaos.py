@@ -54,10 +54,11 @@ def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     if not method_named(terms.method).alone and len(scenario.nodes) >= 3 and terms.min_nodes >= 3:
         terms = dataclasses.replace(terms, merge=rng.choice((None, None, "clipped", "median", "trimmed")))
         terms = terms if terms.quorum is None else dataclasses.replace(terms, merge=None)
-    liar = rng.randrange(len(scenario.nodes)) if rng.random() < 0.4 else None
+    # Alone it would be held for good, as it should be: nobody's work would be part of the run.
+    liar = rng.randrange(len(scenario.nodes)) if rng.random() < 0.4 and len(scenario.nodes) > 1 else None
     method = method_named(terms.method)
     deceits = get_args(Deceit) if method.inner else ("flipped", "claims", "nan")
-    if terms.screen == "off" or method.alone or len(scenario.nodes) == 1:  # what is merged may end it for good
+    if terms.screen == "off" or method.alone:  # what is merged may end it for good
         deceits = tuple(deceit for deceit in deceits if deceit not in ("thousandfold", "overflow"))
     nodes = tuple(
         dataclasses.replace(node, deceit=rng.choice(deceits)) if number == liar else node

@@ -110,6 +110,8 @@ class Outcome:
     in the run, and a start was not tried."""
     nodes: dict[NodeId, tuple[NodeOutcome, ...]]
     """Every start of every node, in order."""
+    liars: frozenset[NodeId]
+    """Nodes that sent something else than they had."""
     alarms: int
     """Commits whose optimizer state came out different when a restart repeated them."""
     evaluations: tuple[rec.EvaluationTaken, ...]
@@ -148,7 +150,7 @@ class Outcome:
             for start in starts:
                 self._check_start(name, start)
         diaries = {name: [start.diary for start in starts] for name, starts in self.nodes.items()}
-        check_samples(self.records, diaries, self.terms)
+        check_samples(self.records, diaries, self.terms, liars=self.liars)
 
     @property
     def terms(self) -> Terms:

@@ -5,7 +5,7 @@ and nothing comes twice but what a start had trained on since its last stored de
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from farloop.algo.spec import NodeId, Terms
@@ -40,6 +40,8 @@ class SampleBook:
         self.trained: dict[int, Owner] = {}
         """Positions in stored deltas."""
         self.ends: list[End] = []
+        self.wound_back = False
+        """From there on samples are granted that a lost history had granted, and starts count theirs anew."""
 
     def take(self, record: rec.Record) -> None:
         """The next record of the journal."""
@@ -47,6 +49,9 @@ class SampleBook:
         left = self.ledger.started.get(record.node) if isinstance(record, rec.NodeLeft) else None
         self.ledger.apply(record)
         self.ledger.leases.check()
+        self.wound_back = self.wound_back or isinstance(record, rec.Rewound)
+        if self.wound_back:
+            return
         match record:
             case rec.LeaseGranted(node=node, incarnation=incarnation, lease=lease, since=since):
                 granted = self.positions.setdefault((node, incarnation), [])
@@ -67,8 +72,11 @@ class SampleBook:
             for position in self._within(owner, 0, stored):
                 assert self.trained.setdefault(position, owner) == owner, "two starts brought the same sample"
 
-    def check(self, diaries: Diaries, terms: Terms) -> None:
-        """Assert all that must be true at the end of a run."""
+    def check(self, diaries: Diaries, terms: Terms, liars: Collection[NodeId]) -> None:
+        """Assert all that must be true at the end of a run.
+
+        Of `liars` no delta may ever have been stored, so what they leave uncertain is not little.
+        """
         leases = self.ledger.leases
         free = [p for lease in leases.returned for p in range(lease.start, lease.start + lease.count)]
         held = [p for owner in leases.held for p in self._within(owner, leases.stored.get(owner, 0), None)]
@@ -79,9 +87,9 @@ class SampleBook:
             taken = diaries[owner].samples
             for said, did in zip(granted, taken, strict=False):
                 assert said is None or said == did, f"{owner} trains on what it was granted"
-        self._check_repeats(diaries, terms)
+        self._check_repeats(diaries, terms, liars)
 
-    def _check_repeats(self, diaries: Diaries, terms: Terms) -> None:
+    def _check_repeats(self, diaries: Diaries, terms: Terms, liars: Collection[NodeId]) -> None:
         """What came twice is what was uncertain, which is little, and counted as far as it was told of."""
         longest = max(plan.length for plan in self.ledger.rounds.values())
         patience = terms.max_stale_rounds if terms.on_late_update == "continue" else 1
@@ -90,7 +98,8 @@ class SampleBook:
         uncertain = 0
         for end in self.ends:
             used = (len(diaries[end.owner].samples) if end.used is None else end.used) - end.stored
-            assert 0 <= end.counted <= used <= most, f"{end} leaves {used} samples uncertain, of {most} at most"
+            assert 0 <= end.counted <= used, f"{end} counts more than it used"
+            assert used <= most or end.owner[0] in liars, f"{end} leaves {used} samples uncertain, of {most} at most"
             assert end.used is None or end.counted == used, f"{end} has told of all"
             uncertain += used
         times = Counter(position for diary in diaries.values() for position in diary.samples)
@@ -106,12 +115,23 @@ class SampleBook:
         return [position for position in self.positions.get(owner, [])[first:end] if position is not None]
 
 
-def check_samples(records: Sequence[rec.Record], diaries: Mapping[NodeId, Sequence[Diary]], terms: Terms) -> SampleBook:
-    """Assert it of a run's journal and of the diaries of every start of every node; the book, for more questions."""
+def check_samples(
+    records: Sequence[rec.Record],
+    diaries: Mapping[NodeId, Sequence[Diary]],
+    terms: Terms,
+    *,
+    liars: Collection[NodeId] = (),
+) -> SampleBook:
+    """Assert it of a run's journal and of the diaries of every start of every node; the book, for more questions.
+
+    Of a run that was wound back only the coordinator's own book is held to its rules, after every record.
+    """
     started = records[0]
     assert isinstance(started, rec.RunStarted)
     book = SampleBook(started)
     for record in records[1:]:
         book.take(record)
-    book.check({(name, i): diary for name, starts in diaries.items() for i, diary in enumerate(starts, 1)}, terms)
+    if not book.wound_back:
+        owners = {(name, i): diary for name, starts in diaries.items() for i, diary in enumerate(starts, 1)}
+        book.check(owners, terms, liars)
     return book

@@ -352,6 +352,7 @@ class World:
                 name: tuple(NodeOutcome.of(actor, alive=actor.process.alive) for actor in host.actors)
                 for name, host in self.hosts.items()
             },
+            liars=frozenset(setup.name for setup in self.scenario.nodes if setup.deceit is not None),
             alarms=self.disk.alarms,
             evaluations=tuple(store.ledger.evaluations),
             records=tuple(record for record, _ in self.disk.entries),
