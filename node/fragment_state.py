@@ -176,9 +176,10 @@ class FragmentState:
 
     def offer_again(self, newest: int, max_staleness: int, *, restarted: bool) -> list[Offer]:
         """What a coordinator that holds `newest` may not have got. One that was restarted may have opened the window
-        again that had closed without it, and wait for it."""
+        again that had closed without it, and wait for it; nor does it know whose delta it has refused in one that is
+        open, and would wait for that one for ever."""
         for undecided in self.sent:
-            if restarted:  # nor does it know of those that it refused at once
+            if restarted:
                 undecided.dropped = None
         wanted = [u for u in self.sent if not u.dropped and self.can_be_taken(u, max_staleness, newest)]
         return [undecided.offer for undecided in wanted if undecided.offer]
