@@ -46,6 +46,9 @@ OPPOSED: Final = -0.2
 WITNESSES: Final = 3
 """Deltas that a window must have for directions to say anything: of two that disagree nobody knows which is wrong."""
 
+TELLING: Final = 64
+"""Elements of a fragment from which the same numbers twice are no chance."""
+
 WAY_BACK: Final = 4
 """Good deltas that end a quarantine."""
 
@@ -125,7 +128,8 @@ class Screening:
         Nodes that bring their own samples may bring the same ones, and those are copies by right.
         """
         payload, node = self.payloads.get(offer.blob, 0), offer.blob.node
-        if not payload or not _norm(offer):
+        tensors = self.spec.identity.layout.fragments[offer.blob.fragment].tensors
+        if not payload or not _norm(offer) or sum(tensor.numel for tensor in tensors) < TELLING:
             return None
         merged = [(one.node, one.payload) for one in self.seen.get(offer.blob.fragment, ())]
         if (node, payload) in merged:

@@ -60,6 +60,8 @@ def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     deceits = get_args(Deceit) if method.inner else ("flipped", "claims", "nan")
     if terms.screen == "off" or method.alone:  # what is merged may end it for good
         deceits = tuple(deceit for deceit in deceits if deceit not in ("thousandfold", "overflow"))
+    if terms.eager:  # an eager node decodes what it sent itself
+        deceits = tuple(deceit for deceit in deceits if deceit != "nan")
     nodes = tuple(
         dataclasses.replace(node, deceit=rng.choice(deceits)) if number == liar else node
         for number, node in enumerate(scenario.nodes)

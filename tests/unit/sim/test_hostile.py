@@ -80,7 +80,7 @@ def test_numbers_that_were_sent_before_are_merged_once() -> None:
 
 def test_copies_are_stopped_where_samples_are_granted() -> None:
     nodes = tuple(NodeSetup(name=n, seed=i, deceit="copied" if n == LIAR else None) for i, n in enumerate("abcd"))
-    outcome = run(Scenario(terms=terms_of("streaming", steps=40, min_nodes=4), nodes=nodes, num_samples=10_000))
+    outcome = run(Scenario(terms=terms_of("diloco", steps=60, min_nodes=4), nodes=nodes, num_samples=10_000, blocks=8))
     outcome.check()
     merged = sum(LIAR in commit.contributors for commit in outcome.commits)  # its own, while it has seen no other
     assert refusals(outcome)[LIAR, Reason.COPIED] > 10 * merged
