@@ -1,8 +1,10 @@
 """The doors of the state folder: a journal segment, the fold of its records, and a snapshot."""
 
+import atexit
 import json
 import os
 import re
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -28,7 +30,9 @@ _RECORD_START = b"\x89FLR"
 def folder() -> Path:
     """In memory where that can be: millions of files are written there."""
     memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="farloop-fuzz-", dir=memory if os.access(memory, os.W_OK) else None))
+    made = tempfile.mkdtemp(prefix="farloop-fuzz-", dir=memory if os.access(memory, os.W_OK) else None)
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
 
 
 def written(name: str, data: bytes) -> Path:
