@@ -173,6 +173,7 @@ def test_the_status_has_the_fields_that_were_promised(scene: Scene) -> None:
     status = json.loads(scene.observer.status_json)
     assert status == json.loads(json.dumps(scene.status()))
     assert set(status) - set(Status.__optional_keys__) == Status.__required_keys__
+    assert status["samples"] == {"granted": 0, "trained": 0, "returned": 0, "uncertain": 0}
     assert set(status["nodes"][0]) - set(NodeStatus.__optional_keys__) == NodeStatus.__required_keys__
     assert set(status["windows"][0]) == WindowStatus.__required_keys__
 

@@ -196,7 +196,8 @@ def test_a_drained_node_finishes_what_it_has_begun() -> None:
     outcome = play("streaming", DrainNode(node=B, at=1.35), steps=24)
     (start,) = outcome.nodes[B]
     assert start.stage == "left"
-    assert any(record == rec.NodeLeft(node=B, reason=Reason.DRAINED) for record in outcome.records)
+    left = [record for record in outcome.records if isinstance(record, rec.NodeLeft) and record.node == B]
+    assert [record.reason for record in left] == [Reason.DRAINED]
     sent = {(send.fragment, send.window) for send in start.diary.sends}
     assert {(c.fragment, c.version) for c in outcome.commits if B in c.contributors} == sent
 
