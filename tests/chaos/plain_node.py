@@ -1,6 +1,7 @@
 """A node of few parameters, that can say what it is told."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,13 +21,19 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
 
 
-def train(address: str, name: str, folder: Path, told: Told, over: threading.Event) -> None:
-    """To the run's end, or until it is over. Raises what `join` and `step` raise."""
+def train(
+    address: str, name: str, folder: Path, told: Told, over: threading.Event, pace: Callable[[], float] = float
+) -> None:
+    """To the run's end, or until it is over. Raises what `join` and `step` raise.
+
+    `pace` is asked for the seconds before each step.
+    """
     with join(address, model(), name=name, state_dir=folder, timeout_s=90.0) as node:
         assert node.leader is not None and node.leader.replica is not None
         replica = node.leader.replica
         draw = torch.Generator().manual_seed(sum(name.encode()))
         while node.running and not over.is_set():
+            time.sleep(pace())
             x = torch.randn(4, 16, generator=draw)
             torch.autograd.backward(nn.functional.mse_loss(node.model(x), 2 * x))
             node.step(tokens=4)

@@ -37,8 +37,6 @@ DEFAULT = {
     ("publish-one-of-several", 2),
     ("stored-told-before", 1),
     ("restart-epoch-renamed", 1),
-    ("node-delta-encoded", 2),
-    ("node-merge-before", 1),
 }
 """Of the matrix, what every run of the tests tries."""
 
@@ -63,6 +61,8 @@ class Nodes:
     def __init__(self, run: Run, history: History, names: str) -> None:
         self._run, self._history = run, history
         self._over = threading.Event()
+        self.pace_s = 0.0
+        """Before each step."""
         self.anchors: dict[str, dict[int, str]] = {name: {} for name in names}
         """The digests that each was told last, by fragment."""
         self.failures: list[BaseException] = []
@@ -81,13 +81,16 @@ class Nodes:
             assert not thread.is_alive(), self._run.logs()
         assert not self.failures, self.failures
 
+    def _pace(self) -> float:
+        return self.pace_s
+
     def _told(self, name: str, fragment: int, version: int, digest: str) -> None:
         self._history.told(fragment, version, digest)
         self.anchors[name][fragment] = digest
 
     def _train(self, name: str) -> None:
         try:
-            train(self._run.address, name, self._run.folder / name, partial(self._told, name), self._over)
+            train(self._run.address, name, self._run.folder / name, partial(self._told, name), self._over, self._pace)
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.failures.append(error)
 
@@ -157,9 +160,14 @@ def test_a_coordinator_that_dies_at_any_step_loses_nothing(tmp_path: Path, point
 def test_a_node_that_dies_at_any_step_comes_back_under_its_name(tmp_path: Path, point: str, hit: int) -> None:
     with story(tmp_path, "a") as told:
         coordinator = told.start()
+        told.nodes.pace_s = 0.02
         told.nodes.start()
         assert told.run.until_ended(told.start_node(point, hit)) == -signal.SIGKILL, f"never\n{told.run.logs()}"
+        told.nodes.pace_s = 1.0  # the run must not end before the node is back
         again = told.start_node()
+        if point != "node-good-bye-before":
+            told.run.until("b is back", lambda status: node_of(status, "b")["state"] == "training")
+        told.nodes.pace_s = 0.0
         assert told.look_until_dead(coordinator) == 0, told.run.logs()
         assert told.run.until_ended(again) == 0
         told.nodes.until_done()
