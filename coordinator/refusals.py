@@ -12,8 +12,8 @@ _log = logging.getLogger(__name__)
 TOLD_EVERY_S = 60.0
 """The same reason of the same origin is told once in so long, with how often it came."""
 
-_REMEMBERED = 256
-"""Origins whose repetitions are held back; of more than these in a minute, only as many lines are written."""
+_ORIGINS = 16
+"""Of one reason, so many origins are told of in that time: a stranger can have a new key for every knock."""
 
 
 class Refusals:
@@ -32,7 +32,7 @@ class Refusals:
             self._told.popitem(last=False)
         if now - told_at < TOLD_EVERY_S:
             self._told[key] = (told_at, since + 1)
-        elif len(self._told) < _REMEMBERED:
+        elif sum(known is reason for known, _ in self._told) < _ORIGINS:
             self._told.pop(key, None)
             self._told[key] = (now, 0)
             again = f" again={since}" if since else ""

@@ -30,4 +30,6 @@ def test_a_crowd_of_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         for i in range(10_000):
             refusals(Reason.WRONG_KEY, f"key-{i}")
-    assert 0 < len(caplog.records) <= 256
+        refusals(Reason.TOO_OFTEN, "a")
+    assert 0 < len(caplog.records) <= 17
+    assert "TOO_OFTEN" in caplog.records[-1].getMessage(), "nor drown what is said of others"
