@@ -11,6 +11,8 @@ from farloop.wire.messages import Drop
 KINDS: dict[type[rec.Record], str] = {
     rec.RunStarted: "begin",
     rec.EpochClaimed: "epoch",
+    rec.EpochSeen: "epoch-seen",
+    rec.Rewound: "rewind",
     rec.NodeStarted: "start",
     rec.NodeLeft: "leave",
     rec.LeaseGranted: "lease",

@@ -93,7 +93,11 @@ class Happenings:
             case ev.Accept(session=session):
                 self._greeted.pop(session, None)
             case ev.Refuse(session=session, refused=refused):
-                self.told("refused", self._greeted.pop(session, ""), refused.reason, refused.detail, now)
+                node = self._greeted.pop(session, "")
+                if refused.reason is Reason.HOLDING:  # it dials again every few seconds, and the alarm says all
+                    self._note("refused", node, refused.reason.code, refused.reason.sentence, "", now)
+                else:
+                    self.told("refused", node, refused.reason, refused.detail, now)
             case ev.Tell(node=node, message=msg.Outcome(blob=blob, reason=reason, detail=detail)):
                 said = "" if detail == reason.sentence else f": {detail}"
                 self.told("delta", node, reason, f"fragment {blob.fragment}, base {blob.version}{said}", now)

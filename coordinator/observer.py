@@ -19,7 +19,6 @@ from farloop.coordinator.diary import Diary
 from farloop.coordinator.durable import replacing
 from farloop.coordinator.errors import StorageFailed
 from farloop.coordinator.happenings import Happenings
-from farloop.coordinator.history import ALARM
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
@@ -55,7 +54,6 @@ class Observer:
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
         self._evaluated_at: dict[tuple[int, ...], float] = {}
-        self._holds = False
         terms = store.ledger.spec.terms
         metrics.steps.set(terms.steps)
         metrics.h.set(store.ledger.h)
@@ -195,9 +193,6 @@ class Observer:
             self._metrics.copy_lag.set(status["copy"]["lag_s"])
         self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.history_held.set(machine.holding is not None)
-        if machine.holding is not None and not self._holds:
-            _log.error("holding why=%r", machine.alarms[ALARM])
-        self._holds = machine.holding is not None
         self._metrics.alarms.set(len(status["alarms"]))
         self.status_json = json.dumps(status).encode()
 

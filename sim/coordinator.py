@@ -61,6 +61,7 @@ class CoordinatorActor:
             now=process.now,
             liveness_s=scenario.timing.liveness_s,
             expire_s=scenario.expire_s,
+            floor_share=scenario.floor_share,
         )
         self.hold = Hold(self.machine.alarms)
         self.finished = False

@@ -162,6 +162,8 @@ class Scenario:
     limits: Limits = field(default_factory=lambda: Limits(chunk_bytes=400))
     """Chunks small enough for a blob to have several."""
     timing: Timing = field(default_factory=Timing)
+    floor_share: float | None = None
+    """The coordinator's; its own default unless given."""
     expire_s: float = EXPIRE_S
     """How long a node may be away before its samples go to others."""
     job_s: tuple[float, float] = (0.001, 0.02)
