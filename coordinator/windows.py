@@ -21,6 +21,7 @@ _OF_THE_DELTA: Final = frozenset(
         Reason.TOO_LARGE,
         Reason.IMPLAUSIBLE,
         Reason.STALE_BASE,
+        Reason.IDLE,
         Reason.OUTLIER,
         Reason.REPLAYED,
         Reason.COPIED,

@@ -58,6 +58,8 @@ class SampleBook:
                 if since is not None:
                     granted += [None] * (since - len(granted))
                     self._counts((node, incarnation), leases.uncertain_total - before, used=since)
+                else:
+                    self._never_used((node, incarnation))
                 granted += range(lease.start, lease.start + lease.count)
             case rec.NodeLeft(node=node, stored=stored) if left is not None:
                 owner = (node, left[0])
@@ -110,6 +112,13 @@ class SampleBook:
             if end.owner == owner:
                 end.counted, end.used = end.counted + more, used or end.used
                 return
+
+    def _never_used(self, owner: Owner) -> None:
+        """A start that had given its samples back is granted others without having let go of any: it had heard of
+        none, for the coordinator died between granting them and telling."""
+        for end in self.ends:
+            if end.owner == owner and end.used is None:
+                end.used = end.stored
 
     def _within(self, owner: Owner, first: int, end: int | None) -> list[int]:
         return [position for position in self.positions.get(owner, [])[first:end] if position is not None]

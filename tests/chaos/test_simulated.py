@@ -148,7 +148,7 @@ def test_a_link_in_a_squall_that_is_reset_again_and_again_brings_everything_once
 def test_a_node_may_come_and_go_a_dozen_times_under_one_name(gently: bool) -> None:
     """I, L: every start is another incarnation that begins from what it received."""
     fault = ft.ComeAndGo(node=sc.TWO_NODES[0].name, at=0.5, times=12, stays_s=0.2, gently=gently)
-    outcome = run(calm(fault, steps=72))
+    outcome = run(calm(fault, steps=720))  # a node that is told to leave while snapshots come takes seconds for it
     outcome.check()
     assert len(outcome.nodes[sc.TWO_NODES[0].name]) >= 10
 

@@ -81,7 +81,7 @@ def started_again(status: Status, name: str) -> bool:
 def seconds_without(coordinator: Daemon, name: str) -> float:
     """By the coordinator's own log: from when it saw a connection end to the next commit that leaves the node out."""
     stamps = {}
-    for what, words in [("end", f'"session over" node={name} reason=CLOSED'), ("commit", f"dropped=\\S*{name}:CLOSED")]:
+    for what, words in [("end", f"event=session node={name} reason=closed"), ("commit", f"dropped=\\S*{name}:CLOSED")]:
         found = re.search(rf"^ts=(\S+)Z .*{words}", coordinator.said, flags=re.MULTILINE)
         assert found, f"{words} is not in the log\n{coordinator.said}"
         stamps[what] = datetime.fromisoformat(found[1])
