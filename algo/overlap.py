@@ -5,6 +5,11 @@ from farloop.algo.schedule import initial_h
 from farloop.algo.spec import Terms
 
 
+def at_most(terms: Terms, slots: int) -> int:
+    """Longest overlap that the run's shortest rounds have room for."""
+    return max_tau(method_named(terms.method), min(terms.h, initial_h(terms)), slots)
+
+
 def check_own_tau(tau: int, terms: Terms, slots: int) -> None:
     """Raise ValueError, one sentence, unless a node of this run can merge `tau` inner steps after it sends.
 
@@ -18,7 +23,6 @@ def check_own_tau(tau: int, terms: Terms, slots: int) -> None:
         raise ValueError(f"{own}, but with control_variates it is {terms.tau}: leave the node's open")
     if terms.lag:
         raise ValueError(f"{own}, but with lag = {terms.lag} the overlap is a whole round: leave the node's open")
-    shortest = min(terms.h, initial_h(terms))
-    most = max_tau(method, shortest, slots)
+    shortest, most = min(terms.h, initial_h(terms)), at_most(terms, slots)
     if not 0 <= tau <= most:
         raise ValueError(f"{own}; {method.name} with rounds of {shortest} steps and slots = {slots} takes 0 to {most}")

@@ -168,12 +168,14 @@ def first_windows(terms: Terms, layout: Layout, rounds: tuple[RoundPlan, ...] = 
 def window_after(
     terms: Terms, layout: Layout, current: WindowTerms, rounds: dict[int, RoundPlan], *, stay: bool = False
 ) -> WindowTerms | None:
-    """The window that opens when `current` commits; None after the final one. `stay`: it is as this one was.
+    """The window that opens when `current` commits; None after the final one. `terms`: those of that window.
+    `stay`: it belongs to the same round.
 
     `rounds` must hold the current window's round, and the one after it where the run has one.
     """
     if stay:
-        return dataclasses.replace(current, window=current.window + 1)
+        own = {name: getattr(terms, name) for name in ("tau", "mix", "codec_up", "codec_down")}
+        return dataclasses.replace(current, window=current.window + 1, **own)
     if current.final:
         return None
     fragment = layout.fragments[current.fragment]

@@ -223,6 +223,19 @@ class RunSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """Terms that were given while the run goes on, and from where they hold (protocol Z)."""
+
+    number: int
+    """0 for those that the run began with."""
+    terms: Terms
+    windows: tuple[int, ...]
+    """First window of every fragment."""
+    round: int
+    """First round, for what belongs to rounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPlan:
     """Round r covers the schedule positions [start, start + length) (protocol A)."""
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from farloop.algo.spec import BlobKind, NodeId
 from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.revising import REVISED_SINCE, not_for_the_deaf
 from farloop.coordinator.roster import Member
 from farloop.coordinator.windows import Window
 from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused
@@ -29,6 +30,8 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
     if hello.protocol_max < oldest or hello.protocol_min > newest:
         spoken = f"{hello.protocol_min} to {hello.protocol_max}"
         return _refuse(Reason.PROTOCOL_VERSION, f"the node speaks {spoken}, the coordinator {oldest} to {newest}")
+    if hello.protocol_max < REVISED_SINCE and (not_yet := not_for_the_deaf(ledger)):
+        return Refused(reason=Reason.PROTOCOL_VERSION, detail=not_yet, retriable=True)
     if hello.fingerprint is not None and hello.fingerprint != fingerprint:
         return _refuse(Reason.WRONG_RUN, f"the node wants run {hello.fingerprint}, this is {fingerprint}")
     if hello.layout is not None and hello.layout != layout:
@@ -94,10 +97,10 @@ def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int
     begun long before; then it jumps to the run's (protocol A). That is known by the last slot's windows, which may be a
     round behind this fragment's; as many as updates may be late where they are not waited for.
     """
-    terms, plans = ledger.spec.terms, ledger.rounds.values()
-    behind = terms.max_stale_rounds if terms.on_late_update == "continue" else 1
+    kept, plans = [revision.terms for revision in ledger.revisions.kept], ledger.rounds.values()
+    behind = max(terms.max_stale_rounds for terms in kept) if kept[0].on_late_update == "continue" else 1
     begun = ledger.round_of(fragment, base) - behind
-    if terms.mix == 1.0:  # nothing is ever mixed in: the work is that since the last send, however long ago
+    if kept[0].mix == 1.0:  # nothing is ever mixed in: the work is that since the last send, however long ago
         begun = 0
     oldest = ledger.rounds[min(ledger.rounds)]
     forgotten = oldest.start if begun < oldest.index else 0
@@ -109,7 +112,8 @@ def progress_untrue(progress: Progress, ledger: Ledger) -> str | None:
     """What cannot be true in a node's report, as a sentence; None where all of it can. A loss may be anything."""
     newest = ledger.rounds[max(ledger.rounds)]
     most = newest.start + newest.length + 1  # one may be under way as the run ends
-    most += ledger.history * (ledger.spec.terms.steps + 1)  # of lost histories, which were fewer than epochs
+    longest = max(revision.terms.steps for revision in ledger.revisions.kept)
+    most += ledger.history * (longest + 1)  # of lost histories, which were fewer than epochs
     if not 0 <= progress.inner_steps <= most:
         return f"it claims {progress.inner_steps} inner steps, and the rounds that are fixed have {most - 1}"
     if untrue := _tokens_untrue(progress.tokens, progress.inner_steps, ledger):

@@ -48,6 +48,12 @@ class Buffers:
         outer = {name: torch.zeros_like(anchor) for name in names}
         return cls(version=0, anchor=anchor, target=anchor.clone(), outer=outer)
 
+    def ready_for(self, terms: Terms) -> "Buffers":
+        """With the state that these terms need: of an optimizer that got its momentum while the run goes on, zero."""
+        names = state_names(method_named(terms.method).outer, terms.outer_momentum)
+        missing = {name: torch.zeros_like(self.anchor) for name in names if name not in self.outer}
+        return replace(self, outer={**self.outer, **missing}) if missing else self
+
     def outer_digest(self) -> int | None:
         """Digest over the optimizer's state; None without one."""
         if not self.outer:
@@ -201,6 +207,7 @@ def _scaled(delta: Tensor, step: Step) -> Tensor:
 @torch.no_grad()
 def advance(buffers: Buffers, delta: Tensor, step: Step, terms: Terms) -> Buffers:
     """The outer step: new target and optimizer state; the anchor stays."""
+    buffers = buffers.ready_for(terms)
     return _advanced(buffers, delta, step, terms, _gap(buffers, step))
 
 
@@ -238,7 +245,7 @@ def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down
     Raises:
         NonFiniteError: the sum or the step left what fp32 holds.
     """
-    codec = codec_named(codec_down)
+    codec, buffers = codec_named(codec_down), buffers.ready_for(terms)
     # The kernels know Nesterov and, without momentum, SGD: the last step of every run whose nodes have an optimizer.
     known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")
     known = known and not restarts(step.outer, step.version)

@@ -4,12 +4,13 @@ Pure, like the machine whose part it is. A decision stands: once a window is clo
 durable, or until it turns out that no arithmetic can hold it.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Final
 
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
-from farloop.algo.spec import NodeId, RoundPlan
+from farloop.algo.spec import NodeId, RoundPlan, Terms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.decisions import Decisions
@@ -44,7 +45,7 @@ class Closing:
         own; `stands_still`: whether no window may close now."""
         self._ledger, self._decisions, self._windows, self._alarms = ledger, decisions, windows, alarms
         self._members, self._speeds, self._stands_still = members, speeds, stands_still
-        self.grace = Grace(ledger.spec.terms)
+        self.grace = Grace(ledger.spec.terms, lambda window: self._terms_of(window).quorum)
         self.guard = Guard(ledger, floor_share)
         self.now = now
         """The machine's; whoever changes it calls what follows from it."""
@@ -63,27 +64,34 @@ class Closing:
         """Close the fragment's window, if it can be."""
         if self._stands_still():
             return
-        window, spec = self._windows[fragment], self._ledger.spec
-        quorum = None if window.max_staleness and window.terms.final else spec.terms.quorum
+        window = self._windows[fragment]
+        terms = self._terms_of(window)
+        quorum = None if window.max_staleness and window.terms.final else terms.quorum
         patient = self.grace.lasts(window, self.now)
-        why = window.why_close(quorum, spec.terms.floor, patient=patient)
+        why = window.why_close(quorum, terms.floor, patient=patient)
         if why is not None and self._screened(window):
-            why = window.why_close(quorum, spec.terms.floor, patient=patient)
+            why = window.why_close(quorum, terms.floor, patient=patient)
         short = f"floor of fragment {fragment}"
         self._alarms.pop(short, None)
         if why is None:
-            if lacking := window.short_of(spec.terms.floor):
+            if lacking := window.short_of(terms.floor):
                 self._alarms[short] = lacking
             return
         if self._held(window):
             return
-        if len(window.contributors) < spec.terms.floor:
+        if len(window.contributors) < terms.floor:
             window.make_void(why)
         self.fix_rounds()
         window.state = "closing"
-        draft = window.draft(spec, self._ledger.rounds, why, self._ledger.served(fragment))
+        spec = dataclasses.replace(self._ledger.spec, terms=terms)
+        following = self._ledger.terms_of(fragment, window.terms.window + 1, window.terms.round + 1)
+        draft = window.draft(spec, self._ledger.rounds, why, self._ledger.served(fragment), following)
         commit = self._commits[fragment] = ev.Commit(draft=draft, codec_down=window.terms.codec_down)
         self._decisions.do(commit)
+
+    def _terms_of(self, window: Window) -> Terms:
+        """The run's terms for it (protocol Z)."""
+        return self._ledger.terms_of(window.terms.fragment, window.terms.window, window.terms.round)
 
     def fix_rounds(self) -> None:
         """Fix what the open windows need: the round after the newest of theirs (protocol B).
@@ -138,7 +146,7 @@ class Closing:
             return  # a window without deltas takes no step; what it publishes is finite, or no version ever was
         del self._commits[event.fragment]
         window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
-        window.open_again(self._ledger.inputs, self._ledger.spec.terms.quorum)
+        window.open_again(self._ledger.inputs, self._terms_of(window).quorum)
         self.try_one(event.fragment)
 
     def look_who_is_left_out(self) -> None:

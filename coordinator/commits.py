@@ -42,6 +42,8 @@ class Codecs:
     """Of the deltas, in the order of the sum: each as the window says that it names."""
     down: str
     """Of the update."""
+    terms: Terms
+    """Of the window itself."""
 
 
 def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:
@@ -49,7 +51,7 @@ def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:
     terms = ledger.windows[record.fragment]
     assert terms.window == record.version
     up = tuple(ledger.codec_of_deltas(record.fragment, window) for _, window in _named(ledger, record))
-    return Codecs(up=up, down=terms.codec_down)
+    return Codecs(up=up, down=terms.codec_down, terms=ledger.terms_of(record.fragment, record.version, record.round))
 
 
 def _named(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId] | None = None) -> list[tuple[int, int]]:
@@ -64,14 +66,14 @@ def spools_inputs(terms: Terms) -> bool:
     return method_named(terms.method).inner
 
 
-def step_of(ledger: Ledger, record: WindowCommitted) -> Step:
-    """What the arithmetic of this commit needs to know."""
+def step_of(ledger: Ledger, record: WindowCommitted, terms: Terms) -> Step:
+    """What the arithmetic of this commit needs to know; `terms` are those of its window."""
     return Step(
         fragment=ledger.spec.identity.layout.fragments[record.fragment],
         version=record.version,
         round=ledger.rounds[record.round],
         outer=replace(
-            PLAIN_AVERAGE if record.flush else usual(ledger.spec.terms),
+            PLAIN_AVERAGE if record.flush else usual(terms),
             lr=record.outer_lr,
             momentum=record.outer_momentum,
             delta_scale=record.delta_scale,
@@ -81,9 +83,8 @@ def step_of(ledger: Ledger, record: WindowCommitted) -> Step:
     )
 
 
-def _rule(ledger: Ledger, record: WindowCommitted) -> str:
-    """How the deltas of this commit are made one."""
-    terms = ledger.spec.terms
+def _rule(record: WindowCommitted, terms: Terms) -> str:
+    """How the deltas of this commit are made one, by its window's terms."""
     if terms.merge is not None:
         steps = sum(addend.weight > 0.0 for addend in record.blobs)
         return terms.merge if steps >= ROBUST_RULES[terms.merge].least else "mean"
@@ -91,11 +92,11 @@ def _rule(ledger: Ledger, record: WindowCommitted) -> str:
     return "mean" if record.flush else method_named(terms.method).merge
 
 
-def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs_up: Sequence[str]) -> Tensor:
-    rule = _rule(ledger, record)
+def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted, codecs: Codecs) -> Tensor:
+    rule = _rule(record, codecs.terms)
     if rule in ROBUST_RULES and ROBUST_RULES[rule].weighted:
         rule = "mean"  # the weights are another's to find, or are in the record
-    return aggregator.merge(inputs, step, codecs_up, _named(ledger, record), rule)
+    return aggregator.merge(inputs, step, codecs.up, _named(ledger, record), rule)
 
 
 def apart(record: WindowCommitted) -> list[BlobId]:
@@ -104,10 +105,10 @@ def apart(record: WindowCommitted) -> list[BlobId]:
 
 
 def _measured(
-    ledger: Ledger, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray]
+    ledger: Ledger, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray], terms: Terms
 ) -> tuple[tuple[float, ...] | None, tuple[float | None, ...]]:
     """What a robust rule weighs the deltas with, and where they point: both follow from all pairs of them."""
-    rule, full = _rule(ledger, draft), ledger.spec.terms.screen == "full" and spools_inputs(ledger.spec.terms)
+    rule, full = _rule(draft, terms), terms.screen == "full" and spools_inputs(terms)
     weighted = rule in ROBUST_RULES and ROBUST_RULES[rule].weighted
     if not weighted and not full:
         return None, ()
@@ -144,18 +145,20 @@ def compute(
     Raises:
         NonFiniteError: finite deltas added up to more than fp32 holds.
     """
-    step, terms, codecs = step_of(ledger, draft), ledger.spec.terms, codecs_of(ledger, draft)
+    codecs = codecs_of(ledger, draft)
+    step = step_of(ledger, draft, codecs.terms)
     if not draft.blobs:  # what the updates before left out of the anchor, and no outer step
         update = aggregator.publish(buffers, step, codecs.down, zeros(1))
         return replace(update, codec_up=ledger.windows[draft.fragment].codec_up)
-    weights, directions = _measured(ledger, draft, inputs, others)
+    weights, directions = _measured(ledger, draft, inputs, others, codecs.terms)
     if weights is not None:
         inputs = [(data, weight) for (data, _), weight in zip(inputs, weights, strict=True)]
-    delta = _merged(ledger, inputs, step, draft, codecs.up)
-    result = aggregator.commit(buffers, delta, step, terms, codecs.down)
+    delta = _merged(ledger, inputs, step, draft, codecs)
+    result = aggregator.commit(buffers, delta, step, codecs.terms, codecs.down)
     result = replace(result, weights=weights, cosines=directions)
-    # By the run's terms: they say how the codec is chosen, those of a window what was chosen.
-    codec_up = bits.next_codec(terms.codec_up, delta, step.fragment)
+    # By the run's terms for the next window: they say how the codec is chosen, those of a window what was chosen.
+    following = ledger.terms_of(draft.fragment, draft.version + 1)
+    codec_up = bits.next_codec(following.codec_up, delta, step.fragment)
     return replace(result, codec_up=codec_up)
 
 
@@ -214,7 +217,7 @@ def repeat(
     Raises:
         WrongAnchor: the anchor did not.
     """
-    step, terms = step_of(ledger, record), ledger.spec.terms
+    step = step_of(ledger, record, codecs.terms)
     anchor = buffers.anchor.clone()
     aggregator.apply_update_(anchor, update, step, codecs.down)
     if digest(anchor) != record.anchor_digest:
@@ -224,8 +227,8 @@ def repeat(
     elif inputs is None:
         stepped = replace(buffers, target=anchor.clone())
     else:
-        delta = _merged(ledger, inputs, step, record, codecs.up)
-        stepped = aggregator.advance(buffers, delta, step, terms)
+        delta = _merged(ledger, inputs, step, record, codecs)
+        stepped = aggregator.advance(buffers, delta, step, codecs.terms)
     again = replace(stepped, version=record.version, anchor=anchor)
     return again, (digest(again.target), again.outer_digest()) == (record.target_digest, record.momentum_digest)
 
@@ -252,10 +255,10 @@ def parts(
 
     To be asked as `codecs_of` is.
     """
-    step, named = step_of(ledger, record), _named(ledger, record)
+    step, named = step_of(ledger, record, codecs.terms), _named(ledger, record)
     alone = [
         aggregator.merge([(data, 1.0)], step, [codec], [name])
         for data, codec, name in zip(inputs, codecs.up, named, strict=True)
     ]
     weighted = [(data, addend.weight) for data, addend in zip(inputs, record.blobs, strict=True)]
-    return alone, _merged(ledger, weighted, step, record, codecs.up)
+    return alone, _merged(ledger, weighted, step, record, codecs)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-from farloop.algo.spec import Terms
 from farloop.coordinator.commits import spools_inputs
+from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.screening import measured
 from farloop.quant.blob import Bytes, Expected, parse_blob
 from farloop.quant.norm import payload_norm_sq
@@ -22,16 +22,20 @@ class Verified:
     """xxh3-64 of its encoded numbers; 0 where it was not taken."""
 
 
-def verify(data: Bytes, offer: Offer, expect: Expected, terms: Terms) -> Verified:
-    """Read every number of a delta once, and measure it where the run screens its deltas.
+def is_measured(offer: Offer, ledger: Ledger) -> bool:
+    """Whether the delta may be held against others. Gradients never are: they are not spooled, so that a restart could
+    not judge as was judged before."""
+    return spools_inputs(ledger.spec.terms) and ledger.screening.measures(offer.blob.fragment, offer.window)
 
-    Gradients are not screened: they are not spooled, so that a restart could not judge as was judged before.
+
+def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verified:
+    """Read every number of a delta once, and measure it where it may be held against others.
 
     Raises:
         BadBlob: it is not what was asked for; a number in it is not finite.
     """
     header, payload = parse_blob(data, expect)
-    if terms.screen == "off" or not spools_inputs(terms):
+    if not measures:
         return Verified(offer=offer)
     norm_sq = payload_norm_sq(header.codec, payload, expect.fragment, seed=header.seed)
     return Verified(offer=measured(offer, norm_sq), payload=xxhash.xxh3_64_intdigest(payload.numpy().data))

@@ -77,7 +77,8 @@ class Diary:
     def _line(
         self, record: rec.WindowCommitted, window: Window, machine: CoordinatorMachine, t: float, now: float
     ) -> DecisionEvent:
-        ledger, terms, opened = machine.ledger, machine.ledger.spec.terms, window.opened_at
+        ledger, opened = machine.ledger, window.opened_at
+        terms = ledger.terms_of(record.fragment, record.version, record.round)
         closed = self._closed.pop(record.fragment, now)
         quorum = None if window.max_staleness and window.terms.final else terms.quorum
         line: DecisionEvent = {
@@ -145,4 +146,4 @@ def _given(machine: CoordinatorMachine, window: Window) -> float | None:
 
 def _length(ledger: Ledger, round_index: int) -> int:
     plan = ledger.rounds.get(round_index)
-    return plan.length if plan else ledger.spec.terms.h
+    return plan.length if plan else ledger.terms_in(round_index).h

@@ -6,7 +6,7 @@ Commands run in order, on the loop. `Receive` is answered by `InputStored` or `I
 
 from dataclasses import dataclass
 
-from farloop.algo.spec import BlobId, NodeId
+from farloop.algo.spec import BlobId, NodeId, Revision
 from farloop.coordinator.records import Record as JournalRecord
 from farloop.coordinator.records import WindowCommitted
 from farloop.wire.messages import Committed, Hello, Message, Offer, Refused, Welcome
@@ -99,7 +99,15 @@ class TooMuch:
         )
 
 
-Event = Greeted | Heard | Parted | InputStored | InputFailed | CommitDone | CommitFailed | TooMuch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermsGiven:
+    """Who may has set other terms; the revision is that of `CoordinatorMachine.revision_for`, of this very moment."""
+
+    revision: Revision
+
+
+Event = Greeted | Heard | Parted | InputStored | InputFailed | CommitDone | CommitFailed | TooMuch | TermsGiven
+
 
 # --- commands
 

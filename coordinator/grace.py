@@ -5,7 +5,7 @@ they name, whether it was still open or not (arXiv 2604.21428 has a grace window
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Final
 
@@ -27,9 +27,10 @@ _HEADROOM: Final = 2.0
 class Grace:
     """What was seen of arrivals, and what follows for open windows. Forgotten at a restart."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: Terms, quorum_of: Callable[[Window], int | None] | None = None) -> None:
+        """`quorum_of`: a window's own quorum; that of `terms` unless given."""
         self._enabled = method_named(terms.method).grace
-        self._quorum = terms.quorum
+        self._quorum_of = quorum_of or (lambda window: terms.quorum)
         self._quorum_at: dict[tuple[int, int], float] = {}
         """Of recent windows, by fragment and number."""
         self._lateness_s: deque[float] = deque(maxlen=_MEMORY)
@@ -41,7 +42,8 @@ class Grace:
 
     def look_at(self, window: Window, now: float) -> None:
         """Remember when an open window has its quorum."""
-        if self._quorum is None or window.quorum_at is not None or window.toward_quorum < self._quorum:
+        quorum = self._quorum_of(window)
+        if quorum is None or window.quorum_at is not None or window.toward_quorum < quorum:
             return
         window.quorum_at = now
         self._to_quorum_s.append(now - window.opened_at)

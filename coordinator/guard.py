@@ -31,11 +31,9 @@ class Guard:
 
     def __init__(self, ledger: Ledger, floor_share: float | None = None) -> None:
         """`floor_share` 0 holds nothing; None is `FLOOR_SHARE` where windows wait for all, and 0 where they do not."""
-        if floor_share is None:
-            floor_share = FLOOR_SHARE if ledger.spec.terms.quorum is None else 0.0
         self.holds = False
         """Whether commits are held now."""
-        self._floor_share = floor_share
+        self._given_share = floor_share
         self._ledger = ledger
         self._merged: dict[NodeId, int] = {}
         """The last round that each node was part of."""
@@ -43,6 +41,13 @@ class Guard:
         for (fragment, version), commit in ledger.commits.items():
             for share in commit.merged:
                 self._saw(share.node, ledger.round_of(fragment, version))
+
+    @property
+    def _floor_share(self) -> float:
+        """By the newest terms, whether a window has them yet or not: who sets a quorum says that some may be left."""
+        if self._given_share is not None:
+            return self._given_share
+        return FLOOR_SHARE if self._ledger.spec.terms.quorum is None else 0.0
 
     def committed(self, record: WindowCommitted) -> None:
         """A commit is durable."""

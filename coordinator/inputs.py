@@ -11,7 +11,7 @@ from farloop.algo.spec import BlobId, NodeId
 from farloop.coordinator import commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
-from farloop.coordinator.delta import Verified, verify
+from farloop.coordinator.delta import Verified, is_measured, verify
 from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.store import Store
 from farloop.coordinator.upkeep import Upkeep
@@ -60,7 +60,8 @@ class Inputs:
         codec_up = ledger.codec_of_deltas(fragment.index, offer.window)
         try:
             expect = expected_delta(offer, fragment, codec_up, ledger.epoch)
-            found: Verified = await self._in_compute(verify, data, offer, expect, ledger.spec.terms)
+            measures = is_measured(offer, ledger)
+            found: Verified = await self._in_compute(verify, data, offer, expect, measures)
         except BadBlob as error:
             return self._rejected(offer, Reason.CORRUPT, str(error))
         if commits.spools_inputs(ledger.spec.terms):

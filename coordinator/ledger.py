@@ -5,10 +5,11 @@ known after it. Sessions, expectations and deadlines are not durable: they live 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from farloop.algo import schedule
-from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.revisions import Revisions
+from farloop.algo.spec import BlobId, NodeId, Revision, RoundPlan, RunSpec, Terms, WindowTerms
 from farloop.coordinator import records as rec
 from farloop.coordinator.leases import Leases
 from farloop.coordinator.screening import Screening
@@ -31,6 +32,7 @@ class Ledger:
     """What the journal says so far."""
 
     spec: RunSpec
+    """With the terms of the newest revision; what a window or a round runs under, say `terms_of` and `terms_in`."""
     epoch: int = 0
     history: int = 0
     """Epoch in which the run was last wound back; 0 where it never was (protocol S)."""
@@ -50,11 +52,13 @@ class Ledger:
     evaluations: list[rec.EvaluationTaken] = field(default_factory=list)
     finished: bool = False
     screening: Screening = field(init=False)
+    revisions: Revisions = field(init=False)
     _served: dict[int, set[NodeId]] = field(default_factory=dict, compare=False)
     """By fragment; not a record of its own: a restart knows of the commits that are remembered."""
 
     def __post_init__(self) -> None:
         self.screening = Screening(self.spec)
+        self.revisions = Revisions.of(self.spec)
 
     @classmethod
     def begin(cls, started: rec.RunStarted) -> "Ledger":
@@ -71,6 +75,8 @@ class Ledger:
         """What `saved` was made of."""
         ledger = cls(spec=saved.spec, epoch=saved.epoch, versions=list(saved.versions), finished=saved.finished)
         ledger.history, ledger.epoch_seen = saved.history, saved.epoch_seen
+        ledger.revisions = Revisions.of(saved.spec, saved.revisions)
+        ledger.screening.revise(ledger.spec, ledger.revisions)
         ledger.windows = {terms.fragment: terms for terms in saved.windows}
         ledger.rounds = {plan.index: plan for plan in saved.rounds}
         ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
@@ -134,6 +140,7 @@ class Ledger:
             standings=tuple(self.screening.standings.values()),
             history=self.history,
             epoch_seen=self.epoch_seen,
+            revisions=self.revisions_told(),
         )
 
     def copy(self) -> "Ledger":
@@ -178,6 +185,8 @@ class Ledger:
                 self.evaluations.append(record)
                 if len(self.evaluations) > EVALUATIONS_KEPT:  # the older, the fewer: a curve needs no more
                     del self.evaluations[1 : EVALUATIONS_KEPT // 2 : 2]
+            case rec.TermsChanged(revision=revision):
+                self._revise(revision)
             case rec.RunFinished():
                 self.finished = True
             case rec.RunStarted() | rec.LedgerSaved() | rec.SnapshotTaken():
@@ -230,11 +239,30 @@ class Ledger:
         }
         self.screening.settle(self.inputs)
 
+    def _revise(self, revision: Revision) -> None:
+        self.spec = replace(self.spec, terms=revision.terms, revision=revision.number)
+        # Who comes back may need the windows that are remembered, and be a round behind.
+        versions = [max(0, version - HISTORY_VERSIONS) for version in self.versions]
+        self.revisions = self.revisions.and_then(revision).needed(versions, self.current_round - 1)
+        self.screening.revise(self.spec, self.revisions)
+
+    def revisions_told(self) -> tuple[Revision, ...]:
+        """Those of the terms that somebody may still need; none where they never changed."""
+        return self.revisions.kept if len(self.revisions.kept) > 1 else ()
+
+    def terms_of(self, fragment: int, window: int, round_index: int | None = None) -> Terms:
+        """What this window runs under (protocol Z)."""
+        return self.revisions.of_window(fragment, window, round_index)
+
+    def terms_in(self, round_index: int) -> Terms:
+        """What belongs to this round."""
+        return self.revisions.of_round(round_index)
+
     def next_round_to_fix(self) -> RoundPlan | None:
         """The round that the first commit of a window of round r fixes: r + 2 (protocol B); None when it is fixed."""
         newest = self.rounds[max(self.rounds)]
         reached = max((self.windows[f].round for f in self.windows), default=newest.index)
-        return schedule.round_after(self.spec.terms, newest) if newest.index < reached + 1 else None
+        return schedule.round_after(self.terms_in(newest.index + 1), newest) if newest.index < reached + 1 else None
 
     def served(self, fragment: int) -> set[NodeId]:
         """Nodes that are part of earlier commits of the open window's round."""
@@ -262,7 +290,7 @@ class Ledger:
     @property
     def h(self) -> int:
         """Inner steps of the current round; the run's, where all rounds but a short last one have as many."""
-        terms = self.spec.terms
+        terms = self.terms_in(self.current_round)
         return terms.h if terms.h_rule == "constant" else self.rounds[self.current_round].length
 
     def rounds_ahead(self) -> tuple[RoundPlan, ...]:
@@ -299,12 +327,12 @@ class Ledger:
 
     def codec_of_deltas(self, fragment: int, window: int) -> str:
         """How the deltas for a window are encoded, late ones included: as its own terms say, which came with the commit
-        before it. Of windows that nobody remembers, as the run's do."""
+        before it. Of windows that nobody remembers, as the terms of that time do."""
         terms = self.windows.get(fragment)
         if terms is None or terms.window != window:
             before = self.commits.get((fragment, window - 1))
             terms = before.next_window if before else None
-        return terms.codec_up if terms else self.spec.terms.codec_up
+        return (terms or self.terms_of(fragment, window)).codec_up
 
     def holds_one_of(self, node: NodeId, fragment: int) -> bool:
         """Whether a delta of this node is stored and has no outcome yet."""
@@ -317,7 +345,8 @@ class Ledger:
 
     def outcome_reason(self, blob: BlobId, window: int) -> Reason | None:
         """Why a delta for `window` cannot be taken any more; None while its window is open and its base fits."""
-        version, staleness, lag = self.versions[blob.fragment], self.spec.terms.max_staleness, self.spec.terms.lag
+        version, lag = self.versions[blob.fragment], self.spec.terms.lag
+        staleness = self.terms_of(blob.fragment, version + 1).max_staleness  # of the window that is open
         if window + staleness <= version:
             return Reason.LATE
         if window > version + 1 or blob.fragment not in self.windows:

@@ -6,11 +6,12 @@ takes part is decided in `membership.py`.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import assert_never
 
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
-from farloop.algo.spec import NodeId, WindowTerms
+from farloop.algo.spec import NodeId, Revision, Terms, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.admission import delta_refusal, progress_untrue
@@ -22,6 +23,7 @@ from farloop.coordinator.guard import Guard
 from farloop.coordinator.history import Doubts
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.membership import Membership
+from farloop.coordinator.revising import revision_of
 from farloop.coordinator.roster import EXPIRE_S, Member
 from farloop.coordinator.windows import Window
 from farloop.wire import messages as msg
@@ -144,6 +146,13 @@ class CoordinatorMachine:
         trains = member is not None and member.stage == "training"
         return trains and self._evaluations.asked(node, message.versions) is not None
 
+    def revision_for(self, given: Mapping[str, str]) -> Revision:
+        """What the run would have from its next windows and round on. Raises ValueError, one sentence, if it cannot."""
+        if self.holding is not None:
+            raise ValueError(f"the run is held, and its state may be an old copy: {self.holding}")
+        closing = {fragment for fragment, window in self.windows.items() if window.state == "closing"}
+        return revision_of(self.ledger, closing, self._membership.deaf, given)
+
     # --- events
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
@@ -174,6 +183,9 @@ class CoordinatorMachine:
                 self._closing.failed(event)
             case ev.TooMuch():
                 self._closing.too_much(event)
+            case ev.TermsGiven(revision=revision):
+                self._decisions.record(rec.TermsChanged(revision=revision))
+                self._membership.tell_revision(revision)
             case _:
                 assert_never(event)
         self._closing.look_who_is_left_out()
@@ -275,16 +287,20 @@ class CoordinatorMachine:
 
     # --- windows
 
+    def _terms_of(self, window: WindowTerms) -> Terms:
+        """The run's terms for it."""
+        return self.ledger.terms_of(window.fragment, window.window, window.round)
+
     def _open(self, terms: WindowTerms) -> None:
         """Open a window, with the deltas that came too late for the windows before, where the method takes them."""
         window = self.windows[terms.fragment] = Window(
             terms=terms,
-            max_staleness=self.ledger.spec.terms.max_staleness,
+            max_staleness=self._terms_of(terms).max_staleness,
             alone=method_named(self.ledger.spec.terms.method).alone,
             opened_at=self._now,
             expected=self._membership.expected(terms),
         )
-        window.begin_with(self.ledger.inputs, self.ledger.spec.terms.quorum)
+        window.begin_with(self.ledger.inputs, self._terms_of(terms).quorum)
         self.grace.look_at(window, self._now)
 
     def _offered(self, member: Member, offer: msg.Offer) -> None:
@@ -388,6 +404,7 @@ class CoordinatorMachine:
         """The lowest live node id, where the commit is one to evaluate at (protocol J): a round's last."""
         following = self.ledger.windows.get(terms.fragment)
         stays = following is not None and following.round == terms.round
-        if stays or not schedule.is_evaluated(self.ledger.spec, terms):
+        spec = dataclasses.replace(self.ledger.spec, terms=self._terms_of(terms))
+        if stays or not schedule.is_evaluated(spec, terms):
             return None
         return self._membership.evaluator()

@@ -14,13 +14,14 @@ Pure. What is decided goes into the machine's `Decisions`; who is expected, remo
 from collections.abc import Callable, Iterable, Mapping
 
 from farloop.algo import schedule
-from farloop.algo.spec import Lease, NodeId, RoundPlan, WindowTerms
+from farloop.algo.spec import Lease, NodeId, Revision, RoundPlan, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.admission import refusal
 from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.history import Doubts, as_newcomer
 from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.revising import REVISED_SINCE
 from farloop.coordinator.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, Member
 from farloop.coordinator.windows import Window
 from farloop.wire import messages as msg
@@ -151,7 +152,7 @@ class Membership:
         ledger = self._ledger
         held = tuple(ledger.leases.unused(member.name, member.incarnation))
         return msg.Welcome(
-            protocol=msg.PROTOCOL_VERSIONS[1],
+            protocol=member.protocol,
             epoch=ledger.epoch,
             spec=ledger.spec,
             lane_token=b"",  # the shell's to draw: it is a secret, and this machine has no randomness
@@ -160,7 +161,19 @@ class Membership:
             rounds=ledger.rounds_ahead(),
             leases=held if ledger.spec.identity.num_samples else None,
             history=ledger.history,
+            revisions=ledger.revisions_told(),
         )
+
+    @property
+    def deaf(self) -> list[NodeId]:
+        """Nodes that take part, or may yet be back, and cannot be told of other terms."""
+        return [m.name for m in self.members.values() if m.stage != "left" and m.protocol < REVISED_SINCE]
+
+    def tell_revision(self, revision: Revision) -> None:
+        """The run has other terms from windows on that lie ahead. Who is not here hears of it with its Welcome."""
+        for member in self.connected:
+            if member.protocol >= REVISED_SINCE:
+                self._decisions.tell(member.name, msg.Revised(revision=revision))
 
     def _welcome_back(self, member: Member) -> None:
         """Windows that went on without a node take it in again while they are open."""

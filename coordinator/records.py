@@ -9,7 +9,7 @@ a decision that was skipped is a decision that was lost.
 from dataclasses import dataclass, field
 from typing import Any
 
-from farloop.algo.spec import LATER, BlobId, Contribution, Lease, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.spec import LATER, BlobId, Contribution, Lease, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.messages import Committed, Drop, Offer, Share, pack, unpack, validate
 from farloop.wire.reasons import Reason
@@ -219,6 +219,13 @@ class EvaluationTaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TermsChanged:
+    """The run has other terms, from these windows and this round on (protocol Z)."""
+
+    revision: Revision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished:
     """Every fragment is final."""
 
@@ -297,6 +304,8 @@ class LedgerSaved:
     """Epoch of the last `Rewound`; 0 for none."""
     epoch_seen: int = field(default=0, metadata=LATER)
     """Highest of all `EpochSeen`."""
+    revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
+    """Those of the terms that are still needed, the last that of `spec`; none where they never changed."""
 
 
 Record = (
@@ -315,6 +324,7 @@ Record = (
     | LedgerSaved
     | EpochSeen
     | Rewound
+    | TermsChanged
 )
 
 KINDS: dict[type[Record], int] = {
@@ -333,6 +343,7 @@ KINDS: dict[type[Record], int] = {
     LedgerSaved: 13,
     EpochSeen: 14,
     Rewound: 15,
+    TermsChanged: 20,
 }
 """Numbers on disk: never reused, never 0."""
 

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Final, Literal
 
 from farloop.algo.spec import NodeId
-from farloop.wire.messages import AnchorRef, Hello, NodeState, Progress
+from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Hello, NodeState, Progress
 from farloop.wire.reasons import Reason
 
 CLOSED_GRACE_S = 1.0
@@ -53,6 +53,8 @@ class Member:
     reason: Reason = Reason.NONE
     """Why it is absent, or left."""
     device: str = ""
+    protocol: int = PROTOCOL_VERSIONS[1]
+    """Version that is spoken with it; until it comes after a restart, the newest is assumed."""
     progress: Progress | None = None
     anchors: tuple[AnchorRef, ...] = ()
     """What it held when it left."""
@@ -96,6 +98,7 @@ class Member:
         """A session of this incarnation opened."""
         self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
         self.expires_at = None
+        self.protocol = min(hello.protocol_max, PROTOCOL_VERSIONS[1])
         self.device, self.heard_at, self.progress_at = hello.device, now, now
         if hello.round is not None:
             self.stage = "training"

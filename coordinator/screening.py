@@ -17,7 +17,8 @@ from statistics import median, median_low
 from typing import Final
 
 from farloop.algo import schedule
-from farloop.algo.spec import BlobId, Contribution, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.revisions import Revisions
+from farloop.algo.spec import BlobId, Contribution, NodeId, RoundPlan, RunSpec, Terms, WindowTerms
 from farloop.coordinator import records as rec
 from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason
@@ -82,11 +83,19 @@ class Screening:
     standings: dict[NodeId, rec.Standing] = field(default_factory=dict)
     payloads: dict[BlobId, int] = field(default_factory=dict)
     """Of the deltas that have no outcome yet."""
+    revisions: Revisions = field(init=False)
+    """What windows run under."""
 
-    @property
-    def on(self) -> bool:
-        """Whether anything is looked for."""
-        return self.spec.terms.screen != "off"
+    def __post_init__(self) -> None:
+        self.revisions = Revisions.of(self.spec)
+
+    def revise(self, spec: RunSpec, revisions: Revisions) -> None:
+        """The run has other terms, from windows on that lie ahead."""
+        self.spec, self.revisions = spec, revisions
+
+    def measures(self, fragment: int, window: int) -> bool:
+        """Whether a delta that names this window may be held against others: there, or in a later one that takes it."""
+        return any(terms.screen != "off" for terms in self.revisions.from_window(fragment, window))
 
     def in_quarantine(self, nodes: Collection[NodeId]) -> dict[NodeId, str]:
         """Whose deltas are not merged, and why.
@@ -108,13 +117,14 @@ class Screening:
         nodes: Collection[NodeId],
     ) -> list[rec.Refusal]:
         """What a window that would close with these deltas, in the order they came, must not merge."""
-        if not self.on:
+        ours = self.revisions.of_window(terms.fragment, terms.window, terms.round)
+        if ours.screen == "off":
             return []
-        rate, apart = rate_of(self.spec, rounds[terms.round]), self.in_quarantine(nodes)
+        rate, apart = rate_of(ours, rounds[terms.round]), self.in_quarantine(nodes)
         peers = [offer for offer in offers if offer.blob.node not in apart]
         refusals = []
         for number, offer in enumerate(offers):
-            found = self._known_numbers(offer, offers[:number]) or self._too_long(offer, peers, rate)
+            found = self._known_numbers(offer, offers[:number]) or self._too_long(offer, peers, rate, ours.norm_band)
             if found is None and offer.blob.node in apart:
                 why = f"{Reason.QUARANTINED.sentence} ({apart[offer.blob.node]})"
                 found = rec.Refusal(blob=offer.blob, reason=Reason.QUARANTINED, detail=why, strikes=False)
@@ -140,7 +150,7 @@ class Screening:
             return None
         return _refusal(offer, Reason.COPIED, f"{whose} has sent the same numbers before")
 
-    def _too_long(self, offer: Offer, offers: Sequence[Offer], rate: float) -> rec.Refusal | None:
+    def _too_long(self, offer: Offer, offers: Sequence[Offer], rate: float, band: float) -> rec.Refusal | None:
         """Against the usual length of late, and against the other deltas of its window, whichever allows more.
 
         So what changes for all of them, a re-warm or longer rounds, is no reason to refuse any. With too few to say
@@ -154,10 +164,10 @@ class Screening:
         peers = [length.as_long_as(work) for length in theirs if length is not None]
         known = len(usual) >= ENOUGH
         if known:
-            allowed, band = max([median(usual), *([median_low(peers)] if peers else [])]), self.spec.terms.norm_band
+            allowed = max([median(usual), *([median_low(peers)] if peers else [])])
         elif others := usual + peers:
             few = len(others) < WITNESSES
-            allowed, band = max(others) if few else median(others), FIRST * self.spec.terms.norm_band
+            allowed, band = max(others) if few else median(others), FIRST * band
         else:
             return None
         if work.norm <= band * allowed:
@@ -198,8 +208,12 @@ class Screening:
         self, record: rec.WindowCommitted, inputs: Mapping[BlobId, Offer], rounds: Mapping[int, RoundPlan]
     ) -> None:
         """A window has closed. `inputs` still holds its deltas, but where these are not spooled."""
-        if self.on:
-            self._remember(record, inputs, rounds)
+        terms = self.revisions.of_window(record.fragment, record.version, record.round)
+        if terms.screen == "off":  # whoever looks again will not hold new deltas against such old ones
+            self.seen.pop(record.fragment, None)
+            self.standings.clear()
+        else:
+            self._remember(record, inputs, rate_of(terms, rounds[record.round]))
             for node, struck, cosine, why in self._outcomes(record):
                 self.standings[node] = _after(self.standings.get(node, rec.Standing(node=node)), struck, cosine, why)
         # Without a mark on them nothing is known of most nodes, and nothing need be kept.
@@ -209,14 +223,11 @@ class Screening:
         """These alone are undecided now."""
         self.payloads = {blob: payload for blob, payload in self.payloads.items() if blob in inputs}
 
-    def _remember(
-        self, record: rec.WindowCommitted, inputs: Mapping[BlobId, Offer], rounds: Mapping[int, RoundPlan]
-    ) -> None:
+    def _remember(self, record: rec.WindowCommitted, inputs: Mapping[BlobId, Offer], rate: float) -> None:
         if not record.blobs:
             # All were refused: perhaps it is the memory that is wrong, and then the next window would fare no better.
             self.seen.pop(record.fragment, None)
             return
-        rate = rate_of(self.spec, rounds[record.round])
         new: list[rec.Seen] = []
         merged = [addend.blob for addend in record.blobs]
         for blob in [*merged, *(refusal.blob for refusal in record.refused)]:
@@ -266,10 +277,10 @@ def _after(before: rec.Standing, struck: bool, cosine: float | None, why: str) -
     return dataclasses.replace(before, against=0, good=good)
 
 
-def rate_of(spec: RunSpec, plan: RoundPlan) -> float:
-    """The largest learning rate of a round, as far as its ends and its middle say."""
+def rate_of(terms: Terms, plan: RoundPlan) -> float:
+    """The largest learning rate of a round, as far as its ends and its middle say; `terms` are those of the round."""
     places = (plan.start, plan.start + plan.length / 2, plan.start + plan.length)
-    return max(schedule.learning_rate(spec.terms, place) for place in places)
+    return max(schedule.learning_rate(terms, place) for place in places)
 
 
 def _norm(offer: Offer) -> float:

@@ -7,7 +7,7 @@ from typing import Final, Literal
 from farloop.algo import schedule
 from farloop.algo.correction import settings_of
 from farloop.algo.methods import method_named
-from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, Terms, WindowTerms
 from farloop.algo.weights import WEIGHT_RULES, reach, sum_key
 from farloop.coordinator.records import Addend, Refusal, WindowCommitted
 from farloop.wire.messages import Drop, Offer, Share
@@ -185,11 +185,17 @@ class Window:
         return tuple(Drop(node=node, reason=self.removed.get(node, Reason.LATE)) for node in absent)
 
     def draft(
-        self, spec: RunSpec, rounds: dict[int, RoundPlan], why: str, served: Collection[NodeId] = ()
+        self,
+        spec: RunSpec,
+        rounds: dict[int, RoundPlan],
+        why: str,
+        served: Collection[NodeId] = (),
+        following: Terms | None = None,
     ) -> WindowCommitted:
         """The window's commit as far as it is decided; the arithmetic will add the update and the digests.
 
-        `served`: who has contributed to earlier windows of this round.
+        `spec` has the terms of this window, `following` are those of the next one, where they are others. `served`: who
+        has contributed to earlier windows of this round.
         """
         terms = spec.terms
         shares = self.shares(method_named(terms.method).weights)
@@ -208,7 +214,7 @@ class Window:
             target_digest=0,
             momentum_digest=None,
             next_window=schedule.window_after(
-                terms, spec.identity.layout, self.terms, rounds, stay=self._stays(served)
+                following or terms, spec.identity.layout, self.terms, rounds, stay=self._stays(served)
             ),
             update_size=0,
             update_digest=0,

@@ -14,7 +14,7 @@ was made without it (its d_i is gone: nothing of it is kept on disk), and while 
 ramped, so that its Ση is another than the others'.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,8 +71,9 @@ class _Made:
 class Drift:
     """d_i of one node, fp32 [numel] per fragment. Without control variates in the terms nothing is done, or kept."""
 
-    def __init__(self, replica: Replica, terms: Terms) -> None:
-        self._replica, self._terms = replica, terms
+    def __init__(self, replica: Replica, terms: Terms, terms_of: Callable[[int, int], Terms] | None = None) -> None:
+        """`terms_of`: those of a fragment's window; `terms` for all of them unless given."""
+        self._replica, self._terms_of = replica, terms_of or (lambda fragment, window: terms)
         self._on = terms.control_variates
         self._drifts: dict[int, Tensor] = {}
         """Those that are not zero."""
@@ -131,7 +132,7 @@ class Drift:
         del self._sent[blob.fragment]
         if data is None or update is None or merged_in != update.command.version or not sent.lr_sum > 0.0:
             return
-        command, outer_lr = sent.command, self._terms.outer_lr
+        command, outer_lr = sent.command, self._terms_of(blob.fragment, merged_in).outer_lr
         try:
             own = self._decoded(data, command.codec, blob.fragment, command.window, blob.version, epoch)
             version, codec_down = update.command.version, update.command.codec

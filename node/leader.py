@@ -98,7 +98,7 @@ class Leader:
         self._encoder = Encoder(self.replica, self._encoded, self._inbox.put)
         run = run_of(self.machine.spec, self.machine.history)
         self._residuals = Residuals(run, layout, self._memory.folder, self._encoder.run_before_the_next)
-        self._drift = Drift(self.replica, self.machine.spec.terms)
+        self._drift = Drift(self.replica, self.machine.spec.terms, self.machine.terms_of)
         for parameter in self.replica.parameters.values():
             if parameter.dtype != torch.float32:
                 _log.warning("parameters are %s without fp32 masters: small steps may be lost", parameter.dtype)
@@ -323,7 +323,7 @@ class Leader:
         if self.replica is not None and self._residuals is not None and spec is not None:
             self.replica.begin_again()
             self._residuals.begin_again(run_of(spec, history))
-            self._drift = Drift(self.replica, spec.terms)
+            self._drift = Drift(self.replica, spec.terms, self.machine.terms_of)
 
     def _mismatched(self, fragment: int, version: int) -> None:
         _log.error("anchor mismatch fragment=%d version=%d: a snapshot is asked for", fragment, version)

@@ -7,10 +7,13 @@
        └────────────────── DrainRequested ──▶ draining ──nothing undecided──▶ left
 """
 
+import dataclasses
 from typing import Literal, assert_never
 
 from farloop.algo import schedule
-from farloop.algo.spec import BlobId, BlobKind, NodeId, RoundPlan, RunSpec
+from farloop.algo.overlap import at_most
+from farloop.algo.revisions import Revisions
+from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, Terms
 from farloop.node import events as ev
 from farloop.node.beginning_again import begin_again
 from farloop.node.finishing import farewell, last_sends
@@ -37,6 +40,9 @@ class NodeMachine:
         self.name, self.tau = name, tau
         self.incarnation = incarnation
         self.spec: RunSpec | None = None
+        """With the terms of the newest revision that was told."""
+        self.revisions: Revisions | None = None
+        """What windows and rounds run under, once there is a spec."""
         self.epoch = epoch
         self.history = 0
         """Epoch in which the run was last wound back, as far as this node followed; 0 for never."""
@@ -88,7 +94,7 @@ class NodeMachine:
         """Learning rate of the next inner step: the schedule's, ramped for a late joiner."""
         assert self.spec is not None
         ramp = 1.0 if not self.start_round else min(1.0, (self.inner_steps + 1) / RAMP_STEPS)
-        return ramp * schedule.learning_rate(self.spec.terms, self.position)
+        return ramp * schedule.learning_rate(self.terms_in(self.round), self.position)
 
     @property
     def waiting(self) -> str | None:
@@ -98,6 +104,21 @@ class NodeMachine:
     @property
     def versions(self) -> tuple[int, ...]:
         return tuple(state.version for state in self.fragments)
+
+    def terms_in(self, round_index: int) -> Terms:
+        """What belongs to this round, by the run's terms."""
+        assert self.revisions is not None
+        return self.revisions.of_round(round_index)
+
+    def terms_of(self, fragment: int, window: int) -> Terms:
+        """What a window of this fragment runs under; of what belongs to rounds, it may say another one's."""
+        assert self.revisions is not None
+        return self.revisions.of_window(fragment, window)
+
+    def terms_at(self, state: FragmentState, version: int | None = None) -> Terms:
+        """What the window runs under that follows this version: the newest that was announced, unless given."""
+        newest = max(state.pending, default=state.version) if version is None else version
+        return self.terms_of(state.fragment.index, newest + 1)
 
     # --- events
 
@@ -163,6 +184,8 @@ class NodeMachine:
                 if undecided and state.undecided_is_in(undecided) is None:
                     undecided.dropped = reason
                     self._decide(state)
+            case msg.Revised(revision=revision):
+                self._revised(revision)
             case msg.Finished():
                 if self.stage in ("joining", "ready"):
                     self.stage = "finished"
@@ -190,7 +213,7 @@ class NodeMachine:
             self.fragments = [FragmentState(fragment=fragment, lag=lag) for fragment in layout.fragments]
             self.history = welcome.history
             self._do(ev.Adopt())
-        self.spec = welcome.spec
+        self.spec, self.revisions = welcome.spec, Revisions.of(welcome.spec, welcome.revisions)
         if self.ended:  # the good-bye was lost with the last session
             reason = Reason.RUN_FINISHED if self.stage == "finished" else Reason.DRAINED
             return self._do(ev.Tell(message=msg.Leave(reason=reason)))
@@ -205,12 +228,20 @@ class NodeMachine:
         for state, current in zip(self.fragments, welcome.versions, strict=True):
             if state.fragment.index not in still_open:
                 state.final = current
-            for offer in state.offer_again(current, self.spec.terms.max_staleness, restarted=restarted):
+            max_staleness = self.terms_at(state, current).max_staleness
+            for offer in state.offer_again(current, max_staleness, restarted=restarted):
                 self._do(ev.SendBlob(offer=offer))
             if state.lost:  # what was asked for may have gone with the last session
                 self._do(ev.Tell(message=msg.Fetch(fragment=state.fragment.index)))
         if self.stage == "ready":
             self._do(ev.Tell(message=msg.Ready(history=self.history)))
+
+    def _revised(self, revision: Revision) -> None:
+        """They hold from windows and a round on that were not told of yet."""
+        assert self.spec is not None and self.revisions is not None
+        if revision.number > self.spec.revision:
+            self.spec = dataclasses.replace(self.spec, terms=revision.terms, revision=revision.number)
+            self.revisions = self.revisions.and_then(revision)
 
     def _learn_rounds(self, plans: tuple[RoundPlan, ...]) -> None:
         self.rounds |= {plan.index: plan for plan in plans}
@@ -276,7 +307,7 @@ class NodeMachine:
             seq=self._seq,
         )
         steps, tokens = self.inner_steps - state.counted_from, self.tokens - state.tokens_from
-        tau = Turn.of(self).overlap(terms.tau if self.tau is None else self.tau)
+        tau = Turn.of(self).overlap(terms.tau if self.tau is None else self._own_tau(self.tau))
         state.sent.append(
             Undecided(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
         )
@@ -301,6 +332,12 @@ class NodeMachine:
         assert self.spec is not None
         steps = self.inner_steps - self.samples_from
         return steps * self.spec.terms.batch_sequences if self.spec.identity.num_samples else None
+
+    def _own_tau(self, tau: int) -> int:
+        """The node's own overlap, as far as rounds that were made shorter since have room for it."""
+        assert self.spec is not None
+        terms, slots = (self.terms_in(self.round), self.terms_in(self.round + 1)), self.spec.identity.layout.slots
+        return min(tau, *(at_most(of_round, slots) for of_round in terms))
 
     def _end_round(self) -> None:
         assert self.spec is not None
@@ -359,7 +396,7 @@ class NodeMachine:
         if self.spec is None or state.lost:
             return
         decide = merging_when_going_on if self._goes_on else merging_when_waiting
-        merging = decide(state, self.spec.terms, self.inner_steps, training=self.stage == "training")
+        merging = decide(state, self.terms_at(state), self.inner_steps, training=self.stage == "training")
         if merging is None:
             return
         if merging.loses_steps and merging.mix == 0.0:
@@ -371,7 +408,8 @@ class NodeMachine:
             state.last.merged = True
         state.merge_at, state.discard = None, False
         state.advance(version, self.inner_steps, self.tokens, mixed=merging.mix < 1.0)
-        self._do(merge_command(state, self.spec.terms, merging.mix))
+        sent_for = state.last.terms.window - 1 if state.last else None
+        self._do(merge_command(state, self.terms_at(state, sent_for), merging.mix))
         if evaluate and self.stage in ("training", "finishing"):
             self._do(ev.Evaluate(versions=self.versions))
 
@@ -385,14 +423,16 @@ class NodeMachine:
         """Bring the anchor to the last of the versions; whether this node is to evaluate one of them."""
         assert self.spec is not None
         for version in versions:
-            digest, codec = state.pending[version].anchor_digest, state.terms_for(version, self.spec.terms).codec_down
+            digest, codec = (
+                state.pending[version].anchor_digest,
+                state.terms_for(version, self.terms_at(state, version - 1)).codec_down,
+            )
             self._do(ev.Apply(fragment=state.fragment.index, version=version, anchor_digest=digest, codec=codec))
         return any(state.pending[version].evaluator == self.name for version in versions)
 
     def _decide(self, state: FragmentState) -> None:
         if self._goes_on:
-            assert self.spec is not None
-            self._do(*decided(state, self.spec.terms.max_staleness))
+            self._do(*decided(state, self.terms_at(state).max_staleness))
 
     def _install(self, state: FragmentState) -> None:
         version, state.snapshot = state.snapshot, None
@@ -402,8 +442,8 @@ class NodeMachine:
         state.lost = False
         self.lost_steps += self.inner_steps - state.merged_at
         state.discard = False
-        self._do(*overtaken(state, version, self.spec.terms))
-        codec = state.terms_for(version + 1, self.spec.terms).codec_up
+        self._do(*overtaken(state, version, self.terms_at(state, version)))
+        codec = state.terms_for(version + 1, self.terms_at(state, version)).codec_up
         self._do(ev.Install(fragment=state.fragment.index, version=version, codec=codec))
         state.advance(version, self.inner_steps, self.tokens, mixed=True)
         self._do(ev.Merge(fragment=state.fragment.index, mix=0.0))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farloop.algo import schedule
+from farloop.algo.revisions import Revisions
 from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms, WindowTerms
 from farloop.node.fragment_state import FragmentState
 
@@ -17,6 +18,7 @@ class Turn:
     """Where a node stands: `step` of its own steps of `round` are done."""
 
     terms: Terms
+    """Of the round."""
     slots: int
     start_round: int
     round: int
@@ -24,19 +26,22 @@ class Turn:
     plan: RoundPlan | None
     """Of the round; None while it is not known."""
     node: NodeId
+    revisions: Revisions | None = None
+    """Of the run; None where `terms` are those of every window."""
 
     @classmethod
     def of(cls, machine: "NodeMachine") -> "Turn":
         """Where this machine stands, once it has started."""
         assert machine.spec is not None and machine.start_round is not None
         return cls(
-            terms=machine.spec.terms,
+            terms=machine.terms_in(machine.round),
             slots=machine.spec.identity.layout.slots,
             start_round=machine.start_round,
             round=machine.round,
             step=machine.step,
             plan=machine.rounds.get(machine.round),
             node=machine.name,
+            revisions=machine.revisions,
         )
 
     def is_due(self, state: FragmentState) -> bool:
@@ -58,9 +63,16 @@ class Turn:
         terms = state.terms
         if terms is None or state.discard or not self.is_free(state):
             return False
-        if state.version < state.owed or state.is_behind(self.terms):
+        if state.version < state.owed or self.is_behind(state):
             return False
         return terms.final or schedule.first_send_round(self.start_round, state.fragment.slot, self.slots) <= self.round
+
+    def is_behind(self, state: FragmentState) -> bool:
+        """Whether the base is too old for the window that is open, and those after it."""
+        if self.revisions is None:
+            return state.is_behind(self.terms)
+        newest = max(state.pending, default=state.version)
+        return state.is_behind(self.revisions.of_window(state.fragment.index, newest + 1))
 
     def is_free(self, state: FragmentState) -> bool:
         """Whether no delta is in the way of another one: the local weights hold nothing of what was sent."""
@@ -72,13 +84,13 @@ class Turn:
         It is merged all the same, or a base that has become too old would stay so: work on it is lost.
         """
         if state.merge_at is None and not state.sent:
-            state.merge_at, state.discard = inner_steps, state.is_behind(self.terms)
+            state.merge_at, state.discard = inner_steps, self.is_behind(state)
 
     def stand_still(self, state: FragmentState, inner_steps: int) -> None:
         """No step is done until something comes: neither a turn nor the end of the overlap would ever be reached."""
         if state.merge_at is not None:
             state.merge_at = min(state.merge_at, inner_steps)
-        elif state.is_behind(self.terms):
+        elif self.is_behind(state):
             self.pass_by(state, inner_steps)
 
     def overlap(self, tau: int) -> int:

@@ -45,7 +45,8 @@ def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
     if nastier:  # and long enough for them to happen in it
         longer = dataclasses.replace(scenario.terms, steps=more.choice((1, 2, 4)) * scenario.terms.steps)
         scenario = dataclasses.replace(scenario, terms=longer)
-    return _with_a_liar(random.Random(seed + 3), dataclasses.replace(scenario, faults=(*happened, *nastier)))
+    scenario = dataclasses.replace(scenario, faults=(*happened, *nastier))
+    return _with_changes(random.Random(seed + 4), _with_a_liar(random.Random(seed + 3), scenario))
 
 
 def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
@@ -81,6 +82,42 @@ def restored_scenario(seed: int, *, faults: int = 1) -> sc.Scenario:
     )
     terms = dataclasses.replace(scenario.terms, steps=2 * scenario.terms.steps)
     return dataclasses.replace(scenario, terms=terms, faults=(*scenario.faults, restored))
+
+
+def _with_changes(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
+    """Half of the runs are longer, and given other terms while they go on; what they cannot have is refused."""
+    if rng.random() < 0.5:
+        return scenario
+    terms = dataclasses.replace(scenario.terms, steps=3 * scenario.terms.steps)
+    lied_to = any(node.deceit for node in scenario.nodes)  # and what is merged unseen may end the run for good
+    moments = [rng.uniform(0.5, HORIZON_S) for _ in range(rng.randint(1, 5))]
+    changes = (sc.ChangeTerms(at=at, given=tuple(_given(rng, terms, lied_to=lied_to).items())) for at in moments)
+    return dataclasses.replace(scenario, terms=terms, faults=(*scenario.faults, *changes))
+
+
+def _given(rng: random.Random, terms: Terms, *, lied_to: bool) -> dict[str, str]:
+    values: dict[str, object] = {
+        "h": terms.h + rng.randint(-1, 3),
+        "steps": terms.steps + rng.randint(-4, 6),
+        "tau": rng.randint(0, terms.h - 1),
+        "mix": rng.choice((0.0, 0.25, 0.5, 1.0)),
+        "codec_up": rng.choice(("q4", "q8", "fp32", "e3m0", "topk", "q4r:policy=l-greco")),
+        "codec_down": rng.choice(("q4", "bf16", "fp32")),
+        "codec": rng.choice(("q4", "q8")),
+        "outer_lr": rng.choice((0.4, 1.0)),
+        "outer_momentum": rng.choice((0.0, 0.5, 0.9)),
+        "outer_restart": rng.choice((0, 3)),
+        "lr": rng.choice((0.025, 0.03)),
+        "quorum": rng.choice((1, 2, "none")),
+        "floor": rng.choice((1, 2)),
+        "max_staleness": rng.choice((0, 1, 4)),
+        "max_stale_rounds": rng.choice((0, 1, 8)),
+        "screen": rng.choice(("norm", "full") if lied_to else ("off", "norm", "full")),
+        "norm_band": rng.choice((4.0, 8.0, 16.0)),
+        "merge": rng.choice(("none", "clipped", "median")),
+        "evaluate_every_rounds": rng.choice((1, 2)),
+    }
+    return {key: str(values[key]) for key in rng.sample(sorted(values), rng.choice((1, 1, 2, 3)))}
 
 
 def _node(rng: random.Random, name: str) -> sc.NodeSetup:

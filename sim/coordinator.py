@@ -7,21 +7,22 @@ run beside them, each ending in exactly one event. The disk and the arithmetic e
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import assert_never
 
-from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, Revision, RunSpec
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.closing import RETRY_S
-from farloop.coordinator.delta import Verified, verify
+from farloop.coordinator.delta import Verified, is_measured, verify
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.serving import Copy, Serving, Turn
+from farloop.coordinator.setting import revision_asked_for
 from farloop.quant.blob import blob_bytes
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.registry import codec_named
@@ -81,6 +82,15 @@ class CoordinatorActor:
         self._timer: float | None = None
         self.machine.check()
         self._run_commands(self.machine.start())
+
+    def change_terms(self, given: Mapping[str, str]) -> Revision | str:
+        """As somebody asks for at its door: the revision, or why there is none."""
+        try:
+            revision = revision_asked_for(self.machine, given)
+        except ValueError as error:
+            return str(error)
+        self._happened(ev.TermsGiven(revision=revision))
+        return revision
 
     def crash(self) -> None:
         """Die now, perhaps in the middle of a sync."""
@@ -237,7 +247,7 @@ class CoordinatorActor:
 
         def spool() -> None:
             try:
-                found = verify(data, offer, expect, ledger.spec.terms)
+                found = verify(data, offer, expect, is_measured(offer, ledger))
             except BadBlob as error:
                 return self._reject(offer, Reason.CORRUPT, str(error))
             self._spool(found, data)

@@ -164,7 +164,7 @@ class NodeActor:
         gradients = not method_named(spec.terms.method).inner
         self.replica = Replica(self._learner.module, spec.identity.layout, gradients=gradients)
         self._optimizer = self._learner.optimizer(spec.terms)
-        self._drift = Drift(self.replica, spec.terms)
+        self._drift = Drift(self.replica, spec.terms, self.machine.terms_of)
         run = run_of(spec, self.machine.history)
         self._residuals = Residuals(run, spec.identity.layout, None, lambda job: job())
         self._wait_busily(BUILD_S, lambda: None)
@@ -356,7 +356,7 @@ class NodeActor:
         if self.replica is not None and spec is not None:
             self.replica.begin_again()
             self._residuals.begin_again(run_of(spec, history))
-            self._drift = Drift(self.replica, spec.terms)
+            self._drift = Drift(self.replica, spec.terms, self.machine.terms_of)
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
         assert self.replica is not None
@@ -372,7 +372,7 @@ class NodeActor:
         history, anchors, announced = self._announced.beside(*self._held)
         return msg.Hello(
             protocol_min=msg.PROTOCOL_VERSIONS[0],
-            protocol_max=msg.PROTOCOL_VERSIONS[1],
+            protocol_max=self.setup.protocol,
             node=machine.name,
             incarnation=machine.incarnation,
             fingerprint=None if machine.spec is None else machine.spec.identity.fingerprint(),

@@ -6,6 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
+from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, Layout, NodeId, Terms
 from farloop.coordinator import records as rec
 from farloop.node.machine import Stage
@@ -159,11 +160,23 @@ class Outcome:
         assert isinstance(started, rec.RunStarted)
         return started.spec.terms
 
+    @property
+    def revisions(self) -> Revisions:
+        """All that the terms ever were."""
+        started = self.records[0]
+        assert isinstance(started, rec.RunStarted)
+        revisions = Revisions.of(started.spec)
+        for record in self.records:
+            if isinstance(record, rec.TermsChanged):
+                revisions = revisions.and_then(record.revision)
+        return revisions
+
     def _check_bases(self) -> None:
         """No delta is too old, and none holds again what an earlier one of its sender brought: its base has that."""
         merged_in: dict[tuple[int, NodeId, int], int] = {}
-        lag, staleness = self.terms.lag, self.terms.max_staleness
+        lag, revisions = self.terms.lag, self.revisions
         for commit in self.commits:
+            staleness = revisions.of_window(commit.fragment, commit.version).max_staleness
             for blob in commit.blobs:
                 sender = (blob.fragment, blob.node, blob.incarnation)
                 assert commit.version - 1 - staleness - lag <= blob.version < commit.version, "a fresh base"

@@ -9,6 +9,7 @@ from farloop.sim.hostile import Deceit
 from farloop.sim.network import Weather
 from farloop.sim.problem import Inner, Problem, Toy
 from farloop.wire.limits import Limits, Timing
+from farloop.wire.messages import PROTOCOL_VERSIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class NodeSetup:
     tau: int | None = None
     """Its own overlap; the terms' unless given."""
     joins_at: float = 0.0
+    protocol: int = PROTOCOL_VERSIONS[1]
+    """Newest version of the protocol that it speaks."""
     weather: Weather | None = None
     """Of its link; the scenario's unless given."""
     deceit: Deceit | None = None
@@ -121,6 +124,16 @@ class RestoreCopy:
     """How often the person looks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeTerms:
+    """Somebody sets other terms, as `farloop set` does; refused where the coordinator is down, or the run cannot have
+    them."""
+
+    at: float
+    given: tuple[tuple[str, str], ...]
+    """Key and value of each."""
+
+
 Fault = (
     CrashNode
     | CrashCoordinator
@@ -132,6 +145,7 @@ Fault = (
     | SpoilAnchor
     | RestoreCopy
     | More
+    | ChangeTerms
 )
 
 TWO_NODES = (NodeSetup(name=NodeId("a"), seed=1), NodeSetup(name=NodeId("b"), seed=2))

@@ -301,10 +301,17 @@ class World:
                 agenda.at(at + for_s, lambda: setattr(self.disk, "full", False))
             case sc.DrainNode(node=node, at=at):
                 agenda.at(at, lambda: self.actor(node, NodeActor.drain))
+            case sc.ChangeTerms(at=at, given=given):
+                agenda.at(at, lambda: self._change_terms(dict(given)))
             case sc.SpoilAnchor(node=node, at=at, fragment=fragment):
                 agenda.at(at, lambda: self.actor(node, lambda actor: actor.spoil(fragment)))
             case _:
                 havoc.enter(self, fault)
+
+    def _change_terms(self, given: dict[str, str]) -> None:
+        if (coordinator := self.coordinator) is not None:
+            told = lambda: self.tape.append((self.agenda.now, "operator", coordinator.change_terms(given)))  # noqa: E731
+            coordinator.process.deliver(told)
 
     def actor(self, node: NodeId, action: Callable[[NodeActor], None]) -> None:
         host = self.hosts[node]

@@ -12,6 +12,7 @@ from enum import Enum
 from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
 from farloop.wire.frames import ControlFrame
 from farloop.wire.messages import (
+    SINCE,
     Committed,
     Credit,
     Evaluation,
@@ -27,6 +28,7 @@ from farloop.wire.messages import (
     Progress,
     Ready,
     Refused,
+    Revised,
     Start,
     Stored,
     Welcome,
@@ -55,7 +57,7 @@ class State(Enum):
 _EITHER: frozenset[type[Message]] = frozenset({Offer, Credit, Leave, Heartbeat})
 _SAYS: dict[Role, frozenset[type[Message]]] = {
     Role.NODE: _EITHER | {Hello, Ready, Fetch, Progress, Evaluation},
-    Role.COORDINATOR: _EITHER | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished},
+    Role.COORDINATOR: _EITHER | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished, Revised},
 }
 """What each end may say on the control lane."""
 
@@ -75,6 +77,8 @@ class Handshake:
         """The run's fingerprint as a number; 0, like `epoch`, until the session is open."""
         self.epoch = 0
         self.lane_token = b""
+        self.protocol = 0
+        """The version that both ends speak; 0 until the session is open."""
         self.farewell: Leave | Refused | None = None
         """The message with which this end leaves."""
         self._greeted = False
@@ -98,6 +102,8 @@ class Handshake:
             self.check_open()
         elif self.state is not State.OPENING or self._greeted == isinstance(message, Hello):
             raise LocalProtocolError(f"{name} has its place at the beginning, once")
+        if self.protocol < (since := SINCE.get(type(message), 0)):
+            raise LocalProtocolError(f"{name} needs version {since} of the protocol, the session has {self.protocol}")
         if isinstance(message, Welcome) and not 0 < message.epoch <= MAX_EPOCH:
             raise LocalProtocolError(f"epoch {message.epoch}")
 
@@ -166,6 +172,7 @@ class Handshake:
         self.state = State.OPEN
         self.run = run_tag(welcome)
         self.epoch = welcome.epoch
+        self.protocol = welcome.protocol
         self.lane_token = welcome.lane_token
 
 

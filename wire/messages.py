@@ -17,6 +17,7 @@ from farloop.algo.spec import (
     Contribution,
     Lease,
     NodeId,
+    Revision,
     RoundPlan,
     RunSpec,
     WindowTerms,
@@ -27,8 +28,8 @@ from farloop.wire.reasons import Reason
 
 _T = TypeVar("_T")
 
-PROTOCOL_VERSIONS = (1, 1)
-"""Oldest and newest protocol version that this code speaks."""
+PROTOCOL_VERSIONS = (1, 2)
+"""Oldest and newest protocol version that this code speaks. 2 has `Revised`."""
 
 NodeState = Literal["joining", "ready", "training", "waiting", "paused", "evaluating", "draining", "finished"]
 
@@ -88,6 +89,8 @@ class Welcome:
     that is not told."""
     history: int = field(default=0, metadata=LATER)
     """Epoch in which the run was last wound back; 0: never. What a node holds of another history it gives up."""
+    revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
+    """Of the terms, those that may still be needed; the last is that of `spec`. None where they never changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +279,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Revised:
+    """Coordinator → node, from protocol version 2 on: the run has other terms, from windows and a round that lie ahead
+    of all that was told (protocol Z)."""
+
+    revision: Revision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """Either way: nothing to say; the frame around it acknowledges."""
 
@@ -299,6 +310,7 @@ Message = (
     | Leave
     | Finished
     | Heartbeat
+    | Revised
 )
 
 NUMBERS: dict[type[Message], int] = {
@@ -320,7 +332,11 @@ NUMBERS: dict[type[Message], int] = {
     Leave: 16,
     Finished: 17,
     Heartbeat: 18,
+    Revised: 19,
 }
+
+SINCE: dict[type[Message], int] = {Revised: 2}
+"""Version of the protocol that a message came with; the others came with the first."""
 
 _OPTIONAL: frozenset[type[Message]] = frozenset({Progress, Evaluation, Heartbeat})
 """Messages that an older peer may ignore."""

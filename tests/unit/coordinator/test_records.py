@@ -22,6 +22,7 @@ from farloop.algo.spec import (
     LearningRate,
     Lease,
     NodeId,
+    Revision,
     RoundPlan,
     RunSpec,
     TensorSlot,
@@ -134,6 +135,7 @@ SAMPLES: tuple[rec.Record, ...] = (
     ),
     rec.EpochSeen(epoch=6),
     rec.Rewound(epoch=7),
+    rec.TermsChanged(revision=Revision(number=4, terms=SPEC.terms, windows=(9, 1 << 40), round=6)),
 )
 
 

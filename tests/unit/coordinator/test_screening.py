@@ -126,7 +126,7 @@ def test_a_larger_learning_rate_may_be_longer_and_a_smaller_one_no_shorter(spec:
     warming = dataclasses.replace(spec.terms.lr, warmup_steps=1000, minimum=1e-6)
     spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, lr=warming, steps=10_000))
     story = Story(spec)
-    assert rate_of(story.spec, plan(40)) > 30 * rate_of(story.spec, plan(0))
+    assert rate_of(story.spec.terms, plan(40)) > 30 * rate_of(story.spec.terms, plan(0))
     for _ in range(ENOUGH):
         story.close(a=1.0, b=1.0, c=1.0, d=1.0)
     story.version = 40

@@ -18,6 +18,7 @@ from farloop.algo.spec import (
     LearningRate,
     Lease,
     NodeId,
+    Revision,
     RoundPlan,
     RunSpec,
     TensorSlot,
@@ -47,6 +48,7 @@ from farloop.wire.messages import (
     Progress,
     Ready,
     Refused,
+    Revised,
     Share,
     Start,
     Stored,
@@ -159,6 +161,7 @@ MESSAGES: tuple[Message, ...] = (
     Leave(reason=Reason.DRAINED, detail="bye", anchors=(AnchorRef(fragment=0, version=5, digest=2**64 - 1),)),
     Finished(),
     Heartbeat(),
+    Revised(revision=Revision(number=1, terms=SPEC.terms, windows=(4,), round=5)),
 )
 CHUNK = bytes(range(32))
 LIMITS = Limits()

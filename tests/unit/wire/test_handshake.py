@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from farloop.algo.spec import Revision
 from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
 from farloop.wire.frames import ControlFrame
 from farloop.wire.handshake import Handshake, Role, State, run_tag
@@ -17,6 +18,7 @@ from farloop.wire.messages import (
     Message,
     Ready,
     Refused,
+    Revised,
     Welcome,
 )
 from farloop.wire.reasons import Reason
@@ -179,3 +181,20 @@ def test_nothing_but_hello_comes_before_the_welcome_to_a_coordinator() -> None:
     for run, epoch in [(0, 0), (5, 5)]:
         with pytest.raises(RemoteProtocolError):
             coordinator.admit(frame(run, epoch, 1), Ready())
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_a_message_is_not_sent_to_a_peer_of_a_version_that_has_none_of_it(
+    hello: Hello, welcome: Welcome, protocol: int
+) -> None:
+    """Z: the version is the one that Welcome names."""
+    agreed = dataclasses.replace(welcome, protocol=protocol)
+    coordinator, node = open_coordinator(hello, agreed), open_node(hello, agreed)
+    assert coordinator.protocol == node.protocol == protocol
+    revised = Revised(revision=Revision(number=1, terms=welcome.spec.terms, windows=(2,), round=3))
+    if protocol < 2:
+        with pytest.raises(LocalProtocolError, match="Revised needs version 2 of the protocol, the session has 1"):
+            coordinator.check_send(revised)
+    else:
+        coordinator.check_send(revised)
+        assert node.admit(frame(run_tag(welcome), welcome.epoch, seq=1), revised)

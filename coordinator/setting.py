@@ -1,0 +1,71 @@
+"""Terms that are asked for while a run goes on: what the daemon, at its door, and the simulator hand to the machine.
+
+The machine knows no codecs, for it loads no torch; so their names are settled here.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from farloop.algo.spec import Revision
+from farloop.coordinator import events as ev
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.revising import described
+from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing
+from farloop.quant.registry import codec_named, downlink_spelling
+from farloop.quant.soundness import check_downlink, check_uplink, check_variates
+
+_log = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.02
+"""How often the journal is looked at for a change that waits to be durable."""
+
+
+def revision_asked_for(machine: CoordinatorMachine, given: Mapping[str, str]) -> Revision:
+    """What the run would have now with these values, as text by key. Raises ValueError, one sentence, if it cannot."""
+    spelled = dict(given)
+    if "codec" in spelled:
+        both = spelled.pop("codec")
+        spelled = {"codec_up": both, "codec_down": both, **spelled}
+    try:
+        if "codec_down" in spelled:
+            spelled["codec_down"] = downlink_spelling(spelled["codec_down"])
+        revision = machine.revision_for(spelled)
+        check_uplink(codec_named(revision.terms.codec_up))
+        check_downlink(codec_named(revision.terms.codec_down))
+        if revision.terms.control_variates:
+            check_variates(codec_named(revision.terms.codec_up))
+    except (UnknownCodec, BadParameter, UnsoundPairing) as error:
+        raise ValueError(str(error)) from error
+    return revision
+
+
+class Setting:
+    """`set` at the coordinator's door."""
+
+    def __init__(self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> None:
+        """`durable` is what the journal says; `happened` hands an event to the machine."""
+        self._machine, self._durable, self._happened = machine, durable, happened
+
+    async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What changes, and from where on; answered when it is durable. `dry_run` changes nothing.
+
+        Raises:
+            ValueError: it cannot be; one sentence.
+        """
+        given, dry_run = request.get("given"), request.get("dry_run", False)
+        if not isinstance(given, dict) or not given or not all(isinstance(text, str) for text in given.values()):
+            raise ValueError("set needs given: text by key")
+        before = self._machine.ledger.spec.terms
+        revision = revision_asked_for(self._machine, given)
+        answer = {"revision": revision.number, "changes": described(before, revision), "dry_run": bool(dry_run)}
+        if dry_run:
+            return answer
+        self._happened(ev.TermsGiven(revision=revision))
+        _log.info("terms changed revision=%d changes=%s", revision.number, json.dumps(answer["changes"]))
+        while self._durable.spec.revision < revision.number:  # noqa: ASYNC110 - the journal wakes nobody
+            await asyncio.sleep(_POLL_S)
+        return answer

@@ -1,0 +1,133 @@
+"""Which terms may change while a run goes on, in what words they are given, and how each refusal reads (protocol Z)."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from plain_runs import plain_terms
+
+from farloop.algo.revise import (
+    BELONG_TO_WINDOWS,
+    LEARNING_RATE_STAYS,
+    READ_BY_NODES,
+    READ_BY_SOME,
+    STAY,
+    Change,
+    changes,
+    nodes_must_hear,
+    revised,
+)
+from farloop.algo.revisions import BELONG_TO_ROUNDS
+from farloop.algo.spec import Fragment, Layout, LearningRate, Terms
+
+LAYOUT = Layout(slots=2, fragments=tuple(Fragment(index=i, slot=i, numel=256, tensors=()) for i in range(2)))
+TERMS = plain_terms(steps=400, h=10, tau=2, mix=0.5, lr=LearningRate(peak=1e-2, minimum=1e-3, warmup_steps=4))
+
+
+def fields(owner: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(owner)}
+
+
+def refusal(terms: Terms = TERMS, **given: str) -> str:
+    with pytest.raises(ValueError, match=r".") as refused:
+        revised(terms, LAYOUT, {key.replace("__", "."): text for key, text in given.items()})
+    return str(refused.value)
+
+
+def test_every_term_is_in_one_class() -> None:
+    """Whoever adds a term says here what a change of it would do: it holds from a window on (`BELONG_TO_WINDOWS`, and
+    then all code takes it from the window's own revision), from a round on (`BELONG_TO_ROUNDS`), or stays (`STAY`)."""
+    classes = [BELONG_TO_WINDOWS, BELONG_TO_ROUNDS, frozenset(STAY)]
+    assert frozenset.union(*classes) == fields(Terms)
+    assert sum(len(names) for names in classes) == len(fields(Terms)), "one each"
+    assert set(LEARNING_RATE_STAYS) <= fields(LearningRate)
+    assert (READ_BY_NODES | READ_BY_SOME) <= BELONG_TO_WINDOWS | BELONG_TO_ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("outer_lr", "0.25", {"outer_lr": 0.25}),
+        ("h", " 20 ", {"h": 20}),
+        ("codec_up", "q8", {"codec_up": "q8"}),
+        ("quorum", "1", {"quorum": 1}),
+        ("h_max", "30", {"h_max": 30}),
+        ("outer_correction", "false", {"outer_correction": False}),
+        ("steps", "800", {"steps": 800}),
+    ],
+)
+def test_a_term_is_given_as_text(key: str, text: str, expected: dict[str, Any]) -> None:
+    if key == "h_max":
+        terms = dataclasses.replace(TERMS, h_rule="qsr", h_alpha=0.03)
+        assert revised(terms, LAYOUT, {key: text}) == dataclasses.replace(terms, **expected)
+    else:
+        assert revised(TERMS, LAYOUT, {key: text}) == dataclasses.replace(TERMS, **expected)
+
+
+@pytest.mark.parametrize(("key", "name"), [("lr", "peak"), ("lr.peak", "peak"), ("min_lr", "minimum")])
+def test_the_learning_rate_is_called_as_in_the_terms_or_as_in_a_run_toml(key: str, name: str) -> None:
+    after = revised(TERMS, LAYOUT, {key: "0.005"})
+    assert after == dataclasses.replace(TERMS, lr=dataclasses.replace(TERMS.lr, **{name: 0.005}))
+
+
+def test_none_opens_what_may_be_open() -> None:
+    terms = dataclasses.replace(TERMS, quorum=1)
+    assert revised(terms, LAYOUT, {"quorum": "none"}).quorum is None
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"method": "diloco"}, "method stays as the run began: what nodes and coordinator keep"),
+        ({"lag": "1"}, "lag stays as the run began"),
+        ({"rewarms": "30:1e-3"}, "rewarms stays as the run began: the data that they bring"),
+        ({"seed": "3"}, "seed is part of the run's identity, which never changes: begin a new run"),
+        ({"model": "own"}, "model is part of the run's identity"),
+        ({"outer_lrr": "1"}, "there is no term 'outer_lrr' that can change; did you mean outer_lr?"),
+        ({"zebra": "1"}, "there is no term 'zebra' that can change; there are anneal_at, "),
+        ({"h": "many"}, "h is a whole number, not 'many'"),
+        ({"quorum": "x"}, "quorum is a whole number, or none, not 'x'"),
+        ({"outer_correction": "1"}, "outer_correction is true or false, not '1'"),
+        ({"lr__drops": "a"}, "lr.drops is positions, as 300,450, not 'a'"),
+        ({"schedule": "wsdd"}, "lr.shape is one of cosine, linear, step, wsd, infinite, constant; did you mean wsd?"),
+        ({"tau": "10"}, "tau is 10; streaming with h = 10 takes 0 to 9"),
+        ({"h": "1"}, "h is 1, too short for 2 slots of one step or more; the least is 2"),
+        ({"mix": "1.0"}, "mix is 0.5 and can be at most 0.99"),
+        ({"outer_lr": "0.7"}, "nothing would change: outer_lr is 0.7 already"),
+        ({"outer_lr": "nan"}, "outer_lr"),
+        ({"floor": "2"}, "floor is 2, but a window can close with 1 contributions: at most 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_sentence(given: dict[str, str], sentence: str) -> None:
+    assert refusal(**given).startswith(sentence)
+
+
+def test_a_longer_overlap_waits_for_the_longer_rounds_that_have_room_for_it() -> None:
+    """D: windows change first, and the first of them lie in rounds of the old length."""
+    assert refusal(h="40", tau="30").startswith("tau is 30; streaming with h = 10 takes 0 to 9, until the rounds have")
+    assert revised(TERMS, LAYOUT, {"h": "40", "tau": "9"}).tau == 9
+
+
+def test_a_field_in_no_class_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farloop.algo.revise.STAY", {k: why for k, why in STAY.items() if k != "clip"})
+    assert refusal(clip="2") == "clip stays as the run began: nobody has said what would follow"
+
+
+def test_changes_are_listed_by_key_with_what_they_belong_to() -> None:
+    after = revised(TERMS, LAYOUT, {"h": "20", "outer_lr": "0.5", "lr": "0.02"})
+    listed = changes(TERMS, after)
+    assert listed == [
+        Change(key="h", before=10, after=20),
+        Change(key="outer_lr", before=0.7, after=0.5),
+        Change(key="lr.peak", before=0.01, after=0.02),
+    ]
+    assert [change.of_rounds for change in listed] == [True, False, True]
+
+
+def test_nodes_must_hear_of_what_no_window_and_no_round_tells_them() -> None:
+    """Z: an older node follows the rest without a word."""
+    silent = revised(TERMS, LAYOUT, {"h": "20", "tau": "1", "mix": "0.25", "codec_up": "q8", "outer_lr": "0.5"})
+    assert nodes_must_hear(TERMS, silent) == []
+    assert nodes_must_hear(TERMS, revised(TERMS, LAYOUT, {"lr": "0.02", "steps": "500"})) == ["steps", "lr.peak"]
+    eager = dataclasses.replace(TERMS, lag=1, eager=True, tau=0, mix=0.0)
+    assert nodes_must_hear(eager, revised(eager, LAYOUT, {"outer_lr": "0.5"})) == ["outer_lr"]

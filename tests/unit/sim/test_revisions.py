@@ -1,0 +1,219 @@
+"""Terms that change while the run goes on, through crashes, cuts and late joiners (protocol B, P, Z)."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from farloop.algo import schedule
+from farloop.algo.spec import NodeId, Revision, RoundPlan
+from farloop.coordinator import events as coordinator_ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.ledger import Ledger
+from farloop.node import events as node_ev
+from farloop.sim.outcome import Outcome
+from farloop.sim.problem import terms_of
+from farloop.sim.scenario import (
+    ChangeTerms,
+    CrashCoordinator,
+    CrashNode,
+    CutLink,
+    Fault,
+    NodeSetup,
+    Scenario,
+    SpoilAnchor,
+)
+from farloop.sim.world import run
+from farloop.wire import messages as msg
+
+A, B, C = (NodeId(name) for name in "abc")
+NODES = (NodeSetup(name=A, seed=0), NodeSetup(name=B, seed=1, step_s=0.13), NodeSetup(name=C, seed=2, joins_at=2.0))
+
+
+def change(at: float, **given: object) -> ChangeTerms:
+    return ChangeTerms(at=at, given=tuple((key.replace("__", "."), str(value)) for key, value in given.items()))
+
+
+def play(*faults: Fault, nodes: tuple[NodeSetup, ...] = NODES, method: str = "streaming", **terms: Any) -> Outcome:
+    chosen = {"steps": 60, "min_nodes": 2, "codec_up": "q4", "codec_down": "q4", "mix": 0.5, **terms}
+    outcome = run(Scenario(terms=terms_of(method, **chosen), nodes=nodes, faults=faults, seed=4, num_samples=2000))
+    outcome.check()
+    check_terms(outcome)
+    return outcome
+
+
+def answers(outcome: Outcome) -> list[Revision | str]:
+    """What the operator was told."""
+    return [what for _, who, what in outcome.tape if who == "operator" and isinstance(what, Revision | str)]
+
+
+def check_terms(outcome: Outcome) -> None:
+    """Every machine ran every window and every round under the terms of its own revision, whenever it heard of it."""
+    revisions, folded = outcome.revisions, None
+    rounds: dict[int, RoundPlan] = {}
+    for record in outcome.records:
+        if isinstance(record, rec.RunStarted):
+            folded = Ledger.begin(record)
+            rounds = dict(folded.rounds)
+            continue
+        assert folded is not None
+        folded.apply(record)
+        if isinstance(record, rec.RoundFixed):
+            rounds[record.round.index] = record.round
+        if isinstance(record, rec.WindowCommitted) and not record.flush:
+            terms = revisions.of_window(record.fragment, record.version)
+            assert (record.outer_lr, record.outer_momentum) == (terms.outer_lr, terms.outer_momentum)
+        if isinstance(record, rec.WindowCommitted) and (opened := record.next_window) is not None:
+            terms = revisions.of_window(opened.fragment, opened.window)
+            told = (opened.tau, opened.mix, opened.codec_up, opened.codec_down)
+            assert told == (terms.tau, terms.mix, terms.codec_up, terms.codec_down)
+    for plan in rounds.values():
+        assert plan.length == min(revisions.of_round(plan.index).h, revisions.newest.terms.steps - plan.start)
+    assert folded is not None and folded == Ledger.resume(folded.saved())
+    for _, _, what in outcome.tape:
+        if isinstance(what, node_ev.Encode):
+            assert what.codec == revisions.of_window(what.blob.fragment, what.window).codec_up
+        if isinstance(what, node_ev.Apply):
+            assert what.codec == revisions.of_window(what.fragment, what.version).codec_down
+
+
+def test_outer_step_codec_and_rounds_change_while_the_run_goes_on() -> None:
+    outcome = play(change(1.0, outer_lr=0.4, h=6, codec_up="q8", mix=0.25), change(3.0, codec_down="bf16", tau=0))
+    assert [type(answer) for answer in answers(outcome)] == [Revision, Revision]
+    sent = {what.codec for _, _, what in outcome.tape if isinstance(what, node_ev.Encode)}
+    assert sent == {"q4", "q8"}
+    decoded = {what.codec for _, _, what in outcome.tape if isinstance(what, node_ev.Apply)}
+    assert decoded == {"q4", "bf16"}
+    lengths = {record.round.length for record in outcome.records if isinstance(record, rec.RoundFixed)}
+    assert {4, 6} <= lengths
+    assert not any(start.diary.mismatches for starts in outcome.nodes.values() for start in starts)
+
+
+@pytest.mark.parametrize("event", range(30, 75, 3))
+def test_a_coordinator_that_dies_at_any_moment_around_a_change_repeats_every_commit_to_the_bit(event: int) -> None:
+    """B21, P: the anchors, targets and momenta of the restart are those of their own windows' terms."""
+    outcome = play(
+        change(0.9, outer_lr=0.4, outer_momentum=0.5, codec_up="q8", codec_down="bf16"),
+        change(1.6, h=6, lr__peak=0.03),
+        CrashCoordinator(at_event=event, down_s=0.5),
+        CrashCoordinator(at=6.0, down_s=0.5),
+        nodes=NODES[:2],
+    )
+    assert outcome.alarms == 0
+    assert not any(start.diary.mismatches for starts in outcome.nodes.values() for start in starts)
+
+
+def test_the_learning_rate_is_that_of_the_round_at_every_step() -> None:
+    outcome = play(change(1.0, lr__peak=0.05), change(2.5, steps=80, lr__minimum=0.001), nodes=NODES[:1], min_nodes=1)
+    revisions = outcome.revisions
+    rounds = [record.round for record in outcome.records if isinstance(record, rec.RoundFixed)]
+    started = outcome.records[0]
+    assert isinstance(started, rec.RunStarted)
+    expected = [
+        schedule.learning_rate(revisions.of_round(plan.index), position)
+        for plan in sorted({plan.index: plan for plan in (*started.rounds, *rounds)}.values(), key=lambda p: p.index)
+        for position in range(plan.start, plan.start + plan.length)
+    ]
+    (start,) = outcome.nodes[A]
+    assert start.diary.learning_rates == expected and len(expected) == 80 and len(set(expected)) > 2
+
+
+def test_momentum_can_begin_while_the_run_goes_on() -> None:
+    faults = (change(1.0, outer_momentum=0.9), CrashCoordinator(at=5.0, down_s=0.5))
+    outcome = play(*faults, outer_momentum=0.0)
+    assert outcome.alarms == 0
+    digests = {record.momentum_digest for record in outcome.records if isinstance(record, rec.WindowCommitted)}
+    assert None in digests and len(digests) > 1
+
+
+def test_who_is_away_or_comes_late_runs_under_the_same_terms() -> None:
+    outcome = play(
+        CutLink(node=B, at=0.8, for_s=1.5, reset=True),
+        change(1.0, codec_up="q8", lr__peak=0.05, outer_lr=0.3),
+        SpoilAnchor(node=A, at=2.0),
+        CrashNode(node=B, at=3.0, down_s=0.5),
+    )
+    assert [answer for answer in answers(outcome) if isinstance(answer, str)] == []
+    assert all(starts[-1].versions == outcome.versions for starts in outcome.nodes.values())
+
+
+@pytest.mark.parametrize("method", ["diloco", "decoupled", "async", "co2"])
+def test_every_method_takes_other_terms(method: str) -> None:
+    mix = {} if method in ("diloco", "co2") else {"mix": 0.25}
+    own = {"mix": 0.0} if method == "co2" else {}
+    outcome = play(
+        change(1.0, codec_up="q8", outer_lr=0.4, **mix), CrashCoordinator(at=4.0, down_s=0.5), method=method, **own
+    )
+    assert outcome.alarms == 0 and isinstance(answers(outcome)[0], Revision)
+
+
+def test_staleness_may_change_where_updates_are_not_waited_for() -> None:
+    outcome = play(change(1.0, max_staleness=0), change(2.5, max_staleness=4, max_stale_rounds=2), method="decoupled")
+    assert [type(answer) for answer in answers(outcome)] == [Revision, Revision]
+
+
+# --- versions of the protocol (Z: N−1)
+
+
+def spoken(outcome: Outcome) -> set[tuple[str, int]]:
+    """Which node heard which version of the protocol in its Welcome."""
+    return {
+        (who, what.message.protocol)
+        for _, who, what in outcome.tape
+        if isinstance(what, node_ev.Received) and isinstance(what.message, msg.Welcome)
+    }
+
+
+def test_an_older_node_and_a_newer_one_train_together_and_follow_the_same_changes() -> None:
+    older = (dataclasses.replace(NODES[0], protocol=1), *NODES[1:])
+    outcome = play(change(1.0, outer_lr=0.4, h=6, codec_up="q8", mix=0.25), change(1.2, lr__peak=0.05), nodes=older)
+    first, second = answers(outcome)
+    assert isinstance(first, Revision) and isinstance(second, str) and "a cannot be told of a change" in second
+    assert spoken(outcome) == {("a", 1), ("b", 2), ("c", 2)}
+    told = {who for _, who, what in outcome.tape if isinstance(what, node_ev.Received) and heard_of_terms(what)}
+    assert told == {"b"}, "c came later, and has it from its Welcome"
+
+
+def heard_of_terms(received: node_ev.Received) -> bool:
+    return isinstance(received.message, msg.Revised)
+
+
+def test_an_older_node_that_comes_while_a_change_lies_ahead_is_let_in_after_it() -> None:
+    late = (*NODES[:2], dataclasses.replace(NODES[2], protocol=1, joins_at=1.05))
+    outcome = play(change(1.0, lr__peak=0.05), nodes=late, steps=100)
+    refused = [what for _, _, what in outcome.tape if isinstance(what, coordinator_ev.Refuse)]
+    assert refused and all(what.refused.retriable for what in refused)
+    assert outcome.nodes[C][-1].versions == outcome.versions
+
+
+def test_an_older_coordinator_has_newer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("roster", "admission"):
+        monkeypatch.setattr(f"farloop.coordinator.{place}.PROTOCOL_VERSIONS", (1, 1))
+    outcome = play()
+    assert spoken(outcome) == {(name, 1) for name in "abc"}
+
+
+# --- any sequence of changes and crashes
+
+GIVEN = st.dictionaries(
+    st.sampled_from(["outer_lr", "outer_momentum", "h", "tau", "mix", "codec_up", "codec_down", "lr.peak", "steps"]),
+    st.sampled_from(["0.0", "0.25", "0.5", "0.9", "1", "3", "5", "6", "70", "q4", "q8", "bf16"]),
+    min_size=1,
+    max_size=3,
+)
+CHANGES = st.tuples(st.floats(0.3, 6.0), GIVEN).map(
+    lambda drawn: ChangeTerms(at=drawn[0], given=tuple(drawn[1].items()))
+)
+CRASHES = st.floats(0.3, 7.0).map(lambda at: CrashCoordinator(at=at, down_s=0.4))
+CUTS = st.floats(0.3, 5.0).map(lambda at: CutLink(node=B, at=at, for_s=1.0, reset=True))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(st.lists(CHANGES, min_size=1, max_size=5), st.lists(st.one_of(CRASHES, CUTS), max_size=3))
+def test_whatever_is_set_and_whenever_the_coordinator_dies_all_run_under_the_same_terms(
+    sets: list[ChangeTerms], faults: list[Fault]
+) -> None:
+    """What is refused changes nothing; the rest holds from the same windows on for all, and replays to the bit."""
+    assert play(*sets, *faults, nodes=NODES[:2], steps=40).alarms == 0
