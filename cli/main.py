@@ -227,6 +227,26 @@ def chaos(
         run_chaos(minutes=minutes, seed=seed, nodes=nodes, out=out, as_json=as_json)
 
 
+@app.command("set", rich_help_panel="Train")
+def set_terms(
+    words: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE…", show_default=False, help="As outer_lr=0.5, h=60, codec_up=q8.")
+    ],
+    state: Annotated[Path, typer.Option(metavar="DIR", show_default=False, help="The coordinator's state folder.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Change a run while it goes on: what its windows have from the next ones on, its rounds from a later one on.
+
+    Example: farloop set outer_lr=0.5 codec_up=q8 --state state --dry-run
+    """
+    with ended_in_one_line():
+        from farloop.cli.change import change_terms, lines
+
+        answer = change_terms(words, state, dry_run=dry_run)
+        typer.echo(json.dumps(answer) if as_json else "\n".join(lines(answer)))
+
+
 # --- looking
 
 

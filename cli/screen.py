@@ -147,6 +147,8 @@ def _facts(status: Status, *, wide: bool) -> RenderableType:
     grid.add_row("validation loss", _validation(status))
     grid.add_row("outer steps", _outer_steps(status))
     grid.add_row("traffic", _traffic(status))
+    if status["run"].get("revision", 0):
+        grid.add_row("revision", _revision(status))
     if status["windows"]:
         legend = "   ● delta is in   ○ expected" if wide else ""
         grid.add_row("windows", _windows(status["windows"]).append(legend, style="dim"))
@@ -170,6 +172,11 @@ def _outer_steps(status: Status) -> Text:
     text = Text(f"{status['outer_steps']:,}")
     text.append(f"  {status['commits']:,} commits, round {status['round']:,}, {count_text(tokens)} tokens", style="dim")
     return text
+
+
+def _revision(status: Status) -> Text:
+    run = status["run"]
+    return Text(f"{run['revision']}").append(f"  {'; '.join(run['changed'])}", style="dim")
 
 
 def _traffic(status: Status) -> Text:

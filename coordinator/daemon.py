@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import aggregator, commits
+from farloop.coordinator import admin, aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator.copying import Copying
 from farloop.coordinator.downloads import Downloads
@@ -30,6 +30,7 @@ from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
 from farloop.coordinator.peers import Peer
+from farloop.coordinator.setting import Setting
 from farloop.coordinator.store import Store
 from farloop.coordinator.upkeep import Upkeep
 from farloop.quant.errors import NonFiniteError
@@ -99,6 +100,7 @@ class Coordinator:
         self._sessions: dict[NodeId, Peer] = {}
         self._downloads = Downloads(store, self.machine.ledger, self._in_compute, self._run_commands)
         self._inputs = Inputs(store, self._upkeep, self._in_compute)
+        self._door = admin.Door(config.state_dir, {"set": Setting(self.machine, store.ledger, self._happened)})
         self._done = asyncio.Event()
         self._all_left = asyncio.Event()
         """No session is open, and nobody may yet be back."""
@@ -120,6 +122,7 @@ class Coordinator:
             StorageFailed: the disk failed; start again to recover.
         """
         self._run_commands(self.machine.start())
+        await self._door.open()
         try:
             async with asyncio.TaskGroup() as group:
                 self._jobs = group
@@ -140,6 +143,7 @@ class Coordinator:
                     task.cancel()
                 self._upkeep.give_up()
         finally:
+            await self._door.close()
             self.link.close()
             self.observer.refresh(self.machine)
             self.observer.save_status(self.config.state_dir / "status.json")

@@ -23,6 +23,7 @@ from farloop.coordinator.hold import Hold
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.refusals import Refusals
+from farloop.coordinator.revising import last_change
 from farloop.coordinator.roster import Member
 from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
@@ -179,6 +180,7 @@ class Observer:
                 if stalled:
                     self._happenings.told("stalled", node["name"], Reason.STALLED, "", time.monotonic())
         self.joined = any(node["connected"] for node in status["nodes"])
+        self._metrics.steps.set(status["run"]["steps"])
         self._metrics.position.set(status["position"])
         self._metrics.round.set(status["round"])
         self._metrics.h.set(status["run"]["h"])
@@ -226,6 +228,8 @@ class Observer:
                 "parameters": self._num_parameters,
                 "state": "finished" if ledger.finished else state,
                 "epoch": ledger.epoch,
+                "revision": ledger.spec.revision,
+                "changed": last_change(ledger),
                 "started_s": until - self._training_since if self._training_since is not None else 0.0,
                 "uptime_s": now - self._started,
             },

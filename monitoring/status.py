@@ -28,6 +28,10 @@ class RunStatus(TypedDict):
     parameters: int
     state: RunState
     epoch: int
+    revision: int
+    """Of the terms: how often they changed while the run went on."""
+    changed: list[str]
+    """What the last change changes, and from where on."""
     started_s: float
     """Seconds since training began; 0 before."""
     uptime_s: float

@@ -11,7 +11,6 @@ import dataclasses
 from typing import Literal, assert_never
 
 from farloop.algo import schedule
-from farloop.algo.overlap import at_most
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, Terms
 from farloop.node import events as ev
@@ -307,7 +306,8 @@ class NodeMachine:
             seq=self._seq,
         )
         steps, tokens = self.inner_steps - state.counted_from, self.tokens - state.tokens_from
-        tau = Turn.of(self).overlap(terms.tau if self.tau is None else self._own_tau(self.tau))
+        turn = Turn.of(self)
+        tau = turn.overlap(terms.tau if self.tau is None else turn.own_overlap(self.tau))
         state.sent.append(
             Undecided(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
         )
@@ -332,12 +332,6 @@ class NodeMachine:
         assert self.spec is not None
         steps = self.inner_steps - self.samples_from
         return steps * self.spec.terms.batch_sequences if self.spec.identity.num_samples else None
-
-    def _own_tau(self, tau: int) -> int:
-        """The node's own overlap, as far as rounds that were made shorter since have room for it."""
-        assert self.spec is not None
-        terms, slots = (self.terms_in(self.round), self.terms_in(self.round + 1)), self.spec.identity.layout.slots
-        return min(tau, *(at_most(of_round, slots) for of_round in terms))
 
     def _end_round(self) -> None:
         assert self.spec is not None

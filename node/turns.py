@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farloop.algo import schedule
+from farloop.algo.overlap import at_most
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms, WindowTerms
 from farloop.node.fragment_state import FragmentState
@@ -96,6 +97,11 @@ class Turn:
     def overlap(self, tau: int) -> int:
         """τ in steps of this node: they are longer where there are fewer of them in a round."""
         return tau if self.plan is None else tau * self.plan.steps_of(self.node) // self.plan.length
+
+    def own_overlap(self, tau: int) -> int:
+        """A node's own τ, as far as rounds that were made shorter since have room for it."""
+        following = self.terms if self.revisions is None else self.revisions.of_round(self.round + 1)
+        return min(tau, *(at_most(terms, self.slots) for terms in (self.terms, following)))
 
     def holds_up(self, state: FragmentState, inner_steps: int) -> bool:
         """Whether training waits for what became of the last delta: at the end of the overlap, or rounds later."""

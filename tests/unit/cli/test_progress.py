@@ -36,7 +36,7 @@ def status(t: float = 30.0, *, nodes: list[NodeStatus] | None = None, **changes:
         "run": {
             "name": "demo", "fingerprint": "ab12", "method": "streaming", "codec_up": "q4", "codec_down": "q8",
             "steps": 2000, "h": 30, "tau": 5, "mix": 0.5, "fragments": 2, "parameters": 812_544, "state": "training",
-            "epoch": 1, "started_s": t, "uptime_s": t + 2, **run_changes,
+            "epoch": 1, "revision": 0, "changed": [], "started_s": t, "uptime_s": t + 2, **run_changes,
         },
         "position": 20.0 * t, "round": 20, "versions": [20, 20], "outer_steps": 20, "commits": 40,
         "nodes": [node("paris"), node("tokyo")] if nodes is None else nodes,
@@ -73,6 +73,13 @@ def test_a_node_that_is_away_shows_why_and_alarms_stand_below() -> None:
     assert "the connection closed" in text
     assert "! tokyo is away" in text
     assert "1 node " in text
+
+
+def test_terms_that_changed_while_the_run_went_on_are_said() -> None:
+    changed = ["h 30 → 60 from round 9 on", "codec_up q4 → q8 from windows f0:8, f1:7 on"]
+    text = picture(status(run={"revision": 2, "changed": changed}))
+    assert "revision         2  h 30 → 60 from round 9 on; codec_up q4 → q8 from windows f0:8, f1:7 on" in text
+    assert "revision" not in picture(status())
 
 
 def test_nodes_that_do_not_fit_are_counted() -> None:

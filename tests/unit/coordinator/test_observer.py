@@ -154,6 +154,8 @@ def test_a_run_that_waits_for_its_nodes_says_so(scene: Scene, spec: RunSpec) -> 
         "parameters": 500,
         "state": "waiting",
         "epoch": 1,
+        "revision": 0,
+        "changed": [],
         "started_s": 0.0,
         "uptime_s": 5.0,
     }

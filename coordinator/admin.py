@@ -1,0 +1,117 @@
+"""The door for whoever runs the coordinator: a unix socket in its state folder, one JSON line in, one out.
+
+It has no surface on the network, works inside a container, and lets in who owns the folder: `admin.sock`, mode 0600.
+A request is `{"do": "set", …}`; an answer holds what came of it, or `{"error": "one sentence"}`.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+_log = logging.getLogger(__name__)
+
+NAME: Final = "admin.sock"
+
+MAX_BYTES: Final = 64 << 10
+"""Of a request or an answer."""
+
+PATIENCE_S: Final = 10.0
+"""For a request to come once somebody has connected."""
+
+_LONGEST_PATH: Final = 107
+"""Bytes that the address of a unix socket has room for."""
+
+Request = Mapping[str, Any]
+Answer = Mapping[str, Any]
+Handler = Callable[[Request], Awaitable[Answer]]
+"""Raises ValueError, one sentence, for what it refuses."""
+
+
+@contextlib.contextmanager
+def address_of(folder: Path) -> Iterator[str]:
+    """The door's path, short enough for a socket's address however deep the folder is: there it leads over a
+    descriptor, while the block lasts."""
+    plain = str((folder / NAME).absolute())
+    if len(os.fsencode(plain)) <= _LONGEST_PATH:
+        yield plain
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{NAME}"
+    finally:
+        os.close(descriptor)
+
+
+class Door:
+    """Open from `open` to `close`; the state's lock says that nobody else has one here."""
+
+    def __init__(self, folder: Path, handlers: Mapping[str, Handler]) -> None:
+        self._path, self._folder, self._handlers = folder / NAME, folder, handlers
+        self._server: asyncio.Server | None = None
+        self._inode = 0
+
+    async def open(self) -> None:
+        """Listen. Where the file system has no sockets the run goes on without a door, and says so."""
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._path.unlink(missing_ok=True)  # of a start that was killed
+            with address_of(self._folder) as address:
+                door.bind(address)
+            self._path.chmod(0o600)  # before it listens: nobody was let in until now
+            self._inode = self._path.stat().st_ino
+            door.setblocking(False)
+            self._server = await asyncio.start_unix_server(self._serve, sock=door, limit=MAX_BYTES)
+        except OSError as error:
+            door.close()
+            _log.warning("no door path=%s why=%r: farloop set cannot reach this coordinator", self._path, str(error))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            with contextlib.suppress(FileNotFoundError):
+                if self._path.stat().st_ino == self._inode:  # else that of a coordinator which took the state over
+                    self._path.unlink()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                line = await reader.readline()
+            writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+            await writer.drain()
+        except (TimeoutError, ValueError, OSError) as error:  # ValueError: a line without an end
+            _log.info("the door was closed on somebody why=%r", str(error))
+        finally:
+            writer.close()
+
+    async def _answer(self, line: bytes) -> Answer:
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict) or request.get("do") not in self._handlers:
+                raise ValueError(f'a request is {{"do": …}} with one of {", ".join(self._handlers)}')
+            return await self._handlers[request["do"]](request)
+        except (ValueError, RecursionError) as error:
+            return {"error": str(error)}
+
+
+def ask(folder: Path, request: Request, timeout_s: float) -> Answer:
+    """What the coordinator that holds this state folder answers; blocks.
+
+    Raises:
+        OSError: nobody is behind the door; TimeoutError where it takes too long.
+        ValueError: the answer is none.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, address_of(folder) as address:
+        door.settimeout(timeout_s)
+        door.connect(address)
+        door.sendall(json.dumps(request).encode() + b"\n")
+        with door.makefile("rb") as answers:
+            answer = json.loads(answers.readline(MAX_BYTES))
+    if not isinstance(answer, dict):
+        raise ValueError("that is no answer of a coordinator")
+    return answer
