@@ -20,8 +20,11 @@ import pytest
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import to_plain
+from farloop.coordinator.admin import NAME
 from farloop.coordinator.journal import Journal
 from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.records import TermsChanged
+from farloop.coordinator.setting import revision_asked_for
 from farloop.coordinator.snapshots import snapshot_path
 from farloop.coordinator.store import Store
 
@@ -95,6 +98,26 @@ def test_a_coordinator_goes_on_from_it(folder: Path) -> None:
     assert [machine.windows[f].missing for f in (0, 1)] == [{"b"}, {"a", "b"}]
 
 
+def test_a_run_of_version_1_can_be_given_other_terms(folder: Path) -> None:
+    """Z: what was journaled before the change is repeated under the terms that it had."""
+    store = Store.recover(folder)
+    assert store is not None
+    before = held(store)["buffers"]
+    revision = revision_asked_for(CoordinatorMachine(store.ledger.copy(), now=0.0), {"outer_lr": "0.25", "codec": "q4"})
+    assert revision.windows == tuple(version + 2 for version in VERSIONS)
+    store.append(TermsChanged(revision=revision))
+    store.sync()
+    store.close()
+    again = Store.recover(folder)
+    assert again is not None
+    try:
+        assert (again.alarms, held(again)["buffers"]) == ({}, before)
+        assert again.ledger.spec.terms == revision.terms and again.ledger.spec.revision == 1
+        assert [again.ledger.terms_of(f, v + 1).outer_lr for f, v in enumerate(VERSIONS)] == [0.6, 0.6]
+    finally:
+        again.close()
+
+
 def record(scratch: Path, target: Path) -> None:
     """Two nodes, and the moment at which the first of them has sent its delta for a window."""
     from tiny_run import begin, plan, serving, train, until
@@ -116,7 +139,7 @@ def record(scratch: Path, target: Path) -> None:
         for node in nodes:
             node.start()
         until(lambda: store.ledger.versions == VERSIONS and len(store.ledger.inputs) == 1)
-        left = Path(shutil.copytree(state, scratch / "left"))  # as a power cut would leave it
+        left = Path(shutil.copytree(state, scratch / "left", ignore=shutil.ignore_patterns(NAME)))  # after a power cut
         gone.set()
     for node in nodes:
         node.join()

@@ -7,6 +7,7 @@ real daemons over loopback: PYTHONPATH=tests/integration python tests/unit/wire/
 """
 
 import base64
+import dataclasses
 import json
 import sys
 import tempfile
@@ -18,10 +19,11 @@ from unittest import mock
 
 import pytest
 
-from farloop.algo.spec import BlobId, BlobKind, to_plain
+from farloop.algo.spec import BlobId, BlobKind, Revision, to_plain
 from farloop.wire import events as ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
+from farloop.wire.errors import LocalProtocolError
 from farloop.wire.frames import Buffer, parse_bulk, parse_control, parse_lane_hello
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits
@@ -125,6 +127,33 @@ def test_either_end_can_be_played_by_a_session_of_today(role: Role) -> None:
         frame.says["key"] for frame in frames if frame.sender != role.value and "key" in frame.says
     }
     assert session.state is State.CLOSED
+
+
+def test_a_recorded_node_is_answered_in_its_own_version() -> None:
+    """Z: N−1. What came with a later version is withheld from it."""
+    frames = conversation()
+    session, (hello, welcome) = Session(Role.COORDINATOR, NOW), (frames[0], frames[1])
+    session.receive(hello.lane, hello.parts, NOW)
+    heard = [event.message for event in session.events() if isinstance(event, ev.MessageReceived)]
+    assert isinstance(heard[0], msg.Hello) and (heard[0].protocol_min, heard[0].protocol_max) == (1, 1)
+    recorded = msg.decode(parse_control(welcome.parts, LIMITS).body)
+    assert isinstance(recorded, msg.Welcome) and recorded.protocol == 1 and recorded.revisions == ()
+    session.send(recorded, NOW)
+    revision = Revision(number=1, terms=recorded.spec.terms, windows=(2, 2), round=3)
+    with pytest.raises(LocalProtocolError, match="needs version 2"):
+        session.send(msg.Revised(revision=revision), NOW)
+
+
+def test_a_field_of_today_is_passed_over_by_who_does_not_know_it() -> None:
+    """Z: N−1. An older node reads today's Welcome, revisions and all, as one of its own time."""
+    recorded = msg.decode(parse_control(conversation()[1].parts, LIMITS).body)
+    assert isinstance(recorded, msg.Welcome)
+    revision = Revision(number=1, terms=recorded.spec.terms, windows=(2, 2), round=3)
+    today = dataclasses.replace(recorded, revisions=(revision,))
+    number, must_understand, fields = msg.unpack(msg.encode(today))
+    then = msg.unpack(msg.encode(recorded))
+    assert [number, must_understand, {key: fields[key] for key in then[2]}] == then
+    assert fields.keys() - then[2].keys() == {"revisions"}
 
 
 def speak(session: Session, frame: Frame, frames: Sequence[Frame]) -> None:
