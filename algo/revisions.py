@@ -68,9 +68,13 @@ class Revisions:
 
         Without a round, for who asks only for what belongs to windows.
         """
-        ours = next((r for r in reversed(self.kept) if r.windows[fragment] <= window), self.kept[0])
+        ours = self._at_window(fragment, window)
         theirs = ours if round_index is None else self._at_round(round_index)
         return ours.terms if theirs is ours else composed(ours.terms, theirs.terms)
+
+    def number_of(self, fragment: int, window: int) -> int:
+        """Of the revision that says what belongs to this window; 0 for the terms that the run began with."""
+        return self._at_window(fragment, window).number
 
     def from_window(self, fragment: int, window: int) -> Iterator[Terms]:
         """What this window of a fragment and those after it run under, as far as it was given; the oldest first."""
@@ -87,6 +91,9 @@ class Revisions:
                 break
             del kept[0]
         return Revisions(tuple(kept))
+
+    def _at_window(self, fragment: int, window: int) -> Revision:
+        return next((r for r in reversed(self.kept) if r.windows[fragment] <= window), self.kept[0])
 
     def _at_round(self, index: int) -> Revision:
         return next((r for r in reversed(self.kept) if r.round <= index), self.kept[0])

@@ -83,6 +83,7 @@ def _explained(told: dict[str, Any] | None, past: Past | None) -> dict[str, Any]
     facts.pop("event", None)
     for name in ("t", "open_s", "quorum", "quorum_s", "grace_s", "floor", "expected", "norm", "merge_s", "journal_s"):
         facts.setdefault(name, None)
+    facts.setdefault("revision", None)  # lines that are older than revisions do not have it
     facts["record"] = past.at.where if past else None
     facts["deltas_stored"] = bool(past and past.measured)
     measured = {}
@@ -122,6 +123,9 @@ def _from_journal(past: Past) -> dict[str, Any]:
             {"node": drop.blob.node, "after_s": None, "code": drop.reason.code, "detail": drop.detail}
             for drop in past.drops
         ],
+        "revision": past.revision,
+        "quorum": past.quorum,
+        "floor": past.floor,
         "h": past.h,
         "outer_lr": record.outer_lr,
         "outer_momentum": record.outer_momentum,
@@ -149,6 +153,8 @@ def _picture(facts: dict[str, Any]) -> RenderableType:
     grid.add_column()
     grid.add_row("closed", Text(facts["why"], style="bold"))
     grid.add_row("waited", _waited(facts))
+    if facts["revision"]:
+        grid.add_row("terms", f"revision {facts['revision']}")
     if facts["expected"] is not None:
         grid.add_row("expected", ", ".join(facts["expected"]) or "nobody")
     parts: list[RenderableType] = [head, grid, Padding(_arrived(facts["arrived"], facts["version"]), (1, 0, 1, 0))]

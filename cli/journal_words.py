@@ -24,6 +24,7 @@ KINDS: dict[type[rec.Record], str] = {
     rec.EvaluationTaken: "evaluation",
     rec.RunFinished: "finish",
     rec.LedgerSaved: "summary",
+    rec.TermsChanged: "terms",
 }
 """What each kind is called on the command line."""
 
@@ -91,6 +92,12 @@ def words(at: Placed) -> str:
             return f"loss {loss:.4f} at position {position:g}, versions {_list(versions)}"
         case rec.RunFinished():
             return "every fragment is final"
+        case rec.TermsChanged(revision=revision):
+            windows = " ".join(f"f{fragment}:{window}" for fragment, window in enumerate(revision.windows[:8]))
+            more = f" … ({len(revision.windows)})" if len(revision.windows) > 8 else ""
+            return (
+                f"revision {revision.number} of the terms, from windows {windows}{more} and round {revision.round} on"
+            )
         case rec.LedgerSaved(versions=versions, epoch=epoch):
             return f"all before it: versions {_list(versions)}, epoch {epoch}"
 

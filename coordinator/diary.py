@@ -95,6 +95,7 @@ class Diary:
             "quorum_s": None if window.quorum_at is None else window.quorum_at - opened,
             "grace_s": _given(machine, window),
             "floor": terms.floor,
+            "revision": ledger.revisions.number_of(record.fragment, record.version),
             "expected": sorted(window.expected),
             "arrived": _arrived(record, window, {blob: at - opened for blob, at in self._came.items()}),
             "missing": missing(record),

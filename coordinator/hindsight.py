@@ -34,6 +34,11 @@ class Past:
     """Of the deltas that are stored."""
     drops: tuple[rec.InputDropped, ...]
     """Of this fragment, since its commit before."""
+    revision: int
+    """Of the terms that the window ran under."""
+    quorum: int | None
+    """None where all that were expected were waited for."""
+    floor: int
     h: int
     codec_up: str
     codec_down: str
@@ -90,6 +95,7 @@ def _past(
 ) -> Past:
     places = {addend.blob: stored[addend.blob] for addend in record.blobs if addend.blob in stored}
     terms = ledger.windows[record.fragment]
+    of_window = ledger.terms_of(record.fragment, record.version, record.round)
     return Past(
         at=at,
         record=record,
@@ -99,6 +105,9 @@ def _past(
             if isinstance(place.record, rec.InputStored)
         },
         drops=drops,
+        revision=ledger.revisions.number_of(record.fragment, record.version),
+        quorum=None if of_window.max_staleness and terms.final else of_window.quorum,
+        floor=of_window.floor,
         h=ledger.rounds[record.round].length,
         codec_up=terms.codec_up,
         codec_down=terms.codec_down,

@@ -190,6 +190,11 @@ class _Verifier:
                     return f"version {version} of fragment {fragment} follows version {newest}"
                 if fragment not in self._ledger.windows:
                     return f"version {version} of fragment {fragment} is committed, and it was final"
+            case rec.TermsChanged(revision=revision):
+                if (number := revision.number) != (newest := self._ledger.spec.revision) + 1:
+                    return f"revision {number} of the terms follows revision {newest}"
+                if (given := len(revision.windows)) != (count := len(self._ledger.versions)):
+                    return f"revision {number} of the terms is for {given} fragments, and there are {count}"
             case rec.RunStarted():
                 return "the run begins in the middle of a journal"
             case _:

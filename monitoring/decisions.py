@@ -63,6 +63,8 @@ class DecisionEvent(TypedDict):
     grace_s: float | None
     """Seconds that the others were then given; None where that is not how the method waits."""
     floor: int
+    revision: int
+    """Of the terms that the window ran under."""
     expected: list[str]
     arrived: list[ArrivedDelta]
     missing: list[MissingNode]

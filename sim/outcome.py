@@ -1,7 +1,7 @@
 """What came out of a simulated run, and what must be true of every one, whatever went wrong in it."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from torch import Tensor
@@ -151,7 +151,8 @@ class Outcome:
             for start in starts:
                 self._check_start(name, start)
         diaries = {name: [start.diary for start in starts] for name, starts in self.nodes.items()}
-        check_samples(self.records, diaries, self.terms, liars=self.liars)
+        stale = max(revision.terms.max_stale_rounds for revision in self.revisions.kept)
+        check_samples(self.records, diaries, replace(self.terms, max_stale_rounds=stale), liars=self.liars)
 
     @property
     def terms(self) -> Terms:

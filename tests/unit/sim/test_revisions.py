@@ -22,6 +22,7 @@ from farloop.sim.scenario import (
     CutLink,
     Fault,
     NodeSetup,
+    RestoreCopy,
     Scenario,
     SpoilAnchor,
 )
@@ -72,7 +73,10 @@ def check_terms(outcome: Outcome) -> None:
     for plan in rounds.values():
         assert plan.length == min(revisions.of_round(plan.index).h, revisions.newest.terms.steps - plan.start)
     assert folded is not None and folded == Ledger.resume(folded.saved())
-    for _, _, what in outcome.tape:
+    began = {who: when for when, who, what in outcome.tape if isinstance(what, node_ev.BeginAgain)}
+    for when, who, what in outcome.tape:
+        if when < began.get(who, 0.0):
+            continue  # of a history that was given up
         if isinstance(what, node_ev.Encode):
             assert what.codec == revisions.of_window(what.blob.fragment, what.window).codec_up
         if isinstance(what, node_ev.Apply):
@@ -217,3 +221,44 @@ def test_whatever_is_set_and_whenever_the_coordinator_dies_all_run_under_the_sam
 ) -> None:
     """What is refused changes nothing; the rest holds from the same windows on for all, and replays to the bit."""
     assert play(*sets, *faults, nodes=NODES[:2], steps=40).alarms == 0
+
+
+# --- an old copy of the state
+
+
+def wound_back(*faults: Fault) -> tuple[Outcome, list[float]]:
+    """Two nodes; the state of half-way is put back, and a person winds the run back. And when the nodes began again."""
+    copy = RestoreCopy(after_commits=15, commits_ago=6)
+    outcome = play(copy, *faults, nodes=NODES[:2], steps=48)
+    began = [when for when, _, what in outcome.tape if isinstance(what, node_ev.BeginAgain)]
+    assert len(outcome.lost) == 6 and len(began) == 2
+    return outcome, began
+
+
+def test_after_a_rewind_all_go_on_under_the_revisions_that_the_copy_holds() -> None:
+    outcome, (began, _) = wound_back(change(0.5, outer_lr=0.4, codec_up="q8", h=5))
+    assert outcome.revisions.newest.number == 1
+    told = [revision_of(what) for when, who, what in outcome.tape if who in (A, B) and when >= began]
+    assert set(told) <= {None, 1}
+    sent = [what.codec for when, _, what in outcome.tape if when > began and isinstance(what, node_ev.Encode)]
+    assert sent and set(sent) == {"q8"}
+
+
+def test_terms_that_only_the_lost_history_had_are_gone_and_others_can_take_their_number() -> None:
+    first, began = wound_back()
+    died = next(when for when, _, what in first.tape if isinstance(what, str) and what.startswith("restored"))
+    lost, new = change(died - 0.4, codec_up="q8", h=6), change(max(began) + 1.0, codec_up="bf16", h=5)
+    outcome, began = wound_back(lost, new)
+    one, other = answers(outcome)
+    assert isinstance(one, Revision) and isinstance(other, Revision)
+    assert one.number == other.number == outcome.revisions.newest.number == 1
+    assert outcome.revisions.newest == other
+    encoded = [(when, what.codec) for when, _, what in outcome.tape if isinstance(what, node_ev.Encode)]
+    assert {codec for when, codec in encoded if when > max(began)} == {"q4", "bf16"}
+    assert {record.round.length for record in outcome.records if isinstance(record, rec.RoundFixed)} == {4, 5}
+
+
+def revision_of(what: object) -> int | None:
+    """That a node was told of with a welcome."""
+    welcome = what.message if isinstance(what, node_ev.Received) else None
+    return welcome.spec.revision if isinstance(welcome, msg.Welcome) else None
