@@ -339,6 +339,7 @@ class CoordinatorMachine:
             window.inputs[offer.blob] = offer
             self.grace.look_at(window, self._now)
         self._closing.try_all()  # what was seen of lateness says of others, too, that they have waited long enough
+        self._membership.start_ready(self._now, at_boundary=False)
 
     def _drop(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
         """A delta's outcome before its window closes (protocol E)."""

@@ -206,11 +206,12 @@ class Membership:
             self.start_ready(now, at_boundary=False)
 
     def start_ready(self, now: float, *, at_boundary: bool) -> None:
-        """Start who is ready: at the run's begin, at a round's boundary, or at once where nobody trains any more."""
+        """Start who is ready: at the run's begin, at a round's boundary, or at once where nobody trains any more, or
+        too few for the floor of a window, which no boundary would come before."""
         ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
-        alone = not any(m.counts for m in self.members.values())
         if not ready or not self._ledger.windows:
             return
+        alone = not any(m.counts for m in self.members.values()) or any(map(self._lacks, self._windows.values()))
         if not self.begun and len(ready) < self._ledger.spec.terms.min_nodes:
             return
         if not (at_boundary or alone):
@@ -220,9 +221,16 @@ class Membership:
             self._start(member, plan, now)
         for window in self._windows.values():
             if alone and window.state == "open" and not window.missing:
-                names = self.expected(window.terms) or {m.name for m in ready}
+                names = {m.name for m in ready}
+                names = names & self.expected(window.terms) or names
                 window.expected |= names
                 window.removed = {n: r for n, r in window.removed.items() if n not in names}
+
+    def _lacks(self, window: Window) -> bool:
+        """Whether the window is held though nobody is awaited any more."""
+        terms = window.terms
+        floor = self._ledger.terms_of(terms.fragment, terms.window, terms.round).floor
+        return window.short_of(floor) is not None
 
     def _start(self, member: Member, plan: RoundPlan, now: float) -> None:
         member.start(plan.index, now)
