@@ -135,7 +135,8 @@ def _again(
     """The commit at `at`, made again, and the buffers after it; None where it did not come out."""
     record = at.record
     assert isinstance(record, rec.WindowCommitted)
-    places = [inputs.get(addend.blob) for addend in record.blobs]
+    merged = [addend.blob for addend in record.blobs]
+    places = [inputs.get(blob) for blob in (*merged, *commits.apart(record))]
     stored = [attached(directory, place) for place in places if place is not None]
     from_deltas = len(stored) == len(places)
     compared: tuple[Comparison, ...] = ()
@@ -143,8 +144,8 @@ def _again(
     trouble = ""
     try:
         if from_deltas:
-            addends = [(data, addend.weight) for data, addend in zip(stored, record.blobs, strict=True)]
-            result = commits.compute(ledger, held, record, addends)
+            addends = [(data, addend.weight) for data, addend in zip(stored, record.blobs, strict=False)]
+            result = commits.compute(ledger, held, record, addends, stored[len(merged) :])
             again = commits.completed(record, result)
             compared = (
                 _compare("update", record.update_digest, again.update_digest),

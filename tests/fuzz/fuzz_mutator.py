@@ -127,9 +127,13 @@ def bent(chance: Random, plain: Any) -> Any:
     return plain
 
 
+LARGEST_BENT = 256 << 10
+"""Bytes of a packed value: as plain values it takes up to eighty times as much, and here the mutator unpacks it."""
+
+
 def packed_edit(chance: Random, data: bytes) -> bytes:
     """A packed value, bent here and there; now and then its bytes are edited as any others are."""
-    if chance.random() < 0.15:
+    if chance.random() < 0.15 or len(data) > LARGEST_BENT:
         return edited(chance, data)
     try:
         plain = unpack(data)

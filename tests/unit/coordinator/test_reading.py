@@ -4,16 +4,19 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stored_runs
 import torch
 
 from farloop.algo.spec import RunSpec
+from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
-from farloop.coordinator import snapshots
+from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
 from farloop.coordinator.journal import Journal
+from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.reading import placed, read_journal, steadily
 from farloop.coordinator.replay import replay, span
 from farloop.coordinator.segment import segment_path, segment_paths
@@ -260,6 +263,23 @@ def test_a_part_of_a_run_can_be_made_again(folder: Path) -> None:
     scans = read_journal(folder)
     again = list(replay(folder, scans, {1: (ROUNDS - 1, ROUNDS - 1)}))
     assert [(r.fragment, r.version, r.same) for r in again] == [(1, ROUNDS - 1, True)]
+
+
+def test_deltas_that_are_measured_and_not_merged_are_given_to_the_arithmetic_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of nodes in quarantine, under screen = full."""
+    told: list[int] = []
+    compute = commits.compute
+
+    def counted(ledger: Ledger, held: Buffers, record: rec.WindowCommitted, inputs: commits.Inputs, others: Any) -> Any:
+        told.append(len(others))
+        return compute(ledger, held, record, inputs, others)
+
+    monkeypatch.setattr(commits, "compute", counted)
+    monkeypatch.setattr(commits, "apart", lambda record: [record.blobs[1].blob])
+    again = list(replay(folder, read_journal(folder), {0: (ROUNDS, ROUNDS)}))
+    assert [(r.from_deltas, r.same) for r in again] == [(True, True)] and set(told) == {1}
 
 
 def test_a_run_of_the_first_format_comes_out_again() -> None:
