@@ -61,6 +61,8 @@ class Forger:
             share = dataclasses.replace(share, base=share.base - 1)
             return _offered(encoded, dataclasses.replace(offer, contributors=(share,)), encoded.data)
         forged = self._payload(header, payload)
+        if forged.numel() != payload.numel():  # of another codec, which the run had when it was kept
+            forged = payload
         data = pack_blob(header, forged)
         if self._deceit != "nan":
             share = dataclasses.replace(

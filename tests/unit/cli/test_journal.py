@@ -199,8 +199,8 @@ def test_a_commit_that_does_not_come_out_ends_with_the_code_of_storage(
 
     true = commits.compute
 
-    def other(ledger: Any, buffers: Any, draft: Any, inputs: Any) -> Any:
-        return true(ledger, buffers, draft, [(data, 0.25) for data, _ in inputs])
+    def other(ledger: Any, buffers: Any, draft: Any, inputs: Any, others: Any) -> Any:
+        return true(ledger, buffers, draft, [(data, 0.25) for data, _ in inputs], others)
 
     monkeypatch.setattr(commits, "compute", other)
     result = call(folder, "journal", "replay", f"{ROUNDS}", "--fragment", "0")
