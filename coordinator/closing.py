@@ -10,7 +10,7 @@ from typing import Final
 
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
-from farloop.algo.spec import NodeId, RoundPlan, Terms
+from farloop.algo.spec import NodeId, RoundPlan
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.decisions import Decisions
@@ -45,7 +45,7 @@ class Closing:
         own; `stands_still`: whether no window may close now."""
         self._ledger, self._decisions, self._windows, self._alarms = ledger, decisions, windows, alarms
         self._members, self._speeds, self._stands_still = members, speeds, stands_still
-        self.grace = Grace(ledger.spec.terms, lambda window: self._terms_of(window).quorum)
+        self.grace = Grace(ledger.spec.terms, lambda window: ledger.terms_at(window.terms).quorum)
         self.guard = Guard(ledger, floor_share)
         self.now = now
         """The machine's; whoever changes it calls what follows from it."""
@@ -65,7 +65,7 @@ class Closing:
         if self._stands_still():
             return
         window = self._windows[fragment]
-        terms = self._terms_of(window)
+        terms = self._ledger.terms_at(window.terms)
         quorum = None if window.max_staleness and window.terms.final else terms.quorum
         patient = self.grace.lasts(window, self.now)
         why = window.why_close(quorum, terms.floor, patient=patient)
@@ -88,10 +88,6 @@ class Closing:
         draft = window.draft(spec, self._ledger.rounds, why, self._ledger.served(fragment), following)
         commit = self._commits[fragment] = ev.Commit(draft=draft, codec_down=window.terms.codec_down)
         self._decisions.do(commit)
-
-    def _terms_of(self, window: Window) -> Terms:
-        """The run's terms for it (protocol Z)."""
-        return self._ledger.terms_of(window.terms.fragment, window.terms.window, window.terms.round)
 
     def fix_rounds(self) -> None:
         """Fix what the open windows need: the round after the newest of theirs (protocol B).
@@ -146,7 +142,7 @@ class Closing:
             return  # a window without deltas takes no step; what it publishes is finite, or no version ever was
         del self._commits[event.fragment]
         window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
-        window.open_again(self._ledger.inputs, self._terms_of(window).quorum)
+        window.open_again(self._ledger.inputs, self._ledger.terms_at(window.terms).quorum)
         self.try_one(event.fragment)
 
     def look_who_is_left_out(self) -> None:

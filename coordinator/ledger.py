@@ -254,6 +254,10 @@ class Ledger:
         """What this window runs under (protocol Z)."""
         return self.revisions.of_window(fragment, window, round_index)
 
+    def terms_at(self, window: WindowTerms) -> Terms:
+        """What an open window runs under."""
+        return self.terms_of(window.fragment, window.window, window.round)
+
     def terms_in(self, round_index: int) -> Terms:
         """What belongs to this round."""
         return self.revisions.of_round(round_index)

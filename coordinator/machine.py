@@ -11,7 +11,7 @@ from typing import assert_never
 
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
-from farloop.algo.spec import NodeId, Revision, Terms, WindowTerms
+from farloop.algo.spec import NodeId, Revision, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.admission import delta_refusal, progress_untrue
@@ -287,20 +287,17 @@ class CoordinatorMachine:
 
     # --- windows
 
-    def _terms_of(self, window: WindowTerms) -> Terms:
-        """The run's terms for it."""
-        return self.ledger.terms_of(window.fragment, window.window, window.round)
-
     def _open(self, terms: WindowTerms) -> None:
         """Open a window, with the deltas that came too late for the windows before, where the method takes them."""
+        ours = self.ledger.terms_at(terms)
         window = self.windows[terms.fragment] = Window(
             terms=terms,
-            max_staleness=self._terms_of(terms).max_staleness,
+            max_staleness=ours.max_staleness,
             alone=method_named(self.ledger.spec.terms.method).alone,
             opened_at=self._now,
             expected=self._membership.expected(terms),
         )
-        window.begin_with(self.ledger.inputs, self._terms_of(terms).quorum)
+        window.begin_with(self.ledger.inputs, ours.quorum)
         self.grace.look_at(window, self._now)
 
     def _offered(self, member: Member, offer: msg.Offer) -> None:
@@ -405,7 +402,7 @@ class CoordinatorMachine:
         """The lowest live node id, where the commit is one to evaluate at (protocol J): a round's last."""
         following = self.ledger.windows.get(terms.fragment)
         stays = following is not None and following.round == terms.round
-        spec = dataclasses.replace(self.ledger.spec, terms=self._terms_of(terms))
+        spec = dataclasses.replace(self.ledger.spec, terms=self.ledger.terms_at(terms))
         if stays or not schedule.is_evaluated(spec, terms):
             return None
         return self._membership.evaluator()

@@ -228,9 +228,7 @@ class Membership:
 
     def _lacks(self, window: Window) -> bool:
         """Whether the window is held though nobody is awaited any more."""
-        terms = window.terms
-        floor = self._ledger.terms_of(terms.fragment, terms.window, terms.round).floor
-        return window.short_of(floor) is not None
+        return window.short_of(self._ledger.terms_at(window.terms).floor) is not None
 
     def _start(self, member: Member, plan: RoundPlan, now: float) -> None:
         member.start(plan.index, now)

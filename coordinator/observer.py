@@ -153,16 +153,7 @@ class Observer:
         for share in record.merged:
             metrics.merged.labels(share.node).inc()
         for drop in record.drops:
-            metrics.drops.labels(drop.node, drop.reason.name.lower()).inc()
-        for refusal in record.refused:
-            _log.warning(
-                "refused delta of node=%s fragment=%d version=%d reason=%s detail=%r",
-                refusal.blob.node,
-                record.fragment,
-                record.version,
-                refusal.reason.name,
-                refusal.detail,
-            )
+            metrics.drops.labels(drop.node, drop.reason.code).inc()
 
     def refresh(self, machine: CoordinatorMachine) -> None:
         """Bring the status up to date, and log who came, started or left."""

@@ -25,7 +25,7 @@ class Refusals:
         """When it was told, and how often it has come since."""
 
     def __call__(self, reason: Reason, who: str) -> None:
-        self._metrics.turned_away.labels(reason.name.lower()).inc()
+        self._metrics.turned_away.labels(reason.code).inc()
         now, key = time.monotonic(), (reason, who)
         told_at, since = self._told.get(key, (float("-inf"), 0))
         while self._told and next(iter(self._told.values()))[0] < now - TOLD_EVERY_S:

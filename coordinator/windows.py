@@ -150,7 +150,7 @@ class Window:
         came = len(self.contributors)
         if not refused or came + len(refused) < floor:
             return None
-        names = ", ".join(f"{node} ({self.removed[node].name.lower()})" for node in sorted(refused))
+        names = ", ".join(f"{node} ({self.removed[node].code})" for node in sorted(refused))
         return f"{came} of {floor} deltas that a merge needs, refused: {names}"
 
     def make_void(self, why: str) -> None:
