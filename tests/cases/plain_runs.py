@@ -1,9 +1,10 @@
-"""Terms of a run in which nothing is special: what a test does not name is not what it is about."""
+"""Terms and a greeting of a run in which nothing is special: what a test does not name is not what it is about."""
 
 import dataclasses
 from typing import Any
 
-from farloop.algo.spec import LearningRate, Terms
+from farloop.algo.spec import LearningRate, NodeId, Terms
+from farloop.wire.messages import Hello
 
 PLAIN = Terms(
     method="streaming",
@@ -26,3 +27,22 @@ PLAIN = Terms(
 def plain_terms(**changes: Any) -> Terms:
     """`PLAIN`, but for these fields."""
     return dataclasses.replace(PLAIN, **changes)
+
+
+PLAIN_HELLO = Hello(
+    protocol_min=1,
+    protocol_max=1,
+    node=NodeId("a"),
+    incarnation=1,
+    fingerprint=None,
+    layout=None,
+    epoch_seen=0,
+    anchors=(),
+    round=None,
+)
+"""Of a node that comes for the first time."""
+
+
+def plain_hello(**changes: Any) -> Hello:
+    """`PLAIN_HELLO`, but for these fields."""
+    return dataclasses.replace(PLAIN_HELLO, **changes)

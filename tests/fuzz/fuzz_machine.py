@@ -10,7 +10,7 @@ from random import Random
 
 from fuzz_mutator import join, packed_edit, shuffled, split
 from fuzz_target import Target
-from plain_runs import plain_terms
+from plain_runs import plain_hello, plain_terms
 
 from farloop.algo.spec import (
     BlobId,
@@ -177,17 +177,7 @@ def check_machine(data: bytes) -> str:
 
 def hello(node: NodeId, *, round_index: int | None) -> bytes:
     return msg.encode(
-        msg.Hello(
-            protocol_min=1,
-            protocol_max=1,
-            node=node,
-            incarnation=1,
-            fingerprint=None,
-            layout=None,
-            epoch_seen=0,
-            anchors=(msg.AnchorRef(fragment=0, version=0, digest=100),),
-            round=round_index,
-        )
+        plain_hello(node=node, anchors=(msg.AnchorRef(fragment=0, version=0, digest=100),), round=round_index)
     )
 
 

@@ -42,16 +42,10 @@ def mounted(folder: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def fill(folder: Path) -> Path:
-    """Not a byte is free until this file is deleted."""
-    ballast = folder / "ballast"
-    with ballast.open("ab", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            while True:
-                try:
-                    file.write(bytes(size))
-                except OSError:
-                    break
+def filled(folder: Path) -> Ballast:
+    """Not a byte is free until it is removed."""
+    ballast = Ballast(folder)
+    ballast.fill()
     return ballast
 
 
@@ -71,7 +65,7 @@ def test_a_storm_fills_a_small_disk_of_its_own_and_empties_it(tmp_path: Path) ->
 def test_records_of_any_size_wait_for_room_and_none_is_lost_or_cut(tmp_path: Path) -> None:
     with mounted(tmp_path / "state", 8) as folder:
         journal, _ = Journal.open(folder)
-        ballast = fill(folder)
+        ballast = filled(folder)
 
         async def story() -> int:
             alarms = dict[str, str]()
@@ -84,7 +78,7 @@ def test_records_of_any_size_wait_for_room_and_none_is_lost_or_cut(tmp_path: Pat
                     await asyncio.sleep(0)
             assert "free space on its file system" in alarms["storage"]
             assert journal.num_records == journal.durable == appended - 1
-            ballast.unlink()
+            ballast.remove()
             await waits
             assert not upkeep.hold and alarms == {}
             await upkeep.close()
@@ -103,7 +97,7 @@ def test_a_run_is_held_by_a_full_disk_and_goes_on(new_run: NewRun) -> None:
         coordinator, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.1), run.start_node("b")
         run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
 
-        ballast = fill(folder)
+        ballast = filled(folder)
         held = run.until("it is held", lambda status: status["run"]["state"] == "held")
         (alarm,) = (alarm for alarm in held["alarms"] if alarm.startswith("storage: "))
         assert "free space on its file system, and it goes on by itself" in alarm
@@ -116,13 +110,13 @@ def test_a_run_is_held_by_a_full_disk_and_goes_on(new_run: NewRun) -> None:
 
         coordinator.signal(signal.SIGTERM)
         assert run.until_ended(coordinator) == ExitCode.DONE
-        ballast.unlink()
+        ballast.remove()
         coordinator = run.start_coordinator()
         run.until("it goes on", partial(is_beyond, held["versions"]))
 
-        ballast = fill(folder)
+        ballast = filled(folder)
         held = run.until("it is held again", lambda status: status["run"]["state"] == "held")
-        ballast.unlink()
+        ballast.remove()
         after = run.until("it goes on by itself", partial(is_beyond, held["versions"]))
         assert after["run"]["epoch"] == held["run"]["epoch"]
         run.hurry()

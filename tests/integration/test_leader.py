@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_runs import plain_terms
 from torch import Tensor, nn
 
 from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
-from farloop.algo.spec import BlobId, BlobKind, Identity, LearningRate, Lease, NodeId, RunSpec, Terms
+from farloop.algo.spec import BlobId, BlobKind, Identity, Lease, NodeId, RunSpec, Terms
 from farloop.node import link as link_module
 from farloop.node.cluster import Cluster
 from farloop.node.drift import ALPHA
@@ -30,22 +31,7 @@ from farloop.wire.reasons import Reason
 
 pytestmark = pytest.mark.integration
 
-TERMS = Terms(
-    method="diloco",
-    steps=8,
-    h=2,
-    tau=0,
-    mix=0.0,
-    codec_up="q4",
-    codec_down="q4",
-    outer_lr=0.7,
-    outer_momentum=0.9,
-    lr=LearningRate(),
-    clip=1.0,
-    weight_decay=0.1,
-    batch_sequences=4,
-    sequence_tokens=8,
-)
+TERMS = plain_terms(method="diloco", steps=8, h=2, weight_decay=0.1, batch_sequences=4, sequence_tokens=8)
 
 
 class Play:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 import zmq.asyncio
+from plain_runs import plain_hello, plain_terms
 
 from farloop.algo.spec import (
     BlobId,
@@ -24,10 +25,8 @@ from farloop.algo.spec import (
     Contribution,
     Identity,
     Layout,
-    LearningRate,
     NodeId,
     RunSpec,
-    Terms,
 )
 from farloop.coordinator.link import RouterLink
 from farloop.coordinator.peers import Peer
@@ -57,37 +56,12 @@ SPEC = RunSpec(
         evaluation_set="none",
         seed=0,
     ),
-    terms=Terms(
-        method="diloco",
-        steps=10,
-        h=5,
-        tau=0,
-        mix=0.0,
-        codec_up="q4",
-        codec_down="q4",
-        outer_lr=0.7,
-        outer_momentum=0.9,
-        lr=LearningRate(),
-        clip=1.0,
-        weight_decay=0.1,
-        batch_sequences=4,
-        sequence_tokens=8,
-    ),
+    terms=plain_terms(method="diloco", steps=10, h=5, weight_decay=0.1, batch_sequences=4, sequence_tokens=8),
 )
 
 
 def hello() -> msg.Hello:
-    return msg.Hello(
-        protocol_min=1,
-        protocol_max=1,
-        node=NodeId("a"),
-        incarnation=1,
-        fingerprint=None,
-        layout=None,
-        epoch_seen=0,
-        anchors=(),
-        round=None,
-    )
+    return plain_hello()
 
 
 class Station:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_runs import plain_hello
 from stored_runs import NODES
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
@@ -32,10 +33,7 @@ class Scene:
         spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, min_nodes=3))
         self.machine = CoordinatorMachine(Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), now=self.now)
         for session, node in enumerate((BERGEN, OSLO, TROMSO)):
-            hello = msg.Hello(
-                protocol_min=1, protocol_max=1, node=node, incarnation=1, fingerprint=None, layout=None, epoch_seen=0,
-                anchors=(), round=None, device="cpu",
-            )  # fmt: skip
+            hello = plain_hello(node=node, device="cpu")
             self.handle(ev.Greeted(session=session, node=node, hello=hello))
         for session, node in enumerate((BERGEN, OSLO, TROMSO)):
             self.handle(ev.Heard(session=session, node=node, message=msg.Ready()))

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import events as ev
@@ -42,10 +43,7 @@ class Run:
             self.greet(node, round_index)
 
     def greet(self, node: NodeId, round_index: int | None, session: int = 0) -> None:
-        hello = msg.Hello(
-            protocol_min=1, protocol_max=1, node=node, incarnation=1, fingerprint=None, layout=None, epoch_seen=0,
-            anchors=(), round=round_index, device="cpu",
-        )  # fmt: skip
+        hello = plain_hello(node=node, round=round_index, device="cpu")
         self.handle(ev.Greeted(session=session or NODES.index(node) + 1, node=node, hello=hello))
 
     def say(self, node: NodeId, message: msg.Message) -> None:

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from plain_runs import plain_hello
 from rich.console import Console
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
@@ -44,10 +45,7 @@ class Scene:
         return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
     def greet(self, session: int = 1, node: NodeId = A, **changes: object) -> None:
-        hello = msg.Hello(
-            protocol_min=1, protocol_max=1, node=node, incarnation=1, fingerprint=None, layout=None, epoch_seen=0,
-            anchors=(), round=None, device="cpu",
-        )  # fmt: skip
+        hello = plain_hello(node=node, device="cpu")
         self.handle(ev.Greeted(session=session, node=node, hello=dataclasses.replace(hello, **changes)))  # type: ignore[arg-type]
 
     def handle(self, event: ev.Event) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator import events as ev
@@ -23,10 +24,7 @@ def ref(fragment: int, version: int, digest: int | None = None) -> AnchorRef:
 
 def hello(**changes: Any) -> Hello:
     """A node that holds what the ledger does: version 5 of fragment 0, version 4 of fragment 1."""
-    plain = Hello(
-        protocol_min=1, protocol_max=1, node=A, incarnation=1, fingerprint=None, layout=None, epoch_seen=7,
-        anchors=(ref(0, 5), ref(1, 4)), round=3, history=3,
-    )  # fmt: skip
+    plain = plain_hello(node=A, epoch_seen=7, anchors=(ref(0, 5), ref(1, 4)), round=3, history=3)
     return dataclasses.replace(plain, **changes)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, Contribution, LearningRate, Lease, NodeId, RoundPlan, RunSpec
@@ -68,17 +69,7 @@ class Run:
 
     def greet(self, node: NodeId, session: int, **changes: Any) -> list[ev.Command]:
         """A hello of a node that holds version 0 and was never started."""
-        plain = msg.Hello(
-            protocol_min=1,
-            protocol_max=1,
-            node=node,
-            incarnation=1,
-            fingerprint=None,
-            layout=None,
-            epoch_seen=0,
-            anchors=FIRST_ANCHORS,
-            round=None,
-        )
+        plain = plain_hello(node=node, anchors=FIRST_ANCHORS)
         self.sessions[node] = session
         return self.handle(ev.Greeted(session=session, node=node, hello=dataclasses.replace(plain, **changes)))
 

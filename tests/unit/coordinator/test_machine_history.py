@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import events as ev
@@ -45,10 +46,7 @@ class Run:
         return commands
 
     def greet(self, node: NodeId, session: int, **changes: Any) -> list[ev.Command]:
-        plain = msg.Hello(
-            protocol_min=1, protocol_max=1, node=node, incarnation=1, fingerprint=None, layout=None,
-            epoch_seen=0, anchors=FIRST, round=None,
-        )  # fmt: skip
+        plain = plain_hello(node=node, anchors=FIRST)
         return self.handle(ev.Greeted(session=session, node=node, hello=dataclasses.replace(plain, **changes)))
 
     def back_from_the_lost(self) -> None:

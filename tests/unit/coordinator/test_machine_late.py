@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
@@ -51,10 +52,7 @@ class Run:
 
     def greet(self, node: NodeId, session: int, round_: int | None = None) -> list[ev.Command]:
         anchors = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
-        hello = msg.Hello(
-            protocol_min=1, protocol_max=1, node=node, incarnation=1, fingerprint=None, layout=None, epoch_seen=0,
-            anchors=anchors, round=round_,
-        )  # fmt: skip
+        hello = plain_hello(node=node, anchors=anchors, round=round_)
         return self.handle(ev.Greeted(session=session, node=node, hello=hello))
 
     def handle(self, event: ev.Event) -> list[ev.Command]:

@@ -4,6 +4,7 @@ import dataclasses
 import random
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import events as ev
@@ -89,17 +90,7 @@ class Storm:
             self.incarnations[node] += 1
             self.rounds.pop(node, None)
         self.sessions += 1
-        hello = msg.Hello(
-            protocol_min=1,
-            protocol_max=1,
-            node=node,
-            incarnation=self.incarnations[node],
-            fingerprint=None,
-            layout=None,
-            epoch_seen=0,
-            anchors=(),
-            round=self.rounds.get(node),
-        )
+        hello = plain_hello(node=node, incarnation=self.incarnations[node], round=self.rounds.get(node))
         self.open[node] = self.sessions
         self.handle(ev.Greeted(session=self.sessions, node=node, hello=hello))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import events as ev
@@ -47,18 +48,7 @@ class Scene:
         return self.machine.handle(event, self.now)
 
     def join(self, node: NodeId, session: int = 1, *, epoch_seen: int = 0) -> list[ev.Command]:
-        hello = msg.Hello(
-            protocol_min=1,
-            protocol_max=1,
-            node=node,
-            incarnation=1,
-            fingerprint=None,
-            layout=None,
-            epoch_seen=epoch_seen,
-            anchors=(),
-            round=None,
-            device="cpu",
-        )
+        hello = plain_hello(node=node, epoch_seen=epoch_seen, device="cpu")
         return self.handle(ev.Greeted(session=session, node=node, hello=hello))
 
     def say(self, node: NodeId, message: msg.Message, session: int = 1) -> list[ev.Command]:

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.gate import GREETINGS_OF_A_KEY, SESSIONS, Gate
@@ -16,17 +17,7 @@ A, B = NodeId("a"), NodeId("b")
 
 
 def greeting(name: str = "a", incarnation: int = 1) -> Hello:
-    return Hello(
-        protocol_min=1,
-        protocol_max=1,
-        node=NodeId(name),
-        incarnation=incarnation,
-        fingerprint=None,
-        layout=None,
-        epoch_seen=0,
-        anchors=(),
-        round=None,
-    )
+    return plain_hello(node=NodeId(name), incarnation=incarnation)
 
 
 def frame(message: Message) -> list[Buffer]:

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo.schedule import window_after
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
@@ -49,17 +50,7 @@ class Run:
         return self.obey(commands)
 
     def greet(self, node: NodeId, *, protocol: int = 2, round_index: int | None = None) -> list[ev.Command]:
-        hello = msg.Hello(
-            protocol_min=1,
-            protocol_max=protocol,
-            node=node,
-            incarnation=1,
-            fingerprint=None,
-            layout=None,
-            epoch_seen=0,
-            anchors=(),
-            round=round_index,
-        )
+        hello = plain_hello(protocol_max=protocol, node=node, round=round_index)
         return self.handle(ev.Greeted(session=ord(node), node=node, hello=hello))
 
     def join(self, node: NodeId, *, protocol: int = 2) -> None:

@@ -3,24 +3,14 @@
 import dataclasses
 
 import pytest
+from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.roster import Member
-from farloop.wire.messages import Hello, Progress
+from farloop.wire.messages import Progress
 from farloop.wire.reasons import Reason
 
-HELLO = Hello(
-    protocol_min=1,
-    protocol_max=1,
-    node=NodeId("a"),
-    incarnation=1,
-    fingerprint=None,
-    layout=None,
-    epoch_seen=0,
-    anchors=(),
-    round=None,
-    device="cpu",
-)
+HELLO = plain_hello(device="cpu")
 
 
 def member() -> Member:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.coordinator import events as ev
@@ -255,10 +256,7 @@ class Run:
         self.begin()
         anchors = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
         for session, node in enumerate(nodes):
-            hello = msg.Hello(
-                protocol_min=1, protocol_max=1, node=node, incarnation=1, fingerprint=None, layout=None, epoch_seen=0,
-                anchors=anchors, round=None,
-            )  # fmt: skip
+            hello = plain_hello(node=node, anchors=anchors)
             self.handle(ev.Greeted(session=session, node=node, hello=hello))
         for session, node in enumerate(nodes):
             self.handle(ev.Heard(session=session, node=node, message=msg.Ready()))

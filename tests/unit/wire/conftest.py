@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 import pytest
-from plain_runs import plain_terms
+from plain_runs import plain_hello, plain_terms
 
-from farloop.algo.spec import Identity, Layout, NodeId, RunSpec
+from farloop.algo.spec import Identity, Layout, RunSpec
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, Welcome
@@ -16,17 +16,7 @@ OpenPair = Callable[..., tuple[Session, Session]]
 
 @pytest.fixture(scope="session")
 def hello() -> Hello:
-    return Hello(
-        protocol_min=1,
-        protocol_max=1,
-        node=NodeId("a"),
-        incarnation=1,
-        fingerprint=None,
-        layout=None,
-        epoch_seen=0,
-        anchors=(),
-        round=None,
-    )
+    return plain_hello()
 
 
 @pytest.fixture(scope="session")
