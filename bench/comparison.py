@@ -32,7 +32,7 @@ class Comparison:
     bytes_down: int
     fewer_bytes: float | None
     """Bytes up and down of a node of the baseline ÷ those of a node of this; None for a single node, which has nobody
-    to send to."""
+    to send to. Where the baseline is one, data parallel's in fp32 stand in."""
     syncs: float
     """Whole models that a node sent."""
     tokens: int
@@ -66,13 +66,19 @@ class Report:
     commit: str | None
 
 
-def compare(results: Mapping[str, Sequence[RunResult]]) -> tuple[Comparison, ...]:
-    """Every variant against the first one, pair by pair of equal seeds."""
+def compare(results: Mapping[str, Sequence[RunResult]], *, parameters: int = 0) -> tuple[Comparison, ...]:
+    """Every variant against the first one, pair by pair of equal seeds.
+
+    `parameters` of the model: bytes are compared with those of data parallel in fp32, 8 a parameter and step, where
+    the baseline is a single node, which sends none.
+    """
     baseline = next(iter(results.values()))
-    return tuple(_against(baseline, label, runs) for label, runs in results.items())
+    steps = baseline[0].inner_steps // baseline[0].nodes
+    moved = _moved(baseline) if baseline[0].nodes > 1 else 8.0 * parameters * steps
+    return tuple(_against(baseline, moved, label, runs) for label, runs in results.items())
 
 
-def _against(baseline: Sequence[RunResult], label: str, runs: Sequence[RunResult]) -> Comparison:
+def _against(baseline: Sequence[RunResult], moved: float, label: str, runs: Sequence[RunResult]) -> Comparison:
     pairs = list(zip(baseline, runs, strict=True))
     assert all(base.seed == run.seed for base, run in pairs), "pairs have equal seeds"
     differences = tuple(100.0 * (run.loss - base.loss) / base.loss for base, run in pairs)
@@ -91,7 +97,7 @@ def _against(baseline: Sequence[RunResult], label: str, runs: Sequence[RunResult
         high_percent=None if alone else interval.high,
         bytes_up=round(statistics.fmean(run.bytes_up for run in runs)),
         bytes_down=round(statistics.fmean(run.bytes_down for run in runs)),
-        fewer_bytes=None if runs[0].nodes == 1 else _moved(baseline) / _moved(runs),
+        fewer_bytes=None if runs[0].nodes == 1 or not moved else moved / _moved(runs),
         syncs=statistics.fmean(run.syncs for run in runs),
         tokens=round(statistics.fmean(run.tokens for run in runs)),
         cpu_s=statistics.fmean(run.cpu_s for run in runs),

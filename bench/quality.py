@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from farloop.algo.spec import RunSpec
-from farloop.bench.trial import Kept, RunResult, run_key, run_one
+from farloop.bench.trial import CPU, Kept, RunResult, run_key, run_one
 from farloop.node.corpus import Corpus, load_corpus
 from farloop.node.errors import NodeError
 
@@ -45,6 +45,8 @@ class QualityPlan:
     data: Path | None = None
     """The corpus, as `load_corpus` takes it."""
     max_bytes: int = 16_000_000
+    device: str = CPU
+    """Of all nodes of all runs: cpu or cuda."""
 
     def __post_init__(self) -> None:
         labels = [variant.label for variant in self.variants]
@@ -62,7 +64,11 @@ class QualityPlan:
     def runs(self) -> dict[str, RunSpec]:
         """Every different run by its key, all variants of one seed before the next seed."""
         columns = zip(*(variant.specs for variant in self.variants), strict=True)
-        return {run_key(spec): spec for column in columns for spec in column}
+        return {self.key(spec): spec for column in columns for spec in column}
+
+    def key(self, spec: RunSpec) -> str:
+        """By which a run of this plan is kept."""
+        return run_key(spec, self.device)
 
 
 class RunFailed(Exception):
@@ -96,7 +102,7 @@ def run_all(plan: QualityPlan, *, jobs: int, watch: Watch | None = None) -> dict
         CorpusError: there is no text.
     """
     results = run_each(plan, jobs=jobs, watch=watch)
-    return {variant.label: tuple(results[run_key(spec)] for spec in variant.specs) for variant in plan.variants}
+    return {variant.label: tuple(results[plan.key(spec)] for spec in variant.specs) for variant in plan.variants}
 
 
 def run_each(
@@ -166,7 +172,7 @@ def _work(plan: QualityPlan, spec: RunSpec, place: int) -> RunResult:
             raise SystemExit("nobody waits for this run any more")
 
     try:
-        result = run_one(spec, _corpus(plan.data, plan.max_bytes), stepped)
+        result = run_one(spec, _corpus(plan.data, plan.max_bytes), stepped, device=plan.device)
     except NodeError as error:
         terms = spec.terms
         what = f"{terms.method}, {terms.min_nodes} nodes, {terms.codec_up}/{terms.codec_down}"

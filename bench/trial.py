@@ -26,6 +26,8 @@ from farloop.wire.limits import Limits
 FAST_LINK = Weather(latency_s=0.001, bytes_per_s=1e9)
 """Time is not what is measured: a link on which no node ever waits."""
 
+CPU = "cpu"
+
 FORMAT = 2
 """Of the kept files; part of a run's key. Goes up, too, when a default of `Terms` or `LearningRate` changes."""
 
@@ -56,8 +58,8 @@ class RunResult:
     """Seconds of one core that the run took, if nothing else ran in its process."""
 
 
-def run_key(spec: RunSpec) -> str:
-    """16 hex digits over all that decides the result: the run's settings but for its name, and torch's version.
+def run_key(spec: RunSpec, device: str = CPU) -> str:
+    """16 hex digits over all that decides the result: the run's settings but for its name, torch's version, the device.
 
     Terms that are as they always were are left out. So an option that farloop learns later, whose default means "as
     before", leaves the keys of earlier runs as they are, and hours of kept results stay good.
@@ -65,7 +67,8 @@ def run_key(spec: RunSpec) -> str:
     settings = to_plain(spec)
     del settings["identity"]["name"]
     settings["terms"] = _chosen(spec.terms)
-    content = json.dumps([FORMAT, torch.__version__, settings], sort_keys=True, separators=(",", ":"))
+    made_by = [FORMAT, torch.__version__, *([] if device == CPU else [device])]
+    content = json.dumps([*made_by, settings], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -79,14 +82,17 @@ def _chosen(value: Any) -> Any:
     return {field.name: _chosen(getattr(value, field.name)) for field in chosen}
 
 
-def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None) -> RunResult:
-    """Train the spec's model with `min_nodes` nodes on virtual time; equal specs give equal losses, bit for bit.
+def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, device: str = CPU) -> RunResult:
+    """Train the spec's model with `min_nodes` nodes on virtual time.
+
+    On a CPU equal specs give equal losses, bit for bit; on a GPU nearly equal ones, for sums there have no fixed order.
+    All nodes share the one `device`; the coordinator computes on the CPU, as the daemon does.
 
     Raises:
         NodeError: the corpus is not the run's, or its numbers broke.
     """
     began = time.process_time()
-    problem = BuiltIn(spec, corpus, on_step)
+    problem = BuiltIn(spec, corpus, on_step, device=torch.device(device))
     width = len(str(spec.terms.min_nodes))
     scenario = Scenario(
         terms=spec.terms,
@@ -117,7 +123,7 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None) -> Ru
 
     syncs = models_sent(math.inf)
     return RunResult(
-        key=run_key(spec),
+        key=run_key(spec, device),
         seed=spec.identity.seed,
         nodes=len(ends),
         loss=loss,

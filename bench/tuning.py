@@ -5,6 +5,7 @@ their best: those with an outer optimizer for its ν, data parallel and a single
 learning rate.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 
 from farloop.algo.spec import RunSpec
 from farloop.bench.quality import QualityPlan, RunFailed, Variant, Watch, run_each
-from farloop.bench.trial import run_key
 
 SEED_OFFSET = 1000
 """From the first seed to that of the tuning, which no run that counts may have."""
@@ -88,7 +88,7 @@ def evenly_by_ratio(low: float, high: float, count: int) -> tuple[float, ...]:
 
 
 def plan_of(trials: Mapping[str, Sequence[Trial]], plan: QualityPlan) -> QualityPlan | None:
-    """The runs of all searches; None where there is nothing to try. Folder and data are those of `plan`."""
+    """The runs of all searches; None where there is nothing to try. All else is as in `plan`."""
     variants = tuple(
         Variant(label=f"{label}, {settings_text(trial.settings)}", specs=(trial.spec,))
         for label, some in trials.items()
@@ -96,7 +96,7 @@ def plan_of(trials: Mapping[str, Sequence[Trial]], plan: QualityPlan) -> Quality
     )
     if not variants:
         return None
-    return QualityPlan(variants=variants, folder=plan.folder, data=plan.data, max_bytes=plan.max_bytes)
+    return dataclasses.replace(plan, variants=variants)
 
 
 def tune(
@@ -113,7 +113,7 @@ def tune(
         best_of(
             label,
             some[0].spec.identity.seed,
-            [Tried(settings=trial.settings, loss=losses.get(run_key(trial.spec))) for trial in some],
+            [Tried(settings=trial.settings, loss=losses.get(plan.key(trial.spec))) for trial in some],
         )
         for label, some in trials.items()
         if some

@@ -94,6 +94,10 @@ def quality(
     data: Annotated[
         Path | None, typer.Option(help="Text, JSONL or a folder.", show_default="Python's own library")
     ] = None,
+    data_bytes: Annotated[
+        int | None, typer.Option(min=1, show_default="16000000", help="Of the text that are used at most.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Of the nodes: cpu, or cuda, where they train in bfloat16.")] = "cpu",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Finished runs, quality.json, .md, .svg and .png.")] = Path(
         "out/quality"
     ),
@@ -102,7 +106,8 @@ def quality(
     """Train methods at equal tokens and say how much validation loss they cost.
 
     Every variant of a grid trains the same tokens: equal steps, each of them one
-    batch that its nodes share. The baseline is data parallel. Runs of one seed
+    batch that its nodes share. The baseline is data parallel, or single where that is
+    among the variants and data parallel is not. Runs of one seed
     begin with the same weights and see the same samples in the same steps; a
     variant's cost is the mean of its paired differences to the baseline. Where
     their 95 % interval lies within the bound, a larger effect is ruled out;
@@ -113,7 +118,7 @@ def quality(
     learning rate.
 
     Nodes and coordinator are the real ones on virtual time, in one process: no
-    network, and the same numbers whenever it is repeated. Finished runs are kept
+    network, and on a CPU the same numbers whenever it is repeated. Finished runs are kept
     in --out and not done again: stop it, repeat it, add variants or seeds later.
     A change of the code itself it does not notice: then name another --out.
 
@@ -126,10 +131,18 @@ def quality(
     with ended_in_one_line():
         from farloop.bench.quality import RunFailed
         from farloop.cli.bench_quality import Bench
+        from farloop.cli.bench_words import check_device
         from farloop.cli.progress import progress_console
+        from farloop.cli.run import DataConfig
 
+        check_device(device)
         bench = Bench(
-            data=data, out=out, jobs=jobs or os.cpu_count() or 1, within=within, console=progress_console(json=as_json)
+            data=DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes),
+            out=out,
+            device=device,
+            jobs=jobs or os.cpu_count() or 1,
+            within=within,
+            console=progress_console(json=as_json),
         )
         try:
             if pairs:

@@ -99,21 +99,17 @@ def plan_codecs(
     out: Path,
 ) -> "Plan":
     """What is asked for. Raises CommandError for a word that cannot be used."""
-    import torch
-
     from farloop.bench.codec_peers import PEERS
     from farloop.bench.codec_quality import DISTRIBUTIONS
     from farloop.bench.codec_speed import QUICK, STEADY
     from farloop.bench.codecs import LONG, MEMORY_ELEMENTS, SHORT, Plan, places
+    from farloop.cli.bench_words import check_device
     from farloop.quant.registry import CODECS, codec_named
 
     if not (speed or quality):
         raise CommandError("without speed and quality nothing is left to measure")
     for name in devices:
-        if name not in ("cpu", "cuda"):
-            raise CommandError(f"--device is cpu or cuda, not {name!r}")
-        if name == "cuda" and not torch.cuda.is_available():
-            raise CommandError("--device cuda: torch finds no GPU here")
+        check_device(name)
     try:
         chosen = tuple(codec_named(name) for name in spelled)
     except ValueError as error:

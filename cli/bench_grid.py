@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -154,12 +154,17 @@ def _text(path: Path, name: str, value: Any) -> str:
 
 
 def with_baseline(variants: tuple[str, ...]) -> tuple[str, ...]:
-    """Data parallel first: the first one that is there, or one of two nodes."""
+    """Data parallel first: the first one that is there; else `single`, the same training without a link, if that is
+    there; else data parallel of two nodes."""
     tidy = tuple(" ".join(spelled.split()) for spelled in variants)
-    found = next((spelled for spelled in tidy if BASELINE in (*spelled.split()[:1], *_method_of(spelled))), None)
+    found = _first(BASELINE, tidy) or _first("single", tidy)
     if found is None:
         return (f"{BASELINE} nodes=2", *tidy)
     return (found, *(spelled for spelled in tidy if spelled is not found))
+
+
+def _first(method: str, variants: tuple[str, ...]) -> str | None:
+    return next((spelled for spelled in variants if method in (*spelled.split()[:1], *_method_of(spelled))), None)
 
 
 def _method_of(spelled: str) -> list[str]:
@@ -178,10 +183,10 @@ def share_of(grid: Grid, nodes: int, label: str) -> int:
     )
 
 
-def command_of(grid: Grid, *, data: Path | None) -> str:
-    """What repeats the grid, whatever its defaults become."""
+def command_of(grid: Grid, *, options: Sequence[str]) -> str:
+    """What repeats the grid, whatever its defaults become; `options`: words of where and on what it runs."""
     words = ["farloop", "bench", "quality", "--model", grid.model, "--steps", str(grid.steps)]
     words += ["--global-batch", str(grid.global_batch), "--seeds", str(grid.seeds)]
     for flag, values in (("--set", grid.settings), ("--tune", grid.tune), ("--variant", grid.variants)):
         words += [word for value in values for word in (flag, value)]
-    return shlex.join([*words, *(["--data", str(data)] if data else [])])
+    return shlex.join([*words, *options])

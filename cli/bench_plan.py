@@ -10,6 +10,7 @@ from typing import Any
 from farloop.algo.methods import METHODS, method_named
 from farloop.algo.spec import RunSpec
 from farloop.bench.quality import QualityPlan, Variant
+from farloop.bench.trial import CPU
 from farloop.bench.tuning import RATE, SEED_OFFSET, Knob, Trial, Tuned, settings_to_try
 from farloop.cli.bench_grid import Grid, share_of
 from farloop.cli.bench_words import SAME_FOR_ALL, parse_knobs, parse_variant, run_settings
@@ -46,17 +47,20 @@ class _Source:
     corpus: Corpus
 
     @classmethod
-    def of(cls, path: Path | None) -> "_Source":
-        data = DataConfig(path=path)
+    def of(cls, data: DataConfig) -> "_Source":
         return cls(data=data, corpus=load_corpus(data.path, max_bytes=data.max_bytes))
 
     def spec(self, config: RunConfig) -> RunSpec:
         return plan_run(config, self.data, self.corpus).spec
 
-    def plan(self, variants: Iterable[Variant], out: Path) -> QualityPlan:
+    def plan(self, variants: Iterable[Variant], out: Path, device: str) -> QualityPlan:
         try:
             return QualityPlan(
-                variants=tuple(variants), folder=out / "runs", data=self.data.path, max_bytes=self.data.max_bytes
+                variants=tuple(variants),
+                folder=out / "runs",
+                data=self.data.path,
+                max_bytes=self.data.max_bytes,
+                device=device,
             )
         except ValueError as error:
             raise CommandError(str(error)) from error
@@ -66,7 +70,7 @@ class _Source:
 
 
 def plan_quality(
-    variants: Iterable[str], base: Mapping[str, Any], *, seeds: int, data: Path | None, out: Path
+    variants: Iterable[str], base: Mapping[str, Any], *, seeds: int, data: DataConfig, out: Path, device: str = CPU
 ) -> QualityPlan:
     """The runs that are asked for; `base` are fields of `RunConfig` for all variants.
 
@@ -83,7 +87,7 @@ def plan_quality(
             config = _config({**QUIET, **base}, overrides)
             specs = tuple(source.spec(seeded) for seeded in _seeded(config, seeds))
         columns.append(Variant(label=label, specs=specs))
-    return source.plan(columns, out)
+    return source.plan(columns, out, device)
 
 
 # --- methods at equal tokens
@@ -99,7 +103,12 @@ class GridPlan:
 
 
 def plan_grid(
-    grid: Grid, *, data: Path | None, out: Path, picked: Mapping[str, Mapping[str, float]] | None = None
+    grid: Grid,
+    *,
+    data: DataConfig,
+    out: Path,
+    device: str = CPU,
+    picked: Mapping[str, Mapping[str, float]] | None = None,
 ) -> GridPlan:
     """The runs of a grid, `picked` settings in; its variants as they are spelled, the first one the baseline.
 
@@ -126,7 +135,7 @@ def plan_grid(
             )
             if picked is None:
                 trials[label] = tuple(_trials(grid, base, overrides, label, knobs, source))
-    return GridPlan(plan=source.plan(columns, out), trials=trials)
+    return GridPlan(plan=source.plan(columns, out, device), trials=trials)
 
 
 def picked_of(tuned: Iterable[Tuned]) -> dict[str, Mapping[str, float]]:

@@ -16,12 +16,14 @@ from farloop.bench.comparison import Report, compare, report
 from farloop.bench.figures import plot
 from farloop.bench.quality import run_all
 from farloop.bench.quality_figure import plot_methods
+from farloop.bench.trial import CPU
 from farloop.bench.tuning import Tuned, plan_of, tune
 from farloop.cli.bench_grid import Grid, command_of
 from farloop.cli.bench_plan import picked_of, plan_grid, plan_quality
 from farloop.cli.bench_show import markdown, table, tuning_lines, watched
 from farloop.cli.bench_words import run_settings
 from farloop.cli.outcome import machine, source_commit
+from farloop.cli.run import DataConfig
 from farloop.cli.units import count_text
 
 if TYPE_CHECKING:
@@ -38,8 +40,9 @@ _WIDE = 140
 class Bench:
     """Where it happens."""
 
-    data: Path | None
+    data: DataConfig
     out: Path
+    device: str
     jobs: int
     console: "Console"
     within: float | None
@@ -53,7 +56,7 @@ class Bench:
         """
         words = [f"{name}={value}" for name, value in given.items() if name != "seeds"]
         base = run_settings([*words, *settings], origin="--set")
-        plan = plan_quality(spelled, base, seeds=given["seeds"], data=self.data, out=self.out)
+        plan = plan_quality(spelled, base, seeds=given["seeds"], data=self.data, out=self.out, device=self.device)
         with watched(plan, self.console) as watch:
             results = run_all(plan, jobs=self.jobs, watch=watch)
         found = report(
@@ -73,25 +76,26 @@ class Bench:
 
     def grid(self, grid: Grid) -> Report:
         """Methods beside data parallel at equal tokens, after their searches. Raises as `pairs`."""
-        planned = plan_grid(grid, data=self.data, out=self.out)
+        where: dict[str, Any] = {"data": self.data, "out": self.out, "device": self.device}
+        planned = plan_grid(grid, **where)
         plan, tuned = planned.plan, tuple[Tuned, ...]()
         if (searches := plan_of(planned.trials, plan)) is not None:
             self.console.print(f"[dim]tuning: {len(searches.runs)} runs before the {len(plan.runs)} that count[/]")
             with watched(searches, self.console) as watch:
                 tuned = tune(searches, planned.trials, jobs=self.jobs, watch=watch)
-            plan = plan_grid(grid, data=self.data, out=self.out, picked=picked_of(tuned)).plan
+            plan = plan_grid(grid, **where, picked=picked_of(tuned)).plan
         with watched(plan, self.console) as watch:
             results = run_all(plan, jobs=self.jobs, watch=watch)
+        layout = plan.variants[0].specs[0].identity.layout
         found = report(
             plan,
-            compare(results),
+            compare(results, parameters=layout.num_parameters),
             tuned=tuned,
             within_percent=WITHIN_OF_GRID if self.within is None else self.within,
-            command=command_of(grid, data=self.data),
+            command=command_of(grid, options=self._options()),
             machine=machine(),
             commit=source_commit(),
         )
-        layout = plan.variants[0].specs[0].identity.layout
         seeds = "1 seed" if grid.seeds == 1 else f"mean ± standard deviation of {grid.seeds} seeds"
         title = f"{len(results)} ways to train {count_text(layout.num_parameters)} parameters on equal tokens"
         caption = f"{grid.steps} steps of {grid.global_batch} sequences; {seeds}"
@@ -115,6 +119,12 @@ class Bench:
             self.console.print(line, markup=False, soft_wrap=True)
         self.console.print(f"figure   {self.out / 'quality.svg'}\nfigures  {self.out / 'quality.json'}", soft_wrap=True)
         self.console.print(f"again    {found.command}", markup=False, soft_wrap=True)
+
+    def _options(self) -> list[str]:
+        data = DataConfig()
+        words = ["--data", str(self.data.path)] if self.data.path else []
+        words += ["--data-bytes", str(self.data.max_bytes)] if self.data.max_bytes != data.max_bytes else []
+        return words + (["--device", self.device] if self.device != CPU else [])
 
     def _figures(self) -> tuple[Path, Path]:
         return self.out / "quality.svg", self.out / "quality.png"

@@ -11,7 +11,7 @@ from rich.table import Table
 from farloop.bench.comparison import Comparison, Report
 from farloop.bench.figures import difference_text
 from farloop.bench.quality import QualityPlan, RunFailed, Watch
-from farloop.bench.trial import RunResult, run_key
+from farloop.bench.trial import RunResult
 from farloop.bench.tuning import Tuned, settings_text
 from farloop.cli.units import NOTHING, count_text, factor_text, size_text
 
@@ -26,7 +26,7 @@ def watched(plan: QualityPlan, console: "Console") -> Iterator[Watch]:
     """A bar over the inner steps of all runs, and a line for each one that is finished."""
     runs = plan.runs
     names = {
-        run_key(spec): f"{variant.label}, seed {spec.identity.seed}"
+        plan.key(spec): f"{variant.label}, seed {spec.identity.seed}"
         for variant in plan.variants
         for spec in variant.specs
     }
@@ -43,7 +43,7 @@ def watched(plan: QualityPlan, console: "Console") -> Iterator[Watch]:
             say(f"{names[result.key]}: loss {result.loss:.4f}  ({how})")
 
         def failed(spec: "RunSpec", error: RunFailed) -> None:
-            say(f"{names[run_key(spec)]}: broke: {error}")
+            say(f"{names[plan.key(spec)]}: broke: {error}")
 
         yield Watch(finished=finished, failed=failed, progress=lambda done: bar.update(task, completed=done))
 

@@ -141,3 +141,13 @@ def _numbers(word: str, text: str) -> list[float]:
             raise CommandError(f"--tune {word}: {part.strip()} is given twice; once is enough")
         values.append(value)
     return values
+
+
+def check_device(name: str) -> None:
+    """Raises CommandError unless the device is there."""
+    import torch
+
+    if name not in ("cpu", "cuda"):
+        raise CommandError(f"--device is cpu or cuda, not {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CommandError("--device cuda: torch finds no GPU here; take cpu")

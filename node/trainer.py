@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from farloop.algo.methods import method_named
-from farloop.algo.spec import RunSpec
+from farloop.algo.spec import RunSpec, Terms
 from farloop.node.corpus import Corpus, load_corpus
 from farloop.node.data import EvaluationSet, Mixture
 from farloop.node.errors import DataError
@@ -140,14 +140,20 @@ def evaluation_sequences(name: str) -> int:
     return int(name.partition("x")[0])
 
 
+def mixed_precision(device: torch.device, terms: Terms) -> torch.autocast:
+    """bfloat16 for the arithmetic of a step on CUDA; none on the CPU, nor where raw gradients are exchanged."""
+    enabled = device.type == "cuda" and method_named(terms.method).inner
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
 def _loop(node: Node, corpora: Sequence[Corpus]) -> None:
     spec = node.spec
     samples = Mixture(spec, corpora)
     device = node.cluster.device
-    autocast = device.type == "cuda" and method_named(spec.terms.method).inner
+    mixed = mixed_precision(device, spec.terms)
     while node.running:
         batch = samples.batch(node.samples, node.position).to(device, non_blocking=True)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        with mixed:
             logits = node.model(batch[:, :-1])
             loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         torch.autograd.backward(loss)

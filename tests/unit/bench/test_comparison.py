@@ -70,6 +70,14 @@ def test_a_node_alone_moves_nothing_to_be_compared() -> None:
     assert compare(alone)[2].fewer_bytes is None
 
 
+def test_beside_a_single_node_bytes_are_counted_against_data_parallel_in_fp32() -> None:
+    """4 bytes a parameter, up and down, at each step."""
+    single = tuple(result(2.0, seed, nodes=1) for seed in (0, 1))
+    baseline, variant = compare({"single": single, "q4/q4": RESULTS["q4/q4"]}, parameters=1000)
+    assert baseline.fewer_bytes is None
+    assert variant.fewer_bytes == pytest.approx(8 * 1000 * single[0].inner_steps / 31)
+
+
 def test_the_report_says_what_was_compared(spec_of: SpecOf, tmp_path: Path) -> None:
     specs = tuple(spec_of(seed=seed) for seed in (0, 1))
     plan = QualityPlan(variants=(Variant(label="fp32/fp32", specs=specs),), folder=tmp_path)

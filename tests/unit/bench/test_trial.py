@@ -45,6 +45,16 @@ def test_equal_specs_give_the_same_result_bit_for_bit(
     assert [position for position, _ in first.curve][-1] == 4.0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_trains_the_same_run_in_bfloat16(spec_of: SpecOf, corpus: Corpus) -> None:
+    spec = spec_of(method="streaming", h=3, tau=1)
+    here, there = run_one(spec, corpus), run_one(spec, corpus, device="cuda")
+    assert there.loss == pytest.approx(here.loss, rel=0.02)
+    assert (there.syncs, there.inner_steps, there.tokens) == (here.syncs, here.inner_steps, here.tokens)
+    assert there.key != here.key, "kept beside it, not in its place"
+
+
 def test_seeds_and_codecs_show_in_the_loss(spec_of: SpecOf, corpus: Corpus) -> None:
     losses = {run_one(spec_of(**fields), corpus).loss for fields in ({}, {"seed": 1}, fp32())}
     assert len(losses) == 3

@@ -84,6 +84,7 @@ def test_a_bad_file_is_said_in_a_line(tmp_path: Path, text: str, what: str) -> N
 
 def test_the_baseline_is_data_parallel_and_comes_first() -> None:
     assert with_baseline(("streaming  nodes=2",)) == ("data-parallel nodes=2", "streaming nodes=2")
+    assert with_baseline(("streaming nodes=2", "single")) == ("single", "streaming nodes=2")
     assert with_baseline(("single", "data-parallel nodes=4")) == ("data-parallel nodes=4", "single")
     assert with_baseline(("single", "nodes=4 method=data-parallel")) == ("nodes=4 method=data-parallel", "single")
 
@@ -104,8 +105,8 @@ def test_options_are_stronger_than_the_file_and_lists_add_to_it(tmp_path: Path) 
 
 def test_variants_take_the_place_of_the_default_ones() -> None:
     assert asked_for(None, {}, NO_LISTS).variants == default_variants()
-    named = asked_for(None, {}, {**NO_LISTS, "variants": ["single"]})
-    assert named.variants == ("data-parallel nodes=2", "single")
+    named = asked_for(None, {}, {**NO_LISTS, "variants": ["diloco"]})
+    assert named.variants == ("data-parallel nodes=2", "diloco")
 
 
 def test_nodes_share_a_step_equally() -> None:
@@ -120,7 +121,7 @@ def test_the_command_repeats_the_grid() -> None:
         variants=("single", "streaming nodes=2"), steps=7, global_batch=4, seeds=2, settings=("lr=1e-3",),
         tune=("outer_lr=0.4,1",),
     )  # fmt: skip
-    words = shlex.split(command_of(grid, data=Path("some text")))
+    words = shlex.split(command_of(grid, options=["--data", "some text"]))
     assert words[:3] == ["farloop", "bench", "quality"]
     options = list(zip(words[3::2], words[4::2], strict=True))
     assert options == [

@@ -8,6 +8,7 @@ import pytest
 from farloop.bench.quality import QualityPlan
 from farloop.cli.bench_plan import plan_quality
 from farloop.cli.exit_codes import CommandError
+from farloop.cli.run import DataConfig
 
 SMALLEST = {"model": "nano", "nodes": 2, "steps": 60, "h": 30, "sequence_tokens": 16, "evaluation_sequences": 4}
 
@@ -20,7 +21,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(text: Path, *variants: str, **base: Any) -> QualityPlan:
-    return plan_quality(variants, {**SMALLEST, **base}, seeds=2, data=text, out=Path("somewhere"))
+    return plan_quality(variants, {**SMALLEST, **base}, seeds=2, data=DataConfig(path=text), out=Path("somewhere"))
 
 
 def test_every_variant_has_a_run_for_every_seed(text: Path) -> None:

@@ -10,6 +10,7 @@ from farloop.bench.tuning import SEED_OFFSET
 from farloop.cli.bench_grid import Grid
 from farloop.cli.bench_plan import GridPlan, plan_grid
 from farloop.cli.exit_codes import CommandError
+from farloop.cli.run import DataConfig
 
 SMALLEST = ("sequence_tokens=16", "evaluation_sequences=4")
 
@@ -24,7 +25,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(text: Path, *variants: str, settings: tuple[str, ...] = (), **fields: Any) -> GridPlan:
     known = {"model": "nano", "steps": 60, "global_batch": 8, "seeds": 2, **fields}
     grid = Grid(variants=variants, settings=(*SMALLEST, *settings), **known)
-    return plan_grid(grid, data=text, out=Path("somewhere"))
+    return plan_grid(grid, data=DataConfig(path=text), out=Path("somewhere"))
 
 
 def test_every_variant_trains_the_same_tokens(text: Path) -> None:
@@ -91,7 +92,8 @@ def test_without_knobs_there_are_no_trials(text: Path) -> None:
 
 def test_what_was_picked_goes_into_the_runs_and_not_into_the_label(text: Path) -> None:
     grid = Grid(variants=("streaming", "single"), model="nano", steps=60, settings=SMALLEST, seeds=1)
-    found = plan_grid(grid, data=text, out=Path("somewhere"), picked={"streaming": {"outer_lr": 0.3, "lr": 1e-3}})
+    picked = {"streaming": {"outer_lr": 0.3, "lr": 1e-3}}
+    found = plan_grid(grid, data=DataConfig(path=text), out=Path("somewhere"), picked=picked)
     first, second = found.plan.variants
     assert (first.label, first.specs[0].terms.outer_lr, first.specs[0].terms.lr.peak) == ("streaming", 0.3, 1e-3)
     assert second.specs[0].terms.lr.peak != 1e-3
