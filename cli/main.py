@@ -247,6 +247,25 @@ def set_terms(
         typer.echo(json.dumps(answer) if as_json else "\n".join(lines(answer)))
 
 
+@app.command(rich_help_panel="Train")
+def throttle(
+    link: Annotated[str, typer.Argument(metavar="RATE/RTT", show_default=False, help="As 50mbit/50ms.")],
+    to: Annotated[str, typer.Option(metavar="HOST:PORT", show_default=False, help="The coordinator.")],
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where nodes dial instead.")] = "127.0.0.1:7701",
+    log_level: Level = LogLevel.INFO,
+    log_json: LogJson = False,
+) -> None:
+    """Stand for a thin link: what passes gets this rate in each direction, and this round trip.
+
+    Example: farloop throttle 50mbit/50ms --to 127.0.0.1:7700
+    """
+    with ended_in_one_line():
+        from farloop.cli import throttle as relays
+
+        set_up(log_level, json_lines=log_json)
+        relays.throttle(link, listen=listen, to=to)
+
+
 # --- looking
 
 

@@ -84,15 +84,17 @@ class Link:
 
 
 class Relay:
-    """Relays 127.0.0.1:`port` to a target over `link`. "Up" is towards the target.
+    """Relays `listen_host`:`port` to a target over `link`. "Up" is towards the target.
 
     Lives on the event loop that ran `start`; `RelayThread` gives it a loop of its own.
     """
 
-    def __init__(self, *, target_host: str, target_port: int, link: Link, listen_port: int = 0) -> None:
+    def __init__(
+        self, *, target_host: str, target_port: int, link: Link, listen_host: str = "127.0.0.1", listen_port: int = 0
+    ) -> None:
         self.link = link
         self._target = (target_host, target_port)
-        self._listen_port = listen_port
+        self._listen_host, self._listen_port = listen_host, listen_port
         self._up, self._down = _Direction(link), _Direction(link)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -118,7 +120,7 @@ class Relay:
         listener = _small_socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", self._listen_port))
+            listener.bind((self._listen_host, self._listen_port))
             self._server = await asyncio.start_server(self._serve, sock=listener, limit=self.link.slice_bytes)
         except OSError:
             listener.close()
