@@ -5,7 +5,8 @@ touches nothing that trains. What grows is a counter here. The coordinator shows
 gauges, so that one scrape target is enough where nodes cannot be reached.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -25,8 +26,10 @@ class Metrics(Collector):
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, node: NodeId) -> None:
+    def __init__(self, node: NodeId, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._node = node
+        self._clock = clock
+        self._seen_at: float | None = None
         self._seen: tuple[Progress, tuple[int, ...], bool, bool] | None = None
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
@@ -38,6 +41,7 @@ class Metrics(Collector):
         """How it goes: the node's report, the version of every anchor (−1: none yet), whether a session is open, and
         whether the node trains alone."""
         self._seen = progress, tuple(versions), connected, alone
+        self._seen_at = self._clock()
 
     def anchor_mismatched(self) -> None:
         """An anchor did not have its digest; a snapshot replaces it."""
@@ -55,6 +59,12 @@ class Metrics(Collector):
         progress = self._seen[0]
         words = f"{progress.state}: {progress.detail}" if progress.detail else progress.state
         return progress.state in _STARTED, words
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the training thread last reported; 0 before its first report. It reports each second while it
+        trains or waits for others, so a long silence is a step (or an evaluation) that hangs."""
+        return 0.0 if self._seen_at is None else self._clock() - self._seen_at
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -3,11 +3,16 @@
 from farloop.monitoring.endpoint import Endpoint, EndpointError, Response
 from farloop.node.metrics import Metrics
 
+STANDSTILL_S = 600.0
+"""A training thread that has been silent for this long hangs. Long, for a first step may compile and an evaluation may
+be large, and being killed costs what was trained since the last send."""
+
 
 def serve(address: str, metrics: Metrics) -> Endpoint:
     """Serve the pages at host:port until the endpoint is closed.
 
-    `/healthz` answers as long as the process does; `/readyz` with 200 once the node has joined and training has begun.
+    `/healthz` answers 200 as long as training goes on, or waits for others; `/readyz` once the node has joined and
+    training has begun. 503 otherwise, with the reason.
 
     Raises:
         EndpointError: the address is none, or cannot be bound.
@@ -20,6 +25,8 @@ def serve(address: str, metrics: Metrics) -> Endpoint:
         return Response(content_type=metrics.content_type, body=metrics.exposition())
 
     def alive() -> Response:
+        if (silent_s := metrics.silent_s) > STANDSTILL_S:
+            return Response(status=503, body=f"no inner step has ended for {silent_s:.0f} s\n".encode())
         return Response(body=b"alive\n")
 
     def ready() -> Response:

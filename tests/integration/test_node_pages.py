@@ -7,7 +7,7 @@ import pytest
 from farloop.algo.spec import NodeId
 from farloop.monitoring.endpoint import EndpointError
 from farloop.node.metrics import Metrics
-from farloop.node.pages import serve
+from farloop.node.pages import STANDSTILL_S, serve
 from farloop.wire.messages import NodeState, Progress
 
 pytestmark = pytest.mark.integration
@@ -55,6 +55,21 @@ def test_a_node_is_alive_from_the_first_moment_and_ready_once_it_trains() -> Non
         assert ask(endpoint.port, "/readyz") == (200, "training\n")
         status, text = ask(endpoint.port, "/metrics")
         assert status == 200 and 'farloop_node_inner_steps_total{node="a"} 7.0' in text
+
+
+def test_a_node_whose_training_thread_has_been_silent_for_long_is_not_alive() -> None:
+    now = 1000.0
+    metrics = Metrics(NodeId("a"), clock=lambda: now)
+    with serve("127.0.0.1:0", metrics) as endpoint:
+        now += 10 * STANDSTILL_S  # it may wait for a coordinator for as long as it likes
+        assert ask(endpoint.port, "/healthz")[0] == 200
+        metrics.saw(progress("training"), versions=(0,), connected=True)
+        now += STANDSTILL_S
+        assert ask(endpoint.port, "/healthz")[0] == 200
+        now += 1
+        assert ask(endpoint.port, "/healthz") == (503, "no inner step has ended for 601 s\n")
+        metrics.saw(progress("training"), versions=(0,), connected=True)
+        assert ask(endpoint.port, "/healthz")[0] == 200
 
 
 @pytest.mark.parametrize("address", ["", "9710", ":9710", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:70000"])
