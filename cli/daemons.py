@@ -23,7 +23,7 @@ from farloop.coordinator.copies import read_manifest, restore
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.link import BindError
 from farloop.coordinator.store import Store
-from farloop.monitoring.endpoint import Endpoint, Response
+from farloop.monitoring.endpoint import HEALTH, METRICS, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node
 from farloop.node.trainer import NodeConfig, train
 from farloop.quant.registry import warm_for
@@ -194,7 +194,7 @@ def _pages(
         return Response(content_type="application/json", body=coordinator.observer.status_json)
 
     address = parse_host_port(config.http, listens=True)
-    routes = {"/metrics": metrics, "/healthz": health, "/readyz": ready, "/status": status}
+    routes = {METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
     with Endpoint("0.0.0.0" if address.host == "*" else address.host, address.port, routes) as endpoint:
         yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
 

@@ -31,6 +31,10 @@ MAX_REQUESTS = 32
 """Requests served at once: scrapers and people are few, so more is a mistake or an attack."""
 
 
+METRICS, HEALTH, READY, STATUS = "/metrics", "/healthz", "/readyz", "/status"
+"""The pages. A node has no status: its coordinator tells it."""
+
+
 class EndpointError(Exception):
     """The endpoint cannot listen where it was told to; the message is one line and says what to change."""
 

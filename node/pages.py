@@ -1,6 +1,6 @@
 """What a node shows over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever started it."""
 
-from farloop.monitoring.endpoint import Endpoint, EndpointError, Response
+from farloop.monitoring.endpoint import HEALTH, METRICS, READY, Endpoint, EndpointError, Response
 from farloop.node.metrics import Metrics
 
 STANDSTILL_S = 600.0
@@ -33,4 +33,4 @@ def serve(address: str, metrics: Metrics) -> Endpoint:
         started, words = metrics.standing
         return Response(status=200 if started else 503, body=f"{words}\n".encode())
 
-    return Endpoint(host.strip("[]"), int(port), {"/metrics": text, "/healthz": alive, "/readyz": ready})
+    return Endpoint(host.strip("[]"), int(port), {METRICS: text, HEALTH: alive, READY: ready})

@@ -1,0 +1,140 @@
+"""The containers agree with the code: what they run, where it listens, how it is asked for its health."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from farloop.cli.config import load_node, load_run
+from farloop.cli.main import app
+from farloop.cli.relay import Link
+from farloop.monitoring.endpoint import HEALTH
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKER = ROOT / "docker"
+DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
+COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = {name: service for name, service in SERVICES.items() if service["image"].startswith("farloop:")}
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """Every instruction of a Dockerfile and its words, continued lines joined, in order."""
+    text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
+    joined = re.sub(r"\\\n\s*", " ", text)
+    return [(name, words) for name, _, words in (line.partition(" ") for line in joined.splitlines() if line)]
+
+
+def last(path: Path, name: str) -> str:
+    return [words for found, words in instructions(path) if found == name][-1]
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_runs_a_command_that_exists_as_a_user_without_rights(path: Path) -> None:
+    assert json.loads(last(path, "ENTRYPOINT")) == ["tini", "--", "farloop"]
+    command, file = json.loads(last(path, "CMD"))
+    assert command in get_command(app).commands  # type: ignore[attr-defined]
+    assert Path(file).parent == Path("/etc/farloop")
+    assert last(path, "USER") == "10001:10001"
+    assert last(path, "STOPSIGNAL") == "SIGTERM"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_is_asked_for_its_health_where_the_daemon_answers(path: Path) -> None:
+    *python, page = json.loads(last(path, "HEALTHCHECK").partition("CMD ")[2])
+    assert python == ["python3", "-m", "farloop.monitoring.probe"]
+    host_port, slash, rest = page.partition("/")
+    assert slash + rest == HEALTH
+    kind = path.name.partition(".")[0]
+    config = "run.toml" if kind == "coordinator" else "node-a.toml"
+    served = tomllib.loads((DOCKER / "config" / config).read_text())[kind]["http"]
+    assert port_of(host_port) == port_of(served)
+    assert str(port_of(served)) in last(path, "EXPOSE").split()
+
+
+def test_only_what_the_images_are_made_of_is_sent_to_the_builder() -> None:
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert {name.split(".")[1] for name in packages} <= sent
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= sent
+    assert all((ROOT / name).exists() for name in sent)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_service_of_ours_can_write_nothing_but_its_volumes_and_has_no_rights(name: str) -> None:
+    service = OURS[name]
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    assert "no-new-privileges:true" in service["security_opt"]
+
+
+def test_nothing_is_published_beyond_this_machine() -> None:
+    published = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert published and all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_every_file_that_a_service_mounts_is_there() -> None:
+    for service in SERVICES.values():
+        for mount in service.get("volumes", []):
+            source, target, *_ = mount.split(":")
+            if source.startswith("."):
+                assert (DOCKER / source).exists(), f"{source} for {target}"
+            else:
+                assert source in COMPOSE["volumes"]
+
+
+def test_the_nodes_of_the_compose_file_reach_its_coordinator_through_their_links() -> None:
+    run = load_run(DOCKER / "config" / "run.toml", flags=[], environ={})
+    port = port_of(run.coordinator.bind)
+    nodes = [name for name in SERVICES if name.startswith("node-")]
+    assert len(nodes) == run.run.nodes
+    for name in nodes:
+        letter = name.removeprefix("node-")
+        node = load_node(DOCKER / "config" / f"{name}.toml", flags=[], environ={}).node
+        link = SERVICES[f"link-{letter}"]["command"]
+        assert node.name == letter and node.coordinator == f"tcp://link-{letter}:{port_of(link[-1])}"
+        assert link[link.index("--to") + 1] == f"coordinator:{port}"
+        Link.parse(re.sub(r"\$\{\w+:-(.*)\}", r"\1", link[1]))
+        assert f"./config/{name}.toml:/etc/farloop/node.toml:ro" in SERVICES[name]["volumes"]
+
+
+def test_prometheus_of_the_compose_file_scrapes_every_daemon() -> None:
+    config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
+    targets = {
+        target for job in config["scrape_configs"] for fixed in job["static_configs"] for target in fixed["targets"]
+    }
+    run = tomllib.loads((DOCKER / "config" / "run.toml").read_text())
+    wanted = {f"coordinator:{port_of(run['coordinator']['http'])}"}
+    for name in (name for name in SERVICES if name.startswith("node-")):
+        file = tomllib.loads((DOCKER / "config" / f"{name}.toml").read_text())
+        wanted.add(f"{name}:{port_of(file['node']['http'])}")
+    assert targets == wanted
+
+
+def test_the_service_that_makes_the_keys_makes_those_that_the_daemons_read(tmp_path: Path) -> None:
+    """Its very script, with /keys somewhere else; twice, for a second start finds them there."""
+    shell, flags = SERVICES["keys"]["entrypoint"]
+    (script,) = SERVICES["keys"]["command"]
+    here = script.replace("/keys", str(tmp_path)).replace("$$", "$")
+    commands = f'farloop() {{ {shlex.quote(sys.executable)} -m farloop.cli.main "$@"; }}\n{here}'
+    for _ in range(2):
+        done = subprocess.run([shell, flags, commands], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+    for file, section in (("run.toml", "coordinator"), ("node-a.toml", "node"), ("node-b.toml", "node")):
+        settings = tomllib.loads((DOCKER / "config" / file).read_text())[section]
+        for key in ("key", "server_key", "allow"):
+            if key in settings:
+                assert (tmp_path / Path(settings[key]).relative_to("/keys")).exists()
+    assert {path.name for path in (tmp_path / "allowed").iterdir()} == {"a.pub", "b.pub"}
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob("*.key"))

@@ -1,0 +1,185 @@
+"""The Kubernetes manifests, rendered: they agree with the code, and ask for no right that is not needed."""
+
+import functools
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+from farloop.cli.config import NodeFile, RunFile, load
+from farloop.cli.main import app
+from farloop.monitoring.endpoint import HEALTH, READY
+from farloop.node.library import DRAIN_S
+
+K8S = Path(__file__).resolve().parents[3] / "k8s"
+OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+
+pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the manifests, and is missing")
+
+Object = dict[str, Any]
+
+
+@functools.cache
+def rendered(overlay: str) -> tuple[Object, ...]:
+    """Every object that `kubectl apply -k` would send."""
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(K8S / "overlays" / overlay)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(overlay: str, kind: str) -> list[Object]:
+    return [one for one in rendered(overlay) if one["kind"] == kind]
+
+
+def pods(overlay: str) -> Iterator[tuple[str, Object, Object]]:
+    """Name, labels and pod specification of every workload."""
+    for workload in of_kind(overlay, "StatefulSet"):
+        template = workload["spec"]["template"]
+        yield workload["metadata"]["name"], template["metadata"]["labels"], template["spec"]
+
+
+def containers(overlay: str) -> Iterator[tuple[str, Object]]:
+    for name, _, pod in pods(overlay):
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            yield f"{name}/{container['name']}", container
+
+
+def settings(overlay: str, name: str, pod: Object, folder: Path) -> RunFile | NodeFile:
+    """What the daemon of a pod reads, through the loader that it uses: its file and its environment."""
+    (container,) = pod["containers"]
+    file = Path(container["args"][1])
+    (mount,) = [mount for mount in container["volumeMounts"] if Path(mount["mountPath"]) == file.parent]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+    (found,) = [one for one in of_kind(overlay, "ConfigMap") if one["metadata"]["name"] == volume["configMap"]["name"]]
+    path = folder / file.name
+    path.write_text(found["data"][file.name])
+    environ: dict[str, str] = {}
+    for variable in container.get("env", []):
+        value = variable.get("value", f"{name}-0")
+        for known, text in environ.items():
+            value = value.replace(f"$({known})", text)
+        environ[variable["name"]] = value
+    return load(path, flags=[], environ={name: value for name, value in environ.items() if name.startswith("FARLOOP_")})
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_files_in_the_config_maps_are_good_and_agree_with_ports_probes_and_mounts(
+    overlay: str, tmp_path: Path
+) -> None:
+    for name, _, pod in pods(overlay):
+        file = settings(overlay, name, pod, tmp_path)
+        (container,) = pod["containers"]
+        assert container["args"][0] in get_command(app).commands  # type: ignore[attr-defined]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        mounts = {Path(mount["mountPath"]): mount for mount in container["volumeMounts"]}
+        own = file.coordinator if isinstance(file, RunFile) else file.node
+        assert ports["pages"] == int(own.http.rpartition(":")[2])
+        if isinstance(file, RunFile):
+            assert ports["sessions"] == int(file.coordinator.bind.rpartition(":")[2])
+            assert file.coordinator.allow in mounts
+        for probe, page in (("startupProbe", HEALTH), ("readinessProbe", READY), ("livenessProbe", HEALTH)):
+            assert container[probe]["httpGet"] == {"path": page, "port": "pages"}
+        assert own.state_dir is not None and own.key is not None
+        assert any(own.state_dir.is_relative_to(path) and not mount.get("readOnly") for path, mount in mounts.items())
+        assert own.key.parent in mounts and "tmp" in {mount["name"] for mount in mounts.values()}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_keys_that_a_daemon_reads_are_those_that_its_init_container_copies(overlay: str, tmp_path: Path) -> None:
+    for name, _, pod in pods(overlay):
+        file = settings(overlay, name, pod, tmp_path)
+        (init,) = pod["initContainers"]
+        own = file.coordinator if isinstance(file, RunFile) else file.node
+        script = " ".join([*init["command"], *init.get("args", [])])
+        for variable in init.get("env", []):
+            script = script.replace(f"${variable['name']}", variable.get("value", f"{name}-0"))
+        assert own.key is not None
+        wanted = [own.key] if isinstance(file, RunFile) else [own.key, file.node.server_key]
+        for path in wanted:
+            assert str(path) in script
+        assert f"0600 /run/secrets/farloop/{own.key.name}" in script.replace('"', "")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_has_no_rights_that_it_does_not_need(overlay: str) -> None:
+    for _, _, pod in pods(overlay):
+        assert pod["automountServiceAccountToken"] is False and pod["enableServiceLinks"] is False
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] and security["runAsUser"] == security["fsGroup"] == 10001
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod.get("hostNetwork") and not pod.get("hostPID") and not pod.get("hostIPC")
+    for name, container in containers(overlay):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] and security["allowPrivilegeEscalation"] is False, name
+        assert security["capabilities"]["drop"] == ["ALL"], name
+        added = security["capabilities"].get("add", [])
+        assert added == (["IPC_LOCK"] if overlay == "cluster-rdma" and name.endswith("/node") else []), name
+        assert container["resources"]["requests"] and "memory" in container["resources"]["limits"], name
+    for account in of_kind(overlay, "ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+    (namespace,) = of_kind(overlay, "Namespace")
+    level = namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert level == ("privileged" if overlay == "cluster-rdma" else "restricted")
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_services_budgets_and_policies_select_pods_and_ports_that_are_there(overlay: str) -> None:
+    found = {name: (labels, pod) for name, labels, pod in pods(overlay)}
+    for service in of_kind(overlay, "Service"):
+        chosen = [pod for labels, pod in found.values() if service["spec"]["selector"].items() <= labels.items()]
+        assert len(chosen) == 1, service["metadata"]["name"]
+        names = {port["name"] for port in chosen[0]["containers"][0]["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
+    selectors = [one["spec"]["selector"]["matchLabels"] for one in of_kind(overlay, "PodDisruptionBudget")]
+    policies = of_kind(overlay, "NetworkPolicy")
+    selectors += [one["spec"]["podSelector"]["matchLabels"] for one in policies if one["spec"]["podSelector"]]
+    for selector in selectors:
+        assert any(selector.items() <= labels.items() for labels, _ in found.values())
+    (deny,) = [one for one in policies if not one["spec"]["podSelector"]]
+    assert sorted(deny["spec"]["policyTypes"]) == ["Egress", "Ingress"] and "ingress" not in deny["spec"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_node_may_dial_its_coordinator_and_is_dialled_by_prometheus_alone(overlay: str, tmp_path: Path) -> None:
+    for name, labels, pod in pods(overlay):
+        file = settings(overlay, name, pod, tmp_path)
+        (policy,) = [
+            one
+            for one in of_kind(overlay, "NetworkPolicy")
+            if one["spec"]["podSelector"] and one["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+        ]
+        if isinstance(file, RunFile):
+            assert policy["spec"]["egress"] == []
+            continue
+        out = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
+        assert out == {int(file.node.coordinator.rpartition(":")[2]), 53}
+        (rule,) = policy["spec"]["ingress"]
+        assert rule["from"] and [port["port"] for port in rule["ports"]] == ["pages"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_drain_fits_into_the_grace_period(overlay: str) -> None:
+    for _, _, pod in pods(overlay):
+        assert pod["terminationGracePeriodSeconds"] > DRAIN_S + 5
+
+
+def test_as_many_processes_as_gpus_are_asked_for(tmp_path: Path) -> None:
+    for overlay in ("cluster-gpu", "cluster-rdma"):
+        ((name, _, pod),) = pods(overlay)
+        file = settings(overlay, name, pod, tmp_path)
+        assert isinstance(file, NodeFile)
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == str(file.node.nproc)
+
+
+def test_every_overlay_is_in_the_readme() -> None:
+    text = (K8S / "README.md").read_text()
+    assert all(f"overlays/{overlay}" in text for overlay in OVERLAYS)
+    assert tomllib.loads((K8S / "base/coordinator/run.toml").read_text())["run"]["nodes"] == 2
