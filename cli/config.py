@@ -5,6 +5,7 @@ What the mathematics of a run demands is asked by `planned`, for it takes the mo
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
     coordinator.pop("insecure")
     if (share := coordinator["floor_share"]) is not None and not 0.0 <= share <= 1.0:
         raise settings.error("coordinator", "floor_share", f"{share:g} is no share; 0 to 1 is wanted, as 0.5")
+    if not 0.0 <= (price := coordinator["egress_price_per_gb"]) < math.inf:
+        raise settings.error("coordinator", "egress_price_per_gb", f"{price:g} is no price; 0 or more is wanted")
     return RunFile(
         settings=settings,
         run=RunConfig(**settings.section("run")),

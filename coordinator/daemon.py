@@ -26,6 +26,7 @@ from farloop.coordinator.downloads import Downloads
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.inputs import Inputs
 from farloop.coordinator.link import RouterLink
+from farloop.coordinator.links import Links
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
@@ -70,6 +71,8 @@ class CoordinatorConfig:
     """Where the state is copied to, as s3://BUCKET/PREFIX, gs://… or file:///PATH; an empty text copies nothing."""
     copy_every_s: float = 600.0
     """Seconds between two copies."""
+    egress_price_per_gb: float = 0.0
+    """What 10⁹ bytes that leave a site cost, in whatever currency: for the metrics alone."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
 
@@ -361,8 +364,10 @@ class Coordinator:
                 self._run_commands(self.machine.handle_timer(now))
 
     async def _observe(self) -> None:
+        links = Links(self.metrics, self.config.egress_price_per_gb)
         while True:
             self.observer.refresh(self.machine)
+            links.look(self._sessions)
             await asyncio.sleep(TICK_S)
 
     def _start(self, job: Any) -> None:

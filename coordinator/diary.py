@@ -4,6 +4,7 @@ Times are the observer's, and are written here alone: the journal holds none, so
 same records to the bit.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from farloop.algo.methods import method_named
@@ -30,8 +31,10 @@ _REFUSALS = 64
 class Diary:
     """Of one coordinator's windows."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, told: Callable[[DecisionEvent], None] | None = None) -> None:
+        """`told` hears of every line as well."""
         self.timeline = Timeline(path, keep=KEEP_PARTS)
+        self._told = told
         self._came: dict[BlobId, float] = {}
         self._refused: dict[int, list[tuple[float, RefusedDelta]]] = {}
         self._closed: dict[int, float] = {}
@@ -45,7 +48,10 @@ class Diary:
                 self._came.setdefault(offer.blob, now)
             case ev.CommitDone(record=record):
                 window = machine.windows[record.fragment]
-                self.timeline.write(self._line(record, window, machine, t, now))
+                line = self._line(record, window, machine, t, now)
+                self.timeline.write(line)
+                if self._told is not None:
+                    self._told(line)
                 inputs = machine.ledger.inputs
                 self._came = {
                     blob: at for blob, at in self._came.items() if blob in inputs and blob not in window.inputs

@@ -1,9 +1,15 @@
 """Every Prometheus metric of the coordinator, declared once: `farloop_` prefix, base units, bounded labels."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import disk_usage
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from farloop.monitoring.status import SamplesStatus
+from farloop.algo.spec import Terms
+from farloop.monitoring.decisions import DecisionEvent
+from farloop.monitoring.status import NodeStatus, SamplesStatus
 
 
 class Metrics:
@@ -13,16 +19,34 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.info = Gauge(
+            "farloop_run_info",
+            "The run that this is; always 1.",
+            ["run", "method", "codec_up", "codec_down"],
+            registry=registry,
+        )
         self.position = Gauge(
             "farloop_position_steps", "Highest schedule position of the live nodes.", registry=registry
         )
         self.round = Gauge("farloop_round", "The run's current round.", registry=registry)
         self.steps = Gauge("farloop_run_steps", "Schedule positions of the whole run.", registry=registry)
         self.h = Gauge("farloop_h_steps", "Inner steps between two sends of a fragment.", registry=registry)
+        self.h_max = Gauge("farloop_h_max_steps", "The longest that H may become; 0: no bound.", registry=registry)
+        self.learning_rate = Gauge(
+            "farloop_learning_rate_ratio",
+            "At the run's position; H grows as it falls.",
+            registry=registry,
+        )
         self.epoch = Gauge("farloop_epoch", "Incarnation of the coordinator's state.", registry=registry)
         self.version = Gauge("farloop_fragment_version", "Committed version.", ["fragment"], registry=registry)
         self.loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per byte token.", registry=registry)
-        self.nodes = Gauge("farloop_nodes", "Nodes by what they are.", ["state"], registry=registry)
+        self.nodes = Gauge(
+            "farloop_nodes",
+            "Nodes by what they are; those that were expected and merged are of the window that closed last.",
+            ["state"],
+            registry=registry,
+        )
         self.alarms = Gauge("farloop_alarms", "What needs attention now; the status page says what.", registry=registry)
         self.commits = Counter("farloop_commits", "Windows committed.", registry=registry)
         self.merged = Counter("farloop_merged_deltas", "Deltas merged.", ["node"], registry=registry)
@@ -52,6 +76,73 @@ class Metrics:
         self.journal_seconds = Histogram(
             "farloop_journal_seconds", "Making one commit durable.", registry=registry, buckets=buckets
         )
+        self.window_seconds = Histogram(
+            "farloop_window_seconds",
+            "How long windows took: from the opening to the quorum, to the end of waiting, and from there on.",
+            ["phase"],
+            registry=registry,
+            buckets=(0.01, 0.05, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+        )
+        self.payload_bytes = Counter(
+            "farloop_payload_bytes", "Encoded deltas received and updates made.", ["kind", "codec"], registry=registry
+        )
+        self.late_seconds = Gauge(
+            "farloop_node_arrival_seconds",
+            "From the opening of the last window that merged the node to its delta; 0 where that was there before.",
+            ["node"],
+            registry=registry,
+        )
+        self.staleness = Gauge(
+            "farloop_node_staleness_versions",
+            "Versions that the node's last merged delta was behind.",
+            ["node"],
+            registry=registry,
+        )
+        self.node_norm = Gauge(
+            "farloop_node_delta_norm", "Norm of the node's last merged delta.", ["node"], registry=registry
+        )
+        self.cosine = Gauge(
+            "farloop_node_delta_cosine_ratio",
+            "Of the node's last merged delta with the mean of the others, where there are three and more.",
+            ["node"],
+            registry=registry,
+        )
+        self.link_bytes = Counter(
+            "farloop_link_bytes",
+            "Bytes of all frames between the coordinator and a node, framing included, seen from the coordinator.",
+            ["node", "direction", "kind"],
+            registry=registry,
+        )
+        self.link_resends = Counter(
+            "farloop_link_resends",
+            "Blobs begun again from what had arrived, and control frames sent again.",
+            ["node"],
+            registry=registry,
+        )
+        self.link_in_flight = Gauge(
+            "farloop_link_in_flight_bytes", "Sent to the node and not acknowledged.", ["node"], registry=registry
+        )
+        self.link_rate = Gauge(
+            "farloop_link_bytes_per_second",
+            "How fast blobs to the node have lately been acknowledged; the least that is assumed is 65536.",
+            ["node"],
+            registry=registry,
+        )
+        self.egress_price = Gauge(
+            "farloop_egress_price_per_gigabyte", "As set, in whatever currency; 0: none is set.", registry=registry
+        )
+        self.egress_cost = Counter(
+            "farloop_egress_cost",
+            "Of the bytes that left the coordinator and the nodes, at that price.",
+            ["node"],
+            registry=registry,
+        )
+        self.storage_free = Gauge(
+            "farloop_storage_free_bytes", "Free on the file system of the state folder.", registry=registry
+        )
+        self.storage_size = Gauge(
+            "farloop_storage_size_bytes", "Size of the file system of the state folder.", registry=registry
+        )
         self.storage_held = Gauge(
             "farloop_storage_held", "1 while nothing is committed: the state folder takes no more.", registry=registry
         )
@@ -76,6 +167,27 @@ class Metrics:
             "farloop_node_compute_share_ratio", "Share of wall time not spent on farloop.", labels, registry=registry
         )
         self.node_blocked = Gauge("farloop_node_blocked_seconds", "Training stood still.", labels, registry=registry)
+        self.node_connected = Gauge(
+            "farloop_node_connected", "1 while a session with the node is open.", labels, registry=registry
+        )
+        self.node_heard = Gauge(
+            "farloop_node_heard_seconds", "Since the node's last message.", labels, registry=registry
+        )
+        self.node_position = Gauge(
+            "farloop_node_position_steps", "Schedule position: the run's clock.", labels, registry=registry
+        )
+        self.node_rate = Gauge(
+            "farloop_node_tokens_per_second", "Tokens trained on a second.", labels, registry=registry
+        )
+        self.node_incarnation = Gauge(
+            "farloop_node_incarnation", "Which start of the node this is.", labels, registry=registry
+        )
+        self.node_lost = Gauge(
+            "farloop_node_lost_steps", "Inner steps, per fragment, that no commit contains.", labels, registry=registry
+        )
+        self.node_skipped = Gauge(
+            "farloop_node_skipped_turns", "Due sends left out: too many deltas undecided.", labels, registry=registry
+        )
         self.node_bytes = Gauge(
             "farloop_node_bytes", "Bytes of all frames since its start.", ["node", "direction"], registry=registry
         )
@@ -90,6 +202,46 @@ class Metrics:
         ):
             self.samples.labels(fate).inc(max(0, count - self._samples.get(fate, 0)))
             self._samples[fate] = count
+
+    def describe(self, run: str, terms: Terms, folder: Path) -> None:
+        """Which run this is, and where its state is kept."""
+        self.info.labels(run, terms.method, terms.codec_up, terms.codec_down).set(1)
+        # Asked at a scrape, in its thread: a file system that does not answer holds up the scrape alone.
+        self.storage_free.set_function(lambda: disk_usage(folder).free)
+        self.storage_size.set_function(lambda: disk_usage(folder).total)
+
+    def window_closed(self, line: DecisionEvent) -> None:
+        """A window is over, with these times and these deltas."""
+        phases = {
+            "collecting": line["open_s"],
+            "to_quorum": line["quorum_s"],
+            "merging": line.get("merge_s"),
+            "journal": line.get("journal_s"),
+        }
+        for phase, seconds in phases.items():
+            if seconds is not None:
+                self.window_seconds.labels(phase).observe(seconds)
+        self.nodes.labels("expected").set(len(line["expected"]))
+        self.nodes.labels("merged").set(len(line["arrived"]))
+        self.payload_bytes.labels("update", line["codec_down"]).inc(line["update_bytes"])
+        for delta in line["arrived"]:
+            node = delta["node"]
+            self.staleness.labels(node).set(line["version"] - 1 - delta["base"])
+            self.node_norm.labels(node).set(delta["norm"])
+            if (after_s := delta["after_s"]) is not None:
+                self.late_seconds.labels(node).set(max(0.0, after_s))
+
+    def saw_nodes(self, nodes: Sequence[NodeStatus]) -> None:
+        """How every node is now, as the coordinator last heard of it."""
+        for node in nodes:
+            name = node["name"]
+            self.node_connected.labels(name).set(node["connected"])
+            self.node_heard.labels(name).set(node["last_heard_s"])
+            self.node_position.labels(name).set(node["position"])
+            self.node_rate.labels(name).set(node["tokens_per_s"] if node["connected"] else 0.0)
+            self.node_incarnation.labels(name).set(node["incarnation"])
+            self.node_lost.labels(name).set(node["lost_steps"])
+            self.node_skipped.labels(name).set(node.get("skipped_turns", 0))
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -3,13 +3,13 @@
 Reads the machine, decides nothing.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from farloop.algo.learning_rate import learning_rate
 from farloop.algo.spec import NodeId
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
@@ -27,6 +27,7 @@ from farloop.coordinator.revising import last_change
 from farloop.coordinator.roster import Member
 from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
+from farloop.monitoring import plain_json
 from farloop.monitoring.status import CopyStatus, MetricsEvent, NodeStatus, Status, WindowStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -46,7 +47,7 @@ class Observer:
         """Whether the run can make progress: at least one node is connected."""
         self._store, self._metrics, self._hold = store, metrics, hold
         self._happenings, self._refusals = Happenings(metrics), Refusals(metrics)
-        self._diary = Diary(metrics_file.with_name(DIARY_FILE))
+        self._diary = Diary(metrics_file.with_name(DIARY_FILE), metrics.window_closed)
         self._offset_s = last_time(metrics_file)
         self._started = time.monotonic()
         self._training_since: float | None = None
@@ -58,10 +59,12 @@ class Observer:
         terms = store.ledger.spec.terms
         metrics.steps.set(terms.steps)
         metrics.h.set(store.ledger.h)
+        metrics.h_max.set(terms.h_max or 0)
         metrics.epoch.set(store.ledger.epoch)
         # Of what never changes: a digest over every tensor's name is too much to take with every status.
         identity = store.ledger.spec.identity
         self._fingerprint, self._num_parameters = identity.fingerprint(), identity.layout.num_parameters
+        metrics.describe(identity.name, terms, metrics_file.parent)
 
     def close(self) -> None:
         self._timeline.close()
@@ -91,6 +94,9 @@ class Observer:
             case ev.Heard(node=node, message=msg.Evaluation() as evaluation):
                 if machine.believes(node, evaluation):
                     self._evaluation(node, evaluation, machine)
+            case ev.InputStored(offer=offer):
+                codec = machine.ledger.spec.terms.codec_up
+                self._metrics.payload_bytes.labels("delta", codec).inc(offer.size)
             case _:
                 pass
 
@@ -152,6 +158,9 @@ class Observer:
         metrics.delta_norm.labels(str(record.fragment)).set(result.delta_norm)
         for share in record.merged:
             metrics.merged.labels(share.node).inc()
+        for addend in record.blobs:
+            if addend.cosine is not None:
+                metrics.cosine.labels(addend.blob.node).set(addend.cosine)
         for drop in record.drops:
             metrics.drops.labels(drop.node, drop.reason.code).inc()
 
@@ -175,6 +184,8 @@ class Observer:
         self._metrics.position.set(status["position"])
         self._metrics.round.set(status["round"])
         self._metrics.h.set(status["run"]["h"])
+        self._metrics.saw_nodes(status["nodes"])
+        self._metrics.learning_rate.set(learning_rate(machine.ledger.spec.terms, int(status["position"])))
         self._metrics.nodes.labels("connected").set(sum(node["connected"] for node in status["nodes"]))
         self._metrics.nodes.labels("quarantined").set(len(machine.in_quarantine))
         self._metrics.nodes.labels("training").set(sum(m.counts for m in machine.members.values()))
@@ -187,7 +198,7 @@ class Observer:
         self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.history_held.set(machine.holding is not None)
         self._metrics.alarms.set(len(status["alarms"]))
-        self.status_json = json.dumps(status).encode()
+        self.status_json = plain_json.dumps(status).encode()
 
     def status(self, machine: CoordinatorMachine) -> Status:
         """Everything a person or a program may want to know."""

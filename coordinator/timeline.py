@@ -12,6 +12,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from farloop.monitoring import plain_json
 from farloop.monitoring.decisions import DecisionEvent
 from farloop.monitoring.status import MetricsEvent
 
@@ -41,7 +42,7 @@ class Timeline:
 
     def write(self, event: MetricsEvent | DecisionEvent) -> None:
         """Append a line, or drop it."""
-        line = json.dumps(event).encode() + b"\n"
+        line = plain_json.dumps(event).encode() + b"\n"
         try:
             self._append(line)
         except OSError as error:

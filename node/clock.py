@@ -29,6 +29,10 @@ class Clock:
         running = now - self._since if activity == self._activity else 0.0
         return self._seconds[activity] + running
 
+    def all_seconds(self, now: float) -> dict[Activity, float]:
+        """Those of every activity."""
+        return {activity: self.seconds(activity, now) for activity in self._seconds}
+
     def compute_share(self, now: float) -> float:
         """1 − (seconds in farloop's code or blocked on it) ÷ wall seconds; evaluation counts as neither."""
         ours = self.seconds("farloop", now) + self.seconds("blocked", now)

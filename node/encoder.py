@@ -1,11 +1,12 @@
 """Deltas become blobs in a thread of their own, while training goes on."""
 
 import math
+import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import Offer
 
+_T = TypeVar("_T")
+
 Done = Callable[["Encoded"], None]
 Failed = Callable[[Exception], None]
 
@@ -36,6 +39,8 @@ class Encoder:
         """`done` and `failed` are called in the worker's thread."""
         self._replica, self._done, self._failed = replica, done, failed
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="codec")
+        self.seconds = 0.0
+        """That the thread has worked; written by it alone."""
 
     def submit(
         self,
@@ -47,12 +52,14 @@ class Encoder:
         previous: Tensor | None = None,
     ) -> None:
         """Encode `delta`, fp32 [numel], which now belongs to the encoder, as does `residual`. As `encode_delta`."""
-        future = self._pool.submit(encode_delta, self._replica, command, delta, epoch, inner_step, residual, previous)
+        future = self._pool.submit(
+            self._timed, encode_delta, self._replica, command, delta, epoch, inner_step, residual, previous
+        )
         future.add_done_callback(self._report)
 
     def submit_packed(self, packed: "Packed") -> None:
         """Finish a blob whose payload is written."""
-        self._pool.submit(finish, packed).add_done_callback(self._report)
+        self._pool.submit(self._timed, finish, packed).add_done_callback(self._report)
 
     def run_before_the_next(self, job: Callable[[], None]) -> None:
         """Something small that must be over when the next delta is encoded."""
@@ -61,6 +68,13 @@ class Encoder:
     def close(self) -> None:
         """Finish what was submitted."""
         self._pool.shutdown()
+
+    def _timed(self, job: Callable[..., _T], *args: Any) -> _T:
+        started = time.perf_counter()
+        try:
+            return job(*args)
+        finally:
+            self.seconds += time.perf_counter() - started
 
     def _report(self, future: "Future[Encoded]") -> None:
         self._report_failure(future)

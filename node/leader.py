@@ -365,6 +365,7 @@ class Leader:
                 self._was_alone = alone
             versions, connected = self.machine.versions, self.machine.connected
             self.metrics.saw(progress, versions=versions, connected=connected, alone=bool(alone))
+            self.metrics.spent(self.clock.all_seconds(now), self._encoder.seconds if self._encoder else 0.0)
             self.link.send(progress)
             self._reports.reported(now)
 

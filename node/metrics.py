@@ -6,15 +6,16 @@ gauges, so that one scrape target is enough where nodes cannot be reached.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from farloop.algo.spec import NodeId
+from farloop.node.clock import Activity
 from farloop.wire.messages import Progress
 
 _STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})
@@ -34,14 +35,20 @@ class Metrics(Collector):
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
         self._mismatches = 0
+        self._spent: tuple[Mapping[Activity, float], float] = {}, 0.0
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
     def saw(self, progress: Progress, *, versions: Sequence[int], connected: bool, alone: bool = False) -> None:
         """How it goes: the node's report, the version of every anchor (−1: none yet), whether a session is open, and
         whether the node trains alone."""
         self._seen = progress, tuple(versions), connected, alone
         self._seen_at = self._clock()
+
+    def spent(self, seconds: Mapping[Activity, float], codec_s: float) -> None:
+        """Where the wall time went, and seconds of the thread that encodes beside the training."""
+        self._spent = dict(seconds), codec_s  # replaced as a whole, as everything here
 
     def anchor_mismatched(self) -> None:
         """An anchor did not have its digest; a snapshot replaces it."""
@@ -101,6 +108,14 @@ class Metrics(Collector):
         ):
             moved.add_metric([self._node, direction], count)
         yield moved
+        seconds, codec_s = self._spent
+        times = CounterMetricFamily(
+            "farloop_node_time_seconds", "Wall time by what it went into.", labels=["node", "activity"]
+        )
+        for activity, value in seconds.items():
+            times.add_metric([self._node, activity], value)
+        yield times
+        yield self._counter("codec_seconds", "The thread that encodes deltas worked.", codec_s)
         held = GaugeMetricFamily(
             "farloop_node_fragment_version", "Version of the anchor; -1 before the first.", labels=["node", "fragment"]
         )

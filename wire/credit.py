@@ -22,6 +22,11 @@ class Pace:
         self._rto_s = timing.rto_s
         self._bytes_per_s: float = _SLOWEST_LINK_BYTES_PER_S
 
+    @property
+    def bytes_per_s(self) -> float:
+        """Lately; at least what is assumed of a thin link."""
+        return self._bytes_per_s
+
     def measured(self, num_bytes: int, seconds: float) -> None:
         """A chunk was acknowledged `seconds` after it left as the last of `num_bytes` in flight."""
         sample = num_bytes / max(seconds, 1e-3)

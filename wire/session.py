@@ -90,6 +90,11 @@ class Session:
         return self._transfers.background_in_flight
 
     @property
+    def bytes_per_s(self) -> float:
+        """How fast the peer has lately acknowledged blobs; never less than what is assumed of a thin link."""
+        return self._transfers.bytes_per_s
+
+    @property
     def background_waits(self) -> bool:
         """Whether `outgoing` would have a chunk of a background blob, and of no other."""
         return self.state is State.OPEN and bool(self._lanes) and self._transfers.background_waits

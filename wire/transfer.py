@@ -52,6 +52,11 @@ class Transfers:
             raise LocalProtocolError(f"{len(self._outgoing)} blobs are being sent")
 
     @property
+    def bytes_per_s(self) -> float:
+        """How fast blobs have lately been acknowledged."""
+        return self._pace.bytes_per_s
+
+    @property
     def live_in_flight(self) -> int:
         """Bytes on their way of blobs that others may be waiting for."""
         return sum(outgoing.in_flight for outgoing in self._outgoing.values() if not outgoing.background)

@@ -34,6 +34,8 @@ def samples(metrics: Metrics) -> Samples:
     found: Samples = {}
     for family in text_string_to_metric_families(metrics.exposition().decode()):
         for sample in family.samples:
+            if sample.name.startswith("process_"):
+                continue
             labels = dict(sample.labels)
             assert labels.pop("node") == "oslo"
             found[sample.name, tuple(sorted(labels.items()))] = sample.value
@@ -44,6 +46,7 @@ def test_a_scrape_shows_the_last_report() -> None:
     metrics = Metrics(NodeId("oslo"))
     metrics.saw(PROGRESS, versions=(3, -1), connected=True)
     metrics.anchor_mismatched()
+    metrics.spent({"training": 9.0, "blocked": 1.5}, 0.25)
     assert samples(metrics) == {
         ("farloop_node_connected", ()): 1,
         ("farloop_node_position_steps", ()): 12.5,
@@ -57,6 +60,9 @@ def test_a_scrape_shows_the_last_report() -> None:
         ("farloop_node_blocked_seconds_total", ()): 1.5,
         ("farloop_node_lost_steps_total", ()): 4,
         ("farloop_node_skipped_turns_total", ()): 5,
+        ("farloop_node_time_seconds_total", (("activity", "training"),)): 9,
+        ("farloop_node_time_seconds_total", (("activity", "blocked"),)): 1.5,
+        ("farloop_node_codec_seconds_total", ()): 0.25,
         ("farloop_node_bytes_total", (("direction", "up"),)): 1000,
         ("farloop_node_bytes_total", (("direction", "down"),)): 2000,
         ("farloop_node_bytes_total", (("direction", "state"),)): 3000,
