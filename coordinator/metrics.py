@@ -4,12 +4,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from shutil import disk_usage
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from farloop.algo.spec import Terms
 from farloop.monitoring.decisions import DecisionEvent
 from farloop.monitoring.status import NodeStatus, SamplesStatus
+from farloop.wire.reasons import Reason
+
+_ON_PURPOSE = frozenset({Reason.DRAINED.sentence, Reason.RUN_FINISHED.sentence})
+"""Why a node has left, where nobody waits for it."""
+
+disable_created_metrics()  # a second series for every counter, which Prometheus makes nothing of
 
 
 class Metrics:
@@ -34,13 +48,14 @@ class Metrics:
         self.h = Gauge("farloop_h_steps", "Inner steps between two sends of a fragment.", registry=registry)
         self.h_max = Gauge("farloop_h_max_steps", "The longest that H may become; 0: no bound.", registry=registry)
         self.learning_rate = Gauge(
-            "farloop_learning_rate_ratio",
+            "farloop_learning_rate",
             "At the run's position; H grows as it falls.",
             registry=registry,
         )
         self.epoch = Gauge("farloop_epoch", "Incarnation of the coordinator's state.", registry=registry)
         self.version = Gauge("farloop_fragment_version", "Committed version.", ["fragment"], registry=registry)
-        self.loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per byte token.", registry=registry)
+        self._loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per byte token.", registry=None)
+        self._scored = False
         self.nodes = Gauge(
             "farloop_nodes",
             "Nodes by what they are; those that were expected and merged are of the window that closed last.",
@@ -159,6 +174,11 @@ class Metrics:
         self.dropped_lines = Counter(
             "farloop_dropped_timeline_lines", "Lines that metrics.jsonl did not take.", registry=registry
         )
+        # What alerts ask for is there from the start: a series that begins at one has not grown.
+        self.happenings.labels("anchor", "anchor_mismatch")
+        self.turned_away.labels(Reason.WRONG_KEY.code)
+        self._shown: set[str] = set()
+        """Nodes that are connected, or missed."""
         labels = ["node"]
         self.node_loss = Gauge("farloop_node_loss_nats", "Training loss.", labels, registry=registry)
         self.node_tokens = Gauge("farloop_node_tokens", "Tokens trained on since its start.", labels, registry=registry)
@@ -203,6 +223,13 @@ class Metrics:
             self.samples.labels(fate).inc(max(0, count - self._samples.get(fate, 0)))
             self._samples[fate] = count
 
+    def scored(self, loss: float) -> None:
+        """The anchors' loss. Before the first there is no series: a zero would look like a perfect model."""
+        if not self._scored:
+            self._scored = True
+            self.registry.register(self._loss)
+        self._loss.set(loss)
+
     def describe(self, run: str, terms: Terms, folder: Path) -> None:
         """Which run this is, and where its state is kept."""
         self.info.labels(run, terms.method, terms.codec_up, terms.codec_down).set(1)
@@ -235,6 +262,10 @@ class Metrics:
         """How every node is now, as the coordinator last heard of it."""
         for node in nodes:
             name = node["name"]
+            if not node["connected"] and node["reason"] in _ON_PURPOSE:
+                self._forget(name)
+                continue
+            self._shown.add(name)
             self.node_connected.labels(name).set(node["connected"])
             self.node_heard.labels(name).set(node["last_heard_s"])
             self.node_position.labels(name).set(node["position"])
@@ -242,6 +273,14 @@ class Metrics:
             self.node_incarnation.labels(name).set(node["incarnation"])
             self.node_lost.labels(name).set(node["lost_steps"])
             self.node_skipped.labels(name).set(node.get("skipped_turns", 0))
+
+    def _forget(self, name: str) -> None:
+        """Who left on purpose is not missed: no alarm is to wait for its return."""
+        if name in self._shown:
+            self._shown.remove(name)
+            self.node_connected.remove(name)
+            self.node_heard.remove(name)
+            self.node_rate.remove(name)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""

@@ -64,6 +64,8 @@ class Observer:
         # Of what never changes: a digest over every tensor's name is too much to take with every status.
         identity = store.ledger.spec.identity
         self._fingerprint, self._num_parameters = identity.fingerprint(), identity.layout.num_parameters
+        if store.ledger.evaluations:
+            metrics.scored(store.ledger.evaluations[-1].loss)
         metrics.describe(identity.name, terms, metrics_file.parent)
 
     def close(self) -> None:
@@ -310,7 +312,7 @@ class Observer:
         self._evaluated_at[evaluation.versions] = self.t
         tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
         self._write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
-        self._metrics.loss.set(loss)
+        self._metrics.scored(loss)
         _log.info("evaluation node=%s loss=%.4f position=%g", node, loss, position)
 
     def _progress(self, node: str, progress: msg.Progress) -> None:
