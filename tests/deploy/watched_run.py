@@ -8,6 +8,7 @@ runs it for that long (240 unless told), says where Prometheus answers, and wait
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -187,6 +188,7 @@ class WatchedRun:
 
 def main(folder: Path, seconds: float) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "integration"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     scene = WatchedRun(folder)
     try:
         print(scene.prometheus.url, scene.run.http, flush=True)  # noqa: T201 - a script for a person

@@ -1,0 +1,216 @@
+"""Dashboards, alerts and runbooks agree with the code and with each other; what Kubernetes gets is made of them."""
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from typer.main import get_command
+
+from farloop.algo.spec import NodeId
+from farloop.cli.main import app
+from farloop.coordinator.metrics import Metrics
+from farloop.monitoring import rule_object
+from farloop.monitoring.endpoint import METRICS
+from farloop.node.metrics import Metrics as NodeMetrics
+from farloop.wire.messages import Progress
+
+ROOT = Path(__file__).resolve().parents[3]
+MONITORING = ROOT / "monitoring"
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((MONITORING / "dashboards").glob("*.json"))}
+RULES = yaml.safe_load((MONITORING / "alerts" / "farloop.yml").read_text())
+ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
+COMPONENT = ROOT / "k8s" / "components" / "monitoring"
+
+PROGRESS = Progress(
+    state="training",
+    position=1.0,
+    round=0,
+    inner_steps=1,
+    tokens=1,
+    loss=1.0,
+    tokens_per_s=1.0,
+    compute_share=1.0,
+    blocked_s=0.0,
+    lost_steps=0,
+    sample_watermark=0,
+    bytes_up=0,
+    bytes_down=0,
+    bytes_state=0,
+)
+
+
+def shown_by_the_daemons() -> set[str]:
+    """Every name that a page of theirs can have, with the endings that counters and histograms get."""
+    node = NodeMetrics(NodeId("a"))
+    node.saw(PROGRESS, versions=(1,), connected=True)
+    node.lost_by_codec(0, 0.1)
+    coordinator = Metrics()
+    coordinator.scored(1.0)
+    names: set[str] = set()
+    for text in (node.exposition(), coordinator.exposition()):
+        for family in text_string_to_metric_families(text.decode()):
+            match family.type:
+                case "counter":
+                    names.add(f"{family.name}_total")
+                case "histogram":
+                    names |= {f"{family.name}_{ending}" for ending in ("bucket", "sum", "count")}
+                case _:
+                    names.add(family.name)
+    return names
+
+
+def asked_of(dashboard: dict[str, Any]) -> Iterator[str]:
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            yield target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["query"]
+    for annotation in dashboard["annotations"]["list"]:
+        if annotation.get("expr"):
+            yield annotation["expr"]
+
+
+def names_in(expression: str) -> set[str]:
+    """The metrics of ours, and of a process, that it speaks of."""
+    found = set(re.findall(r"\b(?:farloop|process)_\w+", re.sub(r'"[^"]*"', "", expression)))
+    for listed in re.findall(r'__name__=~"farloop_\(([\w|]+)\)_held"', expression):
+        found |= {f"farloop_{one}_held" for one in listed.split("|")}
+    return found
+
+
+def test_there_are_the_four_dashboards() -> None:
+    assert set(DASHBOARDS) == {"run", "network", "node", "coordinator"}
+    assert len({dashboard["uid"] for dashboard in DASHBOARDS.values()}) == 4
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("grafana_foundation_sdk") is None,
+    reason="grafana-foundation-sdk makes the dashboards, and is missing: the extra `deploy`",
+)
+def test_the_dashboards_are_what_the_code_makes() -> None:
+    from farloop.monitoring.dashboards.generate import pages, text_of
+
+    for name, page in pages().items():
+        assert (MONITORING / "dashboards" / f"{name}.json").read_text() == text_of(page), (
+            "run python -m farloop.monitoring.dashboards.generate"
+        )
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_asks_for_nothing_that_no_daemon_shows(name: str) -> None:
+    known = shown_by_the_daemons()
+    for expression in asked_of(DASHBOARDS[name]):
+        assert names_in(expression) <= known, expression
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_panel_says_what_it_shows_and_in_which_unit_and_covers_no_other(name: str) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARDS[name]["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])
+        }  # fmt: skip
+        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["title"] and len(panel["description"]) > 5, panel["title"]
+        overridden = [one["id"] for rule in panel["fieldConfig"]["overrides"] for one in rule["properties"]]
+        assert panel["fieldConfig"]["defaults"].get("unit") or "unit" in overridden, panel["title"]
+        for target in panel["targets"]:
+            assert target["datasource"]["uid"] == "${datasource}"
+    ids = [panel["id"] for panel in DASHBOARDS[name]["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_marks_restarts_and_leads_to_the_others(name: str) -> None:
+    dashboard = DASHBOARDS[name]
+    assert {one["name"] for one in dashboard["annotations"]["list"]} >= {"Coordinator restarted", "Node restarted"}
+    assert any(link["tags"] == dashboard["tags"] == ["farloop"] for link in dashboard["links"])
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_what_the_daemons_show_and_has_a_runbook(rule: dict[str, Any]) -> None:
+    assert names_in(rule["expr"]) <= shown_by_the_daemons()
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    assert rule["annotations"]["runbook"] == f"monitoring/runbooks/{rule['alert']}.md"
+    text = (ROOT / rule["annotations"]["runbook"]).read_text()
+    assert re.findall(r"^#+ (.*)$", text, re.MULTILINE) == [rule["alert"], "Meaning", "First look", "Mend"]
+
+
+def test_every_runbook_has_its_alert_and_names_commands_files_and_panels_that_exist() -> None:
+    found = sorted((MONITORING / "runbooks").glob("*.md"))
+    assert {path.stem for path in found} == {rule["alert"] for rule in ALERTS}
+    titles = {panel["title"] for dashboard in DASHBOARDS.values() for panel in dashboard["panels"]}
+    titles |= {dashboard["title"].removeprefix("farloop / ") for dashboard in DASHBOARDS.values()}
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for path in found:
+        text = path.read_text()
+        for word in re.findall(r"`farloop (\w+)", text):
+            assert word in commands, f"{path.name}: farloop {word}"
+        for name in re.findall(r"\bdocs/[\w-]+\.md|\bk8s/\w+", text):
+            assert (ROOT / name).exists(), f"{path.name}: {name}"
+        for title in re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", text):
+            assert title in titles, f"{path.name}: {title}"
+        for other in re.findall(r"\bFarloop\w+", text):
+            assert (MONITORING / "runbooks" / f"{other}.md").exists(), f"{path.name}: {other}"
+
+
+def test_every_alert_is_tested() -> None:
+    text = (ROOT / "tests" / "deploy" / "alerts_test.yml").read_text()
+    tested = set(re.findall(r"name: (Farloop\w+) fires", text))
+    assert tested == {rule["alert"] for rule in ALERTS}
+
+
+def test_the_operator_gets_the_same_rules() -> None:
+    text = rule_object.OBJECT.read_text()
+    assert text == rule_object.text_of(rule_object.RULES.read_text()), "run python -m farloop.monitoring.rule_object"
+    assert yaml.safe_load(text)["spec"] == RULES
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the manifests, and is missing")
+@pytest.mark.parametrize("overlay", sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir()))
+def test_with_the_component_pods_are_scraped_where_they_serve_and_grafana_gets_the_dashboards(
+    overlay: str, tmp_path: Path
+) -> None:
+    here = tmp_path.resolve()
+    up = "/".join([".."] * (len(here.parts) - 1))
+    (here / "kustomization.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "namespace": "farloop",
+                "resources": [f"{up}{ROOT}/k8s/overlays/{overlay}"],
+                "components": [f"{up}{COMPONENT}"],
+            }
+        )
+    )
+    done = subprocess.run(["kubectl", "kustomize", str(here)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    objects = list(yaml.safe_load_all(done.stdout))
+    maps = {one["metadata"]["name"]: one for one in objects if one["kind"] == "ConfigMap"}
+    for name, dashboard in DASHBOARDS.items():
+        one = maps[f"farloop-dashboard-{name}"]
+        assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert json.loads(one["data"][f"{name}.json"]) == dashboard
+    monitors = [one["spec"] for one in objects if one["kind"] == "PodMonitor"]
+    for workload in (one for one in objects if one["kind"] == "StatefulSet"):
+        pod = workload["spec"]["template"]
+        labels = pod["metadata"]["labels"]
+        (monitor,) = [one for one in monitors if one["selector"]["matchLabels"].items() <= labels.items()]
+        ports = {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
+        (endpoint,) = monitor["podMetricsEndpoints"]
+        assert endpoint["port"] in ports and endpoint["path"] == METRICS
+        assert labels["app.kubernetes.io/part-of"] == "farloop"  # by which scrape.yml finds it
+    (rules,) = [one for one in objects if one["kind"] == "PrometheusRule"]
+    assert rules["spec"] == RULES
