@@ -134,30 +134,30 @@ def coordinator() -> Page:
         "Happenings",
         [
             Line(
-                "round(" + some(f"sum by (kind, reason) (increase(farloop_happenings_total{C}[1m])) > 0", "kind") + ")",
+                some(f"sum by (kind, reason) (farloop_happenings_total{C}) > 0", "kind"),
                 "{{kind}} {{reason}}",
             )
         ],
         "none",
-        "In the last minute. delta: refused; dropped: a window closed without it; session: a connection ended; "
+        "Since its start. delta: refused; dropped: a window closed without it; session: a connection ended; "
         "left; anchor: it did not match its digest.",
         width=8,
+        held=True,
         counts=True,
     )
     page.graph(
         "Not let in",
         [
+            Line(some(f"sum by (reason) (farloop_refusals_total{C}) > 0", "reason"), "refused: {{reason}}"),
             Line(
-                some(f"sum by (reason) (increase(farloop_refusals_total{C}[1m])) > 0", "reason"), "refused: {{reason}}"
-            ),
-            Line(
-                some(f"sum by (reason) (increase(farloop_turned_away_total{C}[1m])) > 0", "reason"),
+                some(f"sum by (reason) (farloop_turned_away_total{C}) > 0", "reason"),
                 "not heard: {{reason}}",
             ),
         ],
         "none",
-        "In the last minute. Refused: a node that greeted; not heard: an unknown key, a broken frame, a flood.",
+        "Since its start. Refused: a node that greeted; not heard: an unknown key, a broken frame, a flood.",
         width=8,
+        held=True,
         counts=True,
     )
     page.graph(

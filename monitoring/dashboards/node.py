@@ -72,7 +72,7 @@ def node() -> Page:
         "Wall time",
         [
             Line(
-                f"sum by (node, activity) (rate(farloop_node_time_seconds_total{N}[$__rate_interval]))",
+                f"sum by (node, activity) (rate(farloop_node_time_seconds_total{N}[1m]))",
                 "{{activity}}",
             )
         ],

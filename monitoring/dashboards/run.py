@@ -184,15 +184,14 @@ def run() -> Page:
         "Deltas that were expected and not merged",
         [
             Line(
-                "round("
-                + some(f"sum by (node, reason) (increase(farloop_dropped_deltas_total{C}[5m])) > 0", "reason")
-                + ")",
+                some(f"sum by (node, reason) (farloop_dropped_deltas_total{C}) > 0", "reason"),
                 "{{reason}} {{node}}",
             )
         ],
         "none",
-        "In the last five minutes, with the reason; the status page says more.",
+        "Since the coordinator's start, with the reason; the status page says more.",
         width=8,
+        held=True,
         counts=True,
     )
     page.graph(

@@ -115,6 +115,13 @@ class Prometheus:
         result: list[Any] = self.get("query", query=expression, **query)["result"]
         return result
 
+    def course(self, expression: str, seconds: float) -> list[Any]:
+        """The result of a range query over the last so many seconds, second by second."""
+        now = float(self.ask("vector(time())")[0]["value"][1])
+        answer = self.get("query_range", query=expression, start=now - seconds, end=now, step=1)
+        result: list[Any] = answer["result"]
+        return result
+
     def until(self, what: str, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:

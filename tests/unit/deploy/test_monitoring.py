@@ -94,7 +94,7 @@ def test_there_are_the_four_dashboards() -> None:
 
 @pytest.mark.skipif(
     importlib.util.find_spec("grafana_foundation_sdk") is None,
-    reason="grafana-foundation-sdk makes the dashboards, and is missing: the extra `deploy`",
+    reason="grafana-foundation-sdk makes the dashboards, and is missing: the extra `dashboards`",
 )
 def test_the_dashboards_are_what_the_code_makes() -> None:
     from farloop.monitoring.dashboards.generate import pages, text_of
