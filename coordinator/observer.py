@@ -186,8 +186,11 @@ class Observer:
         self._metrics.position.set(status["position"])
         self._metrics.round.set(status["round"])
         self._metrics.h.set(status["run"]["h"])
+        # After a restart nobody has reported yet: the round began somewhere all the same.
+        ledger = machine.ledger
+        position = max(status["position"], ledger.rounds[ledger.current_round].start if ledger.rounds else 0)
         self._metrics.saw_nodes(status["nodes"])
-        self._metrics.learning_rate.set(learning_rate(machine.ledger.spec.terms, int(status["position"])))
+        self._metrics.learning_rate.set(learning_rate(machine.ledger.spec.terms, int(position)))
         self._metrics.nodes.labels("connected").set(sum(node["connected"] for node in status["nodes"]))
         self._metrics.nodes.labels("quarantined").set(len(machine.in_quarantine))
         self._metrics.nodes.labels("training").set(sum(m.counts for m in machine.members.values()))

@@ -37,6 +37,9 @@ class Line:
     axis: Literal["left", "right"] = "left"
     unit: str = ""
     """On the right axis."""
+    decimals: int | None = None
+    bold: bool = False
+    """The one to look at first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ class Page:
             .description(about)
             .datasource(SOURCE)
             .unit(unit)
-            .line_width(1 if stacked else 2)
+            .line_width(1)
             .fill_opacity(35 if stacked else 0)
             .show_points(common_models.VisibilityMode.NEVER)
             .span_nulls(False)
@@ -193,11 +196,20 @@ class Page:
                 common.GraphThresholdsStyleConfig().mode(common_models.GraphTresholdsStyleMode.DASHED)
             )
         for number, line in enumerate(lines):
+            properties = []
             if line.axis == "right":
-                properties = [
+                properties += [
                     models.DynamicConfigValue(id_val="custom.axisPlacement", value="right"),
                     models.DynamicConfigValue(id_val="unit", value=line.unit),
                 ]
+            if line.decimals is not None:
+                properties.append(models.DynamicConfigValue(id_val="decimals", value=line.decimals))
+            if line.bold:
+                properties += [
+                    models.DynamicConfigValue(id_val="custom.lineWidth", value=4),
+                    models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": "white"}),
+                ]
+            if properties:
                 panel.override_by_query(_letter(number), properties)
         self._add(panel, lines, width, height)
 

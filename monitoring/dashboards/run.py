@@ -62,7 +62,7 @@ def run() -> Page:
     page.graph(
         "Loss",
         [
-            Line(f"max(farloop_validation_loss_nats{C})", "validation"),
+            Line(f"max(farloop_validation_loss_nats{C})", "validation", bold=True),
             Line(f"max by (node) (farloop_node_loss_nats{C})", "training, {{node}}"),
         ],
         "none",
@@ -112,7 +112,7 @@ def run() -> Page:
         [
             Line(f"max(farloop_h_steps{C})", "H"),
             Line(f"max(farloop_h_max_steps{C}) > 0", "H at most"),
-            Line(f"max(farloop_learning_rate{C})", "learning rate", axis="right", unit="sci"),
+            Line(f"max(farloop_learning_rate{C})", "learning rate", axis="right", unit="none", decimals=5),
         ],
         "none",
         "Inner steps between two sends of a fragment. Under a rule such as qsr it grows as the rate falls.",
