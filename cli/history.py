@@ -113,7 +113,8 @@ def _progress(event: dict[str, Any], history: History, totals: _Totals) -> None:
 
 
 def _evaluation(event: dict[str, Any], history: History, totals: _Totals) -> None:
-    history.evaluations.append((int(event["tokens"]), float(event["loss"])))
+    if event["loss"] is not None:
+        history.evaluations.append((int(event["tokens"]), float(event["loss"])))
 
 
 def _commit(event: dict[str, Any], history: History, totals: _Totals) -> None:

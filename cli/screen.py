@@ -156,7 +156,7 @@ def _facts(status: Status, *, wide: bool) -> RenderableType:
 
 
 def _validation(status: Status) -> Text:
-    losses = [evaluation["loss"] for evaluation in status["evaluations"]]
+    losses = [loss for evaluation in status["evaluations"] if (loss := evaluation["loss"]) is not None]
     if not losses:
         return Text("not scored yet", style="dim")
     if len(losses) == 1:

@@ -23,7 +23,8 @@ from farloop.wire.reasons import Reason
 _ON_PURPOSE = frozenset({Reason.DRAINED.sentence, Reason.RUN_FINISHED.sentence})
 """Why a node has left, where nobody waits for it."""
 
-disable_created_metrics()  # a second series for every counter, which Prometheus makes nothing of
+# Else every counter has a second series, of which Prometheus makes nothing.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Metrics:

@@ -92,7 +92,8 @@ class WindowStatus(TypedDict):
 class EvaluationStatus(TypedDict):
     """One score of the anchors on the fixed evaluation set."""
 
-    loss: float
+    loss: float | None
+    """None where it is no number."""
     position: float
     outer_steps: int
     seconds: float
@@ -203,7 +204,8 @@ class EvaluationEvent(TypedDict):
 
     event: Literal["evaluation"]
     t: float
-    loss: float
+    loss: float | None
+    """None where it is no number."""
     position: float
     tokens: int
     """Tokens trained on so far, summed over nodes."""

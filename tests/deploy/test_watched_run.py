@@ -109,11 +109,15 @@ def test_every_series_that_a_rule_looks_at_is_there(scene: WatchedRun) -> None:
                 assert scene.prometheus.ask(f"last_over_time({selector}[2m])"), f"{rule['alert']}: {selector}"
 
 
-def test_rules_and_their_own_tests_are_good() -> None:
+def test_rules_their_own_tests_and_scrape_configs_are_good(tmp_path: Path) -> None:
+    scrape = yaml.safe_load((ROOT / "k8s/components/monitoring/scrape.yml").read_text())
+    for job in scrape["scrape_configs"]:
+        assert job.pop("kubernetes_sd_configs") == [{"role": "pod"}]  # which not every build of promtool knows
+    (tmp_path / "scrape.yml").write_text(yaml.safe_dump(scrape))
     for words in (
         ["check", "rules", str(ALERTS / "farloop.yml")],
         ["test", "rules", str(Path(__file__).with_name("alerts_test.yml"))],
-        ["check", "config", "--syntax-only", str(ROOT / "k8s/components/monitoring/scrape.yml")],
+        ["check", "config", "--syntax-only", str(tmp_path / "scrape.yml")],
         ["check", "config", "--syntax-only", str(ROOT / "docker/prometheus/prometheus.yml")],
     ):
         done = subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=60)

@@ -1,7 +1,7 @@
 """A run of real processes that a real Prometheus scrapes, with the rules of monitoring/alerts: what dashboards and
 alerts are held against.
 
-    python tests/deploy/watched_run.py FOLDER [SECONDS]
+    PYTHONPATH=tests/integration python tests/deploy/watched_run.py FOLDER [SECONDS]
 
 runs it for that long (240 unless told), says where Prometheus answers, and waits for a line: to look at dashboards.
 """
@@ -194,7 +194,6 @@ class WatchedRun:
 
 
 def main(folder: Path, seconds: float) -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "integration"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     scene = WatchedRun(folder)
     try:

@@ -260,3 +260,11 @@ def test_data_and_weights_that_cannot_be_read_are_told_with_their_key(tmp_path: 
 def test_every_key_has_a_meaning_to_show() -> None:
     keys = [key for schema in (RUN_SCHEMA, NODE_SCHEMA) for section in schema.values() for key in section.values()]
     assert [f"{key.section}.{key.name}" for key in keys if not key.meaning] == []
+
+
+@pytest.mark.parametrize("price", ["-0.01", "inf", "nan"])
+def test_a_price_that_is_none_is_refused(tmp_path: Path, price: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[coordinator]\nstate_dir = "state"\negress_price_per_gb = {price}\n')
+    with pytest.raises(ConfigError, match=r"egress_price_per_gb.*no price"):
+        load_run(file, flags=[], environ={})

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -455,3 +456,19 @@ def test_whoever_is_refused_is_counted_by_the_reason(scene: Scene, caplog: pytes
     scene.observer.carries_out(ev.Refuse(session=3, refused=refused))
     assert 'farloop_refusals_total{reason="wrong_run"} 1.0' in scene.metrics.exposition().decode()
     assert "the node wants run 1, this is 2" in caplog.text
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_status_and_in_the_timeline(scene: Scene) -> None:
+    scene.join(A)
+    scene.say(A, dataclasses.replace(PROGRESS, loss=math.nan))
+    scene.observer.refresh(scene.machine)
+
+    def refuse(word: str) -> float:
+        raise AssertionError(f"{word} is not JSON")
+
+    status = json.loads(scene.observer.status_json, parse_constant=refuse)
+    assert status["nodes"][0]["loss"] is None
+    for line in scene.file.read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    shown = scene.value("farloop_node_loss_nats", node="a")
+    assert shown is not None and math.isnan(shown)  # by which an alert knows it
