@@ -1,7 +1,21 @@
 """Coordinator: windows, journal and disk, and what it refused."""
 
+from pathlib import Path
+
 from farloop.monitoring.dashboards.panels import GOOD_IF_HIGH, GOOD_IF_ZERO, Line, Page
 from farloop.monitoring.dashboards.words import HAPPENED, C, some
+
+RUNBOOKS = Path(__file__).parents[1] / "runbooks"
+
+
+def runbooks() -> str:
+    """Every alert with what it means and where its page is, as Markdown."""
+    rows = ["| Alert | Meaning | Page |", "| --- | --- | --- |"]
+    for path in sorted(RUNBOOKS.glob("*.md")):
+        meaning = path.read_text().partition("## Meaning\n\n")[2].partition("\n")[0]
+        first = meaning.split(". ")[0].rstrip(".")
+        rows.append(f"| **{path.stem}** | {first}. | `monitoring/runbooks/{path.name}` |")
+    return "\n".join(rows)
 
 
 def quantile(share: float, metric: str, by: str = "") -> str:
@@ -210,4 +224,7 @@ def coordinator() -> Page:
         "take in the last five minutes.",
         width=8,
     )
+
+    page.row("If an alert fires")
+    page.words("Runbooks", runbooks(), height=15)
     return page

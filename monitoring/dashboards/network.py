@@ -70,7 +70,7 @@ def network() -> Page:
             ),
             Column("To it", f"sum by (node) (rate(farloop_link_bytes_total{sent}[1m]))", "Bps"),
             Column("From it", f"sum by (node) (rate(farloop_link_bytes_total{received}[1m]))", "Bps"),
-            Column("Fastest seen to it", f"max by (node) (farloop_link_bytes_per_second{C})", "Bps"),
+            Column("Acknowledged to it", f"max by (node) (farloop_link_bytes_per_second{C})", "Bps"),
             Column("On their way", f"max by (node) (farloop_link_in_flight_bytes{C})", "bytes"),
             Column(
                 "Sent again, 1 h", f"sum by (node) (increase(farloop_link_resends_total{C}[1h]))", "none", GOOD_IF_ZERO
@@ -81,6 +81,7 @@ def network() -> Page:
         ],
         'A line for every node that this coordinator has met. "Delta after": from the opening of the last window to '
         "the node's delta.",
+        height=6,
     )
     page.row("How much, which way")
     page.graph(

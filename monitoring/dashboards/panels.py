@@ -11,6 +11,7 @@ from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat,
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from grafana_foundation_sdk.models.text import TextMode
 
 WIDTH = 24
 """Columns of a dashboard."""
@@ -251,7 +252,7 @@ class Page:
 
     def words(self, title: str, markdown: str, *, width: int = WIDTH, height: int = 6) -> None:
         """Text."""
-        self._add(text.Panel().title(title).content(markdown), [], width, height)
+        self._add(text.Panel().title(title).mode(TextMode.MARKDOWN).content(markdown), [], width, height)
 
     def build(self) -> Any:
         """The dashboard, as the SDK's model."""

@@ -122,7 +122,7 @@ def test_a_panel_says_what_it_shows_and_in_which_unit_and_covers_no_other(name: 
         }  # fmt: skip
         assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
         taken |= cells
-        if panel["type"] == "row":
+        if panel["type"] in ("row", "text"):
             continue
         assert panel["title"] and len(panel["description"]) > 5, panel["title"]
         overridden = [one["id"] for rule in panel["fieldConfig"]["overrides"] for one in rule["properties"]]
@@ -165,6 +165,19 @@ def test_every_runbook_has_its_alert_and_names_commands_files_and_panels_that_ex
             assert title in titles, f"{path.name}: {title}"
         for other in re.findall(r"\bFarloop\w+", text):
             assert (MONITORING / "runbooks" / f"{other}.md").exists(), f"{path.name}: {other}"
+
+
+def test_the_coordinators_dashboard_leads_to_every_runbook() -> None:
+    (panel,) = [panel for panel in DASHBOARDS["coordinator"]["panels"] if panel["type"] == "text"]
+    assert all(rule["annotations"]["runbook"] in panel["options"]["content"] for rule in ALERTS)
+
+
+def test_the_page_speaks_of_metrics_and_alerts_that_exist() -> None:
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    known = shown_by_the_daemons() | {name.removesuffix("_bucket") for name in shown_by_the_daemons()}
+    assert {name for name in re.findall(r"`((?:farloop|process)_\w+)`", text) if not name.endswith("_")} <= known
+    assert set(re.findall(r"\[(Farloop\w+)\]", text)) == {rule["alert"] for rule in ALERTS}
+    assert all((ROOT / "docs" / name).exists() for name in re.findall(r"\(([\w./-]+\.(?:md|png))\)", text))
 
 
 def test_every_alert_is_tested() -> None:
