@@ -20,7 +20,7 @@ if not (DASHVIEW / "dist" / "view.js").exists():
 
 pytestmark = [
     pytest.mark.deploy,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(MISSING), reason=f"draws dashboards, and is missing: {', '.join(MISSING)}"),
 ]
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from loopback import node_of
-from watched_run import ALERTS, ROOT, WatchedRun
+from watched_run import ALERTS, BEGINS_WITHIN_S, ROOT, WatchedRun
 
 pytestmark = [
     pytest.mark.deploy,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.xdist_group("watched_run"),
     pytest.mark.skipif(
         shutil.which("prometheus") is None or shutil.which("promtool") is None,
@@ -125,18 +125,18 @@ def test_rules_their_own_tests_and_scrape_configs_are_good(tmp_path: Path) -> No
 
 
 def test_a_run_that_is_well_has_no_alert(scene: WatchedRun) -> None:
-    scene.prometheus.until("what was broken is mended", lambda: not firing(scene), 60)
+    scene.prometheus.until("what was broken is mended", lambda: not firing(scene), BEGINS_WITHIN_S)
 
 
 def test_a_node_that_dies_is_told_of_and_nothing_else(scene: WatchedRun) -> None:
     scene.nodes["porto"].kill()
-    scene.prometheus.until("the alert fires", lambda: "FarloopNodeLost" in firing(scene), 60)
+    scene.prometheus.until("the alert fires", lambda: "FarloopNodeLost" in firing(scene), BEGINS_WITHIN_S)
     assert firing(scene) == {"FarloopNodeLost"}
     (lost,) = scene.prometheus.ask('ALERTS{alertname="FarloopNodeLost",alertstate="firing"}')
     assert lost["metric"]["node"] == "porto"
     scene.start_node("porto")
-    scene.run.until("porto is back", lambda status: node_of(status, "porto")["connected"])
-    scene.prometheus.until("the alert is over", lambda: not firing(scene), 60)
+    scene.run.until("porto is back", lambda status: node_of(status, "porto")["connected"], BEGINS_WITHIN_S)
+    scene.prometheus.until("the alert is over", lambda: not firing(scene), BEGINS_WITHIN_S)
 
 
 def test_a_node_that_leaves_on_purpose_is_not_missed(scene: WatchedRun) -> None:
@@ -148,10 +148,10 @@ def test_a_node_that_leaves_on_purpose_is_not_missed(scene: WatchedRun) -> None:
     )
     assert "FarloopNodeLost" not in firing(scene)
     scene.start_node("porto")
-    scene.run.until("porto is back", lambda status: node_of(status, "porto")["connected"])
+    scene.run.until("porto is back", lambda status: node_of(status, "porto")["connected"], BEGINS_WITHIN_S)
 
 
 def test_a_coordinator_that_dies_is_told_of_and_nothing_else(scene: WatchedRun) -> None:
     scene.coordinator.kill()
-    scene.prometheus.until("the alert fires", lambda: "FarloopCoordinatorDown" in firing(scene), 60)
+    scene.prometheus.until("the alert fires", lambda: "FarloopCoordinatorDown" in firing(scene), BEGINS_WITHIN_S)
     assert firing(scene) == {"FarloopCoordinatorDown"}
