@@ -7,7 +7,7 @@ DEMO_ARGS ?=
 CHAOS_ARGS ?= --minutes 10
 FUZZ_ARGS ?= all --inputs 40000
 
-.PHONY: demo test chaos fuzz lint types check clean
+.PHONY: demo test test-deploy chaos fuzz lint types check clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
@@ -15,6 +15,10 @@ demo: $(VENV)/.base
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto tests/unit tests/fuzz $(TEST_ARGS)
 	$(BIN)/python -m pytest -n auto tests/integration tests/chaos -m "not slow" $(TEST_ARGS)
+
+# Images, compose, manifests, a Kubernetes node: as root, with the tools that tests/deploy/setup.sh installs.
+test-deploy: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
 # Every crash point of the daemons, and a storm: about half an hour on two cores.
 chaos: $(VENV)/.dev

@@ -1,0 +1,94 @@
+"""Images built from the Dockerfiles as they are, in a store of their own, and containers of them, by buildah and podman.
+
+A base image comes from a registry, which a test should not need: here it is the distribution's own Python, under a
+name that the Dockerfiles take as BASE. What this machine's pip is told (`pip config list`), pip is told in the build.
+"""
+
+import ast
+import functools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolbox import CACHE, ROOT, root_needed, run, tool
+
+BASE = "localhost/python:3.11"
+SUITE, PYTHON = "bookworm", "python3,python3-venv,python3-pip,ca-certificates"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+HARDENED = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """podman and buildah with settings that work in a virtual machine too."""
+
+    env: dict[str, str]
+
+    def podman(self, *words: str | Path, timeout_s: float = 120, code: int | None = 0, text: str | None = None) -> str:
+        return run(tool("podman"), *words, timeout_s=timeout_s, env=self.env, code=code, text=text)
+
+    def has(self, image: str) -> bool:
+        done = subprocess.run([tool("podman"), "image", "exists", image], env={**os.environ, **self.env}, timeout=60)
+        return done.returncode == 0
+
+    def build(self, dockerfile: str, *, target: str | None, tag: str) -> None:
+        """From the whole tree, with the layers of an earlier build where nothing changed."""
+        self._base()
+        words = ["bud", "--isolation", "chroot", "--format", "docker", "--layers", "--pull-never"]
+        words += ["--build-arg", f"BASE={BASE}", "--build-arg", f"PIP_ARGS={os.environ.get('PIP_ARGS', '')}"]
+        words += [word for source, at in _mounted().items() for word in ("--volume", f"{source}:{at}:ro")]
+        words += ["--target", target] if target else []
+        run(
+            tool("buildah"), *words, "--ignorefile", ROOT / ".dockerignore", "--file", ROOT / "docker" / dockerfile,
+            "--tag", tag, ROOT, timeout_s=1800, env=self.env,
+        )  # fmt: skip
+
+    def _base(self) -> None:
+        if self.has(BASE):
+            return
+        archive = CACHE / "base.tar"
+        run(tool("mmdebstrap"), "--variant=minbase", f"--include={PYTHON}", SUITE, archive, timeout_s=600)
+        self.podman("import", archive, BASE, timeout_s=300)
+        archive.unlink()
+
+
+@functools.cache
+def _mounted() -> dict[str, str]:
+    """Files and folders of this machine that pip in a build needs, and where it sees them."""
+    told: dict[str, Any] = {}
+    for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():
+        name, _, value = line.partition("=")
+        if name.startswith("global."):
+            told[name.removeprefix("global.")] = ast.literal_eval(value)
+    config = CACHE / "pip.conf"
+    config.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in told.items()))
+    mounted = {str(config): "/etc/pip.conf"}
+    words = " ".join(str(told.get(name, "")) for name in ("find-links", "index-url", "extra-index-url")).split()
+    for folder in (word.removeprefix("file://").removesuffix("/simple") for word in words):
+        if folder.startswith("/") and Path(folder).is_dir():
+            mounted[folder] = folder
+    if CERTIFICATES.exists():
+        mounted[str(CERTIFICATES)] = str(CERTIFICATES)
+    return mounted
+
+
+@functools.cache
+def engine() -> Engine:
+    """Skips the test where images cannot be built."""
+    root_needed("containers get a network")
+    for name in ("buildah", "podman", "runc"):
+        tool(name)
+    at = CACHE / "containers"
+    at.mkdir(parents=True, exist_ok=True)
+    storage, settings = at / "storage.conf", at / "containers.conf"
+    storage.write_text(f'[storage]\ndriver = "overlay"\nrunroot = "{at}/run"\ngraphroot = "{at}/images"\n')
+    # Limits that an engine may set without CAP_SYS_RESOURCE, and no systemd.
+    settings.write_text(
+        '[containers]\ndefault_ulimits = ["nofile=20000:20000", "nproc=16384:16384"]\n'
+        '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
+        '[network]\nnetwork_backend = "netavark"\n'
+    )
+    return Engine(env={"CONTAINERS_STORAGE_CONF": str(storage), "CONTAINERS_CONF": str(settings)})

