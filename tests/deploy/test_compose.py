@@ -1,0 +1,111 @@
+"""docker/compose.yaml as it is: the keys are made, both nodes train behind their thin links, everything stops in order.
+
+Prometheus' and Grafana's images come from a registry and are not started here: what they are given is checked in
+test_static.py.
+"""
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+from containers import Engine
+from toolbox import ROOT, page, run, tool, until
+
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(2400)]
+
+FILE = ROOT / "docker" / "compose.yaml"
+OURS = [
+    name
+    for name, service in yaml.safe_load(FILE.read_text())["services"].items()
+    if service["image"].startswith("farloop:")
+]
+PROJECT = "farloop-test"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """The compose file's containers, under a project name of this test."""
+
+    podman: Engine
+    env: dict[str, str]
+    pages: str
+
+    def compose(self, *words: str, timeout_s: float = 300) -> str:
+        command = (tool("podman-compose"), "--project-name", PROJECT, "--file", FILE, *words)
+        return run(*command, env=self.env, timeout_s=timeout_s, cwd=FILE.parent)
+
+    def container(self, service: str) -> str:
+        return f"{PROJECT}_{service}_1"
+
+    def logs(self, service: str, lines: int = 20) -> str:
+        return self.podman.podman("logs", "--tail", str(lines), self.container(service), code=None)
+
+    def every_log(self) -> str:
+        return "\n".join(f"--- {name}\n{self.logs(name)}" for name in OURS)
+
+    def status(self) -> dict[str, Any]:
+        """Empty while the coordinator does not answer."""
+        told = page(f"{self.pages}/status")
+        return json.loads(told) if told else {}
+
+
+@pytest.fixture(scope="module")
+def composed(podman: Engine, node_image: str) -> Iterator[Composed]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    podman.podman("tag", node_image, "farloop:compose")
+    env = {**podman.env, "PAGES_PORT": str(port), "FARLOOP_LINK": "50mbit/20ms"}
+    made = Composed(podman=podman, env=env, pages=f"127.0.0.1:{port}")
+    made.compose("up", "--detach", "--no-build", *OURS)
+    try:
+        yield made
+    finally:
+        made.compose("down", "--volumes", "--timeout", "0")
+
+
+def test_both_nodes_train_behind_their_links_until_windows_commit(composed: Composed) -> None:
+    def trained() -> bool:
+        told = composed.status()
+        nodes = {node["name"] for node in told.get("nodes", []) if node["connected"]}
+        merged = {name for window in told.get("windows", []) for name in window["merged"]}
+        return nodes == {"a", "b"} and merged == {"a", "b"} and sum(told["versions"]) > 6
+
+    until("windows merge both nodes", trained, within_s=400, tell=composed.every_log)
+
+
+def test_what_the_nodes_send_crosses_their_own_links(composed: Composed) -> None:
+    for letter in "ab":
+
+        def crossed(letter: str = letter) -> bool:
+            told = re.findall(r"up_bytes\D+(\d+).*?down_bytes\D+(\d+)", composed.logs(f"link-{letter}"))
+            return bool(told) and all(int(number) > 100_000 for number in told[-1])
+
+        until(f"bytes cross link {letter}", crossed, within_s=60, tell=composed.every_log)
+
+
+def test_metrics_are_where_prometheus_of_the_compose_file_looks(composed: Composed) -> None:
+    config = yaml.safe_load((ROOT / "docker" / "prometheus" / "prometheus.yml").read_text())
+    for job in config["scrape_configs"]:
+        for target in (target for fixed in job["static_configs"] for target in fixed["targets"]):
+            script = f"import urllib.request as u; print(u.urlopen('http://{target}/metrics').read().decode())"
+            asked = ("exec", composed.container("link-a"), "python3", "-c", script)
+            assert "farloop_" in composed.podman.podman(*asked), target
+
+
+def test_everything_stops_in_order(composed: Composed) -> None:
+    composed.compose("stop")
+    for name in OURS:
+        told = composed.podman.podman("inspect", "--format", "{{.State.ExitCode}}", composed.container(name))
+        assert told.strip() == "0", f"{name}\n{composed.logs(name, 50)}"
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(composed: Composed) -> None:
+    composed.compose("up", "--detach", "--no-build", *OURS)
+    # A run of its own would begin with no fragment of a version above 0.
+    until("it goes on", lambda: sum(composed.status().get("versions", [])) > 6, within_s=300, tell=composed.every_log)
