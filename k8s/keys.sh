@@ -39,6 +39,7 @@ case $1 in
 --*) echo "keys.sh: there is no $1; --coordinator, --allow or --node" >&2; exit 2 ;;
 *)
 	coordinator
+	mkdir -p allowed
 	files=()
 	for name in "$@"; do
 		key "$name"

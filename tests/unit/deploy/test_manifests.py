@@ -1,8 +1,10 @@
 """The Kubernetes manifests, rendered: they agree with the code, and ask for no right that is not needed."""
 
 import functools
+import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +179,22 @@ def test_as_many_processes_as_gpus_are_asked_for(tmp_path: Path) -> None:
         file = settings(overlay, name, pod, tmp_path)
         assert isinstance(file, NodeFile)
         assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == str(file.node.nproc)
+
+
+@pytest.mark.parametrize("words", [["n-0", "n-1"], ["--coordinator"], ["--node", "n-0", "server.pub"]], ids="-".join)
+def test_the_script_that_makes_the_keys_begins_in_an_empty_folder(words: list[str], tmp_path: Path) -> None:
+    """What it tells kubectl is tried on a real server by tests/deploy; here kubectl is a command that does nothing."""
+    (tmp_path / "server.pub").touch()
+    environ = {**os.environ, "KUBECTL": "true", "FARLOOP": f"{sys.executable} -m farloop.cli.main"}
+    done = subprocess.run(
+        [K8S / "keys.sh", *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    nodes = [word for word in words if word.startswith("n-")]
+    made = {path.stem for path in tmp_path.glob("keys/*.key")}
+    assert made == {*nodes, *([] if "--node" in words else ["coordinator"])}
+    allowed = [] if words[0].startswith("--") else [f"{name}.pub" for name in nodes]
+    assert sorted(path.name for path in tmp_path.glob("allowed/*")) == allowed
 
 
 def test_every_overlay_is_in_the_readme() -> None:
