@@ -9,12 +9,11 @@
 # To rotate a node's key: remove keys/NAME.*, run --node again, carry NAME.pub to the coordinator, authorize it there in
 # place of the old one (revoke, authorize, --allow), delete the node's pod.
 set -euo pipefail
-namespace=${FARLOOP_NAMESPACE:-farloop}
 here=$(cd "$(dirname "$0")" && pwd)
 farloop=${FARLOOP:-farloop} kubectl=${KUBECTL:-kubectl}
 
 put() { # KIND... : creates or replaces
-	$kubectl --namespace "$namespace" create "$@" --dry-run=client --output yaml | $kubectl apply --filename -
+	$kubectl --namespace farloop create "$@" --dry-run=client --output yaml | $kubectl apply --filename -
 }
 key() { [ -e "keys/$1.key" ] || $farloop keys new keys --name "$1"; }
 coordinator() {

@@ -115,6 +115,11 @@ def test_the_server_takes_every_object_of_an_overlay(cluster: Cluster, overlay: 
     assert "(server dry run)" in told and "rror" not in told
 
 
+def test_nothing_was_sent_to_another_namespace(applied: Cluster) -> None:
+    names = ("kubectl", "get", "networkpolicies,statefulsets", "-A", "--output", "custom-columns=:.metadata.namespace")
+    assert set(applied.lab(*names).split()) == {"farloop"}
+
+
 def test_all_pods_become_ready_and_train(applied: Cluster) -> None:
     until("all pods are ready", lambda: all(map(applied.ready, PODS)), within_s=400, tell=applied.everything, every_s=3)
     until("windows commit", lambda: applied.committed() > 5, within_s=300, tell=applied.everything, every_s=3)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # build.sh DEST: kube-apiserver, controller-manager, scheduler, kubelet and kube-proxy
 # 1.20.2 from Debian 12's own source package "kubernetes" (Apache-2.0), with Debian's Go (golang-1.19-go).
-# 35 MB to fetch, about 6 minutes on two cores, 2.5 GB of scratch.
+# 35 MB to fetch, 4 to 6 minutes on two cores, 2.5 GB of scratch.
 set -euo pipefail
 dest=$(mkdir -p "$1" && cd "$1" && pwd)
 src=$(mktemp -d)

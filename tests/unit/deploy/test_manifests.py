@@ -37,6 +37,16 @@ def rendered(overlay: str) -> tuple[Object, ...]:
     return tuple(yaml.safe_load_all(done.stdout))
 
 
+@pytest.mark.parametrize("folder", ["base/namespace", *(f"overlays/{name}" for name in OVERLAYS)])
+def test_nothing_is_sent_to_another_namespace(folder: str) -> None:
+    """A policy that denies everything, sent to `default`, would cut off whatever else runs there."""
+    done = subprocess.run(["kubectl", "kustomize", K8S / folder], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for one in yaml.safe_load_all(done.stdout):
+        meta = one["metadata"]
+        assert (meta["name"] if one["kind"] == "Namespace" else meta["namespace"]) == "farloop", one["kind"]
+
+
 def of_kind(overlay: str, kind: str) -> list[Object]:
     return [one for one in rendered(overlay) if one["kind"] == kind]
 
