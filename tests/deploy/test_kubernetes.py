@@ -80,14 +80,14 @@ def cluster(podman: Engine, node_image: str, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("kubernetes")
     archive = folder / "image.tar"
     podman.podman("save", "--format", "docker-archive", "--output", archive, node_image, timeout_s=600)
-    made = Cluster(env={"K8SLAB_BIN": str(BINARIES), "K8SLAB_DIR": "/run/farloop-k8slab"})
+    made = Cluster(env={"K8SLAB_BIN": str(BINARIES), "K8SLAB_DIR": f"/run/farloop-k8slab-{os.getpid()}"})
     try:
         made.lab("up", timeout_s=300)
         made.lab("load", archive, timeout_s=600)
         archive.unlink()
         yield made
     finally:
-        made.lab("down", timeout_s=120, code=None)
+        made.lab("down", timeout_s=900, code=None)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_all_pods_become_ready_and_train(applied: Cluster) -> None:
 def test_a_pod_has_no_rights_and_reads_a_key_of_its_own(applied: Cluster) -> None:
     for name in PODS:
         told = applied.kubectl(
-            "exec", name, "--", "sh", "-c", "id -u; grep CapEff /proc/1/status; ls -ln /keys; touch /x"
+            "exec", name, "--", "sh", "-c", "id -u; grep CapEff /proc/1/status; ls -ln /keys; touch /x; true"
         )
         assert told.splitlines()[0] == "10001" and re.search(r"CapEff:\s+0{16}", told)
         assert re.search(r"-rw------- 1 10001 10001 .*\.key", told), told
