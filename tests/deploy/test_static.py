@@ -11,7 +11,7 @@ import pytest
 import yaml
 from toolbox import ROOT, run, tool
 
-pytestmark = pytest.mark.deploy
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 SCRIPTS = [ROOT / "k8s" / "keys.sh", *sorted((ROOT / "tests" / "deploy").rglob("*.sh"))]
