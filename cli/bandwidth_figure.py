@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from farloop.bench.figures import INK, MUTED, SERIES, STYLE
 from farloop.cli.simulate_bandwidth import gbit_text, model_text, short_name
-from farloop.cli.units import factor_text, plural
+from farloop.monitoring.units import factor_text, plural
 from farloop.sim.bandwidth import Training, required_gbit_s, utilization
 
 POINTS = 400

@@ -24,7 +24,7 @@ from farloop.cli.bench_show import markdown, table, tuning_lines, watched
 from farloop.cli.bench_words import run_settings
 from farloop.cli.outcome import machine, source_commit
 from farloop.cli.run import DataConfig
-from farloop.cli.units import count_text
+from farloop.monitoring.units import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console

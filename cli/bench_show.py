@@ -13,7 +13,7 @@ from farloop.bench.figures import difference_text
 from farloop.bench.quality import QualityPlan, RunFailed, Watch
 from farloop.bench.trial import RunResult
 from farloop.bench.tuning import Tuned, settings_text
-from farloop.cli.units import NOTHING, count_text, factor_text, size_text
+from farloop.monitoring.units import NOTHING, count_text, factor_text, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -40,7 +40,7 @@ from farloop.cli.storm import Outcome, Stopped, Storm
 from farloop.cli.storm_disk import Ballast
 from farloop.cli.storm_files import DATA, RUN
 from farloop.cli.storm_plan import COORDINATOR, KINDS, Kind, plan
-from farloop.cli.units import duration_text, size_text
+from farloop.monitoring.units import duration_text, size_text
 from farloop.quant.registry import warm_for
 
 NODE_BACK: Final = "node_back"

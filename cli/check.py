@@ -8,7 +8,7 @@ from farloop.algo.spec import Terms
 from farloop.cli.address import parse_tcp
 from farloop.cli.config import NodeFile, RunFile, load, planned
 from farloop.cli.run import Plan
-from farloop.cli.units import count_text, plural, size_text
+from farloop.monitoring.units import count_text, plural, size_text
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.keys import AllowList, load_public, load_secret

@@ -14,7 +14,7 @@ from farloop.bench.codec_peers import MEASURED
 from farloop.bench.codec_quality import DISTRIBUTIONS, OUTER, QualityRow
 from farloop.bench.codec_speed import SpeedRow, Where
 from farloop.bench.codecs import OPS, Report
-from farloop.cli.units import NOTHING
+from farloop.monitoring.units import NOTHING
 from farloop.quant.codec import Codec
 from farloop.quant.errors import UnsoundPairing
 from farloop.quant.registry import CODECS, codec_named, downlink_spelling, parameters_of

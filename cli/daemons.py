@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -23,7 +24,8 @@ from farloop.coordinator.copies import read_manifest, restore
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.link import BindError
 from farloop.coordinator.store import Store
-from farloop.monitoring.endpoint import HEALTH, METRICS, READY, STATUS, Endpoint, Response
+from farloop.monitoring import page
+from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node
 from farloop.node.trainer import NodeConfig, train
 from farloop.quant.registry import warm_for
@@ -159,7 +161,7 @@ async def _serve(config: CoordinatorConfig, store: Store) -> bool:
 
 def _first_line(endpoint: str, spec: RunSpec, epoch: int, url: str) -> str:
     again = f", start {epoch}" if epoch > 1 else ""
-    status = f", status {url}/status" if url else ""
+    status = f", status {url}" if url else ""
     return f"run {spec.identity.name} at {endpoint}, fingerprint {spec.identity.fingerprint()}{again}{status}"
 
 
@@ -193,8 +195,12 @@ def _pages(
     def status() -> Response:
         return Response(content_type="application/json", body=coordinator.observer.status_json)
 
+    def look() -> Response:
+        told = json.loads(coordinator.observer.status_json) or None
+        return Response(content_type=page.TYPE, body=page.page(told).encode(), headers=page.HEADERS)
+
     address = parse_host_port(config.http, listens=True)
-    routes = {METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
+    routes = {PAGE: look, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
     with Endpoint("0.0.0.0" if address.host == "*" else address.host, address.port, routes) as endpoint:
         yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
 

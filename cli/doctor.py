@@ -26,8 +26,8 @@ from farloop.cli.address import Address, parse_host_port, parse_tcp
 from farloop.cli.config import NodeFile, RunFile, load, planned
 from farloop.cli.exit_codes import CommandError
 from farloop.cli.status import DEFAULT_URL, page_of
-from farloop.cli.units import count_text, size_text
 from farloop.cli.waiting import connect
+from farloop.monitoring.units import count_text, size_text
 from farloop.node.corpus import CorpusError, load_corpus
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
 

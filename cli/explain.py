@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from farloop.cli.exit_codes import CommandError
-from farloop.cli.units import NOTHING, duration_text, size_text
 from farloop.coordinator.diary import FILE, missing
 from farloop.coordinator.hindsight import Past, look_back, newest_versions
 from farloop.coordinator.reading import read_journal, steadily
 from farloop.coordinator.timeline import files
+from farloop.monitoring.units import NOTHING, duration_text, size_text
 
 _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
 

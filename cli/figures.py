@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from farloop.cli.history import History, Traffic
-from farloop.cli.screen import DATA_PARALLEL_BYTES
-from farloop.cli.units import count_text, factor_text, size_text
+from farloop.monitoring.gist import DATA_PARALLEL_BYTES
+from farloop.monitoring.units import count_text, factor_text, size_text
 
 _T = TypeVar("_T")
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from farloop.bench.figures import GOOD, GRID, INK, MUTED, SERIES, STYLE
-from farloop.cli.units import count_text, plural
+from farloop.monitoring.units import count_text, plural
 from farloop.sim.flow_outcome import Outcome
 from farloop.sim.flow_scenario import FlowScenario
 from farloop.sim.flow_table import Row

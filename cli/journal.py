@@ -15,11 +15,11 @@ from rich.text import Text
 
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.journal_words import KINDS, fragment_of, kind_of, nodes_of, plain, words
-from farloop.cli.units import plural, size_text
 from farloop.coordinator.reading import LOOK_AGAIN_S, Placed, placed, read_journal, steadily
 from farloop.coordinator.replay import Replayed, replay, span
 from farloop.coordinator.segment import Scan, scan, segment_paths
 from farloop.coordinator.verify import Report, verify
+from farloop.monitoring.units import plural, size_text
 
 _STYLES = {"commit": "bold green", "delta": "cyan", "drop": "yellow", "leave": "red", "epoch": "magenta",
            "begin": "magenta", "finish": "bold green", "start": "blue"}  # fmt: skip

@@ -3,9 +3,9 @@
 from typing import Any
 
 from farloop.algo.spec import BlobId, to_plain
-from farloop.cli.units import size_text
 from farloop.coordinator import records as rec
 from farloop.coordinator.reading import Placed
+from farloop.monitoring.units import size_text
 from farloop.wire.messages import Drop
 
 KINDS: dict[type[rec.Record], str] = {

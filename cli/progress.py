@@ -11,9 +11,10 @@ from typing import Self
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from farloop.cli.screen import draw, reduction
-from farloop.cli.units import duration_text, factor_text, loss_text, percent_text, plural, size_text
+from farloop.cli.screen import draw, fitting
+from farloop.monitoring.gist import reduction
 from farloop.monitoring.status import NodeStatus, Status
+from farloop.monitoring.units import duration_text, factor_text, loss_text, percent_text, plural, size_text
 
 LINE_EVERY_S = 10.0
 """Between two plain progress lines."""
@@ -22,9 +23,6 @@ PACE_WINDOW_S = 60.0
 """The time left is reckoned from the speed over this long."""
 
 REFRESH_PER_S = 5
-
-SCREEN_ROWS = 14
-"""Rows of the picture that are not nodes."""
 
 
 def progress_console(*, json: bool) -> Console:
@@ -75,7 +73,8 @@ class Display:
     def _picture(self) -> RenderableType:
         status, eta_s = self._shown
         width, height = self._console.size
-        return draw(status, width=width, max_nodes=max(height - SCREEN_ROWS, 1), link=self._link, eta_s=eta_s)
+        room = fitting(status, width=width, height=height)
+        return draw(status, width=width, link=self._link, eta_s=eta_s, **room)
 
 
 class Pace:

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from farloop.cli.units import NOTHING, duration_text
 from farloop.monitoring.status import HappeningStatus
+from farloop.monitoring.units import NOTHING, duration_text
 
 SHOWN = 6
 

@@ -8,7 +8,7 @@ from farloop.cli.figures import loss_figure, traffic_figure
 from farloop.cli.history import History, read_history
 from farloop.cli.page import render_page
 from farloop.cli.summary import NodeSummary, Summary, equality_text, summary_rows
-from farloop.cli.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
+from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
 
 MAX_OCCURRENCES = 200
 

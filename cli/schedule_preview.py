@@ -224,7 +224,7 @@ def _correction(terms: "Terms", rounds: "tuple[RoundPlan, ...]") -> list[str]:
 def _show(shown: Preview, notes: Iterable[str], plot: Path | None) -> None:
     from rich.console import Console
 
-    from farloop.cli.units import plural
+    from farloop.monitoring.units import plural
 
     console, terms = Console(highlight=False), shown.terms
     console.print(_table(shown))

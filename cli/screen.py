@@ -7,29 +7,37 @@ import math
 from collections.abc import Sequence
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from farloop.cli.recent import recent_table
-from farloop.cli.units import (
+from farloop.cli.recent import SHOWN, recent_table
+from farloop.monitoring.gist import ended_well, reduction, standing, sync_text
+from farloop.monitoring.status import NodeStatus, Status, WindowStatus
+from farloop.monitoring.units import (
     NOTHING,
     count_text,
     duration_text,
     factor_text,
     loss_text,
     percent_text,
+    plural,
     size_text,
     speed_text,
 )
-from farloop.monitoring.status import NodeStatus, Status, WindowStatus
-
-DATA_PARALLEL_BYTES = 8
-"""fp32 data parallel: 4 bytes of gradient up and 4 down, per parameter and inner step of every node."""
 
 MARGIN = (1, 1)
+
+FIXED_ROWS = 13
+"""Rows of the picture that are no nodes, no happenings and no alarms, and the line that the cursor stands in."""
+
+RECENT_HEAD_ROWS = 2
+
+NAME_COLUMNS, WIDE_NAME_COLUMNS = 16, 24
+"""A longer name is cut."""
 
 WIDE = 104
 """Columns from which the node table has all of its columns."""
@@ -45,7 +53,7 @@ _STATE_STYLES = {
     "draining": "yellow",
 }
 _COLUMNS = ("node", "state", "step", "loss", "tokens/s", "now", "up", "down", "H", "compute")
-_WIDE_ONLY = frozenset({"tokens/s", "down", "H"})
+_WIDE_ONLY = frozenset({"tokens/s", "up", "down", "H"})
 _RUN_STYLES = {
     "waiting": "yellow",
     "training": "green",
@@ -57,30 +65,47 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def draw(
-    status: Status | None, *, width: int, max_nodes: int, link: str = "", eta_s: float = math.inf
+    status: Status | None,
+    *,
+    width: int,
+    max_nodes: int,
+    max_recent: int = SHOWN,
+    link: str = "",
+    eta_s: float = math.inf,
 ) -> RenderableType:
     """The whole picture; `eta_s` is infinite when unknown, `status` None before the first one came."""
     if status is None:
         return Padding(Text("waiting for the coordinator …", style="dim"), MARGIN)
-    parts: list[RenderableType] = [
-        _headline(status, link),
-        _progress(status, eta_s),
-        Text(),
-        _facts(status, wide=width >= WIDE),
-        Text(),
-        _nodes(status, max_nodes, wide=width >= WIDE),
-        *(Padding(Text(f"! {alarm}", style="bold red"), (1, 0, 0, 0)) for alarm in status["alarms"]),
-    ]
-    if recent := status.get("recent"):
-        parts += [Text(), recent_table(recent, wide=width >= WIDE)]
+    parts: list[RenderableType] = [head(status, width=width, link=link, eta_s=eta_s)]
+    if status["nodes"]:
+        parts += [Text(), _nodes(status, max_nodes, wide=width >= WIDE)]
+    if max_recent and (recent := status.get("recent")):
+        parts += [Text(), recent_table(recent[-max_recent:], wide=width >= WIDE)]
     return Padding(Group(*parts), MARGIN)
 
 
-def reduction(status: Status) -> float:
-    """How many times fewer bytes crossed the links than fp32 data parallel sends; 0 before any did."""
-    sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
-    steps = sum(node["inner_steps"] for node in status["nodes"])
-    return DATA_PARALLEL_BYTES * status["run"]["parameters"] * steps / sent if sent else 0.0
+def head(status: Status, *, width: int, link: str = "", eta_s: float = math.inf) -> RenderableType:
+    """All but nodes and happenings: what the run is, how far it is, why it stands, what is wrong, and its numbers."""
+    parts: list[RenderableType] = [_headline(status, link), _progress(status, eta_s), *troubles(status), Text()]
+    return Group(*parts, _facts(status, wide=width >= WIDE))
+
+
+def troubles(status: Status) -> list[Text]:
+    """Why the run stands, if it does, and what is wrong."""
+    style = "bold red" if status["run"]["state"] in ("held", "holding") else "dim"
+    why = standing(status)
+    return [Text(why, style=style)] * bool(why) + [Text(f"! {alarm}", style="bold red") for alarm in status["alarms"]]
+
+
+def fitting(status: Status | None, *, width: int, height: int) -> dict[str, int]:
+    """How many nodes and happenings a picture of this height has room for, as `draw` takes them: nodes come first."""
+    if status is None:
+        return {"max_nodes": 1, "max_recent": 0}
+    told = sum(1 + cell_len(line.plain) // max(width - 2, 1) for line in troubles(status))
+    room = height - FIXED_ROWS - told
+    max_nodes = max(room, 1)
+    left = room - min(len(status["nodes"]), max_nodes) - RECENT_HEAD_ROWS
+    return {"max_nodes": max_nodes, "max_recent": min(SHOWN, max(0, left // (1 if width >= WIDE else 2)))}
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -94,26 +119,10 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(_BARS[round((value - low) / span * 7) if span else 0] for value in finite)
 
 
-def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
-    """What a node exchanges right now, in words: its own, or else the windows that hold a delta of it."""
-    if node["reason"] or not node["connected"]:
-        return node["reason"] or f"not heard for {duration_text(node['last_heard_s'])}"
-    if why := node.get("quarantine"):
-        return f"in quarantine: {why}"
-    if node["detail"]:
-        return node["detail"]
-    held = [window for window in windows if window["state"] != "final" and node["name"] in window["arrived"]]
-    if not held:
-        return ""
-    names = " ".join(f"f{window['fragment']}" for window in held)
-    missing = sum(len(window["expected"]) - len(window["arrived"]) for window in held)
-    return f"{names} sent, {missing} to come" if missing > 0 else f"{names} closing"
-
-
 def _headline(status: Status, link: str) -> RenderableType:
     run = status["run"]
     live = sum(node["connected"] for node in status["nodes"])
-    nodes = f"{live} node" if live == 1 else f"{live} nodes"
+    nodes = f"{plural(len(status['nodes']), 'node')} took part" if run["state"] == "finished" else plural(live, "node")
     left = Text()
     left.append(run["name"], style="bold cyan")
     for fact in (run["method"], f"{run['codec_up']} up, {run['codec_down']} down", f"H {run['h']}", nodes, link):
@@ -149,7 +158,7 @@ def _facts(status: Status, *, wide: bool) -> RenderableType:
     grid.add_row("traffic", _traffic(status))
     if status["run"].get("revision", 0):
         grid.add_row("revision", _revision(status))
-    if status["windows"]:
+    if any(window["expected"] for window in status["windows"]):
         legend = "   ● delta is in   ○ expected" if wide else ""
         grid.add_row("windows", _windows(status["windows"]).append(legend, style="dim"))
     return grid
@@ -160,11 +169,15 @@ def _validation(status: Status) -> Text:
     if not losses:
         return Text("not scored yet", style="dim")
     if len(losses) == 1:
-        return Text(f"{loss_text(losses[0])} at the start")
-    text = Text(f"{loss_text(losses[0])} → ")
-    text.append(loss_text(losses[-1]), style="bold green" if losses[-1] < losses[0] else "bold red")
+        return Text(f"{_finite_text(losses[0])} at the start")
+    text = Text(f"{_finite_text(losses[0])} → ")
+    text.append(_finite_text(losses[-1]), style="bold green" if losses[-1] < losses[0] else "bold red")
     text.append(f"  {sparkline(losses)}", style="cyan")
     return text
+
+
+def _finite_text(loss: float) -> str:
+    return loss_text(loss) if math.isfinite(loss) else "no finite number"
 
 
 def _outer_steps(status: Status) -> Text:
@@ -210,29 +223,32 @@ def _windows(windows: Sequence[WindowStatus], limit: int = 12) -> Text:
 def _nodes(status: Status, max_nodes: int, *, wide: bool) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1), header_style="dim", border_style="dim")
     table.show_edge = table.pad_edge = False
-    shown = status["nodes"][:max_nodes]
+    shown, widest = status["nodes"][:max_nodes], WIDE_NAME_COLUMNS if wide else NAME_COLUMNS
     for column in _COLUMNS:
         if wide or column not in _WIDE_ONLY:
             words = column == "now"
             right = column not in ("node", "state", "now")
-            table.add_column(column, justify="right" if right else "left", ratio=1 if words else None,
-                             no_wrap=True, overflow="ellipsis")  # fmt: skip
+            table.add_column(column, justify="right" if right else "left", ratio=1 if words else None, no_wrap=True,
+                             overflow="ellipsis", max_width=None if words else widest)  # fmt: skip
     for node in shown:
-        cells = _node_cells(node, status)
+        cells = node_cells(node, status)
         row = [cells[str(column.header)] for column in table.columns]
         table.add_row(*row, style="" if node["connected"] else "dim")
     hidden = len(status["nodes"]) - len(shown)
     return Group(table, Text(f"\nand {hidden} more", style="dim")) if hidden else table
 
 
-def _node_cells(node: NodeStatus, status: Status) -> dict[str, Text]:
+def node_cells(node: NodeStatus, status: Status) -> dict[str, Text]:
+    """What stands in each column of a node's row."""
     here = node["connected"]
-    style = _STATE_STYLES.get(node["state"], "red") if here else "red"
+    done = ended_well(node, status)
+    style = "green" if done else _STATE_STYLES.get(node["state"], "red") if here else "red"
+    mark = "●" if here else "✓" if done else "○"
     return {
         "node": Text(node["name"], style="bold"),
-        "state": Text(f"● {node['state']}" if here else "○ away", style=style),
+        "state": Text(f"{mark} {node['state'] if here else 'finished' if done else 'away'}", style=style),
         "step": Text(f"{node['inner_steps']:,}"),
-        "loss": Text(loss_text(node["loss"])),
+        "loss": Text(wrong, style="bold red") if (wrong := node.get("loss_is")) else Text(loss_text(node["loss"])),
         "tokens/s": Text(speed_text(node["tokens_per_s"]) if here else NOTHING),
         "now": Text(sync_text(node, status["windows"]), style="dim"),
         "up": Text(size_text(node["bytes_up"])),

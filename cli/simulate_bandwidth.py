@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farloop.cli.exit_codes import CommandError, ended_in_one_line
-from farloop.cli.units import percent_text
+from farloop.monitoring.units import percent_text
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farloop.cli.exit_codes import CommandError, ended_in_one_line
-from farloop.cli.units import NOTHING, count_text, duration_text, percent_text, plural, size_text
+from farloop.monitoring.units import NOTHING, count_text, duration_text, percent_text, plural, size_text
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,6 +12,7 @@ from rich.console import Console
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.progress import Display
 from farloop.cli.screen import draw
+from farloop.monitoring.gist import cleaned
 from farloop.monitoring.status import Status
 
 DEFAULT_URL = "http://127.0.0.1:9700"
@@ -64,19 +65,19 @@ def page_of(url: str) -> str:
 
 def show(url: str, console: Console) -> None:
     """One picture."""
-    status, (width, height) = fetch(url), console.size
+    status, (width, height) = cleaned(fetch(url)), console.size
     console.print(draw(status, width=width, max_nodes=max(height, 40)))
 
 
 def watch(url: str, console: Console) -> None:
     """A living picture until the coordinator ends, or Ctrl-C."""
-    status = fetch(url)
+    status = cleaned(fetch(url))
     with Display(console) as display:
         while True:
             display.update(status)
             time.sleep(POLL_S)
             try:
-                status = fetch(url)
+                status = cleaned(fetch(url))
             except CommandError:
                 if status["run"]["state"] == "finished":
                     return

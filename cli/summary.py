@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from farloop.cli.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
+from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
 
 
 class NodeSummary(TypedDict):

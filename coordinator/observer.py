@@ -28,6 +28,7 @@ from farloop.coordinator.roster import Member
 from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
 from farloop.monitoring import plain_json
+from farloop.monitoring.gist import finite_or_none, not_finite
 from farloop.monitoring.status import CopyStatus, MetricsEvent, NodeStatus, Status, WindowStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -237,6 +238,7 @@ class Observer:
                 "epoch": ledger.epoch,
                 "revision": ledger.spec.revision,
                 "changed": last_change(ledger),
+                "nodes": terms.min_nodes,
                 "started_s": until - self._training_since if self._training_since is not None else 0.0,
                 "uptime_s": now - self._started,
             },
@@ -250,7 +252,7 @@ class Observer:
             "windows": self._windows(machine),
             "evaluations": [
                 {
-                    "loss": evaluation.loss,
+                    "loss": finite_or_none(evaluation.loss),
                     "position": evaluation.position,
                     "outer_steps": max(evaluation.versions),
                     "seconds": self._evaluated_at.get(evaluation.versions, 0.0),
@@ -275,7 +277,7 @@ class Observer:
             "round": progress.round if progress else 0,
             "inner_steps": progress.inner_steps if progress else 0,
             "tokens": progress.tokens if progress else 0,
-            "loss": progress.loss if progress else None,
+            "loss": finite_or_none(progress.loss) if progress else None,
             "tokens_per_s": progress.tokens_per_s if progress else 0.0,
             "compute_share": progress.compute_share if progress else 0.0,
             "blocked_s": progress.blocked_s if progress else 0.0,
@@ -289,6 +291,7 @@ class Observer:
             "last_heard_s": now - member.heard_at,
             "digests": [f"{ref.digest:016x}" for ref in sorted(member.anchors, key=lambda ref: ref.fragment)],
             "quarantine": quarantine.get(member.name, ""),
+            "loss_is": "" if progress is None else not_finite(progress.loss),
         }
 
     def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:
@@ -327,7 +330,7 @@ class Observer:
                 "position": progress.position,
                 "inner_steps": progress.inner_steps,
                 "tokens": progress.tokens,
-                "loss": progress.loss,
+                "loss": finite_or_none(progress.loss),
                 "bytes_up": progress.bytes_up,
                 "bytes_down": progress.bytes_down,
                 "bytes_state": progress.bytes_state,

@@ -31,8 +31,8 @@ MAX_REQUESTS = 32
 """Requests served at once: scrapers and people are few, so more is a mistake or an attack."""
 
 
-METRICS, HEALTH, READY, STATUS = "/metrics", "/healthz", "/readyz", "/status"
-"""The pages. A node has no status: its coordinator tells it."""
+PAGE, METRICS, HEALTH, READY, STATUS = "/", "/metrics", "/healthz", "/readyz", "/status"
+"""The pages. A node has no status, nor a page of it: its coordinator tells it."""
 
 
 class EndpointError(Exception):
@@ -46,6 +46,8 @@ class Response:
     status: int = 200
     content_type: str = "text/plain; charset=utf-8"
     body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Besides those that every answer has."""
 
 
 Handler = Callable[[], Response]
@@ -210,6 +212,8 @@ class _Request(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(response.body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in response.headers:
+            self.send_header(name, value)
         if response.status == HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")
         self.end_headers()

@@ -36,6 +36,8 @@ class RunStatus(TypedDict):
     """Seconds since training began; 0 before."""
     uptime_s: float
     """Seconds since this coordinator process started."""
+    nodes: NotRequired[int]
+    """How many must be there for the run to begin."""
 
 
 class NodeStatus(TypedDict):
@@ -51,7 +53,7 @@ class NodeStatus(TypedDict):
     inner_steps: int
     tokens: int
     loss: float | None
-    """Training loss, or None before the first report."""
+    """Training loss, or None before the first report, and where it is no finite number."""
     tokens_per_s: float
     compute_share: float
     blocked_s: float
@@ -74,6 +76,8 @@ class NodeStatus(TypedDict):
     """Why its deltas are measured and not merged; empty where they are."""
     h: NotRequired[int]
     """Its own H, where it differs from the run's."""
+    loss_is: NotRequired[str]
+    """`nan`, `inf` or `-inf`, where its newest loss is that: JSON has no such numbers."""
 
 
 class WindowStatus(TypedDict):
@@ -93,7 +97,7 @@ class EvaluationStatus(TypedDict):
     """One score of the anchors on the fixed evaluation set."""
 
     loss: float | None
-    """None where it is no number."""
+    """None where it is no finite number."""
     position: float
     outer_steps: int
     seconds: float
@@ -205,7 +209,7 @@ class EvaluationEvent(TypedDict):
     event: Literal["evaluation"]
     t: float
     loss: float | None
-    """None where it is no number."""
+    """None where it is no finite number."""
     position: float
     tokens: int
     """Tokens trained on so far, summed over nodes."""

@@ -39,7 +39,7 @@ def test_no_secret_is_in_a_log_on_a_page_or_in_the_state(new_run: NewRun) -> Non
     assert len(lane_tokens) >= 2, "each session has one"
     wanted = [form for secret in secrets.values() for form in (*forms_of(secret), *forms_of(z85.decode(secret)))]
     wanted += [form for token in lane_tokens for form in forms_of(token)]
-    looked = {"/status", "/metrics", "coordinator.log", "node-a.log", "node-b.log", "state/metrics.jsonl"}
+    looked = {"/", "/status", "/metrics", "coordinator.log", "node-a.log", "node-b.log", "state/metrics.jsonl"}
     assert all(places[name] for name in looked), "there was something to look through"
     assert any(name.startswith("state/journal-") and content for name, content in places.items())
     leaks = {name.removesuffix(" at the end") for name, content in places.items() if any(x in content for x in wanted)}
@@ -48,7 +48,7 @@ def test_no_secret_is_in_a_log_on_a_page_or_in_the_state(new_run: NewRun) -> Non
 
 def pages(run: Run, node_page: str) -> dict[str, bytes]:
     """What the coordinator and a node show."""
-    shown = {path: run.page(path)[1].encode() for path in ("/status", "/metrics", "/healthz", "/readyz")}
+    shown = {path: run.page(path)[1].encode() for path in ("/", "/status", "/metrics", "/healthz", "/readyz")}
     with urllib.request.urlopen(node_page, timeout=5) as answer:
         return shown | {node_page: answer.read()}
 

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from farloop.cli.progress import LINE_EVERY_S, Display, Pace, PlainLines, progress_console
-from farloop.cli.screen import draw, reduction, sparkline, sync_text
+from farloop.cli.screen import draw, sparkline
+from farloop.monitoring.gist import reduction, sync_text
 from farloop.monitoring.status import NodeStatus, Status, WindowState, WindowStatus
 
 

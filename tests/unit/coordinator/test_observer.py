@@ -147,6 +147,7 @@ def test_a_run_that_waits_for_its_nodes_says_so(scene: Scene, spec: RunSpec) -> 
         "epoch": 1,
         "revision": 0,
         "changed": [],
+        "nodes": 1,
         "started_s": 0.0,
         "uptime_s": 5.0,
     }
@@ -216,6 +217,29 @@ def test_a_report_without_a_loss_leaves_the_last_one(scene: Scene) -> None:
     scene.say(A, PROGRESS)
     scene.say(A, dataclasses.replace(PROGRESS, loss=None))
     assert scene.value("farloop_node_loss_nats", node="a") == 3.25
+
+
+@pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_a_loss_that_is_no_number_is_told_in_a_word_and_the_status_stays_json(
+    scene: Scene, loss: float, word: str
+) -> None:
+    scene.join(A)
+    scene.say(A, msg.Ready())
+    scene.say(A, dataclasses.replace(PROGRESS, loss=loss))
+    scene.commit(1)
+    scene.machine._evaluations.ask(1, A)
+    scene.say(A, msg.Evaluation(loss=loss, versions=(0, 1), position=20.0, seconds=1.0))
+    scene.observer.refresh(scene.machine)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    for text in (scene.observer.status_json.decode(), *scene.file.read_text().splitlines()):
+        json.loads(text, parse_constant=refuse)
+    status = scene.status()
+    assert (status["nodes"][0]["loss"], status["nodes"][0]["loss_is"]) == (None, word)
+    assert status["evaluations"][0]["loss"] is None
+    assert [line["loss"] for line in scene.lines() if line["event"] in ("progress", "evaluation")] == [None, None]
 
 
 def test_coming_starting_and_going_are_told_once_each_with_the_reason(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.cli.units import (
+from farloop.monitoring.units import (
     count_text,
     duration_text,
     factor_text,

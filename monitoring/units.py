@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit. Pure; used by the display, the summary and the report."""
+"""Numbers as people read them: three digits and a unit. Pure; for pages, terminals and reports alike."""
 
 import math
 

@@ -1,0 +1,94 @@
+"""What a status comes to, in words and numbers that the page, the terminal and the reports share. Pure."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from farloop.monitoring.status import NodeStatus, Status, WindowStatus
+from farloop.monitoring.units import duration_text
+
+_T = TypeVar("_T")
+
+DATA_PARALLEL_BYTES = 8
+"""fp32 data parallel: 4 bytes of gradient up and 4 down, per parameter and inner step of every node."""
+
+
+def reduction(status: Status) -> float:
+    """How many times fewer bytes crossed the links than fp32 data parallel sends; 0 before any did."""
+    sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
+    steps = sum(node["inner_steps"] for node in status["nodes"])
+    return DATA_PARALLEL_BYTES * status["run"]["parameters"] * steps / sent if sent else 0.0
+
+
+def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
+    """What a node exchanges right now, in words: its own, or else the windows that hold a delta of it."""
+    if node["reason"] or not node["connected"]:
+        return node["reason"] or f"not heard for {duration_text(node['last_heard_s'])}"
+    if why := node.get("quarantine"):
+        return f"in quarantine: {why}"
+    if node["detail"]:
+        return node["detail"]
+    held = [window for window in windows if window["state"] != "final" and node["name"] in window["arrived"]]
+    if not held:
+        return ""
+    names = " ".join(f"f{window['fragment']}" for window in held)
+    missing = sum(len(window["expected"]) - len(window["arrived"]) for window in held)
+    return f"{names} sent, {missing} to come" if missing > 0 else f"{names} closing"
+
+
+def ended_well(node: NodeStatus, status: Status) -> bool:
+    """Whether it has left as a node should: when the run was over."""
+    over = status["run"]["state"] == "finished"
+    return over and not node["connected"] and node["state"] in ("finished", "left")
+
+
+def standing(status: Status) -> str:
+    """Why the run does not move, and what it takes until it does; empty while it trains as it should."""
+    run, here = status["run"], sum(node["connected"] for node in status["nodes"])
+    match run["state"]:
+        case "finished":
+            return "done; the model is model.safetensors in the coordinator's state folder"
+        case "holding":
+            return "nothing is committed and nobody is let in until you decide: the alarm says between what"
+        case "held":
+            return "nothing is committed until the alarm is mended; it then goes on by itself"
+        case "waiting":
+            wanted = run.get("nodes", 0)
+            have = f"{here} of {wanted}" if wanted else f"{here}"
+            return f"begins when its nodes are there: {have} so far" + ("" if here else "; start one: farloop node")
+        case "training" if not here:
+            return "no node is connected, so nothing moves; a node that comes back goes on where the run stands"
+        case _:
+            return ""
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """The number as JSON has it: a loss may be NaN or infinite, and JSON knows neither."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def not_finite(value: float | None) -> str:
+    """`nan`, `inf` or `-inf`; empty for a finite number, and for none."""
+    return "" if value is None or math.isfinite(value) else f"{value:g}"
+
+
+def printable(text: str) -> str:
+    """In one line and without control characters, also those that turn the direction of text: nodes name themselves."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def cleaned(told: _T) -> _T:
+    """The same with every text in it printable."""
+    return _cleaned(told)  # type: ignore[no-any-return]
+
+
+def _cleaned(told: Any) -> Any:
+    match told:
+        case str():
+            return printable(told)
+        case dict():
+            return {key: _cleaned(value) for key, value in told.items()}
+        case list():
+            return [_cleaned(value) for value in told]
+        case _:
+            return told
