@@ -289,6 +289,22 @@ def status(
 
 
 @app.command(rich_help_panel="Look")
+def top(
+    url: Annotated[str, typer.Option(help="Where the coordinator serves its pages.")] = "http://127.0.0.1:9700",
+) -> None:
+    """Watch a run on the whole terminal: sort its nodes, walk through them, see what happened lately.
+
+    Needs textual: pip install 'farloop[top]'. The keys are at the foot.
+
+    Example: farloop top --url http://coordinator:9700
+    """
+    with ended_in_one_line():
+        from farloop.cli.top import top as show_top
+
+        show_top(url)
+
+
+@app.command(rich_help_panel="Look")
 def methods(as_json: AsJson = False) -> None:
     """List the training methods and their defaults; docs/methods.md has the equations, and when to take which."""
     from farloop.cli.catalog import methods_json, methods_table

@@ -15,14 +15,14 @@ _STYLES = {"refused": "red", "alarm": "bold red", "anchor": "red", "stalled": "r
            "dropped": "yellow", "over": "green"}  # fmt: skip
 
 
-def recent_table(happenings: Sequence[HappeningStatus], *, wide: bool) -> RenderableType:
-    """Newest last: its age, whom it concerns, its code, and its sentence; on a narrow screen that folds."""
+def recent_table(happenings: Sequence[HappeningStatus], *, wide: bool, most: int = SHOWN) -> RenderableType:
+    """The last of them in their order: age, whom it concerns, code, and sentence; on a narrow screen that folds."""
     table = Table.grid(expand=True, padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True, style="dim")
     table.add_column(no_wrap=True, max_width=16 if wide else 10, overflow="ellipsis")
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)
-    for happening in happenings[-SHOWN:]:
+    for happening in happenings[-most:]:
         sentence = Text(happening["sentence"])
         if happening["detail"]:
             sentence.append(f" ({happening['detail']})" if wide else "", style="dim")

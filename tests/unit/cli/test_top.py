@@ -1,0 +1,240 @@
+"""`farloop top`: what is on the screen, what its keys do, and that a coordinator that is gone does not take it down.
+
+The screens in golden/ are written anew by `python tests/unit/cli/test_top.py`: look at what changed.
+"""
+
+import asyncio
+import html
+import math
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "cases"))  # for the command above
+import statuses
+from typer.testing import CliRunner
+
+from farloop.cli import top as command
+from farloop.cli.exit_codes import CommandError
+from farloop.cli.main import app as front_door
+from farloop.monitoring.gist import cleaned
+from farloop.monitoring.status import Status
+
+pytest.importorskip("textual", reason="textual is not installed: pip install 'farloop[top]'")
+
+from textual.widgets import DataTable
+
+from farloop.cli.top_screen import SORTS, Top
+
+GOLDEN = Path(__file__).with_name("golden")
+SIZES = ((80, 24), (120, 32))
+NEVER_S = 3600.0
+CELL = 12.2
+"""Width of a letter in textual's pictures."""
+
+
+def text_of(app: Top) -> list[str]:
+    """The letters on the screen, row by row, as the picture has them."""
+    width, height = app.size
+    rows = [[" "] * width for _ in range(height)]
+    pattern = r'<text[^>]* x="([\d.]+)"[^>]*clip-path="url\(#[^"]*-line-(\d+)\)"[^>]*>([^<]*)</text>'
+    for x, row, letters in re.findall(pattern, app.export_screenshot()):
+        for place, letter in enumerate(html.unescape(letters), round(float(x) / CELL)):
+            if int(row) < height and place < width:
+                rows[int(row)][place] = letter.replace("\xa0", " ")
+    return ["".join(row).rstrip() for row in rows]
+
+
+def on_screen(
+    told: Status,
+    size: tuple[int, int] = (120, 32),
+    then: Callable[[Top, Any], Awaitable[None]] | None = None,
+    look: Callable[[], Status] | None = None,
+) -> list[str]:
+    """The screen of a run, after `then`."""
+
+    async def show() -> list[str]:
+        app = Top(cleaned(told), look or (lambda: cleaned(told)), poll_s=NEVER_S)
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            if then is not None:
+                await then(app, pilot)
+                await pilot.pause()
+            return text_of(app)
+
+    return asyncio.run(show())
+
+
+def nodes_of(lines: list[str]) -> list[str]:
+    """Names in the order of the table."""
+    start = next(index for index, line in enumerate(lines) if line.strip().startswith("node"))
+    return [line.split()[0] for line in lines[start + 1 : start + 5]]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_screen_is_the_one_that_was_looked_at(size: tuple[int, int]) -> None:
+    assert on_screen(statuses.status(), size) == golden(size).read_text().splitlines()
+
+
+@pytest.mark.parametrize("make", statuses.ALL)
+def test_run_nodes_and_keys_are_on_the_smallest_screen_in_every_state(make: Callable[[], Status]) -> None:
+    lines = on_screen(make(), (80, 24))
+    assert "<img" in lines[0] if make is statuses.hostile else "fjord-1b" in lines[0]
+    assert make()["run"]["state"] in lines[0]
+    assert "q quit" in lines[-1]
+    assert any(line.strip().startswith("node ▲") for line in lines)
+
+
+def test_alarms_stand_above_the_nodes() -> None:
+    lines = on_screen(statuses.held(), (80, 24))
+    alarm = next(index for index, line in enumerate(lines) if "! storage:" in line)
+    assert alarm < next(index for index, line in enumerate(lines) if line.strip().startswith("node"))
+
+
+def test_what_happened_last_comes_first_and_the_rest_can_be_scrolled_to() -> None:
+    async def scroll(app: Top, pilot: Any) -> None:
+        await pilot.press("tab", "end")
+        await pilot.pause()
+
+    many = [statuses.happening(100.0 - age, "delta", f"n{age}", "late", "came late") for age in range(64)]
+    top = "\n".join(on_screen(statuses.status(recent=many), (120, 32)))
+    assert "n63" in top and "n0 " not in top
+    assert "n0 " in "\n".join(on_screen(statuses.status(recent=many), (120, 32), scroll))
+
+
+def test_keys_sort_by_every_column_and_turn_the_order_round() -> None:
+    told = statuses.status(nodes=[statuses.node(f"n{i}", inner_steps=(i * 7) % 4, loss=None if i == 2 else 4.0 - i)
+                                  for i in range(4)])  # fmt: skip
+
+    async def by_step(app: Top, pilot: Any) -> None:
+        await pilot.press("s", "s")
+
+    async def by_step_down(app: Top, pilot: Any) -> None:
+        await pilot.press("s", "s", "r")
+
+    async def by_loss(app: Top, pilot: Any) -> None:
+        await pilot.press("s", "s", "s")
+
+    async def around(app: Top, pilot: Any) -> None:
+        await pilot.press(*["s"] * len(SORTS), "s", "S")
+
+    assert nodes_of(on_screen(told)) == ["n0", "n1", "n2", "n3"]
+    assert nodes_of(on_screen(told, then=by_step)) == ["n0", "n3", "n2", "n1"]
+    assert nodes_of(on_screen(told, then=by_step_down)) == ["n1", "n2", "n3", "n0"]
+    assert nodes_of(on_screen(told, then=by_loss)) == ["n3", "n1", "n0", "n2"], "without a loss comes last"
+    assert nodes_of(on_screen(told, then=around)) == ["n0", "n1", "n2", "n3"]
+
+
+def test_a_click_on_a_column_sorts_by_it_and_another_turns_it_round() -> None:
+    async def click(app: Top, pilot: Any) -> None:
+        line = next(index for index, line in enumerate(text_of(app)) if line.strip().startswith("node"))
+        column = text_of(app)[line].index("loss")
+        await pilot.click(offset=(column, line))
+        await pilot.pause()
+
+    async def twice(app: Top, pilot: Any) -> None:
+        await click(app, pilot)
+        await click(app, pilot)
+
+    assert nodes_of(on_screen(statuses.status(), then=click)) == ["paris", "oslo", "quito", "tokyo"]
+    assert nodes_of(on_screen(statuses.status(), then=twice)) == ["tokyo", "quito", "oslo", "paris"]
+
+
+def test_the_chosen_node_is_told_in_full_and_stays_chosen_when_the_order_changes() -> None:
+    async def choose(app: Top, pilot: Any) -> None:
+        await pilot.press("down", "down", "r")
+        app.take(cleaned(statuses.status()))
+
+    lines = on_screen(statuses.status(), (80, 24), choose)
+    assert nodes_of(lines) == ["tokyo", "quito", "paris", "oslo"]
+    told = next(index for index, line in enumerate(lines) if "4 × A100" in line)
+    assert lines[told].strip().startswith("quito")
+    assert lines[told + 2].strip() == "waits for window 21 of fragment 2"
+
+
+def test_a_coordinator_that_is_gone_leaves_the_last_picture_with_a_line_that_says_so() -> None:
+    async def lose(app: Top, pilot: Any) -> None:
+        app._ask()
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+
+    def look() -> Status:
+        raise CommandError("no coordinator at http://far:9700/status: connection refused")
+
+    lines = on_screen(statuses.status(), then=lose, look=look)
+    assert lines[0].strip().startswith("no answer, this is the last one: no coordinator at http://far:9700")
+    assert "fjord-1b" in lines[1] and "oslo" in "".join(lines)
+
+    async def lose_and_find(app: Top, pilot: Any) -> None:
+        await lose(app, pilot)
+        app._look = statuses.finished
+        await lose(app, pilot)
+
+    lines = on_screen(statuses.status(), then=lose_and_find, look=look)
+    assert "fjord-1b" in lines[0] and "finished" in lines[0]
+
+
+def test_a_pause_asks_no_more_until_it_is_over() -> None:
+    asked: list[int] = []
+
+    def look() -> Status:
+        asked.append(1)
+        return statuses.status()
+
+    async def pause(app: Top, pilot: Any) -> None:
+        await pilot.press("p")
+        app._ask()
+        assert not asked and "paused" in text_of(app)[0]
+        await pilot.press("p")
+        app._ask()
+        await app.workers.wait_for_complete()
+        assert asked
+
+    on_screen(statuses.status(), then=pause, look=look)
+
+
+def test_q_ends_it() -> None:
+    async def show() -> bool:
+        app = Top(statuses.status(), statuses.status, poll_s=NEVER_S)
+        async with app.run_test() as pilot:
+            await pilot.press("q")
+            await pilot.pause()
+            return app.is_running
+
+    assert not asyncio.run(show())
+
+
+def test_another_size_gets_other_columns() -> None:
+    async def widen(app: Top, pilot: Any) -> None:
+        assert len(app.query_one(DataTable).columns) == 6
+        await pilot.resize_terminal(130, 30)
+
+    assert "tokens/s" in "".join(on_screen(statuses.status(), (80, 24), widen))
+
+
+def test_every_sort_can_order_every_node() -> None:
+    nodes = [node for make in statuses.ALL for node in make()["nodes"]]
+    nodes.append(statuses.node("late", last_heard_s=math.inf))
+    for key in SORTS.values():
+        assert len(sorted(nodes, key=key)) == len(nodes)
+
+
+def test_without_textual_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(front_door, ["top"])
+    assert result.exit_code == 2
+    assert result.stderr.strip() == f"farloop: error: {command.MISSING}"
+    assert "pip install 'farloop[top]'" in command.MISSING
+
+
+def golden(size: tuple[int, int]) -> Path:
+    return GOLDEN / f"top-{size[0]}x{size[1]}.txt"
+
+
+if __name__ == "__main__":
+    for wanted in SIZES:
+        golden(wanted).write_text("\n".join(on_screen(statuses.status(), wanted)) + "\n")
