@@ -1,7 +1,6 @@
 """What happened in a run, read back from `metrics.jsonl` as curves over tokens and time."""
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

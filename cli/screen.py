@@ -183,7 +183,9 @@ def _finite_text(loss: float) -> str:
 def _outer_steps(status: Status) -> Text:
     tokens = sum(node["tokens"] for node in status["nodes"])
     text = Text(f"{status['outer_steps']:,}")
-    text.append(f"  {status['commits']:,} commits, round {status['round']:,}, {count_text(tokens)} tokens", style="dim")
+    text.append(
+        f"  {plural(status['commits'], 'commit')}, round {status['round']:,}, {count_text(tokens)} tokens", style="dim"
+    )
     return text
 
 

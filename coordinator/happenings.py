@@ -15,6 +15,7 @@ from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
+from farloop.monitoring.gist import named
 from farloop.monitoring.status import HappeningStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -152,7 +153,9 @@ class Happenings:
     def _tell(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
         node, detail = _shown(node), _shown(detail)
         level = logging.WARNING if kind in _LOUD else logging.INFO
-        _log.log(level, "%s node=%s reason=%s why=%r detail=%r", kind, node or "-", code, sentence, detail)
+        _log.log(
+            level, "%s node=%s reason=%s why=%r detail=%r", kind, named(node) if node else "-", code, sentence, detail
+        )
         self._note(kind, node, code, sentence, detail, now)
 
     def _note(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:

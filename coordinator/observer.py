@@ -28,12 +28,14 @@ from farloop.coordinator.roster import Member
 from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
 from farloop.monitoring import plain_json
-from farloop.monitoring.gist import finite_or_none, not_finite
+from farloop.monitoring.gist import finite_or_none, named, not_finite, standing
 from farloop.monitoring.status import CopyStatus, MetricsEvent, NodeStatus, Status, WindowStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
+
+_TRAINS = "nodes that train are there, and nothing holds it"
 
 
 class Observer:
@@ -56,6 +58,8 @@ class Observer:
         self._timeline = Timeline(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
+        self._state = ""
+        """Of the run, as it was told last."""
         self._evaluated_at: dict[tuple[int, ...], float] = {}
         terms = store.ledger.spec.terms
         metrics.steps.set(terms.steps)
@@ -148,8 +152,8 @@ class Observer:
             record.fragment,
             record.version,
             record.round,
-            ",".join(names),
-            ",".join(f"{d.node}:{d.reason.name}" for d in record.drops) or "-",
+            ",".join(map(named, names)),
+            ",".join(f"{named(d.node)}:{d.reason.name}" for d in record.drops) or "-",
             record.why,
         )
         metrics = self._metrics
@@ -171,6 +175,11 @@ class Observer:
         """Bring the status up to date, and log who came, started or left."""
         self._happenings.alarms({**self._store.alarms, **machine.alarms}, time.monotonic())
         status = self.status(machine)
+        if (state := status["run"]["state"]) != self._state:
+            before, self._state = self._state, state
+            _log.info(
+                "run is=%s was=%s round=%d why=%r", state, before or "-", status["round"], standing(status) or _TRAINS
+            )
         for node in status["nodes"]:
             stalled = machine.members[NodeId(node["name"])].stalled
             seen = ("stalled" if stalled else node["state"]) if node["connected"] else "away"
@@ -179,7 +188,8 @@ class Observer:
                 self._write(
                     {"event": "node", "t": self.t, "name": node["name"], "state": seen, "reason": node["reason"]}
                 )
-                _log.info("node name=%s state=%s reason=%r", node["name"], seen, node["reason"])
+                why = node["reason"] or node["detail"]
+                _log.info("node name=%s state=%s reason=%r", named(node["name"]), seen, why)
                 if stalled:
                     self._happenings.told("stalled", node["name"], Reason.STALLED, "", time.monotonic())
         self.joined = any(node["connected"] for node in status["nodes"])
@@ -319,7 +329,7 @@ class Observer:
         tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
         self._write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
         self._metrics.scored(loss)
-        _log.info("evaluation node=%s loss=%.4f position=%g", node, loss, position)
+        _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
 
     def _progress(self, node: str, progress: msg.Progress) -> None:
         self._write(

@@ -1,12 +1,14 @@
 """What a status comes to, in words and numbers that the page, the terminal and the reports share. Pure."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from farloop.monitoring.status import NodeStatus, Status, WindowStatus
 from farloop.monitoring.units import duration_text
 
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
 _T = TypeVar("_T")
 
 DATA_PARALLEL_BYTES = 8
@@ -75,6 +77,11 @@ def not_finite(value: float | None) -> str:
 def printable(text: str) -> str:
     """In one line and without control characters, also those that turn the direction of text: nodes name themselves."""
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def named(node: str) -> str:
+    """A node's name as it may stand in a log line: what is more than a name is quoted, so that it adds no fields."""
+    return node if _NAME.fullmatch(node) else repr(node)
 
 
 def cleaned(told: _T) -> _T:

@@ -143,7 +143,7 @@ def _cards(status: Status) -> Iterable[Markup]:
     tokens = sum(node["tokens"] for node in nodes)
     yield _card("tokens a second", speed_text(speed), f"{count_text(tokens)} tokens so far")
     yield _card(
-        "outer steps", f"{status['outer_steps']:,}", f"{status['commits']:,} commits, round {status['round']:,}"
+        "outer steps", f"{status['outer_steps']:,}", f"{plural(status['commits'], 'commit')}, round {status['round']:,}"
     )
     up, down = sum(node["bytes_up"] for node in nodes), sum(node["bytes_down"] for node in nodes)
     factor = reduction(status)

@@ -32,6 +32,7 @@ from farloop.node.metrics import Metrics
 from farloop.node.replica import Own, Replica
 from farloop.node.reports import Reports
 from farloop.node.residuals import Residuals, run_of
+from farloop.node.transitions import Transitions
 from farloop.quant.registry import warm_for
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -62,6 +63,7 @@ class Leader:
         self.replica: Replica | None = None
         self.evaluate: Callable[[], float] | None = None
         self._memory = memory
+        self._transitions = Transitions()
         self._reports = Reports(self.machine, self.clock, self.samples, memory, cluster, fingerprint)
         self._alone, self._was_alone = Alone(name), ""
         self._inbox: Inbox = queue.SimpleQueue()
@@ -357,6 +359,7 @@ class Leader:
         self._inbox.put(event)
 
     def _report_if_due(self) -> None:
+        self._transitions.saw(self.machine)
         now = time.monotonic()
         if self._reports.is_due(now):
             progress, alone = self.progress(), self._how_alone()
@@ -370,6 +373,7 @@ class Leader:
             self._reports.reported(now)
 
     def _say_good_bye(self, leave: msg.Leave) -> None:
+        self._transitions.saw(self.machine)
         self.link.send(self.progress())  # the last word on bytes and tokens
         self.link.send(self._reports.farewell(leave))
 

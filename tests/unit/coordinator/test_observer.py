@@ -219,6 +219,33 @@ def test_a_report_without_a_loss_leaves_the_last_one(scene: Scene) -> None:
     assert scene.value("farloop_node_loss_nats", node="a") == 3.25
 
 
+def test_every_state_of_the_run_is_told_once_with_its_cause(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scene.observer.refresh(scene.machine)
+    scene.join(A)
+    scene.say(A, msg.Ready())
+    scene.observer.refresh(scene.machine)
+    scene.hold.begin("a record", DiskFull(Path("disk"), 10, 0))
+    for _ in range(3):
+        scene.observer.refresh(scene.machine)
+    lines = [line for line in caplog.messages if line.startswith("run ")]
+    assert [line.partition(" round=")[0] for line in lines] == [
+        "run is=waiting was=-",
+        "run is=training was=waiting",
+        "run is=held was=training",
+    ]
+    assert "0 of 1 so far" in lines[0] and "nothing holds it" in lines[1] and "until the alarm is mended" in lines[2]
+
+
+def test_a_node_that_waits_says_for_what(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scene.join(A)
+    scene.say(A, msg.Ready())
+    scene.say(A, dataclasses.replace(PROGRESS, state="waiting"))
+    scene.observer.refresh(scene.machine)
+    assert "node name=a state=waiting reason='fragment 1, window 2'" in caplog.messages
+
+
 @pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 def test_a_loss_that_is_no_number_is_told_in_a_word_and_the_status_stays_json(
     scene: Scene, loss: float, word: str
@@ -388,7 +415,8 @@ def test_a_run_that_waits_for_a_decision_says_so_everywhere_and_once_in_the_log(
     (alarm,) = status["alarms"]
     assert status["run"]["state"] == "holding" and scene.value("farloop_history_held") == 1
     assert alarm.startswith("history: the run is held: node a has met epoch 5") and "--rewind" in alarm
-    (line,) = (record.getMessage() for record in caplog.records)
+    line, state = (record.getMessage() for record in caplog.records)
+    assert state.startswith("run is=holding")
     assert line.startswith("alarm") and "the run is held" in line
     assert scene.value("farloop_refusals_total", reason="holding") == 3
 

@@ -8,7 +8,8 @@ import statuses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.monitoring.gist import cleaned, ended_well, finite_or_none, not_finite, printable, standing
+from farloop.cli.logs import pairs_of
+from farloop.monitoring.gist import cleaned, ended_well, finite_or_none, named, not_finite, printable, standing
 from farloop.monitoring.status import Status
 
 
@@ -57,6 +58,15 @@ def test_a_loss_that_is_no_number_is_null_and_a_word(value: float | None, kept: 
 def test_what_may_go_to_a_terminal_has_no_control_characters(told: str) -> None:
     shown = printable(told)
     assert shown.isprintable() and len(shown) == len(told)
+
+
+@given(st.text(max_size=40))
+def test_a_name_in_a_log_line_is_one_field_and_no_more(name: str) -> None:
+    assert pairs_of(f"node name={named(name)} state=ready") == {"event": "node", "name": name, "state": "ready"}
+
+
+def test_an_ordinary_name_is_not_quoted() -> None:
+    assert named("oslo-2.site_a") == "oslo-2.site_a"
 
 
 def test_everything_in_a_status_is_cleaned_and_nothing_else_changed() -> None:
