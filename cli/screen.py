@@ -35,6 +35,8 @@ FIXED_ROWS = 13
 """Rows of the picture that are no nodes, no happenings and no alarms, and the line that the cursor stands in."""
 
 RECENT_HEAD_ROWS = 2
+MORE_ROWS = 2
+"""Where there are more nodes than fit."""
 
 NAME_COLUMNS, WIDE_NAME_COLUMNS = 16, 24
 """A longer name is cut."""
@@ -103,7 +105,7 @@ def fitting(status: Status | None, *, width: int, height: int) -> dict[str, int]
         return {"max_nodes": 1, "max_recent": 0}
     told = sum(1 + cell_len(line.plain) // max(width - 2, 1) for line in troubles(status))
     room = height - FIXED_ROWS - told
-    max_nodes = max(room, 1)
+    max_nodes = max(room if len(status["nodes"]) <= room else room - MORE_ROWS, 1)
     left = room - min(len(status["nodes"]), max_nodes) - RECENT_HEAD_ROWS
     return {"max_nodes": max_nodes, "max_recent": min(SHOWN, max(0, left // (1 if width >= WIDE else 2)))}
 

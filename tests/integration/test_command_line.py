@@ -4,9 +4,12 @@ import json
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import statuses
 from typer.testing import CliRunner, Result
 
 from farloop.cli.address import Address
@@ -14,6 +17,7 @@ from farloop.cli.doctor import port, wall_clock
 from farloop.cli.main import app
 from farloop.cli.waiting import connect, why
 from farloop.monitoring.endpoint import Endpoint, Response
+from farloop.monitoring.status import Status
 
 pytestmark = pytest.mark.integration
 
@@ -46,6 +50,36 @@ def test_status_draws_the_run_and_json_hands_it_on() -> None:
         url = f"http://127.0.0.1:{endpoint.port}"
         assert "fjord" in farloop("status", "--url", url).stdout
         assert json.loads(farloop("status", "--url", f"127.0.0.1:{endpoint.port}", "--json").stdout) == STATUS
+
+
+@pytest.mark.parametrize("make", statuses.ALL)
+def test_status_says_what_it_has_to_say_at_80_columns_in_every_state(make: Callable[[], Status]) -> None:
+    told = make()
+    with served(json.dumps(told).encode()) as endpoint:
+        url = f"127.0.0.1:{endpoint.port}"
+        shown = CliRunner().invoke(app, ["status", "--url", url], env={"COLUMNS": "80"}, prog_name="farloop")
+        assert json.loads(farloop("status", "--url", url, "--json").stdout) == told
+    assert shown.exit_code == 0
+    assert told["run"]["state"] in shown.stdout and "\x1b" not in shown.stdout
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    assert ("lately" in shown.stdout) == bool(told.get("recent"))
+    assert shown.stdout.count("! ") == len(told["alarms"])
+
+
+def test_status_watches_until_the_coordinator_of_a_finished_run_is_gone() -> None:
+    told = [statuses.status(), statuses.held(), statuses.finished()]
+
+    def tell() -> Response:
+        if not told:
+            threading.Thread(target=endpoint.close).start()
+            return Response(status=500)
+        return Response(body=json.dumps(told.pop(0)).encode())
+
+    endpoint = Endpoint("127.0.0.1", 0, {"/status": tell})
+    result = farloop("status", "--watch", "--url", f"127.0.0.1:{endpoint.port}")
+    assert result.exit_code == 0
+    for words in ("run fjord-1b is training", "run fjord-1b is held", "ALARM: storage", "run fjord-1b is finished"):
+        assert words in result.stdout
 
 
 @pytest.mark.parametrize(("body", "status"), [(b"hello", 200), (b"[]", 200), (b"{}", 200), (b"", 404)])

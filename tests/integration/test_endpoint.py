@@ -44,6 +44,14 @@ def test_a_route_answers_with_its_status_type_and_body() -> None:
         assert ask(endpoint.port, "GET", "/ready")[::2] == (503, b"not yet\n")
 
 
+def test_a_route_may_send_headers_of_its_own() -> None:
+    policy = (("Content-Security-Policy", "default-src 'none'"),)
+    with Endpoint("127.0.0.1", 0, {"/": lambda: Response(body=b"a page", headers=policy)}) as endpoint:
+        _, headers, body = ask(endpoint.port, "GET", "/")
+        assert (headers["content-security-policy"], body) == ("default-src 'none'", b"a page")
+        assert headers["x-content-type-options"] == "nosniff"
+
+
 def test_head_has_the_headers_without_the_body() -> None:
     with Endpoint("127.0.0.1", 0, ROUTES) as endpoint:
         status, headers, body = ask(endpoint.port, "HEAD", "/status")
