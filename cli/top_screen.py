@@ -29,7 +29,8 @@ POLL_S = 1.0
 
 _WIDTHS = {"node": 12, "state": 12, "step": 7, "loss": 6, "now": 0, "compute": 9, "tokens/s": 10, "up": 8, "down": 8,
            "heard": 8}  # fmt: skip
-_WIDE_ONLY = frozenset({"tokens/s", "up", "down", "heard"})
+_FROM = {"tokens/s": WIDE, "heard": 112, "up": 124, "down": 134}
+"""Columns of the terminal from which a column of the table is shown: what a node does now comes first."""
 _LEFT = frozenset({"node", "state", "now"})
 _PADDING = 2
 """Columns around each cell."""
@@ -170,8 +171,7 @@ class Top(App[None]):
     # --- what is shown
 
     def _columns(self) -> list[str]:
-        wide = self.size.width >= WIDE
-        return [name for name in _WIDTHS if wide or name not in _WIDE_ONLY]
+        return [name for name in _WIDTHS if self.size.width >= _FROM.get(name, 0)]
 
     def _draw(self) -> None:
         width = self.size.width - 2

@@ -28,7 +28,7 @@ from farloop.coordinator.roster import Member
 from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
 from farloop.monitoring import plain_json
-from farloop.monitoring.gist import finite_or_none, named, not_finite, standing
+from farloop.monitoring.gist import doing, finite_or_none, named, not_finite, standing
 from farloop.monitoring.status import CopyStatus, MetricsEvent, NodeStatus, Status, WindowStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -188,7 +188,7 @@ class Observer:
                 self._write(
                     {"event": "node", "t": self.t, "name": node["name"], "state": seen, "reason": node["reason"]}
                 )
-                why = node["reason"] or node["detail"]
+                why = node["reason"] or doing(node)
                 _log.info("node name=%s state=%s reason=%r", named(node["name"]), seen, why)
                 if stalled:
                     self._happenings.told("stalled", node["name"], Reason.STALLED, "", time.monotonic())

@@ -22,14 +22,23 @@ def reduction(status: Status) -> float:
     return DATA_PARALLEL_BYTES * status["run"]["parameters"] * steps / sent if sent else 0.0
 
 
+_WAITS = frozenset({"joining", "ready", "waiting", "draining"})
+"""States in which the detail is what a node waits for; else it is a sentence."""
+
+
+def doing(node: NodeStatus) -> str:
+    """What a node says it does or waits for; may be empty."""
+    return f"waits for {node['detail']}" if node["detail"] and node["state"] in _WAITS else node["detail"]
+
+
 def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
     """What a node exchanges right now, in words: its own, or else the windows that hold a delta of it."""
     if node["reason"] or not node["connected"]:
         return node["reason"] or f"not heard for {duration_text(node['last_heard_s'])}"
     if why := node.get("quarantine"):
         return f"in quarantine: {why}"
-    if node["detail"]:
-        return node["detail"]
+    if said := doing(node):
+        return said
     held = [window for window in windows if window["state"] != "final" and node["name"] in window["arrived"]]
     if not held:
         return ""

@@ -62,7 +62,7 @@ def status(**changes: Any) -> Status:
         "nodes": [
             node("oslo"),
             node("paris", loss=2.498, tokens_per_s=36_900.0, compute_share=0.968),
-            node("quito", state="waiting", detail="waits for window 21 of fragment 2", loss=2.527, compute_share=0.71,
+            node("quito", state="waiting", detail="fragment 2, window 21", loss=2.527, compute_share=0.71,
                  tokens_per_s=12_100.0, bytes_up=3_900_000_000, device="4 × A100", position=598.0, inner_steps=598),
             node("tokyo", state="away", connected=False, reason="nothing was heard for the liveness time-out",
                  loss=2.61, position=570.0, inner_steps=570, last_heard_s=133.0, incarnation=3),

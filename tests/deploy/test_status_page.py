@@ -85,7 +85,7 @@ def browse(folder: Path, *words: str) -> tuple[str, str]:
 def test_a_browser_shows_the_page_and_has_nothing_to_complain_of(sites: Any, tmp_path: Path) -> None:
     site = sites(statuses.status())
     shown, complaints = browse(tmp_path, "--dump-dom", site.url)
-    assert "fjord-1b" in shown and "<svg" in shown and "waits for window 21 of fragment 2" in shown
+    assert "fjord-1b" in shown and "<svg" in shown and "waits for fragment 2, window 21" in shown
     assert complaints == ""
 
 

@@ -105,6 +105,7 @@ def test_the_reduction_is_data_parallel_bytes_over_sent_bytes() -> None:
     ("changes", "windows", "words"),
     [
         ({"detail": "waits for window 4 of fragment 2"}, [], "waits for window 4 of fragment 2"),
+        ({"state": "joining", "detail": "the first snapshot"}, [], "waits for the first snapshot"),
         ({}, [window(0, ["paris"]), window(1, ["paris", "tokyo"], "final")], "f0 sent, 1 to come"),
         ({}, [window(0, ["tokyo", "paris"], "closing")], "f0 closing"),
         ({}, [window(0, ["tokyo"])], ""),

@@ -126,7 +126,7 @@ def test_keys_sort_by_every_column_and_turn_the_order_round() -> None:
     assert nodes_of(on_screen(told, then=by_step)) == ["n0", "n3", "n2", "n1"]
     assert nodes_of(on_screen(told, then=by_step_down)) == ["n1", "n2", "n3", "n0"]
     assert nodes_of(on_screen(told, then=by_loss)) == ["n3", "n1", "n0", "n2"], "without a loss comes last"
-    assert nodes_of(on_screen(told, then=around)) == ["n0", "n1", "n2", "n3"]
+    assert nodes_of(on_screen(told, (140, 32), around)) == ["n0", "n1", "n2", "n3"]
 
 
 def test_a_click_on_a_column_sorts_by_it_and_another_turns_it_round() -> None:
@@ -153,7 +153,7 @@ def test_the_chosen_node_is_told_in_full_and_stays_chosen_when_the_order_changes
     assert nodes_of(lines) == ["tokyo", "quito", "paris", "oslo"]
     told = next(index for index, line in enumerate(lines) if "4 × A100" in line)
     assert lines[told].strip().startswith("quito")
-    assert lines[told + 2].strip() == "waits for window 21 of fragment 2"
+    assert lines[told + 2].strip() == "waits for fragment 2, window 21"
 
 
 def test_a_coordinator_that_is_gone_leaves_the_last_picture_with_a_line_that_says_so() -> None:

@@ -243,7 +243,7 @@ def test_a_node_that_waits_says_for_what(scene: Scene, caplog: pytest.LogCapture
     scene.say(A, msg.Ready())
     scene.say(A, dataclasses.replace(PROGRESS, state="waiting"))
     scene.observer.refresh(scene.machine)
-    assert "node name=a state=waiting reason='fragment 1, window 2'" in caplog.messages
+    assert "node name=a state=waiting reason='waits for fragment 1, window 2'" in caplog.messages
 
 
 @pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])

@@ -68,7 +68,7 @@ def test_a_run_that_trains_is_told_in_full() -> None:
         "38.4 k",
         "97.4%",
         "2.513",
-        "waits for window 21 of fragment 2",
+        "waits for fragment 2, window 21",
         "away",
         "2m 13s ago",
     ):
