@@ -222,7 +222,7 @@ class Leader:
                 self._do(self.machine.handle(ev.BlobArrived(blob=blob)))
             case wire_ev.SessionClosed(reason=reason, detail=detail):
                 if self.machine.connected and not self.machine.ended:
-                    _log.info("session over reason=%s detail=%r", reason.name, detail)
+                    _log.info("session over reason=%s detail=%r", reason.name, detail or reason.sentence)
                 self._do(self.machine.handle(ev.Disconnected(reason=reason)))
             case wire_ev.BlobCorrupt(blob=blob):
                 _log.warning("corrupt blob=%s: a snapshot is asked for", blob)

@@ -236,8 +236,8 @@ class Link:
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
                     self._downloads.ended(blob)
-                case wire_ev.SessionClosed(detail=detail):
-                    self._ended_by = detail
+                case wire_ev.SessionClosed(reason=reason, detail=detail):
+                    self._ended_by = detail or reason.sentence
                 case _:
                     pass
             self._deliver(event)

@@ -242,6 +242,18 @@ def test_the_coordinators_farewell_is_acknowledged(endpoint: str) -> None:
         assert time.monotonic() - started < Timing().linger_s / 2
 
 
+def test_a_session_that_ended_without_a_detail_is_told_with_its_reason(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
+        wait_for(delivered, msg.Welcome)
+        there.say(msg.Leave(reason=Reason.COORDINATOR_STOPPING))
+        wait_for(there.heard, wire_ev.SessionClosed)
+        wait_for(delivered, msg.Welcome)
+    told = [record.message for record in caplog.records if "no link" in record.message]
+    assert len(told) == 1 and repr(Reason.COORDINATOR_STOPPING.sentence) in told[0]
+
+
 def test_flushing_a_link_without_a_session_does_not_wait(endpoint: str) -> None:
     with linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
         wait_for(delivered, wire_ev.SessionClosed)
