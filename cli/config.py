@@ -30,7 +30,7 @@ from farloop.quant.errors import BadParameter
 from farloop.quant.registry import CODECS, codec_named
 from farloop.wire.keys import check_name
 
-_CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
+CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "method"): METHODS,
     ("run", "model"): PRESETS,
     ("run", "schedule"): SHAPES,
@@ -41,7 +41,7 @@ _CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "merge"): ROBUST_RULES,
 }
 
-_LEAST = {
+LEAST = {
     ("run", "seed"): 0,
     ("run", "nodes"): 1,
     ("run", "steps"): 1,
@@ -211,7 +211,7 @@ def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[
         for name, key in keys.items()
     }
     settings = Settings(path=path, by_name=by_name)
-    for (section, name), choices in _CHOICES.items():
+    for (section, name), choices in CHOICES.items():
         if (
             (setting := by_name.get((section, name)))
             and setting.value is not None
@@ -221,7 +221,7 @@ def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[
     for name in ("codec_up", "codec_down"):
         _check_codec(settings, name)
     for (section, name), setting in by_name.items():
-        least = _LEAST.get((section, name), -_MOST)
+        least = LEAST.get((section, name), -_MOST)
         if type(setting.value) is int and not least <= setting.value <= _MOST:
             bound = f"the least is {least}" if setting.value < least else f"the most is {_MOST}"
             raise settings.error(section, name, f"{bound}, not {setting.value}")

@@ -1,0 +1,198 @@
+"""Writes docs/configuration.md and docs/cli.md from the code: `python docs/reference.py`, after either changed.
+
+Committed rather than made while the site is built: they are read beside the code too, a change of an option shows in
+its diff, and the site builds without torch. `tests/unit/docs/test_reference_pages.py` holds them to the code.
+"""
+
+import dataclasses
+import html
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer.cli
+import typer.main
+from typer.models import Context
+
+from farloop.cli.config import CHOICES, LEAST
+from farloop.cli.main import app
+from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA, Key, Schema
+from farloop.cli.sources import PREFIX
+
+DOCS = Path(__file__).resolve().parent
+
+_MADE = "<!-- Made by `python docs/reference.py` from the code: change it there. -->\n\n"
+
+_SORTS = {
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    Path: "path",
+    tuple[Path, ...]: "list of paths",
+}
+
+_SAME_DATA = "As in the RUN.toml, and the same text on every node: its digest is compared when a node joins."
+
+_PANELS = ("Train", "Look", "Set up")
+
+
+def configuration() -> str:
+    """docs/configuration.md."""
+    return (
+        _MADE
+        + f"""# Configuration
+
+Two files: a RUN.toml on the coordinator says what is trained and how, a NODE.toml on each node who takes part. A node
+is told the run's settings when it joins, so that they cannot differ from place to place.
+
+Every key can be given in three places, of which the later wins:
+
+| where | how |
+| --- | --- |
+| the file | `steps = 2000` below `[run]` |
+| the environment | `{PREFIX}RUN__STEPS=2000`: section and key in capitals, two underscores between them |
+| a flag | `--set run.steps=2000`; may be repeated |
+
+A key that does not exist is an error that names the nearest one. Relative paths in a file start at the file's folder,
+others at the working folder. An empty text in the environment or a flag leaves a key open that may be open.
+
+```sh
+farloop config check examples/run.toml    # is it good, and what does it come to: sizes, traffic, rounds
+farloop config show examples/run.toml     # every key with its value, its meaning, and who gave it
+```
+
+What stands as *open* follows from the method (`farloop methods`) or is as its meaning says.
+
+## RUN.toml
+
+{_tables(RUN_SCHEMA)}
+## NODE.toml
+
+{_tables(NODE_SCHEMA, said={"data": _SAME_DATA})}"""
+    )
+
+
+def _tables(schema: Schema, said: dict[str, str] | None = None) -> str:
+    parts = []
+    for section, keys in schema.items():
+        parts.append(f"### [{section}]\n")
+        if said and section in said:
+            parts.append(said[section] + "\n")
+            continue
+        rows = [(f"`{key.name}`", _sort(key), _default(key), key.meaning) for key in keys.values()]
+        parts.append(_table(("key", "value", "default", "meaning"), rows))
+    return "\n".join(parts)
+
+
+def _sort(key: Key) -> str:
+    if choices := CHOICES.get((key.section, key.name)):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    least = LEAST.get((key.section, key.name))
+    return _SORTS[key.kind] + (f", at least {least}" if least is not None else "")
+
+
+def _default(key: Key) -> str:
+    if key.default is dataclasses.MISSING:
+        return "**must be given**"
+    if key.default is None:
+        return "open"
+    if key.default == "":
+        return "empty"
+    return f"`{json.dumps(key.default, default=str)}`"
+
+
+def commands() -> str:
+    """docs/cli.md."""
+    root = typer.main.get_command(app)
+    top: dict[str, Any] = dict(getattr(root, "commands"))  # noqa: B009 - a group's, in the click that typer brings
+    by_panel = {panel: [name for name, command in top.items() if command.rich_help_panel == panel] for panel in _PANELS}
+    assert sum(map(len, by_panel.values())) == len(top), "a command stands in no panel"
+    parts = [
+        _MADE,
+        "# Commands\n\n`farloop COMMAND --help` says the same at the terminal.\n\n",
+        _overview(by_panel, top),
+        "\nHow they end, and what a scheduler should do then: [exit codes](exit-codes.md).\n",
+    ]
+    for panel in _PANELS:
+        parts.append(f"\n## {panel}\n")
+        for name in by_panel[panel]:
+            parts += [_command(words, command) for words, command in _leaves(["farloop", name], top[name])]
+    return "".join(parts)
+
+
+def _overview(by_panel: dict[str, list[str]], top: dict[str, Any]) -> str:
+    rows = []
+    for panel, names in by_panel.items():
+        for name in names:
+            first = " ".join(str(top[name].help).split("\n\n")[0].split())
+            inner = list(getattr(top[name], "commands", ()))
+            target = f"farloop-{name}-{inner[0]}" if inner else f"farloop-{name}"
+            spelled = f"{name} {'|'.join(inner)}".strip().replace("|", r"\|")
+            rows.append((panel if name == names[0] else "", f"[`{spelled}`](#{target})", first))
+    return _table(("", "command", ""), rows)
+
+
+def _leaves(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield words, command
+        return
+    for name, one in inner.items():
+        yield from _leaves([*words, name], one)
+
+
+def _command(words: list[str], command: Any) -> str:
+    """One command, from what typer itself says of it."""
+    context = Context(command, info_name=words[-1])
+    text = html.unescape(typer.cli.get_docs_for_click(obj=command, ctx=context, name=" ".join(words)))
+    _, _, text = text.partition("\n")
+    about, _, rest = text.partition("**Usage**:")
+    about, _, example = about.strip().partition("Example: ")
+    (usage,) = re.findall(r"```console\n\$ (.*)\n```", rest)
+    parts = [f"\n### {' '.join(words)}\n\n{about.strip()}\n\n```text\n{usage}\n```\n"]
+    if example:
+        lines = [line.strip().removeprefix("Example: ") for line in example.strip().splitlines() if line.strip()]
+        parts.append("\nExample:\n\n```sh\n" + "\n".join(lines) + "\n```\n")
+    rows = [row for line in rest.splitlines() if (row := _option(line)) is not None]
+    return "".join([*parts, "\n", _table(("", "meaning", "default"), rows)])
+
+
+def _option(line: str) -> tuple[str, str, str] | None:
+    """A line of typer's lists as (what, meaning, default); None for other lines, and for --help."""
+    match = re.fullmatch(r"\* `([^`]*)`:? *(.*)", line)
+    if match is None or match[1] == "--help":
+        return None
+    meaning, default = match[2], ""
+    if extra := re.search(r"\s*\[((?:env var|default|required)\b.*)\]$", meaning):
+        meaning = meaning[: extra.start()]
+        for part in re.split(r"; (?=default: |required$|\d*[^ ]*x[<>])", extra[1]):
+            label, _, value = part.partition(": ")
+            if label == "default":
+                default = re.sub(r"^\((.*)\)$", r"\1", value)
+            elif label == "env var":
+                meaning += f" In the environment: `{value}`."
+            elif label == "required":
+                default = "**must be given**"
+            else:
+                meaning += f" `{label}`."
+    return f"`{match[1].replace(' range>', '>')}`", meaning, default
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in cells) + " |\n"
+
+    return "".join([line(head), line(["---"] * len(head)), *map(line, rows)])
+
+
+def pages() -> dict[Path, str]:
+    """Every page that is made, and what stands in it."""
+    return {DOCS / "configuration.md": configuration(), DOCS / "cli.md": commands()}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
