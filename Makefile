@@ -7,7 +7,7 @@ DEMO_ARGS ?=
 CHAOS_ARGS ?= --minutes 10
 FUZZ_ARGS ?= all --inputs 40000
 
-.PHONY: demo test test-deploy chaos fuzz lint types check clean
+.PHONY: demo test test-deploy chaos fuzz lint types check docs release clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
@@ -42,6 +42,26 @@ types: $(VENV)/.dev
 
 check: lint types test
 
+# The site, into out/site. A link that leads nowhere is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# What is released, into dist/: wheel, sdist, the pins that it is installed with, and the bill of materials of what that
+# comes to, in a fresh environment from which it is also tried. A tag on this commit has to say the same version.
+FRESH := build/fresh
+release: $(VENV)/.release
+	version=$$($(BIN)/python -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["project"]["version"])'); \
+	tag=$$(git describe --tags --exact-match 2>/dev/null || true); \
+	if [ -n "$$tag" ] && [ "$$tag" != "v$$version" ]; then \
+		echo "the tag is $$tag and pyproject.toml says $$version: mend one of them" >&2; exit 2; fi; \
+	rm -rf build dist && $(BIN)/python -m build --outdir dist . && \
+	$(PYTHON) -m venv $(FRESH) && $(FRESH)/bin/pip install --quiet --constraint constraints.txt dist/*.whl && \
+	test "$$(cd build && fresh/bin/farloop --version)" = "farloop $$version" && (cd build && fresh/bin/farloop methods) && \
+	cp constraints.txt "dist/farloop-$$version.constraints.txt" && \
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-reproducible \
+		--output-file "dist/farloop-$$version.cdx.json" $(FRESH) && \
+	cd dist && sha256sum *.whl *.tar.gz *.txt *.json > SHA256SUMS && cat SHA256SUMS
+
 # constraints.txt pins what CI runs; torch comes as the CPU build where the index offers one under that version.
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "farloop needs Python 3.11 or newer; set PYTHON=python3.11")'
@@ -51,6 +71,14 @@ $(VENV)/.base: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.base
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+$(VENV)/.release: $(VENV)/.base
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
 	touch $@
 
 clean:

@@ -60,8 +60,8 @@ A key that does not exist is an error that names the nearest one. Relative paths
 others at the working folder. An empty text in the environment or a flag leaves a key open that may be open.
 
 ```sh
-farloop config check examples/run.toml    # is it good, and what does it come to: sizes, traffic, rounds
-farloop config show examples/run.toml     # every key with its value, its meaning, and who gave it
+farloop config check examples/run.toml   # is it good, and what does it come to
+farloop config show examples/run.toml    # every key with its value, its meaning, and who gave it
 ```
 
 What stands as *open* follows from the method (`farloop methods`) or is as its meaning says.
@@ -129,10 +129,10 @@ def _overview(by_panel: dict[str, list[str]], top: dict[str, Any]) -> str:
         for name in names:
             first = " ".join(str(top[name].help).split("\n\n")[0].split())
             inner = list(getattr(top[name], "commands", ()))
-            target = f"farloop-{name}-{inner[0]}" if inner else f"farloop-{name}"
-            spelled = f"{name} {'|'.join(inner)}".strip().replace("|", r"\|")
-            rows.append((panel if name == names[0] else "", f"[`{spelled}`](#{target})", first))
-    return _table(("", "command", ""), rows)
+            spelled = ", ".join(f"[`{one}`](#farloop-{name}-{one})" for one in inner)
+            spelled = f"{name} {spelled}" if inner else f"[`{name}`](#farloop-{name})"
+            rows.append((f"**{panel}**" if name == names[0] else "", spelled, first))
+    return _table(("", "farloop …", ""), rows)
 
 
 def _leaves(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:

@@ -1,9 +1,10 @@
-"""A hook of mkdocs: pages that lie beside what they are about (k8s/README.md, CHANGELOG.md, …) are part of the site too.
+"""A hook of mkdocs: pages that lie beside what they are about (k8s/README.md, CHANGELOG.md, …) belong to the site too.
 
-Links are written for the tree, where everybody can follow them, and turned into the site's here. Whatever of the tree is
-linked to from a page comes along: a page as a page, a text as a page that shows it, anything else as it is.
+Links are written for the tree, where everybody can follow them, and turned into the site's here. Whatever of the tree
+is linked to from a page comes along: a page as a page, a text as a page that shows it, anything else as it is.
 """
 
+import html
 import posixpath
 import re
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 _log = get_plugin_logger("tree")
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
+
+_CELL_CODE = re.compile(r"`([^`]*\\\|[^`]*)`")
+"""Code in a table with a bar, which everybody but Python-Markdown wants escaped."""
 
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".json": "json"}
 _TEXTS = frozenset({"Makefile", "LICENSE"})
@@ -52,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Turns the links of a page into the site's; and gives lists the blank line that Python-Markdown wants before them."""
+    """Turns the links of a page into the site's, and what is written for others into what Python-Markdown wants."""
     path = _in_tree(page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:
@@ -63,7 +67,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: MkDocsConfig, files: F
         there = posixpath.relpath(_in_site(target), posixpath.dirname(page.file.src_uri))
         return f"{match[1]}{there}{match[3] or ''}"
 
-    return "\n".join(_spaced(_LINK.sub(moved, line) if is_prose else line for line, is_prose in _lines(markdown)))
+    def turned(line: str) -> str:
+        line = _LINK.sub(moved, line)
+        return _CELL_CODE.sub(_code, line) if line.startswith("|") else line
+
+    return "\n".join(_spaced(turned(line) if is_prose else line for line, is_prose in _lines(markdown)))
 
 
 # --- names
@@ -130,6 +138,10 @@ def _lines(markdown: str) -> Iterator[tuple[str, bool]]:
             fence = "" if fence else mark[1]
         else:
             yield line, not fence
+
+
+def _code(match: re.Match[str]) -> str:
+    return f"<code>{html.escape(match[1].replace(chr(92) + '|', '|')).replace('|', '&#124;')}</code>"
 
 
 def _spaced(lines: Iterator[str]) -> Iterator[str]:
