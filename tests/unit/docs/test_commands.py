@@ -37,6 +37,9 @@ PAGES = [
     *(ROOT / folder / "README.md" for folder in ("docker", "k8s", "wire", "quant")),
 ]
 
+RUNBOOKS = sorted((ROOT / "monitoring").rglob("*.md"))
+"""They speak of a run that is in trouble: nothing in them can be run here."""
+
 SHELLS = {"sh", "bash", "console", "shell"}
 PROGRAMS = r"(?:\.venv/bin/)?farloop|make|docker|podman|kubectl|python3?|pip|k8s/keys\.sh|mkdir|curl|git"
 
@@ -198,7 +201,7 @@ def check_spelling(line: str, *, is_whole: bool) -> None:
             assert word.partition("=")[0] in known | {"--help", "--version"}, f"{line}: there is no {word}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *RUNBOOKS], ids=name_of)
 def test_every_command_that_a_page_names_exists(page: Path) -> None:
     for line, is_whole in spelled(page):
         check_spelling(line, is_whole=is_whole)
