@@ -167,7 +167,7 @@ def _facts(status: Status, *, wide: bool) -> RenderableType:
 
 
 def _validation(status: Status) -> Text:
-    losses = [loss for evaluation in status["evaluations"] if (loss := evaluation["loss"]) is not None]
+    losses = [math.nan if (loss := evaluation["loss"]) is None else loss for evaluation in status["evaluations"]]
     if not losses:
         return Text("not scored yet", style="dim")
     if len(losses) == 1:

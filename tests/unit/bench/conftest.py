@@ -38,9 +38,10 @@ def corpus(text: Path) -> Corpus:
     return load_corpus(text)
 
 
-@pytest.fixture(scope="session")
-def spec_of(text: Path, corpus: Corpus) -> Iterator[SpecOf]:
-    """A spec from fields of `RunConfig`. A model called pico can be named, 18,000 parameters in two blocks."""
+@pytest.fixture
+def spec_of(text: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> SpecOf:
+    """A spec from fields of `RunConfig`. Meanwhile there is a model called pico: 18,000 parameters in two blocks."""
+    monkeypatch.setitem(PRESETS, "pico", ModelConfig(layers=2, dim=24, heads=2, hidden=48, context=32))
 
     def make(**fields: object) -> RunSpec:
         smallest = {
@@ -56,6 +57,4 @@ def spec_of(text: Path, corpus: Corpus) -> Iterator[SpecOf]:
         }
         return plan_run(RunConfig(**{**smallest, **fields}), DataConfig(path=text), corpus).spec  # type: ignore[arg-type]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "pico", ModelConfig(layers=2, dim=24, heads=2, hidden=48, context=32))
-        yield make
+    return make
