@@ -291,6 +291,9 @@ def status(
 @app.command(rich_help_panel="Look")
 def top(
     url: Annotated[str, typer.Option(help="Where the coordinator serves its pages.")] = "http://127.0.0.1:9700",
+    light: Annotated[
+        bool | None, typer.Option("--light/--dark", help="Colours; else as the terminal says in COLORFGBG, or dark.")
+    ] = None,
 ) -> None:
     """Watch a run on the whole terminal: sort its nodes, walk through them, see what happened lately.
 
@@ -301,7 +304,7 @@ def top(
     with ended_in_one_line():
         from farloop.cli.top import top as show_top
 
-        show_top(url)
+        show_top(url, light=light)
 
 
 @app.command(rich_help_panel="Look")

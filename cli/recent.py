@@ -30,7 +30,7 @@ def recent_table(happenings: Sequence[HappeningStatus], *, wide: bool, most: int
             sentence.append(f"  ×{happening['count']:,}", style="bold")
         code = happening["code"]
         style = _STYLES.get(happening["kind"], "cyan")
-        kind = Text(f"{happening['kind']} ", style="dim")
+        kind = Text().append(f"{happening['kind']} ", style="dim")
         kind.append(code if code != happening["kind"] else "", style=style)
         age = duration_text(happening["age_s"]) + " ago"
         table.add_row(age, Text(happening["node"] or NOTHING, style="bold"), kind, sentence)

@@ -147,7 +147,8 @@ def _progress(status: Status, eta_s: float) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True)
     done = "green" if run["state"] == "finished" else "cyan"
-    grid.add_row(ProgressBar(total=run["steps"], completed=position, complete_style=done, finished_style="green"), text)
+    grid.add_row(ProgressBar(total=run["steps"], completed=position, style="bright_black", complete_style=done,
+                             finished_style="green"), text)  # fmt: skip
     return grid
 
 

@@ -1,6 +1,8 @@
 """`farloop top`: a live view of a run on a whole terminal. What it looks like is in `top_screen.py`."""
 
 import importlib.util
+import os
+from collections.abc import Mapping
 
 from farloop.cli.exit_codes import CommandError
 from farloop.cli.status import fetch
@@ -10,8 +12,13 @@ from farloop.monitoring.status import Status
 MISSING = "farloop top needs textual: pip install 'farloop[top]'; farloop status --watch does without"
 
 
-def top(url: str) -> None:
-    """Show the run until `q`.
+def is_light(environ: Mapping[str, str]) -> bool:
+    """Whether the terminal says in COLORFGBG, as "0;15", that its background is light; many say nothing."""
+    return environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
+
+
+def top(url: str, *, light: bool | None = None) -> None:
+    """Show the run until `q`, dark or light; None: as the terminal says that it is, or else dark.
 
     Raises:
         CommandError: textual is missing, nobody answers at `url`, or it is no coordinator.
@@ -25,4 +32,4 @@ def top(url: str) -> None:
     first = look()  # before the screen is taken: an address that is none is one line
     from farloop.cli.top_screen import Top
 
-    Top(first, look).run()
+    Top(first, look, is_light=is_light(os.environ) if light is None else light).run()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from rich.console import JustifyMethod
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
@@ -35,6 +36,18 @@ _LEFT = frozenset({"node", "state", "now"})
 _PADDING = 2
 """Columns around each cell."""
 _SCROLL_BAR = 2
+
+DARK, LIGHT = "textual-dark", "textual-light"
+
+_GREYS = ((0, 0, 0), (66, 66, 66), (96, 96, 96))
+_COLOURS = ((160, 30, 25), (25, 96, 20), (115, 74, 0), (40, 80, 180), (108, 50, 145), (0, 86, 125))
+"""Red, green, yellow, blue, magenta, cyan: dark enough to be read on the light background and on the table's rows."""
+ON_LIGHT = TerminalTheme(
+    (224, 224, 224),
+    _GREYS[0],
+    [_GREYS[0], *_COLOURS, _GREYS[1]],
+    [_GREYS[2], *_COLOURS, _GREYS[1]],
+)
 
 SortKey = Callable[[NodeStatus], tuple[bool, float | str]]
 
@@ -75,9 +88,13 @@ class Top(App[None]):
         ("t", "tone", "dark/light"),
     ]
 
-    def __init__(self, first: Status, look: Callable[[], Status], *, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self, first: Status, look: Callable[[], Status], *, is_light: bool = False, poll_s: float = POLL_S
+    ) -> None:
         """`look` may block; it raises CommandError where there is no answer."""
         super().__init__()
+        self.ansi_theme_light = ON_LIGHT
+        self.theme = LIGHT if is_light else DARK
         self._status, self._look, self._poll_s = first, look, poll_s
         self._pace = Pace()
         self._eta_s = math.inf
@@ -150,7 +167,7 @@ class Top(App[None]):
 
     def action_tone(self) -> None:
         """From dark to light, and back."""
-        self.theme = "textual-light" if self.theme == "textual-dark" else "textual-dark"
+        self.theme = LIGHT if self.theme == DARK else DARK
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
         """A click on a column sorts by it; another one turns the order round."""

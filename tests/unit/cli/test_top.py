@@ -8,7 +8,7 @@ import html
 import math
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ pytest.importorskip("textual", reason="textual is not installed: pip install 'fa
 
 from textual.widgets import DataTable
 
-from farloop.cli.top_screen import SORTS, Top
+from farloop.cli.top_screen import DARK, LIGHT, ON_LIGHT, SORTS, Top
 
 GOLDEN = Path(__file__).with_name("golden")
 SIZES = ((80, 24), (120, 32))
@@ -214,6 +214,38 @@ def test_another_size_gets_other_columns() -> None:
         await pilot.resize_terminal(130, 30)
 
     assert "tokens/s" in "".join(on_screen(statuses.status(), (80, 24), widen))
+
+
+def luminance(colour: Sequence[int]) -> float:
+    """Relative, as WCAG 2.1 defines it."""
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (c / 255 for c in colour)
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("make", statuses.ALL)
+def test_every_colour_can_be_read_on_a_light_screen(make: Callable[[], Status]) -> None:
+    async def picture() -> tuple[str, tuple[int, int, int]]:
+        app = Top(cleaned(make()), statuses.status, is_light=True, poll_s=NEVER_S)
+        async with app.run_test(size=(120, 32)) as pilot:
+            await pilot.pause()
+            header = app.query_one(DataTable).background_colors[1]  # the darkest that these letters stand on
+            return app.export_screenshot(), header.rgb
+
+    drawn, darkest = asyncio.run(picture())
+    drawn_with = set(re.findall(r"fill: #([0-9a-f]{6})", drawn))
+    ours = [ON_LIGHT.ansi_colors[index] for index in range(1, 7)]
+    assert any("".join(f"{part:02x}" for part in colour) in drawn_with for colour in ours), "another theme drew it"
+    for colour in ours:
+        assert (luminance(darkest) + 0.05) / (luminance(colour) + 0.05) > 4.5, colour
+
+
+def test_it_begins_as_light_or_dark_as_the_terminal_says_it_is() -> None:
+    for told, light in (({}, False), ({"COLORFGBG": "15;0"}, False), ({"COLORFGBG": "0;default;15"}, True)):
+        assert command.is_light(told) is light
+    assert Top(statuses.status(), statuses.status, is_light=True).theme == LIGHT
+    assert Top(statuses.status(), statuses.status).theme == DARK
 
 
 def test_every_sort_can_order_every_node() -> None:
