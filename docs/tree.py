@@ -27,14 +27,6 @@ _CELL_CODE = re.compile(r"`([^`]*\\\|[^`]*)`")
 _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh", ".json": "json"}
 _TEXTS = frozenset({"Makefile", "LICENSE"})
 
-_NOT_WRITTEN_YET = frozenset({"monitoring.md"})
-"""The one page of the navigation that may be missing."""
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leaves out of the navigation what is not written yet."""
-    config.nav = _kept(config.nav)
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -151,15 +143,6 @@ def _spaced(lines: Iterator[str]) -> Iterator[str]:
             yield ""
         yield line
         before = line
-
-
-def _kept(nav: Any) -> Any:
-    if isinstance(nav, list):
-        return [kept for one in nav if (kept := _kept(one)) is not None]
-    if isinstance(nav, dict):
-        inner = {title: kept for title, one in nav.items() if (kept := _kept(one)) is not None}
-        return inner or None
-    return None if nav in _NOT_WRITTEN_YET and not (ROOT / "docs" / nav).is_file() else nav
 
 
 def _paths(nav: Any) -> Iterator[str]:
