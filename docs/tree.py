@@ -28,7 +28,6 @@ _LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml",
 _TEXTS = frozenset({"Makefile", "LICENSE"})
 
 
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages of the navigation that are not in docs/, and whatever of the tree is linked to."""
     todo = [f"docs/{file.src_uri}" for file in files.documentation_pages()]

@@ -34,7 +34,10 @@ def one_thread() -> Iterator[None]:
 def test_two_nodes_train_by_streaming_to_the_end(new_run: NewRun) -> None:
     run = new_run(steps=240, method="streaming", name="tokyo")
     coordinator, a, b = run.start_coordinator(), run.start_node("a"), run.start_node("b")
-    run.until("both nodes train", lambda status: status["run"]["state"] == "training")
+    run.until(
+        "both nodes train and the first model is scored",
+        lambda status: status["run"]["state"] == "training" and bool(status["evaluations"]),
+    )
     assert_pages_answer(run)
     status = run.until_done(coordinator, a, b)
     assert_all_agree(run, status, "a", "b")
