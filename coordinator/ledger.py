@@ -12,7 +12,7 @@ from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, NodeId, Revision, RoundPlan, RunSpec, Terms, WindowTerms
 from farloop.coordinator import records as rec
 from farloop.coordinator.leases import Leases
-from farloop.coordinator.screening import Screening
+from farloop.coordinator.screening import VERDICTS, Screening
 from farloop.wire.messages import AnchorRef, Committed, Offer
 from farloop.wire.reasons import Reason
 
@@ -357,9 +357,13 @@ class Ledger:
             return Reason.UNKNOWN_WINDOW
         if not version - staleness - lag <= blob.version <= version:
             return Reason.STALE_BASE
-        since = (self.commits.get((blob.fragment, v)) for v in range(blob.version + 1 + lag, version + 1))
-        if any(share.node == blob.node for commit in since if commit for share in commit.merged):
-            return Reason.OVERLAP  # it is part of one of them, and its sender has not heard
+        since = [self.commits.get((blob.fragment, v)) for v in range(blob.version + 1 + lag, version + 1)]
+        for commit in (commit for commit in since if commit):  # one decided it, and its sender has not heard
+            if any(share.node == blob.node for share in commit.merged):
+                return Reason.OVERLAP
+            for drop in commit.drops:
+                if drop.node == blob.node and drop.reason in VERDICTS:
+                    return drop.reason
         return None
 
     def check(self) -> None:

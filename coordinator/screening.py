@@ -53,6 +53,9 @@ TELLING: Final = 64
 WAY_BACK: Final = 4
 """Good deltas that end a quarantine."""
 
+VERDICTS: Final = frozenset({Reason.OUTLIER, Reason.REPLAYED, Reason.COPIED, Reason.QUARANTINED})
+"""Why a window does not merge a delta that came in time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Length:

@@ -67,6 +67,8 @@ class SampleBook:
                 for position in self._within(owner, stored, None):
                     self.trained.pop(position, None)
                 self.positions[owner] = self.positions.get(owner, [])[:stored]
+                for position in self._within(owner, 0, stored):  # its deltas may be stored by a commit alone (K)
+                    self.trained.setdefault(position, owner)
                 self.ends.append(End(owner=owner, stored=stored, counted=leases.uncertain_total - before))
             case rec.InputStored(blob=blob):
                 self._counts((blob.node, blob.incarnation), leases.uncertain_total - before)

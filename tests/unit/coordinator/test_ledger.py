@@ -24,7 +24,7 @@ from farloop.algo.spec import (
 )
 from farloop.coordinator import records as rec
 from farloop.coordinator.ledger import HISTORY_VERSIONS, ROUNDS_KEPT, Ledger
-from farloop.wire.messages import AnchorRef, Offer, Share
+from farloop.wire.messages import AnchorRef, Drop, Offer, Share
 from farloop.wire.reasons import Reason
 
 A, B = NodeId("a"), NodeId("b")
@@ -493,6 +493,18 @@ def test_a_delta_of_a_node_that_was_merged_since_its_base_holds_that_work_again(
     ledger = patient(spec)
     reasons = [ledger.outcome_reason(stored(A, window, fragment=1).blob, window) for window in range(2, 5)]
     assert reasons == [Reason.OVERLAP, Reason.OVERLAP, None]
+
+
+def test_a_delta_that_a_window_refused_is_not_taken_by_the_next_one(spec: RunSpec) -> None:
+    """E: its sender had not heard, and sent it again. One that only came too late for a window may go into another."""
+    ledger = patient(spec)
+    for reason in (Reason.LATE, Reason.OUTLIER):
+        ledger.apply(dataclasses.replace(committed(ledger, 1), drops=(Drop(node=B, reason=reason),)))
+        while plan := ledger.next_round_to_fix():
+            ledger.apply(rec.RoundFixed(round=plan))
+    reasons = [ledger.outcome_reason(stored(B, window, fragment=1).blob, window) for window in (4, 5, 6)]
+    assert reasons == [Reason.OUTLIER, Reason.OUTLIER, None]
+    assert ledger.outcome_reason(stored(A, 5, fragment=1).blob, 5) is None
 
 
 def test_a_base_that_does_not_fit_its_window_is_refused(spec: RunSpec) -> None:
