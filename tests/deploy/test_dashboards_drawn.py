@@ -1,7 +1,7 @@
 """The dashboards, drawn with Grafana's own libraries in a real browser over a real run's data: no panel is empty.
 
-Needs Prometheus, Chromium, and `npm install --legacy-peer-deps && npm run build` in tests/deploy/dashview (or in the
-folder that DASHVIEW names).
+Needs Prometheus, Chromium, and what `tests/deploy/setup.sh dashboards` builds in tests/deploy/dashview, or in the
+folder that DASHVIEW names.
 """
 
 import os
@@ -16,7 +16,7 @@ from watched_run import ROOT, WatchedRun
 DASHVIEW = Path(os.environ.get("DASHVIEW", Path(__file__).with_name("dashview")))
 MISSING = [name for name in ("prometheus", "chromium", "node") if shutil.which(name) is None]
 if not (DASHVIEW / "dist" / "view.js").exists():
-    MISSING.append(f"{DASHVIEW}/dist: npm install --legacy-peer-deps && npm run build there")
+    MISSING.append(f"{DASHVIEW}/dist: tests/deploy/setup.sh dashboards builds it")
 
 pytestmark = [
     pytest.mark.deploy,
