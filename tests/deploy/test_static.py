@@ -14,7 +14,11 @@ from toolbox import ROOT, run, tool
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(900)]
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
-SCRIPTS = [ROOT / "k8s" / "keys.sh", *sorted((ROOT / "tests" / "deploy").rglob("*.sh"))]
+SCRIPTS = [
+    path
+    for path in (ROOT / "k8s" / "keys.sh", *sorted((ROOT / "tests" / "deploy").rglob("*.sh")))
+    if "node_modules" not in path.parts
+]
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
 VERSIONS = [f"1.{minor}" for minor in range(29, 37)]
 """Of Kubernetes: those that a cluster of today runs, and the next ones."""
