@@ -226,5 +226,5 @@ def coordinator() -> Page:
     )
 
     page.row("If an alert fires")
-    page.words("Runbooks", runbooks(), height=15)
+    page.words("Runbooks", runbooks(), height=18)
     return page

@@ -51,10 +51,10 @@ def run() -> Page:
         decimals=1,
     )
     page.number(
-        "Cost",
-        f"sum(farloop_egress_cost_total{C})",
+        "Cost in this time",
+        f"sum(increase(farloop_egress_cost_total{C}[$__range]))",
         "none",
-        "Bytes that left the coordinator and the nodes since its start, at [coordinator] egress_price_per_gb.",
+        "Bytes that left the coordinator and the nodes in the time shown, at [coordinator] egress_price_per_gb.",
         decimals=4,
     )
 
@@ -163,11 +163,11 @@ def run() -> Page:
     page.graph(
         "Cost",
         [
-            Line(f"sum(farloop_egress_cost_total{C})", "so far"),
+            Line(f"sum(farloop_egress_cost_total{C})", "since its start"),
             Line(f"sum(rate(farloop_egress_cost_total{C}[5m])) * 3600", "an hour", axis="right", unit="none"),
         ],
         "none",
-        "At the price that is set; without one it is zero.",
+        "At the price that is set; without one it is zero. The counter begins anew when the coordinator starts again.",
         width=8,
     )
 

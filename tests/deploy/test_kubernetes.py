@@ -220,7 +220,7 @@ def test_a_drain_does_not_evict_the_coordinator(applied: Cluster) -> None:
 def test_what_is_scaled_away_says_good_bye(applied: Cluster) -> None:
     until("all pods are ready", lambda: all(map(applied.ready, PODS)), within_s=300, tell=applied.everything, every_s=3)
     applied.kubectl("scale", "statefulset", "farloop-node", "--replicas=0")
-    until("no node is left", lambda: not any(map(applied.pod, NODES)), within_s=120, tell=applied.everything, every_s=2)
+    until("no node is left", lambda: not any(map(applied.pod, NODES)), within_s=200, tell=applied.everything, every_s=2)
     nodes = {node["name"]: node for node in applied.status()["nodes"]}
     for name in NODES:
         assert not nodes[name]["connected"] and nodes[name]["reason"], nodes[name]
