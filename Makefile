@@ -12,18 +12,21 @@ FUZZ_ARGS ?= all --inputs 40000
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
 
+# Real processes wait for each other a third of the time: half as many tests again as there are processors keep them busy.
+WAITING := -n $$($(BIN)/python -c 'import os; print(max(2, (os.cpu_count() or 1) * 3 // 2))')
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto tests/unit tests/fuzz $(TEST_ARGS)
-	$(BIN)/python -m pytest -n auto tests/integration tests/chaos -m "not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/unit tests/fuzz -m "not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest $(WAITING) tests/integration tests/chaos -m "not slow" $(TEST_ARGS)
 
 # Images, compose, manifests, a Kubernetes node, a browser, dashboards over a real run, the site, a release: as root, with
 # the tools that tests/deploy/setup.sh installs. Most of an hour on two cores; what is missing is skipped and named.
 test-deploy: $(VENV)/.dev $(VENV)/.docs $(VENV)/.release $(VENV)/.dashboards
 	$(BIN)/python -m pytest tests/deploy $(TEST_ARGS)
 
-# Every crash point of the daemons, and a storm: about half an hour on two cores.
+# Every crash point of the daemons, more simulated runs, and a storm: about half an hour on two cores.
 chaos: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto tests/chaos $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/chaos tests/unit/sim/test_restored.py $(TEST_ARGS)
 	$(BIN)/farloop chaos $(CHAOS_ARGS)
 
 # A million and more bad inputs for every door that bytes come through: an hour or two on one core.

@@ -66,7 +66,13 @@ def test_a_node_that_was_away_when_the_run_was_wound_back_begins_again_without_a
     assert start.anchor_digests == outcome.anchor_digests
 
 
-@pytest.mark.parametrize("first", range(0, RUNS, BATCH))
+BATCHES = [
+    pytest.param(first, marks=() if first < RUNS // 2 else pytest.mark.slow, id=f"{first}")
+    for first in range(0, RUNS, BATCH)
+]
+
+
+@pytest.mark.parametrize("first", BATCHES)
 def test_whatever_else_goes_wrong_no_two_histories_are_mixed(first: int) -> None:
     """Every node that ends the run holds the coordinator's anchors, which are those of one journal, decided once."""
     began = 0
