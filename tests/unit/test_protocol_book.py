@@ -58,11 +58,16 @@ def functions_of(path: Path) -> frozenset[str]:
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
+BUILT = frozenset({"out", "build", "dist", "node_modules"})
+"""Folders that git ignores: in the site, a page of a source is a folder with the source's name."""
+
+
 def texts() -> list[Path]:
-    """Every source and document of the tree that may cite the book."""
+    """Every source and document of the tree that may cite the book, and nothing that was built into it."""
     rooms = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
     found = [path for room in rooms for kind in ("*.py", "*.md") for path in sorted(room.rglob(kind))]
-    return [path for path in [*found, *ROOT.glob("*.md")] if path != Path(__file__)]
+    ours = [path for path in [*found, *ROOT.glob("*.md")] if not BUILT.intersection(path.relative_to(ROOT).parts)]
+    return [path for path in ours if path != Path(__file__)]
 
 
 def test_every_letter_has_a_section_in_its_place() -> None:
