@@ -1,0 +1,197 @@
+"""The coarse planner: one chain of nodes per source, no node in two chains, by simulated annealing.
+
+Chains that share no node cannot collide, so that a source's time is a closed form of its own chain (paths.chain_s) and
+the step's is the largest of them. A move exchanges two nodes, and only two chains have to be looked at again.
+Budgets are moves, never seconds: the same seed gives the same chains on every machine.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from farloop.coordinator.routing.paths import Limits, Numbers, Work, chain_s, fault_of
+
+_HOT, _COLD = 0.05, 0.0005
+"""Temperatures at the begin and the end, in shares of the median time of a chain at the begin."""
+
+_SPREAD = 0.05
+"""What a second of all other chains weighs beside one of the slowest: ties are broken towards short chains."""
+
+_FOCUS = 0.5
+"""Share of the moves that touch the slowest chain."""
+
+_INSIDE = 0.15
+"""Share of the moves that exchange two places of one chain."""
+
+_ALIKE = 0.7
+"""Share of the moves of pinned nodes that exchange two of one stage, which is always allowed."""
+
+_PATIENCE = 0.35
+"""Share of all moves without a faster step after which a search ends: it has been cold since, or began at its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chains:
+    """Node-disjoint chains; the first node of each is its source."""
+
+    nodes: tuple[tuple[int, ...], ...]
+    stages: tuple[tuple[int, ...], ...]
+
+
+def anneal(
+    start: Chains,
+    work: Work,
+    message_s: Numbers,
+    *,
+    moves: int,
+    seed: int,
+    pinned: bool,
+    limits: Limits,
+    judge: Callable[[Sequence[int], Sequence[int]], float] | None = None,
+    hot: float = _HOT,
+) -> Chains:
+    """The best chains found from `start` by `moves` exchanges.
+
+    `pinned`: nodes keep their stages, so that an exchange moves both; else a node takes over the other's stage.
+    `judge` gives the seconds of a chain, the closed form where it is None.
+    """
+    return _Search(start, work, message_s, seed, pinned, limits, judge).run(moves, hot)
+
+
+class _Search:
+    def __init__(
+        self,
+        start: Chains,
+        work: Work,
+        message_s: Numbers,
+        seed: int,
+        pinned: bool,
+        limits: Limits,
+        judge: Callable[[Sequence[int], Sequence[int]], float] | None,
+    ) -> None:
+        self._random = random.Random(seed)
+        self._pinned, self._limits = pinned, limits
+        self._nodes = [list(chain) for chain in start.nodes]
+        self._stages = [list(chain) for chain in start.stages]
+        self._allowed: dict[tuple[int, ...], bool] = {}
+        self._time = judge or _closed_form(work, message_s)
+        self._times = [self._time(n, s) for n, s in zip(self._nodes, self._stages, strict=True)]
+        self._where: dict[int, tuple[int, int]] = {}
+        self._alike: dict[int, list[int]] = {}
+        for chain, (own, at) in enumerate(zip(self._nodes, self._stages, strict=True)):
+            for place, (node, stage) in enumerate(zip(own, at, strict=True)):
+                self._where[node] = (chain, place)
+                self._alike.setdefault(stage, []).append(node)
+
+    def run(self, moves: int, hot: float) -> Chains:
+        rand, nodes, stages, times = self._random.random, self._nodes, self._stages, self._times
+        count = len(nodes)
+        best, worst = self._taken(), max(times)
+        lowest, lowest_sum, last_gain = worst, sum(times), 0
+        warm, factor = hot * sorted(times)[count // 2], (_COLD / hot) ** (1.0 / max(1, moves))
+        slowest = times.index(worst)
+        for move in range(moves):
+            if move - max(last_gain, _PATIENCE * moves) > _PATIENCE * moves:
+                break
+            warm *= factor
+            a, i, b, j = self._proposed(slowest)
+            if (a == b and i == j) or not self._exchanged(a, i, b, j):
+                continue
+            old_a, old_b = times[a], times[b]
+            new_a = self._time(nodes[a], stages[a])
+            new_b = new_a if a == b else self._time(nodes[b], stages[b])
+            change = (new_a if new_a > new_b else new_b) - (old_a if old_a > old_b else old_b)
+            change += _SPREAD * (new_a + new_b - old_a - old_b)
+            if change > 0.0 and rand() >= math.exp(-change / warm):
+                self._exchange(a, i, b, j)
+                continue
+            times[a], times[b] = new_a, new_b
+            worst = max(times)
+            slowest = times.index(worst)
+            if worst <= lowest and (worst < lowest or sum(times) < lowest_sum):
+                if worst < lowest:
+                    last_gain = move
+                lowest, lowest_sum, best = worst, sum(times), self._taken()
+        return best
+
+    def _proposed(self, slowest: int) -> tuple[int, int, int, int]:
+        """Two places, (chain, place) each; often one of the slowest chain."""
+        rand, count, length = self._random.random, len(self._nodes), len(self._nodes[0])
+        a = slowest if rand() < _FOCUS else int(rand() * count)
+        i = int(rand() * length)
+        if self._pinned and rand() < _ALIKE:
+            others = self._alike[self._stages[a][i]]
+            b, j = self._where[others[int(rand() * len(others))]]
+            return a, i, b, j
+        b = a if count == 1 or rand() < _INSIDE else int(rand() * count)
+        return a, i, b, int(rand() * length)
+
+    def _taken(self) -> Chains:
+        return Chains(nodes=tuple(map(tuple, self._nodes)), stages=tuple(map(tuple, self._stages)))
+
+    def _exchange(self, a: int, i: int, b: int, j: int) -> None:
+        nodes, stages = self._nodes, self._stages
+        nodes[a][i], nodes[b][j] = nodes[b][j], nodes[a][i]
+        if self._pinned:
+            stages[a][i], stages[b][j] = stages[b][j], stages[a][i]
+            self._where[nodes[a][i]], self._where[nodes[b][j]] = (a, i), (b, j)
+
+    def _exchanged(self, a: int, i: int, b: int, j: int) -> bool:
+        """Exchange two places where that is allowed; False, and nothing done, where it is not."""
+        stages = self._stages
+        if not self._pinned:
+            self._exchange(a, i, b, j)
+            return True
+        if (i == 0) != (j == 0) or (a == b and i == 0):
+            return False  # a source stays at the head of a chain
+        if stages[a][i] == stages[b][j]:
+            self._exchange(a, i, b, j)
+            return True
+        self._exchange(a, i, b, j)
+        if self._is_allowed(stages[a]) and (a == b or self._is_allowed(stages[b])):
+            return True
+        self._exchange(a, i, b, j)
+        return False
+
+    def _is_allowed(self, stages: list[int]) -> bool:
+        key = tuple(stages)
+        if (known := self._allowed.get(key)) is None:
+            known = self._allowed[key] = not fault_of(key, self._limits)
+        return known
+
+
+def _closed_form(work: Work, message_s: Numbers) -> Callable[[Sequence[int], Sequence[int]], float]:
+    """paths.chain_s, unrolled for the inner loop of a search."""
+    count = len(message_s)
+    both = [[message_s[u][v] + message_s[v][u] for v in range(count)] for u in range(count)]
+    slots, heads = work.slots, range(len(work.layers))
+    forwards = [[work.forward_s(node, stage) for stage in heads] for node in range(count)]
+    whole, loss, gap, microbatches = 1.0 + work.backward, work.loss, work.gap_s, work.microbatches
+
+    def seconds(nodes: Sequence[int], stages: Sequence[int]) -> float:
+        compute = busiest = cycle = 0.0
+        flying = microbatches
+        before = nodes[-1]
+        for node, stage in zip(nodes, stages, strict=True):
+            forward = forwards[node][stage]
+            compute += forward
+            if forward > busiest:
+                busiest = forward
+            cycle += both[before][node]
+            before = node
+            if slots[node] < flying:
+                flying = slots[node]
+        head = forwards[nodes[0]][stages[0]]
+        one = compute * whole + head * loss + cycle
+        between = whole * busiest + gap
+        kept = -(-microbatches // flying) * one + (flying - 1) * between
+        full = one + (microbatches - 1) * between
+        return kept if kept > full else full
+
+    return seconds
+
+
+def step_s(chains: Chains, work: Work, message_s: Numbers) -> float:
+    """The slowest chain by the closed form."""
+    return max(chain_s(n, s, work, message_s) for n, s in zip(chains.nodes, chains.stages, strict=True))

@@ -1,0 +1,283 @@
+"""What a plan is made from: nodes with their network cards, links each way, the model, and what is asked for.
+
+Facts carry where they come from; nothing here is measured or guessed. Whatever cannot be planned with is refused when
+the inventory is made, in one sentence that names the nearest value that can.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+COORDINATOR = "coordinator"
+"""The coordinator's name as an end of a link; no node and no site may have it."""
+
+
+class CardKind(StrEnum):
+    """Kinds of network cards, as far as they decide who can share a collective (Holmes, arXiv 2312.03549)."""
+
+    INFINIBAND = "infiniband"
+    ROCE_V2 = "roce-v2"
+    ROCE_V1 = "roce-v1"
+    IWARP = "iwarp"
+    ETHERNET = "ethernet"
+    VIRTUAL = "virtual"
+
+    @property
+    def fabric(self) -> "CardKind":
+        """The class that nodes must have in common: iWARP and virtual cards speak plain Ethernet to each other."""
+        return CardKind.ETHERNET if self in (CardKind.IWARP, CardKind.VIRTUAL) else self
+
+    @property
+    def is_rdma(self) -> bool:
+        """Whether a group of this class alone can use RDMA."""
+        return self.fabric is not CardKind.ETHERNET
+
+
+class Provenance(StrEnum):
+    """Where a fact comes from, the most trusted first."""
+
+    OPERATOR = "operator"
+    PROBE = "probe"
+    SYSFS = "sysfs"
+    ANNOTATION = "annotation"
+    ASSUMED = "assumed"
+
+
+class Mode(StrEnum):
+    """What crosses the links between islands."""
+
+    A = "A"
+    """Fragments, now and then: pipelines stay inside islands."""
+    B = "B"
+    """Activations, every step: one stage or more per island, data parallel inside (Holmes' layout)."""
+    C = "C"
+    """Activations of microbatches that skip stages (SkipPipe's paths)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A network card of a node."""
+
+    kind: CardKind
+    bytes_per_s: float | None = None
+    """None where nobody knows."""
+    active: bool = True
+    provenance: Provenance = Provenance.OPERATOR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One node of the run: a machine or a whole cluster behind one address."""
+
+    name: str
+    site: str = ""
+    """Nodes of one site are near each other; empty: a site of its own, named as the node."""
+    cards: tuple[Card, ...] = ()
+    """None given: Ethernet."""
+    layer_s: float = 0.0
+    """Seconds of the forward pass of one microbatch through one layer, measured."""
+    max_layers: int | None = None
+    """How many layers its memory holds; None: any number."""
+    slots: int = 1
+    """Microbatches that it may keep between their forward and their backward pass."""
+    reachable: bool = False
+    """Whether others can dial it: only then it may relay."""
+    stage: int | None = None
+    """Must replicate this stage; None: the planner chooses."""
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name == COORDINATOR:
+            raise ValueError(f"name is {self.name!r}; any other text than that and {COORDINATOR!r} can be a node's name")
+        if not self.site:
+            object.__setattr__(self, "site", self.name)
+        if not (math.isfinite(self.layer_s) and self.layer_s >= 0.0):
+            raise ValueError(f"layer_s of {self.name} is {self.layer_s}; seconds of at least 0 are wanted")
+        if self.slots < 1:
+            raise ValueError(f"slots of {self.name} is {self.slots}; the least is 1")
+        if self.max_layers is not None and self.max_layers < 1:
+            raise ValueError(f"max_layers of {self.name} is {self.max_layers}; the least is 1")
+
+    @property
+    def fabric(self) -> CardKind:
+        """Class of its best active card: RDMA before Ethernet, InfiniBand before RoCE."""
+        kinds = {card.kind.fabric for card in self.cards if card.active}
+        return next((kind for kind in CardKind if kind in kinds), CardKind.ETHERNET)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One direction between two places."""
+
+    latency_s: float
+    """One way."""
+    bytes_per_s: float = math.inf
+    provenance: Provenance = Provenance.OPERATOR
+    age_s: float = 0.0
+    """Since it was measured."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0.0):
+            raise ValueError(f"latency is {self.latency_s} s; a number of at least 0 is wanted")
+        if not self.bytes_per_s > 0.0:
+            raise ValueError(f"bandwidth is {self.bytes_per_s} bytes/s; a number above 0 is wanted")
+
+    def seconds(self, num_bytes: float) -> float:
+        """From the first byte sent to the last received."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+LOCAL = Link(latency_s=0.5e-3, bytes_per_s=1.25e9, provenance=Provenance.ASSUMED)
+"""Between nodes of one site of which nobody said anything: 10 Gbit/s Ethernet, said to be assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is trained, as sizes and durations."""
+
+    layers: int
+    activation_bytes: float = 0.0
+    """Of one microbatch between two stages; a gradient back is as large."""
+    parameter_bytes: float = 0.0
+    """Of all parameters, fp32: what a sync without a codec sends."""
+    microbatches: int = 1
+    """Of every source in a step."""
+    backward: float = 1.5
+    """Backward pass of a layer in forward passes; 1.5 in SkipPipe's code."""
+    loss: float = 0.25
+    """Head and loss at the source in forward passes of its stage; ¼ in SkipPipe's code."""
+    gap_s: float = 0.0
+    """Of a node between two pieces of work."""
+    overhead_s: float = 0.0
+    """Of the hosts, per message: copies between CPU and GPU, framing."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; the least is 1")
+        for name in ("activation_bytes", "parameter_bytes", "backward", "loss", "gap_s", "overhead_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name} is {value}; a number of at least 0 is wanted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """The coordinator's own end of all links."""
+
+    in_bytes_per_s: float = math.inf
+    out_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("in_bytes_per_s", "out_bytes_per_s"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; a number above 0 is wanted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What is asked of the planner."""
+
+    stages: int | None = None
+    """None: as few as memory allows."""
+    skip: float = 0.0
+    """Share of the stages that a microbatch leaves out, below 1."""
+    seed: int = 0
+    h: int = 100
+    """Inner steps between two syncs of the same parameters."""
+    bits: tuple[int, ...] = (8, 4, 2)
+    """Of a parameter on its way to the coordinator: what the planner may choose from."""
+    fragments: int = 8
+    """Of a sync, each sent by itself."""
+    mode: Mode | None = None
+    """None: the cheapest; C where something is skipped."""
+    effort: float = 1.0
+    """Multiplies the number of moves that a search may try."""
+
+    def __post_init__(self) -> None:
+        if self.stages is not None and self.stages < 1:
+            raise ValueError(f"stages is {self.stages}; the least is 1")
+        if not 0.0 <= self.skip < 1.0:
+            raise ValueError(f"skip is {self.skip}; from 0 to below 1, as 0.25")
+        if self.h < 1:
+            raise ValueError(f"h is {self.h}; the least is 1")
+        if self.fragments < 1:
+            raise ValueError(f"fragments is {self.fragments}; the least is 1")
+        if not self.bits or min(self.bits) < 1:
+            raise ValueError(f"bits is {list(self.bits)}; whole numbers of at least 1 are wanted, as [8, 4, 2]")
+        if not (math.isfinite(self.effort) and self.effort > 0.0):
+            raise ValueError(f"effort is {self.effort}; a number above 0 is wanted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """Everything a plan depends on."""
+
+    nodes: tuple[Node, ...]
+    model: Model
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    """(from, to) → link; an end is a node, a site or the coordinator. What is said of nodes goes before what is said
+    of their sites. Two places without one cannot reach each other; only nodes of one site have LOCAL between them."""
+    hub: Hub | None = None
+    """None: nothing is known of the coordinator's end."""
+    wish: Wish = Wish()
+    name: str = ""
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise ValueError("nodes is empty; the least is 1")
+        names = [node.name for node in self.nodes]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"nodes: the name {twice!r} stands twice")
+        stages = self.wish.stages
+        if stages is not None and stages > self.model.layers:
+            raise ValueError(f"stages is {stages}; the model has {self.model.layers} layers, so at most that many")
+        if stages is not None and stages > len(self.nodes):
+            raise ValueError(f"stages is {stages}; there are {len(self.nodes)} nodes, so at most that many")
+        pinned = [node for node in self.nodes if node.stage is not None]
+        if pinned and len(pinned) != len(self.nodes):
+            free = next(node.name for node in self.nodes if node.stage is None)
+            raise ValueError(f"stage is given for {pinned[0].name} and not for {free}; give it for all nodes or for none")
+        if pinned:
+            self._check_pins({node.stage for node in pinned if node.stage is not None})
+        known = {*names, *(node.site for node in self.nodes), COORDINATOR}
+        for ends in self.links:
+            for end in ends:
+                if end not in known:
+                    raise ValueError(f"links: {end!r} is no node and no site")
+
+    def _check_pins(self, stages: set[int]) -> None:
+        last = max(stages)
+        if self.wish.stages is not None and last != self.wish.stages - 1:
+            raise ValueError(f"stages is {self.wish.stages}; the nodes have stages 0 to {last}, so it is {last + 1}")
+        if missing := [stage for stage in range(last + 1) if stage not in stages]:
+            raise ValueError(f"stage {missing[0]} has no node; stages count from 0 without a gap")
+        if last + 1 > self.model.layers:
+            raise ValueError(f"stage {last} of a node: the model has {self.model.layers} layers, so the last is less")
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the nodes say which stage they replicate."""
+        return self.nodes[0].stage is not None
+
+    def link(self, source: Node, target: Node) -> Link | None:
+        """From one node to another; None where they cannot reach each other."""
+        links = self.links
+        for ends in (
+            (source.name, target.name),
+            (source.name, target.site),
+            (source.site, target.name),
+            (source.site, target.site),
+        ):
+            if (found := links.get(ends)) is not None:
+                return found
+        return LOCAL if source.site == target.site else None
+
+    def uplink(self, node: Node) -> Link | None:
+        """From a node to the coordinator."""
+        return self.links.get((node.name, COORDINATOR), self.links.get((node.site, COORDINATOR)))
+
+    def downlink(self, node: Node) -> Link | None:
+        """From the coordinator to a node."""
+        return self.links.get((COORDINATOR, node.name), self.links.get((COORDINATOR, node.site)))

@@ -1,0 +1,124 @@
+"""Which ways a microbatch may go, and what one costs: SkipPipe's constraints and a closed form.
+
+A chain is a source and the nodes that its microbatches visit after it, in order; then they return to the source for
+the loss and retrace their way backwards (arXiv 2502.19913; the constraints are those of its published code).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+Numbers = Sequence[Sequence[float]]
+
+TOO_LARGE_S = 1e5
+"""What a search sees of a stage that does not fit a node's memory: more than any plan takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How far a path may stray from the order of the stages."""
+
+    max_jump: int = 4
+    """Stages forward at once, from the highest one visited: at most three in a row are left out."""
+    max_swap: int = 1
+    """Stages that one visit may lie behind the highest one visited."""
+    max_swaps: int = 2
+    """Visits that may lie behind."""
+    max_swapped: int = 2
+    """Sum of the distances behind."""
+
+
+PUBLISHED = Limits()
+
+IN_ORDER = Limits(max_swap=0, max_swaps=0, max_swapped=0)
+
+
+def fault_of(stages: Sequence[int], limits: Limits = PUBLISHED) -> str:
+    """What is wrong with this order of stages, a sentence; empty when it is allowed."""
+    if not stages or stages[0] != 0:
+        return "a path begins at stage 0"
+    if len(set(stages)) != len(stages):
+        return f"a stage is visited twice: {list(stages)}"
+    highest, swaps, swapped = 0, 0, 0
+    for stage in stages[1:]:
+        if stage > highest + limits.max_jump:
+            return f"a jump from stage {highest} to {stage}; at most {limits.max_jump} stages at once"
+        if stage < highest:
+            swaps, swapped = swaps + 1, swapped + highest - stage
+            if highest - stage > limits.max_swap or swaps > limits.max_swaps or swapped > limits.max_swapped:
+                return f"stage {stage} after stage {highest}: too far out of order"
+        highest = max(highest, stage)
+    return ""
+
+
+def path_length(stages: int, skip: float) -> int:
+    """Stages that a microbatch visits of `stages`, stage 0 included: (1 − skip)·S to the nearest, at least 1."""
+    return max(1, min(stages, int((1.0 - skip) * stages + 0.5)))
+
+
+def orders(stages: int, length: int, limits: Limits = PUBLISHED) -> Iterator[tuple[int, ...]]:
+    """Every allowed order of `length` of the stages, in lexicographic order."""
+
+    def extended(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(path) == length:
+            yield path
+            return
+        for stage in range(1, stages):
+            longer = (*path, stage)
+            if stage not in path and not fault_of(longer, limits):
+                yield from extended(longer)
+
+    yield from extended((0,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What passes along chains: seconds of compute per node, and how much there is of it."""
+
+    layer_s: tuple[float, ...]
+    """[num_nodes], forward pass of one layer."""
+    layers: tuple[int, ...]
+    """[num_stages]"""
+    slots: tuple[int, ...]
+    """[num_nodes], microbatches between their forward and backward pass."""
+    microbatches: int
+    """Of every source."""
+    backward: float = 1.5
+    loss: float = 0.25
+    gap_s: float = 0.0
+    max_layers: tuple[int, ...] | None = None
+    """[num_nodes], what their memory holds; None: anything."""
+
+    def forward_s(self, node: int, stage: int) -> float:
+        """Seconds; TOO_LARGE_S more where the stage does not fit the node's memory."""
+        layers = self.layers[stage]
+        seconds = self.layer_s[node] * layers
+        return seconds if self.max_layers is None or layers <= self.max_layers[node] else seconds + TOO_LARGE_S
+
+    def in_flight(self, nodes: Sequence[int]) -> int:
+        """Microbatches that a chain of its own nodes carries at a time."""
+        return min(self.microbatches, *(self.slots[node] for node in nodes))
+
+
+def latency_s(nodes: Sequence[int], stages: Sequence[int], work: Work, message_s: Numbers) -> float:
+    """Of one microbatch that never waits: Σ c·(1 + backward) + loss + the closed cycle there and back."""
+    compute = sum(work.forward_s(node, stage) for node, stage in zip(nodes, stages, strict=True))
+    edges = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True)) if len(nodes) > 1 else []
+    return (
+        compute * (1.0 + work.backward)
+        + work.forward_s(nodes[0], stages[0]) * work.loss
+        + sum(message_s[u][v] + message_s[v][u] for u, v in edges)
+    )
+
+
+def chain_s(nodes: Sequence[int], stages: Sequence[int], work: Work, message_s: Numbers) -> float:
+    """All microbatches of one source along a chain that nobody else uses, a closed form.
+
+    With m in flight and R = ⌈M/m⌉ rounds: R·latency + (m − 1)·b, where b is what the slowest node needs for one
+    microbatch with its gap; or latency + (M − 1)·b where that node is never idle.
+    """
+    one = latency_s(nodes, stages, work, message_s)
+    busiest = max(work.forward_s(node, stage) for node, stage in zip(nodes, stages, strict=True))
+    between = (1.0 + work.backward) * busiest + work.gap_s
+    flying = work.in_flight(nodes)
+    rounds = -(-work.microbatches // flying)
+    return max(rounds * one + (flying - 1) * between, one + (work.microbatches - 1) * between)

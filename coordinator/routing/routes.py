@@ -1,0 +1,248 @@
+"""From nodes and a number of stages to layers, replicas and paths, judged by the simulator.
+
+Chains are annealed by their closed form, layers dealt anew by the speed of the replicas found, and the slowest chains
+polished with the simulator as the judge. Where counts do not allow chains of their own, paths are shared.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from farloop.coordinator.routing.beginnings import free_start, pinned_start
+from farloop.coordinator.routing.chains import Chains, anneal
+from farloop.coordinator.routing.fabric import UNREACHABLE_S
+from farloop.coordinator.routing.partition import min_max_split
+from farloop.coordinator.routing.paths import TOO_LARGE_S, Limits, Numbers, Work, chain_s
+from farloop.coordinator.routing.sharing import flying, share
+from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
+
+_MOVES_PER_NODE = 2000
+_POLISH_PER_NODE = 24
+_SHARING_ROUNDS_PER_SOURCE = 24
+
+_POLISH_HOT = 0.01
+
+_POLISH_PIECES = 60_000
+"""Pieces of work that a polish may simulate, about a tenth of a second: long steps get fewer moves."""
+
+_WORTH = 1e-9
+"""A plan is better when it is faster by this share: rounding decides nothing."""
+
+SPARE_COST = 0.02
+"""A node that is left over gets work where that makes the step no longer than by this share; else it stands by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """Who holds what, and which way microbatches go."""
+
+    routes: tuple[Route, ...]
+    """Several of one source are used in turn."""
+    stage_of: tuple[int, ...]
+    """[num_nodes]"""
+    work: Work
+    makespan_s: float
+    flying: tuple[int, ...]
+    """Microbatches on their way at a time, by source."""
+    bound_s: float
+    """No step along these paths is shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What paths are wanted for."""
+
+    work: Work
+    """Its layers per stage are only where the search begins."""
+    message_s: Numbers
+    stages: int
+    length: int
+    """Stages that a microbatch visits."""
+    limits: Limits
+    stage_of: tuple[int, ...] | None
+    """Of nodes that say their stage; None: the search chooses."""
+    seed: int
+    effort: float = 1.0
+
+
+def plan_paths(task: Task) -> Paths:
+    """The best paths found, and the layers that go with them.
+
+    Raises:
+        ValueError: nothing fits: memory, links, skips or slots.
+    """
+    found = [_planned(task, by_speed=False)]
+    if task.stage_of is None and len(set(zip(task.work.layer_s, task.work.max_layers or (), strict=False))) > 1:
+        found.append(_planned(task, by_speed=True))
+    elif task.stage_of is None and len(set(task.work.layer_s)) > 1:
+        found.append(_planned(task, by_speed=True))
+    best = min(found, key=lambda paths: paths.makespan_s)
+    if best.makespan_s >= UNREACHABLE_S:
+        raise ValueError("no path of measured links joins the stages; give links between more sites, or fewer stages")
+    if best.makespan_s >= TOO_LARGE_S:
+        raise ValueError("no split of the layers fits the memory of the nodes; give more stages, or larger max_layers")
+    return best
+
+
+def even_layers(layers: int, stages: int, max_layers: Sequence[int] | None) -> tuple[int, ...]:
+    """Where a search begins: equal stages."""
+    return min_max_split(layers, [1.0] * stages)
+
+
+def _planned(task: Task, *, by_speed: bool) -> Paths:
+    start = _start(task, by_speed=by_speed)
+    if start is None:
+        return _shared(task)
+    chains, rest = start
+    count = len(task.message_s)
+    moves = max(1, int(_MOVES_PER_NODE * count * task.effort))
+    pinned = task.stage_of is not None
+    work = _resplit(task, chains, rest) if by_speed or pinned else task.work
+    best: tuple[float, Chains, Work] | None = None
+    for turn in range(3):
+        chains = anneal(chains, work, task.message_s, moves=moves if turn == 0 else moves // 4, seed=task.seed + turn,
+                        pinned=pinned, limits=task.limits, hot=0.05 if turn == 0 else _POLISH_HOT)  # fmt: skip
+        again = _resplit(task, chains, rest)
+        for one in (work, again):
+            seconds = max(_step_of(chains, one, task.message_s))
+            if best is None or seconds < best[0] * (1.0 - _WORTH):
+                best = seconds, chains, one
+        if again == work:
+            break
+        work = again
+    assert best is not None
+    _, chains, work = best
+    chains = _polished(task, chains, work)
+    return _with_rest(task, chains, work, rest)
+
+
+def _start(task: Task, *, by_speed: bool) -> tuple[Chains, list[int]] | None:
+    """Where the search begins; None where nodes have to be shared."""
+    if task.stage_of is not None:
+        return pinned_start(task.stage_of, task.length, task.limits)
+    if not by_speed:
+        return free_start(task.message_s, task.stages, task.length, task.limits)
+    chains, rest = free_start(task.message_s, task.stages, task.length, task.limits)
+    # Alike nodes in one stage, so that it can be given as many layers as suit them: slow ones early, fast ones late.
+    used = sorted({node for chain in chains.nodes for node in chain}, key=lambda node: (-task.work.layer_s[node], node))
+    places = sorted(
+        (stage, chain, place) for chain, path in enumerate(chains.stages) for place, stage in enumerate(path)
+    )
+    nodes = [list(chain) for chain in chains.nodes]
+    for node, (_, chain, place) in zip(used, places, strict=True):
+        nodes[chain][place] = node
+    return Chains(nodes=tuple(map(tuple, nodes)), stages=chains.stages), rest
+
+
+def _resplit(task: Task, chains: Chains, rest: Sequence[int]) -> Work:
+    """The same work with layers dealt by the slowest replica of each stage, as far as memory allows."""
+    work = task.work
+    slowest, caps = [0.0] * task.stages, [sum(work.layers)] * task.stages
+    placed = [(node, stage) for own, at in zip(chains.nodes, chains.stages, strict=True)
+              for node, stage in zip(own, at, strict=True)]  # fmt: skip
+    if task.stage_of is not None:
+        placed += [(node, task.stage_of[node]) for node in rest]
+    for node, stage in placed:
+        slowest[stage] = max(slowest[stage], work.layer_s[node])
+        if work.max_layers is not None:
+            caps[stage] = min(caps[stage], work.max_layers[node])
+    return _dealt(work, slowest, caps)
+
+
+def _dealt(work: Work, slowest: Sequence[float], caps: Sequence[int]) -> Work:
+    if sum(caps) < sum(work.layers):
+        return work
+    known = [seconds for seconds in slowest if seconds > 0.0]
+    least = min(known, default=1.0)
+    speeds = [1.0 / (seconds if seconds > 0.0 else least) for seconds in slowest]
+    return replace(work, layers=min_max_split(sum(work.layers), speeds, caps))
+
+
+def _step_of(chains: Chains, work: Work, message_s: Numbers) -> list[float]:
+    return [chain_s(own, at, work, message_s) for own, at in zip(chains.nodes, chains.stages, strict=True)]
+
+
+def _polished(task: Task, chains: Chains, work: Work) -> Chains:
+    """A last descent, nearly cold, with the simulator as the judge."""
+
+    def judge(nodes: Sequence[int], stages: Sequence[int]) -> float:
+        return simulate([Route(nodes=tuple(nodes), stages=tuple(stages))], work, task.message_s).makespan_s
+
+    pieces = work.microbatches * (2 * task.length + 1)
+    moves = min(_POLISH_PER_NODE * len(task.message_s), _POLISH_PIECES // (2 * pieces))
+    return anneal(chains, work, task.message_s, moves=max(1, int(moves * task.effort)), seed=task.seed,
+                  pinned=task.stage_of is not None, limits=task.limits, judge=judge, hot=0.001)  # fmt: skip
+
+
+def _with_rest(task: Task, chains: Chains, work: Work, rest: Sequence[int]) -> Paths:
+    """The routes of the chains, and what nodes that were left over can take off them."""
+    stage_of = [-1] * len(task.message_s)
+    for own, at in zip(chains.nodes, chains.stages, strict=True):
+        for node, stage in zip(own, at, strict=True):
+            stage_of[node] = stage
+    routes = [Route(nodes=own, stages=at) for own, at in zip(chains.nodes, chains.stages, strict=True)]
+    seconds = simulate(routes, work, task.message_s).makespan_s
+    for node in rest:
+        ways = [
+            (chain_s(nodes, route.stages, work, task.message_s), index, place)
+            for index, route in enumerate(routes[: len(chains.nodes)])
+            for place, stage in enumerate(route.stages)
+            if place > 0 and (task.stage_of is None or task.stage_of[node] == stage)
+            for nodes in [(*route.nodes[:place], node, *route.nodes[place + 1 :])]
+        ]
+        if not ways:
+            stage_of[node] = 0 if task.stage_of is None else task.stage_of[node]
+            continue
+        _, index, place = min(ways)
+        route = routes[index]
+        stage_of[node] = route.stages[place]
+        more = [*routes, Route(nodes=(*route.nodes[:place], node, *route.nodes[place + 1 :]), stages=route.stages)]
+        if (found := simulate(more, work, task.message_s).makespan_s) <= seconds * (1.0 + SPARE_COST):
+            routes, seconds = more, found
+    return _judged(routes, stage_of, work, task.message_s, [min(work.slots[r.source], work.microbatches) for r in routes])
+
+
+def _shared(task: Task) -> Paths:
+    assert task.stage_of is not None
+    work = task.work
+    slowest = [max(work.layer_s[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
+    holds = work.max_layers or [sum(work.layers)] * len(task.stage_of)
+    caps = [min(holds[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
+    work = _dealt(work, slowest, caps)
+    sources = task.stage_of.count(0)
+    rounds = int(_SHARING_ROUNDS_PER_SOURCE * min(sources, 16) * task.effort)
+    routes = share(task.stage_of, task.length, work, task.message_s, limits=task.limits, rounds=rounds, seed=task.seed)
+    return _judged(routes, task.stage_of, work, task.message_s, flying(routes, work))
+
+
+def random_paths(task: Task, paths: Paths) -> Paths:
+    """Paths as `paths`, but nodes keep only their stages and are dealt at random: what planning is compared with."""
+    rand = random.Random(task.seed)
+    order: dict[int, list[int]] = {}
+    for route in paths.routes:
+        for node, stage in zip(route.nodes[1:], route.stages[1:], strict=True):
+            order.setdefault(stage, []).append(node)
+    for several in order.values():
+        rand.shuffle(several)
+    routes = [
+        Route(nodes=(route.source, *(order[stage].pop() for stage in route.stages[1:])), stages=route.stages)
+        for route in paths.routes
+    ]
+    return _judged(routes, paths.stage_of, paths.work, task.message_s, list(paths.flying))
+
+
+def _judged(
+    routes: Sequence[Route], stage_of: Sequence[int], work: Work, message_s: Numbers, flown: Sequence[int]
+) -> Paths:
+    sources = list(dict.fromkeys(route.source for route in routes))
+    flown = list(flown)[: len(sources)]
+    outcome = simulate(routes, work, message_s, flying=flown)
+    assert outcome.stalled == 0, "microbatches wait for each other's slots"
+    return Paths(
+        routes=tuple(routes),
+        stage_of=tuple(stage_of),
+        work=work,
+        makespan_s=outcome.makespan_s,
+        flying=tuple(flown),
+        bound_s=max(bounds_s(routes, work, message_s)),
+    )

@@ -1,0 +1,127 @@
+"""Paths where nodes have to serve several sources: one source after the other, each around the load of the others.
+
+The planner for uneven counts, such as full pipelines of five sources over three replicas of each stage. A source's
+path is found exactly, by dynamic programming over stages in order, at prices that rise with what others ask of a node;
+then sources are planned anew, one at a time, as long as the simulator finds the step shorter.
+"""
+
+import random
+from collections.abc import Sequence
+
+from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, fault_of
+from farloop.coordinator.routing.simulator import Route, simulate
+
+
+def share(
+    stage_of: Sequence[int],
+    length: int,
+    work: Work,
+    message_s: Numbers,
+    *,
+    limits: Limits,
+    rounds: int,
+    seed: int,
+) -> tuple[Route, ...]:
+    """One path for every node of stage 0, of `length` stages in order.
+
+    No node is given more sources than it has slots, and no stage more visits than its share, rounded up.
+
+    Raises:
+        ValueError: so many sources do not fit.
+    """
+    return _Sharing(stage_of, length, work, message_s, limits).run(rounds, random.Random(seed))
+
+
+class _Sharing:
+    def __init__(self, stage_of: Sequence[int], length: int, work: Work, message_s: Numbers, limits: Limits) -> None:
+        self._work, self._message_s, self._length = work, message_s, length
+        self._stages = max(stage_of) + 1
+        self._replicas = [[node for node, own in enumerate(stage_of) if own == s] for s in range(self._stages)]
+        self._sources = self._replicas[0]
+        others = max(1, self._stages - 1)
+        self._cap = -(-len(self._sources) * (length - 1) // others)
+        self._jump = limits.max_jump
+        self._paths: dict[int, Route] = {}
+
+    def run(self, rounds: int, rand: random.Random) -> tuple[Route, ...]:
+        for source in self._sources:
+            self._paths[source] = self._planned(source, 1.0)
+        best = self._judged()
+        for _ in range(rounds):
+            ends = best[1]
+            slowest = max(self._sources, key=lambda source: ends[source])
+            source = slowest if rand.random() < 0.5 else rand.choice(self._sources)
+            kept = dict(self._paths)
+            again = {source, rand.choice(self._sources)}
+            for one in again:
+                del self._paths[one]
+            try:
+                for one in sorted(again, key=lambda one: (one != source, one)):
+                    self._paths[one] = self._planned(one, rand.choice((0.0, 0.3, 1.0, 3.0)))
+            except ValueError:
+                self._paths = kept
+                continue
+            found = self._judged()
+            if (found[0], sum(found[1].values())) < (best[0], sum(best[1].values())):
+                best = found
+            else:
+                self._paths = kept
+        return tuple(self._paths[source] for source in self._sources)
+
+    def _judged(self) -> tuple[float, dict[int, float]]:
+        routes = [self._paths[source] for source in self._sources]
+        outcome = simulate(routes, self._work, self._message_s, flying=flying(routes, self._work))
+        return outcome.makespan_s, outcome.source_s
+
+    def _planned(self, source: int, price: float) -> Route:
+        """The cheapest path around the load of all others; what a node does for them is charged `price` times."""
+        work, message_s = self._work, self._message_s
+        asked = [0] * len(message_s)
+        visits = [0] * self._stages
+        for route in self._paths.values():
+            for node, stage in zip(route.nodes[1:], route.stages[1:], strict=True):
+                asked[node] += 1
+                visits[stage] += 1
+        both = [[message_s[u][v] + message_s[v][u] for v in range(len(message_s))] for u in range(len(message_s))]
+        reached: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, source): (0.0, (source,))}
+        for _ in range(self._length - 1):
+            further: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+            for (at, node), (cost, path) in reached.items():
+                for stage in range(at + 1, min(self._stages, at + self._jump + 1)):
+                    if visits[stage] >= self._cap:
+                        continue
+                    for other in self._replicas[stage]:
+                        if asked[other] >= work.slots[other]:
+                            continue
+                        own = (1.0 + work.backward) * work.forward_s(other, stage)
+                        value = (cost + both[node][other] + own * (1.0 + price * asked[other]), (*path, other))
+                        if (stage, other) not in further or value < further[stage, other]:
+                            further[stage, other] = value
+            reached = further
+        if not reached:
+            raise ValueError(
+                f"{len(self._sources)} sources do not fit: paths of {self._length} stages find no free node; "
+                "give nodes more slots, or other stages more nodes"
+            )
+        _, nodes = min((cost + both[node][source], path) for (_, node), (cost, path) in reached.items())
+        at = {node: stage for stage, several in enumerate(self._replicas) for node in several}
+        stages = tuple(at[node] for node in nodes)
+        assert not fault_of(stages, Limits(max_jump=self._jump, max_swap=0, max_swaps=0, max_swapped=IN_ORDER.max_swap))
+        return Route(nodes=nodes, stages=stages)
+
+
+def flying(routes: Sequence[Route], work: Work) -> list[int]:
+    """Microbatches that each source may have on their way so that no node ever runs out of slots.
+
+    A node's slots are dealt evenly to the sources that use it; a source keeps to the least it was dealt. With that
+    nobody waits for a slot, so that no two paths can block each other. By source in order of its first route.
+    """
+    users: dict[int, set[int]] = {}
+    for route in routes:
+        for node in route.nodes:
+            users.setdefault(node, set()).add(route.source)
+    dealt: dict[int, int] = {}
+    for route in routes:
+        least = min(max(1, work.slots[node] // len(users[node])) for node in route.nodes)
+        dealt[route.source] = min(dealt.get(route.source, least), least)
+    return list(dealt.values())
