@@ -15,6 +15,8 @@ def visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple
     Raises:
         ValueError: so much cannot be skipped within the limits.
     """
+    if stages == 1:
+        return ((0,),) * chains
     others = stages - 1
     skipped = stages - length
     for stride in range(1, others + 1):

@@ -88,7 +88,9 @@ class Node:
 
     def __post_init__(self) -> None:
         if not self.name or self.name == COORDINATOR:
-            raise ValueError(f"name is {self.name!r}; any other text than that and {COORDINATOR!r} can be a node's name")
+            raise ValueError(
+                f"name is {self.name!r}; any other text than that and {COORDINATOR!r} can be a node's name"
+            )
         if not self.site:
             object.__setattr__(self, "site", self.name)
         if not (math.isfinite(self.layer_s) and self.layer_s >= 0.0):
@@ -238,7 +240,9 @@ class Inventory:
         pinned = [node for node in self.nodes if node.stage is not None]
         if pinned and len(pinned) != len(self.nodes):
             free = next(node.name for node in self.nodes if node.stage is None)
-            raise ValueError(f"stage is given for {pinned[0].name} and not for {free}; give it for all nodes or for none")
+            raise ValueError(
+                f"stage is given for {pinned[0].name} and not for {free}; give it for all nodes or for none"
+            )
         if pinned:
             self._check_pins({node.stage for node in pinned if node.stage is not None})
         known = {*names, *(node.site for node in self.nodes), COORDINATOR}

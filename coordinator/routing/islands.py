@@ -4,6 +4,7 @@ Two nodes are joined when both have the same RDMA fabric, or both Ethernet, and 
 so: a round trip below 1 ms (5 ms for Ethernet) and a bandwidth above the largest gap of all that were measured.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ def threshold(bandwidths: Sequence[float]) -> float:
     FALLBACK_BYTES_PER_S where no two neighbours differ by LEAST_GAP.
     """
     known = sorted({value for value in bandwidths if 0.0 < value < math.inf})
-    gaps = [(above / below, above) for below, above in zip(known, known[1:], strict=False)]
+    gaps = [(above / below, above) for below, above in itertools.pairwise(known)]
     factor, above = max(gaps, default=(1.0, 0.0))
     return above if factor >= LEAST_GAP else FALLBACK_BYTES_PER_S
 

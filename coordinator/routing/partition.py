@@ -60,7 +60,9 @@ def offsets(counts: Sequence[int]) -> tuple[int, ...]:
 
 def _check(layers: int, speeds: Sequence[float]) -> None:
     if not speeds or layers < len(speeds):
-        raise ValueError(f"{layers} layers cannot be cut into {len(speeds)} stages; from 1 to {layers} stages are possible")
+        raise ValueError(
+            f"{layers} layers cannot be cut into {len(speeds)} stages; from 1 to {layers} stages are possible"
+        )
     if slow := next((speed for speed in speeds if not (math.isfinite(speed) and speed > 0.0)), None):
         raise ValueError(f"a stage has speed {slow}; a number above 0 is wanted")
     if 0.0 in speeds:

@@ -5,6 +5,7 @@ replicas; PP is the cheapest order of the stages, where two stages are joined by
 whose slowest pair is the fastest. Both are bottlenecks: the slowest sets the pace.
 """
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class Costs:
     def placed(self, groups: Groups, *, ordered: bool = False) -> Placed:
         """`ordered` keeps the order of the stages, else the cheapest is taken."""
         if ordered:
-            pp = sum(self._pair_s(a, b) for a, b in zip(groups, groups[1:], strict=False))
+            pp = sum(self._pair_s(a, b) for a, b in itertools.pairwise(groups))
             order = tuple(range(len(groups)))
         else:
             edges = [[0.0 if a is b else self._pair_s(a, b) for b in groups] for a in groups]

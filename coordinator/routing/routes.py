@@ -13,17 +13,18 @@ from farloop.coordinator.routing.chains import Chains, anneal
 from farloop.coordinator.routing.fabric import UNREACHABLE_S
 from farloop.coordinator.routing.partition import min_max_split
 from farloop.coordinator.routing.paths import TOO_LARGE_S, Limits, Numbers, Work, chain_s
-from farloop.coordinator.routing.sharing import flying, share
+from farloop.coordinator.routing.sharing import share
 from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
 
 _MOVES_PER_NODE = 2000
-_POLISH_PER_NODE = 24
-_SHARING_ROUNDS_PER_SOURCE = 24
+_POLISH_PER_NODE = 60
+_SHARING_PIECES = 400_000
+"""Pieces of work that the search for shared paths may simulate, about a second."""
 
 _POLISH_HOT = 0.01
 
-_POLISH_PIECES = 60_000
-"""Pieces of work that a polish may simulate, about a tenth of a second: long steps get fewer moves."""
+_POLISH_PIECES = 150_000
+"""Pieces of work that a polish may simulate, about a third of a second: long steps get fewer moves."""
 
 _WORTH = 1e-9
 """A plan is better when it is faster by this share: rounding decides nothing."""
@@ -42,8 +43,6 @@ class Paths:
     """[num_nodes]"""
     work: Work
     makespan_s: float
-    flying: tuple[int, ...]
-    """Microbatches on their way at a time, by source."""
     bound_s: float
     """No step along these paths is shorter."""
 
@@ -63,6 +62,8 @@ class Task:
     """Of nodes that say their stage; None: the search chooses."""
     seed: int
     effort: float = 1.0
+    left_out: tuple[int, ...] = ()
+    """Nodes that no chain begins with; they may share a place where it helps. Only where stages are chosen."""
 
 
 def plan_paths(task: Task) -> Paths:
@@ -72,9 +73,7 @@ def plan_paths(task: Task) -> Paths:
         ValueError: nothing fits: memory, links, skips or slots.
     """
     found = [_planned(task, by_speed=False)]
-    if task.stage_of is None and len(set(zip(task.work.layer_s, task.work.max_layers or (), strict=False))) > 1:
-        found.append(_planned(task, by_speed=True))
-    elif task.stage_of is None and len(set(task.work.layer_s)) > 1:
+    if task.stage_of is None and (len(set(task.work.layer_s)) > 1 or len(set(task.work.max_layers or ())) > 1):
         found.append(_planned(task, by_speed=True))
     best = min(found, key=lambda paths: paths.makespan_s)
     if best.makespan_s >= UNREACHABLE_S:
@@ -82,11 +81,6 @@ def plan_paths(task: Task) -> Paths:
     if best.makespan_s >= TOO_LARGE_S:
         raise ValueError("no split of the layers fits the memory of the nodes; give more stages, or larger max_layers")
     return best
-
-
-def even_layers(layers: int, stages: int, max_layers: Sequence[int] | None) -> tuple[int, ...]:
-    """Where a search begins: equal stages."""
-    return min_max_split(layers, [1.0] * stages)
 
 
 def _planned(task: Task, *, by_speed: bool) -> Paths:
@@ -120,9 +114,13 @@ def _start(task: Task, *, by_speed: bool) -> tuple[Chains, list[int]] | None:
     """Where the search begins; None where nodes have to be shared."""
     if task.stage_of is not None:
         return pinned_start(task.stage_of, task.length, task.limits)
+    kept = [node for node in range(len(task.message_s)) if node not in set(task.left_out)]
+    near = [[task.message_s[u][v] for v in kept] for u in kept]
+    found, over = free_start(near, task.stages, task.length, task.limits)
+    chains = Chains(nodes=tuple(tuple(kept[node] for node in own) for own in found.nodes), stages=found.stages)
+    rest = [kept[node] for node in over] + list(task.left_out)
     if not by_speed:
-        return free_start(task.message_s, task.stages, task.length, task.limits)
-    chains, rest = free_start(task.message_s, task.stages, task.length, task.limits)
+        return chains, rest
     # Alike nodes in one stage, so that it can be given as many layers as suit them: slow ones early, fast ones late.
     used = sorted({node for chain in chains.nodes for node in chain}, key=lambda node: (-task.work.layer_s[node], node))
     places = sorted(
@@ -184,7 +182,7 @@ def _with_rest(task: Task, chains: Chains, work: Work, rest: Sequence[int]) -> P
     seconds = simulate(routes, work, task.message_s).makespan_s
     for node in rest:
         ways = [
-            (chain_s(nodes, route.stages, work, task.message_s), index, place)
+            (stage_of.count(stage), chain_s(nodes, route.stages, work, task.message_s), index, place)
             for index, route in enumerate(routes[: len(chains.nodes)])
             for place, stage in enumerate(route.stages)
             if place > 0 and (task.stage_of is None or task.stage_of[node] == stage)
@@ -193,13 +191,13 @@ def _with_rest(task: Task, chains: Chains, work: Work, rest: Sequence[int]) -> P
         if not ways:
             stage_of[node] = 0 if task.stage_of is None else task.stage_of[node]
             continue
-        _, index, place = min(ways)
+        *_, index, place = min(ways)  # to the stage that has the fewest, so that all are held about as often
         route = routes[index]
         stage_of[node] = route.stages[place]
         more = [*routes, Route(nodes=(*route.nodes[:place], node, *route.nodes[place + 1 :]), stages=route.stages)]
         if (found := simulate(more, work, task.message_s).makespan_s) <= seconds * (1.0 + SPARE_COST):
             routes, seconds = more, found
-    return _judged(routes, stage_of, work, task.message_s, [min(work.slots[r.source], work.microbatches) for r in routes])
+    return _judged(routes, stage_of, work, task.message_s)
 
 
 def _shared(task: Task) -> Paths:
@@ -209,10 +207,10 @@ def _shared(task: Task) -> Paths:
     holds = work.max_layers or [sum(work.layers)] * len(task.stage_of)
     caps = [min(holds[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
     work = _dealt(work, slowest, caps)
-    sources = task.stage_of.count(0)
-    rounds = int(_SHARING_ROUNDS_PER_SOURCE * min(sources, 16) * task.effort)
+    pieces = task.stage_of.count(0) * work.microbatches * (2 * task.length + 1)
+    rounds = min(200, int(_SHARING_PIECES * task.effort / pieces))
     routes = share(task.stage_of, task.length, work, task.message_s, limits=task.limits, rounds=rounds, seed=task.seed)
-    return _judged(routes, task.stage_of, work, task.message_s, flying(routes, work))
+    return _judged(routes, task.stage_of, work, task.message_s)
 
 
 def random_paths(task: Task, paths: Paths) -> Paths:
@@ -228,21 +226,16 @@ def random_paths(task: Task, paths: Paths) -> Paths:
         Route(nodes=(route.source, *(order[stage].pop() for stage in route.stages[1:])), stages=route.stages)
         for route in paths.routes
     ]
-    return _judged(routes, paths.stage_of, paths.work, task.message_s, list(paths.flying))
+    return _judged(routes, paths.stage_of, paths.work, task.message_s)
 
 
-def _judged(
-    routes: Sequence[Route], stage_of: Sequence[int], work: Work, message_s: Numbers, flown: Sequence[int]
-) -> Paths:
-    sources = list(dict.fromkeys(route.source for route in routes))
-    flown = list(flown)[: len(sources)]
-    outcome = simulate(routes, work, message_s, flying=flown)
+def _judged(routes: Sequence[Route], stage_of: Sequence[int], work: Work, message_s: Numbers) -> Paths:
+    outcome = simulate(routes, work, message_s)
     assert outcome.stalled == 0, "microbatches wait for each other's slots"
     return Paths(
         routes=tuple(routes),
         stage_of=tuple(stage_of),
         work=work,
         makespan_s=outcome.makespan_s,
-        flying=tuple(flown),
         bound_s=max(bounds_s(routes, work, message_s)),
     )

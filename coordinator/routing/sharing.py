@@ -3,6 +3,9 @@
 The planner for uneven counts, such as full pipelines of five sources over three replicas of each stage. A source's
 path is found exactly, by dynamic programming over stages in order, at prices that rise with what others ask of a node;
 then sources are planned anew, one at a time, as long as the simulator finds the step shorter.
+
+Stages in order are what keeps shared nodes from blocking each other: whoever waits for a slot holds only slots of lower
+stages, so that somebody can always go on.
 """
 
 import random
@@ -35,6 +38,7 @@ def share(
 class _Sharing:
     def __init__(self, stage_of: Sequence[int], length: int, work: Work, message_s: Numbers, limits: Limits) -> None:
         self._work, self._message_s, self._length = work, message_s, length
+        self._both = [[there + message_s[v][u] for v, there in enumerate(row)] for u, row in enumerate(message_s)]
         self._stages = max(stage_of) + 1
         self._replicas = [[node for node, own in enumerate(stage_of) if own == s] for s in range(self._stages)]
         self._sources = self._replicas[0]
@@ -70,19 +74,18 @@ class _Sharing:
 
     def _judged(self) -> tuple[float, dict[int, float]]:
         routes = [self._paths[source] for source in self._sources]
-        outcome = simulate(routes, self._work, self._message_s, flying=flying(routes, self._work))
+        outcome = simulate(routes, self._work, self._message_s)
         return outcome.makespan_s, outcome.source_s
 
     def _planned(self, source: int, price: float) -> Route:
         """The cheapest path around the load of all others; what a node does for them is charged `price` times."""
-        work, message_s = self._work, self._message_s
-        asked = [0] * len(message_s)
+        work, both = self._work, self._both
+        asked = [0] * len(both)
         visits = [0] * self._stages
         for route in self._paths.values():
             for node, stage in zip(route.nodes[1:], route.stages[1:], strict=True):
                 asked[node] += 1
                 visits[stage] += 1
-        both = [[message_s[u][v] + message_s[v][u] for v in range(len(message_s))] for u in range(len(message_s))]
         reached: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, source): (0.0, (source,))}
         for _ in range(self._length - 1):
             further: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
@@ -104,24 +107,7 @@ class _Sharing:
                 "give nodes more slots, or other stages more nodes"
             )
         _, nodes = min((cost + both[node][source], path) for (_, node), (cost, path) in reached.items())
-        at = {node: stage for stage, several in enumerate(self._replicas) for node in several}
-        stages = tuple(at[node] for node in nodes)
+        home = {node: stage for stage, several in enumerate(self._replicas) for node in several}
+        stages = tuple(home[node] for node in nodes)
         assert not fault_of(stages, Limits(max_jump=self._jump, max_swap=0, max_swaps=0, max_swapped=IN_ORDER.max_swap))
         return Route(nodes=nodes, stages=stages)
-
-
-def flying(routes: Sequence[Route], work: Work) -> list[int]:
-    """Microbatches that each source may have on their way so that no node ever runs out of slots.
-
-    A node's slots are dealt evenly to the sources that use it; a source keeps to the least it was dealt. With that
-    nobody waits for a slot, so that no two paths can block each other. By source in order of its first route.
-    """
-    users: dict[int, set[int]] = {}
-    for route in routes:
-        for node in route.nodes:
-            users.setdefault(node, set()).add(route.source)
-    dealt: dict[int, int] = {}
-    for route in routes:
-        least = min(max(1, work.slots[node] // len(users[node])) for node in route.nodes)
-        dealt[route.source] = min(dealt.get(route.source, least), least)
-    return list(dealt.values())

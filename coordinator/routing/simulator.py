@@ -64,29 +64,21 @@ class _Job:
         self.route, self.microbatch, self.place, self.kind, self.since = route, microbatch, place, kind, since
 
 
-def simulate(
-    routes: Sequence[Route], work: Work, message_s: Numbers, *, flying: Sequence[int] | None = None, keep: bool = False
-) -> Outcome:
+def simulate(routes: Sequence[Route], work: Work, message_s: Numbers, *, keep: bool = False) -> Outcome:
     """One step: every source sends `work.microbatches` along its routes in turn.
-
-    `flying` is how many microbatches of each route's source are on their way at a time, by source in order of its
-    first route; None takes the source's slots. With `keep` every piece of work is told.
+    With `keep` every piece of work is told.
     """
-    return _Play(routes, work, message_s, flying, keep).run()
+    return _Play(routes, work, message_s, keep).run()
 
 
 class _Play:
     """One run of the simulator."""
 
-    def __init__(
-        self, routes: Sequence[Route], work: Work, message_s: Numbers, flying: Sequence[int] | None, keep: bool
-    ) -> None:
+    def __init__(self, routes: Sequence[Route], work: Work, message_s: Numbers, keep: bool) -> None:
         self._work, self._message_s, self._keep = work, message_s, keep
         self._ways: dict[int, list[Route]] = {}
         for route in routes:
             self._ways.setdefault(route.source, []).append(route)
-        limits = [work.slots[source] for source in self._ways] if flying is None else list(flying)
-        self._flying = dict(zip(self._ways, limits, strict=True))
         nodes = sorted({node for route in routes for node in route.nodes})
         self._free_at = dict.fromkeys(nodes, 0.0)
         self._kept = dict.fromkeys(nodes, 0)
@@ -101,8 +93,8 @@ class _Play:
         self._pieces: list[Piece] = []
 
     def run(self) -> Outcome:
-        for source, flying in self._flying.items():
-            for _ in range(min(flying, self._work.microbatches)):
+        for source in self._ways:
+            for _ in range(min(self._work.slots[source], self._work.microbatches)):
                 self._send(source, 0.0)
         events = self._events
         while events:
@@ -201,4 +193,3 @@ def bounds_s(routes: Sequence[Route], work: Work, message_s: Numbers) -> tuple[f
     used = [route for several in ways.values() for route in several[: work.microbatches]]
     longest = max(latency_s(route.nodes, route.stages, work, message_s) for route in used)
     return longest, max(load.values())
-

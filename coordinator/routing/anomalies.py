@@ -1,0 +1,265 @@
+"""Who hangs, who is slow, which link it is: from what every sync tells anyway (C4, arXiv 2406.04594).
+
+Bulk-synchronous work is periodic and alike, so that a node that strays from what the plan predicts of it is a sign of a
+fault. All durations are differences of one clock. What is compared is normalised by the prediction, so that nodes with
+different H and bits are comparable; at least four of them are needed.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+LEAST_NODES = 4
+
+Z_LIMIT = 3.5
+Z_SCALE = 0.6745
+"""Makes the median absolute deviation that of a normal distribution (Iglewicz and Hoaglin 1993, as is 3.5)."""
+
+LEAST_DEVIATION = 0.04
+"""Of the logarithms, about 4 %: below it rounds are called alike, and nobody is flagged for standing out of them."""
+
+ROUNDS, OF_ROUNDS = 3, 5
+"""A node is slow when that many of its last rounds were flagged."""
+
+LEAST_EXCESS = 0.1
+"""Of the round's time: what is less is nobody's worry."""
+
+LIMIT_LOG2 = 0.7
+"""A row, column or cell of the delays that is slower by 2^0.7 = 1.6 is flagged."""
+
+CELL_Z = 5.0
+"""A single cell has no median to lean on: it also has to stand out of the noise of all."""
+
+WAIT_RATIO = 5.0
+
+
+class Kind(StrEnum):
+    """What is wrong."""
+
+    DEAD = "dead"
+    NODE_HANG = "node hang"
+    LINK_HANG = "link hang"
+    NODE_SLOW = "node slow"
+    LINK_SLOW = "link slow"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a node is with its syncs, and what was seen of the one that is due."""
+
+    last_done: int
+    """Sequence number of the last sync that it completed; −1 before the first."""
+    entered: bool
+    """It said that its compute is done."""
+    heard: bool
+    """Its heartbeats go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A node's round: what it took and what the plan predicted."""
+
+    compute_s: float
+    expected_compute_s: float
+    transfer_s: float
+    expected_transfer_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A fault with its place and the reason."""
+
+    kind: Kind
+    node: str
+    reason: str
+    factor: float = math.inf
+    """How many times slower than expected."""
+
+
+def hung(progress: Mapping[str, Progress]) -> Finding | None:
+    """The culprit of a sync that is past its deadline: who completed the least; all others merely wait for it.
+
+    Of several, a dead node before a hanging one before a hanging link; then by name.
+    """
+    if not progress:
+        return None
+    least = min(one.last_done for one in progress.values())
+
+    def kind_of(one: Progress) -> Kind:
+        return Kind.DEAD if not one.heard else Kind.LINK_HANG if one.entered else Kind.NODE_HANG
+
+    order = list(Kind)
+    node = min(
+        (name for name, one in progress.items() if one.last_done == least),
+        key=lambda name: (order.index(kind_of(progress[name])), name),
+    )
+    why = {
+        Kind.DEAD: "its heartbeats have stopped",
+        Kind.NODE_HANG: "it is alive and did not finish its steps",
+        Kind.LINK_HANG: "it began to send and nothing whole arrived",
+    }[kind_of(progress[node])]
+    return Finding(
+        kind=kind_of(progress[node]),
+        node=node,
+        reason=f"sync {least + 1} is past its deadline and {node} is behind: {why}",
+    )
+
+
+def deadline_s(history_s: Sequence[float], slack_s: float) -> float:
+    """When a sync counts as hanging: max(3·median, 99th percentile) + slack."""
+    ordered = sorted(history_s)
+    return max(3.0 * statistics.median(ordered), ordered[max(0, math.ceil(0.99 * len(ordered)) - 1)]) + slack_s
+
+
+def slow(rounds: Sequence[Mapping[str, Sample]]) -> tuple[Finding, ...]:
+    """Nodes and links that were flagged in ROUNDS of the last OF_ROUNDS rounds, the newest last; by name."""
+    last = rounds[-OF_ROUNDS:]
+    flags: dict[tuple[Kind, str], list[float]] = {}
+    for samples in last:
+        if len(samples) < LEAST_NODES:
+            continue
+        whole = statistics.median(one.compute_s + one.transfer_s for one in samples.values())
+        for kind, taken in (
+            (Kind.NODE_SLOW, {name: (one.compute_s, one.expected_compute_s) for name, one in samples.items()}),
+            (Kind.LINK_SLOW, {name: (one.transfer_s, one.expected_transfer_s) for name, one in samples.items()}),
+        ):
+            for name, factor in _outliers(taken, LEAST_EXCESS * whole).items():
+                flags.setdefault((kind, name), []).append(factor)
+    found = []
+    for (kind, name), factors in sorted(flags.items(), key=lambda item: (item[0][1], item[0][0])):
+        if len(factors) >= ROUNDS:
+            factor = statistics.median(factors)
+            what = "computes" if kind is Kind.NODE_SLOW else "sends"
+            found.append(
+                Finding(
+                    kind=kind, node=name, factor=factor,
+                    reason=f"{name} {what} {factor:.1f} times as long as predicted, "
+                    f"in {len(factors)} of the last {len(last)} rounds",
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _outliers(taken: Mapping[str, tuple[float, float]], least_excess_s: float) -> dict[str, float]:
+    """Factor by node of whoever stands out: robust z of log(taken/expected) above the limit, and an excess."""
+    logs = {name: math.log(max(value, 1e-9) / expected) for name, (value, expected) in taken.items() if expected > 0.0}
+    if len(logs) < LEAST_NODES:
+        return {}
+    middle = statistics.median(logs.values())
+    spread = max(LEAST_DEVIATION, statistics.median(abs(log - middle) for log in logs.values()))
+    return {
+        name: math.exp(log)
+        for name, log in logs.items()
+        if Z_SCALE * (log - middle) / spread > Z_LIMIT and taken[name][0] - taken[name][1] > least_excess_s
+    }
+
+
+def straggler(waits_s: Mapping[str, float]) -> str | None:
+    """Where all wait at a barrier, the straggler waits least: the median wait is above WAIT_RATIO times its own."""
+    if len(waits_s) < LEAST_NODES:
+        return None
+    node = min(waits_s, key=lambda name: (waits_s[name], name))
+    return node if statistics.median(waits_s.values()) > WAIT_RATIO * waits_s[node] else None
+
+
+class Place(StrEnum):
+    """Where a matrix of delays is slow."""
+
+    SEND = "send side"
+    RECEIVE = "receive side"
+    HOST = "card or host"
+    PATH = "path"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """A slow part of the matrix: of a path both ends, else only `source` or `target`."""
+
+    place: Place
+    source: int | None
+    target: int | None
+    factor: float
+
+
+def localise(delay_s: Sequence[Sequence[float | None]]) -> tuple[Slow, ...]:
+    """What is slow in a matrix [sender][receiver] of delays per byte; None or 0 where nothing was measured.
+
+    L = log₂(M/median). A row whose median is above the limit is its sender, a column its receiver, both the host; a
+    cell that neither explains is its path.
+    """
+    cells = {
+        (u, v): value for u, row in enumerate(delay_s) for v, value in enumerate(row) if u != v and value
+    }  # fmt: skip
+    if len(cells) < LEAST_NODES:
+        return ()
+    middle = statistics.median(cells.values())
+    logs = {cell: math.log2(value / middle) for cell, value in cells.items()}
+    spread = statistics.median(abs(log) for log in logs.values()) / Z_SCALE
+    rows = {u: _median_of(log for (a, _), log in logs.items() if a == u) for u in range(len(delay_s))}
+    columns = {v: _median_of(log for (_, b), log in logs.items() if b == v) for v in range(len(delay_s))}
+    senders = {u for u, log in rows.items() if log > LIMIT_LOG2}
+    receivers = {v for v, log in columns.items() if log > LIMIT_LOG2}
+    found = [
+        Slow(place=Place.HOST, source=u, target=u, factor=2.0 ** max(rows[u], columns[u])) for u in senders & receivers
+    ]
+    found += [Slow(place=Place.SEND, source=u, target=None, factor=2.0 ** rows[u]) for u in senders - receivers]
+    found += [Slow(place=Place.RECEIVE, source=None, target=v, factor=2.0 ** columns[v]) for v in receivers - senders]
+    found += [
+        Slow(place=Place.PATH, source=u, target=v, factor=2.0**log)
+        for (u, v), log in logs.items()
+        if u not in senders and v not in receivers and log > max(LIMIT_LOG2, CELL_Z * spread)
+    ]
+    order = list(Place)
+    return tuple(sorted(found, key=lambda one: (order.index(one.place), one.source or 0, one.target or 0)))
+
+
+def _median_of(values: "object") -> float:
+    known = list(values)  # type: ignore[call-overload]
+    return statistics.median(known) if known else 0.0
+
+
+class Action(StrEnum):
+    """What is done about it, the mildest first."""
+
+    REPROBE = "re-probe the link"
+    LIGHTEN = "fewer bits or a longer H"
+    REROUTE = "another way"
+    DROP = "leave it out of the round"
+    EVICT = "let it go"
+
+
+EVICT_AFTER = 3
+"""Rounds that a node was left out of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """An action with its reason."""
+
+    action: Action
+    reason: str
+
+
+def next_step(finding: Finding, taken: Sequence[Action], *, another_way: bool = False) -> Step:
+    """One rung further than what was done about the same fault before.
+
+    A dead or hanging node is left out at once; a slow node has no link to probe; without another way that rung is
+    left out.
+    """
+    match finding.kind:
+        case Kind.DEAD | Kind.NODE_HANG:
+            ladder = [Action.DROP]
+        case Kind.LINK_HANG:
+            ladder = [Action.REPROBE, *([Action.REROUTE] if another_way else []), Action.DROP]
+        case Kind.NODE_SLOW:
+            ladder = [Action.LIGHTEN, Action.DROP]
+        case _:
+            ladder = [Action.REPROBE, Action.LIGHTEN, *([Action.REROUTE] if another_way else []), Action.DROP]
+    dropped = sum(action is Action.DROP for action in taken)
+    if dropped >= EVICT_AFTER:
+        return Step(action=Action.EVICT, reason=f"{finding.reason}; it was left out of {dropped} rounds before")
+    action = next((rung for rung in ladder if rung not in taken), Action.DROP)
+    before = f"; tried before: {', '.join(taken)}" if taken else ""
+    return Step(action=action, reason=f"{finding.reason}{before}")

@@ -1,0 +1,253 @@
+"""The whole plan: from an inventory to islands, layout, paths, sync and what all of it is predicted to take.
+
+A pure function: the same inventory gives the same plan, on every machine. What lost is told with it, and by how much.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farloop.algo.layout import Hop, Layout, Path, Stage
+from farloop.coordinator.routing.deciding import Decision, decide
+from farloop.coordinator.routing.fabric import Fabric, fabric_of
+from farloop.coordinator.routing.groups import Transport, transport
+from farloop.coordinator.routing.inventory import Inventory, Mode
+from farloop.coordinator.routing.islands import Island, islands_of
+from farloop.coordinator.routing.partition import floor_split, slowest_s
+from farloop.coordinator.routing.placement import dp_s
+from farloop.coordinator.routing.rates import utilization
+from farloop.coordinator.routing.routes import Paths
+from farloop.coordinator.routing.simulator import Outcome, simulate
+from farloop.coordinator.routing.syncing import Sync, plan_sync
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Nodes that hold the same stage and agree on it."""
+
+    stage: int
+    nodes: tuple[str, ...]
+    transport: Transport
+    """What a collective among all of them could use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A plan that lost, or what this one is measured by."""
+
+    name: str
+    seconds: float
+    """In the unit of `of`."""
+    chosen_s: float
+    """The chosen plan's."""
+    of: str
+    """What the seconds are of."""
+
+    @property
+    def factor(self) -> float:
+        """How many times as long as the chosen plan."""
+        return self.seconds / self.chosen_s if self.chosen_s > 0.0 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What nodes run, and what it is predicted to take."""
+
+    mode: Mode
+    why: str
+    islands: tuple[tuple[str, ...], ...]
+    layout: Layout
+    groups: tuple[Group, ...]
+    makespan_s: float
+    """Of a step's microbatches, by the simulator."""
+    bound_s: float
+    """No step along these paths is shorter."""
+    h_star: float | None
+    """From that H on, pipelines stay inside islands; None where there is nothing to choose."""
+    h: int
+    sync: Sync | None
+    """None where links to the coordinator are not known."""
+    sync_s: float
+    """Of a round, blocking: over the star, or of an all-reduce among replicas where no star can be predicted."""
+    compute_s: float
+    """Of a round's inner steps."""
+    busy_share: float
+    """Of the nodes' time in a step that is compute, mean over nodes with work."""
+    alternatives: tuple[Alternative, ...]
+    suspects: tuple[tuple[str, str], ...]
+    """Links that are too slow to be believed, left out until they are probed again."""
+    standby: tuple[str, ...]
+    """Replicas without work."""
+    idle: tuple[str, ...]
+    """Nodes without a stage: their island does not hold the model."""
+    notes: tuple[str, ...]
+    seed: int
+
+    @property
+    def step_s(self) -> float:
+        """Of an inner step: its microbatches, forwards and backwards."""
+        return self.makespan_s
+
+    @property
+    def round_s(self) -> float:
+        """H steps, then the sync, nothing overlapped."""
+        return self.compute_s + self.sync_s
+
+    @property
+    def streamed_round_s(self) -> float:
+        """The same where fragments are sent while training goes on: the longer of both."""
+        if self.sync is None:
+            return max(self.compute_s, self.sync_s)
+        return max(self.compute_s, self.sync.star.overlapped_s(len(self.sync.roots)))
+
+    @property
+    def compute_share(self) -> float:
+        """Of a blocking round that is steps: H·τ/(H·τ + T)."""
+        return utilization(1, self.compute_s, self.sync_s) if self.round_s > 0.0 else 1.0
+
+
+def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
+    """The plan of an inventory.
+
+    Raises:
+        ValueError: nothing can be planned, with what would have to change.
+    """
+    fabric = fabric_of(inventory)
+    islands = islands_of(inventory)
+    decision = decide(inventory, fabric, islands)
+    paths = decision.paths
+    outcome = simulate(paths.routes, paths.work, fabric.message_s)
+    layout = _layout(inventory, paths, epoch)
+    names = [node.name for node in inventory.nodes]
+    sync, sync_s, compute_s = _synced(inventory, fabric, islands, paths, outcome)
+    used = {node for route in paths.routes for node in route.nodes}
+    busy = [outcome.busy_s[node] / outcome.makespan_s for node in sorted(used)] if outcome.makespan_s > 0.0 else [1.0]
+    return Plan(
+        mode=decision.mode,
+        why=decision.why,
+        islands=tuple(tuple(names[node] for node in island.nodes) for island in islands),
+        layout=layout,
+        groups=tuple(
+            Group(
+                stage=number,
+                nodes=stage.replicas,
+                transport=_transport(inventory, islands, [names.index(name) for name in stage.replicas]),
+            )
+            for number, stage in enumerate(layout.stages)
+        ),
+        makespan_s=outcome.makespan_s,
+        bound_s=paths.bound_s,
+        h_star=decision.crossover.h_star if decision.crossover is not None else None,
+        h=inventory.wish.h,
+        sync=sync,
+        sync_s=sync_s,
+        compute_s=compute_s,
+        busy_share=sum(busy) / len(busy),
+        alternatives=_alternatives(decision, sync, outcome),
+        suspects=tuple((names[u], names[v]) for u, v in fabric.suspects),
+        standby=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage >= 0 and n not in used),
+        idle=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage < 0),
+        notes=_notes(inventory, paths, sync),
+        seed=inventory.wish.seed,
+    )
+
+
+def _layout(inventory: Inventory, paths: Paths, epoch: int) -> Layout:
+    names = [node.name for node in inventory.nodes]
+    first, stages = 0, []
+    for number, layers in enumerate(paths.work.layers):
+        replicas = tuple(names[node] for node, stage in enumerate(paths.stage_of) if stage == number)
+        stages.append(Stage(first=first, stop=first + layers, replicas=replicas))
+        first += layers
+    ways = tuple(
+        Path(hops=tuple(Hop(stage=s, node=names[n]) for n, s in zip(route.nodes, route.stages, strict=True)))
+        for route in paths.routes
+    )
+    layout = Layout(epoch=epoch, stages=tuple(stages), paths=ways)
+    faults = list(layout.faults())
+    assert not faults, faults
+    return layout
+
+
+def _transport(inventory: Inventory, islands: Sequence[Island], members: Sequence[int]) -> Transport:
+    """RDMA among nodes of one island with one RDMA fabric; a group across islands speaks TCP."""
+    inside = any(set(members) <= set(island.nodes) for island in islands)
+    kinds = [inventory.nodes[node].fabric for node in members]
+    return transport(kinds) if inside else Transport.SOCKET
+
+
+def _synced(
+    inventory: Inventory, fabric: Fabric, islands: Sequence[Island], paths: Paths, outcome: Outcome
+) -> tuple[Sync | None, float, float]:
+    """(what nodes send, seconds of a round's sync, seconds of its steps)."""
+    model, wish = inventory.model, inventory.wish
+    total = sum(paths.work.layers)
+    share = {node: paths.work.layers[stage] / total for node, stage in enumerate(paths.stage_of) if stage >= 0}
+    members: dict[int, list[int]] = {}
+    for route in paths.routes:
+        members.setdefault(route.source, []).extend(route.nodes)
+    pipelines = [(list(dict.fromkeys(nodes)), outcome.source_s[source]) for source, nodes in members.items()]
+    sync = plan_sync(inventory, islands, share, pipelines)
+    if sync is None:
+        groups = tuple(
+            tuple(node for node, own in enumerate(paths.stage_of) if own == stage)
+            for stage in range(len(paths.work.layers))
+        )
+        most = max(paths.work.layers) / total
+        return None, dp_s(groups, fabric, model.parameter_bytes * most), wish.h * outcome.makespan_s
+    first = {source: inventory.nodes[nodes[0]].name for source, nodes in members.items()}
+    compute = max(sync.rates[first[source]].h * outcome.source_s[source] for source in members)
+    return sync, sync.star.round_s, compute
+
+
+def _alternatives(decision: Decision, sync: Sync | None, outcome: Outcome) -> tuple[Alternative, ...]:
+    found = [
+        Alternative(name=name, seconds=seconds, chosen_s=decision.cost_s, of="communication of a step")
+        for name, seconds in decision.lost
+    ]
+    found += [
+        Alternative(name=name, seconds=seconds, chosen_s=outcome.makespan_s, of="step")
+        for name, seconds in decision.compared
+    ]
+    if sync is not None:
+        found += [
+            Alternative(name=one.name, seconds=one.round_s, chosen_s=sync.star.round_s, of="sync, against the star")
+            for one in sync.topologies[1:]
+        ]
+    return tuple(found)
+
+
+def _notes(inventory: Inventory, paths: Paths, sync: Sync | None) -> tuple[str, ...]:
+    found = []
+    if sync is None:
+        found.append(
+            "links to the coordinator, or the size of the parameters, are not given: "
+            "the sync is predicted as an all-reduce among replicas, bits and H are left as they are"
+        )
+    work = paths.work
+    if len(work.layers) > 1:
+        slowest = [
+            max(work.layer_s[n] for n, own in enumerate(paths.stage_of) if own == s) for s in range(len(work.layers))
+        ]
+        if all(seconds > 0.0 for seconds in slowest) and len(set(slowest)) > 1:
+            speeds = [1.0 / seconds for seconds in slowest]
+            floor = floor_split(sum(work.layers), speeds)
+            found.append(
+                f"layers {', '.join(map(str, work.layers))}: the slowest stage takes "
+                f"{slowest_s(work.layers, speeds):.3g} s forwards; Holmes' floor rule ({', '.join(map(str, floor))}) "
+                f"{slowest_s(floor, speeds):.3g} s"
+            )
+    assumed = {node.site for node in inventory.nodes if _lonely(inventory, node.site)}
+    if assumed:
+        found.append(
+            f"nothing is given for links inside {', '.join(sorted(assumed)[:4])}: 10 Gbit/s and 0.5 ms are assumed"
+        )
+    return tuple(found)
+
+
+def _lonely(inventory: Inventory, site: str) -> bool:
+    """Whether nodes of a site are joined by nothing but an assumption."""
+    members = [node for node in inventory.nodes if node.site == site]
+    if len(members) < 2:
+        return False
+    link = inventory.link(members[0], members[1])
+    return link is not None and link.provenance == "assumed"

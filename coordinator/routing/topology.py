@@ -1,0 +1,225 @@
+"""How fragments come together and go out again, and how long that takes: star, shards, relays and rings.
+
+A fluid model with fair sharing: a transfer takes as long as its narrowest place, a place as long as all its bytes. What
+runs today is the star; the others are predicted, so that one knows what they would save.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """A node as its links to the coordinator see it; rates in bytes/s."""
+
+    up: float
+    down: float
+    latency_s: float
+    payload: float
+    """Bytes it sends in a round; as many come back."""
+    reachable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Workers that are near each other."""
+
+    workers: tuple[int, ...]
+    rate: float = math.inf
+    """Bytes/s between two of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """An aggregator's rates in bytes/s; `sums` is how fast it decodes and adds."""
+
+    down: float = math.inf
+    """Into it."""
+    up: float = math.inf
+    """Out of it, all receivers together."""
+    sums: float = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds of a round of one topology."""
+
+    name: str
+    up_s: float
+    down_s: float
+    relays: tuple[int, ...] = ()
+
+    @property
+    def round_s(self) -> float:
+        """Up, then down, nothing overlapped."""
+        return self.up_s + self.down_s
+
+    def overlapped_s(self, fragments: int) -> float:
+        """Fragments one after the other over full-duplex links: max(up, down) + (up + down)/F, if that is less."""
+        return min(self.round_s, max(self.up_s, self.down_s) + self.round_s / fragments)
+
+
+def star(workers: Sequence[Worker], hub: Hub) -> Prediction:
+    """max(maxᵢ Sᵢ/uᵢ + lᵢ, ΣSᵢ/D + l, ΣSᵢ/R); the same downwards with the other rates."""
+    return sharded(workers, [hub], name="star")
+
+
+def sharded(workers: Sequence[Worker], hubs: Sequence[Hub], *, name: str = "") -> Prediction:
+    """K aggregators, each with the share of the fragments that its rate allows: wₖ = Dₖ/ΣD."""
+    total = sum(worker.payload for worker in workers)
+    least = min(worker.latency_s for worker in workers)
+    sums = math.inf if any(math.isinf(hub.sums) for hub in hubs) else sum(hub.sums for hub in hubs)
+    up = max(
+        max(worker.payload / worker.up + worker.latency_s for worker in workers),
+        total / sum(hub.down for hub in hubs) + least,
+        total / sums,
+    )
+    down = max(
+        max(worker.payload / worker.down + worker.latency_s for worker in workers),
+        total / sum(hub.up for hub in hubs) + least,
+    )
+    return Prediction(name=name or f"{len(hubs)} aggregators", up_s=up, down_s=down)
+
+
+def relays(
+    workers: Sequence[Worker], sites: Sequence[Site], hub: Hub, *, widened: float = 1.0, chunks: int = 1
+) -> Prediction:
+    """A relay at each site sums its neighbours' payloads and sends one on: gather, then the wide link.
+
+    `widened` is the size of what a relay sends in payloads: 1 when it quantises again, (q + ⌈log₂ n⌉)/q for exact
+    sums. With `chunks` above 1 both parts overlap but for the first chunk. Sites of one worker, and those where nobody
+    can be dialled, send directly.
+    """
+    gather, wide, wide_down, sent, received = 0.0, 0.0, 0.0, 0.0, 0.0
+    heads: list[int] = []
+    latency = 0.0
+    for site in sites:
+        head = relay_of(workers, site)
+        if head is None or len(site.workers) == 1:
+            for one in site.workers:
+                worker = workers[one]
+                wide = max(wide, worker.payload / worker.up)
+                wide_down = max(wide_down, worker.payload / worker.down)
+                sent, received = sent + worker.payload, received + worker.payload
+                latency = max(latency, worker.latency_s)
+            continue
+        heads.append(head)
+        worker = workers[head]
+        own = sum(workers[one].payload for one in site.workers if one != head)
+        gather = max(gather, own / site.rate)
+        wide = max(wide, widened * worker.payload / worker.up)
+        wide_down = max(wide_down, worker.payload / worker.down)
+        sent, received = sent + widened * worker.payload, received + worker.payload
+        latency = max(latency, worker.latency_s)
+    up_wan = max(wide, sent / hub.down) + latency
+    down_wan = max(wide_down, received / hub.up) + latency
+    name = "relay per site" if widened == 1.0 else "relay per site, exact sums"
+    return Prediction(
+        name=name, up_s=_in_turn(gather, up_wan, chunks), down_s=_in_turn(gather, down_wan, chunks), relays=tuple(heads)
+    )
+
+
+def _in_turn(first: float, second: float, chunks: int) -> float:
+    """Store and forward; with chunks the first one's gathering, then the slower of both."""
+    return first + second if chunks == 1 else first / chunks + max(first, second)
+
+
+def relay_of(workers: Sequence[Worker], site: Site) -> int | None:
+    """The member that others can dial with the fastest way out; None where nobody can be dialled. Ties to the first."""
+    able = [one for one in site.workers if workers[one].reachable]
+    return max(able, key=lambda one: (min(workers[one].up, workers[one].down), -one), default=None)
+
+
+def worth_relaying(tree: Prediction, plain: Prediction) -> bool:
+    """Whether relays are worth their trouble: below 0.85 of the star."""
+    return tree.round_s < 0.85 * plain.round_s
+
+
+def ring(payload: float, rates: Sequence[float], latency_s: float, *, name: str = "ring") -> Prediction:
+    """2(N − 1)/N · S/min b + 2(N − 1)·l, of the edges in ring order; half of it each way."""
+    count = len(rates)
+    half = (count - 1) / count * payload / min(rates) + (count - 1) * latency_s if count > 1 else 0.0
+    return Prediction(name=name, up_s=half, down_s=half)
+
+
+def ring_of_relays(workers: Sequence[Worker], sites: Sequence[Site]) -> Prediction | None:
+    """Sites gather at their relays, which form a ring; None where a site has no relay."""
+    heads = [relay_of(workers, site) for site in sites]
+    if any(head is None for head in heads):
+        return None
+    own = [workers[head] for head in heads if head is not None]
+    payload = max(worker.payload for worker in own)
+    gather = max(
+        sum(workers[one].payload for one in site.workers if one != head) / site.rate
+        for site, head in zip(sites, heads, strict=True)
+    )
+    found = ring(payload, [min(worker.up, worker.down) for worker in own], max(worker.latency_s for worker in own))
+    half = gather + found.up_s
+    return Prediction(
+        name="relays in a ring", up_s=half, down_s=half, relays=tuple(head for head in heads if head is not None)
+    )
+
+
+def butterfly(rates: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """Shares that workers aggregate themselves, and the time in units of the payload: the least T with
+    maxᵢ (1 + (N − 2)wᵢ)/bᵢ ≤ T and Σw = 1 (hivemind's linear programme, solved by filling the fastest first).
+    """
+    count = len(rates)
+    if count < 3:
+        return (1.0 / count,) * count, 1.0 / min(rates)
+    low = 1.0 / min(rates)
+
+    def room(t: float) -> list[float]:
+        return [max(0.0, (t * rate - 1.0) / (count - 2)) for rate in rates]
+
+    # Where that is too early all shares are above 0, and their sum is linear in T.
+    time = low if sum(room(low)) >= 1.0 else (count - 2 + count) / sum(rates)
+    shares, left = [0.0] * count, 1.0
+    free = room(time)
+    for worker in sorted(range(count), key=lambda one: (-rates[one], one)):
+        shares[worker] = min(left, free[worker])
+        left -= shares[worker]
+    return tuple(shares), time
+
+
+def fragment_roots(fragments: int, rates: Sequence[float]) -> tuple[int, ...]:
+    """The aggregator of each fragment: as many as its share of the rates, by largest remainder, sums kept exactly."""
+    if len(rates) == 1:
+        return (0,) * fragments
+    exact = [fragments * rate / sum(rates) for rate in rates]
+    counts = [math.floor(value) for value in exact]
+    order = sorted(range(len(rates)), key=lambda one: (counts[one] - exact[one], one))
+    for one in order[: fragments - sum(counts)]:
+        counts[one] += 1
+    return tuple(root for root, count in enumerate(counts) for _ in range(count))
+
+
+def slowest_edge_ring(edge_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The ring through all places whose slowest edge is the fastest, ties by the sum; exact, for at most 8 places.
+
+    A ring waits for its slowest edge, so that the sum, which a travelling salesman minimises, is the wrong measure.
+
+    Raises:
+        ValueError: more than 8 places.
+    """
+    count = len(edge_s)
+    if count > 8:
+        raise ValueError(f"{count} places are too many for an exact ring; the most is 8")
+    best: tuple[float, float, tuple[int, ...]] = (math.inf, math.inf, ())
+
+    def extended(path: tuple[int, ...], slowest: float, total: float) -> None:
+        nonlocal best
+        if slowest > best[0]:
+            return
+        if len(path) == count:
+            back = edge_s[path[-1]][path[0]] if count > 1 else 0.0
+            best = min(best, (max(slowest, back), total + back, path))
+            return
+        for place in range(1, count):
+            if place not in path:
+                step = edge_s[path[-1]][place]
+                extended((*path, place), max(slowest, step), total + step)
+
+    extended((0,), 0.0, 0.0)
+    return best[2]
