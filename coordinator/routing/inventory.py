@@ -39,6 +39,8 @@ class Provenance(StrEnum):
 
     OPERATOR = "operator"
     PROBE = "probe"
+    TRANSFER = "transfer"
+    """Of what had to be sent anyway."""
     SYSFS = "sysfs"
     ANNOTATION = "annotation"
     ASSUMED = "assumed"
