@@ -18,6 +18,7 @@ from farloop.cli.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_
 from farloop.cli.journal_commands import explain, journal_app
 from farloop.cli.keys_commands import keys_app
 from farloop.cli.logs import LogLevel, set_up
+from farloop.cli.plan import plan
 from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
 from farloop.cli.schedule_preview import schedule
 from farloop.cli.simulate import simulate_app
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Check or show a RUN.toml or NODE.toml.", **_LOOK)
 app.command(rich_help_panel="Look")(schedule)
+app.command(rich_help_panel="Look")(plan)
 app.command(rich_help_panel="Look")(explain)
 app.add_typer(journal_app, name="journal", rich_help_panel="Look")
 app.add_typer(bench_app, name="bench", rich_help_panel="Look")

@@ -5,6 +5,7 @@ A pure function: the same inventory gives the same plan, on every machine. What 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from farloop.algo.layout import Hop, Layout, Path, Stage
 from farloop.coordinator.routing.deciding import Decision, decide
@@ -49,6 +50,18 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A piece of work of the slowest source in a step: a forward pass (F), a loss (L) or a backward pass (B)."""
+
+    node: str
+    stage: int
+    kind: Literal["F", "L", "B"]
+    microbatch: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What nodes run, and what it is predicted to take."""
 
@@ -80,6 +93,10 @@ class Plan:
     idle: tuple[str, ...]
     """Nodes without a stage: their island does not hold the model."""
     notes: tuple[str, ...]
+    beats: tuple[Beat, ...]
+    """A step of the slowest source."""
+    source_s: tuple[tuple[str, float], ...]
+    """Seconds of a step of every source."""
     seed: int
 
     @property
@@ -147,7 +164,26 @@ def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
         standby=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage >= 0 and n not in used),
         idle=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage < 0),
         notes=_notes(inventory, paths, sync),
+        beats=_beats(inventory, fabric, paths, outcome),
+        source_s=tuple((names[source], seconds) for source, seconds in outcome.source_s.items()),
         seed=inventory.wish.seed,
+    )
+
+
+def _beats(inventory: Inventory, fabric: Fabric, paths: Paths, outcome: Outcome) -> tuple[Beat, ...]:
+    slowest = max(outcome.source_s, key=lambda source: outcome.source_s[source])
+    kept = simulate(paths.routes, paths.work, fabric.message_s, keep=True)
+    return tuple(
+        Beat(
+            node=inventory.nodes[piece.node].name,
+            stage=paths.stage_of[piece.node],
+            kind=piece.kind,
+            microbatch=piece.microbatch,
+            start_s=piece.start_s,
+            stop_s=piece.stop_s,
+        )
+        for piece in kept.pieces
+        if piece.source == slowest
     )
 
 

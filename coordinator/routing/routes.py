@@ -18,8 +18,8 @@ from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
 
 _MOVES_PER_NODE = 2000
 _POLISH_PER_NODE = 60
-_SHARING_PIECES = 400_000
-"""Pieces of work that the search for shared paths may simulate, about a second."""
+_SHARING_PIECES = 40_000
+"""Pieces of work that the search for shared paths may simulate, about a tenth of a second."""
 
 _POLISH_HOT = 0.01
 
