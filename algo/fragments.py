@@ -34,7 +34,12 @@ def trainable_tensors(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def partition(
-    tensors: Sequence[NamedShape], *, pattern: Pattern, blocks_per_fragment: int = 3, fragments: int | None = None
+    tensors: Sequence[NamedShape],
+    *,
+    pattern: Pattern,
+    blocks_per_fragment: int = 3,
+    fragments: int | None = None,
+    stages: Sequence[int] = (),
 ) -> Layout:
     """Cut the tensors into fragments, each with its slot in the round.
 
@@ -44,24 +49,56 @@ def partition(
     with 3 blocks per fragment at every scale. In a model without numbered blocks every tensor counts as a block of
     its own and the pattern is `balanced`. A slot above the size limit is shared by several fragments.
 
-    Raises ValueError for no tensors, duplicate names, empty or oversized tensors, and more fragments than blocks.
+    `stages` are the first blocks of all pipeline stages but the first: no fragment crosses one, and each stage is cut
+    for itself, with what lies outside the blocks in stage 0, where losses end. Its fragments are spread evenly over the
+    slots of the stage that has most, so that a node that holds one stage sends as evenly as one that holds all, and
+    every stage has a fragment in the last slot, which ends a round.
+
+    Raises ValueError for no tensors, duplicate names, empty or oversized tensors, more fragments than blocks, and
+    stages that are not of this model.
     """
     _check_tensors(tensors)
     if blocks_per_fragment < 1:
         raise ValueError(f"blocks_per_fragment is {blocks_per_fragment}; the least is 1")
-    if pattern == "whole":
-        if fragments not in (None, 1):
-            raise ValueError(f"the pattern 'whole' has 1 fragment, not {fragments}; for more take 'strided'")
-        return _layout([list(tensors)])
+    if pattern == "whole" and fragments not in (None, 1):
+        raise ValueError(f"the pattern 'whole' has 1 fragment, not {fragments}; for more take 'strided'")
 
     blocks = _block_numbers(tensors)
+    cut: list[list[list[NamedShape]]] = []
+    for first, stop in _stages(stages, 1 + max(blocks.values(), default=-1)):
+        own = [t for t in tensors if (first <= blocks[t[0]] < stop if t[0] in blocks else first == 0)]
+        cut.append([own] if pattern == "whole" else _groups(own, blocks, pattern, blocks_per_fragment, fragments))
+    return _layout(cut)
+
+
+def _stages(starts: Sequence[int], num_blocks: int) -> list[tuple[int, int]]:
+    """First block, and the one after the last, of every stage."""
+    bounds = [0, *starts]
+    if starts and not (list(bounds) == sorted(set(bounds)) and bounds[-1] < num_blocks):
+        raise ValueError(
+            f"stages begin at blocks {', '.join(map(str, starts))}; name the first block of every stage but the first, "
+            f"in order, and this model has {num_blocks} numbered blocks"
+        )
+    return list(zip(bounds, [*starts, max(num_blocks, 1)], strict=True))
+
+
+def _groups(
+    tensors: Sequence[NamedShape],
+    blocks: Mapping[str, int],
+    pattern: Pattern,
+    blocks_per_fragment: int,
+    fragments: int | None,
+) -> list[list[NamedShape]]:
+    """The layer fragments of one stage, and what lies outside the blocks behind them."""
     layers = [tensor for tensor in tensors if tensor[0] in blocks]
     rest = [tensor for tensor in tensors if tensor[0] not in blocks]
     if not layers:
         layers, rest, pattern = rest, [], "balanced"
         blocks = {name: number for number, (name, _) in enumerate(layers)}
 
-    num_blocks = 1 + max(blocks.values())
+    first = min(blocks[name] for name, _ in layers)
+    local = {name: blocks[name] - first for name, _ in layers}
+    num_blocks = 1 + max(local.values())
     num_fragments = -(-num_blocks // blocks_per_fragment) if fragments is None else fragments
     most = len(layers) if pattern == "balanced" else num_blocks
     if not 1 <= num_fragments <= most:
@@ -69,9 +106,9 @@ def partition(
         raise ValueError(f"{num_fragments} fragments cannot be cut from {most} {unit}; take 1 to {most}")
 
     groups: list[list[NamedShape]] = [[] for _ in range(num_fragments)]
-    for tensor, group in zip(layers, _assign(layers, blocks, pattern, num_blocks, num_fragments), strict=True):
+    for tensor, group in zip(layers, _assign(layers, local, pattern, num_blocks, num_fragments), strict=True):
         groups[group].append(tensor)
-    return _layout([*groups, rest] if rest else groups)
+    return [*groups, rest] if rest else groups
 
 
 def view(flat: Tensor, tensor: TensorSlot) -> Tensor:
@@ -158,12 +195,18 @@ def _assign(
     return assigned
 
 
-def _layout(groups: Sequence[Sequence[NamedShape]]) -> Layout:
-    """One slot per group; a group above the size limit becomes several fragments of that slot."""
-    cut = [(slot, tensors) for slot, group in enumerate(groups) for tensors in _within_limit(group)]
+def _layout(stages: Sequence[Sequence[Sequence[NamedShape]]]) -> Layout:
+    """One slot per group of the stage that has most; a group above the size limit becomes several fragments of its."""
+    slots = max(len(groups) for groups in stages)
+    cut = [
+        (stage, -(-(number + 1) * slots // len(groups)) - 1, tensors)
+        for stage, groups in enumerate(stages)
+        for number, group in enumerate(groups)
+        for tensors in _within_limit(group)
+    ]
     return Layout(
-        slots=len(groups),
-        fragments=tuple(_fragment(index, slot, tensors) for index, (slot, tensors) in enumerate(cut)),
+        slots=slots,
+        fragments=tuple(_fragment(index, stage, slot, tensors) for index, (stage, slot, tensors) in enumerate(cut)),
     )
 
 
@@ -179,13 +222,13 @@ def _within_limit(group: Sequence[NamedShape]) -> Iterator[list[NamedShape]]:
     yield taken
 
 
-def _fragment(index: int, slot: int, tensors: Sequence[NamedShape]) -> Fragment:
+def _fragment(index: int, stage: int, slot: int, tensors: Sequence[NamedShape]) -> Fragment:
     placed: list[TensorSlot] = []
     numel = 0
     for name, shape in tensors:
         placed.append(TensorSlot(name=name, shape=tuple(shape), offset=numel))
         numel += _padded(shape)
-    return Fragment(index=index, slot=slot, numel=numel, tensors=tuple(placed))
+    return Fragment(index=index, slot=slot, numel=numel, tensors=tuple(placed), stage=stage)
 
 
 def _padded(shape: Sequence[int]) -> int:

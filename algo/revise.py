@@ -77,7 +77,11 @@ _AS_IN_RUN_TOML: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """What a RUN.toml calls otherwise."""
 
-_IDENTITY: Final = frozenset(field.name for field in dataclasses.fields(Identity)) | {"init", "blocks_per_fragment"}
+_IDENTITY: Final = frozenset(field.name for field in dataclasses.fields(Identity)) | {
+    "init",
+    "blocks_per_fragment",
+    "stages",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

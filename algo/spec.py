@@ -7,9 +7,12 @@ import dataclasses
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final, Literal, NewType
+
+LATER: Final = {"later": True}
+"""Metadata of a field that came after the first release: at its default it is left out, and released bytes stand."""
 
 NodeId = NewType("NodeId", str)
 """A node's name: the owner of its CURVE key, or, without encryption, the name it claims."""
@@ -48,6 +51,8 @@ class Fragment:
     numel: int
     """Padding included: the length of every buffer, payload and digest of this fragment."""
     tensors: tuple[TensorSlot, ...]
+    stage: int = field(default=0, metadata=LATER)
+    """Of a pipeline, that it lies in: the unit in which nodes hold less than the whole model (protocol G)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,11 @@ class Layout:
     slots: int
     """Sends per round; fragments that share a slot travel together."""
     fragments: tuple[Fragment, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the cut respects; 1 where it knows of none."""
+        return 1 + max(fragment.stage for fragment in self.fragments)
 
     @property
     def num_parameters(self) -> int:
@@ -317,10 +327,6 @@ def _digest(value: object) -> str:
     assert dataclasses.is_dataclass(value) and not isinstance(value, type)
     canonical = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-LATER: Final = {"later": True}
-"""Metadata of a field that came after the first release: at its default it is left out, and released bytes stand."""
 
 
 def to_plain(value: Any) -> Any:

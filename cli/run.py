@@ -56,6 +56,9 @@ class RunConfig:
     """With lag = 1: train on as if the node's own latest delta were merged already (arXiv 2502.12996)."""
     blocks_per_fragment: int = 3
     """Transformer blocks of a fragment, where the method cuts the model."""
+    stages: str | None = None
+    """Where a pipeline cuts the model: the first block of every stage but the first, as "4,8". No fragment crosses a
+    cut, embedding and head are of stage 0, and a node may hold some stages; nodes and quorum are of each."""
     codec_up: str | None = None
     """From the nodes to the coordinator: a name of `farloop codecs`, or one with parameters, as q4r:step=0.7."""
     codec_down: str | None = None
@@ -176,6 +179,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
         [(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
         pattern=method.pattern,
         blocks_per_fragment=config.blocks_per_fragment,
+        stages=_stages(config.stages),
     )
     terms, notes = terms_of(config, method)
     check(terms, layout)
@@ -230,6 +234,13 @@ def _later_corpus(path: Path, max_bytes: int, sequence_tokens: int) -> Corpus:
     except CorpusError as error:
         raise CorpusError(f"phases: {path}: {error}") from error
     return corpus
+
+
+def _stages(text: str | None) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")] if text else []
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"[run] stages: the first block of every stage but the first is wanted, as 4,8, not {text!r}")
+    return tuple(map(int, words))
 
 
 def _first_weights(config: RunConfig) -> tuple[dict[str, Tensor], str]:

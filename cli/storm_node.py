@@ -69,7 +69,7 @@ def _write_down(node: Node, told: list[tuple[int, int]], book: TextIO) -> None:
     """Versions whose digest the node has compared with that of the commit, and not told yet."""
     assert node.leader is not None and node.leader.replica is not None
     replica = node.leader.replica
-    now = list(zip(replica.versions, replica.digests, strict=True))
+    now = list(zip(replica.versions.values(), replica.digests.values(), strict=True))
     for fragment, (version, digest) in enumerate(now):
         if version >= 0 and (not told or told[fragment] != (version, digest)):
             book.write(json.dumps([fragment, version, f"{digest:016x}"]) + "\n")

@@ -7,10 +7,11 @@ what the work can have been, and never refused to who is merely late.
 import math
 from typing import Final
 
+from farloop.algo.parts import Part, described, fault_of, is_source
 from farloop.algo.spec import BlobKind, NodeId
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.revising import REVISED_SINCE, not_for_the_deaf
-from farloop.coordinator.roster import Member
+from farloop.coordinator.roster import MOST_MEMBERS, Member
 from farloop.coordinator.windows import Window
 from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused
 from farloop.wire.reasons import Reason
@@ -36,6 +37,11 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
         return _refuse(Reason.WRONG_RUN, f"the node wants run {hello.fingerprint}, this is {fingerprint}")
     if hello.layout is not None and hello.layout != layout:
         return _refuse(Reason.WRONG_LAYOUT, f"the node's layout is {hello.layout}, the run's is {layout}")
+    if fault := fault_of(hello.holds, identity.layout):
+        return _refuse(Reason.WRONG_PART, f"the node {fault}")
+    if member and hello.incarnation == member.incarnation and hello.holds != member.holds:
+        said = f"stages {described(member.holds)}, and now {described(hello.holds)}"
+        return _refuse(Reason.WRONG_PART, f"this start of {name} held {said}: start it anew")
     for ref in (*hello.anchors, *hello.announced):
         if not 0 <= ref.fragment < len(ledger.versions):
             return _refuse(Reason.WRONG_LAYOUT, f"there is no fragment {ref.fragment}")
@@ -62,7 +68,9 @@ def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window |
         return Reason.CORRUPT, "the offer does not fit its sender"
     if offer.history != ledger.history:
         return Reason.FOREIGN, Reason.FOREIGN.sentence
-    reason = ledger.outcome_reason(blob, offer.window)
+    reason = (
+        ledger.outcome_reason(blob, offer.window) if member.has(ledger.fragment(blob.fragment)) else Reason.NOT_HELD
+    )
     if reason is None and member.stage != "training":
         reason = Reason.NOT_A_PARTICIPANT
     if reason is None and window and window.is_too_late_for(offer):
@@ -82,9 +90,9 @@ def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
         most = steps_at_most(ledger, fragment, share.base, share.node)
         if not 0 <= share.steps <= most:
             return f"the delta claims {share.steps} inner steps, and there were at most {most} since its base"
-        if untrue := _tokens_untrue(share.tokens, share.steps, ledger):
+        if untrue := _tokens_untrue(share.tokens, share.steps, ledger, ledger.holds.get(share.node)):
             return f"the delta claims {untrue}"
-        numel = ledger.spec.identity.layout.fragments[fragment].numel
+        numel = ledger.fragment(fragment).numel
         if not 0.0 <= share.norm_sq <= numel * _FP32_MAX**2:
             return f"the delta claims a squared norm of {share.norm_sq:g}"
     return None
@@ -108,15 +116,19 @@ def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int
     return forgotten + steps + max(plan.length for plan in plans)
 
 
-def progress_untrue(progress: Progress, ledger: Ledger) -> str | None:
-    """What cannot be true in a node's report, as a sentence; None where all of it can. A loss may be anything."""
+def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> str | None:
+    """What cannot be true in a node's report, as a sentence; None where all of it can. A loss may be anything.
+
+    Args:
+        holds: what the node says that it does.
+    """
     newest = ledger.rounds[max(ledger.rounds)]
     most = newest.start + newest.length + 1  # one may be under way as the run ends
     longest = max(revision.terms.steps for revision in ledger.revisions.kept)
     most += ledger.history * (longest + 1)  # of lost histories, which were fewer than epochs
     if not 0 <= progress.inner_steps <= most:
         return f"it claims {progress.inner_steps} inner steps, and the rounds that are fixed have {most - 1}"
-    if untrue := _tokens_untrue(progress.tokens, progress.inner_steps, ledger):
+    if untrue := _tokens_untrue(progress.tokens, progress.inner_steps, ledger, holds):
         return f"it claims {untrue}"
     for name in _NEVER_NEGATIVE:
         value = getattr(progress, name)
@@ -131,11 +143,18 @@ _NEVER_NEGATIVE: Final = (
 )  # fmt: skip
 
 
-def _tokens_untrue(tokens: int, steps: int, ledger: Ledger) -> str | None:
-    """Where the coordinator grants the samples, every inner step has equally many tokens."""
+def _tokens_untrue(tokens: int, steps: int, ledger: Ledger, holds: Part) -> str | None:
+    """Where the coordinator grants the samples, every inner step has equally many tokens.
+
+    A node that holds a part says what came by: a source's own samples, but for those that were lost on their way, or
+    those of any number of sources.
+    """
     terms = ledger.spec.terms
     if ledger.spec.identity.num_samples:
         granted = steps * terms.batch_sequences * terms.sequence_tokens
+        if holds is not None:
+            most = granted if is_source(holds) else granted * MOST_MEMBERS
+            return None if 0 <= tokens <= most else f"{tokens} tokens in {steps} inner steps, which have {most} at most"
         return None if tokens == granted else f"{tokens} tokens in {steps} inner steps, which have {granted}"
     return None if 0 <= tokens <= steps * MOST_TOKENS else f"{tokens} tokens in {steps} inner steps"
 

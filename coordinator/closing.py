@@ -52,6 +52,8 @@ class Closing:
         self._commits: dict[int, ev.Commit] = {}
         """Of the windows that are closing. A decision stands: after a failure it is tried again (protocol O)."""
         self._retry_at: dict[int, float] = {}
+        self._ahead: set[int] = set()
+        """Fragments whose windows could close, and wait for another stage's."""
 
     # --- deciding
 
@@ -79,6 +81,10 @@ class Closing:
             return
         if self._held(window):
             return
+        if self._ledger.is_too_far_ahead(window.terms):
+            self._ahead.add(fragment)
+            return
+        self._ahead.discard(fragment)
         if len(window.contributors) < terms.floor:
             window.make_void(why)
         self.fix_rounds()
@@ -109,14 +115,14 @@ class Closing:
         """Whether too few of the live nodes would be part of the run, if this window closed now."""
         self.guard.look(self._members())
         self._alarms.pop(ALARM, None)
-        if alarm := self.guard.alarm(window.contributors):
+        if alarm := self.guard.alarm(window.contributors, self._ledger.fragment(window.terms.fragment)):
             self._alarms[ALARM] = alarm
         return self.guard.holds
 
     def _screened(self, window: Window) -> bool:
         """Leave out what must not be merged. Whether there was any."""
-        ledger = self._ledger
-        refusals = ledger.screening.verdicts(window.terms, list(window.inputs.values()), ledger.rounds, ledger.started)
+        ledger, holders = self._ledger, self._ledger.holders(window.terms.fragment)
+        refusals = ledger.screening.verdicts(window.terms, list(window.inputs.values()), ledger.rounds, holders)
         for refusal in refusals:
             window.refuse(refusal)
         return bool(refusals)
@@ -128,6 +134,11 @@ class Closing:
         del self._commits[record.fragment]
         self._alarms.pop(f"commit of fragment {record.fragment}", None)
         self.guard.committed(record)
+
+    def try_those_ahead(self) -> None:
+        """Another stage may have come on."""
+        for fragment in sorted(self._ahead & self._windows.keys()):
+            self.try_one(fragment)
 
     def failed(self, event: ev.CommitFailed) -> None:
         """Nothing was changed: the same is tried again soon."""

@@ -9,7 +9,8 @@ they are merged again, or leave. Who leaves, drains, pauses or loses its connect
 from collections.abc import Collection, Iterable
 from typing import Final
 
-from farloop.algo.spec import NodeId
+from farloop.algo.parts import Part, is_in
+from farloop.algo.spec import Fragment, NodeId
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.records import WindowCommitted
 from farloop.coordinator.roster import Member
@@ -38,6 +39,7 @@ class Guard:
         self._merged: dict[NodeId, int] = {}
         """The last round that each node was part of."""
         self._live_since: dict[NodeId, int] = {}
+        self._parts: dict[NodeId, Part] = {}
         for (fragment, version), commit in ledger.commits.items():
             for share in commit.merged:
                 self._saw(share.node, ledger.round_of(fragment, version))
@@ -57,8 +59,8 @@ class Guard:
     def look(self, members: Iterable[Member]) -> None:
         """See who is live now."""
         now = self._ledger.current_round
-        live = [member.name for member in members if _is_live(member)]
-        self._live_since = {name: self._live_since.get(name, now) for name in live}
+        self._parts = {member.name: member.holds for member in members if _is_live(member)}
+        self._live_since = {name: self._live_since.get(name, now) for name in self._parts}
 
     def left_out(self, coming: Collection[NodeId] = ()) -> list[NodeId]:
         """Live nodes of which nothing was merged for `ROUNDS`, and that are not in the window that `coming` are in."""
@@ -69,20 +71,22 @@ class Guard:
             if max(since, self._merged.get(name, since)) < before and name not in coming
         )
 
-    def share(self, coming: Collection[NodeId] = ()) -> float:
+    def share(self) -> float:
         """Of the live nodes, those that are not left out; 1 where nobody is live."""
-        return 1.0 - len(self.left_out(coming)) / len(self._live_since) if self._live_since else 1.0
+        return 1.0 - len(self.left_out()) / len(self._live_since) if self._live_since else 1.0
 
-    def alarm(self, coming: Collection[NodeId]) -> str | None:
-        """What is wrong, if a window of these contributors closed now, in a sentence; `holds` says what follows."""
+    def alarm(self, coming: Collection[NodeId], fragment: Fragment) -> str | None:
+        """What is wrong, if this fragment's window closed now with these contributors, in a sentence; `holds` says what
+        follows. Nodes that do not hold the fragment can neither be in it nor be missed."""
         least = self._floor_share or FLOOR_SHARE
-        out = self.left_out(coming)
-        bad = bool(out) and self.share(coming) < least
+        able = [name for name, part in self._parts.items() if is_in(fragment, part)]
+        out = [name for name in self.left_out(coming) if name in able]
+        bad = bool(out) and 1.0 - len(out) / len(able) < least
         self.holds = bad and self._floor_share > 0.0
         if not bad:
             return None
         names = ", ".join(out[:4]) + (f" and {len(out) - 4} more" if len(out) > 4 else "")
-        count = f"{len(out)} of {len(self._live_since)} live nodes"
+        count = f"{len(out)} of {len(able)} live nodes"
         what = f"{count} were merged in none of the last {ROUNDS} rounds ({names})"
         if not self.holds:
             return f"{what}; the run goes on with the others"

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from farloop.algo import schedule
+from farloop.algo.parts import Part, fragments_of
 from farloop.algo.revisions import Revisions
-from farloop.algo.spec import BlobId, NodeId, Revision, RoundPlan, RunSpec, Terms, WindowTerms
+from farloop.algo.spec import BlobId, Fragment, NodeId, Revision, RoundPlan, RunSpec, Terms, WindowTerms
 from farloop.coordinator import records as rec
 from farloop.coordinator.leases import Leases
 from farloop.coordinator.screening import VERDICTS, Screening
@@ -46,6 +47,8 @@ class Ledger:
     """Announcements of the last `HISTORY_VERSIONS` commits of each fragment."""
     started: dict[NodeId, tuple[int, int]] = field(default_factory=dict)
     """(incarnation, first round) of the nodes that take part."""
+    holds: dict[NodeId, tuple[int, ...]] = field(default_factory=dict)
+    """Stages of those of them that do not hold all of the model."""
     inputs: dict[BlobId, Offer] = field(default_factory=dict)
     """Stored deltas without an outcome, in the order they came."""
     leases: Leases = field(default_factory=Leases)
@@ -81,6 +84,7 @@ class Ledger:
         ledger.rounds = {plan.index: plan for plan in saved.rounds}
         ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
         ledger.started = {started.node: (started.incarnation, started.round) for started in saved.started}
+        ledger.holds = {started.node: started.holds for started in saved.started if started.holds is not None}
         ledger.inputs = {stored.blob: stored.offer() for stored in saved.inputs}
         ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
         ledger.evaluations = list(saved.evaluations)
@@ -109,7 +113,7 @@ class Ledger:
             rounds=tuple(self.rounds.values()),
             commits=tuple(self.commits.values()),
             started=tuple(
-                rec.NodeStarted(node=node, incarnation=incarnation, round=round_index)
+                rec.NodeStarted(node=node, incarnation=incarnation, round=round_index, holds=self.holds.get(node))
                 for node, (incarnation, round_index) in self.started.items()
             ),
             inputs=tuple(
@@ -159,9 +163,13 @@ class Ledger:
                 self.inputs = {}
             case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index):
                 self.started[node] = (incarnation, round_index)
+                self.holds.pop(node, None)
+                if record.holds is not None:
+                    self.holds[node] = record.holds
             case rec.NodeLeft(node=node, consumed=consumed, stored=stored):
                 if node in self.started:
                     incarnation, _ = self.started.pop(node)
+                    self.holds.pop(node, None)
                     self.leases.watermark(node, incarnation, consumed)
                     self.leases.give_back(node, incarnation, stored)
             case rec.LeaseGranted(node=node, incarnation=incarnation, consumed=consumed, since=since):
@@ -285,11 +293,33 @@ class Ledger:
 
     @property
     def current_round(self) -> int:
-        """The round whose last slot is open; the last round once that is final."""
-        last_slot = self.spec.identity.layout.slots - 1
-        fragments = self.spec.identity.layout.fragments
-        still_open = [self.windows[f.index].round for f in fragments if f.slot == last_slot and f.index in self.windows]
-        return min(still_open, default=max(self.rounds))
+        """The round whose last slot is open, of the stage that is behind the others; the last round once all of them
+        are final."""
+        return self.round_of_part(None)
+
+    def round_of_part(self, part: Part) -> int:
+        """The same of some stages alone."""
+        layout = self.spec.identity.layout
+        last = [f.index for f in fragments_of(part, layout) if f.slot == layout.slots - 1]
+        return min((self.windows[index].round for index in last if index in self.windows), default=max(self.rounds))
+
+    def is_over_for(self, part: Part) -> bool:
+        """Whether every fragment of the part is final."""
+        return not any(f.index in self.windows for f in fragments_of(part, self.spec.identity.layout))
+
+    def is_too_far_ahead(self, window: WindowTerms) -> bool:
+        """Whether a stage is more than a round ahead of another that is not: the round is the only clock of them all,
+        and what comes next was not told to the other's nodes."""
+        newest: dict[int, int] = {}
+        for terms in self.windows.values():
+            stage = self.fragment(terms.fragment).stage
+            newest[stage] = max(newest.get(stage, 0), terms.round)
+        return window.round > 1 + min(newest.values())
+
+    def holders(self, fragment: int) -> list[NodeId]:
+        """Nodes that take part and hold this fragment."""
+        stage = self.fragment(fragment).stage
+        return [node for node in self.started if node not in self.holds or stage in self.holds[node]]
 
     @property
     def h(self) -> int:
@@ -318,7 +348,7 @@ class Ledger:
             return None
         missed = [self.commits.get((fragment, v)) for v in range(held.version + 1, self.versions[fragment] + 1)]
         known = [committed for committed in missed if committed is not None]
-        snapshot_bytes = 4 * self.spec.identity.layout.fragments[fragment].numel + _BLOB_HEADER_BYTES
+        snapshot_bytes = 4 * self.fragment(fragment).numel + _BLOB_HEADER_BYTES
         if len(known) < len(missed) or sum(committed.size for committed in known) > snapshot_bytes:
             return None
         return known
@@ -337,6 +367,10 @@ class Ledger:
             before = self.commits.get((fragment, window - 1))
             terms = before.next_window if before else None
         return (terms or self.terms_of(fragment, window)).codec_up
+
+    def fragment(self, index: int) -> Fragment:
+        """Its place in the layout."""
+        return self.spec.identity.layout.fragments[index]
 
     def holds_one_of(self, node: NodeId, fragment: int) -> bool:
         """Whether a delta of this node is stored and has no outcome yet."""

@@ -21,6 +21,7 @@ from farloop.coordinator.evaluations import Evaluations
 from farloop.coordinator.grace import Grace
 from farloop.coordinator.guard import Guard
 from farloop.coordinator.history import Doubts
+from farloop.coordinator.holders import look_after_stages
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.membership import Membership
 from farloop.coordinator.revising import revision_of
@@ -51,6 +52,7 @@ class CoordinatorMachine:
         self.windows: dict[int, Window] = {}
         self.alarms: dict[str, str] = {}
         self._stopping = False
+        self._cut_in_stages = ledger.spec.identity.layout.num_stages > 1
         self._decisions = Decisions(ledger)
         self._doubts = Doubts(ledger, self._decisions, self.alarms)
         self._closing = Closing(
@@ -140,9 +142,9 @@ class CoordinatorMachine:
 
     def believes(self, node: NodeId, message: msg.Progress | msg.Evaluation) -> bool:
         """Whether a report or an evaluation will be taken from this node now."""
-        if isinstance(message, msg.Progress):
-            return progress_untrue(message, self.ledger) is None
         member = self.members.get(node)
+        if isinstance(message, msg.Progress):
+            return progress_untrue(message, self.ledger, member.holds if member else None) is None
         trains = member is not None and member.stage == "training"
         return trains and self._evaluations.asked(node, message.versions) is not None
 
@@ -189,6 +191,7 @@ class CoordinatorMachine:
             case _:
                 assert_never(event)
         self._closing.look_who_is_left_out()
+        self._look_after_stages()
         return self._decisions.take()
 
     def next_timer(self) -> float | None:
@@ -205,6 +208,7 @@ class CoordinatorMachine:
         self._membership.remove_overdue(now)
         self._closing.pass_time()
         self._membership.start_ready(now, at_boundary=False)
+        self._look_after_stages()
         return self._decisions.take()
 
     def clock_jumped(self, seconds: float) -> None:
@@ -234,7 +238,7 @@ class CoordinatorMachine:
             case msg.Evaluation():
                 self._evaluated(member, message)
             case msg.Fetch(fragment=fragment):
-                if 0 <= fragment < len(self.ledger.versions):
+                if 0 <= fragment < len(self.ledger.versions) and member.has(self.ledger.fragment(fragment)):
                     self._mend(member.name, self._mending.get(member.name, set()) | {fragment})
                     self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
             case msg.Leave():
@@ -251,7 +255,7 @@ class CoordinatorMachine:
 
     def _reported(self, member: Member, progress: msg.Progress, now: float) -> None:
         """A report that cannot be true counts for nothing, not even as a sign of progress."""
-        untrue = progress_untrue(progress, self.ledger)
+        untrue = progress_untrue(progress, self.ledger, member.holds)
         if untrue is not None:
             self.alarms[f"report of {member.name}"] = untrue
             return
@@ -284,6 +288,10 @@ class CoordinatorMachine:
             self._mending[node] = fragments
             which = ", ".join(str(fragment) for fragment in sorted(fragments))
             self.alarms[f"anchor of {node}"] = f"fragment {which} did not match its digest"
+
+    def _look_after_stages(self) -> None:
+        if self._cut_in_stages and self.begun:
+            look_after_stages(self.members.values(), self.ledger, self.alarms)
 
     # --- windows
 
@@ -373,17 +381,20 @@ class CoordinatorMachine:
         if record.next_window:
             self._open(record.next_window)  # expects who has just started, too
             self._closing.try_one(record.fragment)
-        self._finish_if_over()
+        self._closing.try_those_ahead()
+        self._finish_if_over(record.fragment)
 
-    def _finish_if_over(self) -> None:
-        """End the run where every fragment is final: here, or at the restart after a crash in between."""
-        if self.ledger.windows:
-            return
-        if not self.ledger.finished:
+    def _finish_if_over(self, fragment: int | None = None) -> None:
+        """End the run where every fragment is final: here, or at the restart after a crash in between. Who holds the
+        fragment that was last committed may have no other to wait for."""
+        if not self.ledger.windows and not self.ledger.finished:
             self._decisions.record(rec.RunFinished())
         for member in self._membership.connected:
-            self._decisions.tell(member.name, msg.Finished())
-        self._decisions.do(ev.Finish())
+            holds_it = fragment is None or member.has(self.ledger.fragment(fragment))
+            if not self.ledger.windows or (holds_it and self.ledger.is_over_for(member.holds)):
+                self._decisions.tell(member.name, msg.Finished())
+        if not self.ledger.windows:
+            self._decisions.do(ev.Finish())
 
     def _publish(self, record: rec.WindowCommitted, closed: Window) -> None:
         evaluator = self._evaluator(closed.terms)
@@ -395,8 +406,7 @@ class CoordinatorMachine:
             rounds=self.ledger.rounds_ahead(),
             evaluator=evaluator,
         )
-        nodes = tuple(sorted(member.name for member in self._membership.connected))
-        self._decisions.do(ev.Publish(nodes=nodes, committed=committed))
+        self._decisions.do(ev.Publish(nodes=self._membership.audience(record.fragment), committed=committed))
 
     def _evaluator(self, terms: WindowTerms) -> NodeId | None:
         """The lowest live node id, where the commit is one to evaluate at (protocol J): a round's last."""

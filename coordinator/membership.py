@@ -14,12 +14,14 @@ Pure. What is decided goes into the machine's `Decisions`; who is expected, remo
 from collections.abc import Callable, Iterable, Mapping
 
 from farloop.algo import schedule
+from farloop.algo.parts import fragments_of, is_source, is_whole
 from farloop.algo.spec import Lease, NodeId, Revision, RoundPlan, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.admission import refusal
 from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.history import Doubts, as_newcomer
+from farloop.coordinator.holders import too_few_to_begin
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.revising import REVISED_SINCE
 from farloop.coordinator.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, Member
@@ -54,6 +56,7 @@ class Membership:
             self.members[name] = Member(
                 name=name,
                 incarnation=incarnation,
+                holds=ledger.holds.get(name),
                 stage="training",
                 start_round=start_round,
                 gone_at=gone_at,
@@ -75,8 +78,12 @@ class Membership:
 
     @property
     def connected(self) -> list[Member]:
-        """Who hears of commits."""
+        """Who hears of what is decided."""
         return [m for m in self.members.values() if m.session is not None and m.stage != "left"]
+
+    def audience(self, fragment: int) -> tuple[NodeId, ...]:
+        """Who hears of its commits."""
+        return tuple(sorted(m.name for m in self.connected if m.has(self._ledger.fragment(fragment))))
 
     def in_session(self, node: NodeId, session: ev.SessionId) -> Member | None:
         """The member whose current session this is; None where another has taken its place."""
@@ -85,12 +92,12 @@ class Membership:
 
     def expected(self, terms: WindowTerms) -> set[NodeId]:
         """Who may serve a window that opens now."""
-        layout = self._ledger.spec.identity.layout
-        slot = layout.fragments[terms.fragment].slot
+        fragment, slots = self._ledger.fragment(terms.fragment), self._ledger.spec.identity.layout.slots
+        holders = [m for m in self.members.values() if m.counts and m.has(fragment)]
         return {
             m.name
-            for m in self.members.values()
-            if m.counts and m.start_round is not None and schedule.may_send(terms, m.start_round, slot, layout.slots)
+            for m in holders
+            if m.start_round is not None and schedule.may_send(terms, m.start_round, fragment.slot, slots)
         }
 
     def speeds(self) -> dict[NodeId, float]:
@@ -98,8 +105,9 @@ class Membership:
         return {member.name: member.speed for member in self.members.values() if member.counts}
 
     def evaluator(self) -> NodeId | None:
-        """Who is to evaluate now: the lowest live node id (protocol J)."""
-        return min((m.name for m in self.connected if m.counts), default=None)
+        """Who is to evaluate now: the lowest live node id of those that hold all of the model (protocol J)."""
+        layout = self._ledger.spec.identity.layout
+        return min((m.name for m in self.connected if m.counts and is_whole(m.holds, layout)), default=None)
 
     def evaluates(self, node: NodeId | None) -> None:
         """Who is expected to evaluate now, and may take longer for it than for a step."""
@@ -127,7 +135,7 @@ class Membership:
         if member is None or hello.incarnation > member.incarnation:
             if member:
                 self._leave(member, Reason.OLD_INCARNATION)
-            member = self.members[name] = Member(name=name, incarnation=hello.incarnation)
+            member = self.members[name] = Member(name=name, incarnation=hello.incarnation, holds=hello.holds)
             self._forget_one()
         elif hello.round is None and name in self._ledger.started:
             self._leave(member, Reason.NOT_A_PARTICIPANT)  # it never heard of its start: it will get another
@@ -135,12 +143,12 @@ class Membership:
         if member.stage == "training":
             self._welcome_back(member)
         self._decisions.do(ev.Accept(session=event.session, node=name, welcome=self._welcome(member)))
-        if self._ledger.finished:
+        if self._ledger.finished or (self._ledger.windows and self._ledger.is_over_for(member.holds)):
             self._decisions.tell(name, msg.Finished())
         if member.stage == "training":
             self._grant_again(member)
-        for fragment in range(len(self._ledger.versions)):
-            self._catch_up(member, hello, fragment)
+        for fragment in fragments_of(member.holds, self._ledger.spec.identity.layout):
+            self._catch_up(member, hello, fragment.index)
 
     def _forget_one(self) -> None:
         """Names cost nothing where no keys are asked for."""
@@ -159,7 +167,7 @@ class Membership:
             versions=tuple(ledger.versions),
             windows=tuple(ledger.windows[f] for f in sorted(ledger.windows)),
             rounds=ledger.rounds_ahead(),
-            leases=held if ledger.spec.identity.num_samples else None,
+            leases=held if ledger.spec.identity.num_samples and is_source(member.holds) else None,
             history=ledger.history,
             revisions=ledger.revisions_told(),
         )
@@ -179,9 +187,7 @@ class Membership:
         """Windows that went on without a node take it in again while they are open."""
         assert member.start_round is not None
         if member.name not in self._ledger.started:
-            self._decisions.record(
-                rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=member.start_round)
-            )
+            self._record_start(member, member.start_round)
         self._expect_again(member)
 
     def _expect_again(self, member: Member) -> None:
@@ -209,22 +215,29 @@ class Membership:
         """Start who is ready: at the run's begin, at a round's boundary, or at once where nobody trains any more, or
         too few for the floor of a window, which no boundary would come before."""
         ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
-        if not ready or not self._ledger.windows:
+        ready = [m for m in ready if not self._ledger.is_over_for(m.holds)]
+        if not ready:
             return
-        alone = not any(m.counts for m in self.members.values()) or any(map(self._lacks, self._windows.values()))
-        if not self.begun and len(ready) < self._ledger.spec.terms.min_nodes:
+        if not self.begun and too_few_to_begin(ready, self._ledger):
             return
-        if not (at_boundary or alone):
-            return
-        plan = self._ledger.rounds[self._ledger.current_round]
-        for member in sorted(ready, key=lambda m: m.name):
-            self._start(member, plan, now)
+        alone = [m for m in ready if self._is_needed(m)]
+        for member in sorted(ready if at_boundary else alone, key=lambda m: m.name):
+            self._start(member, self._ledger.rounds[self._ledger.round_of_part(member.holds)], now)
         for window in self._windows.values():
-            if alone and window.state == "open" and not window.missing:
-                names = {m.name for m in ready}
+            names = {m.name for m in alone if m.has(self._ledger.fragment(window.terms.fragment))}
+            if names and window.state == "open" and not window.missing:
                 names = names & self.expected(window.terms) or names
                 window.expected |= names
                 window.removed = {n: r for n, r in window.removed.items() if n not in names}
+
+    def _is_needed(self, member: Member) -> bool:
+        """Whether one of its windows gets nowhere without it: nobody trains that holds the fragment, or too few do."""
+        windows = [w for w in self._windows.values() if member.has(self._ledger.fragment(w.terms.fragment))]
+        return any(not self._is_served(window) or self._lacks(window) for window in windows)
+
+    def _is_served(self, window: Window) -> bool:
+        fragment = self._ledger.fragment(window.terms.fragment)
+        return any(m.counts and m.has(fragment) for m in self.members.values())
 
     def _lacks(self, window: Window) -> bool:
         """Whether the window is held though nobody is awaited any more."""
@@ -233,10 +246,15 @@ class Membership:
     def _start(self, member: Member, plan: RoundPlan, now: float) -> None:
         member.start(plan.index, now)
         member.let_go = True
-        self._decisions.record(rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=plan.index))
+        self._record_start(member, plan.index)
         leases = self._grant(member)
         self._decisions.tell(member.name, msg.Start(round=plan, lease=leases[0] if leases else None))
         self._tell_grants(member, leases[1:])
+
+    def _record_start(self, member: Member, round_index: int) -> None:
+        self._decisions.record(
+            rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=round_index, holds=member.holds)
+        )
 
     # --- samples
 
@@ -269,14 +287,15 @@ class Membership:
         known before it says that it uses no more of them.
         """
         book, owner = self._ledger.leases, (member.name, member.incarnation)
-        member.let_go = bool(book.held.get(owner)) or not self._ledger.spec.identity.num_samples
+        brings_own = not self._ledger.spec.identity.num_samples or not is_source(member.holds)
+        member.let_go = bool(book.held.get(owner)) or brings_own
         self._tell_grants(member, book.unused(*owner))
         self._top_up(member)
 
     def _grant(self, member: Member, *, since: int | None = None) -> list[Lease]:
         """Samples for some rounds; none where it has enough, or brings its own. `since`: of a new book."""
         spec, book, owner = self._ledger.spec, self._ledger.leases, (member.name, member.incarnation)
-        if not spec.identity.num_samples:
+        if not spec.identity.num_samples or not is_source(member.holds):
             return []
         longest = max([spec.terms.h, *(plan.length for plan in self._ledger.rounds_ahead())])
         leases = book.top_up(*owner, longest, spec.terms.batch_sequences)

@@ -57,6 +57,8 @@ class NodeStarted:
     node: NodeId
     incarnation: int
     round: int
+    holds: tuple[int, ...] | None = field(default=None, metadata=LATER)
+    """Stages of the model; None for all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

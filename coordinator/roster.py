@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, Literal
 
-from farloop.algo.spec import NodeId
+from farloop.algo.parts import Part, is_in
+from farloop.algo.spec import Fragment, NodeId
 from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Hello, NodeState, Progress
 from farloop.wire.reasons import Reason
 
@@ -42,6 +43,8 @@ class Member:
 
     name: NodeId
     incarnation: int
+    holds: Part = None
+    """Of the model."""
     stage: Stage = "joining"
     session: int | None = None
     start_round: int | None = None
@@ -80,6 +83,10 @@ class Member:
     def counts(self) -> bool:
         """Whether new windows expect it."""
         return self.stage == "training" and not self.absent
+
+    def has(self, fragment: Fragment) -> bool:
+        """Whether it holds the fragment."""
+        return is_in(fragment, self.holds)
 
     @property
     def stalled(self) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from farloop.algo.spec import BlobKind
 from farloop.node import events as ev
 from farloop.node.fragment_state import FragmentState
+from farloop.node.holding import Holding
 from farloop.node.outcomes import forgotten
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def begin_again(machine: "NodeMachine", history: int) -> list[ev.Command]:
     """Follow `history` from its snapshots on. Returns what the shell is to do."""
     commands = [command for state in machine.fragments for command in _dropped(state)]
-    machine.fragments = [
+    machine.fragments = Holding(
         FragmentState(
             fragment=state.fragment,
             lag=state.lag,
@@ -29,7 +30,7 @@ def begin_again(machine: "NodeMachine", history: int) -> list[ev.Command]:
             tokens_from=state.tokens_from,
         )
         for state in machine.fragments
-    ]
+    )
     machine.history, machine.rounds = history, {}
     machine.samples_from = machine.inner_steps
     machine.start_round, machine.round, machine.step = None, 0, 0

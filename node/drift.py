@@ -77,7 +77,7 @@ class Drift:
         self._on = terms.control_variates
         self._drifts: dict[int, Tensor] = {}
         """Those that are not zero."""
-        self._lr_sums = [0.0] * len(replica.layout.fragments)
+        self._lr_sums = {fragment.index: 0.0 for fragment in replica.fragments}
         """Ση since the last merge."""
         self._sent: dict[int, _Sent] = {}
         self._announced: dict[tuple[int, int], _Made] = {}
@@ -90,7 +90,7 @@ class Drift:
         """An inner step at that rate is done: y ← y − η·d_i."""
         if not self._on:
             return
-        for fragment in self._replica.layout.fragments:
+        for fragment in self._replica.fragments:
             self._lr_sums[fragment.index] += lr
             if (drift := self._drifts.get(fragment.index)) is None:
                 continue

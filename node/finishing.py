@@ -1,6 +1,6 @@
 """How a node's part of a run ends: the last sends, and when it may say good-bye. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from farloop.node.fragment_state import FragmentState
@@ -27,7 +27,7 @@ def last_sends(machine: "NodeMachine") -> list[FragmentState]:
     ]
 
 
-def farewell(stage: "Stage", fragments: Sequence[FragmentState]) -> tuple["Stage", Reason] | None:
+def farewell(stage: "Stage", fragments: Iterable[FragmentState]) -> tuple["Stage", Reason] | None:
     """How this ends, with the reason to give; None while something is still to come.
 
     A run ends where its last version of every fragment is held; a drain, once nothing that was sent is undecided.

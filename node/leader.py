@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from farloop.algo.methods import method_named
+from farloop.algo.parts import Part
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
 from farloop.node import events as ev
 from farloop.node.alone import SENTENCES, Alone, How
@@ -54,9 +55,11 @@ class Leader:
         memory: Memory,
         fingerprint: str | None,
         tau: int | None = None,
+        holds: Part = None,
     ) -> None:
-        """Raises BadAddress or KeyFileError. Begins to dial at once. `tau`: the node's own overlap."""
-        self.machine = NodeMachine(name=name, incarnation=memory.incarnation, epoch=memory.epoch, tau=tau)
+        """Raises BadAddress or KeyFileError. Begins to dial at once. `tau`: the node's own overlap; `holds`: its part
+        of the model."""
+        self.machine = NodeMachine(name=name, incarnation=memory.incarnation, epoch=memory.epoch, tau=tau, holds=holds)
         self.clock = Clock()
         self.metrics = Metrics(name)
         self.samples = LeaseCursor()
@@ -94,7 +97,8 @@ class Leader:
         """The model whose weights are exchanged. Raises LayoutMismatch."""
         assert self.machine.spec is not None
         layout = self.machine.spec.identity.layout
-        self.replica = Replica(module, layout, gradients=not method_named(self.machine.spec.terms.method).inner)
+        gradients = not method_named(self.machine.spec.terms.method).inner
+        self.replica = Replica(module, layout, gradients=gradients, holds=self.machine.holds)
         self._reports.layout = layout.digest()
         warm_for(self.machine.spec.terms)
         self._encoder = Encoder(self.replica, self._encoded, self._inbox.put)
@@ -186,7 +190,7 @@ class Leader:
 
     def _starved(self) -> bool:
         spec = self.machine.spec
-        if spec is None or not spec.identity.num_samples or not self.machine.running:
+        if spec is None or not self.machine.takes_samples or not self.machine.running:
             return False
         return self.samples.remaining < spec.terms.batch_sequences
 
@@ -199,7 +203,7 @@ class Leader:
         spec, running = self.machine.spec, self.machine.running
         assert spec is not None
         samples: tuple[int, ...] = ()
-        if running and spec.identity.num_samples:
+        if running and self.machine.takes_samples:
             samples = tuple(self.samples.take(spec.terms.batch_sequences))
         merged, self._merged = tuple(dict.fromkeys(self._merged)), []
         lr = self.machine.lr if running else 0.0
@@ -366,7 +370,8 @@ class Leader:
             if alone != self._was_alone:
                 _log.warning("alone how=%r", SENTENCES[alone]) if alone else _log.info("no longer alone")
                 self._was_alone = alone
-            versions, connected = self.machine.versions, self.machine.connected
+            versions = {state.fragment.index: state.version for state in self.machine.fragments}
+            connected = self.machine.connected
             self.metrics.saw(progress, versions=versions, connected=connected, alone=bool(alone))
             self.metrics.spent(self.clock.all_seconds(now), self._encoder.seconds if self._encoder else 0.0)
             self.link.send(progress)
@@ -380,4 +385,4 @@ class Leader:
 
 def _stop_error(reason: Reason, detail: str) -> NodeError:
     text = f"{reason.sentence}: {detail}"
-    return LayoutMismatch(text) if reason is Reason.WRONG_LAYOUT else Refused(text)
+    return LayoutMismatch(text) if reason in (Reason.WRONG_LAYOUT, Reason.WRONG_PART) else Refused(text)

@@ -11,7 +11,7 @@ a method that has none, sends the gradients), then exchanges whatever is due. Th
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from farloop.algo.methods import method_named
 from farloop.algo.overlap import check_own_tau
+from farloop.algo.parts import Part, is_source
 from farloop.algo.spec import RunSpec
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
@@ -47,7 +48,13 @@ class Node:
     """A model that takes part in a run. Made by `join`; use it as a context manager, or call `leave`."""
 
     def __init__(
-        self, cluster: Cluster, leader: Leader | None, spec: RunSpec, module: nn.Module, optimizer: Optimizer | None
+        self,
+        cluster: Cluster,
+        leader: Leader | None,
+        spec: RunSpec,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        holds: Part = None,
     ) -> None:
         """Not to be called: `join` is the way in."""
         self.spec, self.cluster = spec, cluster
@@ -57,7 +64,7 @@ class Node:
         self.model = module if cluster.alone else DistributedDataParallel(module)
         """What to call in the forward pass: gradients are averaged over the node's ranks."""
         self._optimizer = optimizer
-        self._parameters = matched_parameters(module, spec.identity.layout)
+        self._parameters = matched_parameters(module, spec.identity.layout, holds)
         self._decision = Decision(running=False, lr=0.0)
         self._left = False
         self.endpoint: Endpoint | None = None
@@ -88,7 +95,8 @@ class Node:
 
         Args:
             loss: of this step, for the displays.
-            tokens: of this step over the whole node; the run's batch unless given.
+            tokens: of this step over the whole node; the run's batch unless given. A node that holds a part of the
+                model says how many came by: its deltas weigh as much.
 
         Raises:
             NonFiniteDelta: the weights are broken; nothing of them was sent.
@@ -175,6 +183,7 @@ def join(
     http: str = "",
     link: LinkConfig | None = None,
     tau: int | None = None,
+    holds: Sequence[int] | None = None,
     timeout_s: float | None = None,
 ) -> Node:
     """Join a run and block until training begins.
@@ -192,6 +201,9 @@ def join(
         http: where `/metrics`, `/healthz` and `/readyz` are served, as host:port; nowhere unless given.
         link: limits and timing of the link; address and keys are taken from the arguments above.
         tau: inner steps between a send and its merge on this node; the run's unless given.
+        holds: the pipeline stages that this node holds, as the run's layout numbers them; all unless given. The module
+            has the parameters of these stages alone, under the names that they have in the whole model. Who does not
+            hold stage 0 is granted no samples: `Node.samples` is empty.
         timeout_s: how long to wait for the coordinator's first answer; for ever unless given.
 
     Raises:
@@ -200,7 +212,7 @@ def join(
         EndpointError: `http` cannot be served.
         ValueError: `name` is no node name, or only one of `key` and `server_key` was given.
     """
-    node_id = check_name(name)
+    node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
     config = dataclasses.replace(
         link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
     )
@@ -209,14 +221,14 @@ def join(
     try:
         if cluster.leads:
             memory = Memory.claim(state_dir or Path(".farloop") / name)
-            leader = Leader(node_id, config, cluster, memory, fingerprint, tau)
+            leader = Leader(node_id, config, cluster, memory, fingerprint, tau, part)
             endpoint = serve(http, leader.metrics) if http else None
         spec = cluster.share_spec(leader.wait_for_spec(timeout_s) if leader else None)
-        _check_batch(spec, cluster)
+        _check_batch(spec, cluster, part)
         _check_tau(spec, tau)
         _check_ranks(spec, cluster)
         module = (model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
-        node = Node(cluster, leader, spec, module, _inner_optimizer(optimizer, module, spec))
+        node = Node(cluster, leader, spec, module, _inner_optimizer(optimizer, module, spec), part)
         node.endpoint = endpoint
         if leader is not None:
             leader.attach(module)
@@ -232,10 +244,10 @@ def join(
     return node
 
 
-def _check_batch(spec: RunSpec, cluster: Cluster) -> None:
+def _check_batch(spec: RunSpec, cluster: Cluster, part: Part) -> None:
     """Ranks average their gradients with equal weight, so each must have as many of the granted samples."""
     batch = spec.terms.batch_sequences
-    if spec.identity.num_samples and batch % cluster.size:
+    if spec.identity.num_samples and is_source(part) and batch % cluster.size:
         raise DataError(
             f"the run's batch of {batch} sequences does not divide among {cluster.size} processes; "
             f"start as many as divide {batch}"

@@ -11,12 +11,14 @@ import dataclasses
 from typing import Literal, assert_never
 
 from farloop.algo import schedule
+from farloop.algo.parts import Part, fault_of, is_source
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, Terms
 from farloop.node import events as ev
 from farloop.node.beginning_again import begin_again
 from farloop.node.finishing import farewell, last_sends
 from farloop.node.fragment_state import FragmentState, Undecided
+from farloop.node.holding import Holding
 from farloop.node.merging import merge_command, merging_when_going_on, merging_when_waiting
 from farloop.node.outcomes import decided, forgotten, overtaken, settled
 from farloop.node.turns import Turn, newest_round
@@ -33,11 +35,12 @@ RAMP_STEPS = 20
 class NodeMachine:
     """One node of one run. `waiting` tells what training stands still for, if anything."""
 
-    def __init__(self, *, name: NodeId, incarnation: int, epoch: int = 0, tau: int | None = None) -> None:
+    def __init__(
+        self, *, name: NodeId, incarnation: int, epoch: int = 0, tau: int | None = None, holds: Part = None
+    ) -> None:
         """`epoch`: the highest that earlier starts of the node have met; a coordinator with a lower one is fenced.
-        `tau`: the node's own overlap; the run's unless given."""
-        self.name, self.tau = name, tau
-        self.incarnation = incarnation
+        `tau`: the node's own overlap; the run's unless given. `holds`: its part of the model."""
+        self.name, self.incarnation, self.tau, self.holds = name, incarnation, tau, holds
         self.spec: RunSpec | None = None
         """With the terms of the newest revision that was told."""
         self.revisions: Revisions | None = None
@@ -49,7 +52,7 @@ class NodeMachine:
         """Inner step from which samples of the leases are counted."""
         self.stage: Stage = "joining"
         self.connected = False
-        self.fragments: list[FragmentState] = []
+        self.fragments = Holding()
         self.rounds: dict[int, RoundPlan] = {}
         self.start_round: int | None = None
         self.round = 0
@@ -102,7 +105,12 @@ class NodeMachine:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return tuple(state.version for state in self.fragments)
+        return self.fragments.versions
+
+    @property
+    def takes_samples(self) -> bool:
+        """Whether the coordinator grants it the samples that it trains on; else they come from elsewhere."""
+        return self.spec is not None and bool(self.spec.identity.num_samples) and is_source(self.holds)
 
     def terms_in(self, round_index: int) -> Terms:
         """What belongs to this round, by the run's terms."""
@@ -208,9 +216,9 @@ class NodeMachine:
         restarted = welcome.epoch > self.epoch
         self.connected, self.epoch, self._sessions = True, welcome.epoch, self._sessions + 1
         if self.spec is None:
-            lag, layout = welcome.spec.terms.lag, welcome.spec.identity.layout
-            self.fragments = [FragmentState(fragment=fragment, lag=lag) for fragment in layout.fragments]
-            self.history = welcome.history
+            if fault := fault_of(self.holds, welcome.spec.identity.layout):
+                return self._stop(Reason.WRONG_PART, f"this node {fault}")
+            self.fragments, self.history = Holding.begin(welcome.spec, self.holds), welcome.history
             self._do(ev.Adopt())
         self.spec, self.revisions = welcome.spec, Revisions.of(welcome.spec, welcome.revisions)
         if self.ended:  # the good-bye was lost with the last session
@@ -221,12 +229,9 @@ class NodeMachine:
         if welcome.leases is not None and self.start_round is not None:
             self._do(ev.KeepSamples(leases=welcome.leases))
         self._learn_rounds(welcome.rounds)
-        for terms in welcome.windows:
-            self.fragments[terms.fragment].learn_terms(terms)
-        still_open = {terms.fragment for terms in welcome.windows}
-        for state, current in zip(self.fragments, welcome.versions, strict=True):
-            if state.fragment.index not in still_open:
-                state.final = current
+        self.fragments.learn(welcome)
+        for state in self.fragments:
+            current = welcome.versions[state.fragment.index]
             max_staleness = self.terms_at(state, current).max_staleness
             for offer in state.offer_again(current, max_staleness, restarted=restarted):
                 self._do(ev.SendBlob(offer=offer))
@@ -280,7 +285,7 @@ class NodeMachine:
 
         Returns whether anything was.
         """
-        if self.stage != "training" or self.inner_steps == self.fragments[0].joined_at or self.waiting is None:
+        if self.stage != "training" or self.inner_steps == self.fragments.joined_at or self.waiting is None:
             return False
         turn, before = Turn.of(self), self._seq
         for state in self.fragments:
@@ -329,9 +334,9 @@ class NodeMachine:
     @property
     def _samples_used(self) -> int | None:
         """Samples of its leases in the inner steps that are done; None for who brings its own."""
-        assert self.spec is not None
-        steps = self.inner_steps - self.samples_from
-        return steps * self.spec.terms.batch_sequences if self.spec.identity.num_samples else None
+        if self.spec is None or not self.takes_samples:
+            return None
+        return (self.inner_steps - self.samples_from) * self.spec.terms.batch_sequences
 
     def _end_round(self) -> None:
         assert self.spec is not None
@@ -369,9 +374,11 @@ class NodeMachine:
         """Merge what is due, then see whether the stage changes."""
         self._flush()
         self._jump()
-        self._merge_all()
+        for state in self.fragments:
+            self._merge(state)
         if self._send_overdue():
-            self._merge_all()
+            for state in self.fragments:
+                self._merge(state)
         if self.stage == "joining" and self.spec and self.connected and min(self.versions) >= 0:
             self.stage = "ready"
             self._do(ev.Tell(message=msg.Ready(history=self.history)))
@@ -379,10 +386,6 @@ class NodeMachine:
         if end := farewell(self.stage, self.fragments):
             self.stage, reason = end
             self._do(ev.Tell(message=msg.Leave(reason=reason)))
-
-    def _merge_all(self) -> None:
-        for state in self.fragments:
-            self._merge(state)
 
     def _merge(self, state: FragmentState) -> None:
         if state.snapshot is not None:
@@ -417,10 +420,8 @@ class NodeMachine:
         """Bring the anchor to the last of the versions; whether this node is to evaluate one of them."""
         assert self.spec is not None
         for version in versions:
-            digest, codec = (
-                state.pending[version].anchor_digest,
-                state.terms_for(version, self.terms_at(state, version - 1)).codec_down,
-            )
+            digest = state.pending[version].anchor_digest
+            codec = state.terms_for(version, self.terms_at(state, version - 1)).codec_down
             self._do(ev.Apply(fragment=state.fragment.index, version=version, anchor_digest=digest, codec=codec))
         return any(state.pending[version].evaluator == self.name for version in versions)
 

@@ -6,7 +6,7 @@ gauges, so that one scrape target is enough where nodes cannot be reached.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -31,7 +31,7 @@ class Metrics(Collector):
         self._node = node
         self._clock = clock
         self._seen_at: float | None = None
-        self._seen: tuple[Progress, tuple[int, ...], bool, bool] | None = None
+        self._seen: tuple[Progress, Mapping[int, int], bool, bool] | None = None
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
         self._mismatches = 0
@@ -40,10 +40,10 @@ class Metrics(Collector):
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def saw(self, progress: Progress, *, versions: Sequence[int], connected: bool, alone: bool = False) -> None:
-        """How it goes: the node's report, the version of every anchor (−1: none yet), whether a session is open, and
-        whether the node trains alone."""
-        self._seen = progress, tuple(versions), connected, alone
+    def saw(self, progress: Progress, *, versions: Mapping[int, int], connected: bool, alone: bool = False) -> None:
+        """How it goes: the node's report, the version of every anchor that it holds by fragment (−1: none yet), whether
+        a session is open, and whether the node trains alone."""
+        self._seen = progress, dict(versions), connected, alone
         self._seen_at = self._clock()
 
     def spent(self, seconds: Mapping[Activity, float], codec_s: float) -> None:
@@ -119,7 +119,7 @@ class Metrics(Collector):
         held = GaugeMetricFamily(
             "farloop_node_fragment_version", "Version of the anchor; -1 before the first.", labels=["node", "fragment"]
         )
-        for fragment, version in enumerate(versions):
+        for fragment, version in versions.items():
             held.add_metric([self._node, str(fragment)], version)
         yield held
         if self._lost:

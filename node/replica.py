@@ -15,6 +15,7 @@ from farloop.algo.delta import fragment_delta_into, mix_fragment_into
 from farloop.algo.digest import digest
 from farloop.algo.eager import eager_start_into
 from farloop.algo.fragments import flatten_into, trainable_tensors
+from farloop.algo.parts import Part, described, fragments_of
 from farloop.algo.spec import BlobId, Layout, WindowTerms
 from farloop.node.errors import LayoutMismatch
 from farloop.quant.blob import Expected, parse_blob
@@ -37,21 +38,24 @@ class Own:
 class Replica:
     """The model of one rank that owns the link, cut as the run's layout says."""
 
-    def __init__(self, module: nn.Module, layout: Layout, *, gradients: bool) -> None:
-        """`gradients`: a delta is the raw gradient of the step, not anchor − local (protocol K).
+    def __init__(self, module: nn.Module, layout: Layout, *, gradients: bool, holds: Part = None) -> None:
+        """`gradients`: a delta is the raw gradient of the step, not anchor − local (protocol K). `holds`: the part of
+        the model that the module is; all that is kept here is of its fragments, by their numbers.
 
         Raises:
             LayoutMismatch: the module's trainable tensors are not those of the layout.
         """
         self.layout = layout
+        self.fragments = fragments_of(holds, layout)
+        """Those that are held, in order."""
         self.gradients = gradients
-        self.parameters = matched_parameters(module, layout)
+        self.parameters = matched_parameters(module, layout, holds)
         device = next(iter(self.parameters.values())).device
-        self.anchors = [torch.zeros(fragment.numel, device=device) for fragment in layout.fragments]
+        self.anchors = {f.index: torch.zeros(f.numel, device=device) for f in self.fragments}
         """fp32 [numel] each."""
-        self.versions = [-1] * len(layout.fragments)
+        self.versions = dict.fromkeys(self.anchors, -1)
         """Of the anchors; −1 for one that is not there yet, or is not what it should be."""
-        self.digests = [0] * len(layout.fragments)
+        self.digests = dict.fromkeys(self.anchors, 0)
         self._starts: dict[int, Tensor] = {}
         """Where an eager node went on from, fp32 [numel], of the fragments where that is not the anchor."""
         self._free: dict[int, list[Tensor]] = {}
@@ -161,8 +165,8 @@ class Replica:
         """The module computes with the anchors inside the block (protocol J)."""
         kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
-            for fragment, anchor in zip(self.layout.fragments, self.anchors, strict=True):
-                mix_fragment_into(fragment, self.parameters, anchor, 0.0)
+            for fragment in self.fragments:
+                mix_fragment_into(fragment, self.parameters, self.anchors[fragment.index], 0.0)
             yield
         finally:
             with torch.no_grad():
@@ -171,7 +175,7 @@ class Replica:
 
     def begin_again(self) -> None:
         """No anchor is of the run any more. The local weights stay until they are merged with those that will come."""
-        self.versions = [-1] * len(self.versions)
+        self.versions = dict.fromkeys(self.anchors, -1)
         self._starts.clear()
 
     def tensor_at(self, index: int, element: int) -> str:
@@ -193,20 +197,22 @@ class Replica:
         )
 
 
-def matched_parameters(module: nn.Module, layout: Layout) -> dict[str, nn.Parameter]:
-    """The module's trainable tensors by name, checked against the layout.
+def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) -> dict[str, nn.Parameter]:
+    """The module's trainable tensors by name, checked against this part of the layout: it has them all, and no others.
 
     Raises:
         LayoutMismatch: names the first difference.
     """
     here = dict(trainable_tensors(module))
-    there = {tensor.name: tensor.shape for fragment in layout.fragments for tensor in fragment.tensors}
+    fragments = fragments_of(holds, layout)
+    there = {tensor.name: tensor.shape for fragment in fragments for tensor in fragment.tensors}
+    whose = "the run's model" if holds is None else f"stage {described(holds)} of the run's model"
     for name, shape in there.items():
         if name not in here:
-            raise LayoutMismatch(f"the run's model has a parameter {name!r} of shape {shape}, this one has not")
+            raise LayoutMismatch(f"{whose} has a parameter {name!r} of shape {shape}, this one has not")
         if tuple(here[name].shape) != shape:
             raise LayoutMismatch(f"parameter {name!r} has shape {tuple(here[name].shape)} here, {shape} in the run")
     for name in here:
         if name not in there:
-            raise LayoutMismatch(f"this model has a trainable parameter {name!r} that the run's has not")
+            raise LayoutMismatch(f"this model has a trainable parameter {name!r} that {whose} has not")
     return here

@@ -23,7 +23,7 @@ def anchors_of(replica: Replica) -> tuple[msg.AnchorRef, ...]:
     """What a replica can prove that it holds."""
     return tuple(
         msg.AnchorRef(fragment=i, version=version, digest=replica.digests[i])
-        for i, version in enumerate(replica.versions)
+        for i, version in replica.versions.items()
         if version >= 0
     )
 
@@ -115,6 +115,7 @@ class Reports:
             device=self._cluster.describe(),
             history=history,
             announced=announced,
+            holds=machine.holds,
         )
 
     def is_due(self, now: float) -> bool:
@@ -150,7 +151,7 @@ class Reports:
             bytes_state=moved.state,
             detail=waiting or alone,
             skipped_turns=machine.skipped_turns,
-            samples_left=self._samples.remaining,
+            samples_left=self._samples.remaining if machine.takes_samples else None,
         )
 
     def farewell(self, leave: msg.Leave) -> msg.Leave:

@@ -28,6 +28,7 @@ from farloop.sim.dialler import Dial, Dialler
 from farloop.sim.diary import Diary, Merged, Send
 from farloop.sim.disk import Worker
 from farloop.sim.hostile import Board, Forger
+from farloop.sim.problem import freeze_all_but
 from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -56,7 +57,7 @@ class NodeActor:
         board: Board,
     ) -> None:
         self.process, self.setup = process, setup
-        self.machine = NodeMachine(name=setup.name, incarnation=incarnation, tau=setup.tau)
+        self.machine = NodeMachine(name=setup.name, incarnation=incarnation, tau=setup.tau, holds=setup.holds)
         self.replica: Replica | None = None
         self._residuals: Residuals
         """Once the run is known."""
@@ -99,8 +100,8 @@ class NodeActor:
         self._put(ev.DrainRequested())
 
     def spoil(self, fragment: int) -> None:
-        """Flip a bit of an anchor."""
-        if self.replica is not None:
+        """Flip a bit of an anchor, if it holds it."""
+        if self.replica is not None and fragment in self.replica.anchors:
             self.replica.anchors[fragment][0] += 1.0
 
     @property
@@ -161,12 +162,14 @@ class NodeActor:
     def _build(self) -> None:
         spec = self.machine.spec
         assert spec is not None
-        gradients = not method_named(spec.terms.method).inner
-        self.replica = Replica(self._learner.module, spec.identity.layout, gradients=gradients)
+        gradients, layout = not method_named(spec.terms.method).inner, spec.identity.layout
+        if self.machine.holds is not None:
+            freeze_all_but(self.machine.holds, self._learner.module, layout)
+        self.replica = Replica(self._learner.module, layout, gradients=gradients, holds=self.machine.holds)
         self._optimizer = self._learner.optimizer(spec.terms)
         self._drift = Drift(self.replica, spec.terms, self.machine.terms_of)
         run = run_of(spec, self.machine.history)
-        self._residuals = Residuals(run, spec.identity.layout, None, lambda job: job())
+        self._residuals = Residuals(run, layout, None, lambda job: job())
         self._wait_busily(BUILD_S, lambda: None)
 
     def _wait_busily(self, seconds: float, then: Callable[[], None]) -> None:
@@ -184,7 +187,7 @@ class NodeActor:
         if not self.machine.inner_steps:
             self._began_at = self._now
         samples = [self.machine.inner_steps]
-        if self.machine.spec.identity.num_samples:
+        if self.machine.takes_samples:
             samples = self._samples.take(self.machine.spec.terms.batch_sequences)
             self.diary.samples += samples
         self._note_weights()
@@ -219,7 +222,7 @@ class NodeActor:
 
     def _starved(self) -> bool:
         spec = self.machine.spec
-        if spec is None or not spec.identity.num_samples or not self.machine.running:
+        if spec is None or not self.machine.takes_samples or not self.machine.running:
             return False
         return self._samples.remaining < spec.terms.batch_sequences
 
@@ -280,7 +283,8 @@ class NodeActor:
         self._drift.sent(command)
         packed = pack_at_once(replica, command, epoch, inner_step)
         delta = replica.take(command.blob.fragment) if packed is None else None
-        residual = self._residuals.for_delta(command.blob, command.codec, replica.anchors[0].device)
+        device = replica.anchors[command.blob.fragment].device
+        residual = self._residuals.for_delta(command.blob, command.codec, device)
         previous = self._residuals.previous(command.blob, command.codec)
         self.diary.sends.append(
             Send(
@@ -335,7 +339,7 @@ class NodeActor:
         own = [Own(blob=blob, terms=terms, data=self._blobs[blob]) for blob, terms in command.own]
         self.replica.merge(fragment, mix, own, command.factor, self.machine.epoch)
         self._drift.merged(fragment)
-        version = self.machine.versions[fragment]
+        version = self.machine.fragments[fragment].version
         self.diary.merges.append(
             Merged(
                 inner_step=self.machine.inner_steps,
@@ -382,6 +386,7 @@ class NodeActor:
             round=machine.round if machine.start_round is not None else None,
             history=history,
             announced=announced,
+            holds=machine.holds,
         )
 
     def _report_if_due(self) -> None:
@@ -407,5 +412,5 @@ class NodeActor:
             bytes_down=0,
             bytes_state=0,
             skipped_turns=machine.skipped_turns,
-            samples_left=self._samples.remaining,
+            samples_left=self._samples.remaining if machine.takes_samples else None,
         )

@@ -6,6 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
+from farloop.algo.parts import Part, fragments_of, is_in
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, Layout, NodeId, Terms
 from farloop.coordinator import records as rec
@@ -60,8 +61,10 @@ class NodeOutcome:
 
     alive: bool
     stage: Stage
+    holds: Part
     versions: tuple[int, ...]
     anchor_digests: tuple[int, ...]
+    """Of the fragments that it holds, in order."""
     inner_steps: int
     tokens: int
     lost_steps: int
@@ -79,8 +82,9 @@ class NodeOutcome:
         return cls(
             alive=alive,
             stage=machine.stage,
+            holds=machine.holds,
             versions=machine.versions,
-            anchor_digests=tuple(actor.replica.digests) if actor.replica else (),
+            anchor_digests=tuple(actor.replica.digests.values()) if actor.replica else (),
             inner_steps=machine.inner_steps,
             tokens=machine.tokens,
             lost_steps=machine.lost_steps,
@@ -135,6 +139,9 @@ class Outcome:
             assert self.anchor_digests[fragment.index] == commits[-1].anchor_digest
             assert self.target_digests[fragment.index] == commits[-1].target_digest
         blobs = [blob for commit in self.commits for blob in commit.blobs]
+        for blob in blobs:
+            fragment = self.layout.fragments[blob.fragment]
+            assert all(is_in(fragment, start.holds) for start in self.nodes[blob.node]), f"{blob} is not its node's"
         assert len(set(blobs)) == len(blobs), "no delta is merged twice"
         refused = [refusal.blob for commit in self.commits for refusal in commit.refused]
         assert len({*blobs, *refused}) == len(blobs) + len(refused), "a delta has one outcome"
@@ -188,8 +195,11 @@ class Outcome:
 
     def _check_start(self, name: NodeId, start: NodeOutcome) -> None:
         if start.stage == "finished" and start.start_round is not None and not start.diary.mismatches:
-            assert start.versions == self.versions, f"{name} holds all final versions"
-            assert start.anchor_digests == self.anchor_digests, f"{name} holds the run's anchors"
+            held = [fragment.index for fragment in fragments_of(start.holds, self.layout)]
+            assert start.versions == tuple(self.versions[f] for f in held), f"{name} holds all final versions"
+            assert start.anchor_digests == tuple(self.anchor_digests[f] for f in held), (
+                f"{name} holds the run's anchors"
+            )
         assert start.diary.mismatches or len(set(start.diary.applied)) == len(start.diary.applied)
         for before, after in itertools.pairwise(start.diary.merges):
             assert before.inner_step <= after.inner_step

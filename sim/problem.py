@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.methods import method_named
+from farloop.algo.parts import Part, fragments_of
 from farloop.algo.spec import Identity, Layout, LearningRate, NodeId, RunSpec, Terms
 from farloop.coordinator.aggregator import first_anchor
 
@@ -92,7 +93,7 @@ class Task:
         start = 0
         for parameter in module.parameters():
             part = gradient[start : start + parameter.numel()]
-            parameter.grad = part.view(parameter.shape).clone()
+            parameter.grad = part.view(parameter.shape).clone() if parameter.requires_grad else None
             start += parameter.numel()
         return 0.5 * float(gradient @ gradient)
 
@@ -138,14 +139,24 @@ def terms_of(method: str, **choices: object) -> Terms:
     return dataclasses.replace(terms, **choices)  # type: ignore[arg-type]
 
 
-def layout_of(module: nn.Module, terms: Terms, *, blocks_per_fragment: int, together: bool) -> Layout:
+def layout_of(
+    module: nn.Module, terms: Terms, *, blocks_per_fragment: int, together: bool, stages: tuple[int, ...] = ()
+) -> Layout:
     """The method's cut of the model; `together` sends all fragments in one slot."""
     shapes = [(name, tuple(parameter.shape)) for name, parameter in trainable_tensors(module)]
-    layout = partition(shapes, pattern=method_named(terms.method).pattern, blocks_per_fragment=blocks_per_fragment)
+    pattern = method_named(terms.method).pattern
+    layout = partition(shapes, pattern=pattern, blocks_per_fragment=blocks_per_fragment, stages=stages)
     if not together:
         return layout
     fragments = tuple(dataclasses.replace(fragment, slot=0) for fragment in layout.fragments)
     return Layout(slots=1, fragments=fragments)
+
+
+def freeze_all_but(part: Part, module: nn.Module, layout: Layout) -> None:
+    """What a node that holds a part trains: the tensors of that part. The rest of the module stays as it was built."""
+    held = {tensor.name for fragment in fragments_of(part, layout) for tensor in fragment.tensors}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in held)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +184,7 @@ class Toy:
 
     blocks: int
     blocks_per_fragment: int
+    stages: tuple[int, ...] = ()
     together: bool
     inner: Inner
     noise: float
@@ -181,7 +193,13 @@ class Toy:
 
     def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:
         module = Stack(self.blocks)
-        layout = layout_of(module, terms, blocks_per_fragment=self.blocks_per_fragment, together=self.together)
+        layout = layout_of(
+            module,
+            terms,
+            blocks_per_fragment=self.blocks_per_fragment,
+            together=self.together,
+            stages=self.stages,
+        )
         tensors = dict(module.named_parameters())
         anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
         identity = Identity(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from farloop.algo.parts import Part
 from farloop.algo.spec import NodeId, Terms
 from farloop.coordinator.roster import EXPIRE_S
 from farloop.sim.faults import More
@@ -26,6 +27,8 @@ class NodeSetup:
     tau: int | None = None
     """Its own overlap; the terms' unless given."""
     joins_at: float = 0.0
+    holds: Part = None
+    """Of the model."""
     protocol: int = PROTOCOL_VERSIONS[1]
     """Newest version of the protocol that it speaks."""
     weather: Weather | None = None
@@ -162,10 +165,12 @@ class Scenario:
     seed: int = 0
     """Of everything that varies: latencies, losses, jobs' durations."""
     problem: Problem | None = None
-    """What is trained; the toy of the next six fields unless given."""
+    """What is trained; the toy of the next seven fields unless given."""
     blocks: int = 2
     """Of the model."""
     blocks_per_fragment: int = 1
+    stages: tuple[int, ...] = ()
+    """First block of every stage but the first."""
     together: bool = False
     """All fragments are sent in one slot."""
     inner: Inner = "adamw"
@@ -193,6 +198,7 @@ class Scenario:
         return self.problem or Toy(
             blocks=self.blocks,
             blocks_per_fragment=self.blocks_per_fragment,
+            stages=self.stages,
             together=self.together,
             inner=self.inner,
             noise=self.noise,

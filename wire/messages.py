@@ -67,6 +67,8 @@ class Hello:
     """The history that its anchors are of (see `Welcome`)."""
     announced: tuple[AnchorRef, ...] = field(default=(), metadata=LATER)
     """The newest commit of each fragment that it was told of, in this life of it."""
+    holds: tuple[int, ...] | None = field(default=None, metadata=LATER)
+    """The stages of the model that it holds, for as long as it lives; None for all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

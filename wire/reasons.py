@@ -34,6 +34,8 @@ class Reason(IntEnum):
     IMPLAUSIBLE = 25
     HOLDING = 26
     FOREIGN = 27
+    WRONG_PART = 28
+    NOT_HELD = 29
     TOO_OFTEN = 32
     CROWDED = 33
     IDLE = 34
@@ -85,6 +87,8 @@ _SENTENCES = {
     Reason.IMPLAUSIBLE: "what the delta says of the work in it cannot be true",
     Reason.HOLDING: "the coordinator's state looks like an old copy: the run is held until a person decides",
     Reason.FOREIGN: "the delta was taken from an anchor of a history that the run was wound back from",
+    Reason.WRONG_PART: "the part of the model that the node holds is none of the run's",
+    Reason.NOT_HELD: "the delta is of a fragment that its node does not hold",
     Reason.TOO_OFTEN: "it came more often than an honest node ever would; it is heard again after a while",
     Reason.CROWDED: "there are as many sessions as the coordinator takes",
     Reason.IDLE: "none of the delta's bytes came for too long, though they were asked for",

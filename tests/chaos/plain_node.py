@@ -42,6 +42,6 @@ def train(
 
 
 def _tell(replica: Replica, told: Told) -> None:
-    for fragment, (version, digest) in enumerate(zip(replica.versions, replica.digests, strict=True)):
+    for fragment, (version, digest) in enumerate(zip(replica.versions.values(), replica.digests.values(), strict=True)):
         if version >= 0:
             told(fragment, version, f"{digest:016x}")

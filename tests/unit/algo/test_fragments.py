@@ -1,5 +1,6 @@
 """The cut of a model: complete, disjoint, the same for all, and laid out as protocol G and N say."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -239,3 +240,59 @@ def test_tiles_cover_flat_tensors_in_step_and_share_their_memory() -> None:
         part_a.copy_(part_b)
     assert torch.equal(a, b)
     assert [part.numel() for (part,) in tiles(a, size=4)] == [4, 4, 2]
+
+
+# --- stages
+
+
+@given(
+    num_blocks=st.integers(2, 24),
+    blocks_per_fragment=st.integers(1, 4),
+    pattern=st.sampled_from(["whole", *LAYERED]),
+    data=st.data(),
+)
+def test_no_fragment_crosses_a_stage_and_each_stage_is_cut_as_if_it_were_a_model(
+    num_blocks: int, blocks_per_fragment: int, pattern: Pattern, data: st.DataObject
+) -> None:
+    tensors = transformer(num_blocks)
+    starts = sorted(data.draw(st.sets(st.integers(1, num_blocks - 1), min_size=1, max_size=4)))
+    layout = partition(tensors, pattern=pattern, blocks_per_fragment=blocks_per_fragment, stages=starts)
+    assert Counter(t.name for f in layout.fragments for t in f.tensors) == Counter(name for name, _ in tensors)
+    assert layout.num_stages == len(starts) + 1
+    bounds = [0, *starts, num_blocks]
+    for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
+        own = [fragment for fragment in layout.fragments if fragment.stage == stage]
+        named = {tensor.name for fragment in own for tensor in fragment.tensors}
+        numbered = [int(name.split(".")[1]) for name in named if name.startswith("blocks.")]
+        assert set(numbered) == set(range(first, stop))
+        assert ("embed.weight" in named) == ("head.weight" in named) == (stage == 0)
+        alone = [tensor for tensor in tensors if tensor[0] in named]
+        cut = partition(alone, pattern=pattern, blocks_per_fragment=blocks_per_fragment)
+        assert [fragment.tensors for fragment in own] == [fragment.tensors for fragment in cut.fragments]
+        assert own[-1].slot == layout.slots - 1, "every stage ends the round"
+        assert [f.slot for f in own] == sorted({f.slot for f in own}), "and sends one fragment at a time"
+
+
+def test_the_fragments_of_a_stage_with_few_are_spread_over_the_round() -> None:
+    layout = partition(transformer(10), pattern="sequential", blocks_per_fragment=2, stages=(6,))
+    assert [(fragment.stage, fragment.slot) for fragment in layout.fragments] == [
+        (0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 3)
+    ]  # fmt: skip
+
+
+def test_a_cut_without_stages_is_the_one_that_it_has_always_been() -> None:
+    """The layout is part of a run's identity: its digest stands in the journals of runs that go on."""
+    layout = partition(transformer(24), pattern="strided")
+    assert layout.num_stages == 1
+    assert layout.digest() == "794a4ec45d16ca9c"
+
+
+@pytest.mark.parametrize("starts", [(0,), (3, 3), (4, 2), (6,), (-1,)])
+def test_stages_that_the_model_does_not_have_are_refused(starts: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="this model has 6 numbered blocks"):
+        partition(transformer(6), pattern="strided", stages=starts)
+
+
+def test_a_model_without_numbered_blocks_has_no_stages() -> None:
+    with pytest.raises(ValueError, match="0 numbered blocks"):
+        partition([("a", (4,)), ("b", (4,))], pattern="balanced", stages=(1,))

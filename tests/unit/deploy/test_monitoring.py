@@ -50,7 +50,7 @@ PROGRESS = Progress(
 def shown_by_the_daemons() -> set[str]:
     """Every name that a page of theirs can have, with the endings that counters and histograms get."""
     node = NodeMetrics(NodeId("a"))
-    node.saw(PROGRESS, versions=(1,), connected=True)
+    node.saw(PROGRESS, versions={0: 1}, connected=True)
     node.lost_by_codec(0, 0.1)
     coordinator = Metrics()
     coordinator.scored(1.0)

@@ -82,6 +82,6 @@ def test_every_way_has_a_sentence_and_the_metric_and_the_page_show_it() -> None:
     assert len(set(SENTENCES.values())) == len(SENTENCES)
     metrics = Metrics(A)
     for alone in (True, False):
-        metrics.saw(report, versions=(0,), connected=True, alone=alone)
+        metrics.saw(report, versions={0: 0}, connected=True, alone=alone)
         assert f'farloop_node_alone{{node="oslo"}} {float(alone)}' in metrics.exposition().decode()
     assert metrics.standing == (True, "training: nothing of it was merged in the last 3 rounds")

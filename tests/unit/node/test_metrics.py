@@ -44,7 +44,7 @@ def samples(metrics: Metrics) -> Samples:
 
 def test_a_scrape_shows_the_last_report() -> None:
     metrics = Metrics(NodeId("oslo"))
-    metrics.saw(PROGRESS, versions=(3, -1), connected=True)
+    metrics.saw(PROGRESS, versions={0: 3, 1: -1}, connected=True)
     metrics.anchor_mismatched()
     metrics.spent({"training": 9.0, "blocked": 1.5}, 0.25)
     assert samples(metrics) == {
@@ -69,7 +69,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         ("farloop_node_fragment_version", (("fragment", "0"),)): 3,
         ("farloop_node_fragment_version", (("fragment", "1"),)): -1,
     }
-    metrics.saw(dataclasses.replace(PROGRESS, inner_steps=14), versions=(3, -1), connected=False)
+    metrics.saw(dataclasses.replace(PROGRESS, inner_steps=14), versions={0: 3, 1: -1}, connected=False)
     assert samples(metrics)["farloop_node_inner_steps_total", ()] == 14
     assert samples(metrics)["farloop_node_connected", ()] == 0
 
@@ -77,7 +77,7 @@ def test_a_scrape_shows_the_last_report() -> None:
 def test_what_is_not_known_is_not_shown() -> None:
     metrics = Metrics(NodeId("oslo"))
     assert samples(metrics) == {}
-    metrics.saw(dataclasses.replace(PROGRESS, loss=None), versions=(), connected=True)
+    metrics.saw(dataclasses.replace(PROGRESS, loss=None), versions={}, connected=True)
     assert ("farloop_node_loss_nats", ()) not in samples(metrics)
 
 
@@ -93,7 +93,7 @@ def test_a_node_is_ready_once_it_takes_part_and_says_what_it_waits_for() -> None
         ("finished", False),
     )
     for state, started in cases:
-        metrics.saw(dataclasses.replace(PROGRESS, state=state, detail="x"), versions=(), connected=True)
+        metrics.saw(dataclasses.replace(PROGRESS, state=state, detail="x"), versions={}, connected=True)
         assert metrics.standing == (started, f"{state}: x")
-    metrics.saw(PROGRESS, versions=(), connected=True)
+    metrics.saw(PROGRESS, versions={}, connected=True)
     assert metrics.standing == (True, "training")
