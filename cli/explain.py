@@ -146,6 +146,7 @@ def _picture(facts: dict[str, Any]) -> RenderableType:
     head.append(", the last of its fragment" if facts["final"] else "", style="default not bold")
     if facts["open_s"] is not None:
         head.append(f"  open for {duration_text(facts['open_s'])}", style="default not bold")
+    head.append(f"  of stage {facts['stage']}" if "stage" in facts else "", style="default not bold")
     if facts["t"] is not None:
         head.append(f"  {duration_text(facts['t'])} into the run", style="dim not bold")
     grid = Table.grid(padding=(0, 2, 0, 0))

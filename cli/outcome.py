@@ -10,6 +10,7 @@ import torch
 from farloop.algo.spec import RunSpec
 from farloop.cli.history import read_history
 from farloop.cli.summary import NodeSummary, Summary
+from farloop.monitoring.gist import left_with_the_last
 from farloop.monitoring.status import NodeStatus, Status
 
 
@@ -36,7 +37,7 @@ def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float
         "bytes_data_parallel_fp32": data_parallel,
         "bytes_state": last.bytes_state,
         "reduction": data_parallel / sent,
-        "digests_equal": all(node.get("digests") == status["digests"] for node in nodes),
+        "digests_equal": all(left_with_the_last(node, status) for node in nodes),
         "compute_share": sum(node["compute_share"] for node in nodes) / len(nodes),
         "wall_s": run["started_s"],
         "digests": status["digests"],

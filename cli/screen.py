@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farloop.cli.recent import SHOWN, recent_table
-from farloop.monitoring.gist import ended_well, reduction, standing, sync_text
+from farloop.monitoring.gist import ended_well, part_text, reduction, standing, sync_text
 from farloop.monitoring.status import NodeStatus, Status, WindowStatus
 from farloop.monitoring.units import (
     NOTHING,
@@ -250,7 +250,7 @@ def node_cells(node: NodeStatus, status: Status) -> dict[str, Text]:
     style = "green" if done else _STATE_STYLES.get(node["state"], "red") if here else "red"
     mark = "●" if here else "✓" if done else "○"
     return {
-        "node": Text(node["name"], style="bold"),
+        "node": Text.assemble((node["name"], "bold"), (f" {part}" if (part := part_text(node)) else "", "dim")),
         "state": Text(f"{mark} {node['state'] if here else 'finished' if done else 'away'}", style=style),
         "step": Text(f"{node['inner_steps']:,}"),
         "loss": Text(wrong, style="bold red") if (wrong := node.get("loss_is")) else Text(loss_text(node["loss"])),

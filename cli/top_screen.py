@@ -22,7 +22,7 @@ from farloop.cli.exit_codes import CommandError
 from farloop.cli.progress import Pace
 from farloop.cli.recent import recent_table
 from farloop.cli.screen import WIDE, head, node_cells
-from farloop.monitoring.gist import sync_text
+from farloop.monitoring.gist import part_text, sync_text
 from farloop.monitoring.status import NodeStatus, Status
 from farloop.monitoring.units import NOTHING, count_text, duration_text, size_text
 
@@ -242,6 +242,7 @@ def about(node: NodeStatus, status: Status) -> Text:
     text.append(node["name"], style="bold")
     text.append(f"  {node['device'] or NOTHING}, heard {duration_text(node['last_heard_s'])} ago")
     text.append(f", start {node['incarnation']}" if node["incarnation"] > 1 else "")
+    text.append(f", holds {part}" if (part := part_text(node)) else "")
     facts = [
         f"round {node['round']:,}",
         f"{count_text(node['tokens'])} tokens",

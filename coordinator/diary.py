@@ -115,6 +115,8 @@ class Diary:
             "update_bytes": record.update_size,
             "anchor_digest": f"{record.anchor_digest:016x}",
         }
+        if (layout := ledger.spec.identity.layout).num_stages > 1:
+            line["stage"] = layout.fragments[record.fragment].stage
         if computed := self._computed.pop(record.fragment, None):
             line["norm"], line["merge_s"], line["journal_s"] = computed
         return line

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from farloop.algo.learning_rate import learning_rate
-from farloop.algo.spec import NodeId
+from farloop.algo.parts import fragments_of
+from farloop.algo.spec import Layout, NodeId
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Result
@@ -20,6 +21,7 @@ from farloop.coordinator.durable import replacing
 from farloop.coordinator.errors import StorageFailed
 from farloop.coordinator.happenings import Happenings
 from farloop.coordinator.hold import Hold
+from farloop.coordinator.holders import stages_held
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.refusals import Refusals
@@ -29,7 +31,7 @@ from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
 from farloop.monitoring import plain_json
 from farloop.monitoring.gist import doing, finite_or_none, named, not_finite, standing
-from farloop.monitoring.status import CopyStatus, MetricsEvent, NodeStatus, Status, WindowStatus
+from farloop.monitoring.status import CopyStatus, MetricsEvent, NodeStatus, PartStatus, Status, WindowStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -231,7 +233,7 @@ class Observer:
         if machine.holding is not None:
             state = "holding"
         members = sorted(machine.members.values(), key=lambda m: m.name)
-        return {
+        told: Status = {
             "run": {
                 "name": identity.name,
                 "fingerprint": self._fingerprint,
@@ -273,11 +275,15 @@ class Observer:
             "recent": self._happenings.recent(now),
             "samples": ledger.leases.fates(),
         }
+        counts = stages_held((member for member in members if member.session is not None), ledger)
+        if len(counts) > 1:
+            told["run"]["stages"] = list(counts.values())
+        return told
 
     def _node(self, member: Member, now: float, quarantine: Mapping[NodeId, str]) -> NodeStatus:
         progress = member.progress
         away = (member.session is None or member.stalled) and member.reason is not Reason.NONE
-        return {
+        told: NodeStatus = {
             "name": member.name,
             "state": member.stage if progress is None or member.stage == "left" else progress.state,
             "connected": member.session is not None,
@@ -303,6 +309,9 @@ class Observer:
             "quarantine": quarantine.get(member.name, ""),
             "loss_is": "" if progress is None else not_finite(progress.loss),
         }
+        if member.holds is not None:
+            told["part"] = _part(member.holds, self._store.ledger.spec.identity.layout)
+        return told
 
     def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:
         rows: list[WindowStatus] = []
@@ -360,6 +369,12 @@ class Observer:
         before = self._timeline.dropped
         self._timeline.write(event)
         self._metrics.dropped_lines.inc(self._timeline.dropped - before)
+
+
+def _part(stages: tuple[int, ...], layout: Layout) -> PartStatus:
+    fragments = fragments_of(stages, layout)
+    numel = sum(tensor.numel for fragment in fragments for tensor in fragment.tensors)
+    return {"stages": list(stages), "fragments": [fragment.index for fragment in fragments], "parameters": numel}
 
 
 def _position(members: Iterable[Member]) -> float:

@@ -65,6 +65,8 @@ class DecisionEvent(TypedDict):
     floor: int
     revision: int
     """Of the terms that the window ran under."""
+    stage: NotRequired[int]
+    """Of the model, where that is cut in stages: those who hold it were expected."""
     expected: list[str]
     arrived: list[ArrivedDelta]
     missing: list[MissingNode]

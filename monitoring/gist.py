@@ -18,8 +18,21 @@ DATA_PARALLEL_BYTES = 8
 def reduction(status: Status) -> float:
     """How many times fewer bytes crossed the links than fp32 data parallel sends; 0 before any did."""
     sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
-    steps = sum(node["inner_steps"] for node in status["nodes"])
-    return DATA_PARALLEL_BYTES * status["run"]["parameters"] * steps / sent if sent else 0.0
+    held = ((node["part"]["parameters"] if "part" in node else status["run"]["parameters"]) for node in status["nodes"])
+    work = sum(count * node["inner_steps"] for count, node in zip(held, status["nodes"], strict=True))
+    return DATA_PARALLEL_BYTES * work / sent if sent else 0.0
+
+
+def part_text(node: NodeStatus) -> str:
+    """The stages of the model that it holds; empty for a node that holds all of it."""
+    stages = node["part"]["stages"] if "part" in node else []
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if stages else ""
+
+
+def left_with_the_last(node: NodeStatus, status: Status) -> bool:
+    """Whether a node said good-bye with the anchors that the run has now, of all fragments that it holds."""
+    held = node["part"]["fragments"] if "part" in node else range(len(status["digests"]))
+    return node.get("digests") == [status["digests"][fragment] for fragment in held]
 
 
 _WAITS = frozenset({"joining", "ready", "waiting", "draining"})
@@ -65,6 +78,9 @@ def standing(status: Status) -> str:
             return "nothing is committed until the alarm is mended; it then goes on by itself"
         case "waiting":
             wanted = run.get("nodes", 0)
+            if stages := run.get("stages"):
+                counts = ", ".join(f"stage {stage} has {count} of {wanted}" for stage, count in enumerate(stages))
+                return f"begins when its nodes are there: {counts} so far"
             have = f"{here} of {wanted}" if wanted else f"{here}"
             return f"begins when its nodes are there: {have} so far" + ("" if here else "; start one: farloop node")
         case "training" if not here:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from importlib.resources import files
 
 from farloop.monitoring.curve import curve
-from farloop.monitoring.gist import ended_well, reduction, standing, sync_text
+from farloop.monitoring.gist import ended_well, part_text, reduction, standing, sync_text
 from farloop.monitoring.markup import NONE, Markup, joined, tag
 from farloop.monitoring.status import HappeningStatus, NodeStatus, Status, WindowStatus
 from farloop.monitoring.units import (
@@ -190,9 +190,9 @@ _NUMBERS = frozenset({"step", "loss", "tokens/s", "compute", "up", "down", "hear
 def _row(node: NodeStatus, status: Status) -> Markup:
     here, done = node["connected"], ended_well(node, status)
     wrong = node.get("loss_is", "")
-    own_h = f", H {node['h']}" if node.get("h") else ""
+    own = "".join(f", {what}" for what in (part_text(node), f"H {node['h']}" if node.get("h") else "") if what)
     cells: dict[str, Markup] = {
-        "node": joined(tag("bdi", node["name"]), tag("span", f"{node['device']}{own_h}", class_="note")),
+        "node": joined(tag("bdi", node["name"]), tag("span", f"{node['device']}{own}", class_="note")),
         "state": _badge(node["state"] if here else "finished" if done else "away", _tone(node, done=done)),
         "now": tag("bdi", sync_text(node, status["windows"])),
         "step": Markup(f"{node['inner_steps']:,}"),

@@ -38,6 +38,16 @@ class RunStatus(TypedDict):
     """Seconds since this coordinator process started."""
     nodes: NotRequired[int]
     """How many must be there for the run to begin."""
+    stages: NotRequired[list[int]]
+    """Of a model that is cut in stages: how many nodes are there for each."""
+
+
+class PartStatus(TypedDict):
+    """What a node holds of the model, where that is not all of it."""
+
+    stages: list[int]
+    fragments: list[int]
+    parameters: int
 
 
 class NodeStatus(TypedDict):
@@ -71,7 +81,8 @@ class NodeStatus(TypedDict):
     skipped_turns: NotRequired[int]
     """Due sends that it left out, for too many deltas of the fragment were undecided."""
     digests: NotRequired[list[str]]
-    """Of its anchors, in fragment order, as it left with them."""
+    """Of its anchors, in the order of its fragments, as it left with them."""
+    part: NotRequired[PartStatus]
     quarantine: NotRequired[str]
     """Why its deltas are measured and not merged; empty where they are."""
     h: NotRequired[int]

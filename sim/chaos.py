@@ -4,10 +4,12 @@ Every one can end: a node that dies comes back unless another one stays, a cut l
 """
 
 import dataclasses
+import itertools
 import random
 from typing import get_args
 
 from farloop.algo.methods import max_tau, method_named
+from farloop.algo.overlap import at_most
 from farloop.algo.schedule import POWERS
 from farloop.algo.spec import LearningRate, NodeId, Rewarm, Terms
 from farloop.coordinator.roster import EXPIRE_S
@@ -82,6 +84,45 @@ def restored_scenario(seed: int, *, faults: int = 1) -> sc.Scenario:
     )
     terms = dataclasses.replace(scenario.terms, steps=2 * scenario.terms.steps)
     return dataclasses.replace(scenario, terms=terms, faults=(*scenario.faults, restored))
+
+
+def parted_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
+    """The run of a seed, with another fate, whose model is cut in stages: nodes hold one each, and some hold more."""
+    rng = random.Random(~seed)
+    while (base := random_scenario(seed, faults=0)).terms.method == "data-parallel":  # it has the model in one fragment
+        seed += 1 << 20
+    least, lengths = rng.choice((1, 2, 2)), [rng.randint(1, base.blocks) for _ in range(rng.choice((2, 2, 3)))]
+    nodes: list[sc.NodeSetup] = []
+    for stage in range(len(lengths)):
+        for replica in "abc"[: least + rng.choice((0, 0, 1))]:
+            node = dataclasses.replace(_node(rng, replica), name=NodeId(f"{replica}{stage}"), holds=(stage,))
+            nodes.append(_late_or_lying(rng, node) if replica == "abc"[least] else node)
+    if rng.random() < 0.3:
+        some = rng.choice((None, tuple(range(1, len(lengths))), tuple(range(len(lengths)))))
+        nodes.append(dataclasses.replace(_late_or_lying(rng, _node(rng, "z")), holds=some))
+    quorum = None if base.terms.quorum is None else min(base.terms.quorum, least)
+    terms = dataclasses.replace(base.terms, min_nodes=least, quorum=quorum, merge=None)
+    stages = tuple(itertools.accumulate(lengths))[:-1]
+    scenario = dataclasses.replace(base, terms=terms, nodes=tuple(nodes), blocks=sum(lengths), stages=stages)
+    slots = scenario.trains().begin(terms)[0].identity.layout.slots
+    terms = dataclasses.replace(terms, tau=min(terms.tau, at_most(terms, slots)))
+    scenario = dataclasses.replace(scenario, terms=terms)
+    happened = tuple(_fault(rng, scenario) for _ in range(rng.randint(0, faults)))
+    return dataclasses.replace(scenario, faults=(*happened, *_nastier(rng, scenario, faults), *base.faults))
+
+
+def _late_or_lying(rng: random.Random, node: sc.NodeSetup) -> sc.NodeSetup:
+    """A node that no stage needs may come late, or send something else than it has."""
+    if rng.random() < 0.5:
+        return dataclasses.replace(node, joins_at=rng.uniform(0.0, HORIZON_S))
+    return dataclasses.replace(node, deceit=rng.choice((None, None, "flipped", "claims")))
+
+
+def _is_dispensable(node: sc.NodeSetup, scenario: sc.Scenario) -> bool:
+    """Whether enough others hold each of the stages that it holds."""
+    parts = [other.holds for other in scenario.nodes]
+    stages = range(len(scenario.stages) + 1) if node.holds is None else node.holds
+    return all(sum(p is None or s in p for p in parts) > scenario.terms.min_nodes for s in stages)
 
 
 def _with_changes(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
@@ -205,7 +246,7 @@ def _fault(rng: random.Random, scenario: sc.Scenario) -> sc.Fault:
     node = rng.choice(scenario.nodes).name
     at, for_s = rng.uniform(0.0, HORIZON_S), rng.choice((0.3, 1.5, 5.0, 15.0))
     last = scenario.nodes[-1].name
-    dispensable = len(scenario.nodes) > scenario.terms.min_nodes
+    dispensable = _is_dispensable(scenario.nodes[-1], scenario)
     match rng.randrange(9):
         case 0:
             keeps_away = dispensable and node == last and rng.random() < 0.3

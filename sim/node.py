@@ -100,9 +100,10 @@ class NodeActor:
         self._put(ev.DrainRequested())
 
     def spoil(self, fragment: int) -> None:
-        """Flip a bit of an anchor, if it holds it."""
-        if self.replica is not None and fragment in self.replica.anchors:
-            self.replica.anchors[fragment][0] += 1.0
+        """Flip a bit of an anchor; of another one, where it does not hold that."""
+        if self.replica is not None:
+            anchors = self.replica.anchors
+            anchors.get(fragment, anchors[min(anchors)])[0] += 1.0
 
     @property
     def _now(self) -> float:
