@@ -209,7 +209,8 @@ def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) ->
     whose = "the run's model" if holds is None else f"stage {described(holds)} of the run's model"
     for name, shape in there.items():
         if name not in here:
-            raise LayoutMismatch(f"{whose} has a parameter {name!r} of shape {shape}, this one has not")
+            part = "; say what it holds, if it is a part" if holds is None and layout.num_stages > 1 else ""
+            raise LayoutMismatch(f"{whose} has a parameter {name!r} of shape {shape}, this one has not{part}")
         if tuple(here[name].shape) != shape:
             raise LayoutMismatch(f"parameter {name!r} has shape {tuple(here[name].shape)} here, {shape} in the run")
     for name in here:

@@ -1,0 +1,60 @@
+"""Nodes that hold a stage of the model each, over real sockets: the stages' replicas agree, whoever dies."""
+
+from pathlib import Path
+
+import pytest
+from loopback import NewRun, Run, assert_all_agree, merged_since
+from safetensors.torch import load_file
+
+from farloop.cli.exit_codes import ExitCode
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+PART_NODE = Path(__file__).with_name("part_node.py")
+
+
+def cut_run(new_run: NewRun, **settings: object) -> Run:
+    """A run of a model of two stages: 3 fragments in the first one, 2 in the second."""
+    run = new_run(blocks_per_fragment=1, **settings)
+    run.tables["run"] |= {"init": str(run.folder / "own.safetensors"), "stages": "2"}
+    del run.tables["run"]["model"], run.tables["data"]
+    assert run.until_ended(run.start("init", str(PART_NODE), "init", "own.safetensors")) == 0
+    return run
+
+
+def test_two_pipelines_of_two_stages_agree_fragment_by_fragment_though_a_stage_dies(new_run: NewRun) -> None:
+    """Streaming, 4 bits both ways; each node has the memory of its own stage alone."""
+    run = cut_run(new_run, steps=150, method="streaming", h=6, tau=1, nodes=2, codec_up="q4", codec_down="q4")
+    coordinator = run.start_coordinator()
+    parts = {"a0": "0", "b0": "0", "a1": "1", "b1": "1"}
+    nodes = {name: run.start(name, str(PART_NODE), "train", run.address, name, stage) for name, stage in parts.items()}
+
+    before = run.until(
+        "b1 is merged", lambda status: min(status["versions"]) > 1 and merged_since(status, [1] * 5, "b1")
+    )
+    assert before["run"].get("stages") == [2, 2]
+    expected = [set(window["expected"]) for window in before["windows"]]
+    assert all(names <= {"a0", "b0"} for names in expected[:3]) and all(names <= {"a1", "b1"} for names in expected[3:])
+    nodes.pop("b1").kill()
+
+    status = run.until_done(coordinator, *nodes.values())
+    assert_all_agree(run, status, *nodes)
+    commits = run.events("commit")
+    versions = {fragment: [c["merged"] for c in commits if c["fragment"] == fragment] for fragment in range(5)}
+    assert {len(merged) for merged in versions.values()} == {len(versions[0])}, "every fragment had all of its windows"
+    assert all(set(merged) <= {"a0", "b0"} for fragment in (0, 1, 2) for merged in versions[fragment])
+    assert versions[3][0] == ["a1", "b1"] and versions[3][-1] == versions[4][-1] == ["a1"]
+    first, last = (load_file(run.folder / name) for name in ("own.safetensors", "state/model.safetensors"))
+    assert first.keys() == last.keys() and not any((first[name] == last[name]).all() for name in first)
+
+
+def test_a_part_that_is_none_of_the_runs_is_one_line(new_run: NewRun) -> None:
+    run = cut_run(new_run, steps=60, method="diloco", h=6, nodes=1)
+    run.start_coordinator()
+    beyond = run.start("beyond", str(PART_NODE), "train", run.address, "beyond", "5")
+    unsaid = run.start("unsaid", str(PART_NODE), "train", run.address, "unsaid", "1", "--unsaid")
+    assert run.until_ended(beyond) == ExitCode.REFUSED
+    assert "holds stage 5, and the run's model has stages 0 to 1" in beyond.last_line
+    assert run.until_ended(unsaid) == ExitCode.REFUSED
+    assert "the run's model has a parameter" in unsaid.last_line and "holds" in unsaid.last_line
+    assert "Traceback" not in beyond.said + unsaid.said
