@@ -1,0 +1,145 @@
+"""What a node tells of its machine and its network cards: bounded, typed, every fact with the one who said it.
+
+The node fills it in without believing anybody more than they deserve, the coordinator cuts it to size before it keeps
+it (`trimmed`). Nothing here is needed to train: a node that tells nothing takes part like any other.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Source = Literal["operator", "probe", "sysfs", "annotation"]
+"""Who said it: a person in the settings, a measurement, the kernel, or labels and annotations of a container."""
+
+TRUST: Final[tuple[Source, ...]] = ("operator", "probe", "sysfs", "annotation")
+"""Where two say different things, the earlier is believed, and both are told."""
+
+NicKind = Literal["infiniband", "roce-v2", "roce-v1", "iwarp", "ethernet", "virtual"]
+"""Class of a card. A bond has the class of what it bonds, and `members`. A wide-area link is no class of a card: it is
+measured, not looked up."""
+
+KINDS: Final[tuple[NicKind, ...]] = ("infiniband", "roce-v2", "roce-v1", "iwarp", "ethernet", "virtual")
+"""The best for collectives first."""
+
+RDMA: Final[frozenset[NicKind]] = frozenset({"infiniband", "roce-v2", "roce-v1", "iwarp"})
+
+MOST_NICS: Final = 32
+MOST_FACTS: Final = 24
+MOST_LABELS: Final = 32
+LONGEST: Final = 128
+"""Characters of a text that somebody else wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One thing that somebody said about a card."""
+
+    about: str
+    """`kind`, `bits_per_s`, `state`, `netdev`, … ."""
+    value: str
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """One card, or one port of one; what is said of it by the most trusted, and all that was said."""
+
+    name: str
+    """`mlx5_0:1` of a port with RDMA, else its network device."""
+    kind: NicKind = "virtual"
+    netdev: str = ""
+    """The network device to bind; empty for none."""
+    bits_per_s: float | None = None
+    """None: nobody knows, and nothing is made up."""
+    flow_bits_per_s: float | None = None
+    """The most that one connection gets: of a bond, what one member has."""
+    active: bool = False
+    usable: bool = False
+    """Active, and of a card with RDMA: this process may use that."""
+    why: str = ""
+    """What is in the way, where it is not usable."""
+    members: tuple[str, ...] = ()
+    """Of a bond."""
+    addresses: tuple[str, ...] = ()
+    fabric: str = ""
+    """Of InfiniBand, the subnet's prefix. The default is everywhere the same: equal is needed and not enough."""
+    facts: tuple[Fact, ...] = ()
+    """The most trusted first."""
+
+    def source(self, about: str) -> Source | None:
+        """Who is believed in this."""
+        return next((fact.source for fact in self.facts if fact.about == about), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """One machine that a node runs on. The default is that of a node which tells nothing."""
+
+    site: str = ""
+    """Label of the place; nodes of one site are thought to be near each other until that is measured."""
+    site_from: Source | None = None
+    address: str = ""
+    """tcp://host:port at which other nodes are said to reach it; empty: it only dials out."""
+    nics: tuple[Nic, ...] = ()
+    devices: int = 0
+    """Accelerators that this node trains on."""
+    memory_bytes: int | None = None
+    """Of all of them; without any, what this process may have of the machine's."""
+    cpus: int = 0
+    memlock_bytes: int | None = None
+    """Memory that may be locked; None: without bound."""
+    nofile: int = 0
+    """Files and sockets that may be open."""
+    congestion: str = ""
+    """Control of its TCP connections, as `bbr`."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """What the container's surroundings tell: pod, zone, host."""
+    unread: tuple[str, ...] = ()
+    """What was there and could not be read."""
+
+
+NOTHING: Final = Inventory()
+
+
+def trimmed(inventory: Inventory) -> Inventory:
+    """The same within bounds: no longer texts, no more cards, no numbers that are none. Idempotent."""
+    return dataclasses.replace(
+        inventory,
+        site=_text(inventory.site),
+        address=_text(inventory.address),
+        nics=tuple(_trimmed_nic(nic) for nic in inventory.nics[:MOST_NICS]),
+        devices=max(0, inventory.devices),
+        memory_bytes=inventory.memory_bytes if (inventory.memory_bytes or 0) > 0 else None,
+        congestion=_text(inventory.congestion),
+        labels=tuple((_text(key), _text(value)) for key, value in inventory.labels[:MOST_LABELS]),
+        unread=_texts(inventory.unread),
+    )
+
+
+def _trimmed_nic(nic: Nic) -> Nic:
+    facts = (Fact(about=_text(f.about), value=_text(f.value), source=f.source) for f in nic.facts[:MOST_FACTS])
+    return dataclasses.replace(
+        nic,
+        name=_text(nic.name),
+        netdev=_text(nic.netdev),
+        bits_per_s=_rate(nic.bits_per_s),
+        flow_bits_per_s=_rate(nic.flow_bits_per_s),
+        why=_text(nic.why),
+        members=_texts(nic.members),
+        addresses=_texts(nic.addresses),
+        fabric=_text(nic.fabric),
+        facts=tuple(facts),
+    )
+
+
+def _texts(texts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_text(text) for text in texts[:MOST_LABELS])
+
+
+def _text(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text[:LONGEST])
+
+
+def _rate(bits_per_s: float | None) -> float | None:
+    return bits_per_s if bits_per_s is not None and math.isfinite(bits_per_s) and bits_per_s > 0 else None
