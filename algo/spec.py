@@ -287,11 +287,12 @@ class Lease:
 
 
 class BlobKind(IntEnum):
-    """What an encoded fragment is."""
+    """What a blob is: an encoded fragment, or bytes that measure a link and mean nothing."""
 
     DELTA = 1
     UPDATE = 2
     SNAPSHOT = 3
+    PROBE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ _GIDS: Final = 32
 _LOCKED: Final = 64 << 20
 """Bytes of memory that must be lockable for RDMA to be of any use: registered buffers are locked."""
 
+_RANK: Final[Mapping[str, int]] = {source: rank for rank, source in enumerate(TRUST)}
+
 _LOOPBACK, _IPOIB = 772, 32
 """Types of network devices (if_arp.h)."""
 
@@ -50,9 +52,9 @@ class _Draft:
 
     def finished(self) -> Nic:
         """What the most trusted say, with all that was said."""
-        facts = tuple(sorted(self.facts, key=lambda fact: TRUST.index(fact.source)))
+        facts = tuple(sorted(self.facts, key=lambda fact: _RANK[fact.source]))
         first = {fact.about: fact.value for fact in reversed(facts)}
-        kind: NicKind = first.get("kind", "virtual")  # type: ignore[assignment]  # only classes are ever said
+        kind = first.get("kind", "virtual")
         rate = float(first["bits_per_s"]) if "bits_per_s" in first else None
         active = first.get("state") == "active"
         why = "" if active else f"its link is {first.get('state', 'unknown')}"

@@ -4,7 +4,7 @@ import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from farloop.node.labels import Labels, Told, parse_nics, read_labels
 from farloop.node.nics import look
@@ -103,10 +103,10 @@ def look_around(
     )
 
 
-def _site(operator: Operator, labels: Labels) -> tuple[str, Source | None]:
+def _site(operator: Operator, labels: Labels) -> tuple[str, Source | Literal[""]]:
     if operator.site:
         return operator.site, "operator"
-    return (labels.site, "annotation") if labels.site else ("", None)
+    return (labels.site, "annotation") if labels.site else ("", "")
 
 
 def _memory(tree: Tree) -> int | None:

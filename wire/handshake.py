@@ -15,6 +15,8 @@ from farloop.wire.messages import (
     SINCE,
     Committed,
     Credit,
+    Echo,
+    Echoed,
     Evaluation,
     Fetch,
     Finished,
@@ -23,8 +25,10 @@ from farloop.wire.messages import (
     Hello,
     Leave,
     Message,
+    Observed,
     Offer,
     Outcome,
+    Probe,
     Progress,
     Ready,
     Refused,
@@ -56,8 +60,9 @@ class State(Enum):
 
 _EITHER: frozenset[type[Message]] = frozenset({Offer, Credit, Leave, Heartbeat})
 _SAYS: dict[Role, frozenset[type[Message]]] = {
-    Role.NODE: _EITHER | {Hello, Ready, Fetch, Progress, Evaluation},
-    Role.COORDINATOR: _EITHER | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished, Revised},
+    Role.NODE: _EITHER | {Hello, Ready, Fetch, Progress, Evaluation, Echoed, Observed},
+    Role.COORDINATOR: _EITHER
+    | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished, Revised, Echo, Probe},
 }
 """What each end may say on the control lane."""
 

@@ -22,7 +22,7 @@ measured, not looked up."""
 KINDS: Final[tuple[NicKind, ...]] = ("infiniband", "roce-v2", "roce-v1", "iwarp", "ethernet", "virtual")
 """The best for collectives first."""
 
-RDMA: Final[frozenset[NicKind]] = frozenset({"infiniband", "roce-v2", "roce-v1", "iwarp"})
+RDMA: Final[frozenset[str]] = frozenset({"infiniband", "roce-v2", "roce-v1", "iwarp"})
 
 MOST_NICS: Final = 32
 MOST_FACTS: Final = 24
@@ -38,7 +38,8 @@ class Fact:
     about: str
     """`kind`, `bits_per_s`, `state`, `netdev`, … ."""
     value: str
-    source: Source
+    source: str
+    """One of `TRUST`; another one, of a later release, is trusted least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,8 @@ class Nic:
 
     name: str
     """`mlx5_0:1` of a port with RDMA, else its network device."""
-    kind: NicKind = "virtual"
+    kind: str = "virtual"
+    """One of `KINDS`; another one, of a later release, counts as virtual."""
     netdev: str = ""
     """The network device to bind; empty for none."""
     bits_per_s: float | None = None
@@ -67,9 +69,9 @@ class Nic:
     facts: tuple[Fact, ...] = ()
     """The most trusted first."""
 
-    def source(self, about: str) -> Source | None:
-        """Who is believed in this."""
-        return next((fact.source for fact in self.facts if fact.about == about), None)
+    def source(self, about: str) -> str:
+        """Who is believed in this; empty where nobody said it."""
+        return next((fact.source for fact in self.facts if fact.about == about), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,8 @@ class Inventory:
 
     site: str = ""
     """Label of the place; nodes of one site are thought to be near each other until that is measured."""
-    site_from: Source | None = None
+    site_from: str = ""
+    """Who says so."""
     address: str = ""
     """tcp://host:port at which other nodes are said to reach it; empty: it only dials out."""
     nics: tuple[Nic, ...] = ()
@@ -107,6 +110,7 @@ def trimmed(inventory: Inventory) -> Inventory:
     return dataclasses.replace(
         inventory,
         site=_text(inventory.site),
+        site_from=_text(inventory.site_from),
         address=_text(inventory.address),
         nics=tuple(_trimmed_nic(nic) for nic in inventory.nics[:MOST_NICS]),
         devices=max(0, inventory.devices),
@@ -118,10 +122,16 @@ def trimmed(inventory: Inventory) -> Inventory:
 
 
 def _trimmed_nic(nic: Nic) -> Nic:
-    facts = (Fact(about=_text(f.about), value=_text(f.value), source=f.source) for f in nic.facts[:MOST_FACTS])
+    facts = (
+        Fact(
+            about=_text(fact.about), value=_text(fact.value), source=fact.source if fact.source in TRUST else TRUST[-1]
+        )
+        for fact in nic.facts[:MOST_FACTS]
+    )
     return dataclasses.replace(
         nic,
         name=_text(nic.name),
+        kind=nic.kind if nic.kind in KINDS else "virtual",
         netdev=_text(nic.netdev),
         bits_per_s=_rate(nic.bits_per_s),
         flow_bits_per_s=_rate(nic.flow_bits_per_s),

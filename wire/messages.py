@@ -24,12 +24,19 @@ from farloop.algo.spec import (
     to_plain,
 )
 from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.inventory import NOTHING, Inventory
+from farloop.wire.link_messages import Connection as Connection
+from farloop.wire.link_messages import Echo as Echo
+from farloop.wire.link_messages import Echoed as Echoed
+from farloop.wire.link_messages import Observed as Observed
+from farloop.wire.link_messages import Probe as Probe
+from farloop.wire.link_messages import Seen as Seen
 from farloop.wire.reasons import Reason
 
 _T = TypeVar("_T")
 
-PROTOCOL_VERSIONS = (1, 2)
-"""Oldest and newest protocol version that this code speaks. 2 has `Revised`."""
+PROTOCOL_VERSIONS = (1, 3)
+"""Oldest and newest protocol version that this code speaks. 2 has `Revised`, 3 what measures links."""
 
 NodeState = Literal["joining", "ready", "training", "waiting", "paused", "evaluating", "draining", "finished"]
 
@@ -69,6 +76,8 @@ class Hello:
     """The newest commit of each fragment that it was told of, in this life of it."""
     holds: tuple[int, ...] | None = field(default=None, metadata=LATER)
     """The stages of the model that it holds, for as long as it lives; None for all of it."""
+    inventory: Inventory = field(default=NOTHING, metadata=LATER)
+    """Its machine and network cards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +322,10 @@ Message = (
     | Finished
     | Heartbeat
     | Revised
+    | Echo
+    | Echoed
+    | Probe
+    | Observed
 )
 
 NUMBERS: dict[type[Message], int] = {
@@ -335,12 +348,16 @@ NUMBERS: dict[type[Message], int] = {
     Finished: 17,
     Heartbeat: 18,
     Revised: 19,
+    Echo: 30,
+    Echoed: 31,
+    Probe: 32,
+    Observed: 33,
 }
 
-SINCE: dict[type[Message], int] = {Revised: 2}
+SINCE: dict[type[Message], int] = {Revised: 2, Echo: 3, Echoed: 3, Probe: 3, Observed: 3}
 """Version of the protocol that a message came with; the others came with the first."""
 
-_OPTIONAL: frozenset[type[Message]] = frozenset({Progress, Evaluation, Heartbeat})
+_OPTIONAL: frozenset[type[Message]] = frozenset({Progress, Evaluation, Heartbeat, Echo, Echoed, Probe, Observed})
 """Messages that an older peer may ignore."""
 
 _CLASSES = {number: cls for cls, number in NUMBERS.items()}

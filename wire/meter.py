@@ -88,7 +88,7 @@ def judge(burst: Burst, rtt_s: float) -> Measured | Insufficient:
     Args:
         rtt_s: the link's round trip; the shortest that was seen, for a long one is a queue.
     """
-    if burst.half_chunks < HALF_LEAST_CHUNKS or burst.half_s <= 0.0:
+    if burst.half_chunks < HALF_LEAST_CHUNKS or not 0.0 < burst.half_s < math.inf:
         return Insufficient(why=f"{burst.num_bytes} bytes came in too few pieces")
     rate = burst.half_bytes / burst.half_s
     if burst.num_bytes < rate * rtt_s:
@@ -122,6 +122,11 @@ class Meter:
         """Arrivals since the last point that was kept."""
         self._bytes = 0
         self._bursts: deque[Burst] = deque(maxlen=_KEPT_BURSTS)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something has come of what is being measured."""
+        return bool(self._points)
 
     def arrived(self, num_bytes: int, now: float) -> None:
         """So many bytes came."""

@@ -6,6 +6,7 @@ that is empty or a socket is full, and sleeps until a socket is readable or `nex
 frames go in before a due timer does (protocol C).
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from farloop.algo.spec import BlobId
@@ -18,6 +19,8 @@ from farloop.wire.handshake import Handshake, Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import (
     Credit,
+    Echo,
+    Echoed,
     Heartbeat,
     LaneHello,
     Leave,
@@ -29,9 +32,13 @@ from farloop.wire.messages import (
     decode,
     encode,
 )
+from farloop.wire.meter import Meter
 from farloop.wire.reasons import Reason
 from farloop.wire.traffic import Traffic, wire_bytes
 from farloop.wire.transfer import Transfers
+
+ROUND_TRIPS = 10
+"""Echoes that a round trip is known by: one alone may have waited behind something."""
 
 
 class Session:
@@ -60,6 +67,10 @@ class Session:
         """When this end stops waiting for the acknowledgement of its farewell."""
         self._last_ack_due = False
         """Whether the peer's Leave is still to be acknowledged."""
+        self._echoes: dict[int, float] = {}
+        """Number → when it was said."""
+        self.round_trips: deque[float] = deque(maxlen=ROUND_TRIPS)
+        """The last ones, in seconds, through both daemons and whatever is between them."""
 
     @property
     def state(self) -> State:
@@ -78,6 +89,27 @@ class Session:
         self._queue(message)
         if self._handshake.farewell is not None:
             self._closes_at = now + self._timing.linger_s
+
+    @property
+    def protocol(self) -> int:
+        """The version that both ends speak; 0 before the session is open."""
+        return self._handshake.protocol
+
+    @property
+    def meter(self) -> Meter:
+        """How blobs come in."""
+        return self._transfers.meter
+
+    def echo(self, now: float) -> None:
+        """Measure the round trip once more; `round_trips` will tell. Not while the peer owes many answers.
+
+        Raises:
+            LocalProtocolError: not a coordinator, or the session has no echoes.
+        """
+        if len(self._echoes) < ROUND_TRIPS:
+            number = max(self._echoes, default=0) + 1
+            self._queue(Echo(number=number))
+            self._echoes[number] = now
 
     @property
     def live_in_flight(self) -> int:
@@ -287,6 +319,14 @@ class Session:
         self._control.heartbeats = self._handshake.epoch > 0
         if isinstance(message, Credit):
             self._transfers.credited(message, now)
+            return
+        if isinstance(message, Echo):
+            if self.state is State.OPEN:
+                self._queue(Echoed(number=message.number))
+            return
+        if isinstance(message, Echoed):
+            if (said_at := self._echoes.pop(message.number, None)) is not None:
+                self.round_trips.append(now - said_at)
             return
         if isinstance(message, Stored | Outcome):
             self._transfers.forget_outgoing(message.blob)

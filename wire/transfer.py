@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from farloop.algo.spec import BlobId
+from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BlobSource, Reassembly, blob_key
 from farloop.wire.credit import Incoming, Outgoing, Pace
 from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
@@ -11,6 +11,7 @@ from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceive
 from farloop.wire.frames import BulkFrame
 from farloop.wire.limits import EARLY_BYTES, EARLY_FRAMES, INITIAL_CREDIT, Limits, Timing
 from farloop.wire.messages import Credit
+from farloop.wire.meter import Meter
 from farloop.wire.traffic import Traffic
 
 _FINISHED_KEYS = 1024
@@ -43,6 +44,8 @@ class Transfers:
         """Chunks that overtook the announcement of their blob, with their bytes on the wire; oldest first."""
         self._early_bytes = 0
         self._finished: OrderedDict[bytes, None] = OrderedDict()
+        self.meter = Meter()
+        """How what comes in does so."""
 
     def check_room(self, blob: BlobId) -> None:
         """Raise LocalProtocolError if `blob` cannot be sent now."""
@@ -104,8 +107,7 @@ class Transfers:
         if self._outgoing.pop(blob, None) is not None:
             return
         key = blob_key(blob)
-        incoming = self._incoming.pop(key, None)
-        self._remember_finished(key)
+        incoming = self._no_more(key)
         self._say(Credit(blob=blob, received=incoming.reassembly.received if incoming else 0, limit=0))
 
     def forget_outgoing(self, blob: BlobId) -> None:
@@ -146,6 +148,8 @@ class Transfers:
             self._keep_early(frame, num_bytes)
             return
         self._traffic.received_blobs[incoming.blob.kind].add(num_bytes)
+        if self.meter.busy or incoming.blob.kind is not BlobKind.SNAPSHOT:
+            self.meter.arrived(len(frame.chunk), now)
         before = incoming.reassembly.received
         incoming.reassembly.add(frame.offset, frame.chunk)
         if incoming.reassembly.received > before:
@@ -189,9 +193,11 @@ class Transfers:
         """This process stood still: that is not held against the peer (protocol C)."""
         for incoming in self._incoming.values():
             incoming.grew_at += seconds
+        self.meter.forget()
 
     def lane_lost(self) -> None:
         """Whatever was in flight may have been lost with a lane: send it again at once."""
+        self.meter.forget()
         for outgoing in self._outgoing.values():
             if outgoing.in_flight:
                 self._rewind(outgoing)
@@ -254,13 +260,21 @@ class Transfers:
         reassembly = incoming.reassembly
         if not reassembly.complete:
             return
-        del self._incoming[key]
-        self._remember_finished(key)
+        self._no_more(key)
         if reassembly.verify():
             self._emit(BlobReceived(blob=incoming.blob, data=reassembly.data))
         else:
             reassembly.clear()
             self._emit(BlobCorrupt(blob=incoming.blob))
+
+    def _no_more(self, key: bytes) -> Incoming | None:
+        """Nothing more of this blob is expected. Snapshots are held back for others: by themselves they tell nothing of
+        the link."""
+        incoming = self._incoming.pop(key, None)
+        self._remember_finished(key)
+        if all(other.blob.kind is BlobKind.SNAPSHOT for other in self._incoming.values()):
+            self.meter.over()
+        return incoming
 
     def _remember_finished(self, key: bytes) -> None:
         self._finished[key] = None

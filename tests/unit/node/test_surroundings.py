@@ -46,7 +46,7 @@ def test_buffers_and_allowed_controls_are_read(tmp_path: Path) -> None:
 
 def test_nothing_at_all_is_an_inventory_too(tmp_path: Path) -> None:
     told = look_around({}, Operator(), root=tmp_path / "nowhere")
-    assert (told.nics, told.memory_bytes, told.site, told.site_from) == ((), None, "", None)
+    assert (told.nics, told.memory_bytes, told.site, told.site_from) == ((), None, "", "")
 
 
 def test_what_a_node_tells_is_cut_to_size() -> None:

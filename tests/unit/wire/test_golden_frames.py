@@ -32,8 +32,11 @@ from farloop.wire.messages import (
     NUMBERS,
     AnchorRef,
     Committed,
+    Connection,
     Credit,
     Drop,
+    Echo,
+    Echoed,
     Evaluation,
     Fetch,
     Finished,
@@ -43,12 +46,15 @@ from farloop.wire.messages import (
     LaneHello,
     Leave,
     Message,
+    Observed,
     Offer,
     Outcome,
+    Probe,
     Progress,
     Ready,
     Refused,
     Revised,
+    Seen,
     Share,
     Start,
     Stored,
@@ -56,6 +62,7 @@ from farloop.wire.messages import (
     decode,
     encode,
 )
+from farloop.wire.meter import Burst
 from farloop.wire.reasons import Reason
 
 GOLDEN = Path(__file__).parent / "golden" / "frames-v1.txt"
@@ -162,6 +169,30 @@ MESSAGES: tuple[Message, ...] = (
     Finished(),
     Heartbeat(),
     Revised(revision=Revision(number=1, terms=SPEC.terms, windows=(4,), round=5)),
+    Echo(number=1),
+    Echoed(number=1),
+    Probe(number=2, upward=True, num_bytes=1 << 25, rtt_s=0.125),
+    Observed(
+        links=(
+            Seen(
+                peer=NodeId("b"),
+                bursts=(
+                    Burst(
+                        num_bytes=1 << 22,
+                        seconds=2.0,
+                        half_bytes=1 << 21,
+                        half_s=0.5,
+                        half_chunks=8,
+                        third_bytes_per_s=4e6,
+                        fourth_bytes_per_s=4e6,
+                    ),
+                ),
+                probe=2,
+                rtt_s=0.25,
+                bulk=Connection(rtt_s=0.25, least_rtt_s=0.125, retransmits=3, segments=4096, congestion="bbr"),
+            ),
+        )
+    ),
 )
 CHUNK = bytes(range(32))
 LIMITS = Limits()
