@@ -23,7 +23,9 @@ from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
 from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA, Key, Schema
 from farloop.cli.sources import ConfigError, Given, load_tables, nearest, read_environment, read_file, read_flags
 from farloop.coordinator.daemon import CoordinatorConfig
+from farloop.monitoring.connection import congestion_refused
 from farloop.node.corpus import CorpusError
+from farloop.node.labels import parse_nics
 from farloop.node.model import PRESETS
 from farloop.node.trainer import NodeConfig
 from farloop.quant.errors import BadParameter
@@ -51,6 +53,7 @@ LEAST = {
     ("node", "nproc"): 1,
     ("node", "threads"): 0,
     ("node", "tau"): 0,
+    ("coordinator", "probe_bytes"): 0,
 }
 
 _MOST = 2**63 - 1
@@ -134,6 +137,7 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
     _check_http(settings, "coordinator")
     _check_keys(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator.pop("insecure")
+    _check_congestion(settings, "coordinator")
     if (share := coordinator["floor_share"]) is not None and not 0.0 <= share <= 1.0:
         raise settings.error("coordinator", "floor_share", f"{share:g} is no share; 0 to 1 is wanted, as 0.5")
     if not 0.0 <= (price := coordinator["egress_price_per_gb"]) < math.inf:
@@ -155,6 +159,7 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     _check_http(settings, "node")
     _check_keys(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
     node.pop("insecure")
+    _check_congestion(settings, "node")
     data = DataConfig(**settings.section("data"))
     config = NodeConfig(**node, data=data.path, data_bytes=data.max_bytes, data_phases=data.phases or ())
     return NodeFile(settings=settings, node=config, data=data)
@@ -261,6 +266,19 @@ def _check_node(settings: Settings, node: Mapping[str, Any]) -> None:
         raise settings.error(
             "node", "fingerprint", "16 hex digits are wanted, as the coordinator says them at its start"
         )
+    if node["address"]:
+        _check_address(settings, "node", "address", listens=False)
+    try:
+        parse_nics(node["nics"])
+    except ValueError as error:
+        raise settings.error("node", "nics", str(error)) from error
+
+
+def _check_congestion(settings: Settings, section: str) -> None:
+    """Asked of this machine's kernel, so that nobody finds out at a slow link."""
+    name = settings.section(section)["congestion"]
+    if name and (refused := congestion_refused(name)):
+        raise settings.error(section, "congestion", refused.partition(": ")[2])
 
 
 def _check_address(settings: Settings, section: str, key: str, *, listens: bool) -> None:

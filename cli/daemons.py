@@ -252,7 +252,7 @@ def _train(config: NodeConfig, drain: "_Drain") -> None:
             waiting.over()
             drain.arm(node)
 
-        train(config, on_join=joined)
+        train(config, on_join=joined, environ=os.environ)
 
 
 class _Drain:

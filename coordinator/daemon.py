@@ -31,7 +31,9 @@ from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
 from farloop.coordinator.peers import Peer
+from farloop.coordinator.prober import QUIET_S
 from farloop.coordinator.setting import Setting
+from farloop.coordinator.sight import Sight
 from farloop.coordinator.store import Store
 from farloop.coordinator.upkeep import Upkeep
 from farloop.quant.errors import NonFiniteError
@@ -73,6 +75,13 @@ class CoordinatorConfig:
     """Seconds between two copies."""
     egress_price_per_gb: float = 0.0
     """What 10⁹ bytes that leave a site cost, in whatever currency: for the metrics alone."""
+    congestion: str = ""
+    """Congestion control of the connections to nodes, as bbr; the system's unless given."""
+    probe_bytes: int = 32 << 20
+    """What measuring one direction of a link may cost, while nobody waits for bytes; 0 measures by what has to be sent
+    anyway, alone."""
+    probe_quiet_s: float = QUIET_S
+    """Seconds for which nobody must have waited for bytes before a link is probed."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
 
@@ -115,8 +124,11 @@ class Coordinator:
             on_event=self._heard,
             limits=config.limits,
             timing=config.timing,
+            congestion=config.congestion,
             turned_away=self.observer.turned_away,
         )
+        self._sight = Sight(config.probe_bytes, self.link.flush, time.monotonic(), quiet_s=config.probe_quiet_s)
+        self.observer.inventory = self._sight.status
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until the run is finished and its nodes have left, or `stop` is set.
@@ -198,9 +210,11 @@ class Coordinator:
         match event:
             case wire_ev.MessageReceived(message=msg.Hello() as hello):
                 self._greet(peer, hello)
+            case _ if self._sight.ended(event):
+                pass
             case wire_ev.MessageReceived(message=message):
                 node = self._node_of(peer)
-                if node is None:
+                if node is None or self._sight.heard(peer, node, message, self.machine.members, time.monotonic()):
                     return
                 self._happened(ev.Heard(session=peer.number, node=node, message=message))
             case wire_ev.BlobReceived(blob=blob, data=data):
@@ -368,6 +382,7 @@ class Coordinator:
         while True:
             self.observer.refresh(self.machine)
             links.look(self._sessions)
+            self._sight.look(self._sessions, self.machine.members, time.monotonic())
             await asyncio.sleep(TICK_S)
 
     def _start(self, job: Any) -> None:

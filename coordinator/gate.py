@@ -40,6 +40,7 @@ _MESSAGES: Final[dict[type[msg.Message], Rate]] = {
     msg.Fetch: Rate(per_s=2, burst=1024),
     msg.Evaluation: Rate(per_s=2, burst=64),
     msg.Progress: Rate(per_s=20, burst=256),
+    msg.Observed: Rate(per_s=20, burst=256),
     msg.Ready: Rate(per_s=2, burst=64),
 }
 """Of one node. The bursts are for all fragments at once; `data-parallel` offers one delta for every inner step."""

@@ -21,6 +21,7 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.egress import Egress
 from farloop.coordinator.gate import Gate
 from farloop.coordinator.peers import Lane, Peer, Peers
+from farloop.monitoring.connection import choose_congestion
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.events import MessageReceived, SessionEvent
 from farloop.wire.frames import Buffer
@@ -77,6 +78,7 @@ class RouterLink:
         on_event: Callable[[Peer, SessionEvent], None],
         limits: Limits,
         timing: Timing,
+        congestion: str = "",
         turned_away: Callable[[Reason, str], None] = lambda reason, who: None,
     ) -> None:
         """`key` and `allow` switch CURVE on; without them everything travels in the clear.
@@ -88,7 +90,7 @@ class RouterLink:
             BindError: the endpoint cannot be bound.
         """
         self._on_event, self._limits, self._timing = on_event, limits, timing
-        self._turned_away = turned_away
+        self._turned_away, self._congestion = turned_away, congestion
         self._gate = Gate()
         self._peers = Peers(self._gate, limits, timing, turned_away)
         self._egress = Egress(time.monotonic())
@@ -249,6 +251,9 @@ class RouterLink:
             return None
         met = self._peers.meet(route, parts, owner, address, time.monotonic())
         if isinstance(met, Peer):
+            met.bulk_descriptor = (int(frame.get(zmq.SRCFD)), address)
+            if self._congestion:
+                choose_congestion(*met.bulk_descriptor, self._congestion)
             self.flush(met)
             return None
         if met is not None:

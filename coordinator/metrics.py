@@ -17,14 +17,54 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from farloop.algo.spec import Terms
 from farloop.monitoring.decisions import DecisionEvent
-from farloop.monitoring.status import NodeStatus, SamplesStatus
+from farloop.monitoring.status import InventoryStatus, NodeStatus, SamplesStatus
 from farloop.wire.reasons import Reason
 
 _ON_PURPOSE = frozenset({Reason.DRAINED.sentence, Reason.RUN_FINISHED.sentence})
 """Why a node has left, where nobody waits for it."""
 
+MOST_SERIES = 512
+"""Directions of links that have series; the status tells of all."""
+
 # Else every counter has a second series, of which Prometheus makes nothing.
 disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class LinkMetrics:
+    """The matrix of links: series by both ends, as many as there are measured directions, and at most `MOST_SERIES`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        ends = ["source", "target"]
+        self._gauges = {
+            "rtt_s": Gauge(
+                "farloop_link_round_trip_seconds", "Shortest of the last echoes.", ends, registry=registry
+            ),
+            "bytes_per_s": Gauge(
+                "farloop_link_measured_bytes_per_second", "What the receiver gets, beyond slow start.", ends,
+                registry=registry,
+            ),
+            "age_s": Gauge(
+                "farloop_link_measurement_age_seconds", "Since that was measured last.", ends, registry=registry
+            ),
+            "retransmit_ratio": Gauge(
+                "farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again.", ends,
+                registry=registry,
+            ),
+        }  # fmt: skip
+        self._shown: set[tuple[str, str, str]] = set()
+
+    def saw(self, inventory: InventoryStatus) -> None:
+        """The links as they are known now."""
+        shown = set()
+        for link in inventory["links"][:MOST_SERIES]:
+            for name, gauge in self._gauges.items():
+                value = link[name]  # type: ignore[literal-required]  # the gauges are named as the fields
+                if value is not None:
+                    gauge.labels(link["from"], link["to"]).set(value)
+                    shown.add((name, link["from"], link["to"]))
+        for name, source, target in self._shown - shown:
+            self._gauges[name].remove(source, target)
+        self._shown = shown
 
 
 class Metrics:
@@ -209,6 +249,7 @@ class Metrics:
         self.node_skipped = Gauge(
             "farloop_node_skipped_turns", "Due sends left out: too many deltas undecided.", labels, registry=registry
         )
+        self._links = LinkMetrics(registry)
         self.node_bytes = Gauge(
             "farloop_node_bytes", "Bytes of all frames since its start.", ["node", "direction"], registry=registry
         )
@@ -274,6 +315,10 @@ class Metrics:
             self.node_incarnation.labels(name).set(node["incarnation"])
             self.node_lost.labels(name).set(node["lost_steps"])
             self.node_skipped.labels(name).set(node.get("skipped_turns", 0))
+
+    def saw_links(self, inventory: InventoryStatus) -> None:
+        """What is known of the links now; of those that nobody knows any more, nothing."""
+        self._links.saw(inventory)
 
     def _forget(self, name: str) -> None:
         """Who left on purpose is not missed: no alarm is to wait for its return."""

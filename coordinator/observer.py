@@ -31,7 +31,15 @@ from farloop.coordinator.store import Store
 from farloop.coordinator.timeline import Timeline, last_time
 from farloop.monitoring import plain_json
 from farloop.monitoring.gist import doing, finite_or_none, named, not_finite, standing
-from farloop.monitoring.status import CopyStatus, MetricsEvent, NodeStatus, PartStatus, Status, WindowStatus
+from farloop.monitoring.status import (
+    CopyStatus,
+    InventoryStatus,
+    MetricsEvent,
+    NodeStatus,
+    PartStatus,
+    Status,
+    WindowStatus,
+)
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -48,6 +56,8 @@ class Observer:
         self.status_json = b"{}"
         self.copies: Callable[[], CopyStatus] | None = None
         """What is to be said of copies, where there are any."""
+        self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
+        """What is seen of machines and links."""
         self.joined = False
         """Whether the run can make progress: at least one node is connected."""
         self._store, self._metrics, self._hold = store, metrics, hold
@@ -213,6 +223,10 @@ class Observer:
         if self.copies is not None:
             status["copy"] = self.copies()
             self._metrics.copy_lag.set(status["copy"]["lag_s"])
+        if self.inventory is not None:
+            members = sorted(machine.members.values(), key=lambda member: member.name)
+            status["inventory"] = self.inventory(members, time.monotonic())
+            self._metrics.saw_links(status["inventory"])
         self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.history_held.set(machine.holding is not None)
         self._metrics.alarms.set(len(status["alarms"]))

@@ -53,6 +53,9 @@ class Peer:
     """... those on their way that it may be waiting for ..."""
     background_bytes: int = 0
     """... and the others."""
+    bulk_descriptor: tuple[int, str] | None = None
+    """File descriptor of the connection that carries its blobs, as of its first frame, and the host at its other end.
+    It may be another socket's by now (`monitoring/connection.py`)."""
 
 
 class Peers:

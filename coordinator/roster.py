@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from farloop.algo.parts import Part, is_in
 from farloop.algo.spec import Fragment, NodeId
+from farloop.wire.inventory import NOTHING, Inventory, trimmed
 from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Hello, NodeState, Progress
 from farloop.wire.reasons import Reason
 
@@ -56,6 +57,8 @@ class Member:
     reason: Reason = Reason.NONE
     """Why it is absent, or left."""
     device: str = ""
+    inventory: Inventory = NOTHING
+    """Its machine, as it told in its last greeting."""
     protocol: int = PROTOCOL_VERSIONS[1]
     """Version that is spoken with it; until it comes after a restart, the newest is assumed."""
     progress: Progress | None = None
@@ -89,6 +92,11 @@ class Member:
         return is_in(fragment, self.holds)
 
     @property
+    def seconds_per_step(self) -> float | None:
+        """Of an inner step, lately; None before that is known."""
+        return median(self._step_s) if self._step_s else None
+
+    @property
     def stalled(self) -> bool:
         """Connected, and no window waits for it."""
         return self.session is not None and self.absent
@@ -107,6 +115,7 @@ class Member:
         self.expires_at = None
         self.protocol = min(hello.protocol_max, PROTOCOL_VERSIONS[1])
         self.device, self.heard_at, self.progress_at = hello.device, now, now
+        self.inventory = trimmed(hello.inventory)
         if hello.round is not None:
             self.stage = "training"
             self.start_round = hello.round if self.start_round is None else self.start_round

@@ -160,6 +160,88 @@ class CopyStatus(TypedDict):
     """Of the fragments in the newest."""
 
 
+class NicStatus(TypedDict):
+    """A network card of a node's machine, as it told in its greeting."""
+
+    name: str
+    kind: str
+    """`infiniband`, `roce-v2`, `roce-v1`, `iwarp`, `ethernet` or `virtual`."""
+    netdev: str
+    bytes_per_s: float | None
+    """None: nobody knows."""
+    flow_bytes_per_s: float | None
+    """The most that one connection gets; less than the above for a bond."""
+    active: bool
+    usable: bool
+    """Active, and what its class promises may be used by the node's process."""
+    why: str
+    """What is in the way; empty where nothing is."""
+    members: list[str]
+    """Of a bond."""
+    addresses: list[str]
+    fabric: str
+    provenance: str
+    """Who is believed in the rate: `operator`, `sysfs` or `annotation`; empty where nobody knows it."""
+    kind_from: str
+    """Who is believed in the kind."""
+    others: list[str]
+    """What less trusted ones said differently, as `bits_per_s 1e+10 (sysfs)`."""
+
+
+class MachineStatus(TypedDict):
+    """What a node told of its machine, and what is known of it since."""
+
+    name: str
+    site: str
+    site_from: str
+    address: str
+    """Where other nodes are said to reach it; empty: it only dials out."""
+    reachable: bool | None
+    """Whether the coordinator reached it there; None: not tried."""
+    connected: bool
+    nics: list[NicStatus]
+    devices: int
+    memory_bytes: int | None
+    cpus: int
+    memlock_bytes: int | None
+    """None: without bound, or not told."""
+    nofile: int
+    congestion: str
+    seconds_per_step: float | None
+    """Of an inner step, lately; None before that is known."""
+    labels: list[list[str]]
+    unread: list[str]
+
+
+LinkStatus = TypedDict(
+    "LinkStatus",
+    {
+        "from": str,
+        "to": str,
+        "rtt_s": float | None,
+        "rtt_median_s": float | None,
+        "bytes_per_s": float | None,
+        "provenance": str,
+        "age_s": float | None,
+        "why": str,
+        "retransmit_ratio": float | None,
+        "congestion": str,
+        "suspect": bool,
+    },
+)
+"""One direction of a link; an end is a node's name, or `coordinator`. A rate is the receiver's, with its provenance
+(`probe`, or `transfer` of what had to be sent anyway) and age; `why`: what the last measurement was not believed for.
+Retransmits are a share of the segments that the sender's kernel sent on the connection. A suspect link is slower than
+the best way round by so much that its measurement is doubted."""
+
+
+class InventoryStatus(TypedDict):
+    """What is seen of machines and links: the planner's input."""
+
+    nodes: list[MachineStatus]
+    links: list[LinkStatus]
+
+
 class Status(TypedDict):
     """The whole answer at `/status`."""
 
@@ -181,6 +263,7 @@ class Status(TypedDict):
     """The last happenings, oldest first."""
     samples: NotRequired[SamplesStatus]
     copy: NotRequired[CopyStatus]
+    inventory: NotRequired[InventoryStatus]
 
 
 class ProgressEvent(TypedDict):

@@ -14,14 +14,17 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from farloop.monitoring.connection import choose_congestion, congestion_of, host_of, tcp_info
 from farloop.node.link_config import LinkConfig
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.frames import Buffer
 from farloop.wire.handshake import State
 from farloop.wire.keys import load_public, load_secret
 from farloop.wire.limits import BAD_FRAMES
+from farloop.wire.link_messages import Connection
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
+from farloop.wire.tcp import INFO_BYTES, parse
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class Dealers:
 
     def __init__(self, config: LinkConfig) -> None:
         """Raises KeyFileError: a key file cannot be used."""
-        self._limits = config.limits
+        self._limits, self.congestion = config.limits, config.congestion
         self._secret = load_secret(config.key) if config.key else None
         self._server = load_public(config.server_key) if config.server_key else None
 
@@ -83,6 +86,9 @@ class _Lane:
     monitor: zmq.asyncio.Socket
     free: bool
     """Whether nothing is on its way into the socket."""
+    connection: tuple[int, str] | None = None
+    """File descriptor of its connection when that opened, and the host at the other end. It may be another socket's by
+    now (`monitoring/connection.py`)."""
 
 
 class Dialogue:
@@ -106,6 +112,13 @@ class Dialogue:
     def opened(self) -> bool:
         """Whether the session was ever open."""
         return BULK in self._lanes
+
+    def connection(self) -> Connection | None:
+        """What the kernel says of the connection that carries blobs; None before it is there."""
+        lane = self._lanes.get(BULK)
+        if lane is None or lane.connection is None:
+            return None
+        return parse(tcp_info(*lane.connection, INFO_BYTES), congestion_of(*lane.connection))
 
     async def run(self) -> None:
         """Until the session is closed, by its peer, its own end or a fault of the sockets.
@@ -217,9 +230,13 @@ class Dialogue:
         """End the session when the lane's connection ends, or the key is refused."""
         why = "cannot connect: is the coordinator running, and its port open from here?"
         while True:
-            match (await recv_monitor_message(lane.monitor))["event"]:
+            told = await recv_monitor_message(lane.monitor)
+            match told["event"]:
                 case zmq.EVENT_CONNECTED:
                     why = HANGS_UP
+                    lane.connection = (told["value"], host_of(told["value"]))
+                    if chosen := self._dealers.congestion:
+                        choose_congestion(*lane.connection, chosen)
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     why = "the connection ended"
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:

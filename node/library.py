@@ -10,6 +10,7 @@ a method that has none, sends the gradients), then exchanges whatever is due. Th
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ from farloop.node.link_config import LinkConfig
 from farloop.node.memory import Memory
 from farloop.node.pages import serve
 from farloop.node.replica import matched_parameters
+from farloop.node.surroundings import Operator, look_around
+from farloop.wire.inventory import NOTHING, Inventory
 from farloop.wire.keys import check_name
 
 ModelOf = Callable[[RunSpec], nn.Module]
@@ -220,6 +223,7 @@ def join(
     leader, endpoint = None, None
     try:
         if cluster.leads:
+            config = dataclasses.replace(config, inventory=_told(config.inventory, cluster))
             memory = Memory.claim(state_dir or Path(".farloop") / name)
             leader = Leader(node_id, config, cluster, memory, fingerprint, tau, part)
             endpoint = serve(http, leader.metrics) if http else None
@@ -242,6 +246,16 @@ def join(
         cluster.close()
         raise
     return node
+
+
+def _told(inventory: Inventory, cluster: Cluster) -> Inventory:
+    """What was found of the machine, with the devices that this node trains on."""
+    found = look_around({}, Operator()) if inventory == NOTHING else inventory
+    found = dataclasses.replace(found, cpus=found.cpus or os.cpu_count() or 0)
+    if cluster.device.type != "cuda":
+        return found
+    memory = torch.cuda.get_device_properties(cluster.device).total_memory * cluster.size
+    return dataclasses.replace(found, devices=cluster.size, memory_bytes=memory)
 
 
 def _check_batch(spec: RunSpec, cluster: Cluster, part: Part) -> None:

@@ -7,6 +7,7 @@ wait for ever for a thread that is gone.
 """
 
 import asyncio
+import dataclasses
 import logging
 import random
 import socket
@@ -17,11 +18,13 @@ from concurrent.futures import Future
 
 import uvloop
 
+from farloop.algo.spec import BlobId, BlobKind
 from farloop.node.dialogue import Dealers, Dialogue
 from farloop.node.downloads import Downloads
 from farloop.node.errors import LinkFailed
 from farloop.node.link_config import LinkConfig, split_address
 from farloop.node.moved import Moved, moved_by
+from farloop.node.probing import Probing
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource
@@ -61,6 +64,8 @@ class Link:
         self._traffic: tuple[Moved, Session | None] = (Moved(), None)
         """Of past sessions, and the present one once it is open; replaced as a whole: other threads read it."""
         self._downloads = Downloads()
+        self._probing = Probing()
+        self._dialogue: Dialogue | None = None
         self._wake = asyncio.Event()
         """Something is to be sent, or the session's state has changed."""
         self._ended_by = ""
@@ -191,15 +196,17 @@ class Link:
         if not await self._resolves():
             return False
         session = Session(Role.NODE, time.monotonic(), limits=self._config.limits, timing=self._config.timing)
-        session.send(self._hello(), time.monotonic())
+        session.send(dataclasses.replace(self._hello(), inventory=self._config.inventory), time.monotonic())
         self._session = session
         dialogue = Dialogue(session, self._config.coordinator, self._dealers, self._emit, self._key_refused, self._wake)
+        self._dialogue = dialogue
         try:
             await dialogue.run()
         finally:
             self._emit(session)
             self._downloads.session_over()
-            self._session, self._traffic = None, (self.moved, None)
+            self._probing = Probing()
+            self._session, self._dialogue, self._traffic = None, None, (self.moved, None)
         return dialogue.opened
 
     async def _resolves(self) -> bool:
@@ -224,6 +231,19 @@ class Link:
     def _emit(self, session: Session) -> None:
         for event in session.events():
             match event:
+                case wire_ev.MessageReceived(message=msg.Probe() as probe):
+                    self._probing.asked(session, probe)
+                    continue
+                case wire_ev.MessageReceived(message=msg.Offer(blob=BlobId(kind=BlobKind.PROBE)) as offer):
+                    self._probing.offered(session, offer, time.monotonic())
+                    continue
+                case (
+                    wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.PROBE) as blob)
+                    | wire_ev.BlobSent(blob=BlobId(kind=BlobKind.PROBE) as blob)
+                    | wire_ev.BlobDeclined(blob=BlobId(kind=BlobKind.PROBE) as blob)
+                ):
+                    self._probing.ended(blob)
+                    continue
                 case wire_ev.MessageReceived(message=msg.Offer() as offer):
                     self._downloads.announced(session, offer.blob, offer.size, offer.digest, time.monotonic())
                     continue
@@ -241,3 +261,14 @@ class Link:
                 case _:
                     pass
             self._deliver(event)
+        self._report(session)
+
+    def _report(self, session: Session) -> None:
+        """Tell what was seen of the link."""
+        now = time.monotonic()
+        reports = [self._probing.look(session)]
+        if self._dialogue is not None and self._probing.is_due(now):
+            reports.append(self._probing.connection(session, self._dialogue.connection(), now))
+        for report in reports:
+            if report is not None:
+                self._send(report)

@@ -13,7 +13,7 @@ class Moved:
     up: int = 0
     down: int = 0
     state: int = 0
-    """Snapshots, either way; part of neither of the others."""
+    """Snapshots, and what measures the link, either way; part of neither of the others."""
 
     def __add__(self, other: "Moved") -> "Moved":
         return Moved(self.up + other.up, self.down + other.down, self.state + other.state)
@@ -22,5 +22,7 @@ class Moved:
 def moved_by(session: Session) -> Moved:
     """So far, seen from the node."""
     traffic = session.traffic
-    up, down = traffic.sent_blobs[BlobKind.SNAPSHOT].bytes, traffic.received_blobs[BlobKind.SNAPSHOT].bytes
+    apart = (BlobKind.SNAPSHOT, BlobKind.PROBE)
+    up = sum(traffic.sent_blobs[kind].bytes for kind in apart)
+    down = sum(traffic.received_blobs[kind].bytes for kind in apart)
     return Moved(traffic.bytes_sent - up, traffic.bytes_received - down, up + down)

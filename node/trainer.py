@@ -2,7 +2,7 @@
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,7 +16,9 @@ from farloop.node.corpus import Corpus, load_corpus
 from farloop.node.data import EvaluationSet, Mixture
 from farloop.node.errors import DataError
 from farloop.node.library import Node, join
+from farloop.node.link_config import LinkConfig
 from farloop.node.model import GPT, build, from_json
+from farloop.node.surroundings import Operator, look_around
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +56,23 @@ class NodeConfig:
     """CPU threads per process; 0 leaves it to torch."""
     tau: int | None = None
     """Inner steps between a send and its merge on this node; the run's unless given (arXiv 2501.18512)."""
+    site: str = ""
+    """Label of the place; nodes of one site are near each other. A label of the container may name it, too."""
+    address: str = ""
+    """Where other nodes reach this one, as tcp://host:port; an empty text: it only dials out."""
+    nics: str = ""
+    """Network cards that the machine does not show, or shows wrong: `eth0=roce-v2/100gbit, eth1=ethernet`."""
+    congestion: str = ""
+    """Congestion control of its TCP connections, as bbr; the system's unless given."""
 
 
-def train(config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: None) -> None:
-    """Take part in a run until it ends or SIGTERM comes.
+def train(
+    config: NodeConfig,
+    *,
+    on_join: Callable[[Node], None] = lambda node: None,
+    environ: Mapping[str, str] | None = None,
+) -> None:
+    """Take part in a run until it ends or SIGTERM comes. `environ` may hold labels of a container (`labels.py`).
 
     Raises:
         NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node.
@@ -85,6 +100,11 @@ def train(config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: 
         fingerprint=config.fingerprint,
         evaluate=evaluate,
         http=config.http,
+        link=LinkConfig(
+            coordinator=config.coordinator,
+            congestion=config.congestion,
+            inventory=look_around(environ or {}, Operator.of(config.site, config.address, config.nics)),
+        ),
         tau=config.tau,
     )
     with node:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,13 +80,13 @@ def begin(directory: Path, spec: RunSpec) -> Store:
 
 
 @contextmanager
-def serving(directory: Path, store: Store) -> Iterator[Coordinator]:
-    """A coordinator in a thread of its own: to the run's end, or until the block is left."""
+def serving(directory: Path, store: Store, **settings: Any) -> Iterator[Coordinator]:
+    """A coordinator in a thread of its own, with these `settings`: to the run's end, or until the block is left."""
     started, made = threading.Event(), list[Coordinator]()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        config = CoordinatorConfig(state_dir=directory, bind="tcp://127.0.0.1:*", http="")
+        config = CoordinatorConfig(state_dir=directory, bind="tcp://127.0.0.1:*", http="", **settings)
         made.append(Coordinator(config, store))
         started.set()
         await made[0].run(stop)

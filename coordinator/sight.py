@@ -1,0 +1,271 @@
+"""What the coordinator sees of machines and links: moves echoes, probes and reports between sessions and the matrix.
+
+Everything here may be missing, and the run goes on as well: nodes of an older protocol tell nothing and are asked for
+nothing. What is known stays in memory; after a restart it is measured again.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+
+from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.coordinator.matrix import COORDINATOR, Ends, Matrix
+from farloop.coordinator.peers import Peer
+from farloop.coordinator.prober import Candidate, Prober, Running
+from farloop.coordinator.roster import Member
+from farloop.monitoring.connection import congestion_of, tcp_info
+from farloop.monitoring.status import InventoryStatus, MachineStatus, NicStatus
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.errors import LocalProtocolError
+from farloop.wire.handshake import State
+from farloop.wire.inventory import Nic
+from farloop.wire.link_messages import MOST_SEEN, Observed, Probe, Seen
+from farloop.wire.meter import Burst, Measured, enough
+from farloop.wire.probe import DIGEST, Noise, Sink
+from farloop.wire.session import ROUND_TRIPS, Session
+from farloop.wire.tcp import INFO_BYTES, parse
+
+SINCE = 3
+"""Version of the protocol from which on links are measured together."""
+
+ECHO_S = 10.0
+"""Between two echoes, once the first ten are back."""
+
+LOOK_S = 5.0
+"""Between two looks at the connections, in the kernel."""
+
+
+class Sight:
+    """Of one coordinator. `look` is called some times a second, `heard` and `ended` as things come."""
+
+    def __init__(self, probe_bytes: int, flush: Callable[[Peer], None], now: float, *, quiet_s: float) -> None:
+        """`probe_bytes`: that one probe may cost; 0 probes nothing. `flush` lets out what a session has to say.
+
+        `quiet_s`: how long nobody must have waited for bytes before one.
+        """
+        self.matrix, self._flush = Matrix(), flush
+        self._prober = Prober(probe_bytes, now, quiet_s=quiet_s)
+        self._echoed_at: dict[int, float] = {}
+        """Session → when it was asked last."""
+        self._looked_at = now
+        self._peer: Peer | None = None
+        """Whose link is being probed."""
+        self.reachable: dict[str, bool] = {}
+        """Node → whether it was reached at the address that it declares."""
+
+    # --- what comes
+
+    def heard(self, peer: Peer, node: NodeId, message: msg.Message, known: Iterable[str], now: float) -> bool:
+        """Whether the message was for here. `known`: all nodes of the run."""
+        match message:
+            case Observed(links=links):
+                for seen in links[:MOST_SEEN]:
+                    if not seen.peer or (seen.peer != node and seen.peer in known):
+                        self._saw(node, seen, now)
+            case msg.Offer(blob=BlobId(kind=BlobKind.PROBE) as blob, size=size):
+                self._offered(peer, blob, size, now)
+            case _:
+                return False
+        return True
+
+    def ended(self, event: wire_ev.SessionEvent) -> bool:
+        """Whether the event was about a probe."""
+        match event:
+            case (
+                wire_ev.BlobReceived(blob=blob)
+                | wire_ev.BlobCorrupt(blob=blob)
+                | wire_ev.BlobIdle(blob=blob)
+                | wire_ev.BlobSent(blob=blob)
+                | wire_ev.BlobDeclined(blob=blob)
+            ):
+                return blob.kind is BlobKind.PROBE
+            case _:
+                return False
+
+    def _saw(self, node: NodeId, seen: Seen, now: float) -> None:
+        peer, running = seen.peer or COORDINATOR, self._prober.running
+        if seen.peer and seen.rtt_s is not None and 0.0 < seen.rtt_s < 60.0:
+            self.matrix.round_trips(node, peer, [seen.rtt_s])
+        if running is not None and (seen.peer, seen.probe, running.upward) != ("", running.number, False):
+            running = None
+        if running is not None and running.node != node:
+            running = None
+        for burst in seen.bursts[:MOST_SEEN]:
+            self._took((peer, node), burst, now, probe=running)
+        if running is not None and not seen.bursts:
+            self._prober.over(now, learned=False)
+        if seen.bulk is not None:
+            self.matrix.connection((node, peer), seen.bulk)
+
+    def _took(self, ends: Ends, burst: Burst, now: float, probe: Running | None) -> None:
+        found = self.matrix.burst(ends, burst, now, probe=probe is not None and probe.quiet)
+        if probe is not None:
+            self._peer = None
+            self._prober.over(now, learned=isinstance(found, Measured))
+
+    def _offered(self, peer: Peer, blob: BlobId, size: int, now: float) -> None:
+        """A node offers the bytes that it was asked for."""
+        running, session = self._prober.running, peer.session
+        wanted = running is not None and running.upward and peer is self._peer and blob.version == running.number
+        if session.state is not State.OPEN:
+            return
+        if not wanted or running is None or not 0 < size <= running.num_bytes:
+            session.cancel(blob)
+        else:
+            with contextlib.suppress(LocalProtocolError):  # offered twice
+                session.expect(blob, size, DIGEST, Sink(size), now)
+        self._flush(peer)
+
+    # --- what is done some times a second
+
+    def look(self, sessions: Mapping[NodeId, Peer], members: Mapping[NodeId, Member], now: float) -> None:
+        """Ask for echoes, see what came in, and go on with the probe or begin one."""
+        here = {node: peer for node, peer in sessions.items() if peer.session.state is State.OPEN}
+        self.matrix.keep(members.keys())
+        self._prober.keep(members.keys())
+        self.reachable = {node: reached for node, reached in self.reachable.items() if NodeId(node) in members}
+        if any(_is_busy(peer.session, self._is_probed(peer)) for peer in here.values()):
+            self._prober.busy(now)
+        connections = now - self._looked_at >= LOOK_S
+        self._looked_at = now if connections else self._looked_at
+        for node, peer in here.items():
+            self._see(node, peer, now)
+            if connections:
+                self._look_at_connection(node, peer)
+            if peer.session.protocol >= SINCE:
+                self._echo(peer, now)
+        self._echoed_at = {n: at for n, at in self._echoed_at.items() if any(p.number == n for p in here.values())}
+        self._go_on(now)
+        self._begin(here, now)
+
+    def _see(self, node: NodeId, peer: Peer, now: float) -> None:
+        session, running = peer.session, self._prober.running
+        self.matrix.round_trips(node, COORDINATOR, session.round_trips)
+        if running is not None and running.upward and self._is_probed(peer):
+            burst = session.meter.burst()
+            if burst is not None and enough(burst, running.rtt_s):
+                session.cancel(_blob(running))
+                self._flush(peer)
+        for burst in session.meter.take():
+            running = self._prober.running
+            ours = running is not None and running.upward and self._is_probed(peer)
+            self._took((node, COORDINATOR), burst, now, probe=running if ours else None)
+
+    def _look_at_connection(self, node: NodeId, peer: Peer) -> None:
+        if peer.bulk_descriptor is None:
+            return
+        descriptor, host = peer.bulk_descriptor
+        told = parse(tcp_info(descriptor, host, INFO_BYTES), congestion_of(descriptor, host))
+        if told is not None:
+            self.matrix.connection((COORDINATOR, node), told)
+
+    def _echo(self, peer: Peer, now: float) -> None:
+        asked_at = self._echoed_at.get(peer.number)
+        if asked_at is None or len(peer.session.round_trips) < ROUND_TRIPS or now - asked_at >= ECHO_S:
+            self._echoed_at[peer.number] = now
+            with contextlib.suppress(LocalProtocolError):  # its queue is full: later
+                peer.session.echo(now)
+            self._flush(peer)
+
+    # --- the probe
+
+    def _is_probed(self, peer: Peer) -> bool:
+        return self._prober.running is not None and peer is self._peer
+
+    def _go_on(self, now: float) -> None:
+        """Call the running probe off where somebody waits for bytes, its node is gone, or it takes too long."""
+        running, peer = self._prober.running, self._peer
+        if running is None:
+            return
+        gone = peer is None or peer.session.state is not State.OPEN
+        if not gone and running.quiet and now < running.ends_by:
+            return
+        self._peer = None
+        self._prober.over(now, learned=False)
+        if peer is not None and not gone:
+            peer.session.cancel(_blob(running))
+            peer.session.send(Probe(number=running.number, upward=running.upward, num_bytes=0, rtt_s=0.0), now)
+            self._flush(peer)
+
+    def _begin(self, here: Mapping[NodeId, Peer], now: float) -> None:
+        running = self._prober.next(self._candidates(here, now), now)
+        if running is None:
+            return
+        peer = self._peer = here[NodeId(running.node)]
+        asked = Probe(number=running.number, upward=running.upward, num_bytes=running.num_bytes, rtt_s=running.rtt_s)
+        peer.session.send(asked, now)
+        if not running.upward:
+            offer = msg.Offer(blob=_blob(running), size=running.num_bytes, digest=DIGEST)
+            peer.session.send_blob(offer, Noise(running.num_bytes, seed=running.number), background=True)
+        self._flush(peer)
+
+    def _candidates(self, here: Mapping[NodeId, Peer], now: float) -> list[Candidate]:
+        found = []
+        for node, peer in here.items():
+            rtt_s = self.matrix.rtt_s(node, COORDINATOR)
+            if rtt_s is None or len(peer.session.round_trips) < ROUND_TRIPS:
+                continue
+            for upward, ends in ((True, (node, COORDINATOR)), (False, (COORDINATOR, node))):
+                age_s, changed = self.matrix.age_s(ends, now), self.matrix.changed(ends)
+                found.append(Candidate(node=node, upward=upward, rtt_s=rtt_s, age_s=age_s, changed=changed))
+        return found
+
+    # --- what is told
+
+    def status(self, members: Iterable[Member], now: float) -> InventoryStatus:
+        """Machines and links, as they are told."""
+        nodes = [self._machine(member) for member in members if member.stage != "left"]
+        return {"nodes": nodes, "links": self.matrix.rows(now)}
+
+    def _machine(self, member: Member) -> MachineStatus:
+        told = member.inventory
+        return {
+            "name": member.name,
+            "site": told.site,
+            "site_from": told.site_from,
+            "address": told.address,
+            "reachable": self.reachable.get(member.name),
+            "connected": member.session is not None,
+            "nics": [_nic(nic) for nic in told.nics],
+            "devices": told.devices,
+            "memory_bytes": told.memory_bytes,
+            "cpus": told.cpus,
+            "memlock_bytes": told.memlock_bytes,
+            "nofile": told.nofile,
+            "congestion": told.congestion,
+            "seconds_per_step": member.seconds_per_step,
+            "labels": [[key, value] for key, value in told.labels],
+            "unread": list(told.unread),
+        }
+
+
+def _is_busy(session: Session, probed: bool) -> bool:
+    """Whether somebody waits for bytes of this session; those of a probe are nobody's."""
+    if session.live_in_flight:
+        return True
+    return not probed and (session.background_in_flight > 0 or session.background_waits or session.meter.busy)
+
+
+def _blob(running: Running) -> BlobId:
+    return BlobId(kind=BlobKind.PROBE, fragment=0, version=running.number)
+
+
+def _nic(nic: Nic) -> NicStatus:
+    believed = {"kind": nic.kind, "bits_per_s": f"{nic.bits_per_s:g}" if nic.bits_per_s else ""}
+    others = [f for f in nic.facts if f.about in believed and f.value != believed[f.about]]
+    return {
+        "name": nic.name,
+        "kind": nic.kind,
+        "netdev": nic.netdev,
+        "bytes_per_s": nic.bits_per_s / 8 if nic.bits_per_s else None,
+        "flow_bytes_per_s": nic.flow_bits_per_s / 8 if nic.flow_bits_per_s else None,
+        "active": nic.active,
+        "usable": nic.usable,
+        "why": nic.why,
+        "members": list(nic.members),
+        "addresses": list(nic.addresses),
+        "fabric": nic.fabric,
+        "provenance": nic.source("bits_per_s"),
+        "kind_from": nic.source("kind"),
+        "others": [f"{fact.about} {fact.value} ({fact.source})" for fact in others],
+    }

@@ -1,0 +1,88 @@
+"""Looks at a TCP connection that somebody else owns, through its file descriptor, and chooses its congestion control.
+
+ZeroMQ has no option for either, but tells the descriptor of a connection when it opens, and with every message. It may
+close it at any moment, and the number may then be another socket's: so nothing here keeps it. Every look takes a
+duplicate for the blink of an eye, and asks first whether the other end is still the one that is meant. What can remain
+is a number that went to another connection with the same peer: two lanes of one node are mixed up then, for a moment.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+_INFO: Final = getattr(socket, "TCP_INFO", None)
+_CONGESTION: Final = getattr(socket, "TCP_CONGESTION", None)
+_NAME_BYTES: Final = 16
+
+
+def host_of(descriptor: int) -> str:
+    """Who is at the other end now; empty where nobody is. To be asked as soon as the descriptor is told."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        peer = connection.getpeername()
+        return str(peer[0]) if isinstance(peer, tuple) else ""
+    return ""
+
+
+def tcp_info(descriptor: int, host: str, num_bytes: int) -> bytes:
+    """TCP_INFO of the connection to `host`; empty where there is none, or it cannot be read on this system."""
+    if _INFO is None:
+        return b""
+    with contextlib.suppress(OSError), _borrowed(descriptor, host) as connection:
+        return connection.getsockopt(socket.IPPROTO_TCP, _INFO, num_bytes)
+    return b""
+
+
+def congestion_of(descriptor: int, host: str) -> str:
+    """Its congestion control, as `cubic`; empty where that cannot be read."""
+    if _CONGESTION is None:
+        return ""
+    with contextlib.suppress(OSError), _borrowed(descriptor, host) as connection:
+        return connection.getsockopt(socket.IPPROTO_TCP, _CONGESTION, _NAME_BYTES).partition(b"\0")[0].decode()
+    return ""
+
+
+def choose_congestion(descriptor: int, host: str, name: str) -> bool:
+    """Have the connection use this one; whether it does."""
+    if _CONGESTION is None:
+        return False
+    with contextlib.suppress(OSError), _borrowed(descriptor, host) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
+        return True
+    return False
+
+
+def congestion_refused(name: str) -> str | None:
+    """Why this process may not choose it, as one line with what it may; None where it may."""
+    if _CONGESTION is None:
+        return f"congestion = {name!r}: this system lets nobody choose; leave it out"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
+    except OSError as error:
+        known = _allowed() or "what the kernel has"
+        mend = f"choose one of {known}, or have an administrator add it to net.ipv4.tcp_allowed_congestion_control"
+        return f"congestion = {name!r}: {(error.strerror or str(error)).lower()}; {mend}"
+    return None
+
+
+def _allowed() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_allowed_congestion_control") as file:
+        return ", ".join(file.read().split())
+    return ""
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int, host: str) -> Iterator[socket.socket]:
+    """Raises OSError unless it is a connection to `host`."""
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        peer = connection.getpeername()
+        if not isinstance(peer, tuple) or not same_host(str(peer[0]), host):
+            raise OSError(f"connected to {peer}, not to {host}")
+        yield connection
+
+
+def same_host(one: str, other: str) -> bool:
+    """Whether two spellings are one address; an IPv4 address may come dressed as IPv6."""
+    return one.removeprefix("::ffff:").partition("%")[0] == other.removeprefix("::ffff:").partition("%")[0]

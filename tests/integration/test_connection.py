@@ -1,0 +1,67 @@
+"""Looking at real TCP connections through descriptors that belong to others."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from farloop.monitoring.connection import choose_congestion, congestion_of, congestion_refused, same_host, tcp_info
+from farloop.wire.tcp import INFO_BYTES, parse
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            yield client, accepted
+
+
+def test_the_kernel_tells_of_a_connection_and_the_owner_keeps_it(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, accepted = pair
+    for _ in range(5):
+        client.sendall(bytes(100_000))
+        received = 0
+        while received < 100_000:
+            received += len(accepted.recv(1 << 20))
+    told = parse(tcp_info(client.fileno(), "127.0.0.1", INFO_BYTES), congestion_of(client.fileno(), "127.0.0.1"))
+    assert told is not None
+    assert 0 < told.least_rtt_s <= told.rtt_s < 1.0
+    assert told.segments > 0 and told.congestion
+    accepted.sendall(b"still here")
+    assert client.recv(100) == b"still here"
+
+
+def test_a_descriptor_that_is_another_sockets_by_now_is_left_alone(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, _ = pair
+    assert tcp_info(client.fileno(), "10.1.2.3", INFO_BYTES) == b""
+    assert not choose_congestion(client.fileno(), "10.1.2.3", "reno")
+    reader, writer = os.pipe()
+    try:
+        assert tcp_info(reader, "127.0.0.1", INFO_BYTES) == b""
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert tcp_info(reader, "127.0.0.1", INFO_BYTES) == b""  # closed
+
+
+def test_congestion_control_is_chosen_per_connection(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, _ = pair
+    assert congestion_refused("reno") is None
+    assert choose_congestion(client.fileno(), "127.0.0.1", "reno")
+    assert congestion_of(client.fileno(), "127.0.0.1") == "reno"
+
+
+def test_one_that_may_not_be_chosen_is_refused_with_those_that_may() -> None:
+    refused = congestion_refused("warp9")
+    assert refused is not None
+    assert "congestion = 'warp9'" in refused and "reno" in refused and "\n" not in refused
+
+
+def test_an_address_has_several_spellings() -> None:
+    assert same_host("::ffff:10.0.0.1", "10.0.0.1") and same_host("fe80::1%eth0", "fe80::1")
+    assert not same_host("10.0.0.1", "10.0.0.2")

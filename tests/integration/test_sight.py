@@ -1,0 +1,102 @@
+"""What a coordinator sees of two nodes' machines and links, over real sockets and thin links."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+
+from farloop.algo.spec import NodeId
+from farloop.cli.relay import Link as ThinLink
+from farloop.cli.relay import Relay, RelayThread
+from farloop.coordinator.daemon import Coordinator
+from farloop.node.link import Link
+from farloop.node.link_config import LinkConfig
+from farloop.node.surroundings import Operator, look_around
+from farloop.wire.messages import Hello
+from tests.cases.machines import Machine
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+LINKS = {"bergen": "32mbit/20ms", "oslo": "12mbit/60ms"}
+ROUND_TRIP_S = {"bergen": 0.02, "oslo": 0.06}
+BYTES_PER_S = {"bergen": 4e6, "oslo": 1.5e6}
+
+
+@contextmanager
+def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
+    """Two that greet, and wait for a run that never begins."""
+    port = int(coordinator.link.endpoint.rpartition(":")[2])
+    with ExitStack() as stack:
+        for name, thin in LINKS.items():
+            relay = Relay(target_host="127.0.0.1", target_port=port, link=ThinLink.parse(thin))
+            (passes,) = stack.enter_context(RelayThread(relay))
+            machine = Machine(folder / name)
+            machine.netdev("eth0", speed=25_000, pci="0000:01:00.0")
+            machine.port("mlx5_0", layer="InfiniBand")
+            told = look_around({}, Operator.of(name, "", "eth0=ethernet/10gbit"), root=machine.root)
+            link = Link(
+                LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told),
+                lambda name=name: Hello(  # type: ignore[misc]
+                    protocol_min=1,
+                    protocol_max=3,
+                    node=NodeId(name),
+                    incarnation=1,
+                    fingerprint=None,
+                    layout=None,
+                    epoch_seen=0,
+                    anchors=(),
+                    round=None,
+                ),
+                lambda event: None,
+            )
+            link.start()
+            stack.callback(link.close)
+        yield
+
+
+def seen(coordinator: Coordinator) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(coordinator.observer.status_json).get("inventory", {"nodes": [], "links": []})
+    return found
+
+
+def test_the_status_shows_both_machines_and_all_links(tmp_path: Path) -> None:
+    store = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=8, h=2, nodes=3))
+    try:
+        with (
+            tiny_run.serving(tmp_path / "state", store, probe_quiet_s=0.5) as coordinator,
+            nodes(coordinator, tmp_path),
+        ):
+            tiny_run.until(lambda: sum(link["bytes_per_s"] is not None for link in seen(coordinator)["links"]) == 4)
+            tiny_run.until(
+                lambda: (
+                    sum(link["retransmit_ratio"] is not None for link in seen(coordinator)["links"]) == 4
+                    or sys.platform != "linux"
+                )
+            )
+            found = seen(coordinator)
+            metrics = coordinator.metrics.exposition().decode()
+    finally:
+        store.close()
+    assert [(node["name"], node["site"], node["site_from"]) for node in found["nodes"]] == [
+        ("bergen", "bergen", "operator"),
+        ("oslo", "oslo", "operator"),
+    ]
+    card, plain = found["nodes"][0]["nics"]
+    assert (card["kind"], card["bytes_per_s"], card["provenance"]) == ("infiniband", 12.5e9, "sysfs")
+    assert (plain["bytes_per_s"], plain["provenance"]) == (1.25e9, "operator")
+    assert plain["others"] == ["bits_per_s 2.5e+10 (sysfs)"]
+    links = {(link["from"], link["to"]): link for link in found["links"]}
+    assert set(links) == {ends for name in LINKS for ends in ((name, "coordinator"), ("coordinator", name))}
+    for (source, target), link in links.items():
+        name = source if target == "coordinator" else target
+        assert link["provenance"] == "probe" and link["age_s"] < 60
+        # The links are made by a thread of this machine, which others may hold up.
+        assert ROUND_TRIP_S[name] < link["rtt_s"] < ROUND_TRIP_S[name] + 0.5
+        assert 0.5 * BYTES_PER_S[name] < link["bytes_per_s"] < 1.3 * BYTES_PER_S[name]
+        assert f'farloop_link_round_trip_seconds{{source="{source}",target="{target}"}}' in metrics
+        assert f'farloop_link_measured_bytes_per_second{{source="{source}",target="{target}"}}' in metrics
