@@ -84,7 +84,7 @@ class Prober:
         """Begin a probe if one is due and may be; it is then the running one."""
         if self.running is not None or not self._budget_bytes or now - self._busy_at < self._quiet_s:
             return None
-        due = [c for c in candidates if (c.changed or c.age_s > FRESH_S) and self._may(c.node, now)]
+        due = [c for c in candidates if (c.changed or c.age_s > FRESH_S) and self._may_begin(c.node, now)]
         if not due:
             return None
         chosen = max(due, key=lambda c: (c.age_s, c.changed, c.node))
@@ -118,7 +118,7 @@ class Prober:
         self._pause = {node: pause for node, pause in self._pause.items() if node in known}
         self._spent = {node: spent for node, spent in self._spent.items() if node in known}
 
-    def _may(self, node: str, now: float) -> bool:
+    def _may_begin(self, node: str, now: float) -> bool:
         if now < self._pause.get(node, (now, 0.0))[0]:
             return False
         spent = self._spent.get(node, deque())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_run
+from machines import Machine
 
 from farloop.algo.spec import NodeId
 from farloop.cli.relay import Link as ThinLink
@@ -18,7 +19,6 @@ from farloop.node.link import Link
 from farloop.node.link_config import LinkConfig
 from farloop.node.surroundings import Operator, look_around
 from farloop.wire.messages import Hello
-from tests.cases.machines import Machine
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 

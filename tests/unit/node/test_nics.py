@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machines import GID, Machine
 
 from farloop.node.labels import Told, parse_nics
 from farloop.node.nics import look
 from farloop.node.sysfs import Tree
 from farloop.wire.inventory import Fact, Nic
-from tests.cases.machines import GID, Machine
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from machines import Machine
+
 from farloop.node.surroundings import Operator, limits, look_around
 from farloop.node.sysfs import Tree
 from farloop.wire.inventory import LONGEST, MOST_NICS, Inventory, Nic, trimmed
-from tests.cases.machines import Machine
 
 
 def test_a_machine_tells_cards_memory_and_how_its_connections_behave(tmp_path: Path) -> None:

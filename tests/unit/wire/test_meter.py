@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slow_start import SlowStart
 
 from farloop.wire.meter import Average, Burst, Insufficient, Measured, Meter, burst_of, enough, judge
-from tests.cases.slow_start import SlowStart
 
 MBIT = 1e6 / 8
 PROBE_BYTES = 32 << 20

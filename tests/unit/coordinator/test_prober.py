@@ -1,0 +1,97 @@
+"""When a link is probed, and when not."""
+
+import math
+
+import pytest
+
+from farloop.coordinator.prober import AGAIN_S, FRESH_S, PROBES_AN_HOUR, QUIET_S, Candidate, Prober
+
+BUDGET = 32 << 20
+
+
+def candidate(
+    node: str = "oslo", *, upward: bool = True, age_s: float = math.inf, changed: bool = False, rtt_s: float = 0.05
+) -> Candidate:
+    return Candidate(node=node, upward=upward, rtt_s=rtt_s, age_s=age_s, changed=changed)
+
+
+def quiet(budget: int = BUDGET) -> tuple[Prober, float]:
+    """A prober and a time at which it may begin."""
+    return Prober(budget, 0.0), QUIET_S + 1.0
+
+
+def test_it_waits_until_nobody_has_waited_for_a_while() -> None:
+    prober = Prober(BUDGET, 0.0)
+    assert prober.next([candidate()], QUIET_S - 0.1) is None
+    prober.busy(5.0)
+    assert prober.next([candidate()], QUIET_S + 1.0) is None
+    assert prober.next([candidate()], QUIET_S + 6.0) is not None
+
+
+def test_there_is_one_at_a_time() -> None:
+    prober, now = quiet()
+    running = prober.next([candidate("a"), candidate("b")], now)
+    assert running is not None and prober.next([candidate("a"), candidate("b")], now) is None
+    prober.over(now + 2.0, learned=True)
+    assert prober.next([candidate("a")], now + 2.0) is not None
+
+
+def test_what_was_never_measured_goes_first_then_the_oldest() -> None:
+    prober, now = quiet()
+    due = [candidate("a", age_s=FRESH_S + 1), candidate("b"), candidate("c", age_s=FRESH_S + 50)]
+    first = prober.next(due, now)
+    prober.over(now, learned=True)
+    second = prober.next([due[0], due[2]], now)
+    assert first is not None and second is not None
+    assert (first.node, second.node) == ("b", "c")
+
+
+def test_a_fresh_rate_is_left_alone_unless_the_link_has_changed() -> None:
+    prober, now = quiet()
+    assert prober.next([candidate(age_s=FRESH_S - 1)], now) is None
+    assert prober.next([candidate(age_s=1.0, changed=True)], now) is not None
+
+
+def test_a_budget_of_nothing_probes_nothing() -> None:
+    prober, now = quiet(0)
+    assert prober.next([candidate()], now) is None
+
+
+def test_live_traffic_marks_the_running_one() -> None:
+    prober, now = quiet()
+    running = prober.next([candidate()], now)
+    assert running is not None and running.quiet
+    prober.busy(now + 0.1)
+    assert not running.quiet
+
+
+def test_after_one_that_told_nothing_it_waits_longer_each_time() -> None:
+    prober, now = quiet()
+    waits, at = [], now
+    for _ in range(9):
+        assert prober.next([candidate()], at) is not None
+        prober.over(at, learned=False)
+        begun = at
+        while prober._may_begin("oslo", at) is False:
+            at += 1.0
+        waits.append(at - begun)
+        prober._spent.clear()
+    assert waits[:3] == [AGAIN_S[0], 2 * AGAIN_S[0], 4 * AGAIN_S[0]]
+    assert waits[-1] == AGAIN_S[1]
+
+
+def test_an_hour_costs_a_node_no_more_than_its_budget() -> None:
+    prober, now = quiet()
+    begun = 0
+    for second in range(3600):
+        if prober.next([candidate(changed=True)], now + second) is not None:
+            begun += 1
+            prober.over(now + second, learned=True)
+    assert begun == PROBES_AN_HOUR
+
+
+@pytest.mark.parametrize(("rtt_s", "at_least"), [(0.001, 1.5), (0.3, 3.6)])
+def test_it_is_given_up_only_after_it_could_have_told(rtt_s: float, at_least: float) -> None:
+    prober, now = quiet()
+    running = prober.next([candidate(rtt_s=rtt_s)], now)
+    assert running is not None and running.ends_by - now > 3 * at_least
