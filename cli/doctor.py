@@ -14,24 +14,26 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
 import torch
 import typer
 
+from farloop.cli import doctor_network as network
 from farloop.cli.address import Address, parse_host_port, parse_tcp
 from farloop.cli.config import NodeFile, RunFile, load, planned
 from farloop.cli.exit_codes import CommandError
-from farloop.cli.status import DEFAULT_URL, page_of
+from farloop.cli.findings import Finding as Finding
+from farloop.cli.status import DEFAULT_URL, fetch, page_of
 from farloop.cli.waiting import connect
+from farloop.monitoring.status import InventoryStatus
 from farloop.monitoring.units import count_text, size_text
 from farloop.node.corpus import CorpusError, load_corpus
+from farloop.node.surroundings import Limits, Operator, limits, look_around
+from farloop.node.sysfs import Tree
+from farloop.wire.inventory import Inventory
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
-
-Level = Literal["ok", "warn", "fail"]
 
 LOW_DISK_BYTES = 2_000_000_000
 
@@ -44,28 +46,25 @@ DRIFT_S = 2.0
 """Clocks further apart make logs of two machines hard to read side by side."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line."""
-
-    level: Level
-    what: str
-    detail: str
-    mend: str = ""
-    """What to do about it; empty where nothing is wrong."""
-
-
-def examine(path: Path | None, *, flags: Iterable[str], environ: Mapping[str, str], url: str) -> list[Finding]:
-    """This machine, and what the file asks of it."""
-    findings = [*versions(), *devices(), monotonic_clock()]
+def examine(
+    path: Path | None, *, flags: Iterable[str], environ: Mapping[str, str], url: str, root: Path = Path("/")
+) -> list[Finding]:
+    """This machine, and what the file asks of it. `root`: where the machine's own files are."""
+    tree = Tree(root)
+    told, allowed = look_around(environ, Operator(), root=root), limits(tree)
+    findings = [*versions(), *devices(), monotonic_clock(), *network.limits(allowed, told)]
     if path is None:
-        return [*findings, disk(Path.cwd())]
+        return [*findings, *network.machine(told), disk(Path.cwd())]
     try:
         file = load(path, flags=flags, environ=environ)
     except CommandError as error:
         return [*findings, Finding(level="fail", what="settings", detail=str(error), mend="mend the file")]
     findings.append(Finding(level="ok", what="settings", detail=str(path)))
-    return findings + (_run_findings(file) if isinstance(file, RunFile) else _node_findings(file, url))
+    if isinstance(file, RunFile):
+        return [*findings, *network.machine(told), *_run_findings(file)]
+    config = file.node
+    told = look_around(environ, Operator.of(config.site, config.address, config.nics), root=root)
+    return [*findings, *network.machine(told), *_node_findings(file, url), *_network_findings(file, url, told, allowed)]
 
 
 def print_findings(findings: Iterable[Finding], *, as_json: bool) -> None:
@@ -205,6 +204,36 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
         findings.append(Finding(level="fail", what="ranks", detail=detail, mend="set [node] nproc to that or less"))
     texts = [_data(path, config.data_bytes) for path in (config.data, *config.data_phases)]
     return [*findings, *texts, wall_clock(url)]
+
+
+def _network_findings(file: NodeFile, url: str, told: Inventory, allowed: Limits) -> list[Finding]:
+    """The way to the coordinator, and the way in."""
+    config = file.node
+    seen = _seen(url)
+    way = network.way_of(config.name, seen, round_trip_s(parse_tcp(config.coordinator)), told)
+    findings = network.buffers(dataclasses.replace(allowed, congestion=config.congestion or allowed.congestion), way)
+    if config.address:
+        findings.append(network.dial_back(parse_tcp(config.address)))
+    return [*findings, *network.as_the_coordinator_sees(config.name, seen)]
+
+
+def _seen(url: str) -> InventoryStatus | None:
+    """What a running coordinator tells of machines and links; None where none is asked, or it does not."""
+    try:
+        return fetch(url or DEFAULT_URL).get("inventory")
+    except CommandError:
+        return None
+
+
+def round_trip_s(address: Address, tries: int = 3) -> float | None:
+    """The shortest of some connections' set-ups: one round trip each; None where none came about."""
+    took = []
+    for _ in range(tries):
+        started = time.monotonic()
+        if connect(address) is not None:
+            break
+        took.append(time.monotonic() - started)
+    return min(took, default=None)
 
 
 def _coordinator(address: Address) -> Finding:

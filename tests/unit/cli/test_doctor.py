@@ -20,6 +20,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "port", lambda *_: fine)
     monkeypatch.setattr(doctor, "wall_clock", lambda *_: fine)
     monkeypatch.setattr(doctor, "_coordinator", lambda *_: fine)
+    monkeypatch.setattr(doctor, "_seen", lambda *_: None)
+    monkeypatch.setattr(doctor, "round_trip_s", lambda *_: None)
 
 
 def found(path: Path | None) -> dict[str, Finding]:
@@ -28,7 +30,7 @@ def found(path: Path | None) -> dict[str, Finding]:
 
 def test_without_a_file_the_machine_is_looked_at() -> None:
     findings = found(None)
-    assert {"python", "libraries", "cpu", "gpu", "clock", "disk"} == findings.keys()
+    assert {"python", "libraries", "cpu", "gpu", "clock", "disk", "card", "site", "files"} <= findings.keys()
     assert "torch" in findings["libraries"].detail
     assert all(finding.mend for finding in findings.values() if finding.level != "ok")
 
