@@ -101,7 +101,7 @@ def test_the_spec_and_the_endpoint_need_the_standard_library_alone() -> None:
 @pytest.mark.parametrize(
     ("package", "places"),
     [
-        ("zmq", {"node/dialogue.py", "coordinator/link.py"}),
+        ("zmq", {"node/dialogue.py", "node/pipeline/link.py", "coordinator/link.py"}),
         ("msgpack", {"wire/messages.py"}),
         ("obstore", {"coordinator/bucket.py"}),
         ("prometheus_client", {"node/metrics.py", "coordinator/metrics.py"}),
@@ -135,6 +135,7 @@ def test_the_environment_is_read_where_settings_come_from() -> None:
         "farloop.algo.bits",
         "farloop.algo.residual",
         "farloop.node.machine",
+        "farloop.node.pipeline.machine",
         "farloop.coordinator.machine",
         "farloop.coordinator.ledger",
     ],
@@ -292,10 +293,14 @@ def test_rounds_are_planned_by_the_coordinator_alone() -> None:
         assert not called & planners, name_of(path)
 
 
+PIPELINE_DECISIONS = ("machine", "arrivals", "flights", "homes", "hops", "peers", "switching", "words", "frames")
+
+
 def test_decisions_read_no_clock() -> None:
     decide = ("machine", "fragment_state", "turns", "merging", "outcomes", "waiting", "finishing")
     pure = [f"node/{n}.py" for n in decide]
     pure += [f"coordinator/{n}.py" for n in ("machine", "membership", "decisions", "ledger", "roster")]
+    pure += [f"node/pipeline/{n}.py" for n in PIPELINE_DECISIONS]
     pure += ["coordinator/windows.py", "coordinator/leases.py", "coordinator/admission.py"]
     pure += [path.relative_to(ROOT).as_posix() for path in sources("wire", "algo", "sim")]
     for place in pure:

@@ -1,0 +1,153 @@
+"""What the machine of a pipeline is told, and what it asks for. Plain values; tensors stay with the shell."""
+
+from dataclasses import dataclass
+
+from farloop.algo.layout import Layout
+from farloop.node.pipeline.words import Message, Trip, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Began:
+    """The shell is ready for the next step."""
+
+    microbatches: int = 0
+    """Of a source: that many, numbered from 0, are there to be sent."""
+    closes_round: bool = True
+    """Whether a new layout may be followed after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """A work came, and its tensor is kept by the shell."""
+
+    sender: str
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """The work that `Compute` asked for is done, and its result is kept by the shell."""
+
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A message came."""
+
+    sender: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Up:
+    """A peer can be reached, and has spoken."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Down:
+    """... cannot be reached any more."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """Somebody wants this layout to be followed by all: this node is to conduct the switch."""
+
+    layout: Layout
+    addresses: dict[str, str]
+
+
+Event = Began | Arrived | Computed | Told | Up | Down | Offered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Do this work with the tensor that is kept for it; `Computed` is the answer."""
+
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Send the last result of this trip, as this work."""
+
+    to: str
+    work: Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Send a message."""
+
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    """Nothing of this trip is wanted any more."""
+
+    trip: Trip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What became of a step's microbatches."""
+
+    step: int
+    """Of this node, from 0."""
+    microbatches: int
+    """Of all sources that the node follows, or of the source itself."""
+    completed: int = 0
+    """Of a source."""
+    dropped: int = 0
+    """Of a source."""
+    reissued: int = 0
+    """Of a source: trips that took the place of a lost one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """The step is over: divide the gradients, let the optimizer step, then `Began`."""
+
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meet:
+    """Be ready to reach these nodes, too."""
+
+    addresses: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """The machine follows this layout from here on."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """For the log: something that a person may want to know."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """All sources that this node follows have left: there is nothing more to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """This node's part cannot go on."""
+
+    reason: str
+
+
+Command = Compute | Send | Tell | Discard | Over | Meet | Adopt | Note | Finish | Stop

@@ -1,0 +1,218 @@
+"""Runs one stage: machine, torch and link brought together in the training thread.
+
+The link's thread puts what came into one inbox; `step` takes it out, lets the machine decide and carries the commands
+out, one job at a time, until the machine says that the step is over. Then the gradients are means, and the caller's
+optimizer steps.
+"""
+
+import contextlib
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from torch import Tensor
+
+from farloop.algo.layout import Layout
+from farloop.node.pipeline import events as ev
+from farloop.node.pipeline import frames
+from farloop.node.pipeline.errors import LayoutError, PipelineBroken
+from farloop.node.pipeline.frames import Parcel
+from farloop.node.pipeline.link import PeerConfig, PeerLink
+from farloop.node.pipeline.machine import PipelineMachine
+from farloop.node.pipeline.settings import Settings
+from farloop.node.pipeline.stage import Normalise, StageJobs, Trained
+from farloop.node.pipeline.tensors import from_bytes, to_bytes
+from farloop.node.pipeline.words import Leave, Message, Trip, Word, Work
+from farloop.wire.errors import RemoteProtocolError
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""How often a step that waits looks whether it is still wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a step came to."""
+
+    trained: Trained
+    summary: ev.Summary
+    seconds: float
+
+
+class Executor:
+    """One node of a pipeline, from `start` to `close`."""
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        addresses: Mapping[str, str],
+        jobs: StageJobs,
+        peer: PeerConfig,
+        settings: Settings | None = None,
+        incarnation: int = 0,
+        run: int = 0,
+        codec: str = "",
+        normalise: Normalise = "visits",
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`codec`: of activations and gradients; none unless given. `wanted`: False ends a step that waits.
+
+        Raises:
+            LayoutError: the layout has a fault, or no stage for this node.
+            KeyFileError: a key file cannot be used.
+        """
+        try:
+            self.machine = PipelineMachine(name=peer.name, layout=layout, incarnation=incarnation, settings=settings)
+        except ValueError as error:
+            raise LayoutError(str(error)) from error
+        self.jobs = jobs
+        self.bytes_by_hop: dict[str, int] = {}
+        """Of tensors sent, by receiver."""
+        self._addresses, self._incarnation, self._run = dict(addresses), incarnation, run
+        self._codec, self._normalise, self._wanted = codec, normalise, wanted
+        self._inbox: queue.SimpleQueue[tuple[str, Parcel | Message | bool]] = queue.SimpleQueue()
+        self._events: deque[ev.Event] = deque()
+        self._tensors: dict[Work, Tensor] = {}
+        """What came, until it is worked on."""
+        self._results: dict[Trip, Tensor] = {}
+        """What goes on, until it is sent or worked on here."""
+        self._summary: ev.Summary | None = None
+        self._finished = False
+        self._told = (0, False, 0, 0.0, 0.0)
+        """Epoch, ready, queued, job_s, busy_at: replaced as a whole, for words are sent by the link's thread."""
+        self.link = PeerLink(peer, run, lambda name, come: self._inbox.put((name, come)), self._word)
+
+    def start(self) -> None:
+        """Listen, and dial the others. Raises PeerBindError."""
+        self.link.start()
+        self.link.meet(self._addresses)
+
+    def close(self) -> None:
+        """Say good-bye and stop the link's thread."""
+        for name in self._addresses:
+            self.link.send(name, frames.message(Leave(start=self._incarnation), self._run))
+        self.link.close()
+
+    def step(self, microbatches: Sequence[Tensor] = (), *, closes_round: bool = True) -> Step | None:
+        """One step: from the source's microbatches, tokens [B, S] each, to mean gradients in the parameters.
+
+        None when no more is wanted, of this node or by the sources that it follows; gradients mean nothing then.
+
+        Raises:
+            PipelineBroken: all sources that this stage follows are gone.
+        """
+        if self._finished:
+            return None
+        began = time.monotonic()
+        self.jobs.load(microbatches)
+        self._summary = None
+        self._handle(ev.Began(microbatches=len(microbatches), closes_round=closes_round))
+        while self._summary is None and not self._finished:
+            self._turn()
+            if self._summary is None and self.machine.waiting and not self._wanted():
+                return None
+        if self._summary is None:
+            return None
+        trained = self.jobs.finish(self._share(self._summary), self._normalise)
+        return Step(trained=trained, summary=self._summary, seconds=time.monotonic() - began)
+
+    def offer(self, layout: Layout, addresses: Mapping[str, str]) -> None:
+        """Conduct the switch to another layout."""
+        self._events.append(ev.Offered(layout=layout, addresses=dict(addresses)))
+
+    def _share(self, summary: ev.Summary) -> int:
+        """Visits of this node if every microbatch visited every stage, and replicas shared them evenly."""
+        layout = self.machine.layout
+        if self.machine.stage == 0:
+            return summary.microbatches
+        followed = max(1, len(self.machine.homes.sources))
+        sources = len({path.source for path in layout.paths})
+        replicas = len(layout.stages[self.machine.stage].replicas)
+        return round(summary.microbatches / followed * sources / replicas)
+
+    # --- inbox and commands
+
+    def _turn(self) -> None:
+        """Take all that has come, then the job that is done; or wait for something."""
+        timer = self.machine.next_timer()
+        pause = LOOK_S if timer is None else max(0.0, min(LOOK_S, timer - time.monotonic()))
+        with contextlib.suppress(queue.Empty):
+            self._take(*(self._inbox.get_nowait() if self._events else self._inbox.get(timeout=pause)))
+            while not self._inbox.empty():
+                self._take(*self._inbox.get_nowait())
+        if self._events:
+            self._handle(self._events.popleft())
+        if timer is not None and time.monotonic() >= timer:
+            self._do(self.machine.handle_timer(time.monotonic()))
+
+    def _take(self, name: str, come: Parcel | Message | bool) -> None:
+        match come:
+            case bool():
+                self._handle(ev.Up(peer=name) if come else ev.Down(peer=name))
+            case Parcel(work=work, info=info, data=data):
+                try:
+                    self._tensors[work] = from_bytes(info, data, self.jobs.device, self._codec)
+                except RemoteProtocolError as error:
+                    return _log.warning("bad tensor of %s reason=%r", name, str(error))
+                self._handle(ev.Arrived(sender=name, work=work))
+            case _:
+                self._handle(ev.Told(sender=name, message=come))
+
+    def _handle(self, event: ev.Event) -> None:
+        self._do(self.machine.handle(event, time.monotonic()))
+
+    def _do(self, commands: list[ev.Command]) -> None:
+        machine = self.machine
+        self._told = (machine.epoch, machine.ready, machine.queued, machine.job_s, machine.busy_at)
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: ev.Command) -> None:
+        match command:
+            case ev.Compute(work=work):
+                given = self._tensors.pop(work, None)
+                result = self.jobs.do(work, given if given is not None else self._results.pop(work.trip, None))
+                if result is not None:
+                    self._results[work.trip] = result
+                self._events.append(ev.Computed(work=work))
+            case ev.Send(to=to, work=work):
+                info, data = to_bytes(self._results.pop(work.trip), self._codec)
+                self.bytes_by_hop[to] = self.bytes_by_hop.get(to, 0) + info.size
+                self.link.send(to, frames.parcel(work, info, data, self._run))
+            case ev.Tell(to=to, message=message):
+                self.link.send(to, frames.message(message, self._run))
+            case ev.Discard(trip=trip):
+                self._discard(trip)
+            case ev.Over(summary=summary):
+                self._summary = summary
+            case ev.Meet(addresses=addresses):
+                self._addresses |= addresses
+                self.link.meet(addresses)
+            case ev.Adopt(layout=layout):
+                _log.info("layout epoch=%d", layout.epoch)
+            case ev.Note(text=text):
+                _log.warning("%s", text)
+            case ev.Finish():
+                self._finished = True
+            case ev.Stop(reason=reason):
+                raise PipelineBroken(reason)
+            case _:
+                assert_never(command)
+
+    def _discard(self, trip: Trip) -> None:
+        self.jobs.forget(trip)
+        self._results.pop(trip, None)
+        for work in [work for work in self._tensors if work.trip == trip]:
+            del self._tensors[work]
+
+    def _word(self) -> Word:
+        """In the link's thread."""
+        epoch, ready, queued, job_s, busy_at = self._told
+        age_s = max(0.0, time.monotonic() - busy_at) if queued else 0.0
+        return Word(incarnation=self._incarnation, epoch=epoch, ready=ready, queued=queued, job_s=job_s, age_s=age_s)

@@ -1,0 +1,355 @@
+"""The sockets between the nodes of a pipeline: one ROUTER that all others dial, one DEALER to each of them.
+
+A background thread with a loop of its own. Nothing here decides: what comes goes to the training thread through
+`deliver`, what that wants to send comes back through thread-safe calls. A peer is up while its words come and the
+connection to it stands; a broken connection is noticed at once and dialled again, a silent one after `liveness_s`.
+"""
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from farloop.node.pipeline import frames
+from farloop.node.pipeline.errors import PeerBindError
+from farloop.node.pipeline.frames import Parcel
+from farloop.node.pipeline.words import Message, Word
+from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.frames import Buffer
+from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
+
+_log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+"""Between two words to each peer."""
+
+WATCH_KEYS_S = 1.0
+"""Between two looks at the folder of the peers' keys."""
+
+BACKOFF_S = (0.1, 2.0)
+"""First and longest pause before a peer is dialled again."""
+
+MOST_QUEUED = 4096
+"""Frames that wait for one peer; beyond it the connection is given up, for it does not carry what is asked of it."""
+
+ZAP_DOMAIN = "farloop"
+
+Come = Callable[[str, Parcel | Message | bool], None]
+"""Who, and what: work, a message, or whether it can be reached from now on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerConfig:
+    """How a node is reached by the others, and reaches them."""
+
+    name: str
+    bind: str
+    """Where it listens, as tcp://host:port."""
+    key: Path | None = None
+    """Its secret key file; CURVE is on with it."""
+    peers: Path | None = None
+    """Folder of the others' .pub files: who may come in, and whom to expect where; goes with `key`."""
+    liveness_s: float = 5.0
+    """Silence after which a peer is given up."""
+    max_tensor_bytes: int = 1 << 30
+    """Largest tensor that is believed."""
+    delays_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by which frames to a peer are held back: emulated distance, for experiments on one machine."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    address: str
+    queue: deque[tuple[float, list[Buffer]]] = field(default_factory=deque)
+    """What is to be sent, and when."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    connected: bool = False
+    heard_at: float | None = None
+    incarnation: int | None = None
+    up: bool = False
+
+
+class PeerLink:
+    """Runs from `start` to `close`. Every public call may be made from any thread."""
+
+    def __init__(self, config: PeerConfig, run: int, deliver: Come, word: Callable[[], Word]) -> None:
+        """`run`: the run's fingerprint. `deliver` must not block; it and `word` are called in the link's thread.
+
+        Raises:
+            KeyFileError: a key file cannot be used.
+        """
+        if (config.key is None) != (config.peers is None):
+            raise ValueError("key and peers go together: with one alone nothing would be encrypted")
+        self._config, self._run, self._deliver, self._word = config, run, deliver, word
+        self._secret = load_secret(config.key) if config.key else None
+        self._allow = AllowList(config.peers) if config.peers else None
+        self._peers: dict[str, _Peer] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self.bytes_sent, self.bytes_received, self.bad_frames = 0, 0, 0
+        self.endpoint = ""
+        """Where it listens, once it does."""
+        self._loop = uvloop.new_event_loop()
+        self._started: Future[str] = Future()
+        self._main: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._live, name="peer-link", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen. Raises PeerBindError."""
+        self._thread.start()
+        self.endpoint = self._started.result()
+
+    def close(self) -> None:
+        """End the thread; what is queued has a moment to leave. More than once is harmless."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end)
+            self._thread.join(5.0)
+
+    def meet(self, addresses: Mapping[str, str]) -> None:
+        """Dial these; one that is known under this address already stays as it is."""
+        self._call(self._meet, dict(addresses))
+
+    def send(self, to: str, parts: list[Buffer]) -> None:
+        """Queue a frame; dropped while the peer cannot be reached."""
+        self._call(self._send, to, parts)
+
+    # --- on the loop
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._main = self._loop.create_task(self._serve())
+        try:
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: who starts it is told, or the log
+            if self._started.done():
+                _log.error("the peer link broke down", exc_info=True)
+            else:
+                self._started.set_exception(error)
+        finally:
+            self._loop.close()
+
+    def _end(self) -> None:
+        assert self._main is not None
+        pending = [peer.queue[-1][0] for peer in self._peers.values() if peer.queue]
+        self._loop.call_later(max([0.2, *(due - time.monotonic() + 0.2 for due in pending)]), self._main.cancel)
+
+    async def _serve(self) -> None:
+        context = zmq.asyncio.Context()
+        authenticator = self._authenticator(context) if self._allow is not None else None
+        try:
+            router = self._listen(context)
+            async with asyncio.TaskGroup() as group:
+                self._group, self._context = group, context
+                group.create_task(self._receive(router), name="receive")
+                group.create_task(self._beat(), name="beat")
+                if self._allow is not None:
+                    group.create_task(self._watch_keys(self._allow), name="keys")
+                self._started.set_result(bytes(router.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0"))
+        finally:
+            if authenticator is not None:
+                authenticator.stop()
+            context.destroy(linger=200)
+
+    def _authenticator(self, context: zmq.asyncio.Context) -> AsyncioAuthenticator:
+        assert self._allow is not None
+        self._allow.refresh()
+        authenticator = AsyncioAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
+        return authenticator
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """ZAP asks whether this Z85 key may come in."""
+        return self._allow is not None and self._allow.owner(key) is not None
+
+    def _listen(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        router = self._socket(context, zmq.ROUTER)
+        if self._secret is not None:
+            router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+            router.curve_server = True
+        try:
+            router.bind(self._config.bind)
+        except zmq.ZMQError as error:
+            raise PeerBindError(f"cannot listen for the other stages at {self._config.bind}: {error}") from error
+        return router
+
+    def _socket(self, context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+        socket = context.socket(kind)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 64),
+            (zmq.RCVHWM, 256),
+            (zmq.HANDSHAKE_IVL, 5000),
+            (zmq.MAXMSGSIZE, max(self._config.max_tensor_bytes, frames.MAX_HEADER_BYTES)),
+            (zmq.TCP_KEEPALIVE, 1),
+        ):
+            socket.setsockopt(option, value)
+        if self._secret is not None:
+            socket.curve_secretkey = self._secret
+            socket.curve_publickey = zmq.curve_public(self._secret)
+        return socket
+
+    # --- what comes
+
+    async def _receive(self, router: zmq.asyncio.Socket) -> None:
+        while True:
+            parts = await router.recv_multipart(copy=False)
+            try:
+                self._take(parts)
+            except RemoteProtocolError as error:
+                self.bad_frames += 1
+                _log.warning("bad frame of a peer reason=%r", str(error))
+
+    def _take(self, parts: list[zmq.Frame]) -> None:
+        name = parts[0].bytes.partition(b"/")[0].decode(errors="replace")[: frames.MAX_NAME]
+        if len(parts) < 2 or (self._allow is not None and self._owner(parts[1]) != name):
+            raise RemoteProtocolError(f"{name!r} is not who sent it")
+        if (peer := self._peers.get(name)) is None:
+            raise RemoteProtocolError(f"no node {name!r} is expected")
+        buffers = [part.buffer for part in parts[1:]]
+        come = frames.parse(buffers, self._run, self._config.max_tensor_bytes)
+        self.bytes_received += sum(len(part) for part in buffers)
+        peer.heard_at = time.monotonic()
+        if isinstance(come, Word):
+            if peer.incarnation not in (None, come.incarnation):
+                self._is_up(name, peer, up=False)
+            peer.incarnation = come.incarnation
+            self._judge(name, peer)
+        if peer.up:
+            self._deliver(name, come)
+
+    def _owner(self, frame: zmq.Frame) -> str | None:
+        assert self._allow is not None
+        try:
+            return self._allow.owner(str(frame.get("User-Id")).encode())
+        except zmq.ZMQError:
+            return None
+
+    def _judge(self, name: str, peer: _Peer) -> None:
+        """Whether it can be reached now."""
+        heard = peer.heard_at is not None and time.monotonic() - peer.heard_at < self._config.liveness_s
+        self._is_up(name, peer, up=heard and peer.connected and peer.incarnation is not None)
+
+    def _is_up(self, name: str, peer: _Peer, *, up: bool) -> None:
+        if up != peer.up:
+            peer.up = up
+            if not up:
+                peer.incarnation = None
+                peer.queue.clear()
+            _log.info("peer %s name=%s", "up" if up else "down", name)
+            self._deliver(name, up)
+
+    # --- what goes
+
+    def _meet(self, addresses: dict[str, str]) -> None:
+        for name, address in addresses.items():
+            known = self._peers.get(name)
+            if known is not None:
+                known.address = address  # from the next dial on
+            elif self._group is not None and name != self._config.name:
+                self._peers[name] = peer = _Peer(address)
+                self._group.create_task(self._keep_dialling(name, peer), name=f"to-{name}")
+
+    def _send(self, to: str, parts: list[Buffer]) -> None:
+        peer = self._peers.get(to)
+        if peer is None or not peer.connected:
+            return
+        if len(peer.queue) >= MOST_QUEUED:
+            _log.warning("given up name=%s cause='%d frames wait for it'", to, len(peer.queue))
+            return self._is_up(to, peer, up=False)
+        peer.queue.append((time.monotonic() + self._config.delays_s.get(to, 0.0), parts))
+        peer.wake.set()
+
+    async def _keep_dialling(self, name: str, peer: _Peer) -> None:
+        attempt = 0
+        while True:
+            try:
+                connected = await self._connection(name, peer)
+            except (zmq.ZMQError, KeyFileError) as error:
+                _log.warning("cannot reach name=%s reason=%r", name, str(error))
+                connected = False
+            peer.connected = False
+            self._judge(name, peer)
+            attempt = 0 if connected else attempt + 1
+            first, longest = BACKOFF_S
+            await asyncio.sleep(min(longest, first * 2 ** min(attempt, 10)))
+
+    async def _connection(self, name: str, peer: _Peer) -> bool:
+        """One connection from the dial to its end; whether it ever stood."""
+        dealer = self._socket(self._context, zmq.DEALER)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.ROUTING_ID, f"{self._config.name}/{secrets.token_hex(4)}".encode())
+        if self._config.peers is not None:
+            dealer.curve_serverkey = load_public(self._config.peers / f"{name}.pub")
+        monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
+        assert isinstance(monitor, zmq.asyncio.Socket)
+        sender: asyncio.Task[None] | None = None
+        try:
+            dealer.connect(peer.address)
+            while True:
+                match (await recv_monitor_message(monitor))["event"]:
+                    case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                        peer.connected = True
+                        peer.queue.clear()
+                        self._send(name, self._word_parts())
+                        sender = asyncio.create_task(self._send_all(dealer, peer), name=f"send-{name}")
+                        self._judge(name, peer)
+                    case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                        return sender is not None
+        finally:
+            if sender is not None:
+                sender.cancel()
+            dealer.disable_monitor()
+            monitor.close(linger=0)
+            dealer.close(linger=0)
+
+    async def _send_all(self, dealer: zmq.asyncio.Socket, peer: _Peer) -> None:
+        while True:
+            while not peer.queue:
+                peer.wake.clear()
+                await peer.wake.wait()
+            due, parts = peer.queue[0]
+            if (pause := due - time.monotonic()) > 0:
+                await asyncio.sleep(pause)
+            if peer.queue and peer.queue[0][1] is parts:
+                peer.queue.popleft()
+                self.bytes_sent += sum(len(part) for part in parts)
+                await dealer.send_multipart(parts, copy=False)
+
+    async def _beat(self) -> None:
+        while True:
+            word = self._word_parts()
+            for name, peer in self._peers.items():
+                self._send(name, word)
+                self._judge(name, peer)
+            await asyncio.sleep(BEAT_S)
+
+    def _word_parts(self) -> list[Buffer]:
+        return frames.message(self._word(), self._run)
+
+    async def _watch_keys(self, allow: AllowList) -> None:
+        """A key that leaves the folder is not believed from then on."""
+        while True:
+            await asyncio.sleep(WATCH_KEYS_S)
+            try:
+                allow.refresh()
+            except KeyFileError as error:
+                _log.warning("no other key is let in until this is mended reason=%r", str(error))

@@ -1,0 +1,451 @@
+"""The decisions of one node of a pipeline: which job is next, where its result goes, when a step is over. Pure.
+
+One job at a time, first come first served. A forward is admitted while the node keeps fewer inputs than its memory
+allows; a source sends while it has credit. The shell (`executor.py`) and the simulator carry the commands out.
+
+    Began ──▶ forward, loss and backward work, as it comes ──▶ Over ──▶ the optimizer steps ──▶ Began …
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import assert_never
+
+from farloop.algo.layout import Hop, Layout
+from farloop.node.pipeline import events as ev
+from farloop.node.pipeline.arrivals import Held, fault_of, fits
+from farloop.node.pipeline.desk import Desk
+from farloop.node.pipeline.flights import Flights
+from farloop.node.pipeline.homes import Homes
+from farloop.node.pipeline.hops import onward
+from farloop.node.pipeline.peers import Peers, others
+from farloop.node.pipeline.settings import Settings
+from farloop.node.pipeline.switching import Letters, Switching, why_not
+from farloop.node.pipeline.words import (
+    Ended,
+    Forget,
+    Kind,
+    Leave,
+    Lost,
+    Message,
+    Prepare,
+    Prepared,
+    Switch,
+    Trip,
+    Word,
+    Work,
+)
+
+EMA = 0.1
+"""Of the seconds a job takes (SWARM's α)."""
+
+
+class PipelineMachine:
+    """Of one node. `waiting` tells what it stands still for, if anything."""
+
+    def __init__(self, *, name: str, layout: Layout, incarnation: int = 0, settings: Settings | None = None) -> None:
+        """Raises ValueError where the layout has a fault, or no stage for this node."""
+        if fault := next(layout.faults(), ""):
+            raise ValueError(f"layout {layout.epoch}: {fault}")
+        if (stage := layout.stage_of(name)) is None:
+            raise ValueError(f"layout {layout.epoch} has no stage for {name}")
+        self.name, self.layout, self.stage = name, layout, stage
+        self.settings = settings or Settings()
+        self.peers = Peers(others(layout, name))
+        self.homes = Homes(name, layout)
+        self.flights: Flights | None = None
+        """Of a source."""
+        if stage == 0:
+            credit, attempts = self.settings.credit, self.settings.attempts
+            self.flights = Flights(source=name, start=incarnation, credit=credit, attempts=attempts)
+        self.switching = Switching()
+        self.desk = Desk()
+        self.counted: Counter[str] = Counter()
+        """Since the start: completed, dropped, reissued (of a source); rerouted, skipped, repeated."""
+        self.job_s = 0.0
+        """Seconds that a job takes, of late."""
+        self.busy_at = 0.0
+        """When a job began or ended last."""
+        self.step = -1
+        self._touched: set[str] = set()
+        """Of a source: nodes that this step's trips have visited."""
+        self._open, self._closes_round, self._goes_over = False, False, False
+        self._assemble_by: float | None = None
+        self._assembled = False
+        self._orphan_since: float | None = None
+        self._now = 0.0
+        self._commands: list[ev.Command] = []
+
+    # --- what the shell reads
+
+    @property
+    def epoch(self) -> int:
+        return self.layout.epoch
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has met all that it may have to send to, or has waited long enough."""
+        return not self.peers.unseen(others(self.layout, self.name)) or self._waited_enough
+
+    @property
+    def queued(self) -> int:
+        """Jobs that wait, the running one among them."""
+        return len(self.desk.queue) + (self.desk.running is not None)
+
+    @property
+    def waiting(self) -> str | None:
+        """What the step stands still for, in words."""
+        if not self._open or self.desk.running is not None:
+            return None
+        if self.flights is not None:
+            return None if self._assembled else "the other stages"
+        return "a source that comes back" if self._orphan_since is not None else "microbatches"
+
+    # --- events
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        """Take one event; return what is to be done, in order."""
+        self._now = now
+        match event:
+            case ev.Began():
+                self._begin(event)
+            case ev.Arrived(sender=sender, work=work):
+                self._arrived(sender, work)
+            case ev.Computed(work=work):
+                self._computed(work)
+            case ev.Told():
+                self._told(event)
+            case ev.Up(peer=peer):
+                self.peers.set(peer, "up")
+                self.homes.left.discard(peer)
+            case ev.Down(peer=peer):
+                self._down(peer)
+            case ev.Offered():
+                self._offered(event.layout, event.addresses)
+            case _:
+                assert_never(event)
+        return self._settled()
+
+    def next_timer(self) -> float | None:
+        """When `handle_timer` wants to be called."""
+        if not self._open:
+            return None
+        times = [self.flights.next_overdue(self.settings.patience_s)] if self.flights is not None else []
+        if not self._assembled or not self.ready:
+            times.append(self._assemble_by)
+        if self._orphan_since is not None:
+            times.append(self._orphan_since + self.settings.orphan_s)
+        return min((time for time in times if time is not None), default=None)
+
+    def handle_timer(self, now: float) -> list[ev.Command]:
+        """What is due by the clock."""
+        self._now = now
+        if self.flights is not None:
+            for trip in self.flights.overdue(now, self.settings.patience_s):
+                self._lose(trip, "late")
+        if self._orphan_since is not None and now >= self._orphan_since + self.settings.orphan_s:
+            self._orphan_since = None
+            sources = ", ".join(self.homes.sources)
+            self._do(ev.Stop(reason=f"the sources that this stage follows ({sources}) are gone"))
+        return self._settled()
+
+    def check(self) -> None:
+        """All invariants."""
+        self.desk.check(self.epoch)
+        if self.flights is not None:
+            self.flights.check()
+            assert set(self.desk.held) <= {flight.trip for flight in self.flights.flying.values()}
+        else:
+            assert len(self.desk.held) <= self.settings.memory, "more inputs than memory"
+        for trip in self.desk.held:
+            assert trip.source == self.name or not self._is_down(trip.source), "an input of a source that is gone"
+
+    # --- a step
+
+    def _begin(self, began: ev.Began) -> None:
+        assert not self._open, "the last step is not over"
+        if self._assemble_by is None:
+            self._assemble_by = self._now + self.settings.assemble_s
+        self.step += 1
+        self._goes_over_if_due()
+        self._open, self._closes_round = True, began.closes_round
+        if self.flights is not None:
+            self.flights.begin(began.microbatches)
+        self._look_again()
+
+    def _settled(self) -> list[ev.Command]:
+        if not self._assembled and self.flights is not None:
+            mine = {hop.node for path in self.layout.paths_from(self.name) for hop in path.hops} - {self.name}
+            self._assembled = all(self.peers.ready(node) or self._is_down(node) for node in mine) or self._waited_enough
+        self._goes_over_if_due()
+        if self._open:
+            self._issue()
+            full = self.flights is None and len(self.desk.held) >= self.settings.memory
+            if work := self.desk.next(full=full, here=Hop(stage=self.stage, node=self.name)):
+                self.busy_at = self._now
+                self._do(ev.Compute(work=work))
+            self._close_if_over()
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _issue(self) -> None:
+        paths = self.layout.paths_from(self.name)
+        if self.flights is None or not self._assembled or not paths:
+            return
+        while flight := self.flights.next(len(paths), self._now):
+            work = Work(kind=Kind.FORWARD, epoch=self.epoch, trip=flight.trip, path=flight.path, position=0, visited=())
+            self.desk.queue.append(work)
+
+    def _close_if_over(self) -> None:
+        if self.desk.running is not None:
+            return
+        if self.flights is not None:
+            if self.flights.over and (self.layout.paths_from(self.name) or not self.flights.microbatches):
+                self._close_source(self.flights)
+            return
+        if self.homes.closes(self.epoch, self._is_down):
+            self._open, self._orphan_since = False, None
+            self._do(ev.Over(summary=ev.Summary(step=self.step, microbatches=self.homes.close())))
+        elif self.homes.all_left and not self.desk.queue:
+            self._open = False
+            self._do(ev.Finish())
+        elif not self.homes.alone(self._is_down):
+            self._orphan_since = None
+        elif self._orphan_since is None:
+            self._orphan_since = self._now
+
+    def _close_source(self, flights: Flights) -> None:
+        self._goes_over = self.switching.committed and self._closes_round
+        next_epoch = self.switching.epoch if self._goes_over and self.switching.epoch is not None else self.epoch
+        ended = Ended(start=flights.start, step=flights.step, microbatches=flights.microbatches, next_epoch=next_epoch)
+        planned = {hop.node for path in self.layout.paths_from(self.name) for hop in path.hops}
+        for node in sorted((planned | self._touched) - {self.name}):
+            self._tell(node, ended)
+        self._touched.clear()
+        self._open = False
+        became = {"completed": flights.completed, "dropped": flights.dropped.total(), "reissued": flights.reissued}
+        self.counted.update(became)
+        summary = ev.Summary(step=self.step, microbatches=flights.microbatches, **became)
+        self._do(ev.Over(summary=summary))
+
+    # --- work
+
+    def _arrived(self, sender: str, work: Work) -> None:
+        if work.epoch > self.epoch and work.epoch == self.switching.epoch:
+            self.desk.early.append((sender, work))
+        elif work.kind is not Kind.FORWARD:
+            self._came_back(work)
+        elif self._is_down(work.trip.source):
+            self._do(ev.Discard(trip=work.trip))  # its source takes it for lost in time
+        elif fault := fault_of(work, self.layout, self.stage):
+            self._do(ev.Discard(trip=work.trip))
+            self._tell(work.trip.source, Lost(trip=work.trip, epoch=self.epoch, reason=fault))
+        elif self.desk.knows(work.trip):
+            self.counted["repeated"] += 1
+        elif self.homes.admits(work.trip):
+            self.desk.queue.append(work)
+        else:
+            self.desk.early.append((sender, work))
+
+    def _came_back(self, work: Work) -> None:
+        """Loss and backward work is only of trips that are known here; of others it comes too late."""
+        held, at_source = self.desk.held.get(work.trip), self.flights is not None
+        busy = self.desk.waits(work.trip) or self.desk.runs(work.trip)
+        if busy or not fits(work, held, self.layout, at_source=at_source):
+            self.counted["repeated"] += 1
+            return None if held is not None else self._do(ev.Discard(trip=work.trip))
+        if work.kind is Kind.LOSS:
+            assert held is not None
+            held.looped = work.visited
+            self._touched |= {hop.node for hop in work.visited}
+        self.desk.queue.append(work)
+
+    def _computed(self, work: Work) -> None:
+        assert self.desk.running == work, "nobody asked for it"
+        self.desk.running = None
+        took_s = self._now - self.busy_at
+        self.job_s = took_s if self.job_s == 0.0 else (1 - EMA) * self.job_s + EMA * took_s
+        self.busy_at = self._now
+        held = self.desk.held.get(work.trip)
+        if held is None:  # forgotten meanwhile
+            return self._do(ev.Discard(trip=work.trip))
+        match work.kind:
+            case Kind.FORWARD:
+                self._go_on(work, held)
+            case Kind.LOSS:
+                self._go_back(work, work.visited, len(work.visited) - 1)
+            case Kind.BACKWARD:
+                del self.desk.held[work.trip]
+                if self.flights is not None:
+                    self.flights.complete(work.trip)
+                else:
+                    self._go_back(work, work.visited, work.position - 1)
+                self._do(ev.Discard(trip=work.trip))
+            case _:
+                assert_never(work.kind)
+
+    def _go_on(self, work: Work, held: Held) -> None:
+        """Forward: to the next stage, or back to the source for the loss."""
+        path = self.layout.paths_from(work.trip.source)[work.path]
+        late_s, limits = self.settings.late_s, self.settings.limits
+        step = onward(self.layout, path, work.position + 1, held.visited, self._load, late_s=late_s, limits=limits)
+        if step is None:
+            return self._lose(work.trip, "no way on")
+        self.counted.update(rerouted=int(step.rerouted), skipped=step.skipped)
+        held.next = step.hop.node if step.hop is not None else work.trip.source
+        kind = Kind.FORWARD if step.hop is not None else Kind.LOSS
+        out = replace(work, kind=kind, position=step.position, visited=held.visited)
+        if held.next == self.name:  # the only stage: its loss is computed here
+            held.looped = held.visited
+            self.desk.queue.append(out)
+        else:
+            self._send(held.next, out)
+
+    def _go_back(self, work: Work, visited: tuple[Hop, ...], position: int) -> None:
+        """Backward: to the node at this place of the visits."""
+        out = replace(work, kind=Kind.BACKWARD, position=position, visited=visited)
+        to = visited[position].node
+        if to == self.name:
+            self.desk.queue.append(out)
+        elif self.peers.is_up(to):
+            self._send(to, out)
+        else:
+            self._lose(work.trip, "a node of its way is gone")
+
+    # --- losses
+
+    def _lose(self, trip: Trip, reason: str) -> None:
+        """The trip ends here. Its source decides what becomes of the microbatch."""
+        self._forget(trip)
+        if self.flights is None or trip.source != self.name:
+            return self._tell(trip.source, Lost(trip=trip, epoch=self.epoch, reason=reason))
+        if self.flights.is_flying(trip):
+            again = self.flights.lose(trip, reason)
+            what = "goes once more" if again else "is dropped"
+            self._do(ev.Note(text=f"microbatch {trip.index} of step {trip.step} {what}: {reason}"))
+            for peer in others(self.layout, self.name):
+                self._tell(peer, Forget(trip=trip))
+
+    def _forget(self, trip: Trip) -> None:
+        if self.desk.forget(trip):
+            self._do(ev.Discard(trip=trip))
+
+    def _forget_all(self, of: Callable[[Trip], bool]) -> None:
+        for trip in self.desk.trips(of):
+            self._forget(trip)
+
+    def _down(self, peer: str) -> None:
+        self.peers.set(peer, "down")
+        self._forget_all(lambda trip: trip.source == peer)
+        for trip in [trip for trip, held in self.desk.held.items() if held.next == peer]:
+            self._lose(trip, f"{peer} is gone")
+        self._post(self.switching.answered(peer, self._reachable()))
+
+    # --- messages
+
+    def _told(self, told: ev.Told) -> None:
+        sender = told.sender
+        match told.message:
+            case Word() as word:
+                self.peers.heard(sender, word, self._now)
+                if word.epoch > self.epoch:
+                    self.homes.next_epoch[sender] = max(word.epoch, self.homes.next_epoch.get(sender, 0))
+            case Lost(trip=trip, epoch=epoch, reason=reason):
+                if self.flights is not None and trip.source == self.name and self.flights.is_flying(trip):
+                    self._lose(trip, f"{sender}: {reason}"[:200])
+                if epoch < self.epoch:  # it has missed the switch
+                    self._post(self.switching.once_more(sender, self.layout))
+            case Leave():
+                self.homes.left.add(sender)
+            case Forget(trip=trip):
+                if trip.source == sender:
+                    self._forget(trip)
+            case Ended() as ended:
+                self.homes.heard(sender, ended)
+                over = ended.start, ended.step
+                self._forget_all(lambda trip: trip.source == sender and (trip.start, trip.step) <= over)
+            case Prepare(layout=layout, addresses=addresses):
+                refusal = self._prepare(layout, addresses)
+                self._tell(sender, Prepared(epoch=layout.epoch, refusal=refusal))
+            case Prepared(epoch=epoch, refusal=refusal):
+                if epoch == self.switching.epoch:
+                    self._post(self.switching.answered(sender, self._reachable(), refused=bool(refusal)))
+                if refusal:
+                    self._do(ev.Note(text=f"{sender} cannot follow layout {epoch}: {refusal[:200]}"))
+            case Switch(epoch=epoch):
+                self.switching.commit(epoch)
+            case _:
+                assert_never(told.message)
+
+    # --- another layout
+
+    def _offered(self, layout: Layout, addresses: dict[str, str]) -> None:
+        if refusal := self._prepare(layout, addresses):
+            return self._do(ev.Note(text=f"layout {layout.epoch} is not followed: {refusal}"))
+        self._post(self.switching.conduct(self._reachable()))
+
+    def _prepare(self, layout: Layout, addresses: dict[str, str]) -> str:
+        """Make it ready; or why not, in words."""
+        refusal = why_not(layout, self.layout, self.name)
+        if not refusal:
+            self.switching.prepare(layout, addresses)
+            self.peers.meet(others(layout, self.name))
+            self._do(ev.Meet(addresses={name: to for name, to in addresses.items() if name != self.name}))
+        return refusal
+
+    def _goes_over_if_due(self) -> None:
+        layout = self.switching.layout
+        if layout is None or self.desk.running is not None:
+            return
+        if self.flights is not None:
+            due = self._goes_over and self.flights.over
+        else:
+            told = self.switching.committed or any(e >= layout.epoch for e in self.homes.next_epoch.values())
+            due = told and self.homes.all_past(self.epoch, self._is_down)
+        if due:
+            for trip in sorted({*self.desk.held, *(work.trip for work in self.desk.queue)}):
+                self._lose(trip, "a new layout")
+            self.layout, self._goes_over = layout, False
+            self._assembled, self._assemble_by = False, self._now + self.settings.assemble_s
+            self.switching.over()
+            self.homes.follow(layout)
+            self._do(ev.Adopt(layout=layout))
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """At what came too early."""
+        early, self.desk.early = self.desk.early, []
+        for sender, work in early:
+            self._arrived(sender, work)
+
+    # --- small things
+
+    def _load(self, node: str) -> float | None:
+        return self.queued * self.job_s if node == self.name else self.peers.load(node, self._now)
+
+    def _is_down(self, node: str) -> bool:
+        standing = self.peers.standing(node)
+        return standing == "down" or (standing == "unseen" and self._waited_enough)
+
+    @property
+    def _waited_enough(self) -> bool:
+        """For those that it has never met."""
+        return self._assemble_by is not None and self._now >= self._assemble_by
+
+    def _send(self, to: str, work: Work) -> None:
+        self.peers.sent(to)
+        self._do(ev.Send(to=to, work=work))
+
+    def _reachable(self) -> list[str]:
+        return [peer for peer in others(self.layout, self.name) if self.peers.is_up(peer)]
+
+    def _tell(self, to: str, message: Message) -> None:
+        if self.peers.is_up(to):
+            self._do(ev.Tell(to=to, message=message))
+
+    def _post(self, letters: Letters) -> None:
+        for to, message in letters:
+            self._tell(to, message)
+
+    def _do(self, command: ev.Command) -> None:
+        self._commands.append(command)

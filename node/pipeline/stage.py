@@ -1,0 +1,173 @@
+"""The torch of one stage: its part of the model, and the jobs that microbatches bring.
+
+A stage keeps the input of every microbatch until its gradient comes back, and computes the forward pass again then:
+activation checkpointing at the stage's boundary. So a step of the optimizer between the two does no harm to a guest.
+A skipped stage is the identity, for the residual stream passes it by: nothing is computed for it anywhere.
+
+Shape suffixes as in `node/model.py`: B batch, T time (tokens), S = T + 1, D model width.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farloop.algo.layout import Stage
+from farloop.node.model import GPT
+from farloop.node.pipeline.words import Kind, Trip, Work
+
+Normalise = Literal["visits", "share"]
+"""What a stage's gradient sum is divided by.
+
+visits: the microbatches that visited it, so that it is a mean whatever was skipped.
+share: those that would visit it if nothing were skipped, as SkipPipe does: a stage that a share ρ of them visits then
+takes steps of about ρ of the gradient. Adam hides the difference; plain SGD does not.
+"""
+
+
+class StagePart(nn.Module):
+    """Some layers of a `GPT` under the names they have in the whole; stage 0 has embedding, norm and head too."""
+
+    rope_cos_TH: Tensor
+    rope_sin_TH: Tensor
+
+    def __init__(self, model: GPT, stage: Stage, *, source: bool) -> None:
+        """Takes the layers out of the whole model, which is not to be used afterwards."""
+        super().__init__()
+        if not 0 <= stage.first < stage.stop <= len(model.blocks):
+            raise ValueError(f"layers {stage.first} to {stage.stop} of a model of {len(model.blocks)}")
+        self.config = model.config
+        if source:
+            self.embed, self.norm, self.head = model.embed, model.norm, model.head
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(stage.first, stage.stop)})
+        self.register_buffer("rope_cos_TH", model.rope_cos_TH, persistent=False)
+        self.register_buffer("rope_sin_TH", model.rope_sin_TH, persistent=False)
+
+    def run(self, x_BTD: Tensor) -> Tensor:
+        """The layers."""
+        length = x_BTD.shape[1]
+        cos_TH, sin_TH = self.rope_cos_TH[:length], self.rope_sin_TH[:length]
+        for block in self.blocks.values():
+            x_BTD = block(x_BTD, cos_TH, sin_TH)
+        return x_BTD
+
+    def begin(self, tokens_BS: Tensor) -> Tensor:
+        """Of stage 0: the embedding of all but the last token, then the layers."""
+        return self.run(self.embed(tokens_BS[:, :-1]))
+
+    def loss(self, x_BTD: Tensor, tokens_BS: Tensor) -> Tensor:
+        """Of stage 0: mean cross-entropy in nats per token, as `GPT.loss` has it."""
+        x_BTD = self.norm(x_BTD)
+        logits_BTV = F.linear(x_BTD, self.embed.weight if self.head is None else self.head.weight)
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BS[:, 1:].flatten())
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """As `run`."""
+        return self.run(x_BTD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a step came to on one stage."""
+
+    loss: float | None
+    """Mean over the microbatches whose loss was computed here, nats per token; None on other stages."""
+    visits: int
+    """Microbatches whose gradient this stage has taken."""
+    tokens: int
+    """In them."""
+
+
+class StageJobs:
+    """Does the work of one stage, one job at a time; gradients add up in the parameters until `finish`."""
+
+    def __init__(self, part: StagePart, *, device: torch.device | None = None, autocast: bool = False) -> None:
+        self.part = part
+        self.device = device or torch.device("cpu")
+        self._autocast = autocast
+        self._tokens_BS: Sequence[Tensor] = ()
+        self._inputs: dict[Trip, Tensor] = {}
+        self._visits: Counter[Kind] = Counter()
+        self._num_tokens = 0
+        self._losses: list[float] = []
+
+    def load(self, microbatches: Sequence[Tensor]) -> None:
+        """Of a source: the tokens [B, S] of the step's microbatches, by their index."""
+        self._tokens_BS = [tokens_BS.to(self.device, non_blocking=True) for tokens_BS in microbatches]
+
+    def do(self, work: Work, given: Tensor | None) -> Tensor | None:
+        """One job; `given` is what came with it, None where the source begins.
+
+        Returns what goes on: activations [B, T, D] of a forward; the gradient of what was given of a loss; that of the
+        stage's input of a backward, None at the source.
+        """
+        match work.kind:
+            case Kind.FORWARD:
+                return self._forward(work.trip, given)
+            case Kind.LOSS:
+                assert given is not None
+                return self._loss(work.trip, given)
+            case Kind.BACKWARD:
+                assert given is not None
+                return self._backward(work.trip, given)
+
+    def forget(self, trip: Trip) -> None:
+        """Its gradient will not come."""
+        self._inputs.pop(trip, None)
+
+    @torch.no_grad()
+    def finish(self, expected: int, normalise: Normalise = "visits") -> Trained:
+        """The step is over: gradients become means. `expected`: visits if nothing had been skipped, for `share`."""
+        blocks, heads = self._visits[Kind.BACKWARD], self._visits[Kind.LOSS]
+        for name, parameter in self.part.named_parameters():
+            if parameter.grad is None:
+                continue
+            # A trip that was lost after its loss has left its gradient in the head, and none in the layers. A tied
+            # embedding takes both: it is divided by the larger number, so never made longer than a mean.
+            visits = {"norm": heads, "head": heads, "embed": max(blocks, heads)}.get(name.partition(".")[0], blocks)
+            parameter.grad.div_(max(visits if normalise == "visits" else expected, 1))
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        trained = Trained(loss=loss, visits=blocks, tokens=self._num_tokens)
+        self._visits.clear()
+        self._losses.clear()
+        self._num_tokens = 0
+        return trained
+
+    def _forward(self, trip: Trip, given: Tensor | None) -> Tensor:
+        with torch.no_grad(), self._precision():
+            if given is None:
+                return self.part.begin(self._tokens_BS[trip.index])
+            self._inputs[trip] = given
+            return self.part.run(given)
+
+    def _loss(self, trip: Trip, given: Tensor) -> Tensor:
+        x_BTD = given.requires_grad_()
+        with self._precision():
+            loss = self.part.loss(x_BTD, self._tokens_BS[trip.index])
+        torch.autograd.backward(loss)
+        self._visits[Kind.LOSS] += 1
+        self._losses.append(loss.item())
+        assert x_BTD.grad is not None
+        return x_BTD.grad
+
+    def _backward(self, trip: Trip, gradient_BTD: Tensor) -> Tensor | None:
+        given = self._inputs.pop(trip, None)
+        with self._precision():
+            if given is None:
+                out_BTD = self.part.begin(self._tokens_BS[trip.index])
+            else:
+                out_BTD = self.part.run(given.requires_grad_())
+        torch.autograd.backward(out_BTD, gradient_BTD)
+        self._visits[Kind.BACKWARD] += 1
+        self._num_tokens += gradient_BTD.shape[0] * gradient_BTD.shape[1]
+        return given.grad if given is not None else None
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast):
+            yield
