@@ -13,11 +13,11 @@ from farloop.algo.layout import Layout
 from farloop.node.pipeline import events as ev
 from farloop.node.pipeline.machine import PipelineMachine
 from farloop.node.pipeline.settings import Settings
-from farloop.node.pipeline.words import Kind, Message, Word, Work
+from farloop.node.pipeline.words import Kind, Leave, Message, Word, Work
 from farloop.sim.agenda import Agenda, Process
 
-BEAT_S = 0.5
-"""Between two words of a node."""
+BEAT_S = 2.0
+"""Between two words of a node: of jobs that take a second or so."""
 
 Delay = Callable[[str, str], float]
 """Seconds from one node to another."""
@@ -46,6 +46,8 @@ class Record:
     began_at: list[float] = field(default_factory=list)
     visits: Counter[Kind] = field(default_factory=Counter)
     peak_inputs: int = 0
+    finished: bool = False
+    """It has taken its steps, or the sources that it follows have."""
     stopped: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -84,8 +86,14 @@ class World:
             self.processes[name].after(0.0, partial(self._begin, name))
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Until every living node has taken its steps or stopped, or nothing happens any more, or this time."""
+        """Until every living node has finished or stopped, but for spare ones, or until this time."""
         while not self._all_done() and self.agenda.now < until_s and self.agenda.step():
+            pass
+
+    def settle(self, seconds: float) -> None:
+        """So much longer: what is under way arrives."""
+        end = self.agenda.now + seconds
+        while self.agenda.now < end and self.agenda.step():
             pass
 
     def kill(self, name: str, at_s: float) -> None:
@@ -141,7 +149,12 @@ class World:
 
     def _begin(self, name: str) -> None:
         record, machine = self.records[name], self.machines[name]
-        if len(record.began_at) < self.steps and not record.stopped:
+        if len(record.began_at) == self.steps:
+            record.finished = True
+            for other in self.nodes:
+                if other != name:
+                    self._send(name, other, Leave(start=self._lives[name]))
+        elif not record.stopped:
             record.began_at.append(self.agenda.now)
             source = machine.stage == 0 and bool(machine.layout.paths_from(name))
             self._handle(name, ev.Began(microbatches=self.microbatches if source else 0))
@@ -199,7 +212,9 @@ class World:
                 record.notes.append(text)
             case ev.Stop(reason=reason):
                 record.stopped = reason
-            case ev.Discard() | ev.Meet() | ev.Adopt() | ev.Finish():
+            case ev.Finish():
+                record.finished = True
+            case ev.Discard() | ev.Meet() | ev.Adopt():
                 pass
             case _:
                 assert_never(command)
@@ -222,6 +237,10 @@ class World:
 
     def _all_done(self) -> bool:
         return all(
-            not self.processes[name].alive or record.stopped or len(record.summaries) >= self.steps
+            record.finished or record.stopped or not self.processes[name].alive or self._is_spare(name)
             for name, record in self.records.items()
         )
+
+    def _is_spare(self, name: str) -> bool:
+        """On nobody's path."""
+        return not any(hop.node == name for path in self.machines[name].layout.paths for hop in path.hops)

@@ -1,14 +1,13 @@
 """Pipelines inside one process for tests: every node a thread, and real sockets on loopback between them."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from farloop.algo.layout import Hop, Layout, Stage
-from farloop.algo.layout import Path as Way
+from farloop.algo.layout import Layout
 from farloop.node.model import GPT, ModelConfig, build
 from farloop.node.pipeline.executor import Executor, Step
 from farloop.node.pipeline.link import PeerConfig
@@ -20,17 +19,6 @@ Steps = dict[str, list[Step]]
 
 SMALL = ModelConfig(layers=4, dim=32, heads=2, hidden=48, context=64)
 PATIENCE_S = 60.0
-
-
-def layout_of(replicas: Sequence[str], paths: Sequence[str], *, layers: int = 0, epoch: int = 1) -> Layout:
-    """Of one-letter nodes: `layout_of(["a", "bc"], ["ab", "ac"])`; one layer a stage, or `layers` in all, evenly."""
-    each = max(1, layers // len(replicas))
-    stages = tuple(
-        Stage(first=i * each, stop=(i + 1) * each, replicas=tuple(names)) for i, names in enumerate(replicas)
-    )
-    stage_of = {name: number for number, names in enumerate(replicas) for name in names}
-    ways = tuple(Way(hops=tuple(Hop(stage=stage_of[name], node=name) for name in path)) for path in paths)
-    return Layout(epoch=epoch, stages=stages, paths=ways)
 
 
 def model() -> GPT:

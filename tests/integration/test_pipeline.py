@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from pipeline_nodes import SMALL, Nodes, Steps, layout_of, microbatches, model
+from pipeline_layouts import layout_of
+from pipeline_nodes import SMALL, Nodes, Steps, microbatches, model
 
 from farloop.node.model import GPT
 from farloop.node.pipeline.executor import Executor
