@@ -27,6 +27,7 @@ from farloop.monitoring.connection import congestion_refused
 from farloop.node.corpus import CorpusError
 from farloop.node.labels import parse_nics
 from farloop.node.model import PRESETS
+from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
 from farloop.node.trainer import NodeConfig
 from farloop.quant.errors import BadParameter
 from farloop.quant.registry import CODECS, codec_named
@@ -41,6 +42,7 @@ CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "inner_optimizer"): INNER_OPTIMIZERS,
     ("run", "screen"): SCREENS,
     ("run", "merge"): ROBUST_RULES,
+    ("pipeline", "normalise"): NORMALISE,
 }
 
 LEAST = {
@@ -54,6 +56,9 @@ LEAST = {
     ("node", "threads"): 0,
     ("node", "tau"): 0,
     ("coordinator", "probe_bytes"): 0,
+    ("pipeline", "microbatches"): 1,
+    ("pipeline", "credit"): 1,
+    ("pipeline", "memory"): 1,
 }
 
 _MOST = 2**63 - 1
@@ -120,6 +125,7 @@ class NodeFile:
     settings: Settings
     node: NodeConfig
     data: DataConfig
+    pipeline: PipelineConfig
 
 
 def load(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> RunFile | NodeFile:
@@ -162,7 +168,30 @@ def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -
     _check_congestion(settings, "node")
     data = DataConfig(**settings.section("data"))
     config = NodeConfig(**node, data=data.path, data_bytes=data.max_bytes, data_phases=data.phases or ())
-    return NodeFile(settings=settings, node=config, data=data)
+    return NodeFile(settings=settings, node=config, data=data, pipeline=pipeline_of(settings))
+
+
+def pipeline_of(settings: Settings) -> PipelineConfig:
+    """The section [pipeline] of a NODE.toml. Raises ConfigError."""
+    values, node = settings.section("pipeline"), settings.section("node")
+    if values["layout"] is None:
+        return PipelineConfig(**values)
+    if node["nproc"] != 1:
+        raise settings.error("node", "nproc", "a stage of a pipeline is one process; name each of them in the layout")
+    if values["codec"]:
+        _check_codec(settings, "codec", section="pipeline")
+    for key in ("patience_s", "late_s", "liveness_s"):
+        if not 0.0 < values[key] < math.inf:
+            raise settings.error("pipeline", key, f"{values[key]:g} is no time; seconds above 0 are wanted")
+    if values["peers"] is not None and node["key"] is None:
+        raise settings.error("pipeline", "peers", "goes with [node] key (this side's secret key), which is missing")
+    if values["bind"]:
+        _check_address(settings, "pipeline", "bind", listens=True)
+        beyond = not parse_tcp(values["bind"], listens=True).is_loopback
+        if beyond and values["peers"] is None and not node["insecure"]:
+            what = f"{values['bind']} goes beyond this machine, so peers is required, or insecure = true"
+            raise settings.error("pipeline", "bind", what)
+    return PipelineConfig(**values)
 
 
 def planned(file: RunFile) -> Plan:
@@ -244,17 +273,17 @@ def _setting(path: Path, key: Key, given: Given | None) -> Setting:
 # --- rules
 
 
-def _check_codec(settings: Settings, key: str) -> None:
-    setting = settings.by_name.get(("run", key))
+def _check_codec(settings: Settings, key: str, section: str = "run") -> None:
+    setting = settings.by_name.get((section, key))
     if setting is None or setting.value is None:
         return
     name = setting.value.partition(":")[0]
     if name not in CODECS:
-        raise settings.error("run", key, f"there is no {name!r}; {nearest(name, CODECS)}")
+        raise settings.error(section, key, f"there is no {name!r}; {nearest(name, CODECS)}")
     try:
         codec_named(setting.value)
     except BadParameter as error:
-        raise settings.error("run", key, str(error)) from error
+        raise settings.error(section, key, str(error)) from error
 
 
 def _check_node(settings: Settings, node: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from farloop.coordinator.store import Store
 from farloop.monitoring import page
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node
+from farloop.node.pipeline.trainer import PipelineConfig, train_stage
 from farloop.node.trainer import NodeConfig, train
 from farloop.quant.registry import warm_for
 
@@ -229,13 +230,13 @@ def run_node(file: NodeFile) -> ExitCode:
         NodeError, CorpusError, KeyFileError, EndpointError: one line each.
         KeyboardInterrupt: a signal before training, or the second one.
     """
-    config = file.node
+    config, pipeline = file.node, file.pipeline
     _interrupt_on_signals()
     encrypted = str(config.key is not None).lower()
     _log.info("joining coordinator=%s name=%s encrypted=%s", config.coordinator, config.name, encrypted)
     drain = _Drain()
     try:
-        _train(config, drain)
+        _train(config, pipeline, drain)
     finally:
         drain.disarm()
     if drain.asked:
@@ -245,14 +246,17 @@ def run_node(file: NodeFile) -> ExitCode:
     return ExitCode.DONE
 
 
-def _train(config: NodeConfig, drain: "_Drain") -> None:
+def _train(config: NodeConfig, pipeline: PipelineConfig, drain: "_Drain") -> None:
     with Waiting(config.coordinator) as waiting:
 
         def joined(node: Node) -> None:
             waiting.over()
             drain.arm(node)
 
-        train(config, on_join=joined, environ=os.environ)
+        if pipeline.layout is None:
+            train(config, on_join=joined, environ=os.environ)
+        else:
+            train_stage(config, pipeline, on_join=joined)
 
 
 class _Drain:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from farloop.cli.run import DataConfig, RunConfig
 from farloop.cli.sources import Given
 from farloop.coordinator.daemon import CoordinatorConfig
+from farloop.node.pipeline.trainer import PipelineConfig
 from farloop.node.trainer import NodeConfig
 
 _PATHS = tuple[Path, ...]
@@ -151,4 +152,5 @@ NODE_SCHEMA: Schema = {
     # The data has a section of its own, the same in both files.
     "node": _section("node", NodeConfig, Exposure, without=frozenset({"data", "data_bytes", "data_phases"})),
     "data": _section("data", DataConfig),
+    "pipeline": _section("pipeline", PipelineConfig),
 }

@@ -70,6 +70,8 @@ class Node:
         self._parameters = matched_parameters(module, spec.identity.layout, holds)
         self._decision = Decision(running=False, lr=0.0)
         self._left = False
+        self.asked_to_leave = False
+        """Whether `request_drain` was called: a step that waits for others need not wait any longer."""
         self.endpoint: Endpoint | None = None
         """Where this node shows itself, if anywhere."""
 
@@ -82,6 +84,13 @@ class Node:
     def position(self) -> float:
         """Schedule position of the next inner step: the run's clock (protocol A)."""
         return self._decision.position
+
+    @property
+    def closes_round(self) -> bool:
+        """Whether the next inner step is the last of its round; False on a node's other ranks."""
+        machine = self.leader.machine if self.leader is not None else None
+        plan = machine.rounds.get(machine.round) if machine is not None else None
+        return machine is not None and plan is not None and machine.step + 1 >= plan.steps_of(machine.name)
 
     @property
     def lr(self) -> float:
@@ -126,6 +135,7 @@ class Node:
 
     def request_drain(self) -> None:
         """Stop after the current step, as SIGTERM asks: what is begun is finished. From any thread, or a handler."""
+        self.asked_to_leave = True
         if self.leader is not None:
             self.leader.request_drain()
 

@@ -158,6 +158,12 @@ class Run:
         """Take part as `name`, over a link of its own if one is given or was before; returns at once."""
         return self._start(f"node-{name}", ["node", str(self.node_toml(name, link, settings))])
 
+    def start_stage(self, name: str, layout: Path, **pipeline: object) -> Daemon:
+        """Take part as `name` with the stage that a layout file gives it; returns at once."""
+        path = self.node_toml(name, "", {})
+        path.write_text(path.read_text() + "\n" + dump_toml({"pipeline": {"layout": str(layout), **pipeline}}))
+        return self.start(f"node-{name}", *FARLOOP, "node", str(path))
+
     def start_metronome(self, name: str, *, pace_s: float = 0.25, **settings: object) -> Daemon:
         """A node whose inner steps take this long, and with it the run's, until `hurry`."""
         file = self.node_toml(name, "", settings)

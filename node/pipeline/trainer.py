@@ -1,0 +1,210 @@
+"""A node that trains one stage of the built-in model: a caller of `join` whose step is a pipeline's step.
+
+Inside a pipeline activations go from stage to stage; across pipelines the replicas of a stage sync its fragments
+through the coordinator, as any nodes do, with whatever method the run has. Gradients are clipped stage by stage.
+"""
+
+import logging
+import math
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from farloop.algo.layout import Layout
+from farloop.algo.methods import method_named
+from farloop.algo.spec import RunSpec
+from farloop.node.corpus import Corpus, load_corpus
+from farloop.node.data import Mixture
+from farloop.node.errors import DataError
+from farloop.node.library import Node, join
+from farloop.node.model import GPT, build, from_json
+from farloop.node.pipeline.errors import LayoutError
+from farloop.node.pipeline.executor import Executor
+from farloop.node.pipeline.layout_file import read_layout
+from farloop.node.pipeline.link import PeerConfig
+from farloop.node.pipeline.settings import Settings
+from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
+from farloop.node.trainer import NodeConfig, check_data
+
+_log = logging.getLogger(__name__)
+
+NORMALISE: dict[str, Normalise] = {"visits": "visits", "share": "share"}
+"""As configuration says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """What is local to a node that trains one stage of the model."""
+
+    layout: Path | None = None
+    """Layout file: stages, paths and the address of every node, the same everywhere. With it this node trains its stage
+    of the model; a file with a higher epoch is followed from a round's end on."""
+    bind: str = ""
+    """Where it listens for the other stages; its address in the layout file unless given."""
+    peers: Path | None = None
+    """Folder of the other stages' public keys; required beyond loopback, and goes with [node] key."""
+    microbatches: int = 4
+    """Of a source: parts of its batch, each on its own way through the stages."""
+    credit: int = 4
+    """Of a source: microbatches under way at once."""
+    memory: int = 16
+    """Inputs that a stage keeps until their backward pass."""
+    codec: str = ""
+    """Of activations and gradients between stages, as q8; an empty text sends them as they are."""
+    normalise: str = "visits"
+    """What a stage's gradient is divided by: visits, or share, SkipPipe's convention (see Pipelines in the docs)."""
+    patience_s: float = 120.0
+    """A microbatch that takes longer to come back goes once more, or is dropped and counted."""
+    late_s: float = 10.0
+    """A stage that would begin later than this gives way to a replica of it that would begin sooner."""
+    liveness_s: float = 5.0
+    """Silence after which another stage is given up."""
+
+
+def train_stage(
+    config: NodeConfig, pipeline: PipelineConfig, *, on_join: Callable[[Node], None] = lambda node: None
+) -> None:
+    """Take part in a run with one stage of the model, until it ends, SIGTERM comes, or all sources have left.
+
+    Raises:
+        NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node.
+    """
+    assert pipeline.layout is not None
+    layout, addresses = read_layout(pipeline.layout)
+    number = layout.stage_of(config.name)
+    if number is None:
+        raise LayoutError(f"{pipeline.layout}: no stage has the node {config.name}")
+    is_source = number == 0
+    paths = (config.data, *config.data_phases) if is_source else ()
+    corpora = [load_corpus(path, max_bytes=config.data_bytes) for path in paths]
+
+    def part_of(spec: RunSpec) -> StagePart:
+        if is_source:
+            check_data(spec, *corpora)
+            _check_batch(spec, pipeline)
+        return StagePart(_whole(spec, layout), layout.stages[number], source=is_source)
+
+    node = join(
+        config.coordinator,
+        part_of,
+        name=config.name,
+        key=config.key,
+        server_key=config.server_key,
+        state_dir=config.state_dir,
+        fingerprint=config.fingerprint,
+        http=config.http,
+        tau=config.tau,
+        holds=(number,),
+    )
+    with node:
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sign, lambda *_: node.request_drain())
+        on_join(node)
+        executor = _executor(node, config, pipeline, layout, addresses)
+        executor.start()
+        _log.info("training run=%s stage=%d at=%s", node.spec.identity.name, number, executor.link.endpoint)
+        try:
+            _loop(node, executor, corpora, pipeline)
+        finally:
+            executor.close()
+            _log.info("pipeline %s", " ".join(f"{k}={v}" for k, v in sorted(executor.machine.counted.items())))
+
+
+def _executor(
+    node: Node, config: NodeConfig, pipeline: PipelineConfig, layout: Layout, addresses: dict[str, str]
+) -> Executor:
+    spec, module, device = node.spec, node.module, node.cluster.device
+    assert isinstance(module, StagePart) and node.leader is not None
+    autocast = device.type == "cuda" and method_named(spec.terms.method).inner
+    # An activation in fp32; no microbatch is longer than a batch.
+    numel = spec.terms.batch_sequences * spec.terms.sequence_tokens * module.config.dim
+    return Executor(
+        layout=layout,
+        addresses={name: to for name, to in addresses.items() if name != config.name},
+        jobs=StageJobs(module, device=device, autocast=autocast),
+        peer=PeerConfig(
+            name=config.name,
+            bind=pipeline.bind or addresses[config.name],
+            key=config.key if pipeline.peers is not None else None,
+            peers=pipeline.peers,
+            liveness_s=pipeline.liveness_s,
+            max_tensor_bytes=4 * numel + 4096,
+        ),
+        settings=Settings(
+            credit=pipeline.credit, memory=pipeline.memory, patience_s=pipeline.patience_s, late_s=pipeline.late_s
+        ),
+        incarnation=node.leader.machine.incarnation,
+        run=int(spec.identity.fingerprint(), 16),
+        codec=pipeline.codec,
+        normalise=NORMALISE[pipeline.normalise],
+        wanted=lambda: not node.asked_to_leave,
+    )
+
+
+def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: PipelineConfig) -> None:
+    samples = Mixture(node.spec, corpora) if corpora else None
+    watch = _Watch(pipeline.layout, executor) if _conducts(executor) else None
+    while node.running:
+        batches: Sequence[Tensor] = ()
+        if samples is not None:
+            batches = samples.batch(node.samples, node.position).chunk(pipeline.microbatches)
+        if watch is not None:
+            watch.look()
+        step = executor.step(batches, closes_round=node.closes_round)
+        if step is None:
+            return
+        node.step(loss=step.trained.loss, tokens=step.trained.tokens)
+
+
+def _conducts(executor: Executor) -> bool:
+    """The first source sees to it that all follow a new layout file."""
+    machine = executor.machine
+    return machine.name == machine.layout.stages[0].replicas[0]
+
+
+class _Watch:
+    """Looks whether the layout file has become another one."""
+
+    def __init__(self, path: Path | None, executor: Executor) -> None:
+        assert path is not None
+        self._path, self._executor, self._seen = path, executor, self._stamp(path)
+
+    def look(self) -> None:
+        """A file that cannot be used is told of once, and changes nothing."""
+        stamp = self._stamp(self._path)
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            layout, addresses = read_layout(self._path)
+        except LayoutError as error:
+            return _log.warning("the new layout is not followed reason=%r", str(error))
+        self._executor.offer(layout, addresses)
+
+    @staticmethod
+    def _stamp(path: Path) -> tuple[int, int]:
+        try:
+            found = path.stat()
+        except OSError:
+            return 0, 0
+        return found.st_mtime_ns, found.st_size
+
+
+def _whole(spec: RunSpec, layout: Layout) -> GPT:
+    model = build(from_json(spec.identity.model), spec.identity.seed)
+    if layout.stages[-1].stop != model.config.layers:
+        raise LayoutError(f"the layout has {layout.stages[-1].stop} layers, the run's model {model.config.layers}")
+    return model
+
+
+def _check_batch(spec: RunSpec, pipeline: PipelineConfig) -> None:
+    """Microbatches count alike, so each must be as large as the others."""
+    batch, parts = spec.terms.batch_sequences, pipeline.microbatches
+    if batch % parts:
+        raise DataError(
+            f"the run's batch of {batch} sequences does not divide into {parts} microbatches; "
+            f"[pipeline] microbatches may be {math.gcd(batch, parts)}"
+        )
