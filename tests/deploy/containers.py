@@ -6,6 +6,7 @@ name that the Dockerfiles take as BASE. What this machine's pip is told (`pip co
 
 import ast
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 from toolbox import CACHE, ROOT, root_needed, run, tool
 
 BASE = "localhost/python:3.11"
+PROMETHEUS = "localhost/prometheus:distribution"
 SUITE, PYTHON = "bookworm", "python3,python3-venv,python3-pip,ca-certificates"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 HARDENED = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp")
@@ -48,12 +50,27 @@ class Engine:
             "--tag", tag, ROOT, timeout_s=1800, env=self.env,
         )  # fmt: skip
 
+    def prometheus(self) -> str:
+        """The distribution's Prometheus, where the official image has its files, with that image's user and command."""
+        words = ("--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus")
+        changes = (f"ENTRYPOINT {json.dumps(['/usr/bin/prometheus', *words])}", "USER 65534:65534", "EXPOSE 9090")
+        folder = 'mkdir "$1/prometheus" && chown 65534:65534 "$1/prometheus"'
+        self._system(PROMETHEUS, "prometheus", *changes, hook=folder)
+        return PROMETHEUS
+
     def _base(self) -> None:
-        if self.has(BASE):
+        self._system(BASE, PYTHON)
+
+    def _system(self, image: str, packages: str, *changes: str, hook: str = ":") -> None:
+        """An image of the distribution with these packages; `hook` is run as `$1` holds its files."""
+        if self.has(image):
             return
         archive = CACHE / "base.tar"
-        run(tool("mmdebstrap"), "--variant=minbase", f"--include={PYTHON}", SUITE, archive, timeout_s=600)
-        self.podman("import", archive, BASE, timeout_s=300)
+        words = ["--variant=minbase", f"--include={packages}", f"--customize-hook={hook}", SUITE, archive]
+        run(tool("mmdebstrap"), *words, timeout_s=600)
+        self.podman(
+            "import", *(word for change in changes for word in ("--change", change)), archive, image, timeout_s=300
+        )
         archive.unlink()
 
 

@@ -1,7 +1,7 @@
-"""docker/compose.yaml as it is: the keys are made, both nodes train behind their thin links, everything stops in order.
+"""docker/compose.yaml as it is: keys are made, both nodes train behind their thin links, everything stops in order.
 
-Prometheus' and Grafana's images come from a registry and are not started here: what they are given is checked in
-test_static.py.
+Prometheus' and Grafana's images come from a registry. In place of the first the distribution's Prometheus is started
+with what the file gives it; Grafana is not, and what it is given is checked in test_static.py.
 """
 
 import json
@@ -24,6 +24,7 @@ OURS = [
     for name, service in yaml.safe_load(FILE.read_text())["services"].items()
     if service["image"].startswith("farloop:")
 ]
+STARTED = [*OURS, "prometheus"]
 PROJECT = "farloop-test"
 
 
@@ -34,6 +35,7 @@ class Composed:
     podman: Engine
     env: dict[str, str]
     pages: str
+    prometheus: str
 
     def compose(self, *words: str, timeout_s: float = 300) -> str:
         command = (tool("podman-compose"), "--project-name", PROJECT, "--file", FILE, *words)
@@ -46,23 +48,31 @@ class Composed:
         return self.podman.podman("logs", "--tail", str(lines), self.container(service), code=None)
 
     def every_log(self) -> str:
-        return "\n".join(f"--- {name}\n{self.logs(name)}" for name in OURS)
+        return "\n".join(f"--- {name}\n{self.logs(name)}" for name in STARTED)
 
     def status(self) -> dict[str, Any]:
         """Empty while the coordinator does not answer."""
         told = page(f"{self.pages}/status")
         return json.loads(told) if told else {}
 
+    def asked(self, question: str) -> Any:
+        """What Prometheus answers; empty while it does not."""
+        told = page(f"{self.prometheus}/api/v1/{question}")
+        return json.loads(told)["data"] if told else {}
+
 
 @pytest.fixture(scope="module")
 def composed(podman: Engine, node_image: str) -> Iterator[Composed]:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as one, socket.socket() as other:
+        ports = []
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+            ports.append(str(each.getsockname()[1]))
     podman.podman("tag", node_image, "farloop:compose")
-    env = {**podman.env, "PAGES_PORT": str(port), "FARLOOP_LINK": "50mbit/20ms"}
-    made = Composed(podman=podman, env=env, pages=f"127.0.0.1:{port}")
-    made.compose("up", "--detach", "--no-build", *OURS)
+    names = {"PAGES_PORT": ports[0], "PROMETHEUS_PORT": ports[1], "PROMETHEUS_IMAGE": podman.prometheus()}
+    env = {**podman.env, **names, "FARLOOP_LINK": "50mbit/20ms"}
+    made = Composed(podman=podman, env=env, pages=f"127.0.0.1:{ports[0]}", prometheus=f"127.0.0.1:{ports[1]}")
+    made.compose("up", "--detach", "--no-build", *STARTED)
     try:
         yield made
     finally:
@@ -89,6 +99,18 @@ def test_what_the_nodes_send_crosses_their_own_links(composed: Composed) -> None
         until(f"bytes cross link {letter}", crossed, within_s=60, tell=composed.every_log)
 
 
+def test_prometheus_scrapes_all_three_and_has_the_alerts(composed: Composed) -> None:
+    def scraped() -> bool:
+        targets = composed.asked("targets").get("activeTargets", [])
+        return len(targets) == 3 and all(target["health"] == "up" for target in targets)
+
+    until("Prometheus scrapes all", scraped, within_s=120, tell=lambda: composed.logs("prometheus"))
+    rules = {rule["name"] for group in composed.asked("rules")["groups"] for rule in group["rules"]}
+    assert rules == {path.stem for path in (ROOT / "monitoring" / "runbooks").glob("*.md")}
+    (merged,) = composed.asked("query?query=max(farloop_position_steps)")["result"]
+    assert float(merged["value"][1]) > 0
+
+
 def test_metrics_are_where_prometheus_of_the_compose_file_looks(composed: Composed) -> None:
     config = yaml.safe_load((ROOT / "docker" / "prometheus" / "prometheus.yml").read_text())
     for job in config["scrape_configs"]:
@@ -100,12 +122,12 @@ def test_metrics_are_where_prometheus_of_the_compose_file_looks(composed: Compos
 
 def test_everything_stops_in_order(composed: Composed) -> None:
     composed.compose("stop")
-    for name in OURS:
+    for name in STARTED:
         told = composed.podman.podman("inspect", "--format", "{{.State.ExitCode}}", composed.container(name))
         assert told.strip() == "0", f"{name}\n{composed.logs(name, 50)}"
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(composed: Composed) -> None:
-    composed.compose("up", "--detach", "--no-build", *OURS)
+    composed.compose("up", "--detach", "--no-build", *STARTED)
     # A run of its own would begin with no fragment of a version above 0.
     until("it goes on", lambda: sum(composed.status().get("versions", [])) > 6, within_s=300, tell=composed.every_log)

@@ -59,6 +59,9 @@ def test_methods_are_tuned_and_trained_on_equal_tokens(tmp_path: Path) -> None:
         [tune]
         outer_lr = [0.5, 1]
         [[variant]]
+        method = "data-parallel"
+        nodes = 2
+        [[variant]]
         method = ["single", "diloco"]
         h = 2
         """
