@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from farloop.cli.bench_codecs import codecs
+from farloop.cli.bench_routing import routing
 from farloop.cli.exit_codes import CommandError, ExitCode, ended_in_one_line
 
 bench_app = typer.Typer(
@@ -17,6 +18,7 @@ bench_app = typer.Typer(
 )
 
 bench_app.command()(codecs)
+bench_app.command()(routing)
 
 _PAIRS: dict[str, Any] = {"seeds": 5, "nodes": 4, "model": "nano", "steps": 600, "h": 30}
 """Where variants are compared with the first of them and an option is not given."""

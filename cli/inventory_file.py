@@ -4,6 +4,7 @@ docs/routing.md has every key. Whatever is wrong is one line that says where, an
 """
 
 import dataclasses
+import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -190,10 +191,12 @@ def _made(file: _File) -> plain.Inventory:
     model = file.model
     nodes = tuple(one for number, node in enumerate(file.nodes) for one in _nodes(node, number, model))
     links: dict[tuple[str, str], plain.Link] = {}
+    places = {plain.COORDINATOR} | {name for node in nodes for name in (node.name, node.site)}
     for number, link in enumerate(file.links):
         found = _in_place(lambda link=link: _wire(link), f"links[{number}]")
         for ends in _ends(link, number):
-            links[ends] = found
+            if _all_known(ends, places, f"links[{number}]"):
+                links[ends] = found
     if file.delay_s is not None:
         if links:
             raise ValueError("delay_s stands beside links; give one of them")
@@ -292,6 +295,20 @@ def _ends(link: _Link, number: int) -> list[tuple[str, str]]:
     if link.between is not None or link.source is None or link.target is None:
         raise ValueError(f"links[{number}]: between = [A, B] is wanted for both ways, or from and to for one")
     return [(link.source, link.target)]
+
+
+def _all_known(ends: tuple[str, str], places: set[str], where: str) -> bool:
+    """Whether both ends are there. A link of places without a node is left out: tables of sites are often longer.
+
+    Raises:
+        ValueError: an end that is nearly the name of a place.
+    """
+    for end in ends:
+        if end not in places:
+            if close := difflib.get_close_matches(end, sorted(places), n=1, cutoff=0.75):
+                raise ValueError(f"{where}: there is no node and no site {end!r}; did you mean {close[0]}?")
+            return False
+    return True
 
 
 def _rate(given: Mapping[str, float | None], none: Any = math.inf) -> Any:

@@ -7,10 +7,9 @@ the map shows who syncs with the coordinator, how fast, at how many bits and eve
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
@@ -39,7 +38,8 @@ def draw(path: Path, inventory: Inventory, plan: Plan) -> None:
     with mpl.rc_context({**STYLE, "font.size": 9.5}):
         figure = Figure(figsize=(14.5, height), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.14, h_pad=0.1)  # type: ignore[union-attr, call-arg]
-        left, right = figure.subfigures(1, 2, width_ratios=(1.45, 1.0))
+        halves: Any = figure.subfigures(1, 2, width_ratios=(1.45, 1.0))
+        left, right = halves
         _title(figure, inventory, plan)
         axes = left.subplots()
         if piped:
@@ -220,7 +220,7 @@ def _star(axes: Axes, inventory: Inventory, plan: Plan, rows: Sequence[str]) -> 
             ha="right", va="center", color=GOOD if relay else INK, fontsize=8.5,
         )  # fmt: skip
     axes.plot([hub[0]], [hub[1]], marker="s", markersize=17, color=INK, zorder=4)
-    size = f"\n{8 * inventory.hub.in_bytes_per_s / 1e9:g} Gbit/s in" if _known(inventory) else ""
+    size = f"\n{8 * inventory.hub.in_bytes_per_s / 1e9:g} Gbit/s in" if inventory.hub is not None else ""
     axes.annotate(f"coordinator{size}", hub, xytext=(0, 16), textcoords="offset points", ha="center", va="bottom")
     for site in rows:
         own_rates = {rates[node.name] for node in order if node.site == site and node.name in rates}
@@ -235,10 +235,6 @@ def _star(axes: Axes, inventory: Inventory, plan: Plan, rows: Sequence[str]) -> 
     axes.set_ylim(len(order) - 0.4, -0.8)
     axes.set_axis_off()
     axes.set_title("who syncs with the coordinator, at how many bits and every how many steps")
-
-
-def _known(inventory: Inventory) -> bool:
-    return inventory.hub is not None and bool(np.isfinite(inventory.hub.in_bytes_per_s))
 
 
 # --- a step, and what lost

@@ -1,5 +1,6 @@
 """Where the search for chains begins: which stages each chain visits, and which nodes stand near each other."""
 
+import math
 from collections.abc import Sequence
 
 from farloop.coordinator.routing.chains import Chains
@@ -13,14 +14,29 @@ def visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple
     a run of stages is too long to be jumped over.
 
     Raises:
-        ValueError: so much cannot be skipped within the limits.
+        ValueError: so much cannot be skipped within the limits, or there are too few chains to visit every stage.
     """
     if stages == 1:
         return ((0,),) * chains
-    others = stages - 1
-    skipped = stages - length
+    if chains * (length - 1) < stages - 1:
+        needed = -(-(stages - 1) // max(1, length - 1))
+        raise ValueError(
+            f"{chains} paths of {length} of {stages} stages leave some stage without a node; "
+            f"{needed} paths are needed: {needed * length} nodes, or fewer stages"
+        )
+    if (found := _visits(chains, stages, length, limits)) is not None:
+        return found
+    nearest = next(longer for longer in range(length, stages + 1) if _visits(chains, stages, longer, limits))
+    raise ValueError(
+        f"paths of {length} of {stages} stages would jump over more than {limits.max_jump - 1} stages in a row; "
+        f"the nearest skip that can be planned is {(stages - nearest) / stages:.2f}"
+    )
+
+
+def _visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple[int, ...], ...] | None:
+    others, skipped = stages - 1, stages - length
     for stride in range(1, others + 1):
-        if _divides_well(stride, others):
+        if math.gcd(stride, others) > 1:
             continue
         ring = [1 + step * stride % others for step in range(others)]
         found = []
@@ -29,25 +45,7 @@ def visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple
             found.append(tuple(stage for stage in range(stages) if stage not in out))
         if not any(fault_of(path, limits) for path in found):
             return tuple(found)
-    raise ValueError(
-        f"paths of {length} of {stages} stages would jump over more than {limits.max_jump - 1} stages in a row; "
-        f"the nearest skip that can be planned is {nearest_skip(stages, length, limits):.2f}"
-    )
-
-
-def _divides_well(stride: int, others: int) -> bool:
-    """Whether steps of this stride come back before they have seen all."""
-    seen = {step * stride % others for step in range(others)} if others else {0}
-    return len(seen) < others
-
-
-def nearest_skip(stages: int, length: int, limits: Limits) -> float:
-    """The largest share that can be skipped below (stages − length)/stages."""
-    for longer in range(length + 1, stages + 1):
-        needed = -(-(stages - 1) // limits.max_jump)  # visits beside stage 0 that reach the last stages
-        if longer - 1 >= needed:
-            return (stages - longer) / stages
-    return 0.0
+    return None
 
 
 def nearby(message_s: Numbers, groups: int, size: int) -> list[list[int]]:
@@ -74,15 +72,15 @@ def nearby(message_s: Numbers, groups: int, size: int) -> list[list[int]]:
     return [*found, free]
 
 
-def free_start(message_s: Numbers, stages: int, length: int, limits: Limits) -> tuple[Chains, list[int]]:
-    """Chains of nearby nodes whose stages nobody chose yet, and the nodes left over."""
+def free_start(message_s: Numbers, stages: int, length: int, limits: Limits) -> Chains:
+    """Chains of nearby nodes whose stages nobody chose yet."""
     count = len(message_s) // length
     *groups, rest = nearby(message_s, count, length)
-    return Chains(nodes=tuple(map(tuple, groups)), stages=visits(count, stages, length, limits)), rest
+    return Chains(nodes=tuple(map(tuple, groups)), stages=visits(count, stages, length, limits), rest=tuple(rest))
 
 
-def pinned_start(stage_of: Sequence[int], length: int, limits: Limits) -> tuple[Chains, list[int]] | None:
-    """Chains of nodes that keep their stages, with the nodes left over; None where they cannot be disjoint.
+def pinned_start(stage_of: Sequence[int], length: int, limits: Limits) -> Chains | None:
+    """Chains of nodes that keep their stages; None where they cannot be disjoint.
 
     Each chain takes the stages that have the most free nodes; where the limits forbid that, the nearest order that
     they allow.
@@ -99,7 +97,7 @@ def pinned_start(stage_of: Sequence[int], length: int, limits: Limits) -> tuple[
         stages.append((0, *picked))
         nodes.append((source, *(free[stage].pop(position % len(free[stage])) for stage in picked)))
     rest = sorted(node for several in free.values() for node in several)
-    return Chains(nodes=tuple(nodes), stages=tuple(stages)), rest
+    return Chains(nodes=tuple(nodes), stages=tuple(stages), rest=tuple(rest))
 
 
 def _fullest(free: dict[int, int], wanted: int, limits: Limits) -> tuple[int, ...] | None:

@@ -27,8 +27,15 @@ _INSIDE = 0.15
 _ALIKE = 0.7
 """Share of the moves of pinned nodes that exchange two of one stage, which is always allowed."""
 
+_FRESH = 0.25
+"""Share of the moves that bring in a node that is in no chain, where there is one."""
+
 _PATIENCE = 0.35
 """Share of all moves without a faster step after which a search ends: it has been cold since, or began at its end."""
+
+
+_REST = -1
+"""Stands for the nodes in no chain where the number of a chain is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +44,8 @@ class Chains:
 
     nodes: tuple[tuple[int, ...], ...]
     stages: tuple[tuple[int, ...], ...]
+    rest: tuple[int, ...] = ()
+    """Nodes that are in no chain, and may take a place of one that is."""
 
 
 def anneal(
@@ -48,15 +57,17 @@ def anneal(
     seed: int,
     pinned: bool,
     limits: Limits,
+    stage_of: Sequence[int] = (),
     judge: Callable[[Sequence[int], Sequence[int]], float] | None = None,
     hot: float = _HOT,
 ) -> Chains:
     """The best chains found from `start` by `moves` exchanges.
 
     `pinned`: nodes keep their stages, so that an exchange moves both; else a node takes over the other's stage.
+    `stage_of` says the stages of pinned nodes that are in no chain.
     `judge` gives the seconds of a chain, the closed form where it is None.
     """
-    return _Search(start, work, message_s, seed, pinned, limits, judge).run(moves, hot)
+    return _Search(start, work, message_s, seed, pinned, limits, stage_of, judge).run(moves, hot)
 
 
 class _Search:
@@ -68,10 +79,12 @@ class _Search:
         seed: int,
         pinned: bool,
         limits: Limits,
+        stage_of: Sequence[int],
         judge: Callable[[Sequence[int], Sequence[int]], float] | None,
     ) -> None:
         self._random = random.Random(seed)
-        self._pinned, self._limits = pinned, limits
+        self._pinned, self._limits, self._stage_of = pinned, limits, stage_of
+        self._rest = list(start.rest)
         self._nodes = [list(chain) for chain in start.nodes]
         self._stages = [list(chain) for chain in start.stages]
         self._allowed: dict[tuple[int, ...], bool] = {}
@@ -83,6 +96,10 @@ class _Search:
             for place, (node, stage) in enumerate(zip(own, at, strict=True)):
                 self._where[node] = (chain, place)
                 self._alike.setdefault(stage, []).append(node)
+        for place, node in enumerate(self._rest):
+            self._where[node] = (_REST, place)
+            if pinned:
+                self._alike.setdefault(stage_of[node], []).append(node)
 
     def run(self, moves: int, hot: float) -> Chains:
         rand, nodes, stages, times = self._random.random, self._nodes, self._stages, self._times
@@ -98,15 +115,18 @@ class _Search:
             a, i, b, j = self._proposed(slowest)
             if (a == b and i == j) or not self._exchanged(a, i, b, j):
                 continue
-            old_a, old_b = times[a], times[b]
+            alone = b in (a, _REST)
+            old_a, old_b = times[a], times[a] if alone else times[b]
             new_a = self._time(nodes[a], stages[a])
-            new_b = new_a if a == b else self._time(nodes[b], stages[b])
+            new_b = new_a if alone else self._time(nodes[b], stages[b])
             change = (new_a if new_a > new_b else new_b) - (old_a if old_a > old_b else old_b)
             change += _SPREAD * (new_a + new_b - old_a - old_b)
             if change > 0.0 and rand() >= math.exp(-change / warm):
                 self._exchange(a, i, b, j)
                 continue
-            times[a], times[b] = new_a, new_b
+            times[a] = new_a
+            if not alone:
+                times[b] = new_b
             worst = max(times)
             slowest = times.index(worst)
             if worst <= lowest and (worst < lowest or sum(times) < lowest_sum):
@@ -120,6 +140,8 @@ class _Search:
         rand, count, length = self._random.random, len(self._nodes), len(self._nodes[0])
         a = slowest if rand() < _FOCUS else int(rand() * count)
         i = int(rand() * length)
+        if self._rest and rand() < _FRESH:
+            return a, i, _REST, int(rand() * len(self._rest))
         if self._pinned and rand() < _ALIKE:
             others = self._alike[self._stages[a][i]]
             b, j = self._where[others[int(rand() * len(others))]]
@@ -128,10 +150,19 @@ class _Search:
         return a, i, b, int(rand() * length)
 
     def _taken(self) -> Chains:
-        return Chains(nodes=tuple(map(tuple, self._nodes)), stages=tuple(map(tuple, self._stages)))
+        return Chains(
+            nodes=tuple(map(tuple, self._nodes)), stages=tuple(map(tuple, self._stages)), rest=tuple(self._rest)
+        )
 
     def _exchange(self, a: int, i: int, b: int, j: int) -> None:
+        """Of two places, of which the second may be in no chain; twice is as before."""
         nodes, stages = self._nodes, self._stages
+        if b == _REST:
+            nodes[a][i], self._rest[j] = self._rest[j], nodes[a][i]
+            if self._pinned:
+                stages[a][i] = self._stage_of[nodes[a][i]]
+                self._where[nodes[a][i]], self._where[self._rest[j]] = (a, i), (_REST, j)
+            return
         nodes[a][i], nodes[b][j] = nodes[b][j], nodes[a][i]
         if self._pinned:
             stages[a][i], stages[b][j] = stages[b][j], stages[a][i]
@@ -143,13 +174,12 @@ class _Search:
         if not self._pinned:
             self._exchange(a, i, b, j)
             return True
-        if (i == 0) != (j == 0) or (a == b and i == 0):
+        other = self._stage_of[self._rest[j]] if b == _REST else stages[b][j]
+        if (i == 0) != (other == 0) or (a == b and i == 0):
             return False  # a source stays at the head of a chain
-        if stages[a][i] == stages[b][j]:
-            self._exchange(a, i, b, j)
-            return True
+        alike = stages[a][i] == other
         self._exchange(a, i, b, j)
-        if self._is_allowed(stages[a]) and (a == b or self._is_allowed(stages[b])):
+        if alike or (self._is_allowed(stages[a]) and (b in (a, _REST) or self._is_allowed(stages[b]))):
             return True
         self._exchange(a, i, b, j)
         return False

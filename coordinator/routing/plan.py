@@ -20,6 +20,9 @@ from farloop.coordinator.routing.routes import Paths
 from farloop.coordinator.routing.simulator import Outcome, simulate
 from farloop.coordinator.routing.syncing import Sync, plan_sync
 
+LEAST_COVERAGE = 0.5
+"""Share of the microbatches that should visit a stage; of less a plan tells."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -272,12 +275,25 @@ def _notes(inventory: Inventory, paths: Paths, sync: Sync | None) -> tuple[str, 
                 f"{slowest_s(work.layers, speeds):.3g} s forwards; Holmes' floor rule ({', '.join(map(str, floor))}) "
                 f"{slowest_s(floor, speeds):.3g} s"
             )
+    for stage, share in enumerate(_coverage(paths)):
+        if share < LEAST_COVERAGE:
+            found.append(f"only {100 * share:.0f} % of the microbatches visit stage {stage}: it learns that much less")
     assumed = {node.site for node in inventory.nodes if _lonely(inventory, node.site)}
     if assumed:
         found.append(
             f"nothing is given for links inside {', '.join(sorted(assumed)[:4])}: 10 Gbit/s and 0.5 ms are assumed"
         )
     return tuple(found)
+
+
+def _coverage(paths: Paths) -> list[float]:
+    """Share of all microbatches that visit each stage."""
+    visits = [0.0] * len(paths.work.layers)
+    sources = [route.source for route in paths.routes]
+    for route in paths.routes:
+        for stage in route.stages:
+            visits[stage] += 1.0 / sources.count(route.source)
+    return [count / len(set(sources)) for count in visits]
 
 
 def _lonely(inventory: Inventory, site: str) -> bool:

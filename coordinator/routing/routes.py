@@ -12,7 +12,7 @@ from farloop.coordinator.routing.beginnings import free_start, pinned_start
 from farloop.coordinator.routing.chains import Chains, anneal
 from farloop.coordinator.routing.fabric import UNREACHABLE_S
 from farloop.coordinator.routing.partition import min_max_split
-from farloop.coordinator.routing.paths import TOO_LARGE_S, Limits, Numbers, Work, chain_s
+from farloop.coordinator.routing.paths import Limits, Numbers, Work, chain_s, fault_of
 from farloop.coordinator.routing.sharing import share
 from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
 
@@ -21,7 +21,8 @@ _POLISH_PER_NODE = 60
 _SHARING_PIECES = 40_000
 """Pieces of work that the search for shared paths may simulate, about a tenth of a second."""
 
-_POLISH_HOT = 0.01
+_HOT, _WARM, _NEARLY_COLD = 0.05, 0.01, 0.001
+"""Where the first search, those after layers were dealt anew, and the polish begin (chains.anneal)."""
 
 _POLISH_PIECES = 150_000
 """Pieces of work that a polish may simulate, about a third of a second: long steps get fewer moves."""
@@ -76,27 +77,49 @@ def plan_paths(task: Task) -> Paths:
     if task.stage_of is None and (len(set(task.work.layer_s)) > 1 or len(set(task.work.max_layers or ())) > 1):
         found.append(_planned(task, by_speed=True))
     best = min(found, key=lambda paths: paths.makespan_s)
-    if best.makespan_s >= UNREACHABLE_S:
-        raise ValueError("no path of measured links joins the stages; give links between more sites, or fewer stages")
-    if best.makespan_s >= TOO_LARGE_S:
-        raise ValueError("no split of the layers fits the memory of the nodes; give more stages, or larger max_layers")
+    _check(task, best)
     return best
 
 
+def _check(task: Task, paths: Paths) -> None:
+    """Raises ValueError where the best there is uses what there is not."""
+    for route in paths.routes:
+        edges = zip(route.nodes, (*route.nodes[1:], route.nodes[0]), strict=True)
+        if any(max(task.message_s[u][v], task.message_s[v][u]) >= UNREACHABLE_S for u, v in edges):
+            raise ValueError(
+                "no path of measured links joins the stages; give links between more sites, or fewer stages"
+            )
+        if paths.work.max_layers is not None and any(
+            paths.work.layers[stage] > paths.work.max_layers[node]
+            for node, stage in zip(route.nodes, route.stages, strict=True)
+        ):
+            raise ValueError(
+                "no split of the layers fits the memory of the nodes; give more stages, or larger max_layers"
+            )
+
+
 def _planned(task: Task, *, by_speed: bool) -> Paths:
-    start = _start(task, by_speed=by_speed)
-    if start is None:
+    chains = _start(task, by_speed=by_speed)
+    if chains is None:
         return _shared(task)
-    chains, rest = start
     count = len(task.message_s)
     moves = max(1, int(_MOVES_PER_NODE * count * task.effort))
     pinned = task.stage_of is not None
-    work = _resplit(task, chains, rest) if by_speed or pinned else task.work
+    work = _resplit(task, chains) if by_speed or pinned else task.work
     best: tuple[float, Chains, Work] | None = None
     for turn in range(3):
-        chains = anneal(chains, work, task.message_s, moves=moves if turn == 0 else moves // 4, seed=task.seed + turn,
-                        pinned=pinned, limits=task.limits, hot=0.05 if turn == 0 else _POLISH_HOT)  # fmt: skip
-        again = _resplit(task, chains, rest)
+        chains = anneal(
+            chains,
+            work,
+            task.message_s,
+            moves=moves if turn == 0 else moves // 4,
+            seed=task.seed + turn,
+            pinned=pinned,
+            limits=task.limits,
+            stage_of=task.stage_of or (),
+            hot=_HOT if turn == 0 else _WARM,
+        )
+        again = _resplit(task, chains)
         for one in (work, again):
             seconds = max(_step_of(chains, one, task.message_s))
             if best is None or seconds < best[0] * (1.0 - _WORTH):
@@ -107,20 +130,23 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
     assert best is not None
     _, chains, work = best
     chains = _polished(task, chains, work)
-    return _with_rest(task, chains, work, rest)
+    return _with_rest(task, chains, work)
 
 
-def _start(task: Task, *, by_speed: bool) -> tuple[Chains, list[int]] | None:
+def _start(task: Task, *, by_speed: bool) -> Chains | None:
     """Where the search begins; None where nodes have to be shared."""
     if task.stage_of is not None:
         return pinned_start(task.stage_of, task.length, task.limits)
     kept = [node for node in range(len(task.message_s)) if node not in set(task.left_out)]
     near = [[task.message_s[u][v] for v in kept] for u in kept]
-    found, over = free_start(near, task.stages, task.length, task.limits)
-    chains = Chains(nodes=tuple(tuple(kept[node] for node in own) for own in found.nodes), stages=found.stages)
-    rest = [kept[node] for node in over] + list(task.left_out)
+    found = free_start(near, task.stages, task.length, task.limits)
+    chains = Chains(
+        nodes=tuple(tuple(kept[node] for node in own) for own in found.nodes),
+        stages=found.stages,
+        rest=(*(kept[node] for node in found.rest), *task.left_out),
+    )
     if not by_speed:
-        return chains, rest
+        return chains
     # Alike nodes in one stage, so that it can be given as many layers as suit them: slow ones early, fast ones late.
     used = sorted({node for chain in chains.nodes for node in chain}, key=lambda node: (-task.work.layer_s[node], node))
     places = sorted(
@@ -129,17 +155,17 @@ def _start(task: Task, *, by_speed: bool) -> tuple[Chains, list[int]] | None:
     nodes = [list(chain) for chain in chains.nodes]
     for node, (_, chain, place) in zip(used, places, strict=True):
         nodes[chain][place] = node
-    return Chains(nodes=tuple(map(tuple, nodes)), stages=chains.stages), rest
+    return replace(chains, nodes=tuple(map(tuple, nodes)))
 
 
-def _resplit(task: Task, chains: Chains, rest: Sequence[int]) -> Work:
+def _resplit(task: Task, chains: Chains) -> Work:
     """The same work with layers dealt by the slowest replica of each stage, as far as memory allows."""
     work = task.work
     slowest, caps = [0.0] * task.stages, [sum(work.layers)] * task.stages
     placed = [(node, stage) for own, at in zip(chains.nodes, chains.stages, strict=True)
               for node, stage in zip(own, at, strict=True)]  # fmt: skip
     if task.stage_of is not None:
-        placed += [(node, task.stage_of[node]) for node in rest]
+        placed += [(node, task.stage_of[node]) for node in chains.rest]
     for node, stage in placed:
         slowest[stage] = max(slowest[stage], work.layer_s[node])
         if work.max_layers is not None:
@@ -168,36 +194,67 @@ def _polished(task: Task, chains: Chains, work: Work) -> Chains:
 
     pieces = work.microbatches * (2 * task.length + 1)
     moves = min(_POLISH_PER_NODE * len(task.message_s), _POLISH_PIECES // (2 * pieces))
-    return anneal(chains, work, task.message_s, moves=max(1, int(moves * task.effort)), seed=task.seed,
-                  pinned=task.stage_of is not None, limits=task.limits, judge=judge, hot=0.001)  # fmt: skip
+    return anneal(
+        chains,
+        work,
+        task.message_s,
+        moves=max(1, int(moves * task.effort)),
+        seed=task.seed,
+        pinned=task.stage_of is not None,
+        limits=task.limits,
+        stage_of=task.stage_of or (),
+        judge=judge,
+        hot=_NEARLY_COLD,
+    )
 
 
-def _with_rest(task: Task, chains: Chains, work: Work, rest: Sequence[int]) -> Paths:
-    """The routes of the chains, and what nodes that were left over can take off them."""
+def _with_rest(task: Task, chains: Chains, work: Work) -> Paths:
+    """The routes of the chains, and what nodes that were left over can take off them.
+
+    A node that is left over stands in for one of a chain in every second microbatch of its source. A chosen stage goes
+    where the fewest replicas are; a given one may make the way another: then all stages are visited that can be.
+    """
     stage_of = [-1] * len(task.message_s)
     for own, at in zip(chains.nodes, chains.stages, strict=True):
         for node, stage in zip(own, at, strict=True):
             stage_of[node] = stage
     routes = [Route(nodes=own, stages=at) for own, at in zip(chains.nodes, chains.stages, strict=True)]
     seconds = simulate(routes, work, task.message_s).makespan_s
-    for node in rest:
-        ways = [
-            (stage_of.count(stage), chain_s(nodes, route.stages, work, task.message_s), index, place)
-            for index, route in enumerate(routes[: len(chains.nodes)])
-            for place, stage in enumerate(route.stages)
-            if place > 0 and (task.stage_of is None or task.stage_of[node] == stage)
-            for nodes in [(*route.nodes[:place], node, *route.nodes[place + 1 :])]
-        ]
+    for node in chains.rest:
+        mains = routes[: len(chains.nodes)]
+        ways = _ways_with(task, mains, node)
+        if task.stage_of is not None:
+            stage_of[node] = task.stage_of[node]
         if not ways:
-            stage_of[node] = 0 if task.stage_of is None else task.stage_of[node]
+            stage_of[node] = max(stage_of[node], 0)
             continue
-        *_, index, place = min(ways)  # to the stage that has the fewest, so that all are held about as often
-        route = routes[index]
-        stage_of[node] = route.stages[place]
-        more = [*routes, Route(nodes=(*route.nodes[:place], node, *route.nodes[place + 1 :]), stages=route.stages)]
-        if (found := simulate(more, work, task.message_s).makespan_s) <= seconds * (1.0 + SPARE_COST):
-            routes, seconds = more, found
+        scored = [
+            (stage_of.count(stage), chain_s(route.nodes, route.stages, work, task.message_s), index)
+            for index, (stage, route) in enumerate(ways)
+        ]
+        *_, index = min(scored)
+        stage_of[node], route = ways[index]
+        if sum(one.source == route.source for one in routes) >= work.microbatches:
+            continue  # its source has no microbatch left for another way
+        if (found := simulate([*routes, route], work, task.message_s).makespan_s) <= seconds * (1.0 + SPARE_COST):
+            routes, seconds = [*routes, route], found
     return _judged(routes, stage_of, work, task.message_s)
+
+
+def _ways_with(task: Task, routes: Sequence[Route], node: int) -> list[tuple[int, Route]]:
+    """(stage of the node, route with it in the place of another) for every place where that is allowed."""
+    found = []
+    for route in routes:
+        for place in range(1, len(route.nodes)):
+            stage = route.stages[place] if task.stage_of is None else task.stage_of[node]
+            hops = [*zip(route.nodes, route.stages, strict=True)]
+            hops[place] = (node, stage)
+            if stage != route.stages[place]:
+                hops.sort(key=lambda hop: hop[1])
+            stages = tuple(stage for _, stage in hops)
+            if stage > 0 and not fault_of(stages, task.limits):
+                found.append((stage, Route(nodes=tuple(node for node, _ in hops), stages=stages)))
+    return found
 
 
 def _shared(task: Task) -> Paths:

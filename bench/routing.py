@@ -1,0 +1,389 @@
+"""The planner's own experiments: what it chooses, how long that takes, and what it is worth in simulations.
+
+No processes and no sockets here: seconds of training are predicted or simulated, seconds of planning are measured.
+"""
+
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from farloop.coordinator.routing.anomalies import Action, Sample, next_step, slow
+from farloop.coordinator.routing.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, Wish
+from farloop.coordinator.routing.paths import Work
+from farloop.coordinator.routing.plan import Plan, make_plan
+from farloop.coordinator.routing.simulator import Route, simulate
+from farloop.sim.fluid import Flow, play
+
+Clock = Callable[[], float]
+
+
+# --- 1: which mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeRow:
+    """Both layouts of two islands of two nodes at one H, and what the planner takes."""
+
+    h: int
+    inside_s: float
+    across_s: float
+    chosen: str
+
+
+def two_islands(h: int) -> Inventory:
+    """10 Gbit/s and 1 ms inside, 0.5 Gbit/s and 50 ms between; 0.4 GB of gradients, 50 MB of activations."""
+    inside, across = Link(latency_s=1e-3, bytes_per_s=1.25e9), Link(latency_s=0.05, bytes_per_s=0.0625e9)
+    return Inventory(
+        nodes=tuple(Node(name=name, site=name[0].upper(), layer_s=0.1) for name in ("x0", "x1", "y0", "y1")),
+        model=Model(layers=2, activation_bytes=0.05e9, parameter_bytes=0.8e9),
+        links={("X", "X"): inside, ("Y", "Y"): inside, ("X", "Y"): across, ("Y", "X"): across},
+        wish=Wish(h=h, stages=2),
+    )
+
+
+def modes(hs: Sequence[int] = (1, 2, 3, 4, 8, 16, 50)) -> tuple[tuple[ModeRow, ...], float]:
+    """(rows, H*)."""
+    rows, star = [], 0.0
+    for h in hs:
+        plan = make_plan(two_islands(h))
+        star = plan.h_star or 0.0
+        (lost,) = plan.alternatives
+        mine, other = lost.chosen_s, lost.seconds
+        a, b = (mine, other) if plan.mode.value == "A" else (other, mine)
+        rows.append(ModeRow(h=h, inside_s=a, across_s=b, chosen=plan.mode.value))
+    return tuple(rows), star
+
+
+# --- 2: paths of a small instance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallPaths:
+    """Eight nodes, four stages of two, one microbatch from each of two sources, forward passes of 10 ms."""
+
+    paths: tuple[tuple[str, ...], ...]
+    step_ms: float
+    full_ms: float
+    random_ms: float
+
+
+_FROM_SOURCES = ((1, 5, 2, 6, 4, 3), (4, 1, 5, 2, 2, 6))
+_BETWEEN = {(2, 4): 1, (2, 5): 3, (2, 6): 2, (2, 7): 5, (3, 4): 4, (3, 5): 1, (3, 6): 6, (3, 7): 2, (4, 6): 3,
+            (4, 7): 1, (5, 6): 1, (5, 7): 4}  # fmt: skip
+
+
+def small_instance(unit_s: float = 0.01) -> Inventory:
+    """Its links take 1 to 6 units each way."""
+    pairs = {(source, 2 + one): value for source, row in enumerate(_FROM_SOURCES) for one, value in enumerate(row)}
+    links = {}
+    for (u, v), units in {**pairs, **_BETWEEN}.items():
+        links[str(u), str(v)] = links[str(v), str(u)] = Link(latency_s=units * unit_s)
+    return Inventory(
+        nodes=tuple(Node(name=str(node), layer_s=unit_s, stage=node // 2) for node in range(8)),
+        model=Model(layers=4),
+        links=links,
+        wish=Wish(stages=4, skip=0.25),
+    )
+
+
+def small_paths() -> SmallPaths:
+    """What is planned for it."""
+    plan = make_plan(small_instance())
+    compared = {one.name: one.seconds for one in plan.alternatives}
+    return SmallPaths(
+        paths=tuple(tuple(hop.node for hop in path.hops) for path in plan.layout.paths),
+        step_ms=1e3 * plan.makespan_s,
+        full_ms=1e3 * compared["full pipelines, nothing skipped"],
+        random_ms=1e3 * compared["paths dealt at random"],
+    )
+
+
+# --- 3: how long planning takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """A plan of many nodes at twelve sites."""
+
+    nodes: int
+    plan_s: float
+    cpu_s: float
+    peak_mb: float
+    """Of this whole process so far."""
+    step_s: float
+    random_s: float
+    same_again: bool
+
+
+def world(count: int, *, stages: int, skip: float, seed: int = 0, sites: int = 12) -> Inventory:
+    """Nodes at sites around a circle: the farther apart, the slower. All numbers made up."""
+    links = {}
+    for a in range(sites):
+        for b in range(sites):
+            away = min(abs(a - b), sites - abs(a - b))
+            rate = 2e9 if away == 0 else 3e8 / (1 + 3 * away)
+            links[f"s{a}", f"s{b}"] = Link(latency_s=1e-3 + 0.02 * away, bytes_per_s=rate)
+    return Inventory(
+        nodes=tuple(Node(name=f"n{k}", site=f"s{k % sites}", layer_s=0.1, slots=3) for k in range(count)),
+        model=Model(layers=24, activation_bytes=33e6, microbatches=6, gap_s=0.1, overhead_s=0.3),
+        links=links,
+        wish=Wish(stages=stages, skip=skip, seed=seed),
+    )
+
+
+def planning(sizes: Sequence[int], clock: Clock = time.perf_counter) -> Iterator[Planning]:
+    """A row per size."""
+    for count in sizes:
+        inventory = world(count, stages=6 if count < 64 else 8, skip=1 / 3 if count < 64 else 0.25)
+        began, cpu = clock(), time.process_time()
+        plan = make_plan(inventory)
+        took, cpu_took = clock() - began, time.process_time() - cpu
+        compared = {one.name: one.seconds for one in plan.alternatives}
+        yield Planning(
+            nodes=count,
+            plan_s=took,
+            cpu_s=cpu_took,
+            peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0,
+            step_s=plan.makespan_s,
+            random_s=compared["paths dealt at random"],
+            same_again=make_plan(inventory) == plan,
+        )
+
+
+# --- 4: relays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaying:
+    """A sync of 16 nodes at 4 sites, 100 MB each: predicted by formula, and simulated as fluids."""
+
+    star_s: float
+    star_simulated_s: float
+    relay_s: float
+    relay_simulated_s: float
+
+
+def four_sites() -> Inventory:
+    """25 MB/s and 40 ms from each node to a coordinator of 125 MB/s, 1.25 GB/s inside a site."""
+    lan, wan = Link(latency_s=1e-4, bytes_per_s=1.25e9), Link(latency_s=0.04, bytes_per_s=25e6)
+    links = {(site, site): lan for site in "ABCD"}
+    links |= {ends: wan for site in "ABCD" for ends in ((site, COORDINATOR), (COORDINATOR, site))}
+    return Inventory(
+        nodes=tuple(Node(name=f"{s}{n}", site=s, layer_s=0.05, reachable=True) for s in "ABCD" for n in range(4)),
+        model=Model(layers=12, parameter_bytes=800e6),
+        links=links,
+        hub=Hub(in_bytes_per_s=125e6, out_bytes_per_s=125e6),
+        wish=Wish(bits=(4,)),
+    )
+
+
+def relaying() -> Relaying:
+    """Both ways of the worked example."""
+    plan = make_plan(four_sites())
+    assert plan.sync is not None
+    predicted = {one.name: one.round_s for one in plan.sync.topologies}
+    names, payload = [f"{site}{n}" for site in "ABCD" for n in range(4)], 100e6
+    heads = set(plan.sync.relays)
+    rates = {f"{name} {way}": 25e6 for name in names for way in ("up", "down")}
+    rates |= {f"{name} lan": 1.25e9 for name in names} | {"hub in": 125e6, "hub out": 125e6}
+    ups = [Flow(name=f"up {n}", num_bytes=payload, links=(f"{n} up", "hub in"), latency_s=0.04) for n in names]
+    all_up = tuple(flow.name for flow in ups)
+    star = [*ups] + [
+        Flow(name=f"down {n}", num_bytes=payload, links=("hub out", f"{n} down"), latency_s=0.04, after=all_up)
+        for n in names
+    ]
+    tree: list[Flow] = []
+    for head in sorted(heads):
+        own = [name for name in names if name[0] == head[0] and name != head]
+        tree += [Flow(name=f"gather {n}", num_bytes=payload, links=(f"{head} lan",)) for n in own]
+        tree.append(
+            Flow(name=f"up {head}", num_bytes=payload, links=(f"{head} up", "hub in"), latency_s=0.04,
+                 after=tuple(f"gather {n}" for n in own))
+        )  # fmt: skip
+    heads_up = tuple(f"up {head}" for head in sorted(heads))
+    for head in sorted(heads):
+        own = [name for name in names if name[0] == head[0] and name != head]
+        tree.append(
+            Flow(
+                name=f"down {head}",
+                num_bytes=payload,
+                links=("hub out", f"{head} down"),
+                latency_s=0.04,
+                after=heads_up,
+            )
+        )
+        tree += [
+            Flow(name=f"spread {n}", num_bytes=payload, links=(f"{head} lan",), after=(f"down {head}",)) for n in own
+        ]
+    return Relaying(
+        star_s=predicted["star"],
+        star_simulated_s=max(play(star, rates).values()),
+        relay_s=predicted["relay per site"],
+        relay_simulated_s=max(play(tree, rates).values()),
+    )
+
+
+# --- 5: a link becomes slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLink:
+    """Rounds of a run in which one uplink becomes slow; all seconds simulated."""
+
+    round_s: tuple[float, ...]
+    slow_from: int
+    """Round, from 0."""
+    found_at: int
+    found: str
+    actions: tuple[str, ...]
+    before: str
+    after: str
+    """Bits and H of the slow node."""
+    replanned_at: int
+    path_old_s: float
+    path_new_s: float
+    """A step along paths over a slow link, and along those that are planned with it."""
+
+
+_NOISE = 0.03
+_SLOWED = 8.0
+
+
+def slow_link(*, rounds: int = 16, slow_from: int = 6, seed: int = 0) -> SlowLink:
+    """Eight nodes sync; the uplink of one becomes eight times slower; the planner is told what is measured."""
+    rand = random.Random(seed)
+    inventory = _eight()
+    plan = make_plan(inventory)
+    history: list[dict[str, Sample]] = []
+    seconds: list[float] = []
+    taken: list[Action] = []
+    found_at = replanned_at = -1
+    found, before = "", _told(plan, "n3")
+    for number in range(rounds):
+        slowed = {"n3"} if number >= slow_from else set[str]()
+        samples = _round(inventory, plan, slowed, rand, known=replanned_at >= 0)
+        history.append(samples)
+        seconds.append(max(one.compute_s + one.transfer_s for one in samples.values()))
+        if replanned_at < 0 and (flagged := slow(history)):
+            step = next_step(flagged[0], taken)
+            taken.append(step.action)
+            if found_at < 0:
+                found_at, found = number, flagged[0].reason
+            if step.action is Action.LIGHTEN:
+                measured = replace(inventory.links["n3", COORDINATOR], bytes_per_s=_UPLINK / _SLOWED)
+                inventory = replace(inventory, links={**inventory.links, ("n3", COORDINATOR): measured})
+                plan, replanned_at = make_plan(inventory), number + 1
+    old_s, new_s = _slow_path(seed)
+    return SlowLink(
+        round_s=tuple(seconds), slow_from=slow_from, found_at=found_at, found=found,
+        actions=tuple(action.value for action in taken), before=before, after=_told(plan, "n3"),
+        replanned_at=replanned_at, path_old_s=old_s, path_new_s=new_s,
+    )  # fmt: skip
+
+
+_UPLINK = 25e6
+
+
+def _eight() -> Inventory:
+    links = {(f"n{k}", COORDINATOR): Link(latency_s=0.03, bytes_per_s=_UPLINK) for k in range(8)}
+    links |= {(COORDINATOR, f"n{k}"): Link(latency_s=0.03, bytes_per_s=_UPLINK) for k in range(8)}
+    return Inventory(
+        nodes=tuple(Node(name=f"n{k}", layer_s=0.02) for k in range(8)),
+        model=Model(layers=12, parameter_bytes=400e6),
+        links=links,
+        hub=Hub(in_bytes_per_s=1.25e9, out_bytes_per_s=1.25e9),
+        wish=Wish(h=50, bits=(8, 4, 2)),
+    )
+
+
+def _told(plan: Plan, name: str) -> str:
+    assert plan.sync is not None
+    rate = plan.sync.rates[name]
+    return f"{rate.bits} bit, H = {rate.h}"
+
+
+def _round(
+    inventory: Inventory, plan: Plan, slowed: set[str], rand: random.Random, *, known: bool
+) -> dict[str, Sample]:
+    """What each node took, and what the plan said it would; a slow link that the plan knows is expected."""
+    assert plan.sync is not None
+    flows = [
+        Flow(name=name, num_bytes=size, links=(f"{name} up", "hub"), latency_s=0.03)
+        for name, size in plan.sync.payload_bytes.items()
+    ]
+    rates = {f"{name} up": _UPLINK / (_SLOWED if name in slowed else 1.0) for name in plan.sync.payload_bytes}
+    arrived = play(flows, {**rates, "hub": 1.25e9})
+    found = {}
+    for name, own in plan.sync.rates.items():
+        link = inventory.links[name, COORDINATOR]
+        compute = own.h * plan.step_s
+        found[name] = Sample(
+            compute_s=compute * rand.lognormvariate(0.0, _NOISE),
+            expected_compute_s=compute,
+            transfer_s=arrived[name] * rand.lognormvariate(0.0, _NOISE),
+            expected_transfer_s=link.seconds(plan.sync.payload_bytes[name]),
+        )
+    return found
+
+
+def _slow_path(seed: int) -> tuple[float, float]:
+    """Paths of 20 nodes over a site link that becomes slow: as they were planned, and planned anew."""
+    inventory = world(20, stages=6, skip=1 / 3, seed=seed)
+    plan = make_plan(inventory)
+    slowest = max(plan.source_s, key=lambda one: one[1])[0]
+    way = next(path for path in plan.layout.paths if path.source == slowest)
+    ends = [hop.node for hop in way.hops[:2]]
+    links = dict(inventory.links)
+    by_name = {node.name: node for node in inventory.nodes}
+    for a, b in (ends, ends[::-1]):
+        link = inventory.link(by_name[a], by_name[b])
+        assert link is not None
+        links[a, b] = replace(link, bytes_per_s=link.bytes_per_s / _SLOWED)
+    changed = replace(inventory, links=links)
+    return _along(plan, changed), make_plan(changed).makespan_s
+
+
+def _along(plan: Plan, inventory: Inventory) -> float:
+    """A step of a plan over links as they are now."""
+    place = {node.name: index for index, node in enumerate(inventory.nodes)}
+    model = inventory.model
+    work = Work(
+        layer_s=tuple(node.layer_s for node in inventory.nodes),
+        layers=tuple(stage.layers for stage in plan.layout.stages),
+        slots=tuple(node.slots for node in inventory.nodes),
+        microbatches=model.microbatches, backward=model.backward, loss=model.loss, gap_s=model.gap_s,
+    )  # fmt: skip
+    seconds = [
+        [0.0 if u is v else link.seconds(model.activation_bytes) + model.overhead_s if link else 1e6
+         for v in inventory.nodes for link in [inventory.link(u, v)]]
+        for u in inventory.nodes
+    ]  # fmt: skip
+    routes = [
+        Route(nodes=tuple(place[hop.node] for hop in path.hops), stages=tuple(hop.stage for hop in path.hops))
+        for path in plan.layout.paths
+    ]
+    return simulate(routes, work, seconds).makespan_s
+
+
+# --- all of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What all experiments found."""
+
+    modes: tuple[ModeRow, ...]
+    h_star: float
+    small: SmallPaths
+    planning: tuple[Planning, ...]
+    relaying: Relaying
+    slow_link: SlowLink
+
+    @property
+    def recovered(self) -> float:
+        """Mean round while the link was slow and unknown, over that after the plan was made anew."""
+        slowed = self.slow_link.round_s[self.slow_link.slow_from : self.slow_link.replanned_at]
+        return statistics.fmean(slowed) / statistics.fmean(self.slow_link.round_s[self.slow_link.replanned_at :])

@@ -1,0 +1,149 @@
+"""Faults from periodic syncs: who hangs, who is slow, where a matrix is slow; few false alarms."""
+
+import random
+
+import pytest
+
+from farloop.coordinator.routing.anomalies import (
+    Action,
+    Finding,
+    Kind,
+    Place,
+    Progress,
+    Sample,
+    deadline_s,
+    hung,
+    localise,
+    next_step,
+    slow,
+    straggler,
+)
+
+BASE = [[None, 11.0, 10.0, 12.0], [10.5, None, 11.5, 11.0], [12.0, 10.0, None, 11.0], [11.0, 10.5, 12.0, None]]
+
+
+def test_a_slow_sender() -> None:
+    rows = [list(row) for row in BASE]
+    rows[1] = [40.0, None, 42.0, 41.0]
+    (found,) = localise(rows)
+    assert (found.place, found.source, found.target) == (Place.SEND, 1, None)
+
+
+def test_a_slow_receiver() -> None:
+    rows = [[45.0 if v == 2 and u != 2 else value for v, value in enumerate(row)] for u, row in enumerate(BASE)]
+    (found,) = localise(rows)
+    assert (found.place, found.source, found.target) == (Place.RECEIVE, None, 2)
+
+
+def test_a_slow_path() -> None:
+    rows = [list(row) for row in BASE]
+    rows[0][3] = 60.0
+    (found,) = localise(rows)
+    assert (found.place, found.source, found.target) == (Place.PATH, 0, 3)
+    assert found.factor == pytest.approx(60.0 / 11.0)
+
+
+def test_a_slow_host() -> None:
+    rows = [[None if u == v else 40.0 if 1 in (u, v) else 10.0 + (u + v) % 3 for v in range(6)] for u in range(6)]
+    (found,) = localise(rows)
+    assert (found.place, found.source, found.target) == (Place.HOST, 1, 1)
+
+
+def test_a_clean_matrix_has_nothing() -> None:
+    assert localise(BASE) == () and localise([[None, 5.0], [5.0, None]]) == ()
+
+
+@pytest.mark.parametrize("kind", ["row", "column", "cell"])
+def test_factor_two_is_found_in_20_percent_noise(kind: str) -> None:
+    """Three rounds of a matrix of 8, averaged, as a report does before it accuses."""
+    rand, hits, tries = random.Random(kind), 0, 200
+    for _ in range(tries):
+        u, v = rand.sample(range(8), 2)
+
+        def cell(a: int, b: int, u: int = u, v: int = v) -> float | None:
+            hit = (kind == "row" and a == u) or (kind == "column" and b == v) or (kind == "cell" and (a, b) == (u, v))
+            factor = (3.0 if kind == "cell" else 2.0) if hit else 1.0
+            noisy = sum(10.0 * factor * rand.lognormvariate(0.0, 0.2) for _ in range(3)) / 3
+            return None if a == b else noisy
+
+        found = localise([[cell(a, b) for b in range(8)] for a in range(8)])
+        wanted = {"row": (Place.SEND, u, None), "column": (Place.RECEIVE, None, v), "cell": (Place.PATH, u, v)}[kind]
+        hits += [(one.place, one.source, one.target) for one in found] == [wanted]
+    assert hits >= 0.95 * tries
+
+
+def test_the_one_with_the_lowest_sequence_is_the_culprit() -> None:
+    waiting = Progress(last_done=41, entered=True, heard=True)
+    for entered, heard, kind in (
+        (True, False, Kind.DEAD),
+        (False, True, Kind.NODE_HANG),
+        (True, True, Kind.LINK_HANG),
+    ):
+        culprit = Progress(last_done=40, entered=entered, heard=heard)
+        found = hung({"a": waiting, "b": culprit, "c": waiting})
+        assert found is not None and (found.node, found.kind) == ("b", kind) and "sync 41" in found.reason
+    assert hung({}) is None
+
+
+def test_a_deadline_is_well_above_what_was() -> None:
+    assert deadline_s([1.0, 1.1, 0.9], 2.0) == 5.0
+    assert deadline_s([1.0] * 50 + [9.0], 2.0) == 11.0
+
+
+def rounds(count: int, *, seed: int, noise: float, factor: float = 1.0, nodes: int = 8) -> list[dict[str, Sample]]:
+    """Of node n3 the transfers take `factor` times as long as predicted."""
+    rand = random.Random(seed)
+
+    def sample(name: str) -> Sample:
+        own = factor if name == "n3" else 1.0
+        return Sample(
+            compute_s=10.0 * rand.lognormvariate(0.0, noise),
+            expected_compute_s=10.0,
+            transfer_s=5.0 * own * rand.lognormvariate(0.0, noise),
+            expected_transfer_s=5.0,
+        )
+
+    return [{f"n{n}": sample(f"n{n}") for n in range(nodes)} for _ in range(count)]
+
+
+def test_no_flag_in_a_thousand_clean_rounds() -> None:
+    played = rounds(1000, seed=1, noise=0.05)
+    assert [slow(played[: end + 1][-5:]) for end in range(1000)] == [()] * 1000
+
+
+def test_a_slow_link_is_named_within_three_rounds() -> None:
+    for seed in range(50):
+        played = rounds(5, seed=seed, noise=0.05) + rounds(3, seed=seed + 99, noise=0.05, factor=2.5)
+        (found,) = slow(played)
+        assert (found.kind, found.node) == (Kind.LINK_SLOW, "n3") and found.factor > 1.6
+
+
+def test_different_h_and_bits_are_compared_by_what_was_predicted() -> None:
+    samples = {f"n{n}": Sample(compute_s=10.0 * n, expected_compute_s=10.0 * n, transfer_s=1.0 * n,
+                               expected_transfer_s=1.0 * n) for n in range(1, 9)}  # fmt: skip
+    assert slow([samples] * 5) == ()
+
+
+def test_three_nodes_are_too_few_to_compare() -> None:
+    assert slow(rounds(5, seed=0, noise=0.01, factor=9.0, nodes=3)) == ()
+
+
+def test_the_straggler_waits_least() -> None:
+    assert straggler({"a": 10.0, "b": 11.0, "c": 0.5, "d": 9.0}) == "c"
+    assert straggler({"a": 10.0, "b": 11.0, "c": 8.0, "d": 9.0}) is None
+    assert straggler({"a": 10.0, "b": 0.1}) is None
+
+
+def test_the_ladder_goes_up_one_rung_at_a_time() -> None:
+    finding = Finding(kind=Kind.LINK_SLOW, node="n3", reason="n3 sends 3.0 times as long as predicted")
+    taken: list[Action] = []
+    for _ in range(7):
+        taken.append(next_step(finding, taken, another_way=True).action)
+    assert taken[:3] == [Action.REPROBE, Action.LIGHTEN, Action.REROUTE]
+    assert taken[3:] == [Action.DROP, Action.DROP, Action.DROP, Action.EVICT]
+    assert next_step(finding, [Action.REPROBE, Action.LIGHTEN]).action is Action.DROP
+    assert "tried before" in next_step(finding, [Action.REPROBE]).reason
+
+
+def test_a_dead_node_is_left_out_at_once() -> None:
+    assert next_step(Finding(kind=Kind.DEAD, node="b", reason="b is behind"), []).action is Action.DROP

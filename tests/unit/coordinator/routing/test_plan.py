@@ -1,0 +1,182 @@
+"""Whole plans: modes, what lost, the sync, and what holds for all of them."""
+
+import random
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import four_sites, two_islands, world
+
+from farloop.coordinator.routing.groups import Transport
+from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Mode, Wish
+from farloop.coordinator.routing.plan import Plan, make_plan
+
+
+@pytest.mark.parametrize(("h", "mode"), [(1, Mode.B), (3, Mode.B), (4, Mode.A), (50, Mode.A)])
+def test_the_mode_follows_h_star(h: int, mode: Mode) -> None:
+    """E1's prediction: 2.022 against 6.582 s at H = 1, turning at 3.82."""
+    plan = make_plan(two_islands(h=h))
+    assert plan.mode is mode and plan.h_star == pytest.approx(3.82, abs=0.005)
+    (other,) = plan.alternatives
+    assert other.factor >= 1.0
+    if h == 1:
+        assert (other.seconds, other.chosen_s) == pytest.approx((6.582, 2.022))
+
+
+def test_the_layouts_of_both_modes() -> None:
+    inside, across = make_plan(two_islands(h=50)), make_plan(two_islands(h=1))
+    assert [set(stage.replicas) for stage in across.layout.stages] == [{"x0", "x1"}, {"y0", "y1"}]
+    for path in inside.layout.paths:
+        assert len({hop.node[0] for hop in path.hops}) == 1
+
+
+def test_a_mode_that_was_asked_for_is_planned() -> None:
+    inventory = two_islands(h=50)
+    for mode in Mode:
+        plan = make_plan(replace(inventory, wish=replace(inventory.wish, mode=mode)))
+        assert (plan.mode, plan.why) == (mode, "asked for")
+
+
+def test_groups_inside_an_island_of_one_kind_may_use_rdma() -> None:
+    inventory = two_islands(h=1)
+    near = {ends: replace(link, latency_s=link.latency_s / 5) for ends, link in inventory.links.items()}
+    kinds = [CardKind.INFINIBAND] * 2 + [CardKind.ROCE_V2] * 2
+    nodes = tuple(replace(n, cards=(Card(kind=kind),)) for n, kind in zip(inventory.nodes, kinds, strict=True))
+    across = make_plan(replace(inventory, nodes=nodes, links=near))
+    assert [group.transport for group in across.groups] == [Transport.INFINIBAND, Transport.ROCE]
+    wish = replace(inventory.wish, h=50)
+    inside = make_plan(replace(inventory, nodes=nodes, links=near, wish=wish))
+    assert {group.transport for group in inside.groups} == {Transport.SOCKET}
+
+
+def test_nodes_that_hold_the_model_only_sync() -> None:
+    """The worked example of topologies: 25.7 s by the star, and what relays would save."""
+    plan = make_plan(four_sites())
+    assert (plan.mode, len(plan.layout.stages), len(plan.islands)) == (Mode.A, 1, 4)
+    assert plan.sync is not None and plan.sync.star.round_s == pytest.approx(25.68)
+    assert plan.sync.relays == ("A0", "B0", "C0", "D0")
+    seconds = {one.name: one.seconds for one in plan.alternatives}
+    assert seconds["relay per site"] == pytest.approx(8.56) and seconds["relays in a ring"] == pytest.approx(6.72)
+    assert plan.compute_share == pytest.approx(plan.compute_s / (plan.compute_s + 25.68))
+    assert set(plan.sync.roots) == {"coordinator"} and len(plan.sync.roots) == 8
+
+
+def test_nodes_too_small_for_the_model_are_piped_inside_their_islands() -> None:
+    inventory = four_sites()
+    small = tuple(replace(node, max_layers=5) for node in inventory.nodes)
+    plan = make_plan(replace(inventory, nodes=small, model=replace(inventory.model, activation_bytes=4e6)))
+    assert plan.mode is Mode.A and [stage.layers for stage in plan.layout.stages] == [4, 4, 4]
+    assert all(len({hop.node[0] for hop in path.hops}) == 1 for path in plan.layout.paths)
+    assert plan.sync is not None and plan.sync.payload_bytes["A0"] == pytest.approx(100e6 / 3)
+
+
+def test_islands_too_small_for_the_model_are_joined_by_paths() -> None:
+    inventory = four_sites()
+    links = dict(inventory.links)
+    links |= {(a, b): links[a, "coordinator"] for a in "ABCD" for b in "ABCD" if a != b}
+    small = tuple(replace(node, max_layers=2) for node in inventory.nodes)
+    plan = make_plan(replace(inventory, nodes=small, links=links))
+    assert plan.mode is Mode.C and plan.why == "no island holds 6 stages"
+    assert all(stage.layers <= 2 for stage in plan.layout.stages)
+
+
+def test_slow_links_get_fewer_bits_and_slow_nodes_fewer_steps() -> None:
+    inventory = four_sites()
+    links = {
+        ends: replace(link, bytes_per_s=link.bytes_per_s / 20) if "D" in ends and "coordinator" in ends else link
+        for ends, link in inventory.links.items()
+    }
+    slow = tuple(replace(node, layer_s=0.08) if node.site == "B" else node for node in inventory.nodes)
+    plan = make_plan(replace(inventory, nodes=slow, links=links, wish=Wish(h=100, bits=(8, 4, 2))))
+    assert plan.sync is not None
+    rates = plan.sync.rates
+    assert rates["A0"].bits == 8 and rates["D0"].bits < 8
+    assert rates["A0"].h == 100 and rates["B0"].h < 70
+
+
+def test_paths_that_skip_are_compared_with_full_and_random_ones() -> None:
+    plan = make_plan(world(20, stages=6, skip=1 / 3))
+    assert plan.mode is Mode.C and {len(path.hops) for path in plan.layout.paths} == {4}
+    names = [one.name for one in plan.alternatives if one.of == "step"]
+    assert names == ["full pipelines, nothing skipped", "paths dealt at random"]
+    assert all(one.factor > 1.0 for one in plan.alternatives if one.of == "step")
+
+
+def sound(inventory: Inventory, plan: Plan) -> None:
+    """What holds for every plan."""
+    assert list(plan.layout.faults()) == []
+    assert plan.layout.stages[-1].stop == inventory.model.layers
+    assert plan.makespan_s >= plan.bound_s * (1 - 1e-12)
+    names = {node.name for node in inventory.nodes}
+    placed = [name for stage in plan.layout.stages for name in stage.replicas]
+    assert sorted([*placed, *plan.idle]) == sorted(names)
+    assert sorted(name for island in plan.islands for name in island) == sorted(names)
+    suspects = set(plan.suspects)
+    by_name = {node.name: node for node in inventory.nodes}
+    for path in plan.layout.paths:
+        nodes = [hop.node for hop in path.hops]
+        for source, target in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+            if source != target:
+                assert inventory.link(by_name[source], by_name[target]) is not None
+                assert {(source, target), (target, source)}.isdisjoint(suspects)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(8, 26), st.sampled_from([(3, 0.0), (4, 0.25), (5, 0.2), (6, 1 / 3)]), st.integers(0, 99))
+def test_every_plan_is_sound(count: int, cut: tuple[int, float], seed: int) -> None:
+    stages, skip = cut
+    inventory = world(max(count, 2 * stages), stages=stages, skip=skip, seed=seed)
+    inventory = replace(inventory, wish=replace(inventory.wish, effort=0.1))
+    sound(inventory, make_plan(inventory))
+
+
+def test_the_same_inventory_gives_the_same_plan() -> None:
+    inventory = world(26, stages=6, skip=1 / 3, seed=3)
+    assert make_plan(inventory) == make_plan(inventory)
+
+
+def test_renamed_nodes_are_planned_alike() -> None:
+    inventory = world(16, stages=4, skip=0.25)
+    letters = [f"node-{random.Random(1).random():.3f}-{k}" for k in range(16)]
+    renamed = replace(
+        inventory, nodes=tuple(replace(node, name=name) for node, name in zip(inventory.nodes, letters, strict=True))
+    )
+    before, after = make_plan(inventory), make_plan(renamed)
+    new = dict(zip([node.name for node in inventory.nodes], letters, strict=True))
+    assert [[new[hop.node] for hop in path.hops] for path in before.layout.paths] == [
+        [hop.node for hop in path.hops] for path in after.layout.paths
+    ]
+
+
+def test_a_faster_network_does_not_give_a_slower_step() -> None:
+    inventory = world(20, stages=6, skip=1 / 3)
+    fast = {ends: replace(link, latency_s=link.latency_s / 2) for ends, link in inventory.links.items()}
+    assert make_plan(replace(inventory, links=fast)).makespan_s < make_plan(inventory).makespan_s
+
+
+def test_256_nodes_take_little_memory() -> None:
+    """E3 without its clock, which `farloop bench routing` has."""
+    inventory = world(256, stages=8, skip=0.25)
+    inventory = replace(inventory, wish=replace(inventory.wish, effort=0.02))
+    tracemalloc.start()
+    try:
+        plan = make_plan(inventory)
+        assert tracemalloc.get_traced_memory()[1] < 200e6
+    finally:
+        tracemalloc.stop()
+    sound(inventory, plan)
+    assert len(plan.layout.paths) >= 42
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (Wish(stages=6, skip=0.9), "no path would leave its source; the most that can be planned is 0.67"),
+        (Wish(stages=6, skip=0.3, mode=Mode.A), "only mode C skips stages"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(wish: Wish, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_plan(replace(world(20, stages=6, skip=0.0), wish=wish))
