@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from farloop.algo.parts import described
 from farloop.algo.spec import BlobId, to_plain
 from farloop.coordinator import records as rec
 from farloop.coordinator.reading import Placed
@@ -71,8 +72,9 @@ def words(at: Placed) -> str:
             return f"a node has met epoch {epoch}: this state looks like an old copy"
         case rec.Rewound(epoch=epoch):
             return f"epoch {epoch}: the run was wound back to what this state holds"
-        case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index):
-            return f"{node} trains from round {round_index} on (incarnation {incarnation})"
+        case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index, holds=holds):
+            part = "" if holds is None else f", holds stages {described(holds)}"
+            return f"{node} trains from round {round_index} on (incarnation {incarnation}{part})"
         case rec.NodeLeft(node=node, reason=reason):
             return f"{node} left: {reason.sentence}"
         case rec.LeaseGranted(node=node, lease=lease):

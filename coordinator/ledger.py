@@ -308,13 +308,10 @@ class Ledger:
         return not any(f.index in self.windows for f in fragments_of(part, self.spec.identity.layout))
 
     def is_too_far_ahead(self, window: WindowTerms) -> bool:
-        """Whether a stage is more than a round ahead of another that is not: the round is the only clock of them all,
-        and what comes next was not told to the other's nodes."""
-        newest: dict[int, int] = {}
-        for terms in self.windows.values():
-            stage = self.fragment(terms.fragment).stage
-            newest[stage] = max(newest.get(stage, 0), terms.round)
-        return window.round > 1 + min(newest.values())
+        """Whether its stage would get more than a round ahead of another: the round is the one clock of them all."""
+        last, stage = self.spec.identity.layout.slots - 1, self.fragment(window.fragment).stage
+        others = [f for f in map(self.fragment, self.windows) if f.slot == last and f.stage != stage]
+        return any(self.windows[other.index].round < window.round - 1 for other in others)
 
     def holders(self, fragment: int) -> list[NodeId]:
         """Nodes that take part and hold this fragment."""
