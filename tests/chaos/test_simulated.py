@@ -11,11 +11,11 @@ from farloop.coordinator import records as rec
 from farloop.sim import faults as ft
 from farloop.sim import problem
 from farloop.sim import scenario as sc
-from farloop.sim.chaos import random_scenario
+from farloop.sim.chaos import parted_scenario, random_scenario
 from farloop.sim.outcome import Outcome
 from farloop.sim.world import run
 
-RUNS, BATCH = 300, 20
+RUNS, PARTED_RUNS, BATCH = 300, 200, 20
 SLOW_RUNS, SLOW_BATCH = 5000, 250
 
 
@@ -50,6 +50,17 @@ def test_whatever_goes_wrong_every_fragment_ends_final_and_equal_everywhere(firs
 @pytest.mark.parametrize("first", range(RUNS, RUNS + SLOW_RUNS, SLOW_BATCH))
 def test_thousands_of_further_runs_end_final_and_equal_everywhere(first: int) -> None:
     play(first, first + SLOW_BATCH)
+
+
+@pytest.mark.parametrize("first", range(0, PARTED_RUNS, BATCH))
+def test_whatever_goes_wrong_among_nodes_that_hold_a_part_each_the_same_is_true(first: int) -> None:
+    """G: the same faults, in runs of two or three stages that have nodes of their own."""
+    for seed in range(first, first + BATCH):
+        try:
+            run(parted_scenario(seed, faults=seed % 6)).check()
+        except Exception as error:
+            error.add_note(f"farloop.sim.chaos.parted_scenario({seed}, faults={seed % 6})")
+            raise
 
 
 # --- one fault at a time: that it happens, and what becomes of the run
