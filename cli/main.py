@@ -275,6 +275,7 @@ def throttle(
 def status(
     url: Annotated[str, typer.Option(help="Where the coordinator serves its pages.")] = "http://127.0.0.1:9700",
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking until the coordinator ends.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="Machines and links instead: what was measured.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how a run goes: loss, traffic, nodes, windows.
@@ -286,6 +287,8 @@ def status(
 
         if as_json:
             typer.echo(json.dumps(pages.fetch(url)))
+        elif network:
+            pages.show_network(url, Console(highlight=False))
         else:
             (pages.watch if watch else pages.show)(url, Console(highlight=False))
 

@@ -10,6 +10,7 @@ from typing import cast
 from rich.console import Console
 
 from farloop.cli.exit_codes import CommandError, ExitCode
+from farloop.cli.network_screen import draw_network
 from farloop.cli.progress import Display
 from farloop.cli.screen import draw
 from farloop.monitoring.gist import cleaned
@@ -67,6 +68,11 @@ def show(url: str, console: Console) -> None:
     """One picture."""
     status, (width, height) = cleaned(fetch(url)), console.size
     console.print(draw(status, width=width, max_nodes=max(height, 40)))
+
+
+def show_network(url: str, console: Console) -> None:
+    """Machines and links."""
+    console.print(draw_network(cleaned(fetch(url))))
 
 
 def watch(url: str, console: Console) -> None:

@@ -50,6 +50,8 @@ FAREWELL_S = 30.0
 """How long a finished run waits for its nodes to say good-bye, those that may yet come back to do so included."""
 TICK_S = 0.25
 """How often the status is refreshed."""
+DIAL_BACK_S = 2.0
+"""How often it is looked for nodes whose declared address was not tried yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,7 @@ class Coordinator:
                     group.create_task(self._downloads.run(), name="snapshots"),
                     group.create_task(self._keep_time(), name="deadlines"),
                     group.create_task(self._observe(), name="status"),
+                    group.create_task(self._dial_back(), name="dial-back"),
                 ]
                 if self._copying is not None:
                     tasks.append(group.create_task(self._copying.run(), name="copies"))
@@ -384,6 +387,11 @@ class Coordinator:
             links.look(self._sessions)
             self._sight.look(self._sessions, self.machine.members, time.monotonic())
             await asyncio.sleep(TICK_S)
+
+    async def _dial_back(self) -> None:
+        while True:
+            await self._sight.dial_back(self.machine.members, dict(self._sessions))
+            await asyncio.sleep(DIAL_BACK_S)
 
     def _start(self, job: Any) -> None:
         assert self._jobs is not None

@@ -4,6 +4,7 @@ Everything here may be missing, and the run goes on as well: nodes of an older p
 nothing. What is known stays in memory; after a restart it is measured again.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
@@ -12,7 +13,7 @@ from farloop.coordinator.matrix import COORDINATOR, Ends, Matrix
 from farloop.coordinator.peers import Peer
 from farloop.coordinator.prober import Candidate, Prober, Running
 from farloop.coordinator.roster import Member
-from farloop.monitoring.connection import congestion_of, tcp_info
+from farloop.monitoring.connection import congestion_of, same_host, tcp_info
 from farloop.monitoring.status import InventoryStatus, MachineStatus, NicStatus
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -30,6 +31,9 @@ SINCE = 3
 
 ECHO_S = 10.0
 """Between two echoes, once the first ten are back."""
+
+DIAL_S = 5.0
+"""How long a node's declared address may take to answer."""
 
 LOOK_S = 5.0
 """Between two looks at the connections, in the kernel."""
@@ -52,6 +56,26 @@ class Sight:
         """Whose link is being probed."""
         self.reachable: dict[str, bool] = {}
         """Node → whether it was reached at the address that it declares."""
+        self._dialled: dict[str, tuple[str, int]] = {}
+        """Node → (address, start of the node) that was last tried."""
+
+    async def dial_back(self, members: Mapping[NodeId, Member], sessions: Mapping[NodeId, Peer]) -> None:
+        """Try the addresses that nodes declare, once for each start of a node: others will want to dial them.
+
+        A node without a key may name no host but the one that it comes from: nobody is to have others dialled.
+        """
+        for node, peer in sessions.items():
+            member = members.get(node)
+            if member is None or not member.inventory.address:
+                continue
+            wanted = (member.inventory.address, member.incarnation)
+            if self._dialled.get(node) != wanted:
+                self._dialled[node] = wanted
+                self.reachable.pop(node, None)
+                reached = await reaches(member.inventory.address, None if peer.owner is not None else peer.counted_as)
+                if reached is not None:
+                    self.reachable[node] = reached
+        self._dialled = {node: tried for node, tried in self._dialled.items() if NodeId(node) in members}
 
     # --- what comes
 
@@ -237,6 +261,29 @@ class Sight:
             "labels": [[key, value] for key, value in told.labels],
             "unread": list(told.unread),
         }
+
+
+async def reaches(address: str, only: str | None) -> bool | None:
+    """Whether a connection to tcp://host:port comes about; None where it is not tried.
+
+    Args:
+        only: the one address that may be dialled; None for any.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) <= 65535:
+        return None
+    if only is not None and not same_host(host, only):
+        return None
+    try:
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError, UnicodeError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
 
 
 def _is_busy(session: Session, probed: bool) -> bool:

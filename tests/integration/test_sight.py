@@ -38,7 +38,8 @@ def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
             machine = Machine(folder / name)
             machine.netdev("eth0", speed=25_000, pci="0000:01:00.0")
             machine.port("mlx5_0", layer="InfiniBand")
-            told = look_around({}, Operator.of(name, "", "eth0=ethernet/10gbit"), root=machine.root)
+            declared = f"tcp://127.0.0.1:{passes.port}"  # somebody answers there
+            told = look_around({}, Operator.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
             link = Link(
                 LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told),
                 lambda name=name: Hello(  # type: ignore[misc]
@@ -86,6 +87,7 @@ def test_the_status_shows_both_machines_and_all_links(tmp_path: Path) -> None:
         ("bergen", "bergen", "operator"),
         ("oslo", "oslo", "operator"),
     ]
+    assert [node["reachable"] for node in found["nodes"]] == [True, True]
     card, plain = found["nodes"][0]["nics"]
     assert (card["kind"], card["bytes_per_s"], card["provenance"]) == ("infiniband", 12.5e9, "sysfs")
     assert (plain["bytes_per_s"], plain["provenance"]) == (1.25e9, "operator")

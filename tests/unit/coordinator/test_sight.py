@@ -1,0 +1,194 @@
+"""Echoes, probes and reports of the coordinator's side, on sessions without a link between them."""
+
+import dataclasses
+
+import pytest
+from plain_runs import plain_hello, plain_terms
+
+from farloop.algo.spec import BlobId, BlobKind, Identity, Layout, NodeId, RunSpec
+from farloop.coordinator.matrix import COORDINATOR
+from farloop.coordinator.peers import Peer
+from farloop.coordinator.roster import Member
+from farloop.coordinator.sight import Sight
+from farloop.node.probing import Probing
+from farloop.wire.blobs import BytesSource, blob_digest
+from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
+from farloop.wire.handshake import Role
+from farloop.wire.inventory import Inventory, Nic
+from farloop.wire.link_messages import Connection, Observed, Seen
+from farloop.wire.messages import Offer, Probe, Welcome
+from farloop.wire.session import Session
+
+OSLO, BERGEN = NodeId("oslo"), NodeId("bergen")
+BUDGET = 4 << 20
+CHUNK_S = 0.25
+"""Time that each chunk takes: a megabyte a second."""
+
+
+class Star:
+    """A coordinator and its nodes; frames cross at once, but a chunk takes its time."""
+
+    def __init__(self, *names: NodeId, protocol: int = 3, budget: int = BUDGET) -> None:
+        self.now = 0.0
+        self.peers: dict[NodeId, Peer] = {}
+        self.nodes: dict[NodeId, Session] = {}
+        self.probing = {name: Probing() for name in names}
+        self.members = {name: Member(name=name, incarnation=1) for name in names}
+        self.sight = Sight(budget, lambda peer: None, 0.0, quiet_s=1.0)
+        self.probes: list[Probe] = []
+        self.halts = False
+        """Whether time stops as soon as a probe's first bytes are on their way."""
+        for number, name in enumerate(names, start=1):
+            self.nodes[name], session = _opened(protocol)
+            self.peers[name] = Peer(number, session, None, name, "10.0.0.1", b"", {0: b"", 1: b""})
+
+    @property
+    def halted(self) -> bool:
+        return self.halts and bool(self.probes)
+
+    def run(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until and not self.halted:
+            self.sight.look(self.peers, self.members, self.now)
+            for name in self.peers:
+                self._carry(name)
+            self.now += 0.25
+
+    def _carry(self, name: NodeId) -> None:
+        node, peer, probing = self.nodes[name], self.peers[name], self.probing[name]
+        moved = True
+        while moved and not self.halted:
+            moved = False
+            for source, target in ((node, peer.session), (peer.session, node)):
+                for lane, parts in source.outgoing(self.now, max_chunks=1):
+                    self.now += CHUNK_S if lane else 0.0
+                    target.receive(lane, parts, self.now)
+                    moved = True
+                self._events(name)
+            if (report := probing.look(node)) is not None:
+                node.send(report, self.now)
+                moved = True
+            self.sight.look(self.peers, self.members, self.now)
+
+    def _events(self, name: NodeId) -> None:
+        node, peer, probing = self.nodes[name], self.peers[name], self.probing[name]
+        for event in node.events():
+            match event:
+                case MessageReceived(message=Probe() as probe):
+                    self.probes.append(probe)
+                    probing.asked(node, probe)
+                case MessageReceived(message=Offer(blob=BlobId(kind=BlobKind.PROBE)) as offer):
+                    probing.offered(node, offer, self.now)
+                case BlobReceived(blob=blob) | BlobSent(blob=blob) | BlobDeclined(blob=blob):
+                    probing.ended(blob)
+                case _:
+                    pass
+        for event in peer.session.events():
+            if isinstance(event, MessageReceived):
+                assert self.sight.heard(peer, name, event.message, self.members, self.now)
+            else:
+                assert self.sight.ended(event)
+
+
+def _opened(protocol: int) -> tuple[Session, Session]:
+    identity = Identity(
+        name="tiny",
+        model="own",
+        layout=Layout(slots=1, fragments=()),
+        anchor_digests=(),
+        data="own",
+        num_samples=0,
+        evaluation_set="none",
+        seed=7,
+    )
+    terms = plain_terms(method="diloco", steps=100, h=10, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
+    spec = RunSpec(identity=identity, terms=terms)
+    node, coordinator = Session(Role.NODE, 0.0), Session(Role.COORDINATOR, 0.0)
+    node.send(plain_hello(), 0.0)
+    for lane, parts in node.outgoing(0.0):
+        coordinator.receive(lane, parts, 0.0)
+    welcome = Welcome(protocol=protocol, epoch=3, spec=spec, lane_token=b"t", versions=(0,), windows=(), rounds=())
+    coordinator.send(welcome, 0.0)
+    for lane, parts in coordinator.outgoing(0.0):
+        node.receive(lane, parts, 0.0)
+    for session in (node, coordinator):
+        session.events()
+        session.lane_opened(1)
+    return node, coordinator
+
+
+def test_in_quiet_times_every_direction_is_probed_once_and_known() -> None:
+    star = Star(OSLO, BERGEN)
+    star.run(90.0)
+    assert {(probe.upward, probe.num_bytes > 0) for probe in star.probes} == {(True, True), (False, True)}
+    assert len(star.probes) == 4
+    for name in (OSLO, BERGEN):
+        for ends in ((name, COORDINATOR), (COORDINATOR, name)):
+            assert star.sight.matrix.rate(ends) == pytest.approx((256 << 10) / CHUNK_S, rel=0.02)
+    assert all(row["provenance"] == "probe" for row in star.sight.matrix.rows(star.now))
+
+
+@pytest.mark.parametrize("to", [OSLO, BERGEN])
+def test_a_probe_is_called_off_as_soon_as_anybody_waits_for_bytes(to: NodeId) -> None:
+    star = Star(OSLO, BERGEN, budget=64 << 20)
+    star.halts = True
+    star.run(60.0)
+    star.halts = False
+    assert len(star.probes) == 1
+    data = bytes(1 << 20)
+    update = BlobId(kind=BlobKind.UPDATE, fragment=0, version=1)
+    star.nodes[to].expect(update, len(data), blob_digest(data), None, star.now)
+    star.peers[to].session.push_blob(update, BytesSource(data))
+    star.peers[to].session.outgoing(star.now, max_chunks=1)  # it is on its way
+    star.sight.look(star.peers, star.members, star.now)
+    began = star.probes[0]
+    star.run(0.25)
+    assert star.probes[-1] == dataclasses.replace(began, num_bytes=0, rtt_s=0.0)
+    assert all(peer.session.background_in_flight == 0 for peer in star.peers.values())
+
+
+def test_a_budget_of_nothing_measures_by_what_is_sent_anyway() -> None:
+    star = Star(OSLO, budget=0)
+    star.run(5.0)
+    data = bytes(8 << 20)
+    update = BlobId(kind=BlobKind.UPDATE, fragment=0, version=1)
+    star.nodes[OSLO].expect(update, len(data), blob_digest(data), None, star.now)
+    star.peers[OSLO].session.push_blob(update, BytesSource(data))
+    node, session = star.nodes[OSLO], star.peers[OSLO].session
+    for _ in range(100):
+        for source, target in ((node, session), (session, node)):
+            for lane, parts in source.outgoing(star.now, max_chunks=1):
+                star.now += CHUNK_S if lane else 0.0
+                target.receive(lane, parts, star.now)
+    node.events()
+    report = star.probing[OSLO].look(node)
+    assert report is not None and not star.probes
+    assert star.sight.heard(star.peers[OSLO], OSLO, report, star.members, star.now)
+    (down, _) = star.sight.matrix.rows(star.now)
+    assert down["provenance"] == "transfer"
+    assert down["bytes_per_s"] == pytest.approx((256 << 10) / CHUNK_S, rel=0.02)
+
+
+@pytest.mark.parametrize("protocol", [1, 2])
+def test_nodes_of_an_older_protocol_are_asked_for_nothing(protocol: int) -> None:
+    star = Star(OSLO, protocol=protocol)
+    star.run(30.0)
+    assert star.probes == [] and star.sight.matrix.rows(star.now) == []
+
+
+def test_a_node_speaks_of_its_own_links_alone() -> None:
+    star = Star(OSLO, BERGEN)
+    told = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=1, segments=100)
+    links = tuple(Seen(peer=peer, bulk=told, rtt_s=0.1) for peer in ("", "bergen", "oslo", "nobody"))
+    star.sight.heard(star.peers[OSLO], OSLO, Observed(links=links), star.members, 0.0)
+    known = {(row["from"], row["to"]) for row in star.sight.matrix.rows(0.0) if row["retransmit_ratio"] is not None}
+    assert known == {("oslo", COORDINATOR), ("oslo", "bergen")}
+
+
+def test_the_status_tells_machines_and_who_left_is_not_among_them() -> None:
+    star = Star(OSLO, BERGEN)
+    star.members[OSLO].inventory = Inventory(site="north", nics=(Nic(name="eth0", kind="ethernet", bits_per_s=1e10),))
+    star.members[BERGEN].stage = "left"
+    (told,) = star.sight.status(star.members.values(), 0.0)["nodes"]
+    assert (told["name"], told["site"], told["reachable"]) == ("oslo", "north", None)
+    assert told["nics"][0]["bytes_per_s"] == 1.25e9
