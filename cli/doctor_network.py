@@ -201,7 +201,7 @@ def as_the_coordinator_sees(name: str, seen: InventoryStatus | None) -> Sequence
         if name not in (link["from"], link["to"]) or (rate := link["bytes_per_s"]) is None:
             continue
         rtt = f", round trip {1000 * link['rtt_s']:.1f} ms" if link["rtt_s"] is not None else ""
-        detail = f"{link['from']} → {link['to']}: {rate_text(8 * rate)} by {link['provenance']}{rtt}"
+        detail = f"{link['from']} → {link['to']}: {rate_text(8 * rate)} by {link['measured_by']}{rtt}"
         findings.append(Finding(level="ok", what="link", detail=detail, data=dict(link)))
     return findings
 

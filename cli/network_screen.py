@@ -83,6 +83,6 @@ def _measured(link: LinkStatus) -> Text:
     age_s = link["age_s"]
     if age_s is None:
         return Text(link["why"] or "not yet", style="dim")
-    text = Text(f"by {link['provenance']}, ")
+    text = Text(f"by {link['measured_by']}, ")
     text.append(f"{duration_text(age_s)} ago", style="yellow" if age_s > _STALE_S else "")
     return text.append("  doubted: slower than a way round", style="red") if link["suspect"] else text

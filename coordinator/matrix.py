@@ -24,7 +24,8 @@ SUSPECT: Final = 3.0
 """A link this many times as slow as the best way round over one other place is doubted (routing tables have slips of a
 factor of a thousand: SkipPipe's published one does)."""
 
-Provenance = Literal["probe", "transfer", ""]
+Means = Literal["probe", "transfer", ""]
+"""A probe, or whatever had to be sent anyway."""
 
 Ends = tuple[str, str]
 """(from, to)."""
@@ -35,7 +36,7 @@ class _Direction:
     """One direction of a link."""
 
     rate: Average = field(default_factory=Average)
-    provenance: Provenance = ""
+    measured_by: Means = ""
     measured_at: float | None = None
     why: str = ""
     changed: bool = False
@@ -74,10 +75,10 @@ class Matrix:
         direction.why, direction.measured_at = "", now
         if probe:
             direction.rate.set(found.bytes_per_s)
-            direction.provenance, direction.changed = "probe", False
+            direction.measured_by, direction.changed = "probe", False
         else:
             direction.changed = direction.rate.add(found.bytes_per_s) or direction.changed
-            direction.provenance = "transfer"
+            direction.measured_by = "transfer"
         return found
 
     def connection(self, ends: Ends, connection: Connection) -> None:
@@ -122,7 +123,8 @@ class Matrix:
             "rtt_s": least,
             "rtt_median_s": usual,
             "bytes_per_s": known.rate.value,
-            "provenance": known.provenance,
+            "provenance": "probe" if known.measured_by else "",
+            "measured_by": known.measured_by,
             "age_s": age_s if math.isfinite(age_s) else None,
             "why": known.why,
             "retransmit_ratio": retransmit_ratio(connection),

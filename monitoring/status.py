@@ -222,6 +222,7 @@ LinkStatus = TypedDict(
         "rtt_median_s": float | None,
         "bytes_per_s": float | None,
         "provenance": str,
+        "measured_by": str,
         "age_s": float | None,
         "why": str,
         "retransmit_ratio": float | None,
@@ -230,7 +231,8 @@ LinkStatus = TypedDict(
     },
 )
 """One direction of a link; an end is a node's name, or `coordinator`. A rate is the receiver's, with its provenance
-(`probe`, or `transfer` of what had to be sent anyway) and age; `why`: what the last measurement was not believed for.
+(`probe`: it was measured; empty: nobody knows), its age, and what it was measured by: a `probe`, or a `transfer` of
+what had to be sent anyway. `why`: what the last measurement was not believed for.
 Retransmits are a share of the segments that the sender's kernel sent on the connection. A suspect link is slower than
 the best way round by so much that its measurement is doubted."""
 

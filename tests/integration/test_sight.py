@@ -96,7 +96,7 @@ def test_the_status_shows_both_machines_and_all_links(tmp_path: Path) -> None:
     assert set(links) == {ends for name in LINKS for ends in ((name, "coordinator"), ("coordinator", name))}
     for (source, target), link in links.items():
         name = source if target == "coordinator" else target
-        assert link["provenance"] == "probe" and link["age_s"] < 60
+        assert link["measured_by"] == "probe" and link["age_s"] < 60
         # The links are made by a thread of this machine, which others may hold up.
         assert ROUND_TRIP_S[name] < link["rtt_s"] < ROUND_TRIP_S[name] + 0.5
         assert 0.5 * BYTES_PER_S[name] < link["bytes_per_s"] < 1.3 * BYTES_PER_S[name]

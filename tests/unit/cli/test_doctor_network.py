@@ -37,6 +37,7 @@ def link(source: str, target: str, bytes_per_s: float | None) -> LinkStatus:
         "rtt_median_s": 0.11,
         "bytes_per_s": bytes_per_s,
         "provenance": "probe",
+        "measured_by": "probe",
         "age_s": 1.0,
         "why": "",
         "retransmit_ratio": None,

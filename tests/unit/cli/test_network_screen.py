@@ -51,6 +51,7 @@ LINK: LinkStatus = {
     "rtt_median_s": 0.07,
     "bytes_per_s": 5e6,
     "provenance": "probe",
+    "measured_by": "probe",
     "age_s": 75.0,
     "why": "",
     "retransmit_ratio": 0.0012,

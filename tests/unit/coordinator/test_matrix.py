@@ -33,8 +33,9 @@ def test_each_direction_has_its_own_rate_and_both_one_round_trip() -> None:
     assert isinstance(matrix.burst(UP, burst(1e6), 10.0, probe=True), Measured)
     matrix.burst(DOWN, burst(5e6), 20.0, probe=False)
     down, up = matrix.rows(30.0)
-    assert (up["from"], up["to"], up["bytes_per_s"], up["provenance"], up["age_s"]) == (*UP, 1e6, "probe", 20.0)
-    assert (down["bytes_per_s"], down["provenance"], down["age_s"]) == (5e6, "transfer", 10.0)
+    assert (up["from"], up["to"], up["bytes_per_s"], up["measured_by"], up["age_s"]) == (*UP, 1e6, "probe", 20.0)
+    assert (down["bytes_per_s"], down["measured_by"], down["age_s"]) == (5e6, "transfer", 10.0)
+    assert up["provenance"] == down["provenance"] == "probe"  # as opposed to what somebody says
     assert (up["rtt_s"], up["rtt_median_s"]) == (down["rtt_s"], down["rtt_median_s"]) == (0.04, 0.05)
 
 

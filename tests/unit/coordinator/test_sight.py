@@ -125,7 +125,7 @@ def test_in_quiet_times_every_direction_is_probed_once_and_known() -> None:
     for name in (OSLO, BERGEN):
         for ends in ((name, COORDINATOR), (COORDINATOR, name)):
             assert star.sight.matrix.rate(ends) == pytest.approx((256 << 10) / CHUNK_S, rel=0.02)
-    assert all(row["provenance"] == "probe" for row in star.sight.matrix.rows(star.now))
+    assert all(row["measured_by"] == "probe" for row in star.sight.matrix.rows(star.now))
 
 
 @pytest.mark.parametrize("to", [OSLO, BERGEN])
@@ -165,7 +165,7 @@ def test_a_budget_of_nothing_measures_by_what_is_sent_anyway() -> None:
     assert report is not None and not star.probes
     assert star.sight.heard(star.peers[OSLO], OSLO, report, star.members, star.now)
     (down, _) = star.sight.matrix.rows(star.now)
-    assert down["provenance"] == "transfer"
+    assert down["measured_by"] == "transfer"
     assert down["bytes_per_s"] == pytest.approx((256 << 10) / CHUNK_S, rel=0.02)
 
 
