@@ -172,7 +172,7 @@ def _validation(status: Status) -> Text:
     if not losses:
         return Text("not scored yet", style="dim")
     if len(losses) == 1:
-        return Text(f"{_finite_text(losses[0])} at the start")
+        return Text(f"{_finite_text(losses[0])} at step {status['evaluations'][0]['position']:,.0f}")
     text = Text(f"{_finite_text(losses[0])} → ")
     text.append(_finite_text(losses[-1]), style="bold green" if losses[-1] < losses[0] else "bold red")
     text.append(f"  {sparkline(losses)}", style="cyan")

@@ -135,9 +135,9 @@ def _sections(status: Status) -> Iterable[Markup]:
 def _cards(status: Status) -> Iterable[Markup]:
     nodes = status["nodes"]
     live = [node for node in nodes if node["connected"]]
-    losses = [score["loss"] for score in status["evaluations"]]
-    first = f"{_loss(losses[0])} at the start" if len(losses) > 1 else ""
-    yield _card("validation loss", _loss(losses[-1]) if losses else NOTHING, first)
+    scores = status["evaluations"]
+    first = f"{_loss(scores[0]['loss'])} at step {scores[0]['position']:,.0f}" if len(scores) > 1 else ""
+    yield _card("validation loss", _loss(scores[-1]["loss"]) if scores else NOTHING, first)
     yield _card("nodes", f"{len(live)}", f"of {plural(len(nodes), 'node')} so far" if len(nodes) != len(live) else "")
     speed = sum(node["tokens_per_s"] for node in live)
     tokens = sum(node["tokens"] for node in nodes)

@@ -59,7 +59,7 @@ def skeleton(document: str) -> list[tuple[str, tuple[str, ...]]]:
 def test_a_run_that_trains_is_told_in_full() -> None:
     reader = Reader(page(statuses.status()))
     for words in ("fjord-1b", "training", "streaming · q4 up, q4 down · H 30 · 1.24 G parameters in 4 fragments",
-                  "step 612", "of 2,000, 30.6%", "2.145", "5.545 at the start", "16.2 GB up, 16.0 GB down",
+                  "step 612", "of 2,000, 30.6%", "2.145", "5.545 at step 0", "16.2 GB up, 16.0 GB down",
                   "737× less than fp32 data parallel", "81 commits, round 20"):  # fmt: skip
         assert words in reader.text, words
     for words in (
