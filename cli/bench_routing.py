@@ -49,7 +49,8 @@ def routing(
         found = {"commit": source_commit(), **dataclasses.asdict(findings), "recovered": findings.recovered}
         out.mkdir(parents=True, exist_ok=True)
         (out / "routing.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        caption = f"farloop bench routing, commit {found['commit']}. Planning measured, all other seconds predicted or simulated."
+        what = "Planning measured, all other seconds predicted or simulated."
+        caption = f"farloop bench routing, commit {found['commit']}. {what}"
         for kind in (".svg", ".png"):
             plot(out / f"routing{kind}", findings, caption)
         if as_json:

@@ -49,17 +49,18 @@ def islands_of(inventory: Inventory) -> tuple[Island, ...]:
     nodes = inventory.nodes
     links = {(u, v): inventory.link(nodes[u], nodes[v]) for u in range(len(nodes)) for v in range(len(nodes)) if u != v}
     least = threshold([link.bytes_per_s for link in links.values() if link is not None])
+    fabrics = [node.fabric for node in nodes]
     joined = []
-    for u, one in enumerate(nodes):
+    for u, fabric in enumerate(fabrics):
+        near = RDMA_RTT_S if fabric.is_rdma else ETHERNET_RTT_S
         for v in range(u + 1, len(nodes)):
             there, back = links[u, v], links[v, u]
-            if there is None or back is None or one.fabric is not nodes[v].fabric:
+            if there is None or back is None or fabric is not fabrics[v]:
                 continue
-            near = RDMA_RTT_S if one.fabric.is_rdma else ETHERNET_RTT_S
             slow = min(there.bytes_per_s, back.bytes_per_s)
             if there.latency_s + back.latency_s < near and slow >= least:
                 joined.append((u, v))
-    return _components(joined, [node.fabric for node in nodes])
+    return _components(joined, fabrics)
 
 
 def _components(joined: Sequence[tuple[int, int]], fabrics: Sequence[CardKind]) -> tuple[Island, ...]:

@@ -129,7 +129,7 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
         work = again
     assert best is not None
     _, chains, work = best
-    chains = _polished(task, chains, work)
+    chains = _in_order(task, _polished(task, chains, work), work)
     return _with_rest(task, chains, work)
 
 
@@ -206,6 +206,19 @@ def _polished(task: Task, chains: Chains, work: Work) -> Chains:
         judge=judge,
         hot=_NEARLY_COLD,
     )
+
+
+def _in_order(task: Task, chains: Chains, work: Work) -> Chains:
+    """Each chain by the order of its stages where that costs nothing: reversed, a cycle is as long."""
+    nodes, stages = [], []
+    for own, at in zip(chains.nodes, chains.stages, strict=True):
+        hops = sorted(zip(at, own, strict=True))
+        plain = tuple(node for _, node in hops), tuple(stage for stage, _ in hops)
+        now = chain_s(own, at, work, task.message_s)
+        worse = fault_of(plain[1], task.limits) or chain_s(*plain, work, task.message_s) > now * (1.0 + _WORTH)
+        nodes.append(own if worse else plain[0])
+        stages.append(at if worse else plain[1])
+    return replace(chains, nodes=tuple(nodes), stages=tuple(stages))
 
 
 def _with_rest(task: Task, chains: Chains, work: Work) -> Paths:

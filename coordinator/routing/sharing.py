@@ -8,11 +8,15 @@ Stages in order are what keeps shared nodes from blocking each other: whoever wa
 stages, so that somebody can always go on.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 
 from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, fault_of
 from farloop.coordinator.routing.simulator import Route, simulate
+
+_NEAR = 6
+"""Free replicas of the next stage that a path may go on to: the nearest ones; all of them where there are no more."""
 
 
 def share(
@@ -43,6 +47,10 @@ class _Sharing:
         self._replicas = [[node for node, own in enumerate(stage_of) if own == s] for s in range(self._stages)]
         self._sources = self._replicas[0]
         others = max(1, self._stages - 1)
+        homes = {node: stage for stage, several in enumerate(self._replicas) for node in several}
+        self._cost = [(1.0 + work.backward) * work.forward_s(node, homes[node]) for node in range(len(stage_of))]
+        self._near: dict[tuple[int, int], list[int]] = {}
+        """(node, stage) → the stage's replicas, nearest first"""
         self._cap = -(-len(self._sources) * (length - 1) // others)
         self._jump = limits.max_jump
         self._paths: dict[int, Route] = {}
@@ -77,9 +85,15 @@ class _Sharing:
         outcome = simulate(routes, self._work, self._message_s)
         return outcome.makespan_s, outcome.source_s
 
+    def _nearest(self, node: int, stage: int) -> list[int]:
+        if (known := self._near.get((node, stage))) is None:
+            seconds = self._both[node]
+            known = self._near[node, stage] = sorted(self._replicas[stage], key=lambda other: (seconds[other], other))
+        return known
+
     def _planned(self, source: int, price: float) -> Route:
         """The cheapest path around the load of all others; what a node does for them is charged `price` times."""
-        work, both = self._work, self._both
+        slots, both = self._work.slots, self._both
         asked = [0] * len(both)
         visits = [0] * self._stages
         for route in self._paths.values():
@@ -93,11 +107,10 @@ class _Sharing:
                 for stage in range(at + 1, min(self._stages, at + self._jump + 1)):
                     if visits[stage] >= self._cap:
                         continue
-                    for other in self._replicas[stage]:
-                        if asked[other] >= work.slots[other]:
-                            continue
-                        own = (1.0 + work.backward) * work.forward_s(other, stage)
-                        value = (cost + both[node][other] + own * (1.0 + price * asked[other]), (*path, other))
+                    free = (other for other in self._nearest(node, stage) if asked[other] < slots[other])
+                    for other in itertools.islice(free, _NEAR):
+                        own = self._cost[other] * (1.0 + price * asked[other])
+                        value = (cost + both[node][other] + own, (*path, other))
                         if (stage, other) not in further or value < further[stage, other]:
                             further[stage, other] = value
             reached = further
