@@ -113,11 +113,13 @@ class Closing:
 
     def _held(self, window: Window) -> bool:
         """Whether too few of the live nodes would be part of the run, if this window closed now."""
+        fragment = self._ledger.fragment(window.terms.fragment)
+        about = f"{ALARM} in stage {fragment.stage}" if fragment.stage else ALARM
         self.guard.look(self._members())
-        self._alarms.pop(ALARM, None)
-        if alarm := self.guard.alarm(window.contributors, self._ledger.fragment(window.terms.fragment)):
-            self._alarms[ALARM] = alarm
-        return self.guard.holds
+        self._alarms.pop(about, None)
+        if alarm := self.guard.alarm(window.contributors, fragment):
+            self._alarms[about] = alarm
+        return self.guard.holds_stage(fragment.stage)
 
     def _screened(self, window: Window) -> bool:
         """Leave out what must not be merged. Whether there was any."""
@@ -162,8 +164,9 @@ class Closing:
             return
         self.guard.look(self._members())
         if not self.guard.left_out():
-            self.guard.holds = False
-            self._alarms.pop(ALARM, None)
+            self.guard.let_go()
+            for about in [about for about in self._alarms if about.startswith(ALARM)]:
+                del self._alarms[about]
         self.try_all()
 
     # --- time

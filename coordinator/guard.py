@@ -32,8 +32,8 @@ class Guard:
 
     def __init__(self, ledger: Ledger, floor_share: float | None = None) -> None:
         """`floor_share` 0 holds nothing; None is `FLOOR_SHARE` where windows wait for all, and 0 where they do not."""
-        self.holds = False
-        """Whether commits are held now."""
+        self._held: set[int] = set()
+        """Stages of the model whose commits are held now."""
         self._given_share = floor_share
         self._ledger = ledger
         self._merged: dict[NodeId, int] = {}
@@ -43,6 +43,19 @@ class Guard:
         for (fragment, version), commit in ledger.commits.items():
             for share in commit.merged:
                 self._saw(share.node, ledger.round_of(fragment, version))
+
+    @property
+    def holds(self) -> bool:
+        """Whether commits are held now."""
+        return bool(self._held)
+
+    def holds_stage(self, stage: int) -> bool:
+        """Whether those of one stage are."""
+        return stage in self._held
+
+    def let_go(self) -> None:
+        """Nobody is left out any more."""
+        self._held.clear()
 
     @property
     def _floor_share(self) -> float:
@@ -76,20 +89,21 @@ class Guard:
         return 1.0 - len(self.left_out()) / len(self._live_since) if self._live_since else 1.0
 
     def alarm(self, coming: Collection[NodeId], fragment: Fragment) -> str | None:
-        """What is wrong, if this fragment's window closed now with these contributors, in a sentence; `holds` says what
-        follows. Nodes that do not hold the fragment can neither be in it nor be missed."""
+        """What is wrong, if this fragment's window closed now with these contributors, in a sentence; `holds_stage`
+        says what follows. Nodes that do not hold the fragment can neither be in it nor be missed."""
         least = self._floor_share or FLOOR_SHARE
         able = [name for name, part in self._parts.items() if is_in(fragment, part)]
         out = [name for name in self.left_out(coming) if name in able]
         bad = bool(out) and 1.0 - len(out) / len(able) < least
-        self.holds = bad and self._floor_share > 0.0
+        self._held.discard(fragment.stage)
         if not bad:
             return None
         names = ", ".join(out[:4]) + (f" and {len(out) - 4} more" if len(out) > 4 else "")
         count = f"{len(out)} of {len(able)} live nodes"
         what = f"{count} were merged in none of the last {ROUNDS} rounds ({names})"
-        if not self.holds:
+        if not self._floor_share:
             return f"{what}; the run goes on with the others"
+        self._held.add(fragment.stage)
         return (
             f"{what}; nothing is committed until they are merged or leave: farloop status says what is refused, and why"
         )

@@ -13,13 +13,14 @@ from plain_runs import plain_hello
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Layout, NodeId, RunSpec, TensorSlot
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
+from farloop.coordinator.guard import ALARM
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
-A0, B0, A1, B1, W = map(NodeId, ("a0", "b0", "a1", "b1", "w"))
-PARTS = {A0: (0,), B0: (0,), A1: (1,), B1: (1,), W: None}
+A0, B0, A1, B1, C1, W = map(NodeId, ("a0", "b0", "a1", "b1", "c1", "w"))
+PARTS = {A0: (0,), B0: (0,), A1: (1,), B1: (1,), C1: (1,), W: None}
 REPORT = msg.Progress(
     state="training", position=0.0, round=0, inner_steps=10, tokens=0, loss=None, tokens_per_s=0.0, compute_share=0.0,
     blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0, detail="",
@@ -307,3 +308,23 @@ def test_the_anchors_are_scored_by_a_node_that_has_all_of_them(make_run: MakeRun
     assert [c.committed.evaluator for c in run.commit(2, A1, B1) if isinstance(c, ev.Publish)] == [None]
     run = make_run(A0, A1, W, evaluation_set="set")
     assert [c.committed.evaluator for c in run.commit(2, A1, W) if isinstance(c, ev.Publish)] == [W]
+
+
+def test_a_stage_whose_nodes_are_mostly_left_out_is_held_and_another_is_not(make_run: MakeRun) -> None:
+    """Participation: it is between those who hold the stage. Two of three are refused; when they leave, it goes on."""
+    run = make_run(A0, B0, A1, B1, min_nodes=2)
+    run.join(C1)
+    for _ in range(8):
+        for fragment, good in ((1, (A0, B0)), (2, (A1,)), (0, (A0, B0))):
+            for node in sorted(run.machine.windows[fragment].missing, key=lambda node: node in good):
+                stored, offer = ev.InputStored, run.offer(node, fragment)
+                failed = ev.InputFailed(offer=offer, reason=Reason.CORRUPT, detail="again")
+                run.carry_on(run.handle(stored(offer=offer) if node in good else failed))
+    assert run.machine.guard.left_out() == [B1, C1]
+    assert run.machine.guard.holds_stage(1) and not run.machine.guard.holds_stage(0)
+    assert "2 of 3 live nodes" in run.machine.alarms[f"{ALARM} in stage 1"] and ALARM not in run.machine.alarms
+    before = run.ledger.versions[2]
+    for node in (B1, C1):
+        run.carry_on(run.leave(node))
+    assert run.ledger.versions[2] == before + 1 and not run.machine.guard.holds
+    assert not any(alarm.startswith(ALARM) for alarm in run.machine.alarms)
