@@ -19,6 +19,8 @@ class Homes:
     def __init__(self, node: str, layout: Layout) -> None:
         self._node = node
         self.sources: tuple[str, ...] = ()
+        self._everybody: tuple[str, ...] = ()
+        """All sources of the layout."""
         self.ended: dict[str, Position] = {}
         """Newest step that each has ended."""
         self.used: dict[str, Position] = {}
@@ -33,6 +35,7 @@ class Homes:
         """Another layout."""
         passing = {path.source for path in layout.paths if any(hop.node == self._node for hop in path.hops)}
         self.sources = tuple(sorted(passing - {self._node}))
+        self._everybody = tuple(sorted({path.source for path in layout.paths}))
 
     def admits(self, trip: Trip) -> bool:
         """Whether its work belongs to the present step. The first one of a source that is met sets the beginning."""
@@ -67,8 +70,8 @@ class Homes:
 
     @property
     def all_left(self) -> bool:
-        """Whether nobody whom the node follows will send it anything more."""
-        return bool(self.sources) and set(self.sources) <= self.left
+        """Whether nobody whom the node follows will send it anything more; of a spare node, nobody at all."""
+        return set(self.sources or self._everybody) <= self.left
 
     def close(self) -> int:
         """The next step begins; the microbatches of the one that is over, of all followed sources."""

@@ -105,7 +105,7 @@ def train_stage(
         on_join(node)
         executor = _executor(node, config, pipeline, layout, addresses)
         executor.start()
-        _log.info("training run=%s stage=%d at=%s", node.spec.identity.name, number, executor.link.endpoint)
+        _log.info("training run=%s stage=%d listens=%s", node.spec.identity.name, number, executor.link.endpoint)
         try:
             _loop(node, executor, corpora, pipeline)
         finally:

@@ -1,0 +1,207 @@
+"""Pipelines of real processes on one machine: emulated distances, measured steps, and what was predicted.
+
+Every node is a process (`bench/pipeline_node.py`) with its own sockets; distance is a delay at the sender, and a slow
+stage a sleep, so that what is measured is the pipeline and not this machine's arithmetic. `makespan` compares the time
+of a step with the same machines on virtual time; `losses` trains with a share of the stages skipped, and without.
+"""
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from farloop.algo.layout import Hop, Layout, Stage
+from farloop.algo.layout import Path as Way
+from farloop.bench.pipeline_node import MODEL, NodeSettings, Told, batches
+from farloop.node.model import build
+from farloop.node.pipeline.layout_file import layout_json
+from farloop.sim.pipeline import Costs, World
+
+Delays = Mapping[tuple[str, str], float]
+"""Seconds between two nodes, in this order."""
+
+PATIENCE_S = 300.0
+"""For a whole experiment."""
+
+EXAMPLE_DELAYS: Mapping[str, int] = {
+    **{f"0-{v}": d for v, d in zip("234567", (1, 5, 2, 6, 4, 3), strict=True)},
+    **{f"1-{v}": d for v, d in zip("234567", (4, 1, 5, 2, 2, 6), strict=True)},
+    **{"2-4": 1, "2-5": 3, "2-6": 2, "2-7": 5, "3-4": 4, "3-5": 1, "3-6": 6, "3-7": 2},
+    **{"4-6": 3, "4-7": 1, "5-6": 1, "5-7": 4},
+}
+"""Four stages of two nodes, 0 and 1 the sources; symmetric, in units of one forward pass."""
+
+CHAINS = ("024", "135")
+"""The best disjoint paths of three of the four stages in it: 15.75 units each."""
+
+FULL = ("0247", "1356")
+"""Through all four stages: 22.25 and 20.25 units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Makespan:
+    """How long a step took."""
+
+    paths: tuple[str, ...]
+    predicted_s: float
+    """By the machines on virtual time."""
+    measured_s: float
+    """Median over the steps, of the slowest source."""
+    steps_s: tuple[float, ...]
+    """Of every step but the first, the slowest source's."""
+
+    @property
+    def error(self) -> float:
+        """Measured over predicted, less 1."""
+        return self.measured_s / self.predicted_s - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """How a model learnt."""
+
+    skipped: float
+    """Share of the stages that each microbatch leaves out."""
+    losses: tuple[float, ...]
+    """Of every step, mean over the sources, nats per token."""
+    full_loss: float
+    """At the end, of the whole model without skips, on microbatches that nobody trained on."""
+
+
+def example_layout(paths: Sequence[str], layers: int = 4) -> Layout:
+    """The worked example with these paths."""
+    return layout_of(("01", "23", "45", "67"), paths, layers)
+
+
+def layout_of(replicas: Sequence[str], paths: Sequence[str], layers: int) -> Layout:
+    """Stages of equally many layers, whose nodes have names of one letter."""
+    each = layers // len(replicas)
+    stages = tuple(
+        Stage(first=i * each, stop=(i + 1) * each, replicas=tuple(names)) for i, names in enumerate(replicas)
+    )
+    stage_of = {name: number for number, names in enumerate(replicas) for name in names}
+    ways = tuple(Way(hops=tuple(Hop(stage=stage_of[name], node=name) for name in path)) for path in paths)
+    return Layout(epoch=1, stages=stages, paths=ways)
+
+
+def example_delays(unit_s: float) -> dict[tuple[str, str], float]:
+    """Both ways between the nodes of the worked example."""
+    delays = {}
+    for ends, units in EXAMPLE_DELAYS.items():
+        one, _, other = ends.partition("-")
+        delays[one, other] = delays[other, one] = units * unit_s
+    return delays
+
+
+def makespan(
+    paths: Sequence[str], *, unit_s: float = 0.01, steps: int = 20, microbatches: int = 1, credit: int = 1
+) -> Makespan:
+    """The worked example with delays and jobs of `unit_s`, by these paths, in processes of its own."""
+    layout, delays = example_layout(paths), example_delays(unit_s)
+    costs = Costs(forward_s=unit_s, loss_s=unit_s / 4, backward_s=1.5 * unit_s)
+    world = World(layout, steps=3, microbatches=microbatches, costs=costs, delay=lambda u, v: delays.get((u, v), 0.0))
+    world.run(1000.0)
+    sources = sorted({path.source for path in layout.paths})
+    spans = [(world.records[name].began_at, world.records[name].over_at) for name in sources]
+    predicted = max(over[-1] - began[-1] for began, over in spans)
+    with tempfile.TemporaryDirectory() as folder:
+        told = run_nodes(
+            layout,
+            Path(folder),
+            delays=delays,
+            steps=steps + 1,
+            microbatches=microbatches,
+            credit=credit,
+            job_s={"forward": costs.forward_s, "loss": costs.loss_s, "backward": costs.backward_s},
+        )
+    slowest = [max(told[name].seconds[step] for name in sources) for step in range(1, steps + 1)]
+    return Makespan(
+        paths=tuple(paths), predicted_s=predicted, measured_s=statistics.median(slowest), steps_s=tuple(slowest)
+    )
+
+
+def losses(paths: Sequence[str], *, steps: int = 150, microbatches: int = 4, learning_rate: float = 3e-3) -> Losses:
+    """A small model of four layers in four stages, trained by these paths of the worked example's nodes."""
+    layout = example_layout(paths)
+    with tempfile.TemporaryDirectory() as folder:
+        told = run_nodes(
+            layout, Path(folder), steps=steps, microbatches=microbatches, credit=4, learning_rate=learning_rate
+        )
+        full = whole_loss([Path(told[stage.replicas[0]].weights) for stage in layout.stages])
+    sources = sorted({path.source for path in layout.paths})
+    mean = [statistics.fmean(told[name].losses[step] for name in sources) for step in range(steps)]
+    visited = statistics.fmean(len(path.hops) for path in layout.paths) / len(layout.stages)
+    return Losses(skipped=1.0 - visited, losses=tuple(mean), full_loss=full)
+
+
+def whole_loss(weights: Sequence[Path]) -> float:
+    """Of the model that these stages make, one file each, as a whole and on microbatches that nobody trained on."""
+    whole = build(MODEL, seed=0)
+    for path in weights:
+        whole.load_state_dict(load_file(path), strict=False)
+    with torch.no_grad():
+        return statistics.fmean(whole.loss(batch).item() for batch in batches(16, seed=10_000_000))
+
+
+def run_nodes(
+    layout: Layout,
+    folder: Path,
+    *,
+    steps: int,
+    microbatches: int,
+    credit: int,
+    delays: Delays | None = None,
+    job_s: Mapping[str, float] | None = None,
+    learning_rate: float = 0.0,
+) -> dict[str, Told]:
+    """What every node of the layout tells at its end, each in a process of its own on loopback.
+
+    Raises RuntimeError with its log where one of them fails.
+    """
+    names = [name for stage in layout.stages for name in stage.replicas]
+    addresses = {name: f"tcp://127.0.0.1:{port}" for name, port in zip(names, _free_ports(len(names)), strict=True)}
+    (folder / "layout.json").write_text(layout_json(layout, addresses))
+    processes = {}
+    for name in names:
+        settings = NodeSettings(
+            name=name,
+            layout=str(folder / "layout.json"),
+            steps=steps,
+            microbatches=microbatches,
+            credit=credit,
+            delays_s={v: s for (u, v), s in (delays or {}).items() if u == name},
+            job_s=dict(job_s or {}),
+            learning_rate=learning_rate,
+            out=str(folder / f"{name}.json"),
+        )
+        (folder / f"{name}-settings.json").write_text(json.dumps(asdict(settings)))
+        with (folder / f"{name}.log").open("w") as log:
+            command = [sys.executable, "-m", "farloop.bench.pipeline_node", str(folder / f"{name}-settings.json")]
+            processes[name] = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        for name, process in processes.items():
+            if process.wait(PATIENCE_S) != 0:
+                raise RuntimeError(f"node {name} failed: {(folder / f'{name}.log').read_text()[-2000:]}")
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    return {name: Told(**json.loads((folder / f"{name}.json").read_text())) for name in names}
+
+
+def _free_ports(count: int) -> list[int]:
+    """That many, all different."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]

@@ -1,0 +1,118 @@
+"""One process of `bench/pipeline.py`: a stage of a small model, with jobs that take as long as they are told to."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from farloop.node.model import ModelConfig, build
+from farloop.node.pipeline.executor import Executor
+from farloop.node.pipeline.layout_file import read_layout
+from farloop.node.pipeline.link import PeerConfig
+from farloop.node.pipeline.settings import Settings
+from farloop.node.pipeline.stage import StageJobs, StagePart
+from farloop.node.pipeline.words import Kind, Work
+
+MODEL = ModelConfig(layers=4, dim=32, heads=2, hidden=48, context=64)
+"""A job of a stage takes a millisecond or two on one core: short beside the times that are emulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What the process is told."""
+
+    name: str
+    layout: str
+    """Its file."""
+    steps: int
+    microbatches: int
+    credit: int
+    delays_s: dict[str, float]
+    """To each of the others."""
+    job_s: dict[str, float]
+    """Least seconds of a job, by its kind."""
+    learning_rate: float
+    out: str
+    """Where it writes a `Told`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What it tells at its end."""
+
+    seconds: list[float]
+    """Of every step."""
+    losses: list[float]
+    """Of a source, of every step."""
+    weights: str
+    """A safetensors file of its stage."""
+
+
+class PacedJobs(StageJobs):
+    """Takes at least so long for a job of each kind."""
+
+    def __init__(self, part: StagePart, job_s: dict[str, float]) -> None:
+        super().__init__(part)
+        self._job_s = {Kind[name.upper()]: seconds for name, seconds in job_s.items()}
+
+    def do(self, work: Work, given: Tensor | None) -> Tensor | None:
+        """As the stage's, and then the rest of its time."""
+        due = time.monotonic() + self._job_s.get(work.kind, 0.0)
+        result = super().do(work, given)
+        time.sleep(max(0.0, due - time.monotonic()))
+        return result
+
+
+def batches(count: int, seed: int, *, sequences: int = 4, tokens: int = 33) -> Sequence[Tensor]:
+    """Microbatches of tokens [B, S] that can be learnt: each row counts on by a stride of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(0, 256, (count, sequences, 1), generator=generator)
+    stride = torch.randint(1, 8, (count, sequences, 1), generator=generator)
+    return list((start + stride * torch.arange(tokens)) % 256)
+
+
+def main(settings_file: str) -> None:
+    """Take the steps, and write what they came to."""
+    torch.set_num_threads(1)
+    settings = NodeSettings(**json.loads(Path(settings_file).read_text()))
+    name, out = settings.name, Path(settings.out)
+    layout, addresses = read_layout(Path(settings.layout))
+    number = layout.stage_of(name)
+    assert number is not None
+    part = StagePart(build(MODEL, seed=0), layout.stages[number], source=number == 0)
+    executor = Executor(
+        layout=layout,
+        addresses={other: to for other, to in addresses.items() if other != name},
+        jobs=PacedJobs(part, settings.job_s),
+        peer=PeerConfig(name=name, bind=addresses[name], delays_s=settings.delays_s),
+        settings=Settings(credit=settings.credit),
+    )
+    executor.start()
+    optimizer = torch.optim.AdamW(part.parameters(), lr=settings.learning_rate)
+    seconds: list[float] = []
+    losses: list[float] = []
+    sends = bool(layout.paths_from(name))
+    for step in range(settings.steps):
+        seed = 1000 * number + step * len(addresses) + sorted(addresses).index(name)
+        result = executor.step(batches(settings.microbatches, seed) if sends else ())
+        if result is None:
+            break
+        seconds.append(result.seconds)
+        if result.trained.loss is not None:
+            losses.append(result.trained.loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    executor.close()
+    save_file(dict(part.state_dict()), out.with_suffix(".safetensors"))
+    told = Told(seconds=seconds, losses=losses, weights=str(out.with_suffix(".safetensors")))
+    out.write_text(json.dumps(asdict(told)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
