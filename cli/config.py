@@ -27,6 +27,8 @@ from farloop.monitoring.connection import congestion_refused
 from farloop.node.corpus import CorpusError
 from farloop.node.labels import parse_nics
 from farloop.node.model import PRESETS
+from farloop.node.pipeline.errors import LayoutError
+from farloop.node.pipeline.layout_file import read_layout
 from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
 from farloop.node.trainer import NodeConfig
 from farloop.quant.errors import BadParameter
@@ -187,10 +189,16 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
         raise settings.error("pipeline", "peers", "goes with [node] key (this side's secret key), which is missing")
     if values["bind"]:
         _check_address(settings, "pipeline", "bind", listens=True)
-        beyond = not parse_tcp(values["bind"], listens=True).is_loopback
-        if beyond and values["peers"] is None and not node["insecure"]:
-            what = f"{values['bind']} goes beyond this machine, so peers is required, or insecure = true"
-            raise settings.error("pipeline", "bind", what)
+    try:
+        layout, addresses = read_layout(values["layout"])
+    except LayoutError as error:
+        raise settings.error("pipeline", "layout", str(error)) from error
+    if layout.stage_of(node["name"]) is None:
+        raise settings.error("pipeline", "layout", f"no stage of it has a node {node['name']}")
+    listens = values["bind"] or addresses[node["name"]]
+    if values["peers"] is None and not node["insecure"] and not parse_tcp(listens, listens=True).is_loopback:
+        what = f"{listens} goes beyond this machine, so peers and [node] key are required, or insecure = true"
+        raise settings.error("pipeline", "peers", what)
     return PipelineConfig(**values)
 
 

@@ -36,6 +36,7 @@ class Metrics(Collector):
         self._lost: dict[int, float] = {}
         self._mismatches = 0
         self._spent: tuple[Mapping[Activity, float], float] = {}, 0.0
+        self._piped: tuple[Mapping[str, int], int, int] | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -49,6 +50,10 @@ class Metrics(Collector):
     def spent(self, seconds: Mapping[Activity, float], codec_s: float) -> None:
         """Where the wall time went, and seconds of the thread that encodes beside the training."""
         self._spent = dict(seconds), codec_s  # replaced as a whole, as everything here
+
+    def piped(self, became: Mapping[str, int], sent_bytes: int, inputs: int) -> None:
+        """Of a stage of a pipeline: what became of microbatches so far, bytes of tensors sent, inputs kept now."""
+        self._piped = dict(became), sent_bytes, inputs  # replaced as a whole, as everything here
 
     def anchor_mismatched(self) -> None:
         """An anchor did not have its digest; a snapshot replaces it."""
@@ -116,6 +121,8 @@ class Metrics(Collector):
             times.add_metric([self._node, activity], value)
         yield times
         yield self._counter("codec_seconds", "The thread that encodes deltas worked.", codec_s)
+        if self._piped is not None:
+            yield from self._pipeline(*self._piped)
         held = GaugeMetricFamily(
             "farloop_node_fragment_version", "Version of the anchor; -1 before the first.", labels=["node", "fragment"]
         )
@@ -131,6 +138,18 @@ class Metrics(Collector):
             for fragment, ratio in sorted(self._lost.items()):
                 lost.add_metric([self._node, str(fragment)], ratio)
             yield lost
+
+    def _pipeline(self, became: Mapping[str, int], sent_bytes: int, inputs: int) -> Iterable[Metric]:
+        trips = CounterMetricFamily(
+            "farloop_node_pipeline_microbatches",
+            "Of a source: completed, dropped, reissued; of any stage: rerouted, skipped, repeated.",
+            labels=["node", "outcome"],
+        )
+        for outcome, count in sorted(became.items()):
+            trips.add_metric([self._node, outcome], count)
+        yield trips
+        yield self._counter("pipeline_sent_bytes", "Activations and gradients sent to other stages.", sent_bytes)
+        yield self._gauge("pipeline_inputs", "Microbatches whose input is kept for their backward pass.", inputs)
 
     def _gauge(self, name: str, meaning: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"farloop_node_{name}", meaning, labels=["node"])

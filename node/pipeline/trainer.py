@@ -156,6 +156,9 @@ def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: P
         step = executor.step(batches, closes_round=node.closes_round)
         if step is None:
             return
+        if node.leader is not None:
+            machine = executor.machine
+            node.leader.metrics.piped(machine.counted, sum(executor.bytes_by_hop.values()), len(machine.desk.held))
         node.step(loss=step.trained.loss, tokens=step.trained.tokens)
 
 

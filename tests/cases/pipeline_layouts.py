@@ -8,7 +8,9 @@ _FROM_SOURCES = {"0": (1, 5, 2, 6, 4, 3), "1": (4, 1, 5, 2, 2, 6)}
 _BETWEEN = {"24": 1, "25": 3, "26": 2, "27": 5, "34": 4, "35": 1, "36": 6, "37": 2, "46": 3, "47": 1, "56": 1, "57": 4}
 
 
-def layout_of(replicas: Sequence[str], paths: Sequence[str], *, layers: int = 0, epoch: int = 1) -> Layout:
+def layout_of(
+    replicas: Sequence[Sequence[str]], paths: Sequence[Sequence[str]], *, layers: int = 0, epoch: int = 1
+) -> Layout:
     """`layout_of(["a", "bc"], ["ab", "ac"])`: one layer a stage, or `layers` in all, evenly."""
     each = max(1, layers // len(replicas))
     stages = tuple(

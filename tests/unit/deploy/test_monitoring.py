@@ -52,6 +52,7 @@ def shown_by_the_daemons() -> set[str]:
     node = NodeMetrics(NodeId("a"))
     node.saw(PROGRESS, versions={0: 1}, connected=True)
     node.lost_by_codec(0, 0.1)
+    node.piped({"completed": 1}, 1, 1)
     coordinator = Metrics()
     coordinator.scored(1.0)
     names: set[str] = set()

@@ -74,6 +74,20 @@ def test_a_scrape_shows_the_last_report() -> None:
     assert samples(metrics)["farloop_node_connected", ()] == 0
 
 
+def test_a_stage_of_a_pipeline_shows_what_became_of_its_microbatches() -> None:
+    metrics = Metrics(NodeId("oslo"))
+    metrics.saw(PROGRESS, versions={}, connected=True)
+    assert not [name for name, _ in samples(metrics) if "pipeline" in name]
+    metrics.piped({"completed": 8, "rerouted": 1}, 4096, 2)
+    shown = {key: value for key, value in samples(metrics).items() if "pipeline" in key[0]}
+    assert shown == {
+        ("farloop_node_pipeline_microbatches_total", (("outcome", "completed"),)): 8,
+        ("farloop_node_pipeline_microbatches_total", (("outcome", "rerouted"),)): 1,
+        ("farloop_node_pipeline_sent_bytes_total", ()): 4096,
+        ("farloop_node_pipeline_inputs", ()): 2,
+    }
+
+
 def test_what_is_not_known_is_not_shown() -> None:
     metrics = Metrics(NodeId("oslo"))
     assert samples(metrics) == {}
