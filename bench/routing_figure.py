@@ -1,4 +1,4 @@
-"""The plot of `farloop bench routing`: where the mode turns, seconds of planning, what relays and a replan are worth."""
+"""The plot of `farloop bench routing`: where the mode turns, seconds of planning, what relays and a replan bring."""
 
 from pathlib import Path
 

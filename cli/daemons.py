@@ -256,7 +256,7 @@ def _train(config: NodeConfig, pipeline: PipelineConfig, drain: "_Drain") -> Non
         if pipeline.layout is None:
             train(config, on_join=joined, environ=os.environ)
         else:
-            train_stage(config, pipeline, on_join=joined)
+            train_stage(config, pipeline, on_join=joined, environ=os.environ)
 
 
 class _Drain:

@@ -100,11 +100,7 @@ def train(
         fingerprint=config.fingerprint,
         evaluate=evaluate,
         http=config.http,
-        link=LinkConfig(
-            coordinator=config.coordinator,
-            congestion=config.congestion,
-            inventory=look_around(environ or {}, Operator.of(config.site, config.address, config.nics)),
-        ),
+        link=link_of(config, environ or {}),
         tau=config.tau,
     )
     with node:
@@ -113,6 +109,12 @@ def train(
         signal.signal(signal.SIGINT, lambda *_: node.request_drain())
         on_join(node)
         _loop(node, corpora)
+
+
+def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
+    """How its link is kept, and what it tells of its machine. `environ`: as `train` has it."""
+    seen = look_around(environ, Operator.of(config.site, config.address, config.nics))
+    return LinkConfig(coordinator=config.coordinator, congestion=config.congestion, inventory=seen)
 
 
 def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:

@@ -7,7 +7,7 @@ through the coordinator, as any nodes do, with whatever method the run has. Grad
 import logging
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from farloop.node.pipeline.layout_file import read_layout
 from farloop.node.pipeline.link import PeerConfig
 from farloop.node.pipeline.settings import Settings
 from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
-from farloop.node.trainer import NodeConfig, check_data
+from farloop.node.trainer import NodeConfig, check_data, link_of
 
 _log = logging.getLogger(__name__)
 
@@ -65,9 +65,15 @@ class PipelineConfig:
 
 
 def train_stage(
-    config: NodeConfig, pipeline: PipelineConfig, *, on_join: Callable[[Node], None] = lambda node: None
+    config: NodeConfig,
+    pipeline: PipelineConfig,
+    *,
+    on_join: Callable[[Node], None] = lambda node: None,
+    environ: Mapping[str, str] | None = None,
 ) -> None:
     """Take part in a run with one stage of the model, until it ends, SIGTERM comes, or all sources have left.
+
+    `environ` may hold labels of a container.
 
     Raises:
         NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node.
@@ -96,6 +102,7 @@ def train_stage(
         state_dir=config.state_dir,
         fingerprint=config.fingerprint,
         http=config.http,
+        link=link_of(config, environ or {}),
         tau=config.tau,
         holds=(number,),
     )
