@@ -287,4 +287,5 @@ def test_hostile_bytes_are_refused_or_decode_to_finite_numbers(data: st.DataObje
         return
     decoded = TOPK.decode(payload, fragment)
     assert torch.isfinite(decoded).all()
-    assert bytes(payload.tolist())[:4] == b"\0" * 4 or decoded.any()
+    smaller = bytes(payload.tolist())[:2]  # of the first chunk's two magnitudes; nobody need have the larger
+    assert smaller == b"\0" * 2 or decoded.any()
