@@ -1,4 +1,4 @@
-"""The plot of `farloop bench routing`: where the mode turns, seconds of planning, what relays and a replan bring."""
+"""The plot of `farloop bench routing`: where the mode turns, time of planning, what relays and a replan are worth."""
 
 from pathlib import Path
 

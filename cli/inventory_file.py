@@ -356,6 +356,18 @@ def _tables(path: Path) -> dict[str, Any]:
     return found
 
 
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "string": "text in quotes",
+    "bool": "true or false",
+    "list": "a list",
+    "model": "a table",
+    "dict": "a table",
+}
+"""By the first word of pydantic's kind of error."""
+
+
 def _first(error: ValidationError) -> str:
     """The first thing that is wrong, with its place."""
     found = error.errors()[0]
@@ -368,7 +380,7 @@ def _first(error: ValidationError) -> str:
         case "missing":
             return f"{f'{owner}: ' if owner else ''}{key or place} is missing"
         case _:
-            what = str(found["msg"]).removeprefix("Input should be ").replace("a valid ", "a ")
+            what = _WANTED.get(found["type"].partition("_")[0], "something else")
             return f"{place}: {what} is wanted, not {found['input']!r}"
 
 

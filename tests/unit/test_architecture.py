@@ -138,6 +138,7 @@ def test_the_environment_is_read_where_settings_come_from() -> None:
         "farloop.node.pipeline.machine",
         "farloop.coordinator.machine",
         "farloop.coordinator.ledger",
+        "farloop.coordinator.routing.plan",
     ],
 )
 def test_the_pure_rooms_do_not_load_torch(module: str) -> None:
@@ -302,7 +303,7 @@ def test_decisions_read_no_clock() -> None:
     pure += [f"coordinator/{n}.py" for n in ("machine", "membership", "decisions", "ledger", "roster")]
     pure += [f"node/pipeline/{n}.py" for n in PIPELINE_DECISIONS]
     pure += ["coordinator/windows.py", "coordinator/leases.py", "coordinator/admission.py"]
-    pure += [path.relative_to(ROOT).as_posix() for path in sources("wire", "algo", "sim")]
+    pure += [path.relative_to(ROOT).as_posix() for path in sources("wire", "algo", "sim", "coordinator/routing")]
     for place in pure:
         used = set(imports(ROOT / place))
         assert not used & {"time", "asyncio", "threading", "socket"}, place

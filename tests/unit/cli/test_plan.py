@@ -1,0 +1,242 @@
+"""`farloop plan`: files as TOML and JSON, a coordinator's status, what it prints, draws and refuses."""
+
+import json
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from farloop.cli.exit_codes import ExitCode
+from farloop.cli.inventory_file import inventory_of, live_inventory, load_inventory
+from farloop.cli.main import app
+from farloop.cli.sources import ConfigError
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples/plans"
+
+
+def run(*words: str) -> tuple[int, str]:
+    ended = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "120"}, prog_name="farloop")
+    return ended.exit_code, ended.output
+
+
+def planned(*words: str) -> dict[str, Any]:
+    code, text = run(*words, "--json")
+    assert code == 0, text
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["two-islands", "four-sites", "twelve-sites"])
+def test_the_examples_are_planned_in_words(name: str) -> None:
+    code, text = run("--inventory", str(EXAMPLES / f"{name}.toml"))
+    assert code == 0 and "a step" in text and "instead" in text
+
+
+def test_json_has_what_a_comparison_needs() -> None:
+    found = planned("--inventory", str(EXAMPLES / "twelve-sites.toml"))
+    assert found["mode"] == "C" and found["plan_s"] > 0.0 and found["makespan_s"] > 0.0
+    assert [path["source"] for path in found["paths"]] == [path["nodes"][0] for path in found["paths"]]
+    assert all(len(path["nodes"]) == len(path["stages"]) == 4 for path in found["paths"])
+    assert sorted(node for group in found["groups"] for node in group["nodes"]) == sorted(
+        node for stage in found["stages"] for node in stage["nodes"]
+    )
+    assert [stage["layers"] for stage in found["stages"]] == [[4 * s, 4 * s + 4] for s in range(6)]
+    assert ["nl", "london"] in found["suspects"]
+    factors = {one["name"]: one["factor"] for one in found["alternatives"]}
+    assert factors["full pipelines, nothing skipped"] > 1.5 and factors["paths dealt at random"] > 1.5
+
+
+def test_the_mode_turns_at_h_star() -> None:
+    file = str(EXAMPLES / "two-islands.toml")
+    assert planned("--inventory", file)["h_star"] == pytest.approx(3.82, abs=0.005)
+    assert [planned("--inventory", file, "--h", h)["mode"] for h in ("1", "3", "4", "50")] == ["B", "B", "A", "A"]
+
+
+def test_the_same_file_as_json(tmp_path: Path) -> None:
+    tables = tomllib.loads((EXAMPLES / "four-sites.toml").read_text())
+    twin = tmp_path / "four-sites.json"
+    twin.write_text(json.dumps(tables))
+    assert load_inventory(twin) == load_inventory(EXAMPLES / "four-sites.toml")
+
+
+def test_a_matrix_of_published_delays(tmp_path: Path) -> None:
+    """Two sources and two more nodes: seconds of a message in place of links."""
+    tables = {
+        "plan": {"stages": 2, "skip": 0.0, "mode": "C"},
+        "model": {"layers": 2},
+        "nodes": [
+            {"name": name, "layer_s": 1.0, "stage": stage} for name, stage in zip("abcd", (0, 0, 1, 1), strict=True)
+        ],
+        "delay_s": [[0, 9, 5, 1], [9, 0, 1, 5], [5, 1, 0, 9], [1, 5, 9, 0]],
+    }
+    file = tmp_path / "delays.json"
+    file.write_text(json.dumps(tables))
+    found = planned("--inventory", str(file))
+    assert sorted(path["nodes"] for path in found["paths"]) == [["a", "d"], ["b", "c"]]
+    assert found["makespan_s"] == 2 * 2.5 + 0.25 + 4.0
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+@pytest.mark.parametrize("name", ["two-islands", "four-sites", "twelve-sites"])
+def test_a_plan_is_drawn(tmp_path: Path, name: str, suffix: str) -> None:
+    file = tmp_path / f"plan{suffix}"
+    code, text = run("--inventory", str(EXAMPLES / f"{name}.toml"), "--plot", str(file))
+    assert code == 0 and "figure" in text and file.stat().st_size > 5000
+    if suffix == ".svg":
+        words = file.read_text()
+        assert "stage 0" in words or "coordinator" in words
+
+
+SMALL: dict[str, Any] = {
+    "model": {"layers": 4},
+    "nodes": [{"name": "a", "count": 2, "layer_s": 0.1}],
+    "links": [{"between": ["a", "a"], "latency_ms": 1.0}],
+}
+
+
+def changed(**more: Any) -> dict[str, Any]:
+    return {**SMALL, **more}
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"nodes": []}, "model is missing"),
+        (changed(nodes=[]), "nodes is empty; the least is 1"),
+        (changed(model={"layer": 4}), "model"),
+        (changed(nodes=[{"name": "a", "layers": 1}]), r"nodes\[0\]: there is no key 'layers'; did you mean layer_s"),
+        (changed(modl={}), "there is no key 'modl'; did you mean model?"),
+        (changed(model={"layers": "four"}), "model.layers: a whole number is wanted, not 'four'"),
+        (changed(model={"layers": 0}), "layers is 0; the least is 1"),
+        (changed(plan={"skip": 1.0}), "skip is 1.0; from 0 to below 1, as 0.25"),
+        (changed(plan={"stages": 9}), "stages is 9; the model has 4 layers, so at most that many"),
+        (changed(plan={"stages": 3}), "stages is 3; there are 2 nodes, so at most that many"),
+        (changed(plan={"mode": "D"}), "plan.mode: there is no 'D'; there are A, B, C"),
+        (changed(nodes=[{"name": "a", "nics": [{"kind": "infinband"}]}]), "did you mean infiniband?"),
+        (changed(nodes=[{"name": "a"}, {"name": "a"}]), "the name 'a' stands twice"),
+        (changed(nodes=[{"name": "a", "stage": 1}, {"name": "b", "stage": 1}]), "stage 0 has no node"),
+        (changed(nodes=[{"name": "a", "stage": 0}, {"name": "b"}]), "for all nodes or for none"),
+        (changed(nodes=[{"name": "a", "slots": 0}]), r"nodes\[0\]: slots of a is 0; the least is 1"),
+        (changed(nodes=[{"name": "a", "layer_s": float("nan")}]), "seconds of at least 0 are wanted"),
+        (changed(nodes=[{"name": "a", "memory_bytes": 1e9}]), r"\[model\] layer_bytes has to say"),
+        (changed(nodes=[{"name": "coordinator"}]), "any other text"),
+        (changed(links=[{"between": ["a", "a"]}]), "one of latency_ms and latency_s is wanted"),
+        (changed(links=[{"between": ["a"], "latency_s": 1.0}]), "two are wanted"),
+        (changed(links=[{"from": "a", "latency_s": 1.0}]), "or from and to for one"),
+        (changed(links=[{"between": ["a", "a"], "latency_s": -1.0}]), r"links\[0\]: latency is -1.0 s"),
+        (changed(links=[{"between": ["a", "a"], "latency_s": 1.0, "mbit_s": 0.0}]), "mbit_s is 0.0; a number above 0"),
+        (
+            changed(links=[{"between": ["a", "a"], "latency_s": 1.0, "mbit_s": 1.0, "gbit_s": 1.0}]),
+            "mbit_s and gbit_s are both given",
+        ),
+        (
+            changed(nodes=[{"name": "berlin"}], links=[{"between": ["berlin", "berlim"], "latency_s": 1.0}]),
+            "no site 'berlim'; did you mean berlin?",
+        ),
+        (changed(links=[], delay_s=[[0.0]]), "delay_s has 1 rows; there are 2 nodes"),
+    ],
+)
+def test_bad_files_are_one_clear_line(tables: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        inventory_of(tables, "plan.toml")
+    assert str(refused.value).startswith("plan.toml: ") and "\n" not in str(refused.value)
+
+
+def test_links_of_sites_without_nodes_are_left_out() -> None:
+    found = inventory_of(changed(links=[{"between": ["a", "tokyo"], "latency_s": 1.0}]), "plan.toml")
+    assert found.links == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--inventory FILE or --live URL is wanted"),
+        (("--inventory", "no-such.toml"), "cannot be read"),
+        (("--inventory", str(EXAMPLES / "two-islands.toml"), "--plot", "plan.gif"), "--plot is a file named"),
+        (("--inventory", str(EXAMPLES / "twelve-sites.toml"), "--skip", "0.9"), "the most that can be planned is 0.67"),
+        (("--inventory", str(EXAMPLES / "two-islands.toml"), "--mode", "X"), "there is no 'X'"),
+    ],
+)
+def test_bad_words_end_in_one_line(words: tuple[str, ...], said: str) -> None:
+    ended = CliRunner().invoke(app, ["plan", *words], prog_name="farloop")
+    assert ended.exit_code == ExitCode.USAGE
+    assert said in ended.output and len(ended.output.strip().splitlines()) == 1
+
+
+# --- a running coordinator
+
+SEEN: dict[str, Any] = {
+    "run": {},
+    "nodes": [],
+    "inventory": {
+        "nodes": [
+            {
+                "name": name, "site": site, "reachable": name == "a", "seconds_per_step": 0.55,
+                "nics": [{"kind": "ethernet", "bytes_per_s": 125e6, "active": True, "usable": True,
+                          "provenance": "sysfs"}],
+            }
+            for name, site in (("a", "berlin"), ("b", "berlin"), ("c", ""))
+        ],
+        "links": [
+            {"from": source, "to": target, "rtt_s": 0.04, "bytes_per_s": rate, "provenance": "transfer",
+             "age_s": 3.0, "suspect": False}
+            for name, rate in (("a", 25e6), ("b", 25e6), ("c", 2e6))
+            for source, target in ((name, "coordinator"), ("coordinator", name))
+        ],
+    },
+}  # fmt: skip
+
+
+def test_a_coordinator_tells_nodes_and_links() -> None:
+    found = live_inventory(SEEN, None)
+    assert [(node.name, node.site, node.reachable) for node in found.nodes] == [
+        ("a", "berlin", True), ("b", "berlin", False), ("c", "c", False)
+    ]  # fmt: skip
+    link = found.uplink(found.nodes[2])
+    assert link is not None and (link.latency_s, link.bytes_per_s, link.provenance) == (0.02, 2e6, "transfer")
+    assert found.nodes[0].layer_s * (2.5 + 0.25) == pytest.approx(0.55)
+
+
+def test_doubted_and_unmeasured_links_are_left_out() -> None:
+    links = [{**link, "suspect": link["from"] == "a", "rtt_s": None if link["to"] == "b" else link["rtt_s"]}
+             for link in SEEN["inventory"]["links"]]  # fmt: skip
+    found = live_inventory({"inventory": {**SEEN["inventory"], "links": links}}, None)
+    assert found.uplink(found.nodes[0]) is None and found.downlink(found.nodes[1]) is None
+    assert found.downlink(found.nodes[0]) is not None
+
+
+@pytest.fixture
+def coordinator() -> Iterator[str]:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(SEEN).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_running_coordinator_is_planned_for(coordinator: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.toml"
+    file.write_text("[model]\nlayers = 8\nparameters = 25e6\n[plan]\nh = 200\n")
+    found = planned("--live", coordinator, "--inventory", str(file))
+    assert found["mode"] == "A" and set(found["rates"]) == {"a", "b", "c"}
+    assert found["rates"]["a"]["bits"] >= found["rates"]["c"]["bits"]
+    assert found["topologies"][0]["name"] == "star"
+
+
+def test_a_coordinator_without_an_inventory_is_said() -> None:
+    with pytest.raises(Exception, match="tells no inventory in its status; give one with --inventory"):
+        live_inventory({"run": {}, "nodes": []}, None)
