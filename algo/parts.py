@@ -20,7 +20,7 @@ def fault_of(part: Part, layout: Layout) -> str | None:
         known = f"stages 0 to {stages - 1}" if stages > 1 else "one stage, 0: it is not cut into more"
         return f"holds stage {wrong[0]}, and the run's model has {known}"
     if list(part) != sorted(set(part)):
-        return f"holds stages {described(part)}: each is named once, in order"
+        return "names its stages more than once, or out of order"
     return None
 
 
