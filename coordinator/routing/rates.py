@@ -49,7 +49,7 @@ def choose(
     """Bits and steps per node, so that all rounds take T* = H·τ_fast + comm_fast at the most bits.
 
     Of the bits, most first, the first that keep WORTH of a node's DyLU steps, or whose transfer takes at most HIDDEN of
-    T*; else those that keep the most steps. `overlap`: a transfer goes on while a node trains, only what is longer than
+    T*; else the fewest, which keep the most steps. `overlap`: a transfer goes on while a node trains, only what is longer than
     its steps counts.
     """
     fast = min(pace.step_s for pace in paces)
@@ -76,17 +76,11 @@ def _rate(
     pace: Pace, goal: float, h: int, fast: float, parameters: float, bits: Sequence[int], min_h: int, overlap: bool
 ) -> Rate:
     wanted = WORTH * dylu_h(h, pace.step_s, fast)
-    tried: list[tuple[int, int]] = []
     for own in bits:
         comm = _seconds(parameters, own, pace)
         steps = max(min_h, steps_within(pace, goal, parameters, own, overlap=overlap))
-        tried.append((steps, own))
         if (comm <= goal and steps >= wanted) or comm <= HIDDEN * goal:
             break
-    else:
-        tried.append(max(tried))
-    steps, own = tried[-1]
-    comm = _seconds(parameters, own, pace)
     spent = max(steps * pace.step_s, comm) if overlap else steps * pace.step_s + comm
     return Rate(bits=own, h=steps, round_s=spent)
 

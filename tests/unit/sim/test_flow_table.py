@@ -57,7 +57,7 @@ def test_what_the_daemons_count_has_their_names() -> None:
         bytes_state=1,
     )
     node = NodeMetrics(NodeId("a"))
-    node.saw(progress, versions=(0,), connected=True)
+    node.saw(progress, versions={0: 0}, connected=True)
     known = {
         family.name for registry in (node.registry, CoordinatorMetrics().registry) for family in registry.collect()
     }

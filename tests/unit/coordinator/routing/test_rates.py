@@ -1,7 +1,7 @@
 """Bits and steps of a node: the worked example, and that rounds end alike."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from farloop.algo.bits import Candidate, by_dynamic_programme
@@ -49,6 +49,7 @@ def test_rounds_end_alike(paces: list[Pace], h: int) -> None:
 
 @settings(deadline=None)
 @given(PACES, st.integers(10, 300), st.floats(1.0, 10.0))
+@example([Pace(step_s=1.0, bytes_per_s=1e6)], 12, 10.0)  # of a link that is too slow for a round whatever the bits
 def test_a_faster_link_never_means_fewer_bits(paces: list[Pace], h: int, factor: float) -> None:
     """Against a fast node that stays as it is."""
     anchor = Pace(step_s=0.1, bytes_per_s=1e9)
