@@ -101,7 +101,7 @@ def _slow(axes: Axes, findings: Findings) -> None:
     for place, (number, words, colour) in enumerate(marks):
         axes.axvline(number, color=colour, linestyle=":", linewidth=1.4)
         left = place == 0
-        axes.annotate(words, (number, (0.82, 0.12, 0.82)[place] * top), xytext=(-6 if left else 6, 0), color=colour,
+        axes.annotate(words, (number, (0.32, 0.12, 0.82)[place] * top), xytext=(-6 if left else 6, 0), color=colour,
                       textcoords="offset points", va="center", ha="right" if left else "left")  # fmt: skip
     axes.set_ylim(0, 1.12 * top)
     axes.set_xlabel("round")
