@@ -6,6 +6,7 @@ nothing. What is known stays in memory; after a restart it is measured again.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
@@ -25,6 +26,8 @@ from farloop.wire.meter import Burst, Measured, enough
 from farloop.wire.probe import DIGEST, Noise, Sink
 from farloop.wire.session import ROUND_TRIPS, Session
 from farloop.wire.tcp import INFO_BYTES, parse
+
+_log = logging.getLogger(__name__)
 
 SINCE = 3
 """Version of the protocol from which on links are measured together."""
@@ -204,6 +207,9 @@ class Sight:
         gone = peer is None or peer.session.state is not State.OPEN
         if not gone and running.quiet and now < running.ends_by:
             return
+        why = "it takes too long" if running.quiet else "somebody waits for bytes"
+        why = "its session is over" if gone else why
+        _log.info("probe called off node=%s upward=%s why=%r", running.node, running.upward, why)
         self._peer = None
         self._prober.over(now, learned=False)
         if peer is not None and not gone:
