@@ -1,13 +1,21 @@
 """Looking at real TCP connections through descriptors that belong to others."""
 
+import dataclasses
+import json
 import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import tiny_run
+from plain_runs import plain_hello
 
+from farloop.coordinator.daemon import Coordinator
 from farloop.monitoring.connection import choose_congestion, congestion_of, congestion_refused, same_host, tcp_info
+from farloop.node.link import Link
+from farloop.node.link_config import LinkConfig
 from farloop.wire.tcp import INFO_BYTES, parse
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
@@ -65,3 +73,24 @@ def test_one_that_may_not_be_chosen_is_refused_with_those_that_may() -> None:
 def test_an_address_has_several_spellings() -> None:
     assert same_host("::ffff:10.0.0.1", "10.0.0.1") and same_host("fe80::1%eth0", "fe80::1")
     assert not same_host("10.0.0.1", "10.0.0.2")
+
+
+def test_a_nodes_connections_use_the_control_that_it_chose(tmp_path: Path) -> None:
+    """Over real sockets, both ends: the kernel says so of each."""
+    store = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=8, h=2, nodes=3))
+    try:
+        with tiny_run.serving(tmp_path / "state", store, congestion="reno", probe_bytes=0) as coordinator:
+            config = LinkConfig(coordinator=coordinator.link.endpoint, congestion="reno")
+            link = Link(config, lambda: dataclasses.replace(plain_hello(), protocol_max=3), lambda event: None)
+            link.start()
+            try:
+                tiny_run.until(lambda: sorted(controls(coordinator)) == ["reno", "reno"])
+            finally:
+                link.close()
+    finally:
+        store.close()
+
+
+def controls(coordinator: Coordinator) -> list[str]:
+    seen = json.loads(coordinator.observer.status_json).get("inventory", {"links": []})
+    return [link["congestion"] for link in seen["links"]]

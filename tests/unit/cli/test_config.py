@@ -162,6 +162,9 @@ def test_a_node_dials_another_machine_with_keys_or_says_insecure(tmp_path: Path)
         ("http = '9700'", r"\[node\] http: host:port is wanted"),
         ("nproc = 0", r"\[node\] nproc: the least is 1"),
         ("fingerprint = 'abc'", r"\[node\] fingerprint: 16 hex digits"),
+        ("address = 'here:7800'", r"\[node\] address: tcp://host:port is wanted"),
+        ("nics = 'eth0=fast'", r"\[node\] nics: 'eth0=fast' is no card: name=kind/rate is wanted"),
+        ("congestion = 'warp9'", r"\[node\] congestion: .*(choose one of|leave it out)"),
         ("[run]\nsteps = 3", r"there is no section \[run\] here; there are node, data"),
     ],
 )
