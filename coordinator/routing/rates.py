@@ -49,8 +49,8 @@ def choose(
     """Bits and steps per node, so that all rounds take T* = H·τ_fast + comm_fast at the most bits.
 
     Of the bits, most first, the first that keep WORTH of a node's DyLU steps, or whose transfer takes at most HIDDEN of
-    T*; else the fewest, which keep the most steps. `overlap`: a transfer goes on while a node trains, only what is longer than
-    its steps counts.
+    T*; else the fewest, which keep the most steps. `overlap`: a transfer goes on while a node trains, only what is
+    longer than its steps counts.
     """
     fast = min(pace.step_s for pace in paces)
     most = max(bits)
