@@ -179,7 +179,7 @@ def test_a_run_that_never_changed_says_nothing_of_revisions(run: Run) -> None:
     assert last_change(run.journal) == []
 
 
-@pytest.mark.parametrize(("spoken", "agreed"), [(1, 1), (2, 2), (7, 2)])
+@pytest.mark.parametrize(("spoken", "agreed"), [(1, 1), (2, 2), (7, msg.PROTOCOL_VERSIONS[1])])
 def test_the_older_of_the_two_versions_is_spoken(run: Run, spoken: int, agreed: int) -> None:
     (accept,) = (command for command in run.greet(B, protocol=spoken) if isinstance(command, ev.Accept))
     assert accept.welcome.protocol == agreed
