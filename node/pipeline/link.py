@@ -122,7 +122,7 @@ class PeerLink:
 
     def send(self, to: str, parts: list[Buffer]) -> None:
         """Queue a frame; dropped while the peer cannot be reached."""
-        self._call(self._send, to, parts)
+        self._call(self._send, to, parts, time.monotonic())
 
     # --- on the loop
 
@@ -267,14 +267,14 @@ class PeerLink:
                 self._peers[name] = peer = _Peer(address)
                 self._group.create_task(self._keep_dialling(name, peer), name=f"to-{name}")
 
-    def _send(self, to: str, parts: list[Buffer]) -> None:
+    def _send(self, to: str, parts: list[Buffer], asked_at: float) -> None:
         peer = self._peers.get(to)
         if peer is None or not peer.connected:
             return
         if len(peer.queue) >= MOST_QUEUED:
             _log.warning("given up name=%s cause='%d frames wait for it'", to, len(peer.queue))
             return self._is_up(to, peer, up=False)
-        peer.queue.append((time.monotonic() + self._config.delays_s.get(to, 0.0), parts))
+        peer.queue.append((asked_at + self._config.delays_s.get(to, 0.0), parts))
         peer.wake.set()
 
     async def _keep_dialling(self, name: str, peer: _Peer) -> None:
@@ -309,7 +309,7 @@ class PeerLink:
                     case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                         peer.connected = True
                         peer.queue.clear()
-                        self._send(name, self._word_parts())
+                        self._send(name, self._word_parts(), time.monotonic())
                         sender = asyncio.create_task(self._send_all(dealer, peer), name=f"send-{name}")
                         self._judge(name, peer)
                     case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -338,7 +338,7 @@ class PeerLink:
         while True:
             word = self._word_parts()
             for name, peer in self._peers.items():
-                self._send(name, word)
+                self._send(name, word, time.monotonic())
                 self._judge(name, peer)
             await asyncio.sleep(BEAT_S)
 

@@ -397,9 +397,8 @@ class PipelineMachine:
         layout = self.switching.layout
         if layout is None or self.desk.running is not None:
             return
-        if self.flights is not None:
-            due = self._goes_over and self.flights.over
-        else:
+        due = self.flights is not None and self._goes_over and self.flights.over
+        if self.flights is None:
             told = self.switching.committed or any(e >= layout.epoch for e in self.homes.next_epoch.values())
             due = told and self.homes.all_past(self.epoch, self._is_down)
         if due:
