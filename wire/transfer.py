@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BlobSource, Reassembly, blob_key
@@ -16,6 +17,10 @@ from farloop.wire.traffic import Traffic
 
 _FINISHED_KEYS = 1024
 """Blobs remembered as over, so that their late chunks are dropped at once and not kept as early ones."""
+
+
+PROBE_WINDOW_S = 0.5
+"""As `Timing.window_s`, of a probe: what is on its way of one, live bytes must wait for. Above all but satellites'."""
 
 
 class Transfers:
@@ -44,6 +49,8 @@ class Transfers:
         """Chunks that overtook the announcement of their blob, with their bytes on the wire; oldest first."""
         self._early_bytes = 0
         self._finished: OrderedDict[bytes, None] = OrderedDict()
+        self._probe_key = b""
+        """Of the last probe that was expected."""
         self.meter = Meter()
         """How what comes in does so."""
 
@@ -95,7 +102,10 @@ class Transfers:
             raise LocalProtocolError(f"{len(self._incoming)} blobs are expected")
         if reassembly is None or (reassembly.size, reassembly.digest) != (size, digest):
             reassembly = Reassembly(size, digest)
-        incoming = Incoming(blob, reassembly, self._limits, self._timing, now)
+        timing = self._timing
+        if blob.kind is BlobKind.PROBE:
+            self._probe_key, timing = key, replace(timing, window_s=PROBE_WINDOW_S)
+        incoming = Incoming(blob, reassembly, self._limits, timing, now)
         self._incoming[key] = incoming
         self._adopt_early(key, incoming)
         self._say(incoming.first_credit())
@@ -143,6 +153,9 @@ class Transfers:
     def accept(self, frame: BulkFrame, num_bytes: int, now: float) -> None:
         """Take in an admitted chunk that took `num_bytes` on the wire."""
         incoming = self._incoming.get(frame.key)
+        if incoming is None and frame.key == self._probe_key:  # ended here, and not there yet
+            self._traffic.received_blobs[BlobKind.PROBE].add(num_bytes)
+            return
         if incoming is None:
             self._traffic.stray.add(num_bytes)
             self._keep_early(frame, num_bytes)
