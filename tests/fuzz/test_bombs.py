@@ -72,9 +72,10 @@ def main() -> None:
                 assert time.process_time() - began < 5.0
 
 
+@pytest.mark.timeout(400)  # processor time is bounded, and waiting for a processor is not
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="address spaces are bounded on Linux alone")
 def test_what_would_be_a_gigabyte_is_refused_before_it_is_one() -> None:
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
