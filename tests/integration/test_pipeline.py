@@ -138,3 +138,26 @@ def trained_by_those_that_are_visited(nodes: Nodes, steps: int) -> Steps:
 
     nodes.train(work)
     return took
+
+
+def test_a_new_layout_is_followed_while_training_goes_on() -> None:
+    """In two phases, at a step's end: nothing is lost on the way, and from then on the other stage has the work."""
+    nodes = Nodes(layout_of(["ab", "cd"], ["ac", "bd"], layers=4))
+    crossed = layout_of(["ab", "cd"], ["ad", "bc"], layers=4, epoch=2)
+    took: Steps = {name: [] for name in nodes.names}
+
+    def work(name: str, executor: Executor, part: StagePart) -> None:
+        for step in range(40):
+            if name == "a" and step == 2:
+                executor.offer(crossed, nodes.addresses)
+            result = executor.step(microbatches(2, step) if name in "ab" else [])
+            if result is None:
+                return
+            took[name].append(result)
+            part.zero_grad()
+
+    nodes.train(work)
+    assert {executor.machine.epoch for executor in nodes.executors.values()} == {2}
+    for source in "ab":
+        assert [step.summary.completed for step in took[source]] == [2] * 40
+    assert nodes.executors["a"].bytes_by_hop.keys() >= {"c", "d"}
