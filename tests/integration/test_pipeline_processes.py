@@ -4,7 +4,7 @@ import pytest
 
 from farloop.bench.pipeline import CHAINS, FULL, makespan
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]  # sixteen processes, and times are compared
 
 
 @pytest.mark.timeout(400)
