@@ -1,10 +1,14 @@
 """The work of one node: what waits, what is done now, what came too early, and the inputs that are kept. Pure."""
 
+from collections import deque
 from collections.abc import Callable
 
 from farloop.algo.layout import Hop
 from farloop.node.pipeline.arrivals import Held
 from farloop.node.pipeline.words import Kind, Trip, Work
+
+GONE = 256
+"""Trips that ended early and are remembered: far more than are on their way at any time."""
 
 
 class Desk:
@@ -17,6 +21,8 @@ class Desk:
         """Trips whose input is kept here."""
         self.early: list[tuple[str, Work]] = []
         """Work of a step or layout to come, and who sent it."""
+        self.gone: deque[Trip] = deque(maxlen=GONE)
+        """Trips that ended early, the newest last: work of them may still be on its way."""
 
     def next(self, *, full: bool, here: Hop) -> Work | None:
         """Begin the next job; None while one runs or none can begin. `full`: no further input can be kept."""
@@ -43,6 +49,7 @@ class Desk:
     def forget(self, trip: Trip) -> bool:
         """Nothing of it is wanted any more; whether nothing of it is under way either."""
         self.held.pop(trip, None)
+        self.gone.append(trip)
         self.queue = [work for work in self.queue if work.trip != trip]
         self.early = [(sender, work) for sender, work in self.early if work.trip != trip]
         return not self.runs(trip)

@@ -235,8 +235,8 @@ class PipelineMachine:
             self.desk.early.append((sender, work))
         elif work.kind is not Kind.FORWARD:
             self._came_back(work)
-        elif self._is_down(work.trip.source):
-            self._do(ev.Discard(trip=work.trip))  # its source takes it for lost in time
+        elif self._is_down(work.trip.source) or self.homes.is_over(work.trip) or work.trip in self.desk.gone:
+            self._do(ev.Discard(trip=work.trip))  # its source takes it for lost in time, or has
         elif fault := fault_of(work, self.layout, self.stage):
             self._do(ev.Discard(trip=work.trip))
             self._tell(work.trip.source, Lost(trip=work.trip, epoch=self.epoch, reason=fault))
