@@ -171,7 +171,7 @@ def test_a_group_that_the_user_has_begun_is_left_alone_and_a_batch_that_does_not
             terms=dataclasses.replace(spec.terms, batch_sequences=5),
         )
         try:
-            _check_batch(odd, cluster)
+            _check_batch(odd, cluster, None)
             refused = ""
         except DataError as error:
             refused = str(error)
