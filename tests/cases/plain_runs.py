@@ -1,9 +1,9 @@
-"""Terms and a greeting of a run in which nothing is special: what a test does not name is not what it is about."""
+"""Terms, a spec and a greeting of a run in which nothing is special: what a test does not name is not its matter."""
 
 import dataclasses
 from typing import Any
 
-from farloop.algo.spec import LearningRate, NodeId, Terms
+from farloop.algo.spec import Identity, Layout, LearningRate, NodeId, RunSpec, Terms
 from farloop.wire.messages import Hello
 
 PLAIN = Terms(
@@ -27,6 +27,21 @@ PLAIN = Terms(
 def plain_terms(**changes: Any) -> Terms:
     """`PLAIN`, but for these fields."""
     return dataclasses.replace(PLAIN, **changes)
+
+
+def plain_spec(**changes: Any) -> RunSpec:
+    """Of a run of a model that nobody looks at; `changes` are of its terms."""
+    identity = Identity(
+        name="plain",
+        model="own",
+        layout=Layout(slots=1, fragments=()),
+        anchor_digests=(),
+        data="own",
+        num_samples=0,
+        evaluation_set="none",
+        seed=7,
+    )
+    return RunSpec(identity=identity, terms=plain_terms(**changes))
 
 
 PLAIN_HELLO = Hello(

@@ -17,16 +17,13 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 import zmq.asyncio
-from plain_runs import plain_hello, plain_terms
+from plain_runs import plain_hello, plain_spec
 
 from farloop.algo.spec import (
     BlobId,
     BlobKind,
     Contribution,
-    Identity,
-    Layout,
     NodeId,
-    RunSpec,
 )
 from farloop.coordinator.link import RouterLink
 from farloop.coordinator.peers import Peer
@@ -45,19 +42,7 @@ pytestmark = pytest.mark.integration
 _T = TypeVar("_T")
 Delivered = queue.SimpleQueue[wire_ev.SessionEvent | Exception]
 
-SPEC = RunSpec(
-    identity=Identity(
-        name="link",
-        model="own",
-        layout=Layout(slots=1, fragments=()),
-        anchor_digests=(),
-        data="own",
-        num_samples=0,
-        evaluation_set="none",
-        seed=0,
-    ),
-    terms=plain_terms(method="diloco", steps=10, h=5, weight_decay=0.1, batch_sequences=4, sequence_tokens=8),
-)
+SPEC = plain_spec(batch_sequences=4, sequence_tokens=8)
 
 
 def hello() -> msg.Hello:

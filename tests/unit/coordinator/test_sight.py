@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
-from plain_runs import plain_hello, plain_terms
+from plain_runs import plain_hello, plain_spec
 
-from farloop.algo.spec import BlobId, BlobKind, Identity, Layout, NodeId, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.matrix import COORDINATOR
 from farloop.coordinator.peers import Peer
 from farloop.coordinator.roster import Member
@@ -91,23 +91,13 @@ class Star:
 
 
 def _opened(protocol: int) -> tuple[Session, Session]:
-    identity = Identity(
-        name="tiny",
-        model="own",
-        layout=Layout(slots=1, fragments=()),
-        anchor_digests=(),
-        data="own",
-        num_samples=0,
-        evaluation_set="none",
-        seed=7,
-    )
-    terms = plain_terms(method="diloco", steps=100, h=10, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
-    spec = RunSpec(identity=identity, terms=terms)
     node, coordinator = Session(Role.NODE, 0.0), Session(Role.COORDINATOR, 0.0)
     node.send(plain_hello(), 0.0)
     for lane, parts in node.outgoing(0.0):
         coordinator.receive(lane, parts, 0.0)
-    welcome = Welcome(protocol=protocol, epoch=3, spec=spec, lane_token=b"t", versions=(0,), windows=(), rounds=())
+    welcome = Welcome(
+        protocol=protocol, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(0,), windows=(), rounds=()
+    )
     coordinator.send(welcome, 0.0)
     for lane, parts in coordinator.outgoing(0.0):
         node.receive(lane, parts, 0.0)

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from plain_runs import plain_hello, plain_terms
+from plain_runs import plain_hello, plain_spec
 
-from farloop.algo.spec import BlobId, BlobKind, Identity, Layout, RunSpec
+from farloop.algo.spec import BlobId, BlobKind
 from farloop.node.probing import LOOK_S, Probing
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.handshake import Role
@@ -25,19 +25,9 @@ Pair = tuple[Session, Session]
 
 def opened(protocol: int = 3) -> Pair:
     """A node's session and a coordinator's."""
-    identity = Identity(
-        name="tiny",
-        model="own",
-        layout=Layout(slots=1, fragments=()),
-        anchor_digests=(),
-        data="own",
-        num_samples=0,
-        evaluation_set="none",
-        seed=7,
+    welcome = Welcome(
+        protocol=protocol, epoch=3, spec=plain_spec(), lane_token=b"t", versions=(0,), windows=(), rounds=()
     )
-    terms = plain_terms(method="diloco", steps=100, h=10, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
-    spec = RunSpec(identity=identity, terms=terms)
-    welcome = Welcome(protocol=protocol, epoch=3, spec=spec, lane_token=b"t", versions=(0,), windows=(), rounds=())
     node, coordinator = Session(Role.NODE, 0.0), Session(Role.COORDINATOR, 0.0)
     node.send(plain_hello(), 0.0)
     carry(node, coordinator, 0.0)

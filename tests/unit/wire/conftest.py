@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-from plain_runs import plain_hello, plain_terms
+from plain_runs import plain_hello, plain_spec
 
-from farloop.algo.spec import Identity, Layout, RunSpec
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, Welcome
@@ -21,21 +20,10 @@ def hello() -> Hello:
 
 @pytest.fixture(scope="session")
 def welcome() -> Welcome:
-    identity = Identity(
-        name="tiny",
-        model="own",
-        layout=Layout(slots=1, fragments=()),
-        anchor_digests=(),
-        data="own",
-        num_samples=0,
-        evaluation_set="none",
-        seed=7,
-    )
-    terms = plain_terms(method="diloco", steps=100, h=10, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
     return Welcome(
         protocol=1,
         epoch=3,
-        spec=RunSpec(identity=identity, terms=terms),
+        spec=plain_spec(),
         lane_token=b"one-time token",
         versions=(0,),
         windows=(),
