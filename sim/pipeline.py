@@ -174,6 +174,7 @@ class World:
             queued=machine.queued,
             job_s=machine.job_s,
             age_s=max(0.0, self.agenda.now - machine.busy_at),
+            over=machine.flights.settled if machine.flights is not None else -1,
         )
 
     # --- events and commands

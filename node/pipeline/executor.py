@@ -84,8 +84,8 @@ class Executor:
         """What goes on, until it is sent or worked on here."""
         self._summary: ev.Summary | None = None
         self._finished = False
-        self._told = (0, False, 0, 0.0, 0.0)
-        """Epoch, ready, queued, job_s, busy_at: replaced as a whole, for words are sent by the link's thread."""
+        self._told = (0, False, 0, 0.0, 0.0, -1)
+        """Epoch, ready, queued, job_s, busy_at, over: replaced as a whole, for words are sent by the link's thread."""
         self.link = PeerLink(peer, run, lambda name, come: self._inbox.put((name, come)), self._word)
 
     def start(self) -> None:
@@ -169,7 +169,8 @@ class Executor:
 
     def _do(self, commands: list[ev.Command]) -> None:
         machine = self.machine
-        self._told = (machine.epoch, machine.ready, machine.queued, machine.job_s, machine.busy_at)
+        over = machine.flights.settled if machine.flights is not None else -1
+        self._told = (machine.epoch, machine.ready, machine.queued, machine.job_s, machine.busy_at, over)
         for command in commands:
             self._carry_out(command)
 
@@ -213,6 +214,13 @@ class Executor:
 
     def _word(self) -> Word:
         """In the link's thread."""
-        epoch, ready, queued, job_s, busy_at = self._told
-        age_s = max(0.0, time.monotonic() - busy_at) if queued else 0.0
-        return Word(incarnation=self._incarnation, epoch=epoch, ready=ready, queued=queued, job_s=job_s, age_s=age_s)
+        epoch, ready, queued, job_s, busy_at, over = self._told
+        return Word(
+            incarnation=self._incarnation,
+            epoch=epoch,
+            ready=ready,
+            queued=queued,
+            job_s=job_s,
+            age_s=max(0.0, time.monotonic() - busy_at) if queued else 0.0,
+            over=over,
+        )

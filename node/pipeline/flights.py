@@ -44,6 +44,11 @@ class Flights:
         """Whether every microbatch is settled."""
         return not self._todo and not self.flying
 
+    @property
+    def settled(self) -> int:
+        """The newest step in which every microbatch is; −1 before there is one."""
+        return self.step if self.over else self.step - 1
+
     def begin(self, microbatches: int) -> None:
         """The next step."""
         assert self.over, "the last step is not over"

@@ -46,10 +46,6 @@ class Homes:
             self.used[trip.source] = used = (trip.start, trip.step - 1)
         return (trip.start, trip.step) <= (used[0], used[1] + 1)
 
-    def is_over(self, trip: Trip) -> bool:
-        """Whether its source has ended that step, and wants nothing of the trip any more."""
-        return (trip.start, trip.step) <= self.ended.get(trip.source, (-1, -1))
-
     def heard(self, source: str, ended: Ended) -> None:
         """A source ended a step."""
         position = ended.start, ended.step

@@ -164,8 +164,7 @@ class PipelineMachine:
 
     def _begin(self, began: ev.Began) -> None:
         assert not self._open, "the last step is not over"
-        if self._assemble_by is None:
-            self._assemble_by = self._now + self.settings.assemble_s
+        self._assemble_by = self._now + self.settings.assemble_s if self._assemble_by is None else self._assemble_by
         self.step += 1
         self._goes_over_if_due()
         self._open, self._closes_round = True, began.closes_round
@@ -235,7 +234,7 @@ class PipelineMachine:
             self.desk.early.append((sender, work))
         elif work.kind is not Kind.FORWARD:
             self._came_back(work)
-        elif self._is_down(work.trip.source) or self.homes.is_over(work.trip) or work.trip in self.desk.gone:
+        elif self._is_down(work.trip.source) or self.peers.is_over(work.trip) or work.trip in self.desk.gone:
             self._do(ev.Discard(trip=work.trip))  # its source takes it for lost in time, or has
         elif fault := fault_of(work, self.layout, self.stage):
             self._do(ev.Discard(trip=work.trip))
@@ -348,6 +347,7 @@ class PipelineMachine:
         match told.message:
             case Word() as word:
                 self.peers.heard(sender, word, self._now)
+                self._forget_all(self.peers.is_over)
                 if word.epoch > self.epoch:
                     self.homes.next_epoch[sender] = max(word.epoch, self.homes.next_epoch.get(sender, 0))
             case Lost(trip=trip, epoch=epoch, reason=reason):
@@ -362,8 +362,8 @@ class PipelineMachine:
                     self._forget(trip)
             case Ended() as ended:
                 self.homes.heard(sender, ended)
-                over = ended.start, ended.step
-                self._forget_all(lambda trip: trip.source == sender and (trip.start, trip.step) <= over)
+                self.peers.settled(sender, ended.start, ended.step)
+                self._forget_all(self.peers.is_over)
             case Prepare(layout=layout, addresses=addresses):
                 refusal = self._prepare(layout, addresses)
                 self._tell(sender, Prepared(epoch=layout.epoch, refusal=refusal))

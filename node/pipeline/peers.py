@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from farloop.algo.layout import Layout
-from farloop.node.pipeline.words import Word
+from farloop.node.pipeline.words import Trip, Word
 
 Standing = Literal["unseen", "up", "down"]
 
@@ -26,6 +26,8 @@ class Peers:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._peers = {name: Peer() for name in names}
+        self._over: dict[str, tuple[int, int]] = {}
+        """Of sources: start and number of the newest step that each has settled."""
 
     def meet(self, names: Iterable[str]) -> None:
         """Others that a new layout has."""
@@ -44,6 +46,15 @@ class Peers:
         if name in self._peers:
             peer = self._peers[name]
             peer.word, peer.heard_at, peer.sent = word, now, 0
+            self.settled(name, word.incarnation, word.over)
+
+    def settled(self, name: str, start: int, step: int) -> None:
+        """A source wants nothing of this step any more, nor of those before."""
+        self._over[name] = max((start, step), self._over.get(name, (-1, -1)))
+
+    def is_over(self, trip: Trip) -> bool:
+        """Whether its source wants nothing of a trip any more, as far as it has said so here."""
+        return (trip.start, trip.step) <= self._over.get(trip.source, (-1, -1))
 
     def sent(self, name: str) -> None:
         """One more job is on its way there."""

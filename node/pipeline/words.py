@@ -79,6 +79,8 @@ class Word:
     """Seconds that one takes, of late."""
     age_s: float
     """Since it last finished or began one: a node that stands still says so by this."""
+    over: int = -1
+    """Of a source: the newest of its steps in which every microbatch is settled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,7 +191,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return layout_of(replicas, paths)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), layout=layouts())
 def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObject, layout: Layout) -> None:
     """Machines check their own invariants after every event; at the end nothing of what is settled is kept anywhere."""
