@@ -15,6 +15,12 @@ FAR = 3_000.0
 """Virtual seconds, far beyond what any of these runs takes."""
 
 
+def news(world: World, source: str) -> bool:
+    """Whether it began or ended a step so lately that not everybody can have heard: 5 s of delay, 2 s between words."""
+    record = world.records[source]
+    return world.agenda.now - max([0.0, *record.began_at, *record.over_at]) < 10.0
+
+
 def seconds(world: World, source: str) -> list[float]:
     """Of each step of a source but the first, in which the nodes meet."""
     record = world.records[source]
@@ -202,7 +208,7 @@ def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObj
         credit=data.draw(st.integers(1, 4)),
         memory=data.draw(st.integers(1, 4)),
         attempts=data.draw(st.integers(1, 3)),
-        patience_s=data.draw(st.sampled_from([20.0, 200.0])),
+        patience_s=data.draw(st.sampled_from([20.0, 40.0])),  # 4 steps of 5 microbatches, 3 trips each, end before FAR
         late_s=data.draw(st.sampled_from([1.0, 20.0])),
         assemble_s=50.0,
         orphan_s=100.0,
@@ -234,7 +240,8 @@ def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObj
         if world.processes[name].alive and not world.records[name].stopped:
             for trip in machine.desk.trips(lambda trip: True):
                 source = world.machines[trip.source]
-                assert source.flights is not None and source.flights.is_flying(trip), f"{name} keeps {trip}"
+                assert source.flights is not None
+                assert source.flights.is_flying(trip) or news(world, trip.source), f"{name} keeps {trip}"
 
 
 @settings(max_examples=50, deadline=None)
