@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from farloop.algo.admission_check import check_admission
+from farloop.algo.of_nodes import check_of_nodes
 from farloop.algo.outer_check import check_inner, check_outer
 from farloop.algo.schedule import initial_h
 from farloop.algo.schedule_check import check_learning_rate, check_rounds
@@ -198,6 +199,7 @@ def check(terms: Terms, layout: Layout) -> None:
     _check_schedule(method, terms, layout.slots)
     _check_optimizers(terms)
     _check_windows(terms)
+    check_of_nodes(terms, method, layout)
     check_variates(terms, method)
     check_admission(terms, method)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from farloop.algo.methods import check
+from farloop.algo.of_nodes import OF_NODES, given_as
 from farloop.algo.revisions import BELONG_TO_ROUNDS, composed
 from farloop.algo.spec import Identity, Layout, LearningRate, Terms
 
@@ -20,6 +21,7 @@ BELONG_TO_WINDOWS: Final = frozenset(
         "tau",
         "mix",
         "codec_up",
+        "codec_up_of",
         "codec_down",
         "outer_lr",
         "outer_momentum",
@@ -89,9 +91,10 @@ class Change:
     """One term that differs."""
 
     key: str
-    """As `outer_lr` or `lr.peak`."""
+    """As `outer_lr`, `lr.peak` or `codec_up_of.rome`."""
     before: object
     after: object
+    """None of what a node has of its own: it has, or had, what all have."""
 
     @property
     def of_rounds(self) -> bool:
@@ -100,7 +103,8 @@ class Change:
 
 
 def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
-    """The terms with these values, each given as text under its key (`outer_lr`, `lr.peak`, or as in a RUN.toml).
+    """The terms with these values, each given as text under its key (`outer_lr`, `lr.peak`, or as in a RUN.toml). What
+    a node has of its own is given under `codec_up_of.rome`, and that of all nodes at once as in a RUN.toml.
 
     Raises:
         ValueError: one of them cannot change, is no such value, or the run cannot have them together; one sentence.
@@ -109,7 +113,10 @@ def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
     for key, text in given.items():
         for name in _AS_IN_RUN_TOML.get(key, (key,)):
             _check_key(name, key)
-            changed[name] = _parsed(name, text)
+            if (term := name.partition(".")[0]) in OF_NODES:
+                changed[term] = given_as(name, text, changed.get(term, getattr(terms, term)))
+            else:
+                changed[name] = _parsed(name, text)
     rate = {name.removeprefix("lr."): changed.pop(name) for name in list(changed) if name.startswith("lr.")}
     after = dataclasses.replace(terms, **changed, lr=dataclasses.replace(terms.lr, **rate))
     if after == terms:
@@ -127,11 +134,9 @@ def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
 
 def changes(before: Terms, after: Terms) -> list[Change]:
     """What differs, in the order of the fields."""
-    return [
-        Change(key=key, before=was, after=value)
-        for (key, was), (_, value) in zip(_flat(before), _flat(after), strict=True)
-        if was != value
-    ]
+    was, now = dict(_flat(before)), dict(_flat(after))
+    keys = dict.fromkeys((*was, *now))
+    return [Change(key=k, before=was.get(k), after=now.get(k)) for k in keys if was.get(k) != now.get(k)]
 
 
 def nodes_must_hear(before: Terms, after: Terms) -> list[str]:
@@ -142,7 +147,9 @@ def nodes_must_hear(before: Terms, after: Terms) -> list[str]:
 
 def _flat(terms: Terms) -> Iterator[tuple[str, object]]:
     for field in dataclasses.fields(Terms):
-        if field.name != "lr":
+        if field.name in OF_NODES:
+            yield from ((f"{field.name}.{node}", own) for node, own in getattr(terms, field.name))
+        elif field.name != "lr":
             yield field.name, getattr(terms, field.name)
     for field in dataclasses.fields(LearningRate):
         yield f"lr.{field.name}", getattr(terms.lr, field.name)
@@ -153,6 +160,7 @@ def _check_key(name: str, key: str) -> None:
     if key in _IDENTITY:
         raise ValueError(f"{key} is part of the run's identity, which never changes: begin a new run for another")
     allowed = sorted(BELONG_TO_WINDOWS | (BELONG_TO_ROUNDS - {"lr"}) | set(_rate_hints()) | set(_AS_IN_RUN_TOML))
+    name = name.partition(".")[0] if name.partition(".")[0] in OF_NODES else name
     why = STAY.get(name) or (LEARNING_RATE_STAYS.get(name.removeprefix("lr.")) if name.startswith("lr.") else None)
     if why is None and name not in allowed and name in {field.name for field in dataclasses.fields(Terms)}:
         why = "nobody has said what would follow"  # a field that is in no class yet
@@ -206,4 +214,13 @@ def _no(text: str) -> Any:
 def _as_they_are(terms: Terms, given: Mapping[str, str]) -> str:
     flat = dict(_flat(terms))
     names = [name for key in given for name in _AS_IN_RUN_TOML.get(key, (key,))]
-    return ", ".join(f"{name} is {flat[name]} already" for name in names)
+    return ", ".join(f"{name} is {_shown(flat, name)} already" for name in names)
+
+
+def _shown(flat: Mapping[str, object], name: str) -> object:
+    """A term that one of them gives the value of; of what nodes have of their own, all of it."""
+    if name.partition(".")[0] not in OF_NODES:
+        return flat[name]
+    if "." in name:
+        return flat.get(name, "that of all nodes")
+    return " ".join(f"{k.partition('.')[2]}={own}" for k, own in flat.items() if k.startswith(f"{name}.")) or "none"

@@ -21,6 +21,7 @@ BELONG_TO_ROUNDS: Final = frozenset(
         "lr",
         "max_stale_rounds",
         "evaluate_every_rounds",
+        "h_share_of",
     }
 )
 """Names of terms that a round has, and all windows in it; the others are those of a window."""

@@ -7,7 +7,8 @@ coordinator's alone to compute: nodes are told (protocol B).
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from farloop.algo.learning_rate import learning_rate as learning_rate
@@ -73,6 +74,12 @@ def first_rounds(terms: Terms, count: int = 2) -> tuple[RoundPlan, ...]:
     return tuple(plans)
 
 
+def opening_rounds(spec: RunSpec) -> tuple[RoundPlan, ...]:
+    """The rounds that a run begins with, before anything is known of its nodes' speeds."""
+    slots, shares = spec.identity.layout.slots, spec.terms.h_share_of
+    return tuple(dealt(plan, slots, shares=shares) for plan in first_rounds(spec.terms))
+
+
 def num_rounds(terms: Terms) -> int:
     """Rounds of the whole run: the outer steps that every fragment takes, but for flushes."""
     if terms.h_rule == "constant":
@@ -93,15 +100,29 @@ def is_evaluated(spec: RunSpec, terms: WindowTerms) -> bool:
     return terms.final or (terms.round + 1) % spec.terms.evaluate_every_rounds == 0
 
 
-def dealt(plan: RoundPlan, rates: Mapping[NodeId, float], slots: int) -> RoundPlan:
-    """The round with H_i = ⌊H · rate ÷ best rate⌋ steps for slow nodes, and a step per slot at least (DyLU, arXiv
-    2401.09135). A node whose rate is not known, or not positive, or nearly the best, does all of them.
+def dealt(
+    plan: RoundPlan,
+    slots: int,
+    *,
+    rates: Mapping[NodeId, float] = MappingProxyType({}),
+    shares: Sequence[tuple[NodeId, float]] = (),
+) -> RoundPlan:
+    """The round with the steps of the nodes that do fewer than all of them, and a step per slot at least.
+
+    Slow nodes do H_i = ⌊H · rate ÷ best rate⌋ (DyLU, arXiv 2401.09135); one whose rate is not known, or not positive,
+    or nearly the best, all of them. Nodes with a share do ⌊H · share⌋. Who is in both does the fewer.
     """
     best, least = max(rates.values(), default=0.0), min(plan.length, slots)
-    slow = {name: rate for name, rate in rates.items() if 0.0 < rate < _EQUAL * best}
-    steps = {name: max(least, math.floor(plan.length * rate / best)) for name, rate in slow.items()}
-    slower = tuple((name, count) for name, count in sorted(steps.items()) if count < plan.length)
-    return dataclasses.replace(plan, node_steps=slower)
+    steps = {name: math.floor(plan.length * rate / best) for name, rate in rates.items() if 0.0 < rate < _EQUAL * best}
+    for name, share in shares:
+        steps[name] = min(steps.get(name, plan.length), steps_by_share(plan.length, share))
+    fewer = {name: max(least, count) for name, count in sorted(steps.items())}
+    return dataclasses.replace(plan, node_steps=tuple((n, count) for n, count in fewer.items() if count < plan.length))
+
+
+def steps_by_share(length: int, share: float) -> int:
+    """⌊length · share⌋, where a share such as 43/50 may be a bit less in fp64."""
+    return math.floor(length * share * (1 + _GUARD))
 
 
 def position_in(plan: RoundPlan, node: NodeId, step: int) -> float:
@@ -119,18 +140,23 @@ def due_in(terms: WindowTerms, fragment: Fragment, slots: int, node_steps: int) 
     return node_steps if terms.final else due_step(fragment.slot, slots, node_steps)
 
 
-def first_send_round(start_round: int, slot: int, slots: int) -> int:
-    """Round of the first send of a node that starts training with `start_round`.
+def first_step(slot: int, slots: int, node_steps: int) -> int:
+    """Own steps of a round that a node leaves out which starts with this slot: none at its begin."""
+    return min(due_step(slot - 1, slots, node_steps), node_steps - 1)
 
-    No fragment is sent before a full period from its first base (protocol A, I): in its first round a node sends the
-    last slot alone. Final windows are exempt.
+
+def first_send_round(start_round: int, slot: int, slots: int, start_slot: int = 0) -> int:
+    """Round of the first send of a node that starts training with `start_slot` of `start_round`.
+
+    No fragment is sent before a full period from its first base (protocol A, I): who starts with a round sends the last
+    slot alone in it. Final windows are exempt.
     """
-    return start_round if slot == slots - 1 else start_round + 1
+    return start_round - (slot - start_slot - slots + 1) // slots
 
 
-def may_send(terms: WindowTerms, start_round: int, slot: int, slots: int) -> bool:
-    """Whether a node that started with `start_round` has a delta for this window."""
-    return terms.final or first_send_round(start_round, slot, slots) <= terms.round
+def may_send(terms: WindowTerms, start_round: int, slot: int, slots: int, start_slot: int = 0) -> bool:
+    """Whether a node that started with `start_slot` of `start_round` has a delta for this window."""
+    return terms.final or first_send_round(start_round, slot, slots, start_slot) <= terms.round
 
 
 def span_of(layout: Layout, window: WindowTerms, rounds: Mapping[int, RoundPlan]) -> tuple[int, int]:
@@ -174,7 +200,7 @@ def window_after(
     `rounds` must hold the current window's round, and the one after it where the run has one.
     """
     if stay:
-        own = {name: getattr(terms, name) for name in ("tau", "mix", "codec_up", "codec_down")}
+        own = {name: getattr(terms, name) for name in ("tau", "mix", "codec_up", "codec_up_of", "codec_down")}
         return dataclasses.replace(current, window=current.window + 1, **own)
     if current.final:
         return None
@@ -209,6 +235,7 @@ def _window(
         tau=terms.tau,
         mix=terms.mix,
         codec_up=terms.codec_up,
+        codec_up_of=terms.codec_up_of,
         codec_down=terms.codec_down,
         final=final,
     )

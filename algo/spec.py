@@ -197,6 +197,14 @@ class Terms:
     """A merge rule for nodes that are not trusted, in the place of the method's own (`algo/robust.py`)."""
     control_variates: bool = False
     """Nodes correct their inner steps for what their data differ from those of all nodes together."""
+    codec_up_of: tuple[tuple[NodeId, str], ...] = field(default=(), metadata=LATER)
+    """Codecs of the nodes that do not send by `codec_up`, in the order of their names."""
+    h_share_of: tuple[tuple[NodeId, float], ...] = field(default=(), metadata=LATER)
+    """Shares of a round's steps, below 1, of the nodes that do fewer than all, in the order of their names."""
+
+    def codec_of(self, node: NodeId) -> str:
+        """By which `node` sends its deltas."""
+        return dict(self.codec_up_of).get(node, self.codec_up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +284,12 @@ class WindowTerms:
     """The fragment's last window, sent at the end of the run (its flush)."""
     gap: float = 1.0
     """co2: Λ of the outer step before."""
+    codec_up_of: tuple[tuple[NodeId, str], ...] = field(default=(), metadata=LATER)
+    """As that of `Terms`."""
+
+    def codec_of(self, node: NodeId) -> str:
+        """By which `node` sends its delta for this window."""
+        return dict(self.codec_up_of).get(node, self.codec_up)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 
 from farloop.algo.layout import Hop, Layout, Stage
 from farloop.algo.layout import Path as Way
-from farloop.bench.pipeline_node import MODEL, NodeSettings, Told, batches
-from farloop.node.model import build
+from farloop.bench.pipeline_node import MODEL, NodeSettings, Told, batches, seed_of
+from farloop.bench.routing import small_instance
+from farloop.node.model import GPT, build
 from farloop.node.pipeline.layout_file import layout_json
 from farloop.sim.pipeline import Costs, World
 
@@ -32,19 +33,17 @@ Delays = Mapping[tuple[str, str], float]
 PATIENCE_S = 300.0
 """For a whole experiment."""
 
-EXAMPLE_DELAYS: Mapping[str, int] = {
-    **{f"0-{v}": d for v, d in zip("234567", (1, 5, 2, 6, 4, 3), strict=True)},
-    **{f"1-{v}": d for v, d in zip("234567", (4, 1, 5, 2, 2, 6), strict=True)},
-    **{"2-4": 1, "2-5": 3, "2-6": 2, "2-7": 5, "3-4": 4, "3-5": 1, "3-6": 6, "3-7": 2},
-    **{"4-6": 3, "4-7": 1, "5-6": 1, "5-7": 4},
-}
-"""Four stages of two nodes, 0 and 1 the sources; symmetric, in units of one forward pass."""
-
 CHAINS = ("024", "135")
 """The best disjoint paths of three of the four stages in it: 15.75 units each."""
 
+DEALT = ("035", "124")
+"""Paths through the same stages, nodes dealt at random, as the planner deals them: 31.75 and 27.75 units."""
+
 FULL = ("0247", "1356")
 """Through all four stages: 22.25 and 20.25 units."""
+
+ONE_SOURCE = ("0", "2", "4", "7")
+"""Nodes of four stages."""
 
 WHOLE = ("0247",)
 """One source, nothing left out."""
@@ -100,12 +99,8 @@ def layout_of(replicas: Sequence[str], paths: Sequence[str], layers: int) -> Lay
 
 
 def example_delays(unit_s: float) -> dict[tuple[str, str], float]:
-    """Both ways between the nodes of the worked example."""
-    delays = {}
-    for ends, units in EXAMPLE_DELAYS.items():
-        one, _, other = ends.partition("-")
-        delays[one, other] = delays[other, one] = units * unit_s
-    return delays
+    """Both ways between the nodes of the worked example: what its plan is made of."""
+    return {ends: link.latency_s for ends, link in small_instance(unit_s).links.items()}
 
 
 def makespan(
@@ -137,7 +132,7 @@ def makespan(
 
 def losses(paths: Sequence[str], *, steps: int = 100, microbatches: int = 6, learning_rate: float = 3e-3) -> Losses:
     """A small model of four layers in as many stages, 0, 2, 4 and 7, trained by these paths of one source in turn."""
-    layout = layout_of(("0", "2", "4", "7"), paths, MODEL.layers)
+    layout = layout_of(ONE_SOURCE, paths, MODEL.layers)
     with tempfile.TemporaryDirectory() as folder:
         told = run_nodes(
             layout, Path(folder), steps=steps, microbatches=microbatches, credit=4, learning_rate=learning_rate
@@ -147,11 +142,30 @@ def losses(paths: Sequence[str], *, steps: int = 100, microbatches: int = 6, lea
     return Losses(skipped=1.0 - visited, losses=tuple(told["0"].losses), full_loss=full)
 
 
+def alone(*, steps: int = 100, microbatches: int = 6, learning_rate: float = 3e-3) -> Losses:
+    """The same model, on the same microbatches as `losses`, in this one process without a pipeline."""
+    whole = build(MODEL, seed=0)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=learning_rate)
+    found = []
+    for step in range(steps):
+        each = [whole.loss(batch) for batch in batches(microbatches, seed_of(step, 0, ONE_SOURCE, "0"))]
+        mean = torch.stack(each).mean()
+        torch.autograd.backward(mean)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        found.append(mean.item())
+    return Losses(skipped=0.0, losses=tuple(found), full_loss=_unseen(whole))
+
+
 def whole_loss(weights: Sequence[Path]) -> float:
     """Of the model that these stages make, one file each, as a whole and on microbatches that nobody trained on."""
     whole = build(MODEL, seed=0)
     for path in weights:
         whole.load_state_dict(load_file(path), strict=False)
+    return _unseen(whole)
+
+
+def _unseen(whole: GPT) -> float:
     with torch.no_grad():
         return statistics.fmean(whole.loss(batch).item() for batch in batches(16, seed=10_000_000))
 

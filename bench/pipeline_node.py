@@ -77,6 +77,11 @@ def batches(count: int, seed: int, *, sequences: int = 4, tokens: int = 33) -> S
     return list((start + stride * torch.arange(tokens)) % 256)
 
 
+def seed_of(step: int, stage: int, names: Sequence[str], name: str) -> int:
+    """Of what a node learns in a step; `names` in their order."""
+    return 1000 * stage + step * len(names) + names.index(name)
+
+
 def main(settings_file: str) -> None:
     """Take the steps, and write what they came to."""
     torch.set_num_threads(1)
@@ -99,7 +104,7 @@ def main(settings_file: str) -> None:
     losses: list[float] = []
     sends = bool(layout.paths_from(name))
     for step in range(settings.steps):
-        seed = 1000 * number + step * len(addresses) + sorted(addresses).index(name)
+        seed = seed_of(step, number, sorted(addresses), name)
         result = executor.step(batches(settings.microbatches, seed) if sends else ())
         if result is None:
             break

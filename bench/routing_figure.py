@@ -1,6 +1,7 @@
 """The plot of `farloop bench routing`: where the mode turns, time of planning, what relays and a replan are worth."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -10,13 +11,22 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from farloop.bench.figures import GOOD, GRID, INK, MUTED, SERIES, STYLE
 from farloop.bench.routing import Findings
 
+if TYPE_CHECKING:
+    from farloop.bench.routing_processes import Processes
 
-def plot(path: Path, findings: Findings, caption: str) -> None:
-    """Write the figure; SVG, PNG or PDF by its name."""
+_PALE = "#9db7e8"
+"""Predicted, beside what was measured."""
+
+
+def plot(path: Path, findings: Findings, caption: str, processes: "Processes | None" = None) -> None:
+    """Write the figure; SVG, PNG or PDF by its name. With `processes` it has a column more, of what was measured."""
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 8.2), layout="constrained")
+        figure = Figure(figsize=(12.5 if processes is None else 18.5, 8.2), layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr, call-arg]
-        (modes, planning), (relays, slow) = figure.subplots(2, 2)
+        (modes, planning, *steps), (relays, slow, *losses) = figure.subplots(2, 2 if processes is None else 3)
+        if processes is not None:
+            _steps(steps[0], processes)
+            _losses(losses[0], processes)
         _modes(modes, findings)
         _planning(planning, findings)
         _relays(relays, findings)
@@ -72,7 +82,7 @@ def _relays(axes: Axes, findings: Findings) -> None:
     found = findings.relaying
     rows = (("star", found.star_s, found.star_simulated_s), ("relay per site", found.relay_s, found.relay_simulated_s))
     for place, (name, predicted, simulated) in enumerate(rows):
-        for offset, seconds, colour, label in ((-0.17, predicted, "#9db7e8", "predicted"),
+        for offset, seconds, colour, label in ((-0.17, predicted, _PALE, "predicted"),
                                                (0.17, simulated, SERIES[0], "simulated")):  # fmt: skip
             axes.barh(place + offset, seconds, height=0.3, color=colour, label=label if place == 0 else None)
             axes.annotate(f"{seconds:.1f} s", (seconds, place + offset), xytext=(5, 0), textcoords="offset points",
@@ -106,3 +116,35 @@ def _slow(axes: Axes, findings: Findings) -> None:
     axes.set_ylim(0, 1.12 * top)
     axes.set_xlabel("round")
     axes.set_title("seconds of a round when a link becomes slow, simulated")
+
+
+def _steps(axes: Axes, processes: "Processes") -> None:
+    for place, step in enumerate(processes.steps):
+        both = ((-0.17, step.made.predicted_s, _PALE, "predicted"), (0.17, step.made.measured_s, SERIES[0], "measured"))
+        for offset, seconds, colour, label in both:
+            axes.barh(place + offset, 1e3 * seconds, height=0.3, color=colour, label=label if place == 0 else None)
+            axes.annotate(f"{1e3 * seconds:.1f} ms", (1e3 * seconds, place + offset), xytext=(5, 0), color=INK,
+                          textcoords="offset points", va="center")  # fmt: skip
+        axes.annotate(step.name, (0, place - 0.36), xytext=(0, 2), textcoords="offset points", color=INK)
+    axes.set_axisbelow(True)
+    axes.set_ylim(len(processes.steps) - 0.5, -0.65)
+    axes.set_xlim(0, 1.25e3 * max(max(step.made.measured_s, step.made.predicted_s) for step in processes.steps))
+    axes.set_yticks([])
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("milliseconds, median")
+    axes.set_title("a step of eight processes in four stages")
+    axes.legend(loc="lower right")
+
+
+def _losses(axes: Axes, processes: "Processes") -> None:
+    learning = processes.learning
+    rows = (
+        (learning.alone, MUTED, 4.0, "one process"),
+        (learning.whole, SERIES[0], 1.6, "four stages"),
+        (learning.skipping, SERIES[2], 1.6, f"… {100 * learning.skipping.skipped:.0f} % left out"),
+    )
+    for found, colour, width, label in rows:
+        axes.plot(range(1, len(found.losses) + 1), found.losses, color=colour, linewidth=width, label=label)
+    axes.set_xlabel("step")
+    axes.set_title("training loss of a small model, nats per token")
+    axes.legend(loc="upper right", labelcolor="linecolor")

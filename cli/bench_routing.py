@@ -10,18 +10,28 @@ import typer
 from farloop.cli.exit_codes import CommandError, ended_in_one_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from farloop.bench.routing import Findings
+    from farloop.bench.routing_processes import Processes
 
 
 def routing(
     nodes: Annotated[str, typer.Option(metavar="LIST", help="Sizes of plans that are timed.")] = "20,64,256,512",
     out: Annotated[Path, typer.Option(metavar="DIR", help="routing.json, .svg and .png.")] = Path("out/routing"),
+    run_processes: Annotated[
+        bool, typer.Option("--processes", help="Run pipelines of real processes as well: some minutes more.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
 ) -> None:
     """Measure the planner: what it chooses, how long that takes, and what it is worth in simulations.
 
     Seconds of planning are measured here. All others are predicted, or come out of
     simulations of microbatches on their paths and of transfers that share links.
+
+    With --processes the paths of one plan are run too, by eight processes with emulated
+    distances: steps are measured beside their prediction, and losses beside those of one
+    process. Steps are true where the machine has nothing else to do.
 
     Example: farloop bench routing --nodes 20,256
     """
@@ -47,18 +57,36 @@ def routing(
             slow_link=bench.slow_link(),
         )
         found = {"commit": source_commit(), **dataclasses.asdict(findings), "recovered": findings.recovered}
+        made = _processes(console) if run_processes else None
+        if made is not None:
+            found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
         out.mkdir(parents=True, exist_ok=True)
         (out / "routing.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         what = "Planning measured, all other seconds predicted or simulated."
+        if made is not None:
+            what = "Planning, and steps and losses of processes, measured; all other seconds predicted or simulated."
         caption = f"farloop bench routing, commit {found['commit']}. {what}"
         for kind in (".svg", ".png"):
-            plot(out / f"routing{kind}", findings, caption)
+            plot(out / f"routing{kind}", findings, caption, made)
         if as_json:
             typer.echo(json.dumps(found, indent=1))
         else:
-            for line in lines(findings):
+            for line in [*lines(findings), *(_measured(made) if made is not None else ())]:
                 typer.echo(line)
             typer.echo(f" {out}/routing.json, .svg and .png")
+
+
+def _processes(console: "Console") -> "Processes":
+    from farloop.bench.routing_processes import processes
+
+    console.print(
+        " pipelines of four and eight processes; a step takes their time only on a machine at rest", style="dim"
+    )
+    return processes(lambda line: console.print(f" {line}", style="dim", soft_wrap=True))
+
+
+def _measured(made: "Processes") -> list[str]:
+    return [f" steps     {step.line}" for step in made.steps] + [f" learning  {line}" for line in made.learning.lines]
 
 
 def lines(findings: "Findings") -> list[str]:

@@ -20,7 +20,7 @@ def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping
     """
     request = {"do": "set", "given": _given(words), "dry_run": dry_run}
     if not state.is_dir():
-        raise CommandError(f"there is no state folder {state}; it is the coordinator's state_dir")
+        raise CommandError(f"there is no state folder {state}; give the coordinator's state_dir with --state")
     try:
         answer = ask(state, request, TIMEOUT_S)
     except TimeoutError as error:
@@ -46,7 +46,7 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _given(words: Sequence[str]) -> dict[str, str]:

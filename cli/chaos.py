@@ -198,18 +198,35 @@ def _s(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds:.1f} s"
 
 
+def highest(series: Sequence[tuple[float, int]], stretch_s: float) -> list[tuple[float, int]]:
+    """(when, bytes) of the largest in each stretch of time that has any."""
+    largest: dict[int, tuple[float, int]] = {}
+    for at, size in series:
+        number = int(at / stretch_s) if stretch_s > 0.0 else 0
+        largest[number] = max(largest.get(number, (at, size)), (at, size), key=lambda one: one[1])
+    return [largest[number] for number in sorted(largest)]
+
+
+_STRETCHES: Final = 80
+"""Of a figure."""
+
+
 def draw_memory(path: Path, memory: dict[str, list[tuple[float, int]]]) -> None:
-    """Resident memory of every process over time; a new process of a name goes on in its curve."""
+    """Resident memory of every process over time; a new process of a name goes on in its curve.
+
+    Of each stretch the highest: a process that has just been started is small, and many starts would hide the rest.
+    """
+    stretch_s = max((series[-1][0] for series in memory.values()), default=0.0) / _STRETCHES
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 4.0), layout="constrained")
         axes = figure.add_subplot()
         for number, (name, series) in enumerate(sorted(memory.items(), key=lambda item: item[0] != COORDINATOR)):
-            times, sizes = zip(*series, strict=True)
+            times, sizes = zip(*highest(series, stretch_s), strict=True)
             color = INK if name == COORDINATOR else SERIES[(number - 1) % len(SERIES)]
             axes.plot([t / 60 for t in times], sizes, color=color, linewidth=1.6, label=name)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(peak(series) for series in memory.values()))
         axes.set_xlabel("minutes", color=MUTED)
-        axes.set_ylabel("resident memory", color=MUTED)
+        axes.set_ylabel(f"resident memory, highest of {stretch_s:.0f} s", color=MUTED)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
         axes.legend(loc="lower right", ncols=3, labelcolor="linecolor", frameon=False)
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)

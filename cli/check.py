@@ -8,7 +8,7 @@ from farloop.algo.spec import Terms
 from farloop.cli.address import parse_tcp
 from farloop.cli.config import NodeFile, RunFile, load, planned
 from farloop.cli.run import Plan
-from farloop.monitoring.units import count_text, plural, size_text
+from farloop.monitoring.units import count_text, percent_text, plural, size_text
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.keys import AllowList, load_public, load_secret
@@ -54,6 +54,8 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
         ("data", data),
         ("method", f"{terms.method}, H {_h_text(terms)}, τ {terms.tau}, mix {terms.mix:g}"),
         ("codecs", f"{terms.codec_up} up, {terms.codec_down} down"),
+        *((node, f"sends by {codec}") for node, codec in terms.codec_up_of),
+        *((node, f"does {percent_text(share)} of a round's steps") for node, share in terms.h_share_of),
         ("outer step", f"lr {terms.outer_lr:g}, momentum {terms.outer_momentum:g}"),
         ("length", f"{plural(terms.steps, 'step')} of {batch} on each of {plural(terms.min_nodes, 'node')}"),
         ("traffic", f"{size_text(sent[0])} up and {size_text(sent[1])} down per node, every {_h_text(terms)} steps"),

@@ -23,6 +23,7 @@ from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
 from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA, Key, Schema
 from farloop.cli.sources import ConfigError, Given, load_tables, nearest, read_environment, read_file, read_flags
 from farloop.coordinator.daemon import CoordinatorConfig
+from farloop.coordinator.watch import ADAPTS
 from farloop.monitoring.connection import congestion_refused
 from farloop.node.corpus import CorpusError
 from farloop.node.labels import parse_nics
@@ -45,6 +46,7 @@ CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "screen"): SCREENS,
     ("run", "merge"): ROBUST_RULES,
     ("pipeline", "normalise"): NORMALISE,
+    ("coordinator", "adapt"): ADAPTS,
 }
 
 LEAST = {

@@ -19,9 +19,11 @@ from farloop.cli.config import NodeFile, RunFile, planned
 from farloop.cli.exit_codes import CommandError, ExitCode, say_error
 from farloop.cli.run import Plan
 from farloop.cli.waiting import Waiting
+from farloop.coordinator.adopting import PATIENCE_S, Adopt
 from farloop.coordinator.bucket import Bucket, CopyFailed
 from farloop.coordinator.copies import read_manifest, restore
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
+from farloop.coordinator.hearsay import adoption_of
 from farloop.coordinator.link import BindError
 from farloop.coordinator.store import Store
 from farloop.monitoring import page
@@ -46,11 +48,29 @@ _DIFFERS = {
 }
 
 
-def run_coordinator(file: RunFile, *, rewind: bool = False, restore_from: str = "") -> ExitCode:
+def adoption(patience_s: float | None, *, wanted: bool, rewind: bool) -> float | None:
+    """How patient a coordinator that goes on from what nodes hold is with those that are away; None where it does not.
+
+    Raises:
+        CommandError: the flags contradict each other.
+    """
+    if wanted and rewind:
+        raise CommandError("--adopt-from-nodes goes on from the nodes, --rewind from the folder: give one of them")
+    if patience_s is not None and not wanted:
+        raise CommandError("--adopt-patience says how long --adopt-from-nodes waits: give that, too")
+    if patience_s is not None and not patience_s > 0:
+        raise CommandError(f"--adopt-patience {patience_s:g}: more than 0 seconds are wanted")
+    return None if not wanted else PATIENCE_S if patience_s is None else patience_s
+
+
+def run_coordinator(
+    file: RunFile, *, rewind: bool = False, adopt_patience_s: float | None = None, restore_from: str = ""
+) -> ExitCode:
     """Begin the run, or go on with the one that the state directory holds, to its end or the first signal.
 
-    `rewind`: though nodes may have seen what came after this state. `restore_from`: an object store whose newest copy
-    becomes the state directory first.
+    `rewind`: though nodes may have seen what came after this state. `adopt_patience_s`: from what nodes hold, waiting
+    as long as that for those that are away. `restore_from`: an object store whose newest copy becomes the state
+    directory first.
 
     Raises:
         ConfigError: there can be no such run.
@@ -60,9 +80,10 @@ def run_coordinator(file: RunFile, *, rewind: bool = False, restore_from: str = 
     plan = planned(file)
     if restore_from:
         restored(file.coordinator.state_dir, plan, restore_from)
-    store = open_run(file.coordinator.state_dir, plan, rewind=rewind)
+    store = open_run(file.coordinator.state_dir, plan, rewind=rewind, adopt=adopt_patience_s is not None)
+    adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched)
     try:
-        finished = uvloop.run(_serve(file.coordinator, store))
+        finished = uvloop.run(_serve(file.coordinator, store, adopt))
     except (BindError, CopyFailed) as error:
         raise CommandError(str(error)) from error
     finally:
@@ -89,11 +110,12 @@ def restored(directory: Path, plan: Plan, url: str) -> None:
     typer.echo(f"restored {directory} from {url}: versions {', '.join(map(str, ledger.versions))}")
 
 
-def open_run(directory: Path, plan: Plan, *, rewind: bool = False) -> Store:
-    """The run in the directory if it is the planned one, or a new one where there is none, and none is to be rewound.
+def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool = False) -> Store:
+    """The run in the directory if it is the planned one, or a new one where there is none, and an old one is not meant.
 
     Raises:
-        CommandError: it is another one, and the line says what differs; or there is nothing to rewind.
+        CommandError: it is another one, and the line says what differs; or there is nothing to rewind, or to go on
+            with from what nodes hold.
         StorageError
     """
 
@@ -110,6 +132,11 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False) -> Store:
     if store is None and rewind:
         raise CommandError(
             f"{directory} holds no run to go back to; leave out --rewind, or give its folder: --state DIR"
+        )
+    if store is None and adopt:
+        raise CommandError(
+            f"{directory} holds no run, not even an old copy of one; leave out --adopt-from-nodes, or give its folder: "
+            "--state DIR"
         )
     if store is not None and rewind:
         versions = ",".join(str(version) for version in store.ledger.versions)
@@ -146,11 +173,11 @@ def _flat(terms: Terms) -> dict[str, object]:
     return values | {"lr": rate["peak"], "min_lr": rate["minimum"], "warmup_steps": rate["warmup_steps"]}
 
 
-async def _serve(config: CoordinatorConfig, store: Store) -> bool:
+async def _serve(config: CoordinatorConfig, store: Store, adopt: Adopt | None) -> bool:
     """Whether the run came to its end."""
     warm_for(store.ledger.spec.terms)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    coordinator = Coordinator(config, store)
+    coordinator = Coordinator(config, store, adopt)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _ask_to_stop, stop)
     with _pages(config, coordinator, loop, stop) as url:

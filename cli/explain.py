@@ -114,6 +114,7 @@ def _from_journal(past: Past) -> dict[str, Any]:
                 "steps": sum(share.steps for share in shares) if shares else None,
                 "tokens": sum(share.tokens for share in shares) if shares else None,
                 "norm": max(sum(share.norm_sq for share in shares), 0.0) ** 0.5 if shares else None,
+                **past.own[addend.blob],
             }
             for addend in record.blobs
             for shares in [past.contributors.get(addend.blob)]
@@ -186,6 +187,7 @@ def _arrived(rows: Iterable[dict[str, Any]], version: int) -> Table:
     table.add_column("merged", no_wrap=True, overflow="ellipsis", max_width=20)
     for column in ("came", "weight", "steps", "tokens", "base", "norm", "cosine"):
         table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
     for row in rows:
         norm = row["norm"] if row["measured_norm"] is None else row["measured_norm"]
         late = row["window"] is not None and row["window"] < version
@@ -198,8 +200,14 @@ def _arrived(rows: Iterable[dict[str, Any]], version: int) -> Table:
             f"{row['base']}{' late' if late else ''}",
             NOTHING if norm is None else f"{norm:.3g}",
             _cosine(row["cosine"]),
+            Text(_own(row), style="dim"),
         )
     return table
+
+
+def _own(row: dict[str, Any]) -> str:
+    """What its node has of its own."""
+    return ", ".join([*([f"by {row['codec']}"] if "codec" in row else []), *([f"H {row['h']}"] if "h" in row else [])])
 
 
 def _left_out(gone: Iterable[dict[str, Any]], refused: Iterable[dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""INVENTORY.toml or .json, what `farloop plan` reads, and the same from a running coordinator's status.
+"""INVENTORY.toml or .json, what `farloop plan` reads.
 
 docs/routing.md has every key. Whatever is wrong is one line that says where, and what would do.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from farloop.cli.exit_codes import CommandError
+from farloop.cli.address import parse_tcp
 from farloop.cli.sources import ConfigError, load_tables, nearest
 from farloop.coordinator.routing import inventory as plain
 
@@ -44,6 +44,7 @@ class _Node(_Table):
     slots: int = 1
     reachable: bool = False
     stage: int | None = None
+    address: str = ""
 
 
 class _Link(_Table):
@@ -78,7 +79,9 @@ class _Hub(_Table):
     out_mbit_s: float | None = None
 
 
-class _Wish(_Table):
+class Wish(_Table):
+    """What a plan is asked for."""
+
     stages: int | None = None
     skip: float = 0.0
     seed: int = 0
@@ -92,7 +95,7 @@ class _Wish(_Table):
 class _File(_Table):
     name: str = ""
     about: str = ""
-    plan: _Wish = _Wish()
+    plan: Wish = Wish()
     model: _Model
     coordinator: _Hub | None = None
     nodes: list[_Node]
@@ -102,73 +105,7 @@ class _File(_Table):
 
 def load_inventory(path: Path, overrides: Mapping[str, Any] | None = None) -> plain.Inventory:
     """The inventory in a file; `overrides` replace keys of its [plan]. Raises ConfigError."""
-    return inventory_of(_tables(path), str(path), overrides)
-
-
-def live_inventory(
-    status: Mapping[str, Any], file: Path | None, overrides: Mapping[str, Any] | None = None
-) -> plain.Inventory:
-    """Nodes and links as a coordinator sees them; the model and the plan's wishes from a file where there is one.
-
-    `status["inventory"]` has `nodes` (name, site, nics, reachable, seconds_per_step, …) and `links` (from, to, rtt_s,
-    bytes_per_s, provenance, age_s, suspect), an end being a node or `coordinator`.
-
-    Raises:
-        CommandError: the coordinator does not say, or says nothing that can be planned with.
-    """
-    seen = status.get("inventory")
-    if not isinstance(seen, dict) or not seen.get("nodes"):
-        raise CommandError("this coordinator tells no inventory in its status; give one with --inventory")
-    tables: dict[str, Any] = _tables(file) if file is not None else {"model": {"layers": 1}}
-    tables.setdefault("model", {"layers": 1})
-    model = tables["model"]
-    layers = model.get("layers", 1) if isinstance(model, dict) else 1
-    given = {node.get("name"): node for node in tables.get("nodes", []) if isinstance(node, dict)}
-    tables["nodes"] = [_seen_node(node, given.get(node["name"], {}), model, layers) for node in seen["nodes"]]
-    names = {node["name"] for node in tables["nodes"]} | {plain.COORDINATOR}
-    links = [_seen_link(link) for link in seen.get("links", []) if {link["from"], link["to"]} <= names]
-    tables["links"] = [*tables.get("links", []), *(link for link in links if link is not None)]
-    where = str(file) if file is not None else "the coordinator's inventory"
-    return inventory_of(tables, where, overrides)
-
-
-def _seen_node(
-    node: Mapping[str, Any], given: Mapping[str, Any], model: Mapping[str, Any], layers: int
-) -> dict[str, Any]:
-    """What a coordinator says of a node, and what a file says of it besides."""
-    step_s = node.get("seconds_per_step")
-    passes = layers * (1.0 + model.get("backward", 1.5)) + model.get("loss", 0.25) * layers
-    found: dict[str, Any] = {
-        "name": node["name"],
-        "site": node.get("site") or "",
-        "reachable": bool(node.get("reachable")),
-        "nics": [
-            {
-                "kind": nic.get("kind", "virtual"),
-                "bytes_per_s": nic.get("bytes_per_s"),
-                "active": bool(nic.get("usable", nic.get("active", True))),
-                "provenance": nic.get("provenance") or "assumed",
-            }
-            for nic in node.get("nics", [])
-        ],
-    }
-    if step_s:
-        found["layer_s"] = step_s / model.get("microbatches", 1) / passes
-    return {**found, **{key: value for key, value in given.items() if key != "count"}}
-
-
-def _seen_link(link: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A link as a file has it; None where it was not measured, or its measurement is doubted."""
-    if link.get("suspect") or link.get("bytes_per_s") is None or link.get("rtt_s") is None:
-        return None
-    return {
-        "from": link["from"],
-        "to": link["to"],
-        "latency_s": link["rtt_s"] / 2.0,
-        "bytes_per_s": float(link["bytes_per_s"]),
-        "provenance": link.get("provenance") or "probe",
-        "age_s": float(link.get("age_s") or 0.0),
-    }
+    return inventory_of(tables_of(path), str(path), overrides)
 
 
 def inventory_of(tables: Mapping[str, Any], where: str, overrides: Mapping[str, Any] | None = None) -> plain.Inventory:
@@ -177,14 +114,29 @@ def inventory_of(tables: Mapping[str, Any], where: str, overrides: Mapping[str, 
     plan = tables.get("plan", {})
     if named and isinstance(plan, dict):
         tables = {**tables, "plan": {**plan, **named}}
-    try:
-        file = _File.model_validate(tables)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_first(error)}") from None
+    file = _validated(tables, where)
     try:
         return _made(file)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def check_beside_nodes(tables: Mapping[str, Any], where: str) -> None:
+    """Whether tables are sound that need no nodes of their own, for those come from elsewhere. Raises ConfigError."""
+    file = _validated({"nodes": [], **tables}, where)
+    try:
+        _model_of(file.model)
+        for number, node in enumerate(file.nodes):
+            _nodes(node, number, file.model)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _validated(tables: Mapping[str, Any], where: str) -> _File:
+    try:
+        return _File.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first(error)}") from None
 
 
 def _made(file: _File) -> plain.Inventory:
@@ -208,14 +160,7 @@ def _made(file: _File) -> plain.Inventory:
     return plain.Inventory(
         nodes=nodes,
         links=links,
-        model=plain.Model(
-            parameter_bytes=4.0 * model.parameters,
-            **{
-                field.name: getattr(model, field.name)
-                for field in dataclasses.fields(plain.Model)
-                if field.name != "parameter_bytes"
-            },
-        ),
+        model=_model_of(model),
         hub=None
         if hub is None
         else plain.Hub(
@@ -226,6 +171,11 @@ def _made(file: _File) -> plain.Inventory:
         name=file.name,
         about=file.about,
     )
+
+
+def _model_of(model: _Model) -> plain.Model:
+    fields = [field.name for field in dataclasses.fields(plain.Model) if field.name != "parameter_bytes"]
+    return plain.Model(parameter_bytes=4.0 * model.parameters, **{field: getattr(model, field) for field in fields})
 
 
 def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
@@ -251,8 +201,13 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
         for card in node.nics
     )
     names = [node.name] if node.count == 1 else [f"{node.name}-{one}" for one in range(node.count)]
+    addresses = [node.address.replace("{n}", str(one)) for one in range(node.count)]
+    if node.address and node.count > 1 and "{n}" not in node.address:
+        raise ValueError(f"{where}: address is one for {node.count} nodes; {{n}} in it stands for each one's number")
+    for address in filter(None, addresses):
+        _in_place(lambda address=address: parse_tcp(address), f"{where}.address")
 
-    def made(name: str) -> plain.Node:
+    def made(name: str, address: str) -> plain.Node:
         return plain.Node(
             name=name,
             site=node.site or node.name,
@@ -262,9 +217,11 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
             slots=node.slots,
             reachable=node.reachable,
             stage=node.stage,
+            address=address,
         )
 
-    return [_in_place(lambda name=name: made(name), where) for name in names]
+    pairs = zip(names, addresses, strict=True)
+    return [_in_place(lambda name=name, address=address: made(name, address), where) for name, address in pairs]
 
 
 def _in_place(make: Any, where: str) -> Any:
@@ -342,7 +299,8 @@ def _member(kinds: Any, word: str, where: str) -> Any:
         raise ValueError(f"{where}: there is no {word!r}; {nearest(word, [kind.value for kind in kinds])}") from None
 
 
-def _tables(path: Path) -> dict[str, Any]:
+def tables_of(path: Path) -> dict[str, Any]:
+    """A file as it stands, unchecked. Raises ConfigError."""
     if path.suffix != ".json":
         return load_tables(path)[1]
     try:
@@ -387,7 +345,7 @@ def _first(error: ValidationError) -> str:
 def _keys(place: tuple[int | str, ...]) -> list[str]:
     """What may stand where a key is that is not known."""
     tables: dict[str, type[_Table]] = {
-        "plan": _Wish, "model": _Model, "coordinator": _Hub, "nodes": _Node, "links": _Link, "nics": _Card
+        "plan": Wish, "model": _Model, "coordinator": _Hub, "nodes": _Node, "links": _Link, "nics": _Card
     }  # fmt: skip
     home = next((tables[part] for part in reversed(place[:-1]) if isinstance(part, str) and part in tables), _File)
     return [field.alias or name for name, field in home.model_fields.items()]

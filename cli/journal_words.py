@@ -26,6 +26,8 @@ KINDS: dict[type[rec.Record], str] = {
     rec.RunFinished: "finish",
     rec.LedgerSaved: "summary",
     rec.TermsChanged: "terms",
+    rec.AnchorFetched: "fetch",
+    rec.Adopted: "adopt",
 }
 """What each kind is called on the command line."""
 
@@ -42,6 +44,8 @@ def fragment_of(record: rec.Record) -> int | None:
             return blob.fragment
         case rec.WindowCommitted(fragment=fragment) | rec.SnapshotTaken(fragment=fragment):
             return fragment
+        case rec.AnchorFetched(anchor=anchor):
+            return anchor.fragment
         case _:
             return None
 
@@ -49,8 +53,15 @@ def fragment_of(record: rec.Record) -> int | None:
 def nodes_of(record: rec.Record) -> set[str]:
     """Whom a record is about."""
     match record:
-        case rec.NodeStarted(node=node) | rec.NodeLeft(node=node) | rec.LeaseGranted(node=node):
+        case (
+            rec.NodeStarted(node=node)
+            | rec.NodeLeft(node=node)
+            | rec.LeaseGranted(node=node)
+            | rec.AnchorFetched(node=node)
+        ):
             return {node}
+        case rec.Adopted(anchors=anchors):
+            return {anchor.node for anchor in anchors}
         case rec.InputStored(blob=blob) | rec.InputDropped(blob=blob):
             return {blob.node}
         case rec.WindowCommitted(merged=merged, drops=drops):
@@ -72,6 +83,10 @@ def words(at: Placed) -> str:
             return f"a node has met epoch {epoch}: this state looks like an old copy"
         case rec.Rewound(epoch=epoch):
             return f"epoch {epoch}: the run was wound back to what this state holds"
+        case rec.AnchorFetched(anchor=anchor, node=node):
+            return f"{node} brought f{anchor.fragment} at version {anchor.version}, {size}"
+        case rec.Adopted() as adopted:
+            return _adopted(adopted)
         case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index, holds=holds):
             part = "" if holds is None else f", holds stages {described(holds)}"
             return f"{node} trains from round {round_index} on (incarnation {incarnation}{part})"
@@ -132,6 +147,17 @@ def _commit(commit: rec.WindowCommitted) -> str:
     lost = f"; without {without(commit.drops)}" if commit.drops else ""
     final = ", final" if commit.flush else ""
     return f"f{commit.fragment}:{commit.version}{final}, round {commit.round}: {shares}{lost}; {commit.why}"
+
+
+def _adopted(adopted: rec.Adopted) -> str:
+    told = [f"f{anchor.fragment} {anchor.before} → {anchor.version} ({anchor.node})" for anchor in adopted.anchors]
+    more = f" … ({len(told)})" if len(told) > 8 else ""
+    lost = ", ".join(f"f{ref.fragment} {ref.version}" for ref in adopted.lost[:8])
+    notes = [f"; lost {lost}"] * bool(lost)
+    notes += [f"; {adopted.uncertain} samples may come twice"] * bool(adopted.uncertain)
+    notes += [f"; nothing was heard of {', '.join(adopted.missing)}"] * bool(adopted.missing)
+    what = ", ".join(told[:8]) + more or "nothing that was not here"
+    return f"epoch {adopted.epoch}: the run goes on from what nodes held: {what}{''.join(notes)}"
 
 
 def _list(numbers: tuple[int, ...]) -> str:

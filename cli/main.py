@@ -15,7 +15,7 @@ from rich.console import Console
 
 from farloop.cli.bench import bench_app
 from farloop.cli.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line
-from farloop.cli.journal_commands import explain, journal_app
+from farloop.cli.journal_commands import STATE, StateFolder, explain, journal_app
 from farloop.cli.keys_commands import keys_app
 from farloop.cli.logs import LogLevel, set_up
 from farloop.cli.plan import plan
@@ -143,6 +143,14 @@ def coordinator(
     rewind: Annotated[
         bool, typer.Option("--rewind", help="Take an old copy of the state for the truth: what came after it is lost.")
     ] = False,
+    adopt_from_nodes: Annotated[
+        bool,
+        typer.Option("--adopt-from-nodes", help="The state is an old copy: go on from the newest that nodes hold."),
+    ] = False,
+    adopt_patience: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", show_default="300", help="How long that waits for nodes that are away."),
+    ] = None,
     copy_to: Annotated[
         str, typer.Option(metavar="URL", show_default=False, help="Copy the state there: s3://, gs:// or file:///.")
     ] = "",
@@ -164,12 +172,14 @@ def coordinator(
     """
     with ended_in_one_line():
         from farloop.cli.config import load_run
-        from farloop.cli.daemons import run_coordinator
+        from farloop.cli.daemons import adoption, run_coordinator
 
         set_up(log_level, json_lines=log_json)
         own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
         given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value)]
-        code = run_coordinator(load_run(file, flags=given, environ=os.environ), rewind=rewind, restore_from=restore)
+        adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind)
+        settings = load_run(file, flags=given, environ=os.environ)
+        code = run_coordinator(settings, rewind=rewind, adopt_patience_s=adopt, restore_from=restore)
     raise typer.Exit(code)
 
 
@@ -234,7 +244,7 @@ def set_terms(
     words: Annotated[
         list[str], typer.Argument(metavar="KEY=VALUE…", show_default=False, help="As outer_lr=0.5, h=60, codec_up=q8.")
     ],
-    state: Annotated[Path, typer.Option(metavar="DIR", show_default=False, help="The coordinator's state folder.")],
+    state: StateFolder = STATE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:

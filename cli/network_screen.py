@@ -8,6 +8,8 @@ from rich.text import Text
 
 from farloop.cli.doctor_network import rate_text
 from farloop.cli.screen import MARGIN
+from farloop.coordinator.routing.inventory import COORDINATOR
+from farloop.monitoring.gist import anomaly_lines
 from farloop.monitoring.status import LinkStatus, MachineStatus, NicStatus, Status
 from farloop.monitoring.units import NOTHING, duration_text, size_text
 
@@ -22,6 +24,10 @@ def draw_network(status: Status) -> RenderableType:
     parts: list[RenderableType] = [_machines(seen["nodes"])]
     if seen["links"]:
         parts += [Text(), _links(seen["links"])]
+    watch = status.get("watch")
+    if watch is not None and watch["adapt"] != "off":
+        told = anomaly_lines(status) or [watch["why_not"] or "nobody is slower than in its own rounds before"]
+        parts += [Text(), *(Text(line, style="dim") for line in told)]
     return Padding(Group(*parts), MARGIN)
 
 
@@ -66,6 +72,8 @@ def _links(links: list[LinkStatus]) -> Table:
     table = _table(
         "from", "to", "rate", "round trip", "sent again", "measured", right=("rate", "round trip", "sent again")
     )
+    for column in table.columns[:2]:  # names of nodes may be long, and are folded where they have to
+        column.min_width = len(COORDINATOR)
     for link in links:
         rate, rtt_s, again = link["bytes_per_s"], link["rtt_s"], link["retransmit_ratio"]
         table.add_row(

@@ -3,13 +3,14 @@
 import json
 import math
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from farloop.cli.exit_codes import CommandError, ended_in_one_line
-from farloop.monitoring.units import percent_text
+from farloop.monitoring.units import NOTHING, percent_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,6 +51,14 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
     ] = None,
+    layout: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Write the layout file that [pipeline] layout reads."),
+    ] = None,
+    epoch: Annotated[
+        int | None, typer.Option(show_default="one more than the file has", help="Of the layout that is written.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write it over a layout that is nearly as good, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
 ) -> None:
     """Plan who trains what with whom: islands, stages, paths, bits and H, and what all of it takes.
@@ -59,46 +68,95 @@ def plan(
     does, or microbatches take paths that skip some stages: whatever is predicted to
     be faster, with what lost and by how much. The same inventory gives the same plan.
 
-    With --live the nodes and links are a running coordinator's; the model is still the
-    file's. docs/routing.md explains the file and the plan.
+    With --live the nodes and links are a running coordinator's; what the file does not
+    say of parameters, H and bits is its run's, and the line that puts the plan's bits
+    and H in place stands at the end. docs/routing.md explains the file and the plan.
+
+    With --layout the plan is written as the nodes of a pipeline read it, and the lines
+    that RUN.toml needs are shown. Where the file is there already, nodes keep their
+    stages, and only the paths are new: a running pipeline goes over to them. What its
+    present paths take is shown, and they stay where less than 10 % of a step is gained;
+    --force or --epoch write the plan all the same.
 
     Example: farloop plan --inventory examples/plans/twelve-sites.toml --plot plan.svg
     """
     with ended_in_one_line():
-        from farloop.cli.inventory_file import live_inventory, load_inventory
+        from farloop.cli import plan_layout
+        from farloop.cli.inventory_file import load_inventory
+        from farloop.cli.inventory_live import away, live_inventory
         from farloop.coordinator.routing.plan import make_plan
 
         if plot is not None and plot.suffix not in PLOTS:
             raise CommandError(f"--plot is a file named {', '.join(PLOTS[:-1])} or {PLOTS[-1]}, not {str(plot)!r}")
+        if layout is None and (epoch is not None or force):
+            raise CommandError(f"--{'force' if epoch is None else 'epoch'} goes with --layout FILE, which is written")
+        now = plan_layout.present(layout) if layout is not None else None
+        status: Mapping[str, Any] | None = None
         overrides = {"stages": stages, "skip": skip, "h": h, "mode": mode, "seed": seed}
         if live:
             from farloop.cli.status import fetch
 
-            given = live_inventory(fetch(live), inventory, overrides)
+            status = fetch(live)
+            given = live_inventory(status, inventory, overrides)
         elif inventory is not None:
             given = load_inventory(inventory, overrides)
         else:
             raise CommandError(
                 "--inventory FILE or --live URL is wanted; examples/plans/twelve-sites.toml is one to begin with"
             )
+        if layout is not None and now is not None:
+            given = plan_layout.kept(given, layout, now)
         began = time.perf_counter()
         try:
             made = make_plan(given)
         except ValueError as error:
             raise CommandError(f"{inventory or live}: {error}") from error
         plan_s = time.perf_counter() - began
+        words, why_not = _words(status, given, made)
+        gone = away(status) if status is not None else frozenset()
+        laid = None
+        if layout is not None:
+            where = str(inventory or live)
+            laid = plan_layout.write(layout, given, made, now=now, epoch=epoch, where=where, force=force, away=gone)
         if plot is not None:
             from farloop.cli.plan_figure import draw
 
             draw(plot, given, made)
         if as_json:
-            typer.echo(json.dumps(plan_json(given, made, plan_s), indent=1))
+            found = {**plan_json(given, made, plan_s), "set": words, "away": sorted(gone)}
+            if laid is not None:
+                found |= laid.json()
+            typer.echo(json.dumps(found, indent=1))
         else:
             from rich.console import Console
 
             show(Console(highlight=False), given, made, plan_s)
+            if gone:
+                typer.echo(f" away, planned without: {', '.join(sorted(gone))}")
             if plot is not None:
                 typer.echo(f" figure  {plot}")
+            for text in laid.lines() if laid is not None else ():
+                typer.echo(text)
+            if words:
+                typer.echo(f"\nTo put these rates in place, beside the coordinator's state folder:\n\n{_line(words)}\n")
+            elif why_not:
+                typer.echo(f" not put in place: {why_not}")
+
+
+def _line(words: "Mapping[str, str]") -> str:
+    return " ".join(["farloop set", *(f"{key}={value}" for key, value in words.items())])
+
+
+def _words(status: "Mapping[str, Any] | None", inventory: "Inventory", plan: "Plan") -> tuple[dict[str, str], str]:
+    """What a running coordinator would be given, and why it cannot be."""
+    from farloop.coordinator.routing.own_terms import NotInPlace, settings
+
+    if status is None or plan.sync is None:
+        return {}, ""
+    try:
+        return settings(status["run"], plan.sync.rates, inventory.wish.h), ""
+    except NotInPlace as error:
+        return {}, str(error)
 
 
 def plan_json(inventory: "Inventory", plan: "Plan", plan_s: float) -> dict[str, Any]:
@@ -202,19 +260,22 @@ def seconds_text(seconds: float) -> str:
     return "0 s" if seconds == 0.0 else f"{1e3 * seconds:.3g} ms"
 
 
+def _or_nothing(value: float | None, text: Callable[[float], str]) -> str:
+    return NOTHING if value is None else text(value)
+
+
 def _numbers(plan: "Plan") -> "Table":
     table = _table()
     for column in ("a step", f"H = {plan.h} steps", "a sync", "a round", "compute share", "… streamed", "H*"):
         table.add_column(column, justify="right", no_wrap=True)
-    share = plan.compute_s / plan.streamed_round_s if plan.streamed_round_s else 1.0
     star = "–" if plan.h_star is None else "∞" if math.isinf(plan.h_star) else f"{plan.h_star:.3g}"
     table.add_row(
         seconds_text(plan.step_s),
         seconds_text(plan.compute_s),
-        seconds_text(plan.sync_s),
-        seconds_text(plan.round_s),
-        percent_text(plan.compute_share),
-        percent_text(share),
+        _or_nothing(plan.sync_s, seconds_text),
+        _or_nothing(plan.round_s, seconds_text),
+        _or_nothing(plan.compute_share, percent_text),
+        _or_nothing(plan.streamed_compute_share, percent_text),
         star,
     )
     return table

@@ -64,8 +64,8 @@ def _title(figure: Figure, inventory: Inventory, plan: Plan) -> None:
     words = [
         f"{len(inventory.nodes)} nodes, {len(plan.islands)} islands",
         f"a step {seconds_text(plan.step_s)}",
-        f"{_h_words(plan)}, then a sync of {seconds_text(plan.sync_s)}",
-        f"{100 * plan.compute_share:.0f} % of a round computes" if plan.round_s else "",
+        _h_words(plan) + ("" if plan.sync_s is None else f", then a sync of {seconds_text(plan.sync_s)}"),
+        f"{100 * plan.compute_share:.0f} % of a round computes" if plan.round_s and plan.compute_share else "",
     ]
     if plan.suspects:
         words.append(f"{len(plan.suspects)} links not believed")

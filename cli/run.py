@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file
@@ -11,6 +11,7 @@ from torch import Tensor
 from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.methods import Method, check, default_mix, method_named
+from farloop.algo.of_nodes import given_as
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.replay import arrivals
 from farloop.algo.schedule import num_rounds
@@ -22,8 +23,9 @@ from farloop.node.corpus import Corpus, CorpusError, load_corpus
 from farloop.node.data import EvaluationSet, num_samples
 from farloop.node.model import PRESETS, build, config_json
 from farloop.node.trainer import data_name, evaluation_name
-from farloop.quant.registry import codec_named, downlink_spelling
-from farloop.quant.soundness import check_downlink, check_uplink, check_variates
+from farloop.quant.registry import downlink_spelling
+from farloop.quant.soundness import check_codecs
+from farloop.wire.keys import check_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class RunConfig:
     """diloco, streaming, co2, decoupled, async, sparse or data-parallel; `farloop methods` tells them apart."""
     h: int | None = None
     """Inner steps between two sends of a fragment."""
+    h_share_of: str | None = None
+    """Nodes that do a share of a round's steps, as "rome=0.86 oslo=0.5": a step per slot at least."""
     tau: int | None = None
     """Inner steps between a send and its merge."""
     mix: float | None = None
@@ -61,6 +65,8 @@ class RunConfig:
     cut, embedding and head are of stage 0, and a node may hold some stages; nodes and quorum are of each."""
     codec_up: str | None = None
     """From the nodes to the coordinator: a name of `farloop codecs`, or one with parameters, as q4r:step=0.7."""
+    codec_up_of: str | None = None
+    """Nodes that send by another one, as "rome=q4r oslo=q8": behind thinner links than the others."""
     codec_down: str | None = None
     """... and back."""
     outer_lr: float | None = None
@@ -183,10 +189,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
     )
     terms, notes = terms_of(config, method)
     check(terms, layout)
-    check_uplink(codec_named(terms.codec_up))
-    check_downlink(codec_named(terms.codec_down))
-    if terms.control_variates:
-        check_variates(codec_named(terms.codec_up))
+    check_codecs(terms)
     anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
     evaluation, corpus_digest, samples = None, "own", 0
     _check_phases(terms, data, brings_data=config.init is None)
@@ -243,6 +246,17 @@ def _stages(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
+def _given_of(key: str, text: str | None) -> Any:
+    """What some nodes have of their own. Raises ValueError, one sentence."""
+    given = given_as(key, text or "", ())
+    for node, _ in given:
+        try:
+            check_name(node)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    return given
+
+
 def _first_weights(config: RunConfig) -> tuple[dict[str, Tensor], str]:
     """Named tensors of version 0, and how the identity names the model."""
     if config.init is not None:
@@ -278,6 +292,7 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         lag=lag,
         eager=config.eager,
         codec_up=config.codec_up or method.codec_up,
+        codec_up_of=_given_of("codec_up_of", config.codec_up_of),
         codec_down=downlink_spelling(config.codec_down or method.codec_down),
         outer_lr=PLAIN_AVERAGE.lr,
         outer_momentum=PLAIN_AVERAGE.momentum,
@@ -307,6 +322,7 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         screen=cast(Screen, config.screen),
         norm_band=config.norm_band,
         merge=config.merge,
+        h_share_of=_given_of("h_share_of", config.h_share_of),
     )
     check_learning_rate(terms)
     check_rounds(terms, slots=1)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from farloop.cli.recent import SHOWN, recent_table
-from farloop.monitoring.gist import ended_well, part_text, reduction, standing, sync_text
+from farloop.monitoring.gist import anomaly_lines, ended_well, part_text, reduction, standing, sync_text
 from farloop.monitoring.status import NodeStatus, Status, WindowStatus
 from farloop.monitoring.units import (
     NOTHING,
@@ -96,7 +96,9 @@ def troubles(status: Status) -> list[Text]:
     """Why the run stands, if it does, and what is wrong."""
     style = "bold red" if status["run"]["state"] in ("held", "holding") else "dim"
     why = standing(status)
-    return [Text(why, style=style)] * bool(why) + [Text(f"! {alarm}", style="bold red") for alarm in status["alarms"]]
+    told = [Text(why, style=style)] * bool(why)
+    told += [Text(f"! {alarm}", style="bold red") for alarm in status["alarms"]]
+    return told + [Text(f"~ {line}", style="yellow") for line in anomaly_lines(status)]
 
 
 def fitting(status: Status | None, *, width: int, height: int) -> dict[str, int]:
@@ -256,7 +258,7 @@ def node_cells(node: NodeStatus, status: Status) -> dict[str, Text]:
         "loss": Text(wrong, style="bold red") if (wrong := node.get("loss_is")) else Text(loss_text(node["loss"])),
         "tokens/s": Text(speed_text(node["tokens_per_s"]) if here else NOTHING),
         "now": Text(sync_text(node, status["windows"]), style="dim"),
-        "up": Text(size_text(node["bytes_up"])),
+        "up": Text.assemble(size_text(node["bytes_up"]), (f" {own}" if (own := node.get("codec_up")) else "", "dim")),
         "down": Text(size_text(node["bytes_down"])),
         "H": Text(str(node.get("h", status["run"]["h"]))),
         "compute": _share(node["compute_share"]),

@@ -122,11 +122,14 @@ class Top(App[None]):
     def take(self, status: Status) -> None:
         """Show a status."""
         self._status, self._eta_s = status, self._pace.update(status)
-        self.query_one("#silent").display = False
-        self._draw()
+        if self._is_up:
+            self.query_one("#silent").display = False
+            self._draw()
 
     def miss(self, why: str) -> None:
         """Nobody answered; the last picture stays."""
+        if not self._is_up:
+            return
         silent = self.query_one("#silent", Static)
         silent.update(Text(f"no answer, this is the last one: {why}"))
         silent.display = True
@@ -179,7 +182,8 @@ class Top(App[None]):
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         """The cursor moved."""
-        self._draw_chosen()
+        if self._is_up:
+            self._draw_chosen()
 
     def on_resize(self, event: Resize) -> None:
         """The terminal has another size, once this event is through."""
@@ -190,7 +194,14 @@ class Top(App[None]):
     def _columns(self) -> list[str]:
         return [name for name in _WIDTHS if self.size.width >= _FROM.get(name, 0)]
 
+    @property
+    def _is_up(self) -> bool:
+        """Whether all parts of the screen are there: events may come before, and while it is taken down."""
+        return len(self.query("#silent, #head, #nodes, #chosen, #happenings")) == 5
+
     def _draw(self) -> None:
+        if not self._is_up:
+            return
         width = self.size.width - 2
         paused = "paused" if self._paused else ""
         self.query_one("#head", Static).update(head(self._status, width=width, link=paused, eta_s=self._eta_s))

@@ -10,7 +10,7 @@ from typing import Final
 from farloop.algo.parts import Part, described, fault_of, is_source
 from farloop.algo.spec import BlobKind, NodeId
 from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.revising import REVISED_SINCE, not_for_the_deaf
+from farloop.coordinator.revising import REVISED_SINCE, cannot_follow, not_for_the_deaf
 from farloop.coordinator.roster import MOST_MEMBERS, Member
 from farloop.coordinator.windows import Window
 from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused
@@ -33,6 +33,8 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
         return _refuse(Reason.PROTOCOL_VERSION, f"the node speaks {spoken}, the coordinator {oldest} to {newest}")
     if hello.protocol_max < REVISED_SINCE and (not_yet := not_for_the_deaf(ledger)):
         return Refused(reason=Reason.PROTOCOL_VERSION, detail=not_yet, retriable=True)
+    if cannot := cannot_follow(ledger, name, hello.protocol_max):
+        return Refused(reason=Reason.PROTOCOL_VERSION, detail=cannot, retriable=True)
     if hello.fingerprint is not None and hello.fingerprint != fingerprint:
         return _refuse(Reason.WRONG_RUN, f"the node wants run {hello.fingerprint}, this is {fingerprint}")
     if hello.layout is not None and hello.layout != layout:
@@ -90,7 +92,7 @@ def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
         most = steps_at_most(ledger, fragment, share.base, share.node)
         if not 0 <= share.steps <= most:
             return f"the delta claims {share.steps} inner steps, and there were at most {most} since its base"
-        if untrue := _tokens_untrue(share.tokens, share.steps, ledger, ledger.holds.get(share.node)):
+        if untrue := _tokens_untrue(share.tokens, share.steps, ledger, ledger.holds_of(share.node)):
             return f"the delta claims {untrue}"
         numel = ledger.fragment(fragment).numel
         if not 0.0 <= share.norm_sq <= numel * _FP32_MAX**2:

@@ -5,7 +5,7 @@ commit that cannot be made durable leaves no trace. The decoded update is canoni
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -88,8 +88,9 @@ class Result:
     outer_digest: int | None
     delta_norm: float
     """Norm of the merged delta."""
-    codec_up: str | None = None
-    """For the fragment's next deltas, where it is chosen anew; None: as the terms say."""
+    chosen: Mapping[str, str] = field(default_factory=dict)
+    """For the fragment's next deltas: codecs as the terms ask for them, and what was chosen for each; the others are
+    as the terms say."""
     gap: float = 1.0
     """Λ of co2's step."""
     weights: tuple[float, ...] | None = None

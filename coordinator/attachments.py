@@ -37,6 +37,8 @@ class Attachments:
         self._updates: dict[tuple[int, int], Attachment] = {}
         self._addends: dict[tuple[int, int], tuple[BlobId, ...]] = {}
         """The inputs of each commit in `_updates`."""
+        self._anchors: dict[tuple[int, int], tuple[rec.AnchorFetched, Attachment]] = {}
+        """By fragment and version, what came up from nodes: adopted, or it may yet be."""
         self._sources: weakref.WeakSet[UpdateSource] = weakref.WeakSet()
         self._lock = threading.Lock()
         """Held while a source is opened, and while it is decided what may go."""
@@ -49,8 +51,19 @@ class Attachments:
             case rec.WindowCommitted(fragment=fragment, version=version, blobs=blobs):
                 self._updates[fragment, version] = entry.attachment
                 self._addends[fragment, version] = tuple(addend.blob for addend in blobs)
+            case rec.AnchorFetched(anchor=anchor):
+                self._anchors[anchor.fragment, anchor.version] = entry.record, entry.attachment
             case _:
                 pass
+
+    @property
+    def fetched(self) -> dict[int, rec.AnchorFetched]:
+        """By fragment, the newest anchors that came up from nodes and are in the journal."""
+        return {fragment: record for (fragment, _), (record, _) in sorted(self._anchors.items(), key=lambda at: at[0])}
+
+    def anchor(self, fragment: int, version: int) -> tuple[rec.AnchorFetched, Attachment]:
+        """One of them, and where it is."""
+        return self._anchors[fragment, version]
 
     def input(self, blob: BlobId) -> Attachment | None:
         """Where a delta is; None if it was not spooled, or nobody can need it any more."""
@@ -72,7 +85,7 @@ class Attachments:
 
         Wanted are undecided inputs; the commits that a restart may have to repeat, from version `restart_from` of each
         fragment on; those that a ledger remembers (the machine's own may be one commit behind `ledger`); the inputs
-        of these commits; and what is being read.
+        of these commits; anchors of nodes that no snapshot holds yet; and what is being read.
         """
         oldest = [
             min(version - HISTORY_VERSIONS, snapshot + 1)
@@ -85,5 +98,7 @@ class Attachments:
         with self._lock:
             self._updates = {key: self._updates[key] for key in kept}
             read = [source.attachment for source in self._sources]
-        wanted = [*self._updates.values(), *self._inputs.values(), *read]
+        self._anchors = {key: found for key, found in self._anchors.items() if key[1] > restart_from[key[0]]}
+        anchors = [attachment for _, attachment in self._anchors.values()]
+        wanted = [*self._updates.values(), *self._inputs.values(), *anchors, *read]
         return min(attachment.segment for attachment in wanted)

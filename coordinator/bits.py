@@ -2,9 +2,11 @@
 
 `q4r:policy=l-greco` asks for it. Tensors lose unequally at an equal step; the choice spends no more squared error than
 the uniform step would, and fewer bits. It is published with the terms of the fragment's next window, and journaled with
-them; decoders need not know, because a payload holds its scales.
+them; decoders need not know, because a payload holds its scales. Nodes with a codec of their own have their own choice
+where that one asks for it, and none otherwise.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,10 +14,29 @@ from torch import Tensor
 
 from farloop.algo.bits import Candidate, budget, by_multiplier
 from farloop.algo.fragments import view
-from farloop.algo.spec import Fragment
+from farloop.algo.spec import Fragment, Terms, WindowTerms
 from farloop.quant.rates import measure
 from farloop.quant.reference.q4r import L_GRECO_FACTORS, Q4rCodec
 from farloop.quant.registry import codec_named, spelling_of
+
+
+def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, str]:
+    """What is chosen for the fragment's next deltas by its merged delta, fp32 [numel]: by the codec that the terms of
+    their window ask for, where it is one that leaves a choice."""
+    asked = dict.fromkeys((terms.codec_up, *(codec for _, codec in terms.codec_up_of)))
+    return {codec: chosen for codec in asked if (chosen := next_codec(codec, delta, fragment)) is not None}
+
+
+def as_chosen(terms: Terms, window: WindowTerms) -> dict[str, str]:
+    """What was chosen for the deltas of an open window, of which `terms` say what was asked for."""
+    own = dict(window.codec_up_of)
+    return {terms.codec_up: window.codec_up} | {codec: own[node] for node, codec in terms.codec_up_of}
+
+
+def with_chosen(following: WindowTerms, chosen: Mapping[str, str]) -> WindowTerms:
+    """The terms of a window with the choice in the place of what was asked for."""
+    own = tuple((node, chosen.get(codec, codec)) for node, codec in following.codec_up_of)
+    return replace(following, codec_up=chosen.get(following.codec_up, following.codec_up), codec_up_of=own)
 
 
 @torch.no_grad()

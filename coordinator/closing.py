@@ -105,11 +105,12 @@ class Closing:
             self._decisions.record(rec.RoundFixed(round=self._dealt(plan)))
 
     def _dealt(self, plan: RoundPlan) -> RoundPlan:
-        """The round with every node's own steps, where the method lets slow nodes do fewer."""
-        spec = self._ledger.spec
-        if not method_named(spec.terms.method).per_node_h:
-            return plan
-        return schedule.dealt(plan, self._speeds(), spec.identity.layout.slots)
+        """The round with every node's own steps: those of its share, and where the method lets slow nodes do fewer, no
+        more than its speed allows. The stages of a cut model do as many as each other."""
+        layout, terms = self._ledger.spec.identity.layout, self._ledger.terms_in(plan.index)
+        by_speed = method_named(terms.method).per_node_h and layout.num_stages == 1
+        rates = self._speeds() if by_speed else {}
+        return schedule.dealt(plan, layout.slots, rates=rates, shares=terms.h_share_of)
 
     def _held(self, window: Window) -> bool:
         """Whether too few of the live nodes would be part of the run, if this window closed now."""

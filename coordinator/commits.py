@@ -19,11 +19,13 @@ from farloop.coordinator import aggregator, bits
 from farloop.coordinator.aggregator import Buffers, Result, Step
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.records import WindowCommitted
-from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
+from farloop.quant.anchors import pack_anchor, unpack_anchor
+from farloop.quant.blob import Expected, parse_blob
+from farloop.quant.errors import BadBlob
 from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
-from farloop.wire.messages import Share
+from farloop.wire.messages import AnchorRef, Share
 from farloop.wire.reasons import Reason
 
 Inputs = Sequence[tuple[bytes | bytearray, float]]
@@ -50,7 +52,11 @@ def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:
     """To be asked while the record's window is the fragment's open one."""
     terms = ledger.windows[record.fragment]
     assert terms.window == record.version
-    up = tuple(ledger.codec_of_deltas(record.fragment, window) for _, window in _named(ledger, record))
+    blobs = [addend.blob for addend in record.blobs]
+    up = tuple(
+        ledger.codec_of_deltas(record.fragment, window, blob.node)
+        for blob, (_, window) in zip(blobs, _named(ledger, record, blobs), strict=True)
+    )
     return Codecs(up=up, down=terms.codec_down, terms=ledger.terms_of(record.fragment, record.version, record.round))
 
 
@@ -123,13 +129,13 @@ def _expected(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId]) 
     fragment = ledger.spec.identity.layout.fragments[record.fragment]
     return [
         Expected(
-            codecs=(codec_named(ledger.codec_of_deltas(fragment.index, window)),),
+            codecs=(codec_named(ledger.codec_of_deltas(fragment.index, window, blob.node)),),
             fragment=fragment,
             version=window,
             base=base,
             newest_epoch=ledger.epoch,
         )
-        for base, window in _named(ledger, record, blobs)
+        for blob, (base, window) in zip(blobs, _named(ledger, record, blobs), strict=True)
     ]
 
 
@@ -149,7 +155,7 @@ def compute(
     step = step_of(ledger, draft, codecs.terms)
     if not draft.blobs:  # what the updates before left out of the anchor, and no outer step
         update = aggregator.publish(buffers, step, codecs.down, zeros(1))
-        return replace(update, codec_up=ledger.windows[draft.fragment].codec_up)
+        return replace(update, chosen=bits.as_chosen(codecs.terms, ledger.windows[draft.fragment]))
     weights, directions = _measured(ledger, draft, inputs, others, codecs.terms)
     if weights is not None:
         inputs = [(data, weight) for (data, _), weight in zip(inputs, weights, strict=True)]
@@ -158,8 +164,7 @@ def compute(
     result = replace(result, weights=weights, cosines=directions)
     # By the run's terms for the next window: they say how the codec is chosen, those of a window what was chosen.
     following = ledger.terms_of(draft.fragment, draft.version + 1)
-    codec_up = bits.next_codec(following.codec_up, delta, step.fragment)
-    return replace(result, codec_up=codec_up)
+    return replace(result, chosen=bits.next_codecs(following, delta, step.fragment))
 
 
 def longest(ledger: Ledger, draft: WindowCommitted, inputs: Inputs) -> BlobId | None:
@@ -176,7 +181,7 @@ def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
     """The record to be journaled, with the update attached."""
     following = draft.next_window
     if following is not None:
-        following = replace(following, codec_up=result.codec_up or following.codec_up, gap=result.gap)
+        following = replace(bits.with_chosen(following, result.chosen), gap=result.gap)
     weights = result.weights or [addend.weight for addend in draft.blobs]
     directions = result.cosines or [None] * (len(draft.blobs) + len(apart(draft)))
     cosine_of = dict(zip([*(addend.blob for addend in draft.blobs), *apart(draft)], directions, strict=True))
@@ -235,17 +240,26 @@ def repeat(
 
 def snapshot_blob(buffers: Buffers, fragment: Fragment, epoch: int) -> tuple[BlobId, bytearray, int]:
     """The anchor in fp32 for a node that cannot follow the updates, and the digest of its bytes."""
-    codec = codec_named("fp32")
-    header = BlobHeader(
-        codec=codec,
-        fragment=fragment,
-        version=buffers.version,
-        base=buffers.version,
-        epoch=epoch,
-    )
     blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment.index, version=buffers.version)
-    data = pack_blob(header, codec.encode(buffers.anchor, fragment))
+    data = pack_anchor(buffers.anchor, fragment, buffers.version, epoch)
     return blob, data, blob_digest(data)
+
+
+def fetched_anchor(data: bytes | bytearray, fragment: Fragment, ref: AnchorRef) -> Tensor:
+    """The anchor in a snapshot that came up from a node, fp32 [numel].
+
+    Raises:
+        BadBlob: it is not one of this fragment and version, or its numbers have another digest.
+    """
+    anchor = unpack_anchor(data, fragment, ref.version)
+    if (found := digest(anchor)) != ref.digest:
+        raise BadBlob(f"its numbers have digest {found:016x}, its node says {ref.digest:016x}")
+    return anchor
+
+
+def adopted(anchor: Tensor, version: int, terms: Terms) -> Buffers:
+    """A fragment that goes on from an anchor alone: the target is the anchor, the optimizer's state is zero."""
+    return replace(Buffers.begin(anchor, terms), version=version)
 
 
 def parts(

@@ -32,6 +32,7 @@ from farloop.coordinator.durable import make_directory, replacing, sync_path
 from farloop.coordinator.epoch import claim_epoch
 from farloop.coordinator.errors import StateMismatch
 from farloop.coordinator.journal import Journal
+from farloop.coordinator.ledger import more_than_a_snapshot
 from farloop.coordinator.segment import segment_paths
 
 _log = logging.getLogger(__name__)
@@ -57,10 +58,15 @@ class Cut:
     def of(cls, ledger: rec.LedgerSaved, buffers: Sequence[Buffers]) -> "Cut":
         """To be made in the storage thread, where both are in step.
 
-        What the copy does not have is not in its ledger either: deltas that wait for an outcome, and the updates
-        before the newest, whose announcement alone names the anchor's digest.
+        What the copy does not have is not in its ledger either: deltas that wait for an outcome, and the updates, of
+        which the newest's announcement alone names the anchor's digest.
         """
-        newest = tuple(c for c in ledger.commits if c.version == ledger.versions[c.fragment])
+        fragments = ledger.spec.identity.layout.fragments
+        newest = tuple(
+            dataclasses.replace(c, size=more_than_a_snapshot(fragments[c.fragment]))
+            for c in ledger.commits
+            if c.version == ledger.versions[c.fragment]
+        )
         return cls(ledger=dataclasses.replace(ledger, inputs=(), commits=newest), buffers=tuple(buffers))
 
 

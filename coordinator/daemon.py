@@ -18,15 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
-from farloop.algo.spec import NodeId
+from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator import admin, aggregator, commits
 from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.adopting import Adopt
+from farloop.coordinator.anchors import Anchors
 from farloop.coordinator.copying import Copying
 from farloop.coordinator.downloads import Downloads
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.inputs import Inputs
 from farloop.coordinator.link import RouterLink
 from farloop.coordinator.links import Links
+from farloop.coordinator.lookout import Lookout
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
@@ -84,6 +88,9 @@ class CoordinatorConfig:
     anyway, alone."""
     probe_quiet_s: float = QUIET_S
     """Seconds for which nobody must have waited for bytes before a link is probed."""
+    adapt: str = "advise"
+    """What is done about nodes and links that have become slow: "off" looks at nothing; "advise" measures links anew
+    and says what else would help; "act" also gives such a node lighter terms, or leaves it out of a round."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
 
@@ -91,8 +98,11 @@ class CoordinatorConfig:
 class Coordinator:
     """One start of the coordinator of one run."""
 
-    def __init__(self, config: CoordinatorConfig, store: Store) -> None:
-        """Raises KeyFileError, BindError or CopyFailed. To be made on the running loop."""
+    def __init__(self, config: CoordinatorConfig, store: Store, adopt: Adopt | None = None) -> None:
+        """`adopt`: the state is an old copy, and what nodes hold comes first.
+
+        Raises KeyFileError, BindError or CopyFailed. To be made on the running loop.
+        """
         self.config, self.store = config, store
         self.metrics = Metrics()
         self.machine = CoordinatorMachine(
@@ -100,6 +110,7 @@ class Coordinator:
             now=time.monotonic(),
             liveness_s=config.timing.liveness_s,
             floor_share=config.floor_share,
+            adopt=adopt,
         )
         self._upkeep = Upkeep(store, self.machine.alarms)
         self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics, self._upkeep.hold)
@@ -114,6 +125,7 @@ class Coordinator:
         self._sessions: dict[NodeId, Peer] = {}
         self._downloads = Downloads(store, self.machine.ledger, self._in_compute, self._run_commands)
         self._inputs = Inputs(store, self._upkeep, self._in_compute)
+        self._anchors = Anchors(store, self._upkeep, self._in_compute)
         self._door = admin.Door(config.state_dir, {"set": Setting(self.machine, store.ledger, self._happened)})
         self._done = asyncio.Event()
         self._all_left = asyncio.Event()
@@ -131,6 +143,8 @@ class Coordinator:
         )
         self._sight = Sight(config.probe_bytes, self.link.flush, time.monotonic(), quiet_s=config.probe_quiet_s)
         self.observer.inventory = self._sight.status
+        self._lookout = Lookout(config.adapt, self.machine, self._sight, self.metrics, self._happened)
+        self.observer.watch = self._lookout.status
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until the run is finished and its nodes have left, or `stop` is set.
@@ -195,6 +209,7 @@ class Coordinator:
 
     def _happened(self, event: ev.Event) -> None:
         self.observer.saw(event, self.machine)
+        self._lookout.watch.saw(event, self.machine, time.monotonic())
         self._run_commands(self.machine.handle(event, time.monotonic()))
 
     def _run_commands(self, commands: list[ev.Command]) -> None:
@@ -220,7 +235,13 @@ class Coordinator:
                 if node is None or self._sight.heard(peer, node, message, self.machine.members, time.monotonic()):
                     return
                 self._happened(ev.Heard(session=peer.number, node=node, message=message))
+            case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
+                self._start(self._keep_anchor(blob, data))
+            case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
+                if failed := self._anchors.expected.ended(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
+                    self._happened(failed)
             case wire_ev.BlobReceived(blob=blob, data=data):
+                self._lookout.whole(blob, time.monotonic())
                 if offer := self._inputs.arrived(blob):
                     self._start(self._keep_input(offer, data))
             case wire_ev.BlobCorrupt(blob=blob):
@@ -273,6 +294,8 @@ class Coordinator:
     async def _execute(self, command: ev.Command) -> None:
         self.observer.carries_out(command)
         match command:
+            case ev.Record(record=rec.Adopted() as record):
+                await self._upkeep.adopt(record)
             case ev.Record(record=record):
                 await self._upkeep.append(record)
             case ev.Accept(session=number, node=node, welcome=welcome):
@@ -291,6 +314,8 @@ class Coordinator:
                     self._tell(peer, message)
             case ev.Receive(offer=offer):
                 self._receive(offer)
+            case ev.ReceiveAnchor():
+                self._receive_anchor(command)
             case ev.Publish(nodes=nodes, committed=committed):
                 self._publish(nodes, committed)
                 self._downloads.committed(committed.fragment, committed.version)
@@ -324,10 +349,23 @@ class Coordinator:
         failed = self._inputs.let_in(peer.session, offer, self.machine.windows.get(offer.blob.fragment))
         if failed is not None:
             return self._happened(failed)
+        self._lookout.asked(offer.blob, self._inputs.to_come(offer.blob), time.monotonic())
         self.link.flush(peer)
 
     async def _keep_input(self, offer: msg.Offer, data: bytearray) -> None:
         self._happened(await self._inputs.keep(offer, data))
+
+    def _receive_anchor(self, command: ev.ReceiveAnchor) -> None:
+        peer, size = self._sessions.get(command.offer.blob.node), self._anchors.size(command.anchor.fragment)
+        if peer is None or peer.session.state is not State.OPEN:
+            return
+        if failed := self._anchors.expected.let_in(peer.session, command, size, time.monotonic()):
+            return self._happened(failed)
+        self.link.flush(peer)
+
+    async def _keep_anchor(self, blob: BlobId, data: bytearray) -> None:
+        if event := await self._anchors.keep(blob, data):
+            self._happened(event)
 
     def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
         for node in nodes:
@@ -376,6 +414,7 @@ class Coordinator:
             now = time.monotonic()
             if now - before > 1.2:  # this process stood still (protocol C)
                 self.machine.clock_jumped(now - before)
+                self._lookout.watch.clock_jumped()
             before = now
             if due is not None and due <= now:
                 self._run_commands(self.machine.handle_timer(now))
@@ -386,6 +425,7 @@ class Coordinator:
             self.observer.refresh(self.machine)
             links.look(self._sessions)
             self._sight.look(self._sessions, self.machine.members, time.monotonic())
+            self._lookout.look(time.monotonic(), held=bool(self._upkeep.hold))
             await asyncio.sleep(TICK_S)
 
     async def _dial_back(self) -> None:

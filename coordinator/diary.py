@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from farloop.algo.methods import method_named
-from farloop.algo.spec import BlobId
+from farloop.algo.spec import BlobId, NodeId, RoundPlan, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.timeline import Timeline
 from farloop.coordinator.windows import Window
-from farloop.monitoring.decisions import ArrivedDelta, DecisionEvent, MissingNode, RefusedDelta
+from farloop.monitoring.decisions import ArrivedDelta, DecisionEvent, MissingNode, OwnOfDelta, RefusedDelta
 from farloop.wire import messages as msg
 
 FILE = "decisions.jsonl"
@@ -103,7 +103,7 @@ class Diary:
             "floor": terms.floor,
             "revision": ledger.revisions.number_of(record.fragment, record.version),
             "expected": sorted(window.expected),
-            "arrived": _arrived(record, window, {blob: at - opened for blob, at in self._came.items()}),
+            "arrived": _arrived(record, window, ledger, {blob: at - opened for blob, at in self._came.items()}),
             "missing": missing(record),
             "refused": [{**told, "after_s": at - opened} for at, told in self._refused.get(record.fragment, [])],
             "h": _length(ledger, record.round),
@@ -127,25 +127,33 @@ def missing(record: rec.WindowCommitted) -> list[MissingNode]:
     return [{"node": d.node, "code": d.reason.code, "sentence": d.reason.sentence} for d in record.drops]
 
 
-def _arrived(record: rec.WindowCommitted, window: Window, after_s: dict[BlobId, float]) -> list[ArrivedDelta]:
+def _arrived(
+    record: rec.WindowCommitted, window: Window, ledger: Ledger, after_s: dict[BlobId, float]
+) -> list[ArrivedDelta]:
     """In the order of the sum."""
     rows: list[ArrivedDelta] = []
     for addend in record.blobs:
         offer = window.inputs[addend.blob]
+        codec = ledger.codec_of_deltas(record.fragment, offer.window, addend.blob.node)
         for share in offer.contributors:
-            rows.append(
-                {
-                    "node": share.node,
-                    "after_s": after_s.get(addend.blob),
-                    "base": share.base,
-                    "window": offer.window,
-                    "weight": addend.weight,
-                    "steps": share.steps,
-                    "tokens": share.tokens,
-                    "norm": max(share.norm_sq, 0.0) ** 0.5,
-                }
-            )
+            row: ArrivedDelta = {
+                "node": share.node,
+                "after_s": after_s.get(addend.blob),
+                "base": share.base,
+                "window": offer.window,
+                "weight": addend.weight,
+                "steps": share.steps,
+                "tokens": share.tokens,
+                "norm": max(share.norm_sq, 0.0) ** 0.5,
+            }
+            rows.append({**row, **own_of(share.node, codec, window.terms, ledger.rounds.get(record.round))})
     return rows
+
+
+def own_of(node: NodeId, codec: str, terms: WindowTerms, plan: RoundPlan | None) -> OwnOfDelta:
+    """What a node has of its own in a window, where that is not what the window says."""
+    own: OwnOfDelta = {} if codec == terms.codec_up else {"codec": codec}
+    return own if plan is None or plan.steps_of(node) == plan.length else {**own, "h": plan.steps_of(node)}
 
 
 def _given(machine: CoordinatorMachine, window: Window) -> float | None:

@@ -7,9 +7,9 @@ Commands run in order, on the loop. `Receive` is answered by `InputStored` or `I
 from dataclasses import dataclass
 
 from farloop.algo.spec import BlobId, NodeId, Revision
+from farloop.coordinator.records import AnchorFetched, WindowCommitted
 from farloop.coordinator.records import Record as JournalRecord
-from farloop.coordinator.records import WindowCommitted
-from farloop.wire.messages import Committed, Hello, Message, Offer, Refused, Welcome
+from farloop.wire.messages import AnchorRef, Committed, Hello, Message, Offer, Refused, Welcome
 from farloop.wire.reasons import Reason
 
 SessionId = int
@@ -106,7 +106,43 @@ class TermsGiven:
     revision: Revision
 
 
-Event = Greeted | Heard | Parted | InputStored | InputFailed | CommitDone | CommitFailed | TooMuch | TermsGiven
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """The windows that are open now are not to wait for this node (`watch.py`); the next ones do."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorStored:
+    """An anchor that a node was asked for is here, is what it should be, and is durable."""
+
+    record: AnchorFetched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorFailed:
+    """It is not, and is not asked for again of that node in this version; or it only stopped coming."""
+
+    node: NodeId
+    anchor: AnchorRef
+    spoiled: bool
+
+
+Event = (
+    Greeted
+    | Heard
+    | Parted
+    | InputStored
+    | InputFailed
+    | CommitDone
+    | CommitFailed
+    | TooMuch
+    | TermsGiven
+    | LeftOut
+    | AnchorStored
+    | AnchorFailed
+)
 
 
 # --- commands
@@ -150,6 +186,15 @@ class Receive:
     """Let the offered delta come."""
 
     offer: Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveAnchor:
+    """Let the anchor come that its sender was asked for: this very one. Answered by `AnchorStored`, `AnchorFailed`, or
+    the session's end."""
+
+    offer: Offer
+    anchor: AnchorRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,5 +248,17 @@ class Finish:
 
 
 Command = (
-    Accept | Refuse | Hang | Tell | Receive | Publish | SendSnapshot | OfferSnapshot | Commit | Record | Forget | Finish
+    Accept
+    | Refuse
+    | Hang
+    | Tell
+    | Receive
+    | ReceiveAnchor
+    | Publish
+    | SendSnapshot
+    | OfferSnapshot
+    | Commit
+    | Record
+    | Forget
+    | Finish
 )

@@ -8,9 +8,11 @@ from torch import Tensor
 from farloop.algo.spec import BlobId, Contribution
 from farloop.coordinator import commits
 from farloop.coordinator import records as rec
+from farloop.coordinator.diary import own_of
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.reading import Placed, attached, ledger_of, placed
 from farloop.coordinator.segment import Scan
+from farloop.monitoring.decisions import OwnOfDelta
 from farloop.quant.errors import BadBlob
 from farloop.quant.norm import norm_sq
 
@@ -42,6 +44,8 @@ class Past:
     h: int
     codec_up: str
     codec_down: str
+    own: dict[BlobId, OwnOfDelta]
+    """What the nodes of the merged deltas had of their own."""
     epoch: int
     measured: dict[BlobId, Measured]
     """Empty where the deltas are not stored."""
@@ -111,6 +115,10 @@ def _past(
         h=ledger.rounds[record.round].length,
         codec_up=terms.codec_up,
         codec_down=terms.codec_down,
+        own={
+            addend.blob: own_of(addend.blob.node, codec, terms, ledger.rounds[record.round])
+            for addend, codec in zip(record.blobs, commits.codecs_of(ledger, record).up, strict=True)
+        },
         epoch=ledger.epoch,
         measured=_measured(directory, ledger, record, places) if len(places) == len(record.blobs) else {},
     )

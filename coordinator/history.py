@@ -39,8 +39,9 @@ MOST_STARTS: Final = 1 << 20
 """Epochs that a node may be ahead by: a larger claim is none that starts of a coordinator can have led to."""
 
 WAYS_OUT: Final = (
-    "this state folder looks like an old copy: put the newer one back and start again, or start with --rewind, "
-    "which takes this one for the truth and gives up what came after it"
+    "this state folder looks like an old copy: put the newer one back and start again; or start once with "
+    "farloop coordinator RUN.toml --adopt-from-nodes, which goes on from the newest versions that nodes hold; or with "
+    "farloop coordinator RUN.toml --rewind, which takes this one for the truth and gives up what came after it"
 )
 
 
@@ -86,6 +87,20 @@ def standing_of(hello: Hello, ledger: Ledger) -> Standing:
     return Standing(kind=kind, detail=_joined(proofs))
 
 
+def epoch_met(hello: Hello) -> int:
+    """The highest that a node knows of. A history is named by one, and a greeting may tell of it before the node has
+    followed its Welcome."""
+    return max(hello.epoch_seen, hello.history)
+
+
+def unbelievable(hello: Hello, ledger: Ledger) -> Refused | None:
+    """Refuses a node that says it has met an epoch which no run can have reached: it would use up the epochs."""
+    if epoch_met(hello) <= ledger.epoch + MOST_STARTS:
+        return None
+    claim = f"the node says it has met epoch {epoch_met(hello)}, this is {ledger.epoch}"
+    return Refused(reason=Reason.MALFORMED, detail=claim, retriable=False)
+
+
 def as_newcomer(hello: Hello) -> Hello:
     """The greeting of a node of a lost history: it has nothing, and does not train."""
     return dataclasses.replace(hello, anchors=(), announced=(), round=None)
@@ -104,12 +119,11 @@ class Doubts:
 
     def refusal(self, node: NodeId, hello: Hello, now: float) -> Refused | None:
         """Why this node is not let in now, having held the run if it has to be; None lets it in."""
-        if hello.epoch_seen > self._ledger.epoch + MOST_STARTS:
-            claim = f"the node says it has met epoch {hello.epoch_seen}, this is {self._ledger.epoch}"
-            return Refused(reason=Reason.MALFORMED, detail=claim, retriable=False)
+        if refused := unbelievable(hello, self._ledger):
+            return refused
         standing = standing_of(hello, self._ledger)
         if standing.is_in_doubt:
-            self._remember(hello.epoch_seen)
+            self._remember(epoch_met(hello))
             if self.holding is None and self._trusted_at is not None and now >= self._trusted_at:
                 detail = f"node {node} {standing.detail}"
                 self._alarms[_of(node)] = f"it is kept out: it {standing.detail}; another history of this run goes on"

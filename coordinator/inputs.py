@@ -37,9 +37,13 @@ class Inputs:
     def let_in(self, session: Session, offer: msg.Offer, window: Window | None) -> ev.InputFailed | None:
         """Let a delta come over this session, if the fragment's open window still admits it."""
         fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
-        codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window)
+        codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
         wrong = self._intake.let_in(session, offer, window, fragment, codec_up, time.monotonic())
         return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
+
+    def to_come(self, blob: BlobId) -> int | None:
+        """Bytes that a delta still has to bring; None where none are asked for."""
+        return self._intake.to_come(blob)
 
     def arrived(self, blob: BlobId) -> msg.Offer | None:
         """All bytes of a delta are here; its offer, to be given to `keep` or `corrupt`. None where it became void."""
@@ -57,7 +61,7 @@ class Inputs:
         """Verify and spool a delta; durable before it counts (protocol P). Raises StorageFailed."""
         ledger = self._store.ledger
         fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
-        codec_up = ledger.codec_of_deltas(fragment.index, offer.window)
+        codec_up = ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
         try:
             expect = expected_delta(offer, fragment, codec_up, ledger.epoch)
             measures = is_measured(offer, ledger)

@@ -80,6 +80,11 @@ class Intake:
         self._asleep.discard(blob)
         return None
 
+    def to_come(self, blob: BlobId) -> int | None:
+        """Bytes that a delta still has to bring; None where none are asked for."""
+        reassembly = self._partial.get(blob)
+        return None if reassembly is None else reassembly.size - reassembly.received
+
     def next(self) -> Offer | None:
         """The first of those that waited which there is room for now: to be let in again."""
         for blob, offer in self._waiting.items():

@@ -6,6 +6,7 @@ what comes back is in no stored delta (protocol "Data leases").
 """
 
 import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -169,13 +170,10 @@ class Leases:
         consumed = self.consumed.pop(owner, 0)
         used = consumed if stored is None else stored
         self.stored.pop(owner, None)
-        taken, free = used - self.retired.pop(owner, 0), []
-        for lease in self.held.pop(owner):
-            kept = min(taken, lease.count)
-            taken -= kept
-            if lease.count > kept:
-                free.append(Lease(start=lease.start + kept, count=lease.count - kept))
-        self.returned = _joined(sorted([*self.returned, *free], key=lambda lease: lease.start))
+        free = self._not_in(owner, used)
+        del self.held[owner]
+        self.retired.pop(owner, None)
+        self.returned = _joined(_by_position([*self.returned, *free]))
         self.uncertain_total += max(0, consumed - used)
         self.ended[owner] = max(consumed, used)
         while len(self.ended) > ENDED_KEPT:
@@ -183,6 +181,30 @@ class Leases:
         count = sum(lease.count for lease in free)
         self.returned_total += count
         return count
+
+    def as_told(self, unused: Mapping[Owner, Sequence[Lease]], granted_to: int) -> tuple[int, tuple[Lease, ...], int]:
+        """What is free where this book is an old copy, and these owners say what they have left. Changes nothing.
+
+        Returns the frontier, the free ranges, and how many samples in them may have been trained on since the copy:
+        those that were free in it, or held by an owner that says nothing. Whatever else was granted since is taken for
+        trained, so that little comes twice.
+        """
+        told = [lease for leases in unused.values() for lease in leases]
+        silent = list(self.returned)
+        for owner in self.held.keys() - unused.keys():
+            silent += self._not_in(owner, self.stored.get(owner, 0))
+        certain, free = _joined(_by_position(told)), _joined(_by_position([*told, *silent]))
+        count = sum(lease.count for lease in free)
+        frontier = max([self.frontier, granted_to, *(lease.start + lease.count for lease in free)])
+        return frontier, tuple(free), count - sum(lease.count for lease in certain)
+
+    def begin_from(self, frontier: int, returned: Sequence[Lease], uncertain: int) -> None:
+        """Nobody holds anything any more, and this is free. It counts as returned, as far as it was not before."""
+        self.returned_total += max(0, sum(lease.count for lease in returned) - self.free)
+        self.frontier, self.returned = frontier, list(returned)
+        self.uncertain_total += uncertain
+        for book in (self.held, self.retired, self.consumed, self.stored, self.ended):
+            book.clear()
 
     def check(self) -> None:
         """No sample is in two places, none is beyond the frontier, and nobody used more than it was granted."""
@@ -198,16 +220,32 @@ class Leases:
         assert self.held.keys() >= self.retired.keys() | self.stored.keys()
         assert 0 <= self.trained_total <= self.frontier and self.uncertain_total >= 0
 
+    def _not_in(self, owner: Owner, used: int) -> list[Lease]:
+        """What is left of its grants behind the first `used` samples."""
+        taken, left = used - self.retired.get(owner, 0), []
+        for lease in self.held[owner]:
+            kept = min(taken, lease.count)
+            taken -= kept
+            if lease.count > kept:
+                left.append(Lease(start=lease.start + kept, count=lease.count - kept))
+        return left
+
     def _granted(self, owner: Owner) -> int:
         return self.retired.get(owner, 0) + sum(lease.count for lease in self.held.get(owner, ()))
 
 
+def _by_position(leases: Iterable[Lease]) -> list[Lease]:
+    return sorted(leases, key=lambda lease: (lease.start, lease.count))
+
+
 def _joined(leases: list[Lease]) -> list[Lease]:
-    """The same positions in as few ranges as they have."""
+    """The same positions, given in order, in as few ranges as they have; what is in several, once."""
     joined: list[Lease] = []
     for lease in leases:
-        if joined and joined[-1].start + joined[-1].count == lease.start:
-            joined[-1] = Lease(start=joined[-1].start, count=joined[-1].count + lease.count)
+        before = joined[-1] if joined else None
+        if before is not None and before.start + before.count >= lease.start:
+            end = max(before.start + before.count, lease.start + lease.count)
+            joined[-1] = Lease(start=before.start, count=end - before.start)
         else:
             joined.append(lease)
     return joined

@@ -28,6 +28,11 @@ EVALUATIONS_KEPT = 1024
 _BLOB_HEADER_BYTES = 64
 
 
+def more_than_a_snapshot(fragment: Fragment) -> int:
+    """Bytes of an update that nobody is offered: the size of one that is not here."""
+    return 4 * fragment.numel + _BLOB_HEADER_BYTES + 1
+
+
 @dataclass(slots=True)
 class Ledger:
     """What the journal says so far."""
@@ -36,7 +41,7 @@ class Ledger:
     """With the terms of the newest revision; what a window or a round runs under, say `terms_of` and `terms_in`."""
     epoch: int = 0
     history: int = 0
-    """Epoch in which the run was last wound back; 0 where it never was (protocol S)."""
+    """Epoch in which the run was last wound back, or adopted; 0 where it never was (protocol S)."""
     epoch_seen: int = 0
     """Highest epoch that a node had met and this state had not."""
     versions: list[int] = field(default_factory=list)
@@ -45,10 +50,8 @@ class Ledger:
     rounds: dict[int, RoundPlan] = field(default_factory=dict)
     commits: dict[tuple[int, int], Committed] = field(default_factory=dict)
     """Announcements of the last `HISTORY_VERSIONS` commits of each fragment."""
-    started: dict[NodeId, tuple[int, int]] = field(default_factory=dict)
-    """(incarnation, first round) of the nodes that take part."""
-    holds: dict[NodeId, tuple[int, ...]] = field(default_factory=dict)
-    """Stages of those of them that do not hold all of the model."""
+    started: dict[NodeId, rec.NodeStarted] = field(default_factory=dict)
+    """How the nodes that take part began."""
     inputs: dict[BlobId, Offer] = field(default_factory=dict)
     """Stored deltas without an outcome, in the order they came."""
     leases: Leases = field(default_factory=Leases)
@@ -83,8 +86,7 @@ class Ledger:
         ledger.windows = {terms.fragment: terms for terms in saved.windows}
         ledger.rounds = {plan.index: plan for plan in saved.rounds}
         ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
-        ledger.started = {started.node: (started.incarnation, started.round) for started in saved.started}
-        ledger.holds = {started.node: started.holds for started in saved.started if started.holds is not None}
+        ledger.started = {started.node: started for started in saved.started}
         ledger.inputs = {stored.blob: stored.offer() for stored in saved.inputs}
         ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
         ledger.evaluations = list(saved.evaluations)
@@ -112,10 +114,7 @@ class Ledger:
             windows=tuple(self.windows.values()),
             rounds=tuple(self.rounds.values()),
             commits=tuple(self.commits.values()),
-            started=tuple(
-                rec.NodeStarted(node=node, incarnation=incarnation, round=round_index, holds=self.holds.get(node))
-                for node, (incarnation, round_index) in self.started.items()
-            ),
+            started=tuple(self.started.values()),
             inputs=tuple(
                 rec.InputStored.of(offer, self.screening.payloads.get(blob, 0)) for blob, offer in self.inputs.items()
             ),
@@ -161,15 +160,13 @@ class Ledger:
             case rec.Rewound(epoch=epoch):
                 self.epoch = self.history = epoch
                 self.inputs = {}
-            case rec.NodeStarted(node=node, incarnation=incarnation, round=round_index):
-                self.started[node] = (incarnation, round_index)
-                self.holds.pop(node, None)
-                if record.holds is not None:
-                    self.holds[node] = record.holds
+            case rec.Adopted():
+                self._adopt(record)
+            case rec.NodeStarted(node=node):
+                self.started[node] = record
             case rec.NodeLeft(node=node, consumed=consumed, stored=stored):
                 if node in self.started:
-                    incarnation, _ = self.started.pop(node)
-                    self.holds.pop(node, None)
+                    incarnation = self.started.pop(node).incarnation
                     self.leases.watermark(node, incarnation, consumed)
                     self.leases.give_back(node, incarnation, stored)
             case rec.LeaseGranted(node=node, incarnation=incarnation, consumed=consumed, since=since):
@@ -179,9 +176,7 @@ class Ledger:
                 self.leases.retire(node, incarnation, record.stored)
                 self.leases.grant(node, incarnation, record.lease)
             case rec.RoundFixed(round=plan):
-                self.rounds[plan.index] = plan
-                oldest = min((terms.round for terms in self.windows.values()), default=plan.index) - ROUNDS_KEPT
-                self.rounds = {index: fixed for index, fixed in self.rounds.items() if index >= oldest}
+                self._fix(plan)
             case rec.InputStored():
                 self._store(record)
             case rec.InputDropped(blob=blob):
@@ -197,8 +192,8 @@ class Ledger:
                 self._revise(revision)
             case rec.RunFinished():
                 self.finished = True
-            case rec.RunStarted() | rec.LedgerSaved() | rec.SnapshotTaken():
-                pass  # the first two open a journal, and say nothing new in it; the third matters to the store alone
+            case rec.RunStarted() | rec.LedgerSaved() | rec.SnapshotTaken() | rec.AnchorFetched():
+                pass  # the first two open a journal, and say nothing new in it; the others matter to the store alone
 
     def _store(self, stored: rec.InputStored) -> None:
         """A spooled delta counts if it came in time and nobody in it has contributed yet.
@@ -246,6 +241,40 @@ class Ledger:
             if blob not in decided and (blob.fragment != fragment or self.outcome_reason(blob, offer.window) is None)
         }
         self.screening.settle(self.inputs)
+
+    def _fix(self, plan: RoundPlan) -> None:
+        self.rounds[plan.index] = plan
+        oldest = min((terms.round for terms in self.windows.values()), default=plan.index) - ROUNDS_KEPT
+        self.rounds = {index: fixed for index, fixed in self.rounds.items() if index >= oldest}
+
+    def _adopt(self, record: rec.Adopted) -> None:
+        """Go on from what nodes held. Who follows another history has nothing of this one (protocol S)."""
+        self.epoch = self.history = record.epoch
+        self.inputs = {}
+        for revision in record.revisions:
+            self._revise(revision)
+        opened = {terms.fragment: terms for terms in record.windows}
+        for anchor in record.anchors:
+            fragment = anchor.fragment
+            self.versions[fragment] = anchor.version
+            self._served[fragment] = set()
+            self.windows.pop(fragment, None)
+            self.commits = {key: commit for key, commit in self.commits.items() if key[0] != fragment}
+            self.commits[fragment, anchor.version] = Committed(
+                fragment=fragment,
+                version=anchor.version,
+                size=more_than_a_snapshot(self.fragment(fragment)),
+                digest=0,
+                anchor_digest=anchor.digest,
+                merged=(),
+                drops=(),
+                next_window=opened.get(fragment),
+                rounds=(),
+            )
+        self.windows |= opened
+        for plan in record.rounds:
+            self._fix(plan)
+        self.leases.begin_from(record.frontier, record.returned, record.uncertain)
 
     def _revise(self, revision: Revision) -> None:
         self.spec = replace(self.spec, terms=revision.terms, revision=revision.number)
@@ -303,6 +332,12 @@ class Ledger:
         last = [f.index for f in fragments_of(part, layout) if f.slot == layout.slots - 1]
         return min((self.windows[index].round for index in last if index in self.windows), default=max(self.rounds))
 
+    def slot_at(self, round_index: int) -> int:
+        """The first slot of the round of which a window is not committed yet; 0 in the first, in which all but the last
+        have none, and in one that is over."""
+        open_slots = [self.fragment(index).slot for index, terms in self.windows.items() if terms.round <= round_index]
+        return min(open_slots, default=0) if round_index else 0
+
     def is_over_for(self, part: Part) -> bool:
         """Whether every fragment of the part is final."""
         return not any(f.index in self.windows for f in fragments_of(part, self.spec.identity.layout))
@@ -316,7 +351,12 @@ class Ledger:
     def holders(self, fragment: int) -> list[NodeId]:
         """Nodes that take part and hold this fragment."""
         stage = self.fragment(fragment).stage
-        return [node for node in self.started if node not in self.holds or stage in self.holds[node]]
+        return [node for node, one in self.started.items() if one.holds is None or stage in one.holds]
+
+    def holds_of(self, node: NodeId) -> Part:
+        """Stages that a node of the run holds; None for all of the model."""
+        started = self.started.get(node)
+        return None if started is None else started.holds
 
     @property
     def h(self) -> int:
@@ -345,8 +385,7 @@ class Ledger:
             return None
         missed = [self.commits.get((fragment, v)) for v in range(held.version + 1, self.versions[fragment] + 1)]
         known = [committed for committed in missed if committed is not None]
-        snapshot_bytes = 4 * self.fragment(fragment).numel + _BLOB_HEADER_BYTES
-        if len(known) < len(missed) or sum(committed.size for committed in known) > snapshot_bytes:
+        if len(known) < len(missed) or sum(c.size for c in known) >= more_than_a_snapshot(self.fragment(fragment)):
             return None
         return known
 
@@ -356,14 +395,14 @@ class Ledger:
         terms = before.next_window if before else None
         return terms.round if terms else 0
 
-    def codec_of_deltas(self, fragment: int, window: int) -> str:
-        """How the deltas for a window are encoded, late ones included: as its own terms say, which came with the commit
-        before it. Of windows that nobody remembers, as the terms of that time do."""
+    def codec_of_deltas(self, fragment: int, window: int, node: NodeId) -> str:
+        """How the deltas of a node for a window are encoded, late ones included: as its own terms say, which came with
+        the commit before it. Of windows that nobody remembers, as the terms of that time do."""
         terms = self.windows.get(fragment)
         if terms is None or terms.window != window:
             before = self.commits.get((fragment, window - 1))
             terms = before.next_window if before else None
-        return (terms or self.terms_of(fragment, window)).codec_up
+        return (terms or self.terms_of(fragment, window)).codec_of(node)
 
     def fragment(self, index: int) -> Fragment:
         """Its place in the layout."""

@@ -15,6 +15,7 @@ from farloop.algo.spec import NodeId, Revision, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.admission import delta_refusal, progress_untrue
+from farloop.coordinator.adopting import Adopt, Adoption
 from farloop.coordinator.closing import Closing
 from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.evaluations import Evaluations
@@ -42,11 +43,13 @@ class CoordinatorMachine:
         liveness_s: float = 10.0,
         expire_s: float = EXPIRE_S,
         floor_share: float | None = None,
+        adopt: Adopt | None = None,
     ) -> None:
         """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without, and
         `expire_s` more before others get their samples.
 
-        `floor_share`: least share of the live nodes that must lately have been merged (`guard.py`).
+        `floor_share`: least share of the live nodes that must lately have been merged (`guard.py`). `adopt`: the ledger
+        is an old copy's, and what nodes hold comes first (`adopting.py`).
         """
         self.ledger = ledger
         self.windows: dict[int, Window] = {}
@@ -75,11 +78,17 @@ class CoordinatorMachine:
             gone_at=now + liveness_s,
             expire_s=expire_s,
         )
+        self._adoption = None if adopt is None else Adoption(ledger, self._decisions, self.alarms, adopt, now)
         self._evaluations = Evaluations(ledger)
         self._mending: dict[NodeId, set[int]] = {}
         """Fragments whose anchors did not match, until they are known to be mended."""
+        if self._adoption is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Go on from what the ledger says."""
         self._show_quarantine()
-        for terms in ledger.windows.values():
+        for terms in self.ledger.windows.values():
             self._open(terms)
         self._closing.fix_rounds()
         self._closing.try_all()
@@ -117,7 +126,7 @@ class CoordinatorMachine:
     @property
     def holding(self) -> str | None:
         """Why nothing is committed until a person decides (`history.py`); None while all is well."""
-        return self._doubts.holding
+        return self._doubts.holding if self._adoption is None else self._adoption.waits
 
     @property
     def _stands_still(self) -> bool:
@@ -153,13 +162,15 @@ class CoordinatorMachine:
         if self.holding is not None:
             raise ValueError(f"the run is held, and its state may be an old copy: {self.holding}")
         closing = {fragment for fragment, window in self.windows.items() if window.state == "closing"}
-        return revision_of(self.ledger, closing, self._membership.deaf, given)
+        return revision_of(self.ledger, closing, self._membership.speak, given)
 
     # --- events
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Take one event; return what is to be done, in order."""
         self._closing.now = now
+        if self._adoption is not None:
+            return self._adopting(self._adoption, event, now)
         match event:
             case ev.Greeted():
                 if self._membership.is_new(event):
@@ -188,14 +199,28 @@ class CoordinatorMachine:
             case ev.TermsGiven(revision=revision):
                 self._decisions.record(rec.TermsChanged(revision=revision))
                 self._membership.tell_revision(revision)
+            case ev.LeftOut(node=node):
+                self._membership.leave_out(node)
+            case ev.AnchorStored() | ev.AnchorFailed():
+                pass  # of a session that ended as the run went on
             case _:
                 assert_never(event)
         self._closing.look_who_is_left_out()
         self._look_after_stages()
         return self._decisions.take()
 
+    def _adopting(self, adoption: Adoption, event: ev.Event | None, now: float) -> list[ev.Command]:
+        """Before the run goes on from what nodes hold."""
+        if not self._stopping and adoption.handle(event, now):
+            self._adoption = None
+            self._membership.clock_jumped(now - adoption.began_at)  # nobody could come to it
+            self._begin()
+        return self._decisions.take()
+
     def next_timer(self) -> float | None:
         """When `handle_timer` wants to be called."""
+        if self._adoption is not None:
+            return None if self._stopping else self._adoption.wakes_at
         if self._stands_still:
             return None
         return min([*self._membership.deadlines(), *self._closing.deadlines()], default=None)
@@ -203,16 +228,20 @@ class CoordinatorMachine:
     def handle_timer(self, now: float) -> list[ev.Command]:
         """Deadlines that have passed: of nodes that did not come back, of windows, of commits to try again."""
         self._closing.now = now
+        if self._adoption is not None:
+            return self._adopting(self._adoption, None, now)
         if self._stands_still:
             return []
         self._membership.remove_overdue(now)
         self._closing.pass_time()
-        self._membership.start_ready(now, at_boundary=False)
+        self._membership.start_ready(now, "none")
         self._look_after_stages()
         return self._decisions.take()
 
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still: every deadline moves (protocol C)."""
+        if self._adoption is not None:
+            self._adoption.clock_jumped(seconds)
         self._membership.clock_jumped(seconds)
         self._doubts.clock_jumped(seconds)
         self._closing.clock_jumped(seconds)
@@ -220,7 +249,7 @@ class CoordinatorMachine:
     def check(self) -> None:
         """All invariants."""
         self.ledger.check()
-        assert set(self.windows) == set(self.ledger.windows)
+        assert self._adoption is not None or set(self.windows) == set(self.ledger.windows)
         for fragment, window in self.windows.items():
             assert window.terms == self.ledger.windows[fragment]
             window.check()
@@ -344,7 +373,7 @@ class CoordinatorMachine:
             window.inputs[offer.blob] = offer
             self.grace.look_at(window, self._now)
         self._closing.try_all()  # what was seen of lateness says of others, too, that they have waited long enough
-        self._membership.start_ready(self._now, at_boundary=False)
+        self._membership.start_ready(self._now, "none")
 
     def _drop(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
         """A delta's outcome before its window closes (protocol E)."""
@@ -375,8 +404,8 @@ class CoordinatorMachine:
             self._decisions.tell(refusal.blob.node, outcome)
         self._show_quarantine()
         self._publish(record, closed)
+        self._membership.start_ready(self._now, "round" if self.ledger.current_round > before else "slot")
         if self.ledger.current_round > before:
-            self._membership.start_ready(self._now, at_boundary=True)
             self._membership.top_up_all()
         if record.next_window:
             self._open(record.next_window)  # expects who has just started, too

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, Literal
 
+from farloop.coordinator.routing.fabric import UNREACHABLE_S
+from farloop.coordinator.routing.fabric import suspects as slow_links
 from farloop.monitoring.status import LinkStatus
-from farloop.wire.link_messages import Connection
+from farloop.wire.link_messages import Connection, Transfer
 from farloop.wire.meter import Average, Burst, Insufficient, Measured, judge
 
 COORDINATOR: Final = "coordinator"
@@ -19,10 +21,6 @@ COORDINATOR: Final = "coordinator"
 
 MOST_LINKS: Final = 4096
 """Directions that are remembered; beyond it the one that was measured longest ago is forgotten."""
-
-SUSPECT: Final = 3.0
-"""A link this many times as slow as the best way round over one other place is doubted (routing tables have slips of a
-factor of a thousand: SkipPipe's published one does)."""
 
 Means = Literal["probe", "transfer", ""]
 """A probe, or whatever had to be sent anyway."""
@@ -80,6 +78,14 @@ class Matrix:
             direction.changed = direction.rate.add(found.bytes_per_s) or direction.changed
             direction.measured_by = "transfer"
         return found
+
+    def transfer(self, ends: Ends, transfer: Transfer, now: float) -> None:
+        """A node told how long a message took; what cannot be is passed over."""
+        rate = transfer.num_bytes / transfer.seconds if transfer.seconds > 0.0 else 0.0
+        if 0.0 < rate < math.inf:
+            direction = self._direction(ends)
+            direction.changed = direction.rate.add(rate) or direction.changed
+            direction.measured_by, direction.measured_at, direction.why = "transfer", now, ""
 
     def connection(self, ends: Ends, connection: Connection) -> None:
         """What the sender's kernel says of the connection."""
@@ -147,21 +153,10 @@ def retransmit_ratio(connection: Connection | None) -> float | None:
 
 
 def suspects(rates: Mapping[Ends, float]) -> set[Ends]:
-    """Directions that are slower than the best way over one other place by more than `SUSPECT`.
-
-    A byte over two links takes as long as over the first and then over the second: the rates' harmonic sum.
-    """
-    places = {place for ends in rates for place in ends}
-    doubted = set()
-    for (source, target), rate in rates.items():
-        ways = (
-            1.0 / (1.0 / first + 1.0 / second)
-            for via in places - {source, target}
-            if (first := rates.get((source, via))) and (second := rates.get((via, target)))
-        )
-        if max(ways, default=0.0) > SUSPECT * rate:
-            doubted.add((source, target))
-    return doubted
+    """Directions that take a byte far longer than the best way over one other place, as a planner doubts them too."""
+    places = sorted({place for ends in rates for place in ends})
+    byte_s = [[1.0 / rates[u, v] if (u, v) in rates else UNREACHABLE_S for v in places] for u in places]
+    return {(places[u], places[v]) for u, v in slow_links(byte_s)}
 
 
 def _both(pair: frozenset[str]) -> list[Ends]:

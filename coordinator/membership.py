@@ -1,9 +1,9 @@
 """The nodes of a run: how they come, start, get samples, fall away and leave. Which windows close is not decided here.
 
-    greeted ──▶ joining ──Ready──▶ ready ──a round's boundary──▶ training ──Leave, or a newer start of it──▶ left
-                                                                    │ ▲
-                                             its session ends, ─────┘ └───── it greets again
-                                  and in time no window waits for it
+    greeted ──▶ joining ──Ready──▶ ready ──a slot's boundary──▶ training ──Leave, or a newer start of it──▶ left
+                                                                   │ ▲
+                                            its session ends, ─────┘ └───── it greets again
+                                 and in time no window waits for it
 
 A node that trains and shows no progress for too long, though its session lives, is one that no window waits for either,
 until it moves.
@@ -12,6 +12,7 @@ Pure. What is decided goes into the machine's `Decisions`; who is expected, remo
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
 
 from farloop.algo import schedule
 from farloop.algo.parts import fragments_of, is_source, is_whole
@@ -28,6 +29,9 @@ from farloop.coordinator.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, M
 from farloop.coordinator.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
+
+Boundary = Literal["none", "slot", "round"]
+"""What has just come: nothing, the end of a slot, or that of a round."""
 
 
 class Membership:
@@ -52,13 +56,14 @@ class Membership:
         self._windows, self._try_close, self._doubts = windows, try_close, doubts
         self._expire_s = expire_s
         self.members: dict[NodeId, Member] = {}
-        for name, (incarnation, start_round) in ledger.started.items():
+        for name, started in ledger.started.items():
             self.members[name] = Member(
                 name=name,
-                incarnation=incarnation,
-                holds=ledger.holds.get(name),
+                incarnation=started.incarnation,
+                holds=started.holds,
                 stage="training",
-                start_round=start_round,
+                start_round=started.round,
+                start_slot=started.slot,
                 gone_at=gone_at,
                 expires_at=gone_at + expire_s,
                 reason=Reason.CLOSED,
@@ -97,7 +102,7 @@ class Membership:
         return {
             m.name
             for m in holders
-            if m.start_round is not None and schedule.may_send(terms, m.start_round, fragment.slot, slots)
+            if m.start_round is not None and schedule.may_send(terms, m.start_round, fragment.slot, slots, m.start_slot)
         }
 
     def speeds(self) -> dict[NodeId, float]:
@@ -173,9 +178,9 @@ class Membership:
         )
 
     @property
-    def deaf(self) -> list[NodeId]:
-        """Nodes that take part, or may yet be back, and cannot be told of other terms."""
-        return [m.name for m in self.members.values() if m.stage != "left" and m.protocol < REVISED_SINCE]
+    def speak(self) -> dict[NodeId, int]:
+        """Versions of the protocol of the nodes that take part, or may yet be back."""
+        return {m.name: m.protocol for m in self.members.values() if m.stage != "left"}
 
     def tell_revision(self, revision: Revision) -> None:
         """The run has other terms from windows on that lie ahead. Who is not here hears of it with its Welcome."""
@@ -187,7 +192,7 @@ class Membership:
         """Windows that went on without a node take it in again while they are open."""
         assert member.start_round is not None
         if member.name not in self._ledger.started:
-            self._record_start(member, member.start_round)
+            self._record_start(member)
         self._expect_again(member)
 
     def _expect_again(self, member: Member) -> None:
@@ -209,10 +214,10 @@ class Membership:
         """It holds all anchors."""
         if member.stage == "joining":
             member.stage = "ready"
-            self.start_ready(now, at_boundary=False)
+            self.start_ready(now, "none")
 
-    def start_ready(self, now: float, *, at_boundary: bool) -> None:
-        """Start who is ready: at the run's begin, at a round's boundary, or at once where nobody trains any more, or
+    def start_ready(self, now: float, boundary: Boundary) -> None:
+        """Start who is ready: at the run's begin, with a slot or a round, or at once where nobody trains any more, or
         too few for the floor of a window, which no boundary would come before."""
         ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
         ready = [m for m in ready if not self._ledger.is_over_for(m.holds)]
@@ -221,8 +226,12 @@ class Membership:
         if not self.begun and too_few_to_begin(ready, self._ledger):
             return
         alone = [m for m in ready if self._is_needed(m)]
-        for member in sorted(ready if at_boundary else alone, key=lambda m: m.name):
-            self._start(member, self._ledger.rounds[self._ledger.round_of_part(member.holds)], now)
+        for member in sorted(ready, key=lambda m: m.name):
+            plan = self._ledger.rounds[self._ledger.round_of_part(member.holds)]
+            if member in alone or boundary == "round":
+                self._start(member, plan, 0, now)
+            elif boundary == "slot" and (slot := self._slot_for(member, plan)):
+                self._start(member, plan, slot, now)
         for window in self._windows.values():
             names = {m.name for m in alone if m.has(self._ledger.fragment(window.terms.fragment))}
             if names and window.state == "open" and not window.missing:
@@ -243,17 +252,36 @@ class Membership:
         """Whether the window is held though nobody is awaited any more."""
         return window.short_of(self._ledger.terms_at(window.terms).floor) is not None
 
-    def _start(self, member: Member, plan: RoundPlan, now: float) -> None:
-        member.start(plan.index, now)
+    def _start(self, member: Member, plan: RoundPlan, slot: int, now: float) -> None:
+        member.start(plan.index, slot, now)
         member.let_go = True
-        self._record_start(member, plan.index)
+        self._record_start(member)
         leases = self._grant(member)
-        self._decisions.tell(member.name, msg.Start(round=plan, lease=leases[0] if leases else None))
+        first = leases[0] if leases else None
+        self._decisions.tell(member.name, msg.Start(round=plan, lease=first, slot=slot))
         self._tell_grants(member, leases[1:])
 
-    def _record_start(self, member: Member, round_index: int) -> None:
+    def _slot_for(self, member: Member, plan: RoundPlan) -> int:
+        """The slot of the round that a node can start with, where the others are; 0 where it waits for the next round.
+
+        A stage does, for it goes with the others of its pipeline, and a node that could not be told; and in the last
+        round windows are open already that do not expect it.
+        """
+        ledger = self._ledger
+        if member.protocol < msg.SLOTS_SINCE or member.holds is not None or ledger.spec.terms.lag:
+            return 0
+        return 0 if schedule.is_last(ledger.spec.terms, plan) else ledger.slot_at(plan.index)
+
+    def _record_start(self, member: Member) -> None:
+        assert member.start_round is not None
         self._decisions.record(
-            rec.NodeStarted(node=member.name, incarnation=member.incarnation, round=round_index, holds=member.holds)
+            rec.NodeStarted(
+                node=member.name,
+                incarnation=member.incarnation,
+                round=member.start_round,
+                holds=member.holds,
+                slot=member.start_slot,
+            )
         )
 
     # --- samples
@@ -334,7 +362,7 @@ class Membership:
         member.anchors = leave.anchors
         member.disconnect(leave.reason, now, 0.0)
         self._leave(member, leave.reason)
-        self.start_ready(now, at_boundary=False)
+        self.start_ready(now, "none")
 
     def remove_overdue(self, now: float) -> None:
         """Who did not come back in time, or stands still for no known reason, is not waited for any more; the samples
@@ -378,6 +406,14 @@ class Membership:
         for fragment, window in self._windows.items():
             if member.name in window.missing:
                 window.removed[member.name] = reason
+                self._try_close(fragment)
+
+    def leave_out(self, node: NodeId) -> None:
+        """The open windows wait for it no more; a delta that comes while one is still open is merged, and the next
+        ones expect it."""
+        for fragment, window in list(self._windows.items()):
+            if window.state == "open" and node in window.missing:
+                window.removed[node] = Reason.LATE
                 self._try_close(fragment)
 
     def check(self) -> None:

@@ -123,6 +123,19 @@ class Metrics:
         self.participation_held = Gauge(
             "farloop_participation_held", "1 while too few live nodes are merged to commit.", registry=registry
         )
+        self._anomalies = Gauge(
+            "farloop_anomalies",
+            "1 while a node, or its link, is slower than its own rounds before, or hangs.",
+            ["kind", "node"],
+            registry=registry,
+        )
+        self._anomalies_shown: set[tuple[str, str]] = set()
+        self.anomaly_actions = Counter(
+            "farloop_anomaly_actions",
+            "Rungs of the ladder against them: done, or advised.",
+            ["action", "how"],
+            registry=registry,
+        )
         self.update_bytes = Counter("farloop_update_bytes", "Encoded updates committed.", registry=registry)
         self.delta_norm = Gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"], registry=registry)
         buckets = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60)
@@ -319,6 +332,14 @@ class Metrics:
     def saw_links(self, inventory: InventoryStatus) -> None:
         """What is known of the links now; of those that nobody knows any more, nothing."""
         self._links.saw(inventory)
+
+    def saw_anomalies(self, found: Sequence[tuple[str, str]]) -> None:
+        """Who is slow or hangs now, as (kind, node)."""
+        for kind, node in found:
+            self._anomalies.labels(kind, node).set(1)
+        for kind, node in self._anomalies_shown - set(found):
+            self._anomalies.remove(kind, node)
+        self._anomalies_shown = set(found)
 
     def _forget(self, name: str) -> None:
         """Who left on purpose is not missed: no alarm is to wait for its return."""

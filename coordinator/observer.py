@@ -38,6 +38,7 @@ from farloop.monitoring.status import (
     NodeStatus,
     PartStatus,
     Status,
+    WatchStatus,
     WindowStatus,
 )
 from farloop.wire import messages as msg
@@ -58,6 +59,8 @@ class Observer:
         """What is to be said of copies, where there are any."""
         self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
         """What is seen of machines and links."""
+        self.watch: Callable[[], WatchStatus] | None = None
+        """Who has become slow."""
         self.joined = False
         """Whether the run can make progress: at least one node is connected."""
         self._store, self._metrics, self._hold = store, metrics, hold
@@ -114,7 +117,7 @@ class Observer:
                 if machine.believes(node, evaluation):
                     self._evaluation(node, evaluation, machine)
             case ev.InputStored(offer=offer):
-                codec = machine.ledger.spec.terms.codec_up
+                codec = machine.ledger.codec_of_deltas(offer.blob.fragment, offer.window, offer.blob.node)
                 self._metrics.payload_bytes.labels("delta", codec).inc(offer.size)
             case _:
                 pass
@@ -227,6 +230,8 @@ class Observer:
             members = sorted(machine.members.values(), key=lambda member: member.name)
             status["inventory"] = self.inventory(members, time.monotonic())
             self._metrics.saw_links(status["inventory"])
+        if self.watch is not None:
+            status["watch"] = self.watch()
         self._metrics.count_samples(machine.ledger.leases.fates())
         self._metrics.history_held.set(machine.holding is not None)
         self._metrics.alarms.set(len(status["alarms"]))
@@ -289,6 +294,10 @@ class Observer:
             "recent": self._happenings.recent(now),
             "samples": ledger.leases.fates(),
         }
+        if terms.codec_up_of:
+            told["run"]["codec_up_of"] = {str(node): codec for node, codec in terms.codec_up_of}
+        if terms.h_share_of:
+            told["run"]["h_share_of"] = {str(node): share for node, share in terms.h_share_of}
         counts = stages_held((member for member in members if member.session is not None), ledger)
         if len(counts) > 1:
             told["run"]["stages"] = list(counts.values())
@@ -323,8 +332,14 @@ class Observer:
             "quarantine": quarantine.get(member.name, ""),
             "loss_is": "" if progress is None else not_finite(progress.loss),
         }
+        ledger = self._store.ledger
         if member.holds is not None:
-            told["part"] = _part(member.holds, self._store.ledger.spec.identity.layout)
+            told["part"] = _part(member.holds, ledger.spec.identity.layout)
+        plan, codec = ledger.rounds[ledger.current_round], ledger.spec.terms.codec_of(member.name)
+        if (own := plan.steps_of(member.name)) != plan.length:
+            told["h"] = own
+        if codec != ledger.spec.terms.codec_up:
+            told["codec_up"] = codec
         return told
 
     def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:

@@ -73,6 +73,13 @@ class Prober:
         """Node → (not before, how long the next wait is) after probes that told nothing."""
         self._spent: dict[str, deque[tuple[float, int]]] = {}
         self.running: Running | None = None
+        self.asked: set[tuple[str, bool]] = set()
+        """(node, upward) of directions that somebody wants to know, however fresh they are."""
+
+    @property
+    def probes(self) -> bool:
+        """Whether it ever does."""
+        return self._budget_bytes > 0
 
     def busy(self, now: float) -> None:
         """Somebody waits for bytes."""
@@ -84,10 +91,11 @@ class Prober:
         """Begin a probe if one is due and may be; it is then the running one."""
         if self.running is not None or not self._budget_bytes or now - self._busy_at < self._quiet_s:
             return None
-        due = [c for c in candidates if (c.changed or c.age_s > FRESH_S) and self._may_begin(c.node, now)]
+        due = [c for c in candidates if (self._is_asked(c) or c.changed or c.age_s > FRESH_S)]
+        due = [c for c in due if self._may_begin(c.node, now)]
         if not due:
             return None
-        chosen = max(due, key=lambda c: (c.age_s, c.changed, c.node))
+        chosen = max(due, key=lambda c: (self._is_asked(c), c.age_s, c.changed, c.node))
         self._number += 1
         self._spent.setdefault(chosen.node, deque()).append((now, self._budget_bytes))
         self.running = Running(
@@ -107,6 +115,7 @@ class Prober:
             return
         if learned:
             self._pause.pop(running.node, None)
+            self.asked.discard((running.node, running.upward))
             return
         first, longest = AGAIN_S
         _, wait_s = self._pause.get(running.node, (0.0, first))
@@ -117,6 +126,10 @@ class Prober:
         known = set(nodes)
         self._pause = {node: pause for node, pause in self._pause.items() if node in known}
         self._spent = {node: spent for node, spent in self._spent.items() if node in known}
+        self.asked = {(node, upward) for node, upward in self.asked if node in known}
+
+    def _is_asked(self, candidate: Candidate) -> bool:
+        return (candidate.node, candidate.upward) in self.asked
 
     def _may_begin(self, node: str, now: float) -> bool:
         if now < self._pause.get(node, (now, 0.0))[0]:

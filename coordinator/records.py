@@ -11,7 +11,7 @@ from typing import Any
 
 from farloop.algo.spec import LATER, BlobId, Contribution, Lease, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
 from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.messages import Committed, Drop, Offer, Share, pack, unpack, validate
+from farloop.wire.messages import AnchorRef, Committed, Drop, Offer, Share, pack, unpack, validate
 from farloop.wire.reasons import Reason
 
 
@@ -51,6 +51,57 @@ class Rewound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorFetched:
+    """An anchor that this state does not have came from a node that holds it. It counts for nothing before an `Adopted`
+    names it. Attached: its bytes, as a snapshot."""
+
+    anchor: AnchorRef
+    node: NodeId
+    blob_digest: int
+    """xxh3-64 of the attached bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptedAnchor:
+    """A version that the run goes on from, and was not in this state."""
+
+    fragment: int
+    version: int
+    digest: int
+    node: NodeId
+    """Who brought it."""
+    before: int
+    """The version of this state, which may have been many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """A start of the coordinator over an old copy of its state took what nodes held for the truth.
+
+    The epoch names the history that begins here, as that of `Rewound` does. Stored deltas are dropped; the targets of
+    these fragments are their anchors, and their outer optimizers begin anew from nothing.
+    """
+
+    epoch: int
+    anchors: tuple[AdoptedAnchor, ...]
+    windows: tuple[WindowTerms, ...]
+    """That follow these versions; a fragment without one is final."""
+    rounds: tuple[RoundPlan, ...]
+    revisions: tuple[Revision, ...]
+    """Of the terms, those that this state did not have."""
+    frontier: int
+    """First sample that was never granted, as far as is known."""
+    returned: tuple[Lease, ...]
+    """Samples that are free now, by position."""
+    uncertain: int
+    """Those of them that may have been trained on since the copy."""
+    lost: tuple[AnchorRef, ...] = ()
+    """Newer versions that nodes were told of, or held, and that nobody could bring."""
+    missing: tuple[NodeId, ...] = ()
+    """Nodes of this state that nothing was heard of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStarted:
     """A node takes part from this round on."""
 
@@ -59,6 +110,8 @@ class NodeStarted:
     round: int
     holds: tuple[int, ...] | None = field(default=None, metadata=LATER)
     """Stages of the model; None for all of it."""
+    slot: int = field(default=0, metadata=LATER)
+    """... and from this slot of it on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +356,7 @@ class LedgerSaved:
     seen: tuple[Seen, ...] = ()
     standings: tuple[Standing, ...] = ()
     history: int = field(default=0, metadata=LATER)
-    """Epoch of the last `Rewound`; 0 for none."""
+    """Epoch of the last `Rewound` or `Adopted`; 0 for none."""
     epoch_seen: int = field(default=0, metadata=LATER)
     """Highest of all `EpochSeen`."""
     revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
@@ -327,6 +380,8 @@ Record = (
     | EpochSeen
     | Rewound
     | TermsChanged
+    | AnchorFetched
+    | Adopted
 )
 
 KINDS: dict[type[Record], int] = {
@@ -346,6 +401,8 @@ KINDS: dict[type[Record], int] = {
     EpochSeen: 14,
     Rewound: 15,
     TermsChanged: 20,
+    AnchorFetched: 21,
+    Adopted: 22,
 }
 """Numbers on disk: never reused, never 0."""
 

@@ -66,6 +66,8 @@ def span(directory: Path, scans: list[Scan]) -> dict[int, tuple[int, int]]:
             if isinstance(record.record, rec.WindowCommitted):
                 known[record.record.fragment].append(record.record.version)
                 newest[record.record.fragment] = record.record.version
+            for anchor in record.record.anchors if isinstance(record.record, rec.Adopted) else ():
+                known[anchor.fragment], newest[anchor.fragment] = [], anchor.version  # nothing leads there
     spans: dict[int, tuple[int, int]] = {}
     for fragment, versions in known.items():
         oldest = min(versions, default=newest[fragment] + 1)

@@ -4,15 +4,17 @@ Nothing that was told to a node is touched: a fragment's next window is the firs
 round the first that is not fixed. A window that is closing has said already what the one after it runs under. Pure.
 """
 
+import difflib
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from farloop.algo import schedule
-from farloop.algo.revise import changes, nodes_must_hear, revised
+from farloop.algo.of_nodes import OF_NODES
+from farloop.algo.revise import Change, changes, nodes_must_hear, revised
 from farloop.algo.spec import NodeId, Revision, RoundPlan, Terms
 from farloop.coordinator.ledger import Ledger
-from farloop.wire.messages import SINCE, Revised
+from farloop.wire.messages import OWN_CODECS_SINCE, SINCE, Revised
 
 REVISED_SINCE: Final = SINCE[Revised]
 """Version of the protocol in which nodes can be told of other terms."""
@@ -21,12 +23,14 @@ MOST: Final = 64
 """Revisions that are kept at a time: all of them are in every Welcome."""
 
 
-def revision_of(ledger: Ledger, closing: Collection[int], deaf: Iterable[NodeId], given: Mapping[str, str]) -> Revision:
+def revision_of(
+    ledger: Ledger, closing: Collection[int], speak: Mapping[NodeId, int], given: Mapping[str, str]
+) -> Revision:
     """What the run would have if these values were set now.
 
     Args:
         closing: fragments whose open window is being committed.
-        deaf: nodes that take part and cannot be told of other terms.
+        speak: versions of the protocol of the nodes that take part, or may yet be back.
         given: text by key, as `algo.revise.revised` takes it.
 
     Raises:
@@ -36,11 +40,11 @@ def revision_of(ledger: Ledger, closing: Collection[int], deaf: Iterable[NodeId]
     if not ledger.windows:
         raise ValueError("the run is over: nothing of it can change any more")
     after = revised(before, layout, given)
-    _check_hears(before, after, sorted(deaf))
+    differ = changes(before, after)
+    _check_follow(before, after, differ, speak)
     newest = ledger.revisions.newest
     # A closing window may be followed by one in the round after the newest: rounds change where all windows have.
     first_round = max(newest.round, max(ledger.rounds) + (2 if closing else 1))
-    differ = changes(before, after)
     if any(change.of_rounds for change in differ):
         _check_rounds(ledger, after, first_round)
     if all(window.final for window in ledger.windows.values()) and not all(change.of_rounds for change in differ):
@@ -77,7 +81,8 @@ def last_change(ledger: Ledger) -> list[str]:
     if len(ledger.revisions.kept) < 2:
         return []
     before, newest = ledger.revisions.kept[-2:]
-    return [f"{c['key']} {c['before']} → {c['after']} from {c['from']} on" for c in described(before.terms, newest)]
+    told = described(before.terms, newest)
+    return [f"{c['key']} {_shown(c['before'])} → {_shown(c['after'])} from {c['from']} on" for c in told]
 
 
 def not_for_the_deaf(ledger: Ledger) -> str | None:
@@ -94,13 +99,44 @@ def not_for_the_deaf(ledger: Ledger) -> str | None:
     return None
 
 
-def _check_hears(before: Terms, after: Terms, deaf: list[NodeId]) -> None:
+def cannot_follow(ledger: Ledger, node: NodeId, protocol: int) -> str | None:
+    """Why a node that speaks this version must stay away for now, as a sentence: a window that is open, or comes, asks
+    it for a codec of its own, and it would send by that of all."""
+    if protocol >= OWN_CODECS_SINCE:
+        return None
+    for fragment, window in ledger.windows.items():
+        later = ledger.revisions.from_window(fragment, window.window)
+        if node in dict(window.codec_up_of) or any(node in dict(terms.codec_up_of) for terms in later):
+            return f"codec_up_of says how {node} sends, and this node speaks a version of the protocol without that"
+    return None
+
+
+def _check_follow(before: Terms, after: Terms, differ: list[Change], speak: Mapping[NodeId, int]) -> None:
+    """Raise ValueError unless all nodes can follow, and those that are named are there."""
+    deaf = sorted(node for node, version in speak.items() if version < REVISED_SINCE)
     keys = nodes_must_hear(before, after)
     if keys and deaf:
         raise ValueError(
             f"{keys[0]} is what nodes follow by themselves, and {', '.join(deaf)} cannot be told of a change: start "
             "them with a farloop of this version first"
         )
+    for change in differ:
+        term, _, name = change.key.partition(".")
+        if term not in OF_NODES or change.after is None:
+            continue
+        if (node := NodeId(name)) not in speak:
+            near = difflib.get_close_matches(name, speak, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(speak)) or 'none'}"
+            raise ValueError(f"{change.key}: there is no node {name} in this run; {hint}")
+        if term == "codec_up_of" and speak[node] < OWN_CODECS_SINCE:
+            raise ValueError(
+                f"{change.key}: {name} speaks a version of the protocol in which nodes have no codec of their own: "
+                "start it with a farloop of this version first"
+            )
+
+
+def _shown(value: object) -> object:
+    return "none" if value is None else value
 
 
 def _check_rounds(ledger: Ledger, after: Terms, first_round: int) -> None:

@@ -49,7 +49,9 @@ class Member:
     stage: Stage = "joining"
     session: int | None = None
     start_round: int | None = None
-    """First round it trains in."""
+    """First round it trains in ..."""
+    start_slot: int = 0
+    """... and the slot of it that it began with."""
     gone_at: float | None = None
     """When it stops being expected, unless it comes back before; None while connected, or once that has happened."""
     absent: bool = False
@@ -122,9 +124,10 @@ class Member:
         else:
             self.stage = "joining"
 
-    def start(self, round_index: int, now: float) -> None:
+    def start(self, round_index: int, slot: int, now: float) -> None:
         """It is told to begin its first inner step."""
-        self.stage, self.start_round, self.progress_at, self._stepped = "training", round_index, now, (now, 0)
+        self.stage, self.start_round, self.start_slot = "training", round_index, slot
+        self.progress_at, self._stepped = now, (now, 0)
 
     def disconnect(self, reason: Reason, now: float, grace_s: float, expire_s: float = EXPIRE_S) -> None:
         """Its session ended; it stays expected for `grace_s` more, and keeps its samples for `expire_s`."""

@@ -14,9 +14,11 @@ from farloop.coordinator import events as ev
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.revising import described
+from farloop.coordinator.routing.lightening import Advice
+from farloop.coordinator.routing.own_terms import NotInPlace, settings_of
 from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing
-from farloop.quant.registry import codec_named, downlink_spelling
-from farloop.quant.soundness import check_downlink, check_uplink, check_variates
+from farloop.quant.registry import downlink_spelling
+from farloop.quant.soundness import check_codecs
 
 _log = logging.getLogger(__name__)
 
@@ -34,13 +36,21 @@ def revision_asked_for(machine: CoordinatorMachine, given: Mapping[str, str]) ->
         if "codec_down" in spelled:
             spelled["codec_down"] = downlink_spelling(spelled["codec_down"])
         revision = machine.revision_for(spelled)
-        check_uplink(codec_named(revision.terms.codec_up))
-        check_downlink(codec_named(revision.terms.codec_down))
-        if revision.terms.control_variates:
-            check_variates(codec_named(revision.terms.codec_up))
+        check_codecs(revision.terms)
     except (UnknownCodec, BadParameter, UnsoundPairing) as error:
         raise ValueError(str(error)) from error
     return revision
+
+
+def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
+    """The run's terms with what is advised to one node. Raises ValueError, one sentence, if it cannot have them."""
+    try:
+        spec = machine.ledger.spec
+        in_stages = spec.identity.layout.num_stages > 1
+        given = settings_of(advice, spec.terms, machine.ledger.h, in_stages=in_stages)
+    except NotInPlace as error:
+        raise ValueError(str(error)) from error
+    return revision_asked_for(machine, given)
 
 
 class Setting:

@@ -80,6 +80,13 @@ class Sight:
                     self.reachable[node] = reached
         self._dialled = {node: tried for node, tried in self._dialled.items() if NodeId(node) in members}
 
+    def probe_next(self, node: str) -> str:
+        """Measure what comes from this node as soon as nobody waits for bytes. Why that cannot be; empty if it can."""
+        if not self._prober.probes:
+            return "probe_bytes is 0"
+        self._prober.asked.add((node, True))
+        return ""
+
     # --- what comes
 
     def heard(self, peer: Peer, node: NodeId, message: msg.Message, known: Iterable[str], now: float) -> bool:
@@ -113,9 +120,10 @@ class Sight:
         peer, running = seen.peer or COORDINATOR, self._prober.running
         if seen.peer and seen.rtt_s is not None and 0.0 < seen.rtt_s < 60.0:
             self.matrix.round_trips(node, peer, [seen.rtt_s])
-        if running is not None and (seen.peer, seen.probe, running.upward) != ("", running.number, False):
-            running = None
-        if running is not None and running.node != node:
+        if seen.peer and seen.transfer is not None:
+            self.matrix.transfer((peer, node), seen.transfer, now)
+        ours = ("", node, seen.probe, False)
+        if running is not None and (seen.peer, running.node, running.number, running.upward) != ours:
             running = None
         for burst in seen.bursts[:MOST_SEEN]:
             self._took((peer, node), burst, now, probe=running)
@@ -234,6 +242,8 @@ class Sight:
         for node, peer in here.items():
             rtt_s = self.matrix.rtt_s(node, COORDINATOR)
             if rtt_s is None or len(peer.session.round_trips) < ROUND_TRIPS:
+                continue
+            if peer.session.state is not State.OPEN:  # it was found broken as something was let out
                 continue
             for upward, ends in ((True, (node, COORDINATOR)), (False, (COORDINATOR, node))):
                 age_s, changed = self.matrix.age_s(ends, now), self.matrix.changed(ends)

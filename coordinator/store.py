@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from farloop.algo.fragments import view
-from farloop.algo.schedule import first_rounds
+from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, RunSpec
 from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
@@ -26,6 +26,7 @@ from farloop.coordinator.journal import SEGMENT_BYTES, Journal
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.segment import Entry
 from farloop.quant.blob import blob_bytes
+from farloop.quant.errors import BadBlob
 from farloop.quant.registry import codec_named
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ class Store:
         """Replaced, never changed: other threads read it."""
         self._journal = journal
         self._attachments = Attachments()
+        self._adopted: dict[int, int] = {}
+        """Versions that a journal which is read back says were adopted, by fragment: they may have no snapshot."""
+        self._claimed = 0
+        """The epoch of an adoption that is not durable yet."""
         self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
         """Versions of the last two snapshots of each fragment that are known to be good."""
         journal.begin_segments_with(ledger.saved)
@@ -78,7 +83,7 @@ class Store:
             buffers = [Buffers.begin(anchor, spec.terms) for anchor in anchors]
             for index, fragment_buffers in enumerate(buffers):
                 _save_snapshot(directory, spec, index, fragment_buffers)
-            started = rec.RunStarted(spec=spec, epoch=epoch, rounds=first_rounds(spec.terms))
+            started = rec.RunStarted(spec=spec, epoch=epoch, rounds=opening_rounds(spec))
             store = cls(directory, journal, Ledger.begin(started), buffers)
             store.append(started)
             store.sync()
@@ -136,6 +141,8 @@ class Store:
             if isinstance(entry.record, rec.WindowCommitted):
                 codecs = commits.codecs_of(ledger, entry.record)
                 done[entry.record.fragment].append(_Done(record=entry.record, codecs=codecs))
+            if isinstance(entry.record, rec.Adopted):
+                store._adopted |= {anchor.fragment: anchor.version for anchor in entry.record.anchors}
             store._take(entry)
         for index, of_fragment in enumerate(done):
             store._restore(index, of_fragment)
@@ -177,6 +184,39 @@ class Store:
         if record.version % SNAPSHOT_EVERY == 0 or record.next_window is None:
             self._snapshot(record.fragment)
         return record
+
+    @property
+    def fetched(self) -> dict[int, rec.AnchorFetched]:
+        """Anchors that came up from nodes, by fragment: an adoption need not fetch them again."""
+        return self._attachments.fetched
+
+    def adopt(self, record: rec.Adopted) -> None:
+        """Go on from the anchors that were fetched: durable, and then true of the buffers, too.
+
+        Raises:
+            NoRoom: nothing was changed but the epoch's file.
+            Fenced: another coordinator has taken this state over. Nothing was changed.
+            StorageFailed: it may be durable or not. Exit and recover.
+        """
+        require_epoch(self.directory, self._claimed or self.ledger.epoch)
+        if not self._claimed:  # else there was no room for the record when it was tried before
+            self._claimed = claim_epoch(self.directory, seen=record.epoch - 1)
+        fetched = {anchor.fragment: self._fetched(anchor.fragment, anchor.version) for anchor in record.anchors}
+        self.append(record)
+        self.sync()
+        for fragment, buffers in fetched.items():
+            self.buffers[fragment] = buffers
+            self._snapshot(fragment)
+        _log.warning(
+            "adopted history=%d versions=%s fragments=%d lost=%s missing=%s samples_uncertain=%d "
+            "note='nodes begin anew from here'",
+            record.epoch,
+            ",".join(str(version) for version in self.ledger.versions),
+            len(record.anchors),
+            ",".join(f"{ref.fragment}:{ref.version}" for ref in record.lost) or "-",
+            ",".join(record.missing) or "-",
+            record.uncertain,
+        )
 
     def read_input(self, blob: BlobId) -> bytes:
         """A spooled delta."""
@@ -234,9 +274,12 @@ class Store:
         snapshot = snapshots.load_latest(self.directory, index, fingerprint=spec.identity.fingerprint())
         if snapshot is None:
             raise StateMismatch(self.directory, f"there is no snapshot of fragment {index}")
-        tensors = dict(snapshot.tensors)
-        anchor, target = tensors.pop("anchor"), tensors.pop("target")
-        buffers = Buffers(version=snapshot.version, anchor=anchor, target=target, outer=tensors)
+        if snapshot.version < self._adopted.get(index, 0):  # it died before there was one
+            buffers = self._fetched(index, self._adopted[index])
+        else:
+            tensors = dict(snapshot.tensors)
+            anchor, target = tensors.pop("anchor"), tensors.pop("target")
+            buffers = Buffers(version=snapshot.version, anchor=anchor, target=target, outer=tensors)
         for commit in done:
             if commit.record.version == buffers.version + 1:
                 buffers = self._repeat(buffers, commit)
@@ -245,6 +288,16 @@ class Store:
             raise StateMismatch(self.directory, f"{found}, the last commit is {self.ledger.versions[index]}")
         self.buffers.append(buffers)
         self._restart_from.append((snapshot.version, snapshot.version))
+
+    def _fetched(self, index: int, version: int) -> Buffers:
+        """Of an anchor that came up from a node. Raises StateMismatch."""
+        record, attachment = self._attachments.anchor(index, version)
+        data = self._journal.read(attachment, 0, attachment.size)
+        try:
+            anchor = commits.fetched_anchor(data, self.ledger.spec.identity.layout.fragments[index], record.anchor)
+        except BadBlob as error:
+            raise StateMismatch(self.directory, f"the anchor that {record.node} brought: {error}") from error
+        return commits.adopted(anchor, record.anchor.version, self.ledger.spec.terms)
 
     def _repeat(self, buffers: Buffers, commit: _Done) -> Buffers:
         """One commit again: the anchor from the update, the rest from the inputs."""

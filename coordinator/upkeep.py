@@ -44,6 +44,14 @@ class Upkeep:
         """A record, once there is room: what follows from it must not be told before. Raises StorageFailed."""
         await self._once_there_is_room("a record", self._append, record)
 
+    async def adopt(self, record: rec.Adopted) -> None:
+        """All that was fetched from nodes, once there is room. Raises StorageFailed."""
+        await self._once_there_is_room("what nodes hold", self._store.adopt, record)
+
+    async def keep(self, record: rec.AnchorFetched, data: bytearray) -> None:
+        """An anchor that came up from a node, once there is room. Raises StorageFailed."""
+        await self._once_there_is_room(f"an anchor of {record.node}", self._append, record, data)
+
     async def spool(self, record: rec.InputStored, data: bytearray) -> None:
         """A delta, once there is room: one that was dropped for want of it would not be sent again.
 

@@ -81,6 +81,8 @@ class _Verifier:
         """Digests of anchor and target by fragment and version, of the commits in the journal."""
         self._taken: dict[int, int] = {}
         """Version of the newest snapshot that the journal says there is, by fragment."""
+        self._adopted: dict[int, int] = {}
+        """Version by fragment that the run goes on from, and whose bytes are in the journal."""
         self._ledger: Ledger | None = None
 
     def look(self) -> Report:
@@ -158,6 +160,11 @@ class _Verifier:
         match record:
             case rec.EpochClaimed():
                 report.epochs += 1
+            case rec.AnchorFetched(blob_digest=expected):
+                self._attached(at, where, "anchor", expected, None)
+            case rec.Adopted(anchors=anchors):
+                report.epochs += 1
+                self._adopted |= {anchor.fragment: anchor.version for anchor in anchors}
             case rec.InputStored(digest=expected):
                 report.deltas += 1
                 self._attached(at, where, "delta", expected, None)
@@ -183,6 +190,10 @@ class _Verifier:
         match record:
             case rec.EpochClaimed(epoch=epoch) if epoch <= self._ledger.epoch:
                 return f"epoch {epoch} is claimed after epoch {self._ledger.epoch}"
+            case rec.Adopted(epoch=epoch) if epoch <= self._ledger.epoch:
+                return f"what nodes held is adopted in epoch {epoch} after epoch {self._ledger.epoch}"
+            case rec.Adopted(anchors=anchors) if not all(0 <= a.fragment < len(self._ledger.versions) for a in anchors):
+                return "an anchor is adopted of a fragment that there is not"
             case rec.WindowCommitted(fragment=fragment, version=version):
                 if not 0 <= fragment < len(self._ledger.versions):
                     return f"there is no fragment {fragment}"
@@ -236,6 +247,8 @@ class _Verifier:
                 self._fault(f"snapshots/{path.name}", wrong)
             else:
                 good[found.fragment].append(found.version)
+        for fragment, version in self._adopted.items():
+            good[fragment].append(version)
         for fragment, versions in good.items():
             taken, newest = self._taken.get(fragment), ledger.versions[fragment]
             if taken is not None and taken not in versions and not any(version > taken for version in versions):

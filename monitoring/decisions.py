@@ -7,7 +7,16 @@ with the times that the journal has no business with. Standard library only.
 from typing import Literal, NotRequired, TypedDict
 
 
-class ArrivedDelta(TypedDict):
+class OwnOfDelta(TypedDict):
+    """What its node had of its own."""
+
+    codec: NotRequired[str]
+    """By which it was sent, where that is not the window's `codec_up`."""
+    h: NotRequired[int]
+    """Of its node in the window's round, where that is not the round's."""
+
+
+class ArrivedDelta(OwnOfDelta):
     """A delta that the window merged."""
 
     node: str

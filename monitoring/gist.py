@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from farloop.monitoring.status import NodeStatus, Status, WindowStatus
+from farloop.monitoring.status import AnomalyStatus, NodeStatus, Status, WindowStatus
 from farloop.monitoring.units import duration_text
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
@@ -72,6 +72,8 @@ def standing(status: Status) -> str:
     match run["state"]:
         case "finished":
             return "done; the model is model.safetensors in the coordinator's state folder"
+        case "holding" if any(alarm.startswith("adoption:") for alarm in status["alarms"]):
+            return "nothing is committed until what the nodes hold is here: the alarm says what that waits for"
         case "holding":
             return "nothing is committed and nobody is let in until you decide: the alarm says between what"
         case "held":
@@ -87,6 +89,29 @@ def standing(status: Status) -> str:
             return "no node is connected, so nothing moves; a node that comes back goes on where the run stands"
         case _:
             return ""
+
+
+def anomaly_text(anomaly: AnomalyStatus) -> str:
+    """A node or link that has become slow, and what was done, in a line."""
+    factor = anomaly["factor"]
+    much = f" {factor:.1f} times" if factor is not None else ""
+    text = f"{anomaly['node']}: {anomaly['kind']}{much} since round {anomaly['since_round']}"
+    text += f" ({anomaly['place']})" if anomaly["place"] else ""
+    if anomaly["action"]:
+        text += f"; {'done' if anomaly['done'] else 'advised'}: {anomaly['action']}"
+    if (advice := anomaly.get("advice")) is not None:
+        text += (
+            f", {advice['bits']} bits and H {advice['h']}: rounds {advice['round_s']:.3g} s → {advice['then_s']:.3g} s"
+        )
+    return text
+
+
+def anomaly_lines(status: Status) -> list[str]:
+    """All of them; that the coordinator's own end is slow comes first."""
+    if (watch := status.get("watch")) is None:
+        return []
+    own = [f"the coordinator's links: {watch['coordinator']}"] if watch["coordinator"] else []
+    return own + [anomaly_text(anomaly) for anomaly in watch["anomalies"]]
 
 
 def finite_or_none(value: float | None) -> float | None:

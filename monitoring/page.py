@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from importlib.resources import files
 
 from farloop.monitoring.curve import curve
-from farloop.monitoring.gist import ended_well, part_text, reduction, standing, sync_text
+from farloop.monitoring.gist import anomaly_lines, ended_well, part_text, reduction, standing, sync_text
 from farloop.monitoring.markup import NONE, Markup, joined, tag
 from farloop.monitoring.status import HappeningStatus, NodeStatus, Status, WindowStatus
 from farloop.monitoring.units import (
@@ -115,6 +115,8 @@ def _head(status: Status, position: float) -> Iterable[Markup]:
         yield tag("p", why, class_="standing")
     if status["alarms"]:
         yield tag("ul", *(tag("li", alarm) for alarm in status["alarms"]), class_="alarms", role="alert")
+    if slow := anomaly_lines(status):
+        yield tag("ul", *(tag("li", line) for line in slow), class_="anomalies")
 
 
 _RUN_TONES = {"waiting": "wait", "training": "good", "held": "bad", "holding": "bad", "finished": "good"}
@@ -190,7 +192,8 @@ _NUMBERS = frozenset({"step", "loss", "tokens/s", "compute", "up", "down", "hear
 def _row(node: NodeStatus, status: Status) -> Markup:
     here, done = node["connected"], ended_well(node, status)
     wrong = node.get("loss_is", "")
-    own = "".join(f", {what}" for what in (part_text(node), f"H {node['h']}" if node.get("h") else "") if what)
+    h, codec = f"H {node['h']}" if "h" in node else "", f"{node['codec_up']} up" if "codec_up" in node else ""
+    own = "".join(f", {what}" for what in (part_text(node), h, codec) if what)
     cells: dict[str, Markup] = {
         "node": joined(tag("bdi", node["name"]), tag("span", f"{node['device']}{own}", class_="note")),
         "state": _badge(node["state"] if here else "finished" if done else "away", _tone(node, done=done)),

@@ -40,6 +40,10 @@ class RunStatus(TypedDict):
     """How many must be there for the run to begin."""
     stages: NotRequired[list[int]]
     """Of a model that is cut in stages: how many nodes are there for each."""
+    codec_up_of: NotRequired[dict[str, str]]
+    """Codecs of the nodes that have their own, by the newest terms, as `codec_up` is."""
+    h_share_of: NotRequired[dict[str, float]]
+    """Shares of a round's steps, of the nodes that do not do all."""
 
 
 class PartStatus(TypedDict):
@@ -86,7 +90,9 @@ class NodeStatus(TypedDict):
     quarantine: NotRequired[str]
     """Why its deltas are measured and not merged; empty where they are."""
     h: NotRequired[int]
-    """Its own H, where it differs from the run's."""
+    """Its own H in the current round, where it differs from the run's."""
+    codec_up: NotRequired[str]
+    """Its own, where it differs from the run's."""
     loss_is: NotRequired[str]
     """`nan`, `inf` or `-inf`, where its newest loss is that: JSON has no such numbers."""
 
@@ -244,6 +250,51 @@ class InventoryStatus(TypedDict):
     links: list[LinkStatus]
 
 
+class AdviceStatus(TypedDict):
+    """Terms of one node's own, and what they would come to."""
+
+    bits: int
+    """Of a parameter."""
+    h: int
+    round_s: float
+    """Predicted as it goes now ..."""
+    then_s: float
+    """... and with these terms."""
+
+
+class AnomalyStatus(TypedDict):
+    """A node or link that has become slow, or hangs."""
+
+    kind: str
+    """`node slow`, `link slow`, `node hang`, `link hang` or `dead`; a link is that from the node to the coordinator."""
+    node: str
+    factor: float | None
+    """How many times as long as expected; None where it does not end."""
+    since_round: int
+    reason: str
+    place: str
+    """Where the matrix of links says that it is; empty where it says nothing."""
+    action: str
+    """The last rung of the ladder ..."""
+    done: bool
+    """... and whether that was done, or is only advised."""
+    why: str
+    """Of that rung."""
+    advice: NotRequired[AdviceStatus]
+
+
+class WatchStatus(TypedDict):
+    """Who has become slow in the run that goes on."""
+
+    adapt: str
+    """`off`, `advise` or `act`."""
+    why_not: str
+    """Why nobody is judged; empty where nodes are."""
+    coordinator: str
+    """Where its own end became slow for all links; empty for nowhere."""
+    anomalies: list[AnomalyStatus]
+
+
 class Status(TypedDict):
     """The whole answer at `/status`."""
 
@@ -266,6 +317,7 @@ class Status(TypedDict):
     samples: NotRequired[SamplesStatus]
     copy: NotRequired[CopyStatus]
     inventory: NotRequired[InventoryStatus]
+    watch: NotRequired[WatchStatus]
 
 
 class ProgressEvent(TypedDict):

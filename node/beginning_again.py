@@ -1,4 +1,5 @@
-"""A run that was wound back: what a node drops, so that nothing of the lost history is ever merged. Pure.
+"""A run that was wound back, or went on from what nodes held: what a node drops, so that nothing of the history that
+is over is ever merged. Pure.
 
 All fragments begin anew from snapshots, those included whose anchor may be the same in both histories: of one that is
 merged while the greeting is on its way, the coordinator could not know. The node joins as one that comes late, under
@@ -33,7 +34,7 @@ def begin_again(machine: "NodeMachine", history: int) -> list[ev.Command]:
     )
     machine.history, machine.rounds = history, {}
     machine.samples_from = machine.inner_steps
-    machine.start_round, machine.round, machine.step = None, 0, 0
+    machine.start_round, machine.start_slot, machine.round, machine.step = None, 0, 0, 0
     if machine.stage in ("ready", "training", "finishing"):
         machine.stage = "joining"
     return [*commands, ev.BeginAgain(history=history)]

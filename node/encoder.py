@@ -10,10 +10,11 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor
 
-from farloop.algo.spec import BlobId, Contribution
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId
 from farloop.node import events as ev
 from farloop.node.errors import NonFiniteDelta
 from farloop.node.replica import Replica
+from farloop.quant.anchors import pack_anchor
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
 from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Codec
@@ -190,6 +191,14 @@ def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
         payload=kept,
         at_once=not header.codec.beta,
     )
+
+
+def encode_anchor(replica: Replica, index: int, node: NodeId, epoch: int) -> tuple[Offer, bytearray]:
+    """The blob and offer of an anchor as it is."""
+    version = replica.versions[index]
+    data = pack_anchor(replica.anchors[index], replica.layout.fragments[index], version, epoch)
+    blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=version, node=node)
+    return Offer(blob=blob, size=len(data), digest=blob_digest(data)), data
 
 
 def _empty(replica: Replica, command: ev.Encode, codec: Codec, epoch: int) -> Packed:

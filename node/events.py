@@ -95,6 +95,13 @@ class SendBlob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendAnchor:
+    """Offer the anchor of a fragment as it is, as a snapshot: the coordinator has lost it."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetBlob:
     """These bytes are of no more use: the delta's outcome is known, or a newer anchor came first."""
 
@@ -165,7 +172,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginAgain:
-    """The run was wound back: anchors, residuals and samples are of a history that is lost. Snapshots will come."""
+    """Another history of the run has begun: anchors, residuals, samples are of one that is over. Snapshots come."""
 
     history: int
     """The one that is followed from now on."""
@@ -183,6 +190,7 @@ Command = (
     Adopt
     | Encode
     | SendBlob
+    | SendAnchor
     | ForgetBlob
     | Apply
     | Install

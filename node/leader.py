@@ -22,7 +22,7 @@ from farloop.node.alone import SENTENCES, Alone, How
 from farloop.node.clock import Activity, Clock
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.drift import Drift
-from farloop.node.encoder import Encoded, Encoder, pack_at_once
+from farloop.node.encoder import Encoded, Encoder, encode_anchor, pack_at_once
 from farloop.node.errors import LayoutMismatch, NodeError, NonFiniteDelta, Refused, Unreachable
 from farloop.node.leases import LeaseCursor
 from farloop.node.link import Link
@@ -31,7 +31,7 @@ from farloop.node.machine import NodeMachine
 from farloop.node.memory import Memory
 from farloop.node.metrics import Metrics
 from farloop.node.replica import Own, Replica
-from farloop.node.reports import Reports
+from farloop.node.reports import Reports, all_held
 from farloop.node.residuals import Residuals, run_of
 from farloop.node.transitions import Transitions
 from farloop.quant.registry import warm_for
@@ -270,6 +270,9 @@ class Leader:
                 self._encoder.submit(command, delta, epoch, step, residual, previous)
             case ev.SendBlob(offer=offer):
                 self.link.send_blob(offer, self._blobs[offer.blob])
+            case ev.SendAnchor(fragment=fragment):
+                assert self.replica is not None
+                self.link.send_blob(*encode_anchor(self.replica, fragment, self.machine.name, self.machine.epoch))
             case ev.ForgetBlob(blob=blob, merged_in=merged_in):
                 data = self._blobs.pop(blob, None)
                 if blob.kind is BlobKind.DELTA and self._residuals is not None and self._drift is not None:
@@ -297,6 +300,8 @@ class Leader:
             case ev.Tell(message=message):
                 if isinstance(message, msg.Leave):
                     return self._say_good_bye(message)
+                if isinstance(message, msg.Held):
+                    message = all_held(message, self.replica, self.samples)
                 self.link.send(message)
             case ev.BeginAgain(history=history):
                 self._begin_again(history)
@@ -322,7 +327,7 @@ class Leader:
         self._residuals.installed(fragment, version, command.codec, self.replica.anchors[fragment].device)
 
     def _begin_again(self, history: int) -> None:
-        _log.warning("the run was wound back history=%d: this node begins anew from snapshots", history)
+        _log.warning("another history of the run has begun history=%d: this node begins anew from snapshots", history)
         self.samples.begin_again()
         self._reports.begin_again(history)
         spec = self.machine.spec

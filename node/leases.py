@@ -40,6 +40,20 @@ class LeaseCursor:
         return sum(lease.count for lease in self._ahead) - self._used
 
     @property
+    def unused(self) -> tuple[Lease, ...]:
+        """What is left of the leases, in their order."""
+        left, used = [], self._used
+        for lease in self._ahead:
+            left.append(Lease(start=lease.start + used, count=lease.count - used))
+            used = 0
+        return tuple(left)
+
+    @property
+    def granted_to(self) -> int:
+        """One past the last sample of all leases that are known."""
+        return max((lease.start + lease.count for lease in (*self._behind, *self._ahead)), default=0)
+
+    @property
     def watermark(self) -> int:
         """Samples consumed since the start of the incarnation."""
         return self._watermark

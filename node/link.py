@@ -30,6 +30,7 @@ from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource
 from farloop.wire.errors import LocalProtocolError
 from farloop.wire.handshake import Role, State
+from farloop.wire.messages import SINCE
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
@@ -96,7 +97,8 @@ class Link:
         return past if session is None else past + moved_by(session)
 
     def send(self, message: msg.Message) -> None:
-        """Queue a message; dropped where no session is open: the next handshake tells all that matters."""
+        """Queue a message; dropped where no session is open: the next handshake tells all that matters. So is one that
+        the session's version of the protocol does not have."""
         self._call(self._send, message)
 
     def send_blob(self, offer: msg.Offer, data: bytearray) -> None:
@@ -156,7 +158,11 @@ class Link:
         return True
 
     def _send(self, message: msg.Message) -> None:
-        if self._session and self._session.state is State.OPEN:
+        if (
+            self._session
+            and self._session.state is State.OPEN
+            and self._session.protocol >= SINCE.get(type(message), 0)
+        ):
             try:
                 self._session.send(message, time.monotonic())
                 self._over = self._over or isinstance(message, msg.Leave)

@@ -21,7 +21,9 @@ from farloop.node.fragment_state import FragmentState, Undecided
 from farloop.node.holding import Holding
 from farloop.node.merging import merge_command, merging_when_going_on, merging_when_waiting
 from farloop.node.outcomes import decided, forgotten, overtaken, settled
-from farloop.node.turns import Turn, newest_round
+from farloop.node.recalled import asked, recalled
+from farloop.node.rounds import end_round, jump
+from farloop.node.turns import Turn
 from farloop.node.waiting import waits_for
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -48,6 +50,8 @@ class NodeMachine:
         self.epoch = epoch
         self.history = 0
         """Epoch in which the run was last wound back, as far as this node followed; 0 for never."""
+        self.stands_by = False
+        """Whether it told a coordinator over an old copy what it holds: nothing moves before the session ends."""
         self.samples_from = 0
         """Inner step from which samples of the leases are counted."""
         self.stage: Stage = "joining"
@@ -55,6 +59,7 @@ class NodeMachine:
         self.fragments = Holding()
         self.rounds: dict[int, RoundPlan] = {}
         self.start_round: int | None = None
+        self.start_slot = 0
         self.round = 0
         self.step = 0
         """Own steps done in the current round."""
@@ -65,7 +70,7 @@ class NodeMachine:
         """Turns at which a fragment was due and not sent, for too many of its deltas were undecided (protocol D)."""
         self.skipped_positions = 0
         """Schedule positions jumped over while behind (protocol A)."""
-        self._reached = 0.0
+        self.reached = 0.0
         """Schedule position where the last round ended."""
         self._seq = 0
         self._sessions = 0
@@ -88,14 +93,14 @@ class NodeMachine:
         if self.spec is None or self.start_round is None:
             return 0.0
         if self.round not in self.rounds:
-            return self._reached
+            return self.reached
         return schedule.position_in(self.rounds[self.round], self.name, self.step)
 
     @property
     def lr(self) -> float:
         """Learning rate of the next inner step: the schedule's, ramped for a late joiner."""
         assert self.spec is not None
-        ramp = 1.0 if not self.start_round else min(1.0, (self.inner_steps + 1) / RAMP_STEPS)
+        ramp = 1.0 if not (self.start_round or self.start_slot) else min(1.0, (self.inner_steps + 1) / RAMP_STEPS)
         return ramp * schedule.learning_rate(self.terms_in(self.round), self.position)
 
     @property
@@ -140,7 +145,7 @@ class NodeMachine:
                 if useless := self.fragments[blob.fragment].came(blob):
                     self._do(ev.ForgetBlob(blob=useless))
             case ev.Disconnected():
-                self.connected = False
+                self.connected = self.stands_by = False
             case ev.DeltaEncoded(offer=offer, offered=offered):
                 self._encoded(offer, offered=offered)
             case ev.AnchorMismatch(fragment=fragment):
@@ -170,9 +175,8 @@ class NodeMachine:
         match message:
             case msg.Welcome():
                 self._welcomed(message)
-            case msg.Start(round=plan, lease=lease) if self.stage == "ready":
-                self.stage, self.start_round, self.round, self.step = "training", plan.index, plan.index, 0
-                self.rounds[plan.index] = plan
+            case msg.Start(round=plan, lease=lease, slot=slot) if self.stage == "ready":
+                self._start(plan, slot)
                 if lease:
                     self._do(ev.UseSamples(lease=lease))
             case msg.Grant(lease=lease):
@@ -193,6 +197,8 @@ class NodeMachine:
                     self._decide(state)
             case msg.Revised(revision=revision):
                 self._revised(revision)
+            case msg.Recall(fragment=fragment):
+                self._do(*asked(self, fragment))
             case msg.Finished():
                 if self.stage in ("joining", "ready"):
                     self.stage = "finished"
@@ -208,7 +214,15 @@ class NodeMachine:
             case _:
                 pass  # the session's own business
 
+    def _start(self, plan: RoundPlan, slot: int) -> None:
+        assert self.spec is not None
+        self.stage, self.start_round, self.round, self.start_slot = "training", plan.index, plan.index, slot
+        self.step = schedule.first_step(slot, self.spec.identity.layout.slots, plan.steps_of(self.name))
+        self._learn_rounds((plan,))
+
     def _welcomed(self, welcome: msg.Welcome) -> None:
+        if welcome.recalls:
+            return self._do(*recalled(self))
         if welcome.epoch < self.epoch:
             return self._stop(Reason.FENCED, f"epoch {welcome.epoch} after {self.epoch}")
         if self.spec is not None and self.spec.identity.fingerprint() != welcome.spec.identity.fingerprint():
@@ -278,7 +292,7 @@ class NodeMachine:
                 elif self._goes_on:
                     self.skipped_turns += bool(state.sent)
                     turn.pass_by(state, self.inner_steps)
-        self._end_round()
+        end_round(self)
 
     def _send_overdue(self) -> bool:
         """While training stands still no turn comes: what others may be waiting for is sent now, or all would wait.
@@ -323,7 +337,7 @@ class NodeMachine:
             ev.Encode(
                 blob=blob,
                 window=terms.window,
-                codec=terms.codec_up,
+                codec=terms.codec_of(self.name),
                 steps=steps,
                 tokens=tokens,
                 consumed=self._samples_used,
@@ -338,31 +352,6 @@ class NodeMachine:
             return None
         return (self.inner_steps - self.samples_from) * self.spec.terms.batch_sequences
 
-    def _end_round(self) -> None:
-        assert self.spec is not None
-        plan = self.rounds[self.round]
-        if self.step < plan.steps_of(self.name):
-            return
-        if schedule.is_last(self.spec.terms, plan):
-            self.stage = "finishing"
-            return
-        self._reached, slots = float(plan.start + plan.length), self.spec.identity.layout.slots
-        following = max(self.round + 1, newest_round(self.fragments, slots))
-        skipped = sum(p.length for r, p in self.rounds.items() if self.round < r < following)
-        self.skipped_positions += skipped
-        self._reached += skipped
-        self.round, self.step = following, 0
-        self.rounds = {r: p for r, p in self.rounds.items() if r >= following}
-
-    def _jump(self) -> None:
-        """Leave a round whose plan will not come any more: the run went on and this node heard nothing (protocol A)."""
-        if self.spec is None or self.stage != "training" or self.round in self.rounds:
-            return
-        newest = newest_round(self.fragments, self.spec.identity.layout.slots)
-        if newest > self.round and (plan := self.rounds.get(newest)):
-            self.skipped_positions += plan.start - int(self._reached)
-            self.round = newest
-
     # --- merging
 
     @property
@@ -373,7 +362,7 @@ class NodeMachine:
     def _settle(self) -> None:
         """Merge what is due, then see whether the stage changes."""
         self._flush()
-        self._jump()
+        jump(self)
         for state in self.fragments:
             self._merge(state)
         if self._send_overdue():
@@ -388,6 +377,8 @@ class NodeMachine:
             self._do(ev.Tell(message=msg.Leave(reason=reason)))
 
     def _merge(self, state: FragmentState) -> None:
+        if self.stands_by:
+            return None
         if state.snapshot is not None:
             return self._install(state)
         if self.spec is None or state.lost:
@@ -438,7 +429,7 @@ class NodeMachine:
         self.lost_steps += self.inner_steps - state.merged_at
         state.discard = False
         self._do(*overtaken(state, version, self.terms_at(state, version)))
-        codec = state.terms_for(version + 1, self.terms_at(state, version)).codec_up
+        codec = state.terms_for(version + 1, self.terms_at(state, version)).codec_of(self.name)
         self._do(ev.Install(fragment=state.fragment.index, version=version, codec=codec))
         state.advance(version, self.inner_steps, self.tokens, mixed=True)
         self._do(ev.Merge(fragment=state.fragment.index, mix=0.0))

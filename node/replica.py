@@ -153,7 +153,7 @@ class Replica:
         fragment, anchor = self.layout.fragments[index], self.anchors[index]
         fresh = torch.zeros_like(anchor)
         for delta in own:
-            codec = codec_named(delta.terms.codec_up)
+            codec = codec_named(delta.terms.codec_of(delta.blob.node))
             expect = self._expected(index, delta.terms.window, delta.blob.version, codec, epoch)
             header, payload = parse_blob(delta.data, expect)
             codec.decode_add_(payload, fresh, 1.0, fragment, seed=header.seed)

@@ -28,6 +28,12 @@ def anchors_of(replica: Replica) -> tuple[msg.AnchorRef, ...]:
     )
 
 
+def all_held(held: msg.Held, replica: Replica | None, samples: LeaseCursor) -> msg.Held:
+    """What a machine holds, with what it does not know of."""
+    anchors = () if replica is None else anchors_of(replica)
+    return dataclasses.replace(held, anchors=anchors, unused=samples.unused, granted_to=samples.granted_to)
+
+
 class Announced:
     """The newest commit of each fragment that the coordinator told of. For one thread, which hears before all others:
     what it was told outlives the session, whether or not the bytes of the update came."""

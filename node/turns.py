@@ -27,8 +27,11 @@ class Turn:
     plan: RoundPlan | None
     """Of the round; None while it is not known."""
     node: NodeId
+    following: RoundPlan | None = None
+    """The round after it, where that is known."""
     revisions: Revisions | None = None
     """Of the run; None where `terms` are those of every window."""
+    start_slot: int = 0
 
     @classmethod
     def of(cls, machine: "NodeMachine") -> "Turn":
@@ -38,10 +41,12 @@ class Turn:
             terms=machine.terms_in(machine.round),
             slots=machine.spec.identity.layout.slots,
             start_round=machine.start_round,
+            start_slot=machine.start_slot,
             round=machine.round,
             step=machine.step,
             plan=machine.rounds.get(machine.round),
             node=machine.name,
+            following=machine.rounds.get(machine.round + 1),
             revisions=machine.revisions,
         )
 
@@ -66,7 +71,8 @@ class Turn:
             return False
         if state.version < state.owed or self.is_behind(state):
             return False
-        return terms.final or schedule.first_send_round(self.start_round, state.fragment.slot, self.slots) <= self.round
+        first = schedule.first_send_round(self.start_round, state.fragment.slot, self.slots, self.start_slot)
+        return terms.final or first <= self.round
 
     def is_behind(self, state: FragmentState) -> bool:
         """Whether the base is too old for the window that is open, and those after it."""
@@ -95,13 +101,15 @@ class Turn:
             self.pass_by(state, inner_steps)
 
     def overlap(self, tau: int) -> int:
-        """τ in steps of this node: they are longer where there are fewer of them in a round."""
-        return tau if self.plan is None else tau * self.plan.steps_of(self.node) // self.plan.length
+        """τ in steps of this node: they are longer where there are fewer of them in a round. Where the next round has
+        fewer yet, they are counted in those, or the next turn would come before the merge."""
+        plans = [plan for plan in (self.plan, self.following) if plan is not None]
+        return min((tau * plan.steps_of(self.node) // plan.length for plan in plans), default=tau)
 
     def own_overlap(self, tau: int) -> int:
-        """A node's own τ, as far as rounds that were made shorter since have room for it."""
+        """A node's own τ, as far as its own steps of rounds that were made shorter since have room for it."""
         following = self.terms if self.revisions is None else self.revisions.of_round(self.round + 1)
-        return min(tau, *(at_most(terms, self.slots) for terms in (self.terms, following)))
+        return min(tau, *(self.overlap(at_most(terms, self.slots)) for terms in (self.terms, following)))
 
     def holds_up(self, state: FragmentState, inner_steps: int) -> bool:
         """Whether training waits for what became of the last delta: at the end of the overlap, or rounds later."""

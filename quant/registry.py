@@ -108,8 +108,9 @@ def warm_for(terms: Terms) -> None:
 
     To be called before training begins (see `kernels/choice.py`). Raises as `codec_named`.
     """
-    seconds = warm(codec_named(spelling) for spelling in (terms.codec_up, terms.codec_down, "fp32"))
-    _log.info("kernels ready codecs=%s/%s seconds=%.1f", terms.codec_up, terms.codec_down, seconds)
+    up = dict.fromkeys((terms.codec_up, *(codec for _, codec in terms.codec_up_of)))
+    seconds = warm(codec_named(spelling) for spelling in (*up, terms.codec_down, "fp32"))
+    _log.info("kernels ready codecs=%s/%s seconds=%.1f", " ".join(up), terms.codec_down, seconds)
 
 
 def codec_numbered(code: int) -> Codec:

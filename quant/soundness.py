@@ -1,9 +1,28 @@
 """Whether codecs may serve a run: what goes wrong slowly is refused at the start."""
 
+from farloop.algo.spec import Terms
 from farloop.quant.codec import Codec
-from farloop.quant.errors import UnsoundPairing
+from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing
 from farloop.quant.reference.q4r import Q4rCodec
-from farloop.quant.registry import spelling_of
+from farloop.quant.registry import codec_named, spelling_of
+
+
+def check_codecs(terms: Terms) -> None:
+    """Raise UnsoundPairing, UnknownCodec or BadParameter unless a run and its nodes can have these codecs."""
+    _check_up(terms.codec_up, terms)
+    check_downlink(codec_named(terms.codec_down))
+    for node, spelling in terms.codec_up_of:
+        try:
+            _check_up(spelling, terms)
+        except (UnknownCodec, BadParameter, UnsoundPairing) as error:
+            raise UnsoundPairing(f"codec_up_of: {node}: {str(error).removeprefix('codec_up ')}") from error
+
+
+def _check_up(spelling: str, terms: Terms) -> None:
+    codec = codec_named(spelling)
+    check_uplink(codec)
+    if terms.control_variates:
+        check_variates(codec)
 
 
 def check_uplink(codec: Codec) -> None:

@@ -6,11 +6,12 @@ Every one can end: a node that dies comes back unless another one stays, a cut l
 import dataclasses
 import itertools
 import random
+from collections.abc import Sequence
 from typing import get_args
 
 from farloop.algo.methods import max_tau, method_named
 from farloop.algo.overlap import at_most
-from farloop.algo.schedule import POWERS
+from farloop.algo.schedule import POWERS, steps_by_share
 from farloop.algo.spec import LearningRate, NodeId, Rewarm, Terms
 from farloop.coordinator.roster import EXPIRE_S
 from farloop.sim import faults as ft
@@ -18,6 +19,8 @@ from farloop.sim import problem
 from farloop.sim import scenario as sc
 from farloop.sim.hostile import Deceit
 from farloop.sim.network import STORM, Weather
+
+_OWN_CODECS = ("q8", "q4r", "fp32", "topk", "q4:beta=0.9", "q4r:policy=l-greco")
 
 HORIZON_S = 6.0
 """Faults begin within this: a run without any takes about as long."""
@@ -48,7 +51,21 @@ def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
         longer = dataclasses.replace(scenario.terms, steps=more.choice((1, 2, 4)) * scenario.terms.steps)
         scenario = dataclasses.replace(scenario, terms=longer)
     scenario = dataclasses.replace(scenario, faults=(*happened, *nastier))
-    return _with_changes(random.Random(seed + 4), _with_a_liar(random.Random(seed + 3), scenario))
+    scenario = _with_own(random.Random(seed + 5), _with_a_liar(random.Random(seed + 3), scenario))
+    return _with_changes(random.Random(seed + 4), scenario)
+
+
+def _with_own(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
+    """In some runs a node sends by a codec of its own, or does a share of every round's steps."""
+    terms, row = scenario.terms, method_named(scenario.terms.method)
+    if not row.inner or rng.random() < 0.6:
+        return scenario
+    node = rng.choice(scenario.nodes).name
+    slots = 1 if row.pattern == "whole" else scenario.blocks + 1
+    codecs = ((node, rng.choice(_OWN_CODECS)),) if rng.random() < 0.7 else ()
+    share = rng.choice((0.25, 0.5, 0.8))
+    shares = ((node, share),) if steps_by_share(terms.h, share) >= slots and rng.random() < 0.7 else ()
+    return dataclasses.replace(scenario, terms=dataclasses.replace(terms, codec_up_of=codecs, h_share_of=shares))
 
 
 def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
@@ -81,6 +98,7 @@ def restored_scenario(seed: int, *, faults: int = 1) -> sc.Scenario:
         later_s=rng.choice((0.0, 0.05, 0.3, 1.0)),
         down_s=rng.choice((0.3, 1.0, 5.0)),
         decides_s=rng.choice((1.0, 3.0)),
+        adopts=random.Random(seed + 5).random() < 0.5,
     )
     terms = dataclasses.replace(scenario.terms, steps=2 * scenario.terms.steps)
     return dataclasses.replace(scenario, terms=terms, faults=(*scenario.faults, restored))
@@ -101,7 +119,7 @@ def parted_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
         some = rng.choice((None, tuple(range(1, len(lengths))), tuple(range(len(lengths)))))
         nodes.append(dataclasses.replace(_late_or_lying(rng, _node(rng, "z")), holds=some))
     quorum = None if base.terms.quorum is None else min(base.terms.quorum, least)
-    terms = dataclasses.replace(base.terms, min_nodes=least, quorum=quorum, merge=None)
+    terms = dataclasses.replace(base.terms, min_nodes=least, quorum=quorum, merge=None, h_share_of=())
     stages = tuple(itertools.accumulate(lengths))[:-1]
     scenario = dataclasses.replace(base, terms=terms, nodes=tuple(nodes), blocks=sum(lengths), stages=stages)
     slots = scenario.trains().begin(terms)[0].identity.layout.slots
@@ -132,11 +150,12 @@ def _with_changes(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     terms = dataclasses.replace(scenario.terms, steps=3 * scenario.terms.steps)
     lied_to = any(node.deceit for node in scenario.nodes)  # and what is merged unseen may end the run for good
     moments = [rng.uniform(0.5, HORIZON_S) for _ in range(rng.randint(1, 5))]
-    changes = (sc.ChangeTerms(at=at, given=tuple(_given(rng, terms, lied_to=lied_to).items())) for at in moments)
+    names = [node.name for node in scenario.nodes]
+    changes = (sc.ChangeTerms(at=at, given=tuple(_given(rng, terms, names, lied_to=lied_to).items())) for at in moments)
     return dataclasses.replace(scenario, terms=terms, faults=(*scenario.faults, *changes))
 
 
-def _given(rng: random.Random, terms: Terms, *, lied_to: bool) -> dict[str, str]:
+def _given(rng: random.Random, terms: Terms, names: Sequence[NodeId], *, lied_to: bool) -> dict[str, str]:
     values: dict[str, object] = {
         "h": terms.h + rng.randint(-1, 3),
         "steps": terms.steps + rng.randint(-4, 6),
@@ -157,6 +176,8 @@ def _given(rng: random.Random, terms: Terms, *, lied_to: bool) -> dict[str, str]
         "norm_band": rng.choice((4.0, 8.0, 16.0)),
         "merge": rng.choice(("none", "clipped", "median")),
         "evaluate_every_rounds": rng.choice((1, 2)),
+        f"codec_up_of.{rng.choice(names)}": rng.choice((*_OWN_CODECS, "none")),
+        f"h_share_of.{rng.choice(names)}": rng.choice((0.25, 0.5, 0.8, "none")),
     }
     return {key: str(values[key]) for key in rng.sample(sorted(values), rng.choice((1, 1, 2, 3)))}
 

@@ -15,14 +15,17 @@ from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, Revision, RunS
 from farloop.coordinator import aggregator, commits
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
+from farloop.coordinator.anchors import Expected
 from farloop.coordinator.closing import RETRY_S
 from farloop.coordinator.delta import Verified, is_measured, verify
 from farloop.coordinator.errors import NoRoom
+from farloop.coordinator.hearsay import adoption_of
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.intake import Intake, expected_delta
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.serving import Copy, Serving, Turn
 from farloop.coordinator.setting import revision_asked_for
+from farloop.coordinator.watch import Watch
 from farloop.quant.blob import blob_bytes
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.registry import codec_named
@@ -30,9 +33,10 @@ from farloop.sim.agenda import Action, Process
 from farloop.sim.disk import Disk, MemoryStore, Worker
 from farloop.sim.router import Peer, Router
 from farloop.sim.scenario import Scenario
+from farloop.sim.watching import LOOK_S, look
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource
+from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.errors import LocalProtocolError
 from farloop.wire.handshake import State
 from farloop.wire.reasons import Reason
@@ -51,10 +55,12 @@ class CoordinatorActor:
         spec: RunSpec,
         scenario: Scenario,
         rng: random.Random,
-        saw: Callable[[ev.Event | ev.Command], None],
+        saw: Callable[[object], None],
         *,
         rewind: bool = False,
+        adopt_after_s: float | None = None,
     ) -> None:
+        """`adopt_after_s`: go on from what nodes hold, and be as patient as that with those that are away."""
         self.process, self._rng, self._saw = process, rng, saw
         self.store = MemoryStore(disk, spec, rewind=rewind)
         self.machine = CoordinatorMachine(
@@ -63,6 +69,7 @@ class CoordinatorActor:
             liveness_s=scenario.timing.liveness_s,
             expire_s=scenario.expire_s,
             floor_share=scenario.floor_share,
+            adopt=None if adopt_after_s is None else adoption_of(adopt_after_s, self.store.fetched),
         )
         self.hold = Hold(self.machine.alarms)
         self.finished = False
@@ -74,14 +81,18 @@ class CoordinatorActor:
         self._sessions: dict[NodeId, Peer] = {}
         self._intake = Intake()
         """Deltas that are here and not durable yet."""
+        self._anchors = Expected()
         self._serving = Serving()
         self._encoding = False
         """Whether a snapshot is being made."""
         self._inputs: dict[BlobId, bytes | bytearray] = {b: self.store.read_input(b) for b in self.store.ledger.inputs}
         self.router = Router(process, self._heard, scenario.limits, scenario.timing)
         self._timer: float | None = None
+        self.watch = Watch(scenario.adapt)
         self.machine.check()
         self._run_commands(self.machine.start())
+        if scenario.adapt != "off":
+            self._look()
 
     def change_terms(self, given: Mapping[str, str]) -> Revision | str:
         """As somebody asks for at its door: the revision, or why there is none."""
@@ -104,6 +115,7 @@ class CoordinatorActor:
     # --- events
 
     def _happened(self, event: ev.Event) -> None:
+        self.watch.saw(event, self.machine, self._now)
         commands = self.machine.handle(event, self._now)
         self.machine.check()
         self._saw(event)
@@ -125,7 +137,13 @@ class CoordinatorActor:
                 if node is None:
                     return
                 self._happened(ev.Heard(session=peer.number, node=node, message=message))
+            case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
+                self._compute.submit(lambda: None, partial(self._keep_anchor, blob, data))
+            case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
+                if failed := self._anchors.ended(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
+                    self._happened(failed)
             case wire_ev.BlobReceived(blob=blob, data=data):
+                self.watch.pacing.whole(blob, self._now)
                 if offer := self._intake.arrived(blob):
                     self._verify(offer, data)
             case wire_ev.BlobCorrupt(blob=blob):
@@ -181,6 +199,8 @@ class CoordinatorActor:
             case ev.Record(record=record):
                 self._hold()
                 self._append("a record", record, b"", self._release)
+            case ev.ReceiveAnchor():
+                self._receive_anchor(command)
             case ev.Accept(session=number, node=node, welcome=welcome):
                 if peer := self._peers.get(number):
                     self._sessions[node] = peer
@@ -226,10 +246,12 @@ class CoordinatorActor:
             return
         fragment = self._fragment(offer.blob.fragment)
         window = self.machine.windows.get(fragment.index)
-        codec_up = self.machine.ledger.codec_of_deltas(fragment.index, offer.window)
+        codec_up = self.machine.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
         wrong = self._intake.let_in(peer.session, offer, window, fragment, codec_up, self._now)
         if wrong is not None:
             return self._reject(offer, Reason.TOO_LARGE, wrong)
+        if (num_bytes := self._intake.to_come(offer.blob)) is not None:
+            self.watch.pacing.asked(offer.blob, num_bytes, self._now)
         self.router.flush(peer)
 
     def _fragment(self, index: int) -> Fragment:
@@ -242,7 +264,7 @@ class CoordinatorActor:
     def _verify(self, offer: msg.Offer, data: bytearray) -> None:
         """Verify and spool a delta; durable before it counts (protocol P)."""
         ledger, fragment = self.store.ledger, self._fragment(offer.blob.fragment)
-        codec_up = ledger.codec_of_deltas(fragment.index, offer.window)
+        codec_up = ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
         expect = expected_delta(offer, fragment, codec_up, ledger.epoch)
 
         def spool() -> None:
@@ -272,7 +294,10 @@ class CoordinatorActor:
 
         def append() -> None:
             try:
-                self.store.append(record, attachment)
+                if isinstance(record, rec.Adopted):
+                    self.store.adopt(record)
+                else:
+                    self.store.append(record, attachment)
             except NoRoom as error:
                 failures.append(error)
 
@@ -284,6 +309,26 @@ class CoordinatorActor:
             then()
 
         self._storage.submit(append, done)
+
+    def _receive_anchor(self, command: ev.ReceiveAnchor) -> None:
+        peer = self._sessions.get(command.offer.blob.node)
+        if peer is None or peer.session.state is not State.OPEN:
+            return
+        size = blob_bytes(codec_named("fp32"), self._fragment(command.anchor.fragment))
+        if failed := self._anchors.let_in(peer.session, command, size, self._now):
+            return self._happened(failed)
+        self.router.flush(peer)
+
+    def _keep_anchor(self, blob: BlobId, data: bytearray) -> None:
+        ref = self._anchors.arrived(blob)
+        if ref is None:
+            return
+        try:
+            commits.fetched_anchor(data, self._fragment(ref.fragment), ref)
+        except BadBlob:
+            return self._happened(ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=True))
+        record = rec.AnchorFetched(anchor=ref, node=blob.node, blob_digest=blob_digest(data))
+        self._append(f"an anchor of {blob.node}", record, data, lambda: self._happened(ev.AnchorStored(record=record)))
 
     def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
         for node in nodes:
@@ -377,6 +422,12 @@ class CoordinatorActor:
 
     # --- time
 
+    def _look(self) -> None:
+        """As the daemon does, some times a second; what is found and done is on the tape."""
+        look(self.watch, self.machine, self._now, held=bool(self.hold), saw=self._saw, happened=self._happened)
+        if not self.finished:
+            self.process.after(LOOK_S, self._look)
+
     def _arm(self) -> None:
         due = self.machine.next_timer()
         if due is None or self._timer == due:
@@ -390,6 +441,7 @@ class CoordinatorActor:
         self._timer = None
         if self._now - armed > JUMP_S:
             self.machine.clock_jumped(self._now - armed)
+            self.watch.clock_jumped()
         due = self.machine.next_timer()
         commands = self.machine.handle_timer(self._now) if due is not None and due <= self._now else []
         self.machine.check()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from farloop.algo.schedule import first_rounds
+from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, RunSpec
 from farloop.coordinator import commits
 from farloop.coordinator import records as rec
@@ -64,8 +64,8 @@ class Disk:
         begins = places[-commits_ago:][0]
         lost = [record for record, _ in self.entries[begins:] if isinstance(record, rec.WindowCommitted)]
         del self.entries[begins:]
-        claimed = (record for record, _ in self.entries)
-        self.epoch = max(r.epoch for r in claimed if isinstance(r, rec.RunStarted | rec.EpochClaimed | rec.Rewound))
+        claims = rec.RunStarted | rec.EpochClaimed | rec.Rewound | rec.Adopted
+        self.epoch = max(record.epoch for record, _ in self.entries if isinstance(record, claims))
         return lost
 
 
@@ -91,21 +91,29 @@ class MemoryStore:
         self._disk = disk
         self._updates: dict[tuple[int, int], bytes] = {}
         self._inputs: dict[BlobId, bytes] = {}
+        self._anchors: dict[int, bytes] = {}
+        self.fetched: dict[int, rec.AnchorFetched] = {}
+        """Anchors that came up from nodes, by fragment."""
         disk.epoch += 1
         if not disk.entries:
-            disk.entries.append((rec.RunStarted(spec=spec, epoch=disk.epoch, rounds=first_rounds(spec.terms)), b""))
+            disk.entries.append((rec.RunStarted(spec=spec, epoch=disk.epoch, rounds=opening_rounds(spec)), b""))
         first = disk.entries[0][0]
         assert isinstance(first, rec.RunStarted)
         self.ledger = Ledger.begin(first)
         """What is durable; the machine works on a copy, and is ahead of it."""
         self.buffers = [Buffers.begin(anchor, first.spec.terms) for anchor in disk.anchors]
-        done: list[tuple[rec.WindowCommitted, commits.Codecs]] = []
+        done: list[tuple[rec.WindowCommitted, commits.Codecs] | dict[int, Buffers]] = []
         for record, attachment in disk.entries:
             if isinstance(record, rec.WindowCommitted):
                 done.append((record, commits.codecs_of(self.ledger, record)))
             self._note(record, attachment)
-        for commit, codecs in done:
-            self.buffers[commit.fragment] = self._repeat(self.buffers[commit.fragment], commit, codecs)
+            if isinstance(record, rec.Adopted):
+                done.append(self._adopted(record))
+        for step in done:
+            if isinstance(step, dict):
+                self._install(step)
+            else:
+                self.buffers[step[0].fragment] = self._repeat(self.buffers[step[0].fragment], *step)
         if rewind:
             disk.epoch = max(disk.epoch, self.ledger.epoch_seen + 1)
             self._write(rec.Rewound(epoch=disk.epoch), b"")
@@ -133,6 +141,12 @@ class MemoryStore:
         self.buffers[record.fragment] = result.buffers
         return record
 
+    def adopt(self, record: rec.Adopted) -> None:
+        """Go on from the anchors that were fetched. Raises NoRoom."""
+        self.append(record)
+        self._disk.epoch = record.epoch
+        self._install(self._adopted(record))
+
     def read_input(self, blob: BlobId) -> bytes:
         return self._inputs[blob]
 
@@ -158,10 +172,26 @@ class MemoryStore:
         match record:
             case rec.InputStored(blob=blob):
                 self._inputs[blob] = attachment
+            case rec.AnchorFetched(anchor=anchor):
+                self.fetched[anchor.fragment] = record
+                self._anchors[anchor.fragment] = attachment
             case rec.WindowCommitted(fragment=fragment, version=version):
                 self._updates[fragment, version] = attachment
             case _:
                 pass
+
+    def _adopted(self, record: rec.Adopted) -> dict[int, Buffers]:
+        """The fragments that go on from what was fetched last."""
+        spec, found = self.ledger.spec, dict[int, Buffers]()
+        for fragment in (anchor.fragment for anchor in record.anchors):
+            ref = self.fetched[fragment].anchor
+            anchor = commits.fetched_anchor(self._anchors[fragment], spec.identity.layout.fragments[fragment], ref)
+            found[fragment] = commits.adopted(anchor, ref.version, spec.terms)
+        return found
+
+    def _install(self, adopted: dict[int, Buffers]) -> None:
+        for fragment, buffers in adopted.items():
+            self.buffers[fragment] = buffers
 
     def _repeat(self, buffers: Buffers, record: rec.WindowCommitted, codecs: commits.Codecs) -> Buffers:
         """One commit again: the anchor from the update, the rest from the inputs."""

@@ -92,4 +92,35 @@ class SecondCoordinator:
     at: float
 
 
-More = CrashAtWrite | ReadOnlyDisk | NarrowDisk | ClockJump | OneWayCut | Squall | ComeAndGo | SecondCoordinator
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLink:
+    """A link carries fewer bytes a second, both ways; whatever is on its way already comes as before."""
+
+    node: NodeId
+    at: float
+    for_s: float
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowNode:
+    """A node's inner steps take longer; its link lives on, so with a great factor it hangs."""
+
+    node: NodeId
+    at: float
+    for_s: float
+    factor: float
+
+
+More = (
+    CrashAtWrite
+    | ReadOnlyDisk
+    | NarrowDisk
+    | ClockJump
+    | OneWayCut
+    | Squall
+    | ComeAndGo
+    | SecondCoordinator
+    | SlowLink
+    | SlowNode
+)

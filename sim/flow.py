@@ -153,7 +153,7 @@ class _World:
         self._join(place)
 
     def _join(self, place: Place) -> None:
-        """Fetch a snapshot, then wait for a round's boundary."""
+        """Fetch a snapshot, then wait for a slot's boundary."""
         place.life += 1
         place.node.join()
         versions = list(self._versions)
@@ -273,7 +273,7 @@ class _World:
         node, slots = place.node, self._rules.fragments
         if node.start_round is None or place.silent or not node.counts:
             return False
-        return first_send_round(node.start_round, fragment, slots) <= round_of(number, fragment, slots)
+        return first_send_round(node.start_round, fragment, slots, node.start_slot) <= round_of(number, fragment, slots)
 
     def _came(self, delta: Delta) -> None:
         """A delta is durable, unless it is of no use any more."""
@@ -341,11 +341,10 @@ class _World:
             delta.merged_in, delta.settled = window.number, True
             tally.stale += delta.window < window.number
             tally.useful_s += delta.seconds / fragments
-        if fragment == fragments - 1:
-            if window.number >= self._outer_steps:
-                self._reached = True
-                return self._end()
-            self._start_ready()
+        if fragment == fragments - 1 and window.number >= self._outer_steps:
+            self._reached = True
+            return self._end()
+        self._start_ready(after=fragment)
         self._publish(fragment, window.number)
         following = self._windows[fragment] = self._opened(fragment, window.number + 1)
         for delta in self._late[fragment]:
@@ -353,11 +352,22 @@ class _World:
         self._late[fragment].clear()
         self._try_close(following)
 
-    def _start_ready(self) -> None:
-        """Newcomers start at a round's boundary (protocol I)."""
+    def _start_ready(self, after: int | None = None) -> None:
+        """Newcomers start where the others are: with the round, or within it with the first slot that is not committed
+        (protocol I); `after` the commit of a fragment."""
+        round_index, slots = self._versions[-1], self._rules.fragments
+        slot = 0
+        if after is not None and after < slots - 1 and not (slot := self._slot_at(round_index)):
+            return
         for place in self._places:
             if place.node.stage == "ready":
-                place.node.start(self._versions[-1])
+                place.node.start(round_index, slot)
+
+    def _slot_at(self, round_index: int) -> int:
+        slots = self._rules.fragments
+        done = (version for version in self._versions[:-1])
+        ahead = [slot for slot, version in enumerate(done) if round_of(version + 1, slot, slots) <= round_index]
+        return min(ahead, default=slots - 1) if round_index else 0
 
     def _publish(self, fragment: int, version: int) -> None:
         size = self._down_bytes[fragment]

@@ -3,14 +3,14 @@
 A small model of `node/machine.py`, not that machine: it counts steps and seconds where the machine handles every inner
 step and every message, which a thousand nodes could not afford. What it keeps are the rules that cost time: due steps
 and the full period before a first send (protocol A), one undecided delta per fragment (D), late updates (F), newcomers
-that start at a round's boundary (I). What it leaves out are the end of the run (what is undecided then counts as if it
+that start at a slot's boundary (I). What it leaves out are the end of the run (what is undecided then counts as if it
 were merged), samples, evaluation, and the learning rate. What arrives between two stops is merged at the next.
 """
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from farloop.algo.schedule import due_step, first_send_round
+from farloop.algo.schedule import due_step, first_send_round, first_step
 from farloop.sim.agenda import Agenda
 from farloop.sim.flow_fate import Fate
 from farloop.sim.flow_outcome import Clock
@@ -86,6 +86,7 @@ class Node:
         self.clock = Clock(machines, "absent")
         self.stage: Stage = "away"
         self.start_round: int | None = None
+        self.start_slot = 0
         self._starts_with: int | None = None
         """Version of the last slot's fragment that has to be here before the first step."""
         self.round = 0
@@ -128,9 +129,10 @@ class Node:
         for held, version in zip(self._held, versions, strict=True):
             held.newest = max(held.newest, version)
 
-    def start(self, round_index: int) -> None:
-        """The coordinator lets it in at this round, once the version that the round begins with is here."""
+    def start(self, round_index: int, slot: int = 0) -> None:
+        """The coordinator lets it in at this slot of the round, once the version that the round begins with is here."""
         self.stage, self.start_round, self._starts_with = "training", round_index, round_index
+        self.start_slot = slot
         self._begin_if_there()
 
     def crash(self) -> None:
@@ -216,7 +218,8 @@ class Node:
     def _begin_if_there(self) -> None:
         if self._starts_with is None or self._held[-1].newest < self._starts_with:
             return
-        self.round, self._step, self._starts_with = self._starts_with, 0, None
+        self.round, self._starts_with = self._starts_with, None
+        self._step = first_step(self.start_slot, self.rules.fragments, self.h)
         for held in self._held:
             held.version, held.owed, held.merge_at, held.discard = held.newest, 0, None, False
             self._mark(held)
@@ -286,7 +289,7 @@ class Node:
         if fragment in self._undecided:
             return self._coordinator.skipped()
         assert self.start_round is not None
-        if self.round < first_send_round(self.start_round, fragment, rules.fragments):
+        if self.round < first_send_round(self.start_round, fragment, rules.fragments, self.start_slot):
             return
         window = held.version + 1
         if held.version < held.owed or round_of(window, fragment, rules.fragments) > self.round:

@@ -40,6 +40,12 @@ def enter(world: "World", fault: ft.More) -> None:
             agenda.at(at, lambda: _squall(world, fault))
         case ft.ComeAndGo(at=at):
             agenda.at(at, lambda: _leave(world, fault))
+        case ft.SlowLink(at=at, for_s=for_s):
+            agenda.at(at, lambda: _slow_link(world, fault.node, fault.factor))
+            agenda.at(at + for_s, lambda: _slow_link(world, fault.node, 1.0))
+        case ft.SlowNode(at=at, for_s=for_s):
+            agenda.at(at, lambda: world.actor(fault.node, lambda actor: actor.slow_down(fault.factor)))
+            agenda.at(at + for_s, lambda: world.actor(fault.node, lambda actor: actor.slow_down(1.0)))
         case ft.SecondCoordinator(at=at):
             agenda.at(at, lambda: _second(world))
         case _:
@@ -62,6 +68,16 @@ def _jump(world: "World", node: NodeId | None, by_s: float) -> None:
         process = None if world.hosts[node].down else world.hosts[node].actor.process
     if process is not None:
         process.ahead_s += by_s
+
+
+def _slow_link(world: "World", node: NodeId, factor: float) -> None:
+    """Of the connections that stand, and of those to come."""
+    host = world.hosts[node]
+    usual = host.setup.weather or world.scenario.weather
+    slow = dataclasses.replace(usual, bytes_per_s=usual.bytes_per_s / factor)
+    host.weather = None if factor == 1.0 else slow
+    for connection in host.connections:
+        connection.change(slow)
 
 
 def _squall(world: "World", fault: ft.Squall) -> None:

@@ -38,6 +38,8 @@ class Weather:
     jitter_s: float = 0.0
     """Added to the latency, evenly between 0 and this."""
     bytes_per_s: float = 10e6
+    wobble: float = 0.0
+    """Of the seconds that a frame takes at this rate: standard deviation of their logarithm."""
     loss: float = 0.0
     """Share of frames that vanish."""
     duplication: float = 0.0
@@ -60,11 +62,17 @@ class Pipe:
         self._free_at = 0.0
         self._last_arrival = 0.0
 
+    def change(self, weather: Weather) -> None:
+        """For the frames from now on."""
+        self._weather = weather
+
     def send(self, parts: Sequence[Buffer], *, gently: bool = False) -> None:
         """Take a frame; its memory may change afterwards. `gently` spares it everything but time."""
         frame = [bytes(part) for part in parts]
         weather, rng = self._weather, self._rng
-        self._free_at = max(self._free_at, self._agenda.now) + sum(map(len, frame)) / weather.bytes_per_s
+        link_s = sum(map(len, frame)) / weather.bytes_per_s
+        link_s *= rng.lognormvariate(0.0, weather.wobble) if weather.wobble else 1.0
+        self._free_at = max(self._free_at, self._agenda.now) + link_s
         if not gently and rng.random() < weather.loss:
             return
         if not gently and rng.random() < weather.garbage:
@@ -162,6 +170,12 @@ class Connection:
             self._pipes[lane, sender] = Pipe(self._agenda, self._weather, self._rng, arrive)
         self._pipes[lane, sender].send(parts, gently=gently)
         return True
+
+    def change(self, weather: Weather) -> None:
+        """The weather of all that is sent from now on."""
+        self._weather = weather
+        for pipe in self._pipes.values():
+            pipe.change(weather)
 
     def close(self, side: Side) -> None:
         """One end closes its sockets, or dies; the other learns of it once the news has come through."""

@@ -17,11 +17,11 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.node import events as ev
 from farloop.node.drift import Drift
-from farloop.node.encoder import encode_delta, finish, pack_at_once
+from farloop.node.encoder import encode_anchor, encode_delta, finish, pack_at_once
 from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
 from farloop.node.replica import Own, Replica
-from farloop.node.reports import PROGRESS_S, Announced, anchors_of
+from farloop.node.reports import PROGRESS_S, Announced, all_held, anchors_of
 from farloop.node.residuals import Residuals, run_of
 from farloop.sim.agenda import Process
 from farloop.sim.dialler import Dial, Dialler
@@ -83,6 +83,7 @@ class NodeActor:
         self._encoder = Worker(process, lambda: rng.uniform(*scenario.job_s))
         self._reported = 0.0
         self._began_at = process.now
+        self._rng, self._slowed, self._worked_s = rng, 1.0, 0.0
         self._leaves_at: float | None = None
         self._forger = Forger(setup.deceit, board, setup.seed)
         self.link = Dialler(process, dial, self._hello, self._put, rng, scenario.limits, scenario.timing)
@@ -98,6 +99,10 @@ class NodeActor:
     def drain(self) -> None:
         """As SIGTERM asks."""
         self._put(ev.DrainRequested())
+
+    def slow_down(self, factor: float) -> None:
+        """Inner steps take so many times as long from the next one on."""
+        self._slowed = factor
 
     def spoil(self, fragment: int) -> None:
         """Flip a bit of an anchor; of another one, where it does not hold that."""
@@ -192,7 +197,11 @@ class NodeActor:
             samples = self._samples.take(self.machine.spec.terms.batch_sequences)
             self.diary.samples += samples
         self._note_weights()
-        self._wait_busily(self.setup.step_s, lambda: self._step(samples))
+        step_s = self.setup.step_s * self._slowed
+        if self.setup.step_wobble:
+            step_s *= self._rng.lognormvariate(0.0, self.setup.step_wobble)
+        self._worked_s += step_s
+        self._wait_busily(step_s, lambda: self._step(samples))
 
     def _step(self, samples: list[int]) -> None:
         assert self.machine.spec is not None and self._optimizer is not None
@@ -247,6 +256,9 @@ class NodeActor:
                 self._encode(command)
             case ev.SendBlob(offer=offer):
                 self.link.send_blob(offer, self._blobs[offer.blob])
+            case ev.SendAnchor(fragment=fragment):
+                assert self.replica is not None
+                self.link.send_blob(*encode_anchor(self.replica, fragment, self.machine.name, self.machine.epoch))
             case ev.ForgetBlob(blob=blob, merged_in=merged_in):
                 data = self._blobs.pop(blob, None)
                 if blob.kind is BlobKind.DELTA:
@@ -270,6 +282,8 @@ class NodeActor:
                 if isinstance(message, msg.Leave):
                     self.link.send(self._progress())
                     message = dataclasses.replace(message, anchors=self._held[1])
+                if isinstance(message, msg.Held):
+                    message = all_held(message, self.replica, self._samples)
                 self.link.send(message)
             case ev.BeginAgain(history=history):
                 self._begin_again(history)
@@ -406,7 +420,7 @@ class NodeActor:
             loss=None,
             tokens_per_s=self._tokens / self.setup.step_s if machine.spec else 0.0,
             compute_share=1.0,
-            blocked_s=max(0.0, self._now - self._began_at - machine.inner_steps * self.setup.step_s),
+            blocked_s=max(0.0, self._now - self._began_at - self._worked_s),
             lost_steps=machine.lost_steps,
             sample_watermark=self._samples.watermark,
             bytes_up=0,

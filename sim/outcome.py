@@ -132,12 +132,7 @@ class Outcome:
     def check(self) -> None:
         """Assert what no fault may break."""
         for fragment in self.layout.fragments:
-            commits = self.of(fragment.index)
-            versions = [commit.version for commit in commits]
-            assert versions == list(range(1, len(commits) + 1)), "versions rise by one"
-            assert [commit.final for commit in commits] == [False] * (len(commits) - 1) + [True], "the end is final"
-            assert self.anchor_digests[fragment.index] == commits[-1].anchor_digest
-            assert self.target_digests[fragment.index] == commits[-1].target_digest
+            self._check_versions(fragment.index)
         blobs = [blob for commit in self.commits for blob in commit.blobs]
         for blob in blobs:
             fragment = self.layout.fragments[blob.fragment]
@@ -161,6 +156,28 @@ class Outcome:
         stale = max(revision.terms.max_stale_rounds for revision in self.revisions.kept)
         if not self.lost:  # an old copy grants again what it does not know that it granted, noticed or not
             check_samples(self.records, diaries, replace(self.terms, max_stale_rounds=stale), liars=self.liars)
+
+    def _check_versions(self, fragment: int) -> None:
+        """They rise by one, but where the run went on from what nodes held; and that was what had been committed."""
+        version, final, digests = 0, False, (0, 0)
+        lost = {commit.version: commit.anchor_digest for commit in self.lost if commit.fragment == fragment}
+        for record in self.records:
+            match record:
+                case rec.WindowCommitted() if record.fragment == fragment:
+                    assert record.version == version + 1, "versions rise by one"
+                    assert not final, "the end is final"
+                    version, final = record.version, record.next_window is None
+                    digests = record.anchor_digest, record.target_digest
+                case rec.Adopted(anchors=anchors, windows=windows):
+                    for anchor in (anchor for anchor in anchors if anchor.fragment == fragment):
+                        assert version == anchor.before < anchor.version, "nothing that was durable is given up"
+                        assert lost.get(anchor.version, anchor.digest) == anchor.digest, "a version has one digest"
+                        version, digests = anchor.version, (anchor.digest, anchor.digest)
+                        final = fragment not in {terms.fragment for terms in windows}
+                case _:
+                    pass
+        assert final, "the end is final"
+        assert (self.anchor_digests[fragment], self.target_digests[fragment]) == digests
 
     @property
     def terms(self) -> Terms:

@@ -62,7 +62,7 @@ class SampleBook:
                     self._never_used((node, incarnation))
                 granted += range(lease.start, lease.start + lease.count)
             case rec.NodeLeft(node=node, stored=stored) if left is not None:
-                owner = (node, left[0])
+                owner = (node, left.incarnation)
                 assert stored is not None
                 for position in self._within(owner, stored, None):
                     self.trained.pop(position, None)

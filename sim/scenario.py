@@ -22,6 +22,8 @@ class NodeSetup:
     """Of its data: nodes with the same seed see the same samples."""
     step_s: float = 0.1
     """Seconds of one inner step."""
+    step_wobble: float = 0.0
+    """Standard deviation of their logarithm."""
     tokens: int | None = None
     """Of one inner step; the terms' batch unless given."""
     tau: int | None = None
@@ -125,6 +127,8 @@ class RestoreCopy:
     down_s: float = 1.0
     decides_s: float = 3.0
     """How often the person looks."""
+    adopts: bool = False
+    """The person goes on from what nodes hold, and winds the run back only where that cannot be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +187,8 @@ class Scenario:
     timing: Timing = field(default_factory=Timing)
     floor_share: float | None = None
     """The coordinator's; its own default unless given."""
+    adapt: str = "off"
+    """What it does about nodes that become slow."""
     expire_s: float = EXPIRE_S
     """How long a node may be away before its samples go to others."""
     job_s: tuple[float, float] = (0.001, 0.02)

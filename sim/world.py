@@ -8,11 +8,12 @@ and session is checked after every event.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
+from farloop.coordinator import adopting, history
 from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator import history
 from farloop.coordinator import records as rec
 from farloop.sim import havoc
 from farloop.sim import scenario as sc
@@ -27,6 +28,9 @@ from farloop.wire.messages import Progress
 
 KNOCK_S = 1.0
 """TCP asks again for a connection that is not answered."""
+
+ADOPTS_AFTER_S, GIVES_UP_S = 20.0, 45.0
+"""How patient a coordinator that goes on from what nodes hold is with those that are away, and a person with it."""
 
 TAIL = 40
 """Last things that a stuck world tells."""
@@ -167,18 +171,26 @@ class World:
 
     # --- the coordinator's life
 
-    def _start_coordinator(self, *, rewind: bool = False) -> None:
+    def _start_coordinator(self, *, rewind: bool = False, adopt_after_s: float | None = None) -> None:
         process, rng = Process(self.agenda), random.Random(self._rng.random())
         self.disk.locked = False
         try:
             self.coordinator = CoordinatorActor(
-                process, self.disk, self.spec, self.scenario, rng, self._coordinator_saw, rewind=rewind
+                process,
+                self.disk,
+                self.spec,
+                self.scenario,
+                rng,
+                self._coordinator_saw,
+                rewind=rewind,
+                adopt_after_s=adopt_after_s,
             )
         except PowerCut as cut:  # in the middle of its recovery
-            return self.agenda.after(cut.down_s, lambda: self._start_coordinator(rewind=rewind))
+            again = partial(self._start_coordinator, rewind=rewind, adopt_after_s=adopt_after_s)
+            return self.agenda.after(cut.down_s, again)
         self.disk.locked = True
 
-    def _coordinator_saw(self, what: coordinator_ev.Event | coordinator_ev.Command) -> None:
+    def _coordinator_saw(self, what: object) -> None:
         self.tape.append((self.agenda.now, "coordinator", what))
         if not isinstance(what, coordinator_ev.Event):
             return
@@ -203,15 +215,22 @@ class World:
         self.tape.append((self.agenda.now, "coordinator", f"restored without {fault.commits_ago} commits"))
         self.agenda.after(fault.down_s + fault.decides_s, lambda: self._look_after(fault))
 
-    def _look_after(self, fault: sc.RestoreCopy) -> None:
-        """A person looks at the alarms every now and then, and winds the run back if it has to be."""
-        coordinator = self.coordinator
-        if coordinator is not None and any(alarm.startswith(history.ALARM) for alarm in coordinator.machine.alarms):
+    def _look_after(self, fault: sc.RestoreCopy, adopting_since: float | None = None) -> None:
+        """A person looks at the alarms every now and then. Where the run is held, it goes on from what nodes hold, if
+        that is what the person wants and it can be; else it is wound back."""
+        coordinator, now = self.coordinator, self.agenda.now
+        alarms = coordinator.machine.alarms if coordinator is not None else {}
+        if any(alarm.startswith(history.ALARM) for alarm in alarms):
+            if fault.adopts and adopting_since is None:
+                adopting_since = now
+            patience_s = None if adopting_since is None or now - adopting_since > GIVES_UP_S else ADOPTS_AFTER_S
+            self.crash_coordinator(fault.down_s, rewind=patience_s is None, adopt_after_s=patience_s)
+        elif adopting.ALARM in alarms and adopting_since is not None and now - adopting_since > GIVES_UP_S:
             self.crash_coordinator(fault.down_s, rewind=True)
         if coordinator is None or not coordinator.finished:
-            self.agenda.after(fault.decides_s, lambda: self._look_after(fault))
+            self.agenda.after(fault.decides_s, lambda: self._look_after(fault, adopting_since))
 
-    def crash_coordinator(self, down_s: float, *, rewind: bool = False) -> None:
+    def crash_coordinator(self, down_s: float, *, rewind: bool = False, adopt_after_s: float | None = None) -> None:
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is None:
             return
@@ -221,7 +240,7 @@ class World:
             for connection in host.connections:
                 connection.close(Side.COORDINATOR)
             host.connections.clear()
-        self.agenda.after(down_s, lambda: self._start_coordinator(rewind=rewind))
+        self.agenda.after(down_s, lambda: self._start_coordinator(rewind=rewind, adopt_after_s=adopt_after_s))
 
     # --- a node's life
 

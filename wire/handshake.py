@@ -22,6 +22,7 @@ from farloop.wire.messages import (
     Finished,
     Grant,
     Heartbeat,
+    Held,
     Hello,
     Leave,
     Message,
@@ -31,6 +32,7 @@ from farloop.wire.messages import (
     Probe,
     Progress,
     Ready,
+    Recall,
     Refused,
     Revised,
     Start,
@@ -60,9 +62,9 @@ class State(Enum):
 
 _EITHER: frozenset[type[Message]] = frozenset({Offer, Credit, Leave, Heartbeat})
 _SAYS: dict[Role, frozenset[type[Message]]] = {
-    Role.NODE: _EITHER | {Hello, Ready, Fetch, Progress, Evaluation, Echoed, Observed},
+    Role.NODE: _EITHER | {Hello, Ready, Fetch, Progress, Evaluation, Echoed, Observed, Held},
     Role.COORDINATOR: _EITHER
-    | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished, Revised, Echo, Probe},
+    | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished, Revised, Echo, Probe, Recall},
 }
 """What each end may say on the control lane."""
 

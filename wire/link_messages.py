@@ -4,8 +4,9 @@ None of it decides anything in a run. A probe's bytes travel as a blob of a kind
 anybody waits for goes first (`probe.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from farloop.algo.spec import LATER
 from farloop.wire.meter import Burst
 
 MOST_SEEN = 16
@@ -57,6 +58,15 @@ class Connection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A message that came whole, from another node."""
+
+    num_bytes: int
+    seconds: float
+    """That its bytes took: beyond what a message of next to no bytes takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What a node saw of one link that ends at it."""
 
@@ -70,6 +80,8 @@ class Seen:
     """Round trip as the node measured it, where the coordinator cannot."""
     bulk: Connection | None = None
     """The connection that carries blobs, as this node's kernel sees it."""
+    transfer: Transfer | None = field(default=None, metadata=LATER)
+    """The quickest that came from another node lately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,22 +32,23 @@ from farloop.wire.link_messages import Observed as Observed
 from farloop.wire.link_messages import Probe as Probe
 from farloop.wire.link_messages import Seen as Seen
 from farloop.wire.reasons import Reason
+from farloop.wire.recall_messages import AnchorRef as AnchorRef
+from farloop.wire.recall_messages import Held as Held
+from farloop.wire.recall_messages import Recall as Recall
 
 _T = TypeVar("_T")
 
-PROTOCOL_VERSIONS = (1, 3)
-"""Oldest and newest protocol version that this code speaks. 2 has `Revised`, 3 what measures links."""
+PROTOCOL_VERSIONS = (1, 4)
+"""Oldest and newest protocol version that this code speaks. 2 has `Revised`, 3 what measures links, 4 codecs that nodes
+have of their own, starts within a round, and what nodes tell a coordinator over an old copy of its state."""
+
+OWN_CODECS_SINCE = 4
+"""Version in which nodes read `codec_up_of` in the terms of a window."""
+
+SLOTS_SINCE = 4
+"""Version in which nodes read the slot of a `Start`."""
 
 NodeState = Literal["joining", "ready", "training", "waiting", "paused", "evaluating", "draining", "finished"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnchorRef:
-    """An anchor that the sender holds."""
-
-    fragment: int
-    version: int
-    digest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,13 @@ class Welcome:
     """The samples that this start of the node still holds; it uses no others that it was granted before. None where
     that is not told."""
     history: int = field(default=0, metadata=LATER)
-    """Epoch in which the run was last wound back; 0: never. What a node holds of another history it gives up."""
+    """Epoch in which the run was last wound back, or adopted; 0: never. What a node holds of another history it gives
+    up."""
     revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
     """Of the terms, those that may still be needed; the last is that of `spec`. None where they never changed."""
+    recalls: bool = field(default=False, metadata=LATER)
+    """The coordinator's state is an old copy, and it takes from nodes what they hold: the node answers `Held`, stands
+    by its anchors for as long as the session lasts, and takes nothing else of what this message says to heart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +140,8 @@ class Start:
 
     round: RoundPlan
     lease: Lease | None
+    slot: int = field(default=0, metadata=LATER)
+    """Slot of the round that the first inner step belongs to; 0 for nodes of protocol 3 and older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +329,8 @@ Message = (
     | Finished
     | Heartbeat
     | Revised
+    | Held
+    | Recall
     | Echo
     | Echoed
     | Probe
@@ -348,13 +357,15 @@ NUMBERS: dict[type[Message], int] = {
     Finished: 17,
     Heartbeat: 18,
     Revised: 19,
+    Held: 20,
+    Recall: 21,
     Echo: 30,
     Echoed: 31,
     Probe: 32,
     Observed: 33,
 }
 
-SINCE: dict[type[Message], int] = {Revised: 2, Echo: 3, Echoed: 3, Probe: 3, Observed: 3}
+SINCE: dict[type[Message], int] = {Revised: 2, Echo: 3, Echoed: 3, Probe: 3, Observed: 3, Held: 4, Recall: 4}
 """Version of the protocol that a message came with; the others came with the first."""
 
 _OPTIONAL: frozenset[type[Message]] = frozenset({Progress, Evaluation, Heartbeat, Echo, Echoed, Probe, Observed})

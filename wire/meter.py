@@ -99,7 +99,7 @@ def judge(burst: Burst, rtt_s: float) -> Measured | Insufficient:
         return Insufficient(why=f"{1000 * burst.half_s:.3g} ms are too short to be timed here")
     third, fourth = burst.third_bytes_per_s, burst.fourth_bytes_per_s
     if not math.isfinite(third + fourth) or abs(fourth - third) > AGREEMENT * max(third, fourth):
-        return Insufficient(why=f"not steady: {third:.3g} B/s, then {fourth:.3g}")
+        return Insufficient(why=f"not steady: {third * 8e-6:.3g} Mbit/s, then {fourth * 8e-6:.3g}")
     return Measured(bytes_per_s=rate, num_bytes=burst.half_bytes, seconds=burst.half_s)
 
 

@@ -65,6 +65,9 @@ class Sample:
     expected_compute_s: float
     transfer_s: float
     expected_transfer_s: float
+    compute_spread: float = 0.0
+    """Median absolute deviation of the logarithms of its own rounds: who varies anyway has to stray farther."""
+    transfer_spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +125,14 @@ def slow(rounds: Sequence[Mapping[str, Sample]]) -> tuple[Finding, ...]:
             continue
         whole = statistics.median(one.compute_s + one.transfer_s for one in samples.values())
         for kind, taken in (
-            (Kind.NODE_SLOW, {name: (one.compute_s, one.expected_compute_s) for name, one in samples.items()}),
-            (Kind.LINK_SLOW, {name: (one.transfer_s, one.expected_transfer_s) for name, one in samples.items()}),
+            (
+                Kind.NODE_SLOW,
+                {name: (one.compute_s, one.expected_compute_s, one.compute_spread) for name, one in samples.items()},
+            ),
+            (
+                Kind.LINK_SLOW,
+                {name: (one.transfer_s, one.expected_transfer_s, one.transfer_spread) for name, one in samples.items()},
+            ),
         ):
             for name, factor in _outliers(taken, LEAST_EXCESS * whole).items():
                 flags.setdefault((kind, name), []).append(factor)
@@ -142,9 +151,14 @@ def slow(rounds: Sequence[Mapping[str, Sample]]) -> tuple[Finding, ...]:
     return tuple(found)
 
 
-def _outliers(taken: Mapping[str, tuple[float, float]], least_excess_s: float) -> dict[str, float]:
-    """Factor by node of whoever stands out: robust z of log(taken/expected) above the limit, and an excess."""
-    logs = {name: math.log(max(value, 1e-9) / expected) for name, (value, expected) in taken.items() if expected > 0.0}
+def _outliers(taken: Mapping[str, tuple[float, float, float]], least_excess_s: float) -> dict[str, float]:
+    """Factor by node of whoever stands out: robust z of log(taken/expected) above the limit, and an excess.
+
+    `taken`: seconds, those expected (0 where nothing is), and the node's own spread.
+    """
+    logs = {
+        name: math.log(max(value, 1e-9) / expected) for name, (value, expected, _) in taken.items() if expected > 0.0
+    }
     if len(logs) < LEAST_NODES:
         return {}
     middle = statistics.median(logs.values())
@@ -152,7 +166,8 @@ def _outliers(taken: Mapping[str, tuple[float, float]], least_excess_s: float) -
     return {
         name: math.exp(log)
         for name, log in logs.items()
-        if Z_SCALE * (log - middle) / spread > Z_LIMIT and taken[name][0] - taken[name][1] > least_excess_s
+        if Z_SCALE * (log - middle) / max(spread, taken[name][2]) > Z_LIMIT
+        and taken[name][0] - taken[name][1] > least_excess_s
     }
 
 

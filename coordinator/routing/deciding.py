@@ -42,11 +42,32 @@ def decide(inventory: Inventory, fabric: Fabric, islands: Sequence[Island]) -> D
     return _Deciding(inventory, fabric, islands).decision()
 
 
+def caps_of(inventory: Inventory) -> list[int]:
+    """Layers that each node can hold, no more than there are."""
+    layers = inventory.model.layers
+    return [min(node.max_layers or layers, layers) for node in inventory.nodes]
+
+
+def work_of(inventory: Inventory, members: Sequence[int], layers: Sequence[int]) -> Work:
+    """What some nodes compute in a step, with so many layers in each stage."""
+    nodes, model, caps = inventory.nodes, inventory.model, caps_of(inventory)
+    return Work(
+        layer_s=tuple(nodes[node].layer_s for node in members),
+        layers=tuple(layers),
+        slots=tuple(nodes[node].slots for node in members),
+        microbatches=model.microbatches,
+        backward=model.backward,
+        loss=model.loss,
+        gap_s=model.gap_s,
+        max_layers=tuple(caps[node] for node in members) if min(caps) < model.layers else None,
+    )
+
+
 class _Deciding:
     def __init__(self, inventory: Inventory, fabric: Fabric, islands: Sequence[Island]) -> None:
         self._inventory, self._fabric, self._islands = inventory, fabric, islands
         self._nodes, self._model, self._wish = inventory.nodes, inventory.model, inventory.wish
-        self._caps = [min(node.max_layers or self._model.layers, self._model.layers) for node in inventory.nodes]
+        self._caps = caps_of(inventory)
         pins = [node.stage for node in inventory.nodes if node.stage is not None]
         self._pins = tuple(pins) if inventory.pinned else None
 
@@ -150,7 +171,9 @@ class _Deciding:
             slowest = sorted(island.nodes, key=lambda node: (self._caps[node], -self._nodes[node].layer_s, -node))
             over += slowest[: len(island.nodes) % stages]
         place = {node: index for index, node in enumerate(members)}
-        found = plan_paths(self._task(members, walled, stages, stages, left_out=sorted(place[node] for node in over)))
+        left_out = sorted(place[node] for node in over) if self._pins is None else ()
+        task = self._task(members, walled, stages, stages, stage_of=self._pins, left_out=left_out)
+        found = plan_paths(task)
         return _spread(found, members, len(self._nodes))
 
     def _across_paths(self, stages: int, crossover: Crossover | None) -> Paths:
@@ -195,16 +218,7 @@ class _Deciding:
         model, wish = self._model, self._wish
         if len(members) < stages and stage_of is None and length == stages:
             raise ValueError(f"stages is {stages}; {len(members)} nodes can be joined, so at most that many")
-        work = Work(
-            layer_s=tuple(self._nodes[node].layer_s for node in members),
-            layers=min_max_split(model.layers, [1.0] * stages),
-            slots=tuple(self._nodes[node].slots for node in members),
-            microbatches=model.microbatches,
-            backward=model.backward,
-            loss=model.loss,
-            gap_s=model.gap_s,
-            max_layers=tuple(self._caps[node] for node in members) if min(self._caps) < model.layers else None,
-        )
+        work = work_of(self._inventory, members, wish.cut or min_max_split(model.layers, [1.0] * stages))
         return Task(
             work=work,
             message_s=message_s,
@@ -214,6 +228,7 @@ class _Deciding:
             stage_of=None if stage_of is None else tuple(stage_of[node] for node in members),
             seed=wish.seed,
             effort=wish.effort,
+            keeps_cut=wish.cut is not None,
             left_out=tuple(left_out),
         )
 

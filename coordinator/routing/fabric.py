@@ -84,7 +84,7 @@ def fabric_of(inventory: Inventory) -> Fabric:
 
 def suspects(seconds: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
     """Links that take more than SUSPECT_FACTOR times the best way over a third node, in order."""
-    direct: NDArray[np.float64] = np.array(seconds, dtype=np.float64)
+    direct: NDArray[np.float64] = np.array(seconds, dtype=np.float64).reshape(len(seconds), len(seconds))
     over = direct.copy()
     np.fill_diagonal(over, np.inf)
     found: list[tuple[int, int]] = []

@@ -87,6 +87,8 @@ class Node:
     """Whether others can dial it: only then it may relay."""
     stage: int | None = None
     """Must replicate this stage; None: the planner chooses."""
+    address: str = ""
+    """Where the other stages reach it, as tcp://host:port. Nothing is planned by it: it goes into the layout file."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name == COORDINATOR:
@@ -197,6 +199,8 @@ class Wish:
     """None: the cheapest; C where something is skipped."""
     effort: float = 1.0
     """Multiplies the number of moves that a search may try."""
+    cut: tuple[int, ...] | None = None
+    """Layers of each stage, of nodes that say theirs: a running pipeline cannot change them. None: by speed."""
 
     def __post_init__(self) -> None:
         if self.stages is not None and self.stages < 1:
@@ -259,6 +263,11 @@ class Inventory:
             raise ValueError(f"stages is {self.wish.stages}; the nodes have stages 0 to {last}, so it is {last + 1}")
         if missing := [stage for stage in range(last + 1) if stage not in stages]:
             raise ValueError(f"stage {missing[0]} has no node; stages count from 0 without a gap")
+        cut = self.wish.cut
+        if cut is not None and (len(cut) != last + 1 or sum(cut) != self.model.layers):
+            raise ValueError(
+                f"the cut is {list(cut)}; the model has {self.model.layers} layers and the nodes {last + 1} stages"
+            )
         if last + 1 > self.model.layers:
             raise ValueError(f"stage {last} of a node: the model has {self.model.layers} layers, so the last is less")
 

@@ -9,9 +9,9 @@ from typing import Literal
 
 from farloop.algo.layout import Hop, Layout, Path, Stage
 from farloop.coordinator.routing.deciding import Decision, decide
-from farloop.coordinator.routing.fabric import Fabric, fabric_of
+from farloop.coordinator.routing.fabric import UNREACHABLE_S, Fabric, fabric_of
 from farloop.coordinator.routing.groups import Transport, transport
-from farloop.coordinator.routing.inventory import Inventory, Mode
+from farloop.coordinator.routing.inventory import LOCAL, Inventory, Mode, Provenance
 from farloop.coordinator.routing.islands import Island, islands_of
 from farloop.coordinator.routing.partition import floor_split, slowest_s
 from farloop.coordinator.routing.placement import dp_s
@@ -82,8 +82,9 @@ class Plan:
     h: int
     sync: Sync | None
     """None where links to the coordinator are not known."""
-    sync_s: float
-    """Of a round, blocking: over the star, or of an all-reduce among replicas where no star can be predicted."""
+    sync_s: float | None
+    """Of a round, blocking: over the star, or of an all-reduce among replicas where no star can be predicted; None
+    where no links join those."""
     compute_s: float
     """Of a round's inner steps."""
     busy_share: float
@@ -108,21 +109,32 @@ class Plan:
         return self.makespan_s
 
     @property
-    def round_s(self) -> float:
+    def round_s(self) -> float | None:
         """H steps, then the sync, nothing overlapped."""
-        return self.compute_s + self.sync_s
+        return None if self.sync_s is None else self.compute_s + self.sync_s
 
     @property
-    def streamed_round_s(self) -> float:
+    def streamed_round_s(self) -> float | None:
         """The same where fragments are sent while training goes on: the longer of both."""
+        if self.sync_s is None:
+            return None
         if self.sync is None:
             return max(self.compute_s, self.sync_s)
         return max(self.compute_s, self.sync.star.overlapped_s(len(self.sync.roots)))
 
     @property
-    def compute_share(self) -> float:
+    def compute_share(self) -> float | None:
         """Of a blocking round that is steps: H·τ/(H·τ + T)."""
-        return utilization(1, self.compute_s, self.sync_s) if self.round_s > 0.0 else 1.0
+        if self.sync_s is None:
+            return None
+        return utilization(1, self.compute_s, self.sync_s) if self.round_s else 1.0
+
+    @property
+    def streamed_compute_share(self) -> float | None:
+        """The same of a streamed round."""
+        if self.streamed_round_s is None:
+            return None
+        return self.compute_s / self.streamed_round_s if self.streamed_round_s else 1.0
 
 
 def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
@@ -166,7 +178,7 @@ def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
         suspects=tuple((names[u], names[v]) for u, v in fabric.suspects),
         standby=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage >= 0 and n not in used),
         idle=tuple(names[n] for n, stage in enumerate(paths.stage_of) if stage < 0),
-        notes=_notes(inventory, paths, sync),
+        notes=_notes(inventory, paths, sync, sync_s),
         beats=_beats(inventory, fabric, paths, outcome),
         source_s=tuple((names[source], seconds) for source, seconds in outcome.source_s.items()),
         seed=inventory.wish.seed,
@@ -216,8 +228,8 @@ def _transport(inventory: Inventory, islands: Sequence[Island], members: Sequenc
 
 def _synced(
     inventory: Inventory, fabric: Fabric, islands: Sequence[Island], paths: Paths, outcome: Outcome
-) -> tuple[Sync | None, float, float]:
-    """(what nodes send, seconds of a round's sync, seconds of its steps)."""
+) -> tuple[Sync | None, float | None, float]:
+    """(what nodes send, seconds of a round's sync, None where nothing joins replicas, seconds of its steps)."""
     model, wish = inventory.model, inventory.wish
     total = sum(paths.work.layers)
     share = {node: paths.work.layers[stage] / total for node, stage in enumerate(paths.stage_of) if stage >= 0}
@@ -232,7 +244,8 @@ def _synced(
             for stage in range(len(paths.work.layers))
         )
         most = max(paths.work.layers) / total
-        return None, dp_s(groups, fabric, model.parameter_bytes * most), wish.h * outcome.makespan_s
+        reduce_s = dp_s(groups, fabric, model.parameter_bytes * most)
+        return None, reduce_s if reduce_s < UNREACHABLE_S else None, wish.h * outcome.makespan_s
     first = {source: inventory.nodes[nodes[0]].name for source, nodes in members.items()}
     compute = max(sync.rates[first[source]].h * outcome.source_s[source] for source in members)
     return sync, sync.star.round_s, compute
@@ -255,13 +268,11 @@ def _alternatives(decision: Decision, sync: Sync | None, outcome: Outcome) -> tu
     return tuple(found)
 
 
-def _notes(inventory: Inventory, paths: Paths, sync: Sync | None) -> tuple[str, ...]:
+def _notes(inventory: Inventory, paths: Paths, sync: Sync | None, sync_s: float | None) -> tuple[str, ...]:
     found = []
     if sync is None:
-        found.append(
-            "links to the coordinator, or the size of the parameters, are not given: "
-            "the sync is predicted as an all-reduce among replicas, bits and H are left as they are"
-        )
+        how = "is predicted as an all-reduce among replicas" if sync_s is not None else "is not predicted"
+        found.append(f"{_unknown_of(inventory)}: the sync {how}, bits and H are left as they are")
     work = paths.work
     if len(work.layers) > 1:
         slowest = [
@@ -283,7 +294,22 @@ def _notes(inventory: Inventory, paths: Paths, sync: Sync | None) -> tuple[str, 
         found.append(
             f"nothing is given for links inside {', '.join(sorted(assumed)[:4])}: 10 Gbit/s and 0.5 ms are assumed"
         )
+    guessed = sum(link.provenance == Provenance.ASSUMED for link in inventory.links.values())
+    if guessed:
+        found.append(f"{guessed} links have a measured round trip and no rate: that of the slower end is assumed")
     return tuple(found)
+
+
+def _unknown_of(inventory: Inventory) -> str:
+    """What a sync over the star would be predicted from and is not there."""
+    if inventory.model.parameter_bytes == 0.0:
+        return "the size of the parameters is not given"
+    nodes = inventory.nodes
+    far = [node.name for node in nodes if None in (inventory.uplink(node), inventory.downlink(node))]
+    if len(far) == len(nodes):
+        return "links to the coordinator are not given"
+    more = f" and {len(far) - 4} more" if len(far) > 4 else ""
+    return f"not known in both directions is the coordinator's link to {', '.join(far[:4])}{more}"
 
 
 def _coverage(paths: Paths) -> list[float]:
@@ -301,5 +327,4 @@ def _lonely(inventory: Inventory, site: str) -> bool:
     members = [node for node in inventory.nodes if node.site == site]
     if len(members) < 2:
         return False
-    link = inventory.link(members[0], members[1])
-    return link is not None and link.provenance == "assumed"
+    return inventory.link(members[0], members[1]) is LOCAL

@@ -65,6 +65,8 @@ class Task:
     effort: float = 1.0
     left_out: tuple[int, ...] = ()
     """Nodes that no chain begins with; they may share a place where it helps. Only where stages are chosen."""
+    keeps_cut: bool = False
+    """Whether the layers per stage stay as they are."""
 
 
 def plan_paths(task: Task) -> Paths:
@@ -161,6 +163,8 @@ def _start(task: Task, *, by_speed: bool) -> Chains | None:
 def _resplit(task: Task, chains: Chains) -> Work:
     """The same work with layers dealt by the slowest replica of each stage, as far as memory allows."""
     work = task.work
+    if task.keeps_cut:
+        return work
     slowest, caps = [0.0] * task.stages, [sum(work.layers)] * task.stages
     placed = [(node, stage) for own, at in zip(chains.nodes, chains.stages, strict=True)
               for node, stage in zip(own, at, strict=True)]  # fmt: skip
@@ -276,7 +280,7 @@ def _shared(task: Task) -> Paths:
     slowest = [max(work.layer_s[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
     holds = work.max_layers or [sum(work.layers)] * len(task.stage_of)
     caps = [min(holds[n] for n, own in enumerate(task.stage_of) if own == s) for s in range(task.stages)]
-    work = _dealt(work, slowest, caps)
+    work = work if task.keeps_cut else _dealt(work, slowest, caps)
     pieces = task.stage_of.count(0) * work.microbatches * (2 * task.length + 1)
     rounds = min(200, int(_SHARING_PIECES * task.effort / pieces))
     routes = share(task.stage_of, task.length, work, task.message_s, limits=task.limits, rounds=rounds, seed=task.seed)

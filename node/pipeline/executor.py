@@ -11,7 +11,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from torch import Tensor
@@ -185,7 +185,8 @@ class Executor:
             case ev.Send(to=to, work=work):
                 info, data = to_bytes(self._results.pop(work.trip), self._codec)
                 self.bytes_by_hop[to] = self.bytes_by_hop.get(to, 0) + info.size
-                self.link.send(to, frames.parcel(work, info, data, self._run))
+                stamped = replace(info, sent_s=time.monotonic())
+                self.link.send(to, frames.parcel(work, stamped, data, self._run))
             case ev.Tell(to=to, message=message):
                 self.link.send(to, frames.message(message, self._run))
             case ev.Discard(trip=trip):

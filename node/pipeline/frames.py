@@ -133,6 +133,8 @@ def _parse_work(body: memoryview, parts: Sequence[Buffer], max_tensor_bytes: int
         raise RemoteProtocolError(f"{len(data)} bytes of {info.dtype!r}, {info.size} are announced")
     if not info.codec and info.size != math.prod(info.shape) * ITEM_BYTES[info.dtype]:
         raise RemoteProtocolError(f"{info.size} bytes for {info.dtype} of shape {info.shape}")
+    if not 0.0 <= info.sent_s <= _MOST:  # false for NaN as well
+        raise RemoteProtocolError(f"a tensor that was sent at {info.sent_s}")
     if checksum(data) != info.checksum:
         raise RemoteProtocolError("wrong checksum of a tensor")
     _check_numbers(work)
@@ -157,6 +159,7 @@ def _numbers(told: Message | Work) -> Iterator[float]:
             yield from (told.epoch, told.path, *_of_trip(told.trip), *(hop.stage for hop in told.visited))
         case Word():
             yield from (told.incarnation, told.epoch, told.queued, told.job_s, told.age_s)
+            yield from (told.sent_s, told.echo_s, told.held_s)
         case words.Lost():
             yield from (told.epoch, *_of_trip(told.trip))
         case words.Forget():

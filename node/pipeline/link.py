@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvloop
@@ -25,10 +25,12 @@ from zmq.utils.monitor import recv_monitor_message
 from farloop.node.pipeline import frames
 from farloop.node.pipeline.errors import PeerBindError
 from farloop.node.pipeline.frames import Parcel
+from farloop.node.pipeline.sight import Echo, Sight
 from farloop.node.pipeline.words import Message, Word
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.frames import Buffer
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
+from farloop.wire.link_messages import Seen
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class _Peer:
     heard_at: float | None = None
     incarnation: int | None = None
     up: bool = False
+    sight: Sight = field(default_factory=Sight)
 
 
 class PeerLink:
@@ -98,6 +101,8 @@ class PeerLink:
         self._peers: dict[str, _Peer] = {}
         self._group: asyncio.TaskGroup | None = None
         self.bytes_sent, self.bytes_received, self.bad_frames = 0, 0, 0
+        self.seen: tuple[Seen, ...] = ()
+        """Of the links to the peers that are up; replaced as a whole, now and then."""
         self.endpoint = ""
         """Where it listens, once it does."""
         self._loop = uvloop.new_event_loop()
@@ -223,14 +228,19 @@ class PeerLink:
             raise RemoteProtocolError(f"{name!r} is not who sent it")
         if (peer := self._peers.get(name)) is None:
             raise RemoteProtocolError(f"no node {name!r} is expected")
+        now = time.monotonic()
         buffers = [part.buffer for part in parts[1:]]
         come = frames.parse(buffers, self._run, self._config.max_tensor_bytes)
         self.bytes_received += sum(len(part) for part in buffers)
-        peer.heard_at = time.monotonic()
+        peer.heard_at = now
+        if isinstance(come, Parcel):
+            peer.sight.tensor(come.info.size, come.info.sent_s, now)
         if isinstance(come, Word):
             if peer.incarnation not in (None, come.incarnation):
                 self._is_up(name, peer, up=False)
+                peer.sight = Sight()
             peer.incarnation = come.incarnation
+            peer.sight.word(come.sent_s, Echo(sent_s=come.echo_s, held_s=come.held_s), now)
             self._judge(name, peer)
         if peer.up:
             self._deliver(name, come)
@@ -251,7 +261,7 @@ class PeerLink:
         if up != peer.up:
             peer.up = up
             if not up:
-                peer.incarnation = None
+                peer.incarnation, peer.sight = None, Sight()  # another start has another clock
                 peer.queue.clear()
             _log.info("peer %s name=%s", "up" if up else "down", name)
             self._deliver(name, up)
@@ -309,7 +319,7 @@ class PeerLink:
                     case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                         peer.connected = True
                         peer.queue.clear()
-                        self._send(name, self._word_parts(), time.monotonic())
+                        self._say(name, peer)
                         sender = asyncio.create_task(self._send_all(dealer, peer), name=f"send-{name}")
                         self._judge(name, peer)
                     case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -336,14 +346,19 @@ class PeerLink:
 
     async def _beat(self) -> None:
         while True:
-            word = self._word_parts()
             for name, peer in self._peers.items():
-                self._send(name, word, time.monotonic())
+                self._say(name, peer)
                 self._judge(name, peer)
+            now, up = time.monotonic(), {name: peer for name, peer in self._peers.items() if peer.up}
+            self.seen = tuple(seen for name, peer in up.items() if (seen := peer.sight.seen(name, now)) is not None)
             await asyncio.sleep(BEAT_S)
 
-    def _word_parts(self) -> list[Buffer]:
-        return frames.message(self._word(), self._run)
+    def _say(self, name: str, peer: _Peer) -> None:
+        """A word to one peer."""
+        now = time.monotonic()
+        echo = peer.sight.echo(now)
+        word = replace(self._word(), sent_s=now, echo_s=echo.sent_s, held_s=echo.held_s)
+        self._send(name, frames.message(word, self._run), now)
 
     async def _watch_keys(self, allow: AllowList) -> None:
         """A key that leaves the folder is not believed from then on."""

@@ -8,8 +8,7 @@ Shape suffixes as in `node/model.py`: B batch, T time (tokens), S = T + 1, D mod
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,10 +85,12 @@ class Trained:
 class StageJobs:
     """Does the work of one stage, one job at a time; gradients add up in the parameters until `finish`."""
 
-    def __init__(self, part: StagePart, *, device: torch.device | None = None, autocast: bool = False) -> None:
+    def __init__(
+        self, part: StagePart, *, device: torch.device | None = None, mixed: torch.autocast | None = None
+    ) -> None:
         self.part = part
         self.device = device or torch.device("cpu")
-        self._autocast = autocast
+        self._mixed = mixed or torch.autocast("cpu", enabled=False)
         self._tokens_BS: Sequence[Tensor] = ()
         self._inputs: dict[Trip, Tensor] = {}
         self._visits: Counter[Kind] = Counter()
@@ -139,7 +140,7 @@ class StageJobs:
         return trained
 
     def _forward(self, trip: Trip, given: Tensor | None) -> Tensor:
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self._mixed:
             if given is None:
                 return self.part.begin(self._tokens_BS[trip.index])
             self._inputs[trip] = given
@@ -147,7 +148,7 @@ class StageJobs:
 
     def _loss(self, trip: Trip, given: Tensor) -> Tensor:
         x_BTD = given.requires_grad_()
-        with self._precision():
+        with self._mixed:
             loss = self.part.loss(x_BTD, self._tokens_BS[trip.index])
         torch.autograd.backward(loss)
         self._visits[Kind.LOSS] += 1
@@ -157,7 +158,7 @@ class StageJobs:
 
     def _backward(self, trip: Trip, gradient_BTD: Tensor) -> Tensor | None:
         given = self._inputs.pop(trip, None)
-        with self._precision():
+        with self._mixed:
             if given is None:
                 out_BTD = self.part.begin(self._tokens_BS[trip.index])
             else:
@@ -166,8 +167,3 @@ class StageJobs:
         self._visits[Kind.BACKWARD] += 1
         self._num_tokens += gradient_BTD.shape[0] * gradient_BTD.shape[1]
         return given.grad if given is not None else None
-
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            yield

@@ -7,6 +7,7 @@ through the coordinator, as any nodes do, with whatever method the run has. Grad
 import logging
 import math
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from pathlib import Path
 from torch import Tensor
 
 from farloop.algo.layout import Layout
-from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec
 from farloop.node.corpus import Corpus, load_corpus
 from farloop.node.data import Mixture
@@ -27,7 +27,9 @@ from farloop.node.pipeline.layout_file import read_layout
 from farloop.node.pipeline.link import PeerConfig
 from farloop.node.pipeline.settings import Settings
 from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
-from farloop.node.trainer import NodeConfig, check_data, link_of
+from farloop.node.probing import LOOK_S
+from farloop.node.trainer import NodeConfig, check_data, link_of, mixed_precision
+from farloop.wire.link_messages import MOST_SEEN, Observed
 
 _log = logging.getLogger(__name__)
 
@@ -125,13 +127,12 @@ def _executor(
 ) -> Executor:
     spec, module, device = node.spec, node.module, node.cluster.device
     assert isinstance(module, StagePart) and node.leader is not None
-    autocast = device.type == "cuda" and method_named(spec.terms.method).inner
     # An activation in fp32; no microbatch is longer than a batch.
     numel = spec.terms.batch_sequences * spec.terms.sequence_tokens * module.config.dim
     return Executor(
         layout=layout,
         addresses={name: to for name, to in addresses.items() if name != config.name},
-        jobs=StageJobs(module, device=device, autocast=autocast),
+        jobs=StageJobs(module, device=device, mixed=mixed_precision(device, spec.terms)),
         peer=PeerConfig(
             name=config.name,
             bind=pipeline.bind or addresses[config.name],
@@ -154,6 +155,7 @@ def _executor(
 def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: PipelineConfig) -> None:
     samples = Mixture(node.spec, corpora) if corpora else None
     watch = _Watch(pipeline.layout, executor) if _conducts(executor) else None
+    told_at = time.monotonic()
     while node.running:
         batches: Sequence[Tensor] = ()
         if samples is not None:
@@ -163,6 +165,11 @@ def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: P
         step = executor.step(batches, closes_round=node.closes_round)
         if step is None:
             return
+        if node.leader is not None and time.monotonic() - told_at >= LOOK_S:
+            told_at = time.monotonic()
+            seen = executor.link.seen
+            for place in range(0, len(seen), MOST_SEEN):
+                node.leader.link.send(Observed(links=seen[place : place + MOST_SEEN]))
         if node.leader is not None:
             machine = executor.machine
             node.leader.metrics.piped(machine.counted, sum(executor.bytes_by_hop.values()), len(machine.desk.held))

@@ -63,6 +63,8 @@ class TensorInfo:
     """Bytes."""
     checksum: int
     """xxh3-64 of the bytes."""
+    sent_s: float = 0.0
+    """When it was given to the link, by the sender's clock (`sight.py`); 0: an older node does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,12 @@ class Word:
     """Since it last finished or began one: a node that stands still says so by this."""
     over: int = -1
     """Of a source: the newest of its steps in which every microbatch is settled."""
+    sent_s: float = 0.0
+    """When it was said, by the sender's clock; 0: an older node does not say."""
+    echo_s: float = 0.0
+    """`sent_s` of the newest word that came from the receiver; 0 before there is one ..."""
+    held_s: float = 0.0
+    """... and how long ago that came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,9 +113,15 @@ def holding() -> Status:
     """The state folder looks like an old copy."""
     why = (
         "history: the run is held: node oslo has met epoch 5, this state has 2; start the coordinator on the newest "
-        "state folder, or with --rewind to go on from this one"
+        "state folder, with --adopt-from-nodes to go on from what nodes hold, or with --rewind to go on from this one"
     )
     return status(run={"state": "holding"}, nodes=[], alarms=[why])
+
+
+def adopting() -> Status:
+    """It is to go on from what nodes hold."""
+    why = "adoption: the run is held until it goes on from what the nodes hold; it waits for node oslo"
+    return {**holding(), "alarms": [why]}
 
 
 def finished() -> Status:

@@ -23,6 +23,8 @@ from typing import Any
 from farloop.cli.exit_codes import ExitCode
 from farloop.cli.relay import Link, Relay, RelayThread
 from farloop.cli.toml import dump_toml
+from farloop.coordinator.journal import Journal
+from farloop.coordinator.records import Record
 from farloop.monitoring.gist import left_with_the_last
 from farloop.monitoring.status import NodeStatus, Status
 
@@ -164,9 +166,9 @@ class Run:
         path.write_text(path.read_text() + "\n" + dump_toml({"pipeline": {"layout": str(layout), **pipeline}}))
         return self.start(f"node-{name}", *FARLOOP, "node", str(path))
 
-    def start_metronome(self, name: str, *, pace_s: float = 0.25, **settings: object) -> Daemon:
+    def start_metronome(self, name: str, *, pace_s: float = 0.25, link: str = "", **settings: object) -> Daemon:
         """A node whose inner steps take this long, and with it the run's, until `hurry`."""
-        file = self.node_toml(name, "", settings)
+        file = self.node_toml(name, link, settings)
         return self.start(f"node-{name}", str(METRONOME), str(file), str(self._go), str(pace_s))
 
     def start_own_node(self, name: str, *options: str) -> Daemon:
@@ -211,6 +213,11 @@ class Run:
         """The node's link breaks, and stays broken."""
         thread, relay = self._relays[name]
         thread.cut(relay)
+
+    def change_link(self, name: str, link: str) -> None:
+        """From now on the node's link is this one, for connections that stand as well."""
+        thread, relay = self._relays[name]
+        thread.change(relay, Link.parse(link))
 
     def heal(self, name: str) -> None:
         thread, relay = self._relays[name]
@@ -260,6 +267,12 @@ class Run:
         return [event for event in map(json.loads, lines) if event["event"] == kind]
 
     # --- waiting
+
+    def records(self) -> list[Record]:
+        """Everything in the journal of a coordinator that has ended."""
+        journal, found = Journal.open(self.state_dir)
+        journal.close()
+        return [entry.record for entry in found.entries]
 
     def until(self, what: str, condition: Callable[[Status], bool], timeout_s: float = DEADLINE_S) -> Status:
         """Poll the status of a run that is going on until it meets the condition; returns that status.

@@ -8,7 +8,9 @@ from datetime import datetime
 import pytest
 from loopback import PACED, Daemon, NewRun, Run, alone_since, assert_all_agree, merged_since, node_of
 
+from farloop.algo.schedule import first_step
 from farloop.cli.exit_codes import ExitCode
+from farloop.coordinator.records import NodeStarted
 from farloop.monitoring.status import Status
 from farloop.wire.limits import Timing
 
@@ -41,10 +43,9 @@ def test_a_node_told_to_stop_leaves_cleanly_and_one_that_comes_late_takes_part(n
     run.hurry()
     status = run.until_done(coordinator, a, c)
     assert_all_agree(run, status, "a", "c")
-    trained = node_of(status, "c")["inner_steps"]
-    assert 0 < trained < 180
-    assert (180 - trained) % 3 == 0, f"c began at a round's boundary, and trained {trained} steps"
-    assert node_of(status, "a")["lost_steps"] == node_of(status, "c")["lost_steps"] == 0
+    assert 0 < node_of(status, "c")["inner_steps"] == 180 - steps_before(run, "c") < 180
+    assert node_of(status, "a")["lost_steps"] == 0
+    assert node_of(status, "c")["lost_steps"] <= 2 * 3, "more is lost than the delta with which c overtook a"
 
 
 def test_a_node_that_dies_or_hangs_costs_the_others_seconds_and_comes_back(new_run: NewRun) -> None:
@@ -71,6 +72,12 @@ def test_a_node_that_dies_or_hangs_costs_the_others_seconds_and_comes_back(new_r
 
 
 # --- conditions
+
+
+def steps_before(run: Run, name: str) -> int:
+    """Steps of the run before the only start of a node: whole rounds, and what its slot leaves out of its first."""
+    (start,) = [r for r in run.records() if isinstance(r, NodeStarted) and r.node == name]
+    return start.round * 3 + first_step(start.slot, slots=3, node_steps=3)
 
 
 def started_again(status: Status, name: str) -> bool:

@@ -16,7 +16,6 @@ from farloop.algo.methods import METHODS
 from farloop.algo.spec import NodeId, RunSpec, Terms
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import first_anchor
-from farloop.coordinator.journal import Journal
 from farloop.monitoring.status import Status
 from farloop.node.corpus import load_corpus
 from farloop.node.data import EvaluationSet, Samples
@@ -51,7 +50,7 @@ def test_a_run_learns_answers_its_tapes_again_and_is_what_its_simulation_is(new_
     run.on_tape = True
     run.start_coordinator(), run.start_node("a"), run.start_node("b")
     status = run.until_done()
-    journal = journal_of(run)
+    journal = run.records()
     assert_it_learns(run, status)
     assert_every_delta_has_one_end(journal)
     for name in ("coordinator", "node-a", "node-b"):
@@ -87,12 +86,6 @@ def assert_nothing_is_lost(status: Status, journal: Sequence[rec.Record]) -> Non
     assert [(node["inner_steps"], node["lost_steps"]) for node in status["nodes"]] == [(STEPS, 0)] * 2
     assert all([share.node for share in commit.merged] == ["a", "b"] for commit in commits(journal))
     assert not any(isinstance(record, rec.InputDropped) for record in journal)
-
-
-def journal_of(run: Run) -> list[rec.Record]:
-    journal, found = Journal.open(run.state_dir)
-    journal.close()
-    return [entry.record for entry in found.entries]
 
 
 def commits(journal: Sequence[rec.Record]) -> list[rec.WindowCommitted]:

@@ -1,12 +1,14 @@
-"""A coordinator started over an old copy of its state: it holds the run, and goes on once it may go back (S)."""
+"""A coordinator started over an old copy of its state: it holds the run, and goes on once it may go back, or
+from what the nodes hold (S)."""
 
 import shutil
 import signal
 
 import pytest
-from loopback import PACED, NewRun, Run, assert_all_agree, node_of
+from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, node_of
 
 from farloop.cli.exit_codes import ExitCode
+from farloop.coordinator.verify import verify
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -14,24 +16,17 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 def test_an_old_copy_holds_the_run_until_it_is_wound_back_and_then_all_agree(new_run: NewRun) -> None:
     run = new_run(steps=120, **PACED)
-    coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
-    copied = run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
-    coordinator.signal(signal.SIGSTOP)  # a copy of one moment, as a snapshot of the disk would be
-    copy = shutil.copytree(run.state_dir, run.folder / "copy", ignore=shutil.ignore_patterns("admin.sock"))
-    coordinator.signal(signal.SIGCONT)
-    later = run.until("the run has gone on", lambda status: further_than(status, copied))
-    coordinator.kill()
-    put_back(run)
+    a, b, later = with_an_old_copy(run)
 
     coordinator = run.start_coordinator()
     held = run.until("it is held", lambda status: status["run"]["state"] == "holding")
     (alarm,) = held["alarms"]
-    assert "looks like an old copy" in alarm and "--rewind" in alarm
+    assert "looks like an old copy" in alarm and "--rewind" in alarm and "--adopt-from-nodes" in alarm
     assert "farloop_history_held 1.0" in run.page("/metrics")[1]
     for node in (a, b):
         run.until_said(node.log, "looks like an old copy")
         assert node.running
-    assert copy.exists() and not further_than(held, later)
+    assert not further_than(held, later)
     coordinator.signal(signal.SIGTERM)
     assert run.until_ended(coordinator) == ExitCode.DONE
 
@@ -46,9 +41,39 @@ def test_an_old_copy_holds_the_run_until_it_is_wound_back_and_then_all_agree(new
     assert not status["alarms"]
 
 
-def put_back(run: Run) -> None:
+def test_an_old_copy_goes_on_from_what_the_nodes_hold(new_run: NewRun) -> None:
+    run = new_run(steps=120, **PACED)
+    a, b, later = with_an_old_copy(run)
+
+    coordinator = run.start_coordinator("--adopt-from-nodes")
+    waits = run.until("it says what it waits for", lambda status: status["run"]["state"] == "holding")
+    assert any(alarm.startswith("adoption: the run is held until") for alarm in waits["alarms"])
+    back = run.until("it goes on", lambda status: status["run"]["state"] == "training")
+    assert all(new + 1 >= old for new, old in zip(back["versions"], later["versions"], strict=True)), "what they hold"
+    run.until_said(coordinator.log, "adopted history=")
+    run.until("both are merged again", lambda status: merged_by_both(status, back))
+
+    coordinator.kill()  # what was adopted is as durable as anything
+    coordinator = run.start_coordinator()
+    run.hurry()
+    status = run.until_done(coordinator, a, b)
+    assert_all_agree(run, status, "a", "b")
+    assert [node_of(status, name)["incarnation"] for name in ("a", "b")] == [1, 1]
+    assert not status["alarms"] and not verify(run.state_dir).faults
+
+
+def with_an_old_copy(run: Run) -> tuple[Daemon, Daemon, Status]:
+    """Nodes a and b, a state folder that is older than what they hold, and no coordinator. The last status before."""
+    coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
+    copied = run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
+    coordinator.signal(signal.SIGSTOP)  # a copy of one moment, as a snapshot of the disk would be
+    copy = shutil.copytree(run.state_dir, run.folder / "copy", ignore=shutil.ignore_patterns("admin.sock"))
+    coordinator.signal(signal.SIGCONT)
+    later = run.until("the run has gone on", lambda status: further_than(status, copied))
+    coordinator.kill()
     shutil.rmtree(run.state_dir)
-    shutil.copytree(run.folder / "copy", run.state_dir)
+    shutil.copytree(copy, run.state_dir)
+    return a, b, later
 
 
 def further_than(status: Status, before: Status) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from farloop.algo import schedule
 from farloop.algo.spec import Terms
-from farloop.coordinator.journal import Journal
 from farloop.coordinator.records import LeaseGranted, NodeStarted, Record, RunStarted
 from farloop.monitoring.status import Status
 from farloop.node.corpus import load_corpus
@@ -68,7 +67,7 @@ def test_data_parallel_is_one_adamw_over_both_batches(new_run: NewRun) -> None:
     status = run.until_done()
     assert_all_agree(run, status, "a", "b")
     together = load_file(run.state_dir / "model.safetensors")
-    alone = train_alone(journal_of(run))
+    alone = train_alone(run.records())
     assert together.keys() == alone.keys()
     for name, weights in alone.items():
         difference = (together[name] - weights).norm() / weights.norm()
@@ -111,12 +110,6 @@ def assert_model_is_as_good(run: Run, status: Status, first_loss: float) -> None
 
 
 # --- the same run in one process
-
-
-def journal_of(run: Run) -> list[Record]:
-    journal, found = Journal.open(run.state_dir)
-    journal.close()
-    return [entry.record for entry in found.entries]
 
 
 def train_alone(records: list[Record]) -> dict[str, Tensor]:

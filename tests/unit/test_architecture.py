@@ -287,7 +287,7 @@ def test_every_room_says_what_it_is_for() -> None:
 
 def test_rounds_are_planned_by_the_coordinator_alone() -> None:
     """C33: a node is told how long a round is (protocol B); its learning rate it may follow by itself."""
-    planners = {"round_after", "first_rounds", "first_windows", "h_at", "window_after", "num_rounds"}
+    planners = {"round_after", "first_rounds", "opening_rounds", "first_windows", "h_at", "window_after", "num_rounds"}
     for path in sources("node"):
         called = {part.attr for part in ast.walk(ast.parse(path.read_text())) if isinstance(part, ast.Attribute)}
         called |= {module.rpartition(".")[2] for module in imports(path)}
@@ -303,6 +303,7 @@ def test_decisions_read_no_clock() -> None:
     pure += [f"coordinator/{n}.py" for n in ("machine", "membership", "decisions", "ledger", "roster")]
     pure += [f"node/pipeline/{n}.py" for n in PIPELINE_DECISIONS]
     pure += ["coordinator/windows.py", "coordinator/leases.py", "coordinator/admission.py"]
+    pure += [f"coordinator/{n}.py" for n in ("watch", "pacing", "places", "matrix", "prober")]
     pure += [path.relative_to(ROOT).as_posix() for path in sources("wire", "algo", "sim", "coordinator/routing")]
     for place in pure:
         used = set(imports(ROOT / place))

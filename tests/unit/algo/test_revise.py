@@ -1,11 +1,14 @@
 """Which terms may change while a run goes on, in what words they are given, and how each refusal reads (protocol Z)."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 from plain_runs import plain_terms
 
+from farloop.algo.methods import method_named
+from farloop.algo.of_nodes import check_of_nodes
 from farloop.algo.revise import (
     BELONG_TO_WINDOWS,
     LEARNING_RATE_STAYS,
@@ -68,6 +71,88 @@ def test_a_term_is_given_as_text(key: str, text: str, expected: dict[str, Any]) 
 def test_the_learning_rate_is_called_as_in_the_terms_or_as_in_a_run_toml(key: str, name: str) -> None:
     after = revised(TERMS, LAYOUT, {key: "0.005"})
     assert after == dataclasses.replace(TERMS, lr=dataclasses.replace(TERMS.lr, **{name: 0.005}))
+
+
+def test_what_a_node_has_of_its_own_is_given_for_one_node_or_for_all() -> None:
+    first = revised(TERMS, LAYOUT, {"codec_up_of.rome": "q4r:step=0.7,rounding=nearest", "h_share_of.rome": "0.5"})
+    assert (first.codec_up_of, first.h_share_of) == ((("rome", "q4r:step=0.7,rounding=nearest"),), (("rome", 0.5),))
+    second = revised(first, LAYOUT, {"codec_up_of.oslo": "q8", "codec_up_of.rome": "none", "h_share_of.rome": "1"})
+    assert (second.codec_up_of, second.h_share_of) == ((("oslo", "q8"),), ())
+    third = revised(second, LAYOUT, {"codec_up_of": "rome=q8 a.b=q4", "h_share_of": "rome=0.9 oslo=1.0 a.b=0.2"})
+    assert third.codec_up_of == (("a.b", "q4"), ("rome", "q8"))
+    assert third.h_share_of == (("a.b", 0.2), ("rome", 0.9))
+    assert changes(second, third) == [
+        Change(key="codec_up_of.oslo", before="q8", after=None),
+        Change(key="codec_up_of.a.b", before=None, after="q4"),
+        Change(key="codec_up_of.rome", before=None, after="q8"),
+        Change(key="h_share_of.a.b", before=None, after=0.2),
+        Change(key="h_share_of.rome", before=None, after=0.9),
+    ]
+    assert [change.of_rounds for change in changes(second, third)] == [False, False, False, True, True]
+    assert revised(third, LAYOUT, {"codec_up_of": "none", "h_share_of": "none"}) == TERMS
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("codec_up_of", "rome", "codec_up_of: NODE=VALUE with blanks between nodes is wanted, as rome=q4, not 'rome'"),
+        ("codec_up_of", "rome=q4 rome=q8", "codec_up_of: rome is given twice"),
+        ("codec_up_of.", "q8", "codec_up_of.: a node is wanted behind the point, as codec_up_of.rome"),
+        ("codec_up_of", "rome=", "codec_up_of: a codec is wanted"),
+        (
+            "h_share_of.rome",
+            "43",
+            "h_share_of.rome: a share of a round's steps above 0 and at most 1 is wanted",
+        ),
+        ("h_share_of.rome", "half", "not 'half'"),
+        ("h_share_of.rome", "nan", "not 'nan'"),
+        ("h_share_of.rome", "0.1", "rome would do 1 of h = 10 steps, too few for 2 slots of one step or more"),
+        ("h_share_of.rome", "none", "nothing would change: h_share_of.rome is that of all nodes already"),
+        ("h_share_of", "", "nothing would change: h_share_of is none already"),
+        ("codec_up_off.rome", "q8", "there is no term 'codec_up_off.rome' that can change; did you mean codec_up_of?"),
+    ],
+)
+def test_of_nodes_a_refusal_says_what_would_do(key: str, text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        revised(TERMS, LAYOUT, {key: text})
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "words"),
+    [
+        (
+            "data-parallel",
+            {"codec_up_of": (("a", "q8"),)},
+            "codec_up_of: a cannot have its own, for data-par",
+        ),
+        (
+            "data-parallel",
+            {"h_share_of": (("a", 0.5),)},
+            "h_share_of: a cannot have its own, for data-par",
+        ),
+        (
+            "diloco",
+            {"h_share_of": (("a", 0.5),), "control_variates": True},
+            "with control_variates all nodes do",
+        ),
+        ("diloco", {"h_share_of": (("a", 1.0),)}, "h_share_of: a has 1.0; a share is above 0 and below 1"),
+        ("diloco", {"codec_up_of": (("b", "q8"), ("a", "q8"))}, "codec_up_of names a node twice, or not in the order"),
+    ],
+)
+def test_no_run_has_nodes_that_its_method_cannot_have(method: str, given: dict[str, Any], words: str) -> None:
+    terms = dataclasses.replace(TERMS, **given)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_of_nodes(terms, method_named(method), LAYOUT)
+
+
+def test_stages_do_as_many_steps_as_each_other() -> None:
+    cut = dataclasses.replace(
+        LAYOUT, fragments=(LAYOUT.fragments[0], dataclasses.replace(LAYOUT.fragments[1], stage=1))
+    )
+    assert cut.num_stages == 2
+    with pytest.raises(ValueError, match="h_share_of: the model is cut in stages"):
+        revised(TERMS, cut, {"h_share_of.rome": "0.5"})
+    assert revised(TERMS, cut, {"codec_up_of.rome": "q8"}).codec_up_of == (("rome", "q8"),)
 
 
 def test_none_opens_what_may_be_open() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -260,6 +261,27 @@ def test_a_node_that_starts_sends_only_the_last_slot_in_its_first_round(slot: in
     assert schedule.may_send(dataclasses.replace(window, final=True), 4, slot, 3)
 
 
+@given(st.integers(1, 8), st.data())
+def test_wherever_a_node_starts_each_slot_first_comes_after_a_full_period_and_before_another(
+    slots: int, data: st.DataObject
+) -> None:
+    """A, I: counted in slots, of which a period has as many as a round."""
+    start_slot, slot = data.draw(st.integers(0, slots - 1)), data.draw(st.integers(0, slots - 1))
+    sent = schedule.first_send_round(4, slot, slots, start_slot) * slots + slot + 1  # at the slot's end
+    assert slots <= sent - (4 * slots + start_slot) < 2 * slots
+
+
+@given(st.integers(1, 8), st.integers(1, 40), st.data())
+def test_who_starts_with_a_slot_has_its_steps_ahead_and_those_before_it_behind(
+    slots: int, node_steps: int, data: st.DataObject
+) -> None:
+    slot = data.draw(st.integers(0, slots - 1))
+    step = schedule.first_step(slot, slots, node_steps)
+    assert 0 <= step < node_steps
+    if node_steps >= slots:
+        assert schedule.due_step(slot - 1, slots, node_steps) <= step < schedule.due_step(slot, slots, node_steps)
+
+
 QSR: dict[str, Any] = {"h_rule": "qsr", "h_alpha": 0.0175}
 """The published recipe for ViT-B (arXiv 2310.14423): H = 4 at η = 0.008."""
 
@@ -413,8 +435,10 @@ def test_without_any_learning_rate_steps_count() -> None:
 PLAN = RoundPlan(index=3, start=90, length=30)
 
 
-def dealt(slots: int = 1, **rates: float) -> dict[str, int]:
-    plan = schedule.dealt(PLAN, {NodeId(name): rate for name, rate in rates.items()}, slots)
+def dealt(slots: int = 1, shares: Mapping[str, float] | None = None, **rates: float) -> dict[str, int]:
+    speeds = {NodeId(name): rate for name, rate in rates.items()}
+    own = [(NodeId(name), share) for name, share in (shares or {}).items()]
+    plan = schedule.dealt(PLAN, slots, rates=speeds, shares=own)
     assert dataclasses.replace(plan, node_steps=()) == PLAN
     return {str(name): steps for name, steps in plan.node_steps}
 
@@ -442,10 +466,33 @@ def test_equal_nodes_do_equally_many_whatever_was_measured() -> None:
     assert dealt(a=100.0, b=94.0) == {"b": 28}
 
 
-@given(rates=st.dictionaries(st.sampled_from("abcdef"), st.floats(0.0, 1e9)), slots=st.integers(1, 40))
-def test_every_node_has_a_share_of_every_round(rates: dict[str, float], slots: int) -> None:
-    for steps in dealt(slots, **rates).values():
+SHARES = st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 0.99))
+
+
+@given(rates=st.dictionaries(st.sampled_from("abcdef"), st.floats(0.0, 1e9)), shares=SHARES, slots=st.integers(1, 40))
+def test_every_node_has_a_share_of_every_round(rates: dict[str, float], shares: dict[str, float], slots: int) -> None:
+    """By its share and its speed it does the fewer steps of the two."""
+    by_speed, by_share, both = dealt(slots, **rates), dealt(slots, shares), dealt(slots, shares, **rates)
+    for steps in both.values():
         assert min(slots, PLAN.length) <= steps < PLAN.length
+    all_of_them = PLAN.length
+    names = {*by_speed, *by_share}
+    assert both == {n: min(by_speed.get(n, all_of_them), by_share.get(n, all_of_them)) for n in sorted(names)}
+
+
+@given(steps=st.integers(1, 500), length=st.integers(2, 500))
+def test_a_share_that_is_a_number_of_steps_gives_that_number(steps: int, length: int) -> None:
+    assert schedule.steps_by_share(length, min(1.0, steps / length)) == min(steps, length)
+
+
+def test_a_run_begins_with_rounds_that_are_dealt_by_share() -> None:
+    run, cut = terms(steps=50, h=10, h_share_of=((B, 0.5),)), layout(0, 1)
+    identity = Identity(
+        name="run", model="own", layout=cut, anchor_digests=(0, 0), data="own", num_samples=0, evaluation_set="none",
+        seed=0,
+    )  # fmt: skip
+    opening = schedule.opening_rounds(RunSpec(identity=identity, terms=run))
+    assert [(plan.steps_of(A), plan.steps_of(B)) for plan in opening] == [(10, 5), (10, 5)]
 
 
 @pytest.mark.parametrize(("every", "rounds"), [(1, [0, 1, 2, 3, 4]), (2, [1, 3, 4]), (9, [4])])

@@ -1,13 +1,20 @@
 """The planner's experiments, with small sizes."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from farloop.algo.layout import Layout
+from farloop.bench import pipeline, routing_processes
+from farloop.bench.pipeline_node import MODEL, Told
 from farloop.bench.routing import modes, planning, relaying, slow_link, small_paths
 from farloop.cli.main import app
+from farloop.node.model import build
+from farloop.node.pipeline.stage import StagePart
 
 
 def test_the_mode_turns_once() -> None:
@@ -56,3 +63,36 @@ def test_the_command_writes_its_findings(tmp_path: Path) -> None:
 def test_sizes_that_are_none_are_refused() -> None:
     ended = CliRunner().invoke(app, ["bench", "routing", "--nodes", "20,x"])
     assert ended.exit_code == 2 and "--nodes is a list of numbers of at least 12" in ended.output
+
+
+def told_by_nobody(layout: Layout, folder: Path, *, steps: int, microbatches: int, **_: object) -> dict[str, Told]:
+    """As `run_nodes`: processes of which each step takes a second, and whose loss falls, faster without skips."""
+    files = {}
+    for stage in layout.stages:
+        for name in stage.replicas:
+            part = StagePart(build(MODEL, seed=0), stage, source=stage.first == 0)
+            files[name] = str(folder / f"{name}.safetensors")
+            save_file(dict(part.state_dict()), files[name])
+    falls = 0.9 if len({len(path.hops) for path in layout.paths} | {4}) == 1 else 0.95
+    losses = [5.0 * falls**step for step in range(steps)]
+    return {
+        name: Told(seconds=[9.0] + [1.0] * (steps - 1), losses=losses, weights=file) for name, file in files.items()
+    }
+
+
+def test_what_processes_measure_stands_beside_what_was_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "run_nodes", told_by_nobody)
+    small = functools.partial(routing_processes.processes, steps=3, learning_steps=12)
+    monkeypatch.setattr(routing_processes, "processes", small)
+    ended = CliRunner().invoke(app, ["bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--processes"])
+    assert ended.exit_code == 0, ended.output
+    found = json.loads((tmp_path / "routing.json").read_text())["processes"]
+    steps = {row["name"]: row["made"] for row in found["steps"]}
+    assert [1e3 * made["predicted_s"] for made in steps.values()] == pytest.approx([222.5, 317.5, 157.5])
+    assert {made["measured_s"] for made in steps.values()} == {1.0}, "the first step is not counted"
+    assert small_paths().random_ms == pytest.approx(317.5), "what is dealt at random is what the planner compares with"
+    assert found["parity"] > 0.01 and found["learning"]["skipping"]["skipped"] == 0.25
+    assert "paths as planned: 1000.0 ms measured, 157.5 predicted (+535 %)" in ended.output
+    assert "a step of eight processes" in (tmp_path / "routing.svg").read_text()

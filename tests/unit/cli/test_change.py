@@ -68,7 +68,7 @@ def test_it_says_what_changes_and_from_where_on(fake: Fake, tmp_path: Path) -> N
         "revision 2 is:",
         "  h 30 → 60 from round 9 on",
         "  codec_up q4 → q8 from windows f0:8, f1:7 on",
-        "  quorum null → 2 from windows f0:8, f1:7 on",
+        "  quorum none → 2 from windows f0:8, f1:7 on",
     ]
     assert fake.asked == [{"do": "set", "given": {"h": "60", "codec_up": "q8"}, "dry_run": False}]
 
@@ -106,3 +106,13 @@ def test_what_cannot_even_be_asked_is_said(words: list[str], code: ExitCode, lin
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = call("h=3", "--state", str(tmp_path / "nowhere"))
     assert result.exit_code == ExitCode.USAGE and "there is no state folder" in result.stderr
+
+
+def test_the_state_folder_is_state_unless_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of all commands that read one, and as the line has it that a plan ends with."""
+    monkeypatch.chdir(tmp_path)
+    result = call("h=3")
+    assert result.exit_code == ExitCode.USAGE and "there is no state folder state; give" in result.stderr
+    (tmp_path / "state").mkdir()
+    result = call("h=3")
+    assert result.exit_code == ExitCode.UNREACHABLE and "no coordinator at state/admin.sock" in result.stderr

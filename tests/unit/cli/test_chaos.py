@@ -58,6 +58,12 @@ def test_the_tables_name_what_happened_and_nothing_else(tmp_path: Path) -> None:
     assert "2.0 s mean, 3.0 s max" in text
 
 
+def test_of_each_stretch_of_time_the_largest_counts() -> None:
+    series = [(0.0, 5), (0.5, 9), (1.2, 1), (1.9, 8), (4.0, 2)]
+    assert chaos.highest(series, 1.0) == [(0.5, 9), (1.9, 8), (4.0, 2)]
+    assert chaos.highest(series, 0.0) == [(0.5, 9)]
+
+
 def test_memory_is_drawn(tmp_path: Path) -> None:
     chaos.draw_memory(tmp_path / "memory.svg", {**GOOD.memory, "a": [(0.0, 3), (2.0, 4)]})
     assert "resident memory" in (tmp_path / "memory.svg").read_text()

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from farloop.cli.daemons import different_identity, different_terms, open_run
+from farloop.cli.daemons import adoption, different_identity, different_terms, open_run
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
+from farloop.coordinator.adopting import PATIENCE_S
 
 DATA = DataConfig(max_bytes=300_000)
 
@@ -45,6 +46,27 @@ def test_a_run_is_wound_back_on_request_alone(tmp_path: Path, plan: Plan, caplog
         store.close()
         assert store.ledger.history == history
     assert [record.getMessage()[:32] for record in caplog.records] == ["rewound history=2 versions=0,0,0"]
+
+
+def test_a_run_goes_on_from_the_nodes_where_there_is_one(tmp_path: Path, plan: Plan) -> None:
+    with pytest.raises(CommandError, match="not even an old copy of one; leave out --adopt-from-nodes") as error:
+        open_run(tmp_path / "state", plan, adopt=True)
+    assert error.value.code is ExitCode.USAGE
+    open_run(tmp_path / "state", plan).close()
+    open_run(tmp_path / "state", plan, adopt=True).close()
+
+
+def test_the_flags_of_an_old_copy_do_not_contradict_each_other() -> None:
+    assert adoption(None, wanted=False, rewind=True) is None
+    assert adoption(None, wanted=True, rewind=False) == PATIENCE_S
+    assert adoption(5.0, wanted=True, rewind=False) == 5.0
+    with pytest.raises(CommandError, match="give one of them"):
+        adoption(None, wanted=True, rewind=True)
+    with pytest.raises(CommandError, match="give that, too"):
+        adoption(5.0, wanted=False, rewind=False)
+    for patience_s in (0.0, -1.0, float("nan")):
+        with pytest.raises(CommandError, match="more than 0 seconds"):
+            adoption(patience_s, wanted=True, rewind=False)
 
 
 def test_other_terms_are_said_and_the_runs_own_are_kept(

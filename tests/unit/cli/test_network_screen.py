@@ -98,5 +98,12 @@ def test_it_fits_a_terminal(width: int) -> None:
     assert "doubted" in text
 
 
+def test_the_coordinator_is_one_word_beside_links_that_are_not_steady() -> None:
+    unsteady: LinkStatus = {**LINK, "bytes_per_s": None, "age_s": None, "why": "not steady: 1830 Mbit/s, then 715"}
+    links: list[LinkStatus] = [{**unsteady, "from": "coordinator", "to": "oslo-0"}, unsteady]
+    text = picture({"nodes": [MACHINE], "links": [*links, {**unsteady, "from": "oslo-0", "to": "coordinator"}]}, 80)
+    assert text.count("coordinator") == 3, text
+
+
 def test_without_anything_it_says_so() -> None:
     assert "nothing is known yet" in picture(None)

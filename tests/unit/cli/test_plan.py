@@ -1,5 +1,6 @@
 """`farloop plan`: files as TOML and JSON, a coordinator's status, what it prints, draws and refuses."""
 
+import io
 import json
 import threading
 import tomllib
@@ -9,12 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
+from farloop.algo.schedule import steps_by_share
 from farloop.cli.exit_codes import ExitCode
-from farloop.cli.inventory_file import inventory_of, live_inventory, load_inventory
+from farloop.cli.inventory_file import inventory_of, load_inventory
+from farloop.cli.inventory_live import live_inventory
 from farloop.cli.main import app
+from farloop.cli.plan import plan_json, show
+from farloop.cli.plan_figure import draw
 from farloop.cli.sources import ConfigError
+from farloop.coordinator.routing.own_terms import CODEC_OF, NotInPlace, settings, share_text
+from farloop.coordinator.routing.plan import make_plan
+from farloop.coordinator.routing.rates import Rate
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/plans"
 
@@ -170,7 +181,7 @@ def test_bad_words_end_in_one_line(words: tuple[str, ...], said: str) -> None:
 # --- a running coordinator
 
 SEEN: dict[str, Any] = {
-    "run": {},
+    "run": {"method": "diloco", "codec_up": "q8", "codec_down": "q8", "h": 200, "parameters": 100_000_000},
     "nodes": [],
     "inventory": {
         "nodes": [
@@ -201,12 +212,98 @@ def test_a_coordinator_tells_nodes_and_links() -> None:
     assert found.nodes[0].layer_s * (2.5 + 0.25) == pytest.approx(0.55)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[model]\nlayers = "4"', "model.layers: a whole number is wanted, not '4'"),
+        ('[model]\nlayers = 4\nbackward = "x"', "model.backward: a number is wanted, not 'x'"),
+        ("[model]\nlayers = 4\nmicrobatches = 0", "microbatches is 0"),
+        ("nodes = 3\n[model]\nlayers = 4", "nodes: a list is wanted, not 3"),
+        ("links = 3\n[model]\nlayers = 4", "links: a list is wanted, not 3"),
+        ("plan = 3\n[model]\nlayers = 4", "plan: a table is wanted, not 3"),
+        ("model = 3", "model: a table is wanted, not 3"),
+        ('[model]\nlayers = 4\n[[nodes]]\nname = "a"\ncount = "2"', "nodes[0].count: a whole number is wanted"),
+        ('[model]\nlayers = 4\n[[nodes]]\nname = "a"\ncount = 0', "nodes[0]: count is 0; the least is 1"),
+    ],
+)
+def test_a_bad_file_beside_a_running_coordinator_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "model.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        live_inventory(SEEN, file)
+    assert said in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
 def test_doubted_and_unmeasured_links_are_left_out() -> None:
     links = [{**link, "suspect": link["from"] == "a", "rtt_s": None if link["to"] == "b" else link["rtt_s"]}
              for link in SEEN["inventory"]["links"]]  # fmt: skip
     found = live_inventory({"inventory": {**SEEN["inventory"], "links": links}}, None)
     assert found.uplink(found.nodes[0]) is None and found.downlink(found.nodes[1]) is None
     assert found.downlink(found.nodes[0]) is not None
+
+
+def test_stages_that_only_greet_each_other_are_as_fast_as_the_slower_of_their_ends() -> None:
+    """With the coordinator, where that was measured; else the least that an end has with any other node."""
+    told = [
+        ("a", "coordinator", 25e6, 0.04), ("coordinator", "b", 5e6, 0.04), ("a", "b", None, 0.1),
+        ("b", "a", None, 0.1), ("a", "c", 3e6, 0.01), ("b", "c", 9e6, 0.02), ("c", "coordinator", None, 0.04),
+    ]  # fmt: skip
+    links = [{"from": u, "to": v, "bytes_per_s": rate, "rtt_s": rtt, "suspect": False} for u, v, rate, rtt in told]
+    found = live_inventory({"inventory": {**SEEN["inventory"], "links": links}}, None)
+    assert {ends: link.bytes_per_s for ends, link in found.links.items()} == {
+        ("a", "coordinator"): 25e6, ("coordinator", "b"): 5e6, ("a", "b"): 5e6, ("a", "c"): 3e6, ("b", "c"): 9e6
+    }  # fmt: skip
+    assert (found.links["a", "b"].provenance, found.links["a", "b"].latency_s) == ("assumed", 0.05)
+    assert found.links["a", "c"].provenance == "probe"
+    notes = make_plan(found).notes
+    assert any("1 links have a measured round trip and no rate" in note for note in notes)
+
+
+def test_links_inside_a_site_that_are_known_but_for_their_rate_are_not_called_unknown() -> None:
+    nodes = [{**node, "site": "here"} for node in SEEN["inventory"]["nodes"][:2]]
+    links = [
+        {"from": u, "to": v, "bytes_per_s": rate, "rtt_s": 0.002, "suspect": False}
+        for u, v, rate in (
+            ("a", "b", None), ("b", "a", None), ("a", "coordinator", 1e6), ("coordinator", "a", 1e6),
+            ("b", "coordinator", 1e6), ("coordinator", "b", 1e6),
+        )
+    ]  # fmt: skip
+    found = live_inventory({"inventory": {"nodes": nodes, "links": links}}, None)
+    notes = make_plan(found).notes
+    assert any("measured round trip and no rate" in note for note in notes)
+    assert not any("nothing is given for links inside" in note for note in notes), notes
+
+
+def test_of_a_sync_without_any_links_nothing_is_predicted(tmp_path: Path) -> None:
+    """As a coordinator sees a young run: there is no number to show, and none may be made up."""
+    seen = live_inventory({"inventory": {**SEEN["inventory"], "links": []}, "run": SEEN["run"]}, None)
+    plan = make_plan(seen)
+    assert (plan.sync_s, plan.round_s, plan.streamed_round_s, plan.compute_share) == (None, None, None, None)
+    assert plan.notes[0].endswith("the sync is not predicted, bits and H are left as they are")
+    found = plan_json(seen, plan, 0.0)
+    assert found["sync_s"] is None and found["step_s"] == pytest.approx(0.55)
+    console = Console(file=io.StringIO(), width=120, record=True)
+    show(console, seen, plan, 0.0)
+    assert " h " not in console.export_text().partition("H*")[2].partition("links")[0]
+    draw(tmp_path / "plan.svg", seen, plan)
+
+
+def test_whose_link_to_the_coordinator_is_not_known_is_told(tmp_path: Path) -> None:
+    """One that is not measured keeps bits and H of all as they are: a person wants to know which."""
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps({"model": {"layers": 1, "parameters": 1e6}}))
+
+    def note(links: list[dict[str, Any]], parameters: float = 1e6) -> str:
+        file.write_text(json.dumps({"model": {"layers": 1, "parameters": parameters}}))
+        plan = make_plan(live_inventory({"inventory": {**SEEN["inventory"], "links": links}}, file))
+        return next((note for note in plan.notes if "bits and H are left as they are" in note), "")
+
+    ends = [(name, "coordinator") for name in "abc"] + [("coordinator", name) for name in "abc"]
+    links = [{"from": u, "to": v, "bytes_per_s": 1e6, "rtt_s": 0.01, "suspect": False} for u, v in ends]
+    assert note(links) == ""
+    assert note(links[:-1]).startswith("not known in both directions is the coordinator's link to c: the sync")
+    assert note([]).startswith("links to the coordinator are not given:")
+    assert note(links, 0.0).startswith("the size of the parameters is not given:")
 
 
 @pytest.fixture
@@ -235,6 +332,69 @@ def test_a_running_coordinator_is_planned_for(coordinator: str, tmp_path: Path) 
     assert found["mode"] == "A" and set(found["rates"]) == {"a", "b", "c"}
     assert found["rates"]["a"]["bits"] >= found["rates"]["c"]["bits"]
     assert found["topologies"][0]["name"] == "star"
+
+
+def test_the_line_that_puts_the_rates_in_place_stands_at_the_end(coordinator: str) -> None:
+    """What the file does not say of model, H and bits is the run's."""
+    code, text = run("--live", coordinator)
+    found = planned("--live", coordinator)
+    assert code == 0 and found["h"] == 200 and found["rates"]["a"] == {"bits": 8, "h": 200}
+    rate = found["rates"]["c"]
+    assert rate["bits"] < 8 and rate["h"] < 200
+    assert found["set"] == {"codec_up_of.c": CODEC_OF[rate["bits"]], "h_share_of.c": share_text(rate["h"], 200)}
+    assert text.rstrip().endswith(f"farloop set {' '.join(f'{key}={value}' for key, value in found['set'].items())}")
+
+
+def test_without_a_running_coordinator_nothing_is_set() -> None:
+    assert planned("--inventory", str(EXAMPLES / "four-sites.toml"))["set"] == {}
+
+
+RUN = {"method": "streaming", "codec_up": "q4", "h": 50}
+BOTH = {"codec_up_of.b": "q4r", "h_share_of.b": "0.86"}
+
+
+@pytest.mark.parametrize(
+    ("own", "rates", "h", "told"),
+    [
+        ({}, {"a": (4, 50), "b": (4, 50)}, 50, {}),
+        ({}, {"a": (4, 50), "b": (2, 43)}, 50, BOTH),
+        ({}, {"a": (8, 60), "b": (8, 20)}, 60, {"codec_up": "q8", "h": "60", "h_share_of.b": "0.34"}),
+        ({"codec_up": "nf4"}, {"a": (4, 50)}, 50, {}),
+        ({"codec_up_of": {"b": "q4r:step=0.7"}, "h_share_of": {"b": 0.86}}, {"a": (4, 50), "b": (2, 43)}, 50, {}),
+        (
+            {"codec_up_of": {"a": "q4r"}, "h_share_of": {"a": 0.86}},
+            {"a": (4, 50), "b": (4, 57)},
+            50,
+            {"codec_up_of.a": "none", "h_share_of.a": "none"},
+        ),
+    ],
+)
+def test_only_what_would_change_is_set(
+    own: dict[str, Any], rates: dict[str, tuple[int, int]], h: int, told: dict[str, str]
+) -> None:
+    """A node that could do more than all steps does all of them."""
+    chosen = {node: Rate(bits=bits, h=steps, round_s=1.0) for node, (bits, steps) in rates.items()}
+    assert settings({**RUN, **own}, chosen, h) == told
+
+
+@pytest.mark.parametrize(
+    ("own", "bits", "words"),
+    [
+        ({"codec_up": "topk"}, 8, "the run sends by topk, whose bits no plan chooses: take fp32, bf16, q8, q4 or q4r"),
+        ({"method": "data-parallel"}, 8, "data-parallel runs with fp32"),
+        ({}, 3, "there is no codec of 3 bits"),
+    ],
+)
+def test_rates_that_no_run_can_have_are_said(own: dict[str, Any], bits: int, words: str) -> None:
+    with pytest.raises(NotInPlace, match=words):
+        settings({**RUN, **own}, {"a": Rate(bits=bits, h=50, round_s=1.0)}, 50)
+
+
+@given(h=st.integers(2, 1000), data=st.data())
+def test_a_share_gives_the_steps_that_were_planned(h: int, data: st.DataObject) -> None:
+    steps = data.draw(st.integers(1, h - 1))
+    text = share_text(steps, h)
+    assert steps_by_share(h, float(text)) == steps and len(text) <= 2 + len(str(h))
 
 
 def test_a_coordinator_without_an_inventory_is_said() -> None:

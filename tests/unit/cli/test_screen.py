@@ -68,3 +68,17 @@ def test_the_living_picture_fits_the_terminal(make: Callable[[], Status], width:
 def test_a_high_terminal_shows_all_nodes_and_what_happened() -> None:
     text = picture(statuses.status(), 80, **fitting(statuses.status(), width=80, height=60))
     assert "tokyo" in text and "25m 10s ago" in text
+
+
+def test_who_has_become_slow_stands_below_the_alarms_with_what_was_done() -> None:
+    status = statuses.status()
+    status["alarms"] = ["storage: no room"]
+    status["watch"] = {"adapt": "advise", "why_not": "", "coordinator": "", "anomalies": [{
+        "kind": "link slow", "node": "oslo", "factor": 7.94, "since_round": 41, "reason": "oslo sends long",
+        "place": "send side", "action": "fewer bits or a longer H", "done": False, "why": "",
+        "advice": {"bits": 2, "h": 43, "round_s": 50.0, "then_s": 18.6},
+    }]}  # fmt: skip
+    text = " ".join(picture(status, 160).split())
+    assert "~ oslo: link slow 7.9 times since round 41 (send side); advised: fewer bits or a longer H, " in text
+    assert "2 bits and H 43: rounds 50 s → 18.6 s" in text
+    assert text.index("storage: no room") < text.index("~ oslo")

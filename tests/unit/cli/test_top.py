@@ -241,6 +241,21 @@ def test_every_colour_can_be_read_on_a_light_screen(make: Callable[[], Status]) 
         assert (luminance(darkest) + 0.05) / (luminance(colour) + 0.05) > 4.5, colour
 
 
+def test_what_comes_while_the_screen_is_taken_down_is_let_be() -> None:
+    async def watched() -> None:
+        app = Top(statuses.status(), statuses.status, poll_s=NEVER_S)
+        async with app.run_test() as pilot:
+            await pilot.pause()
+            table = app.query_one(DataTable)
+            moved = DataTable.RowHighlighted(table, 0, table.ordered_rows[0].key)
+            await table.remove()
+            app.on_data_table_row_highlighted(moved)
+            app.take(statuses.status())
+            app.miss("nobody answers")
+
+    asyncio.run(watched())
+
+
 def test_it_begins_as_light_or_dark_as_the_terminal_says_it_is() -> None:
     for told, light in (({}, False), ({"COLORFGBG": "15;0"}, False), ({"COLORFGBG": "0;default;15"}, True)):
         assert command.is_light(told) is light

@@ -1,11 +1,14 @@
 """L-GreCo's choice, made by the coordinator from the delta it has just merged."""
 
+import dataclasses
+
 import pytest
 import torch
+from plain_runs import plain_terms
 from torch import Tensor
 
-from farloop.algo.spec import Fragment, TensorSlot
-from farloop.coordinator.bits import next_codec
+from farloop.algo.spec import Fragment, NodeId, TensorSlot, WindowTerms
+from farloop.coordinator.bits import as_chosen, next_codec, next_codecs, with_chosen
 from farloop.quant.codec import Codec
 from farloop.quant.rates import measure
 from farloop.quant.reference.q4r import Q4rCodec
@@ -71,3 +74,19 @@ def test_the_other_settings_stay() -> None:
 
 def test_a_delta_of_zeros_has_a_choice_too() -> None:
     assert next_codec("q4r:policy=l-greco", torch.zeros(NUMEL), FRAGMENT) is not None
+
+
+def test_who_has_a_codec_of_its_own_has_a_choice_where_that_asks_for_one() -> None:
+    """And what was chosen stands where a window brought nothing new, until something else is asked for."""
+    a, b = NodeId("a"), NodeId("b")
+    terms = plain_terms(codec_up="q8", codec_up_of=((a, "q4r:policy=l-greco"), (b, "q4")))
+    chosen = next_codecs(terms, delta(1e-2, 1e-3, 1e-3), FRAGMENT)
+    assert set(chosen) == {"q4r:policy=l-greco"}
+    asked = WindowTerms(
+        fragment=0, window=2, round=1, tau=0, mix=0.0, codec_up="q8", codec_down="q8", codec_up_of=terms.codec_up_of
+    )
+    opened = with_chosen(asked, chosen)
+    assert [opened.codec_of(node) for node in (a, b, NodeId("c"))] == [*chosen.values(), "q4", "q8"]
+    assert with_chosen(asked, as_chosen(terms, opened)) == opened
+    other = dataclasses.replace(asked, codec_up="q4", codec_up_of=((a, "nf4"),))
+    assert with_chosen(other, as_chosen(terms, opened)) == other

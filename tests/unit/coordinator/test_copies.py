@@ -160,6 +160,8 @@ def test_a_node_that_holds_what_the_copy_holds_needs_nothing_and_others_a_snapsh
         for version in (2, 1, 0)
     ]
     assert [new.ledger.updates_after(0, ref) for ref in refs] == [[], None, None]
+    begun = AnchorRef(fragment=1, version=0, digest=store.ledger.anchor_digest(1, 0) or 0)
+    assert new.ledger.versions[1] == 1 and new.ledger.updates_after(1, begun) is None, "nor is the first update there"
 
 
 def test_the_last_copies_stay_and_what_a_failed_one_left_goes(store: Store) -> None:

@@ -229,3 +229,27 @@ class Book(RuleBasedStateMachine):
 
 
 TestBook = Book.TestCase
+
+
+# --- an old copy of the book
+
+
+def test_an_old_book_takes_what_nodes_say_is_left_and_counts_the_rest_as_trained() -> None:
+    """a was granted more since, and says what is left; b says nothing: what the copy says of it may come twice."""
+    book = Leases()
+    granted(book, A, 1, 10)
+    granted(book, B, 1, 10)
+    book.stores(B, 1, 4)
+    told = book.as_told({(A, 1): [Lease(start=7, count=3), Lease(start=30, count=10)]}, 40)
+    assert told == (40, (Lease(start=7, count=3), Lease(start=14, count=6), Lease(start=30, count=10)), 6)
+    book.begin_from(*told)
+    book.check()
+    assert (book.frontier, book.free, book.uncertain_total, book.held) == (40, 19, 6, {})
+    assert book.granted_total == 40 and book.trained_total == 21
+    assert granted(book, A, 2, 4) == [Lease(start=7, count=3), Lease(start=14, count=1)]
+
+
+def test_what_two_say_they_have_is_free_once() -> None:
+    book = Leases(frontier=10, returned=[Lease(start=0, count=4)])
+    frontier, free, uncertain = book.as_told({(A, 1): [Lease(start=2, count=6)], (B, 1): [Lease(start=5, count=5)]}, 0)
+    assert (frontier, free, uncertain) == (10, (Lease(start=0, count=10),), 2)

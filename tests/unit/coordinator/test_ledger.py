@@ -183,7 +183,7 @@ def test_of_two_deltas_of_one_node_the_first_to_be_spooled_counts(spec: RunSpec)
 def test_nodes_start_and_leave(spec: RunSpec) -> None:
     ledger = begun(spec)
     ledger.apply(rec.NodeStarted(node=A, incarnation=3, round=2))
-    assert ledger.started == {A: (3, 2)}
+    assert ledger.started == {A: rec.NodeStarted(node=A, incarnation=3, round=2)}
     ledger.apply(rec.NodeLeft(node=A, reason=Reason.DRAINED))
     ledger.apply(rec.NodeLeft(node=B, reason=Reason.DRAINED))
     assert ledger.started == {}
@@ -383,7 +383,7 @@ class Fold(RuleBasedStateMachine):
     @rule(node=nodes, used=st.integers(0, 60), count=st.integers(1, 30))
     def grant(self, node: NodeId, used: int, count: int) -> None:
         if node in self.whole.started:
-            incarnation = self.whole.started[node][0]
+            incarnation = self.whole.started[node].incarnation
             for lease in self.whole.leases.propose(count):
                 self.apply(rec.LeaseGranted(node=node, incarnation=incarnation, lease=lease, consumed=used))
 
@@ -438,7 +438,7 @@ def test_a_copy_goes_its_own_way(fragments: int) -> None:
     assert copied == ledger
     commit(copied, 0)
     copied.leases.grant(A, 1, Lease(start=0, count=5))
-    copied.started[A] = (1, 0)
+    copied.started[A] = rec.NodeStarted(node=A, incarnation=1, round=0)
     assert ledger == begun(small_run(fragments, 1))
 
 
@@ -520,11 +520,14 @@ def test_the_codec_of_a_delta_is_that_of_the_window_which_it_names(spec: RunSpec
             ledger.apply(rec.RoundFixed(round=plan))
         record = committed(ledger, 0)
         assert record.next_window is not None
-        ledger.apply(dataclasses.replace(record, next_window=dataclasses.replace(record.next_window, codec_up=codec)))
+        own = {"q8": "bf16", "fp32": "nf4"}.get(codec)
+        opened = dataclasses.replace(record.next_window, codec_up=codec, codec_up_of=((B, own),) if own else ())
+        ledger.apply(dataclasses.replace(record, next_window=opened))
     for known in (ledger, Ledger.resume(ledger.saved())):
-        codecs = [known.codec_of_deltas(0, window) for window in (1, 2, 3, 4)]
-        assert codecs == [spec.terms.codec_up, "q8", "fp32", "e3m0"]
-        assert known.codec_of_deltas(1, 1) == spec.terms.codec_up
+        of_a, of_b = ([known.codec_of_deltas(0, window, node) for window in (1, 2, 3, 4)] for node in (A, B))
+        assert of_a == [spec.terms.codec_up, "q8", "fp32", "e3m0"]
+        assert of_b == [spec.terms.codec_up, "bf16", "nf4", "e3m0"], "its own, of the windows that say so"
+        assert known.codec_of_deltas(1, 1, A) == spec.terms.codec_up
 
 
 def test_a_stored_late_delta_is_kept_from_commit_to_commit_until_it_is_too_old(spec: RunSpec) -> None:

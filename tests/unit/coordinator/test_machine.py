@@ -259,13 +259,35 @@ def test_a_late_joiner_starts_at_the_next_round_boundary(make_run: MakeRun) -> N
     assert run.expected(0) == {A, B}
 
 
-def test_a_commit_within_a_round_starts_nobody(make_run: MakeRun) -> None:
+def test_a_joiner_starts_within_a_round_with_the_slot_that_the_others_are_at(make_run: MakeRun) -> None:
+    """I: a full period from there its first send is, of the slot before."""
     run = make_run(A)
     run.commit(1, A)
-    run.greet(B, 2)
+    run.greet(B, 2, protocol_max=4)
     run.say(B, msg.Ready())
-    assert published(run.commit(0, A)) == [((A, B), 0, 1)]
+    commands = run.commit(0, A)
+    assert published(commands) == [((A, B), 0, 1)]
+    assert commands[-2:] == [
+        ev.Record(record=rec.NodeStarted(node=B, incarnation=1, round=1, slot=1)),
+        tell(B, msg.Start(round=plan(1), lease=None, slot=1)),
+    ]
+    assert run.expected(0) == {A, B} and run.expected(1) == {A}
+    run.commit(1, A)
+    assert run.expected(1) == {A, B}
+
+
+@pytest.mark.parametrize("round_index", [0, 1])
+def test_who_cannot_start_within_a_round_waits_for_the_next(make_run: MakeRun, round_index: int) -> None:
+    """An older node would begin with the round's first step, and nobody knows where the first round is."""
+    run = make_run(A)
+    if round_index:
+        run.commit(1, A)
+    run.greet(B, 2, protocol_max=3)
+    run.say(B, msg.Ready())
+    run.commit(0, A)
     assert run.machine.members[B].stage == "ready"
+    run.commit(1, A)
+    assert run.machine.members[B].stage == "training" and run.machine.members[B].start_slot == 0
 
 
 def test_a_joiner_starts_at_once_where_nobody_trains_any_more(make_run: MakeRun) -> None:

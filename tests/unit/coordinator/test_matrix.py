@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.coordinator.matrix import COORDINATOR, MOST_LINKS, Matrix, retransmit_ratio, suspects
-from farloop.wire.link_messages import Connection
+from farloop.wire.link_messages import Connection, Transfer
 from farloop.wire.meter import Burst, Insufficient, Measured
 
 UP, DOWN = ("oslo", COORDINATOR), (COORDINATOR, "oslo")
@@ -124,3 +124,21 @@ def test_raising_a_rate_never_makes_it_more_suspect(rates: dict[tuple[str, str],
     for ends in set(rates) - suspects(rates):
         assert ends not in suspects({**rates, ends: 10 * rates[ends]})
     assert suspects({ends: 1e6 for ends in rates}) == set()
+
+
+def test_what_a_message_took_between_two_nodes_is_a_rate() -> None:
+    matrix, ends = Matrix(), ("oslo", "bergen")
+    for _ in range(3):
+        matrix.transfer(ends, Transfer(num_bytes=4_000_000, seconds=0.5), 10.0)
+    (row,) = matrix.rows(15.0)
+    assert (row["from"], row["to"], row["bytes_per_s"], row["measured_by"]) == (*ends, 8e6, "transfer")
+    assert row["age_s"] == 5.0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"), [(0, 1.0), (-1, 1.0), (9, 0.0), (9, -1.0), (9, math.nan), (9, math.inf), (2**63, 1e-308)]
+)
+def test_what_no_message_can_have_taken_is_passed_over(num_bytes: int, seconds: float) -> None:
+    matrix = Matrix()
+    matrix.transfer(("oslo", "bergen"), Transfer(num_bytes=num_bytes, seconds=seconds), 10.0)
+    assert matrix.rows(15.0) == []

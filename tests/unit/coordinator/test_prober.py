@@ -95,3 +95,18 @@ def test_it_is_given_up_only_after_it_could_have_told(rtt_s: float, at_least: fl
     prober, now = quiet()
     running = prober.next([candidate(rtt_s=rtt_s)], now)
     assert running is not None and running.ends_by - now > 3 * at_least
+
+
+def test_what_somebody_asks_for_is_next_however_fresh_until_it_is_known() -> None:
+    prober, now = quiet()
+    prober.asked.add(("oslo", True))
+    fresh = candidate(age_s=1.0)
+    for learned in (False, True):
+        now += AGAIN_S[0]
+        running = prober.next([candidate(node="rome", age_s=FRESH_S + 1.0), fresh], now)
+        assert running is not None and running.node == "oslo"
+        prober.over(now, learned=learned)
+    assert prober.next([fresh], now + 1.0) is None
+    prober.asked.add(("oslo", True))
+    prober.keep(["rome"])
+    assert prober.asked == set()

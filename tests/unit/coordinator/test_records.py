@@ -30,7 +30,7 @@ from farloop.algo.spec import (
     WindowTerms,
 )
 from farloop.coordinator import records as rec
-from farloop.wire.messages import Committed, Drop, Share, pack
+from farloop.wire.messages import AnchorRef, Committed, Drop, Share, pack
 from farloop.wire.reasons import Reason
 
 GOLDEN = Path(__file__).parent / "golden" / "records-v1.json"
@@ -135,6 +135,19 @@ SAMPLES: tuple[rec.Record, ...] = (
     ),
     rec.EpochSeen(epoch=6),
     rec.Rewound(epoch=7),
+    rec.AnchorFetched(anchor=AnchorRef(fragment=1, version=9, digest=(1 << 64) - 1), node=A, blob_digest=1 << 63),
+    rec.Adopted(
+        epoch=8,
+        anchors=(rec.AdoptedAnchor(fragment=1, version=9, digest=(1 << 64) - 1, node=A, before=7),),
+        windows=(WindowTerms(fragment=1, window=10, round=6, tau=2, mix=0.5, codec_up="q4", codec_down="q4"),),
+        rounds=(RoundPlan(index=6, start=60, length=10),),
+        revisions=(Revision(number=4, terms=SPEC.terms, windows=(9, 1 << 40), round=6),),
+        frontier=1 << 41,
+        returned=(Lease(start=3, count=4),),
+        uncertain=4,
+        lost=(AnchorRef(fragment=1, version=10, digest=5),),
+        missing=(B,),
+    ),
     rec.TermsChanged(revision=Revision(number=4, terms=SPEC.terms, windows=(9, 1 << 40), round=6)),
 )
 

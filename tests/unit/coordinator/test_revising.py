@@ -314,3 +314,15 @@ def test_a_window_that_stays_in_its_round_takes_the_new_terms_too(spec: RunSpec)
     new = dataclasses.replace(spec.terms, codec_up="q8", tau=1)
     after = window_after(new, spec.identity.layout, current, run.machine.ledger.rounds, stay=True)
     assert after == dataclasses.replace(current, window=2, codec_up="q8", tau=1)
+
+
+def test_a_node_of_that_name_must_be_there_and_able_to_follow(run: Run) -> None:
+    assert "codec_up_of.aa: there is no node aa in this run; did you mean a?" in run.refused(**{"codec_up_of.aa": "q8"})
+    assert "h_share_of.z: there is no node z in this run" in run.refused(**{"h_share_of.z": "0.5"})
+    assert "a speaks a version of the protocol" in run.refused(**{"codec_up_of.a": "q8"})
+    run.greet(A, protocol=msg.PROTOCOL_VERSIONS[1], round_index=0)
+    assert "codec_up_of: a: no codec 'q2'" in run.refused(**{"codec_up_of.a": "q2"})
+    assert "without error feedback" in run.refused(**{"codec_up_of.a": "topk:beta=0"})
+    run.set(**{"codec_up_of.a": "q8", "h_share_of.a": "0.5"})
+    after = run.finish(run.close(0)).next_window
+    assert after is not None and (after.codec_of(A), after.codec_of(B)) == ("q8", "q4")

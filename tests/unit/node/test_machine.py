@@ -198,6 +198,23 @@ def test_a_node_adopts_the_run_takes_snapshots_says_ready_and_starts() -> None:
     assert story.hear(msg.Grant(lease=Lease(start=8, count=8))) == [ev.UseSamples(lease=Lease(start=8, count=8))]
 
 
+def test_a_node_can_start_within_a_round() -> None:
+    """I: its first step is the slot's, its learning rate that of there, grown from little."""
+    story = Story(fragments=2)
+    story.hear(story.welcome())
+    for fragment in range(2):
+        story.snapshot(fragment)
+    plan = story.rounds[1]
+    story.hear(msg.Start(round=plan, lease=None, slot=1))
+    half = plan.length // 2
+    assert (story.machine.step, story.machine.position) == (half, plan.start + half)
+    assert story.machine.lr < schedule.learning_rate(story.machine.terms_in(1), plan.start + half)
+    assert [type(command) for command in story.steps(half)] == []
+    assert (story.machine.round, story.machine.step) == (2, 0), "its first send comes a full period from its start"
+    sent = story.steps(half)[0]
+    assert isinstance(sent, ev.Encode) and (sent.blob.fragment, sent.steps) == (0, plan.length)
+
+
 def test_updates_that_come_while_joining_are_applied_in_order_behind_the_snapshot() -> None:
     """I: a snapshot, then queued updates; nothing of the random first weights survives."""
     story = Story(mix=0.5)

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from pipeline_layouts import layout_of
 
 from farloop.algo.layout import Hop
+from farloop.algo.spec import to_plain
 from farloop.node.pipeline import frames, words
 from farloop.node.pipeline.frames import Parcel
 from farloop.node.pipeline.tensors import from_bytes, to_bytes
 from farloop.node.pipeline.words import Kind, Trip, Work
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.frames import Buffer
+from farloop.wire.messages import pack, unpack, validate
 
 RUN, MOST = 7, 1 << 20
 CPU = torch.device("cpu")
@@ -49,6 +51,20 @@ def test_every_message_has_a_number_and_is_read_as_it_was_written() -> None:
     assert {type(message) for message in MESSAGES} == set(get_args(words.Message))
     for message in MESSAGES:
         assert frames.parse(frames.message(message, RUN), RUN, MOST) == message
+
+
+def test_what_a_later_version_says_besides_is_passed_over() -> None:
+    """So that stages of two versions understand each other."""
+    word = MESSAGES[0]
+    later = pack({**to_plain(word), "mood": "fine"})
+    assert validate(words.Word, unpack(later)) == word
+
+
+def test_an_older_stage_tells_no_times() -> None:
+    plain = to_plain(MESSAGES[0])
+    older = {key: value for key, value in plain.items() if key not in ("sent_s", "echo_s", "held_s")}
+    word = validate(words.Word, older)
+    assert (word.sent_s, word.echo_s, word.held_s) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -106,7 +122,8 @@ def test_numbers_that_nobody_can_mean_are_refused() -> None:
     info, data = to_bytes(torch.zeros(1, 1, 1))
     with pytest.raises(RemoteProtocolError, match="at hop 65"):
         frames.parse(frames.parcel(far, info, data, RUN), RUN, MOST)
-    for word in (dataclasses.replace(MESSAGES[0], job_s=float("nan")), dataclasses.replace(MESSAGES[0], queued=-1)):
+    wrong: list[dict[str, float]] = [{"job_s": float("nan")}, {"queued": -1}, {"sent_s": float("inf")}]
+    for word in (dataclasses.replace(MESSAGES[0], **fields) for fields in wrong):
         with pytest.raises(RemoteProtocolError, match="Word holds"):
             frames.parse(frames.message(word, RUN), RUN, MOST)
     nameless = dataclasses.replace(TRIP, source="")

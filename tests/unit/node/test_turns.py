@@ -4,8 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plain_runs import plain_terms
 
+from farloop.algo.schedule import due_step
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RoundPlan, WindowTerms
 from farloop.node.fragment_state import FragmentState, Undecided
 from farloop.node.turns import Turn, newest_round
@@ -134,6 +137,21 @@ def test_the_overlap_shrinks_with_the_steps_of_the_round_and_never_fills_it(step
     plan = dataclasses.replace(PLAN, node_steps=((A, steps),))
     assert turn(plan=plan).overlap(7) == overlap < steps
     assert turn(plan=None).overlap(7) == 7
+
+
+@given(steps=st.tuples(*3 * [st.integers(1, 40)]), slots=st.integers(1, 5), slot=st.integers(0, 4), own=st.booleans())
+def test_the_next_turn_comes_after_the_merge_whatever_steps_a_node_has_from_round_to_round(
+    steps: tuple[int, int, int], slots: int, slot: int, own: bool
+) -> None:
+    """D, where all slots may be undecided at once: its steps of this round and of the next, of as many of the run."""
+    length = max(*steps, slots)
+    now, then = (dataclasses.replace(PLAN, length=length, node_steps=((A, max(slots, s)),)) for s in steps[:2])
+    here = turn(plan=now, following=then, slots=slots, terms=dataclasses.replace(TERMS, h=length))
+    most = length - 1
+    overlap = here.own_overlap(most) if own else here.overlap(most)
+    slot = min(slot, slots - 1)
+    sent, due = (due_step(slot, slots, plan.steps_of(A)) for plan in (now, then))
+    assert 0 <= overlap < now.steps_of(A) - sent + due
 
 
 def test_an_undecided_delta_holds_training_up_some_rounds_after_its_send() -> None:

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from farloop.algo import schedule
+from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, Revision, RoundPlan
 from farloop.coordinator import events as coordinator_ev
 from farloop.coordinator import records as rec
@@ -68,17 +69,20 @@ def check_terms(outcome: Outcome) -> None:
             assert (record.outer_lr, record.outer_momentum) == (terms.outer_lr, terms.outer_momentum)
         if isinstance(record, rec.WindowCommitted) and (opened := record.next_window) is not None:
             terms = revisions.of_window(opened.fragment, opened.window)
-            told = (opened.tau, opened.mix, opened.codec_up, opened.codec_down)
-            assert told == (terms.tau, terms.mix, terms.codec_up, terms.codec_down)
+            told = (opened.tau, opened.mix, opened.codec_up, opened.codec_up_of, opened.codec_down)
+            assert told == (terms.tau, terms.mix, terms.codec_up, terms.codec_up_of, terms.codec_down)
     for plan in rounds.values():
-        assert plan.length == min(revisions.of_round(plan.index).h, revisions.newest.terms.steps - plan.start)
+        terms = revisions.of_round(plan.index)
+        assert plan.length == min(terms.h, revisions.newest.terms.steps - plan.start)
+        if not method_named(terms.method).per_node_h:
+            assert plan == schedule.dealt(plan, outcome.layout.slots, shares=terms.h_share_of)
     assert folded is not None and folded == Ledger.resume(folded.saved())
     began = {who: when for when, who, what in outcome.tape if isinstance(what, node_ev.BeginAgain)}
     for when, who, what in outcome.tape:
         if when < began.get(who, 0.0):
             continue  # of a history that was given up
         if isinstance(what, node_ev.Encode):
-            assert what.codec == revisions.of_window(what.blob.fragment, what.window).codec_up
+            assert what.codec == revisions.of_window(what.blob.fragment, what.window).codec_of(NodeId(who))
         if isinstance(what, node_ev.Apply):
             assert what.codec == revisions.of_window(what.fragment, what.version).codec_down
 
@@ -200,11 +204,34 @@ def test_an_older_coordinator_has_newer_nodes(monkeypatch: pytest.MonkeyPatch) -
     assert spoken(outcome) == {(name, 1) for name in "abc"}
 
 
+def test_an_older_node_has_no_codec_of_its_own_and_may_do_fewer_steps() -> None:
+    older = (dataclasses.replace(NODES[0], protocol=3), *NODES[1:])
+    outcome = play(change(1.0, codec_up_of__a="q8"), change(1.2, codec_up_of__b="q8", h_share_of__a=0.75), nodes=older)
+    first, second = answers(outcome)
+    assert isinstance(first, str) and "a speaks a version of the protocol in which nodes have no codec" in first
+    assert isinstance(second, Revision)
+    assert {what.codec for _, who, what in outcome.tape if isinstance(what, node_ev.Encode) and who == A} == {"q4"}
+
+
+def test_an_older_node_that_has_a_codec_of_its_own_is_let_in_once_it_has_none() -> None:
+    late = (*NODES[:2], dataclasses.replace(NODES[2], protocol=3))
+    own = {"codec_up_of": ((C, "q8"),)}
+    outcome = play(change(3.0, codec_up_of="none"), nodes=late, steps=100, **own)
+    refused = [what.refused for _, _, what in outcome.tape if isinstance(what, coordinator_ev.Refuse)]
+    assert refused and all(one.retriable and "codec_up_of says how c sends" in one.detail for one in refused)
+    assert outcome.nodes[C][-1].versions == outcome.versions
+
+
 # --- any sequence of changes and crashes
 
 GIVEN = st.dictionaries(
-    st.sampled_from(["outer_lr", "outer_momentum", "h", "tau", "mix", "codec_up", "codec_down", "lr.peak", "steps"]),
-    st.sampled_from(["0.0", "0.25", "0.5", "0.9", "1", "3", "5", "6", "70", "q4", "q8", "bf16"]),
+    st.sampled_from(
+        [
+            *("outer_lr", "outer_momentum", "h", "tau", "mix", "codec_up", "codec_down", "lr.peak", "steps"),
+            *("codec_up_of.a", "codec_up_of.b", "h_share_of.a", "h_share_of.b"),
+        ]
+    ),
+    st.sampled_from(["0.0", "0.25", "0.5", "0.9", "1", "3", "5", "6", "70", "q4", "q8", "bf16", "none"]),
     min_size=1,
     max_size=3,
 )

@@ -4,6 +4,7 @@
 there never changes. Regenerate with: python tests/unit/wire/test_golden_frames.py
 """
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ from farloop.wire.messages import (
     Finished,
     Grant,
     Heartbeat,
+    Held,
     Hello,
     LaneHello,
     Leave,
@@ -52,6 +54,7 @@ from farloop.wire.messages import (
     Probe,
     Progress,
     Ready,
+    Recall,
     Refused,
     Revised,
     Seen,
@@ -169,6 +172,16 @@ MESSAGES: tuple[Message, ...] = (
     Finished(),
     Heartbeat(),
     Revised(revision=Revision(number=1, terms=SPEC.terms, windows=(4,), round=5)),
+    Held(
+        anchors=(AnchorRef(fragment=1, version=2, digest=2**64 - 1),),
+        windows=(WINDOW,),
+        final=(0,),
+        rounds=(ROUND,),
+        revisions=(Revision(number=1, terms=SPEC.terms, windows=(4,), round=5),),
+        unused=(LEASE,),
+        granted_to=1512,
+    ),
+    Recall(fragment=1),
     Echo(number=1),
     Echoed(number=1),
     Probe(number=2, upward=True, num_bytes=1 << 25, rtt_s=0.125),
@@ -194,6 +207,12 @@ MESSAGES: tuple[Message, ...] = (
         )
     ),
 )
+NAMED: dict[str, Message] = {type(message).__name__: message for message in MESSAGES}
+COMMITTED = NAMED["Committed"]
+assert isinstance(COMMITTED, Committed)
+NAMED["Committed.codec_up_of"] = dataclasses.replace(
+    COMMITTED, next_window=dataclasses.replace(WINDOW, codec_up_of=((NodeId("b"), "q4r"),))
+)
 CHUNK = bytes(range(32))
 LIMITS = Limits()
 
@@ -201,12 +220,12 @@ LIMITS = Limits()
 def golden_frames() -> dict[str, bytes]:
     """Name → bytes of every frame; a bulk frame's two parts one after the other."""
     frames = {}
-    for message in MESSAGES:
+    for name, message in NAMED.items():
         opens = isinstance(message, Hello | Refused)
         run, epoch = (0, 0) if opens else (0xDEADBEEF, 3)
         seq, ack = (0, 0) if isinstance(message, Hello | Heartbeat) else (9, 8)
         frame = ControlFrame(run=run, epoch=epoch, seq=seq, ack=ack, body=encode(message))
-        frames[type(message).__name__] = b"".join(frame.parts())
+        frames[name] = b"".join(frame.parts())
     bulk = BulkFrame(run=0xDEADBEEF, epoch=3, key=blob_key(DELTA), offset=65_536, chunk=memoryview(CHUNK))
     frames["bulk"] = b"".join(bulk.parts())
     return frames
@@ -228,10 +247,10 @@ def test_a_frame_has_its_released_bytes(name: str) -> None:
     assert golden_frames()[name].hex() == released_frames()[name].hex()
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_released_bytes_give_the_message(message: Message) -> None:
-    frame = parse_control([released_frames()[type(message).__name__]], LIMITS)
-    assert decode(frame.body) == message
+@pytest.mark.parametrize("name", NAMED)
+def test_released_bytes_give_the_message(name: str) -> None:
+    frame = parse_control([released_frames()[name]], LIMITS)
+    assert decode(frame.body) == NAMED[name]
 
 
 def test_released_bytes_give_the_chunk() -> None:

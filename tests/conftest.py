@@ -1,0 +1,9 @@
+"""For every test: one thread of arithmetic in each process.
+
+Tests and the processes that they start share the processors, and are small. With a thread per processor each, they wait
+for each other at every sum: on a busy machine a test of three seconds took two minutes.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, here and in what is started from here

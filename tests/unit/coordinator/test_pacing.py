@@ -1,0 +1,133 @@
+"""What rounds took and what was expected of them, from reports and deltas."""
+
+import dataclasses
+import random
+
+import pytest
+
+from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.coordinator.pacing import LEAST_ROUNDS, Pacing
+from farloop.coordinator.routing.anomalies import Kind, Sample, slow
+
+A = NodeId("a")
+
+
+def delta(seq: int, fragment: int = 0) -> BlobId:
+    return BlobId(kind=BlobKind.DELTA, fragment=fragment, version=seq, node=A, incarnation=1, seq=seq)
+
+
+def paced() -> Pacing:
+    pacing = Pacing()
+    pacing.keep({A: 1})
+    return pacing
+
+
+def a_round(pacing: Pacing, number: int, *, step_s: float = 0.5, byte_s: float = 0.001) -> None:
+    """Ten steps and a thousand bytes, ten seconds from the round before."""
+    begin = 10.0 * number
+    pacing.reported(A, blocked_s=10.0 * number, inner_steps=10 * number, now=2 * begin)
+    pacing.reported(A, blocked_s=10.0 * number, inner_steps=10 * number + 10, now=2 * begin + 10 * step_s)
+    pacing.asked(delta(number), 1000, begin)
+    pacing.whole(delta(number), begin + 1000 * byte_s)
+
+
+def test_a_node_is_judged_by_the_median_of_its_own_rounds_once_there_are_enough() -> None:
+    pacing = paced()
+    for number in range(LEAST_ROUNDS):
+        a_round(pacing, number)
+        sample = pacing.close([])[A]
+        assert sample.expected_compute_s == 0.0 and sample.expected_transfer_s == 0.0, "not yet"
+    a_round(pacing, LEAST_ROUNDS, byte_s=0.008)
+    sample = pacing.close([])[A]
+    assert sample.expected_transfer_s == pytest.approx(1.0) and sample.transfer_s == pytest.approx(8.0)
+    assert sample.expected_compute_s > 0.0
+
+
+def test_rounds_that_stray_are_not_learnt_from() -> None:
+    pacing = paced()
+    for number in range(LEAST_ROUNDS + 40):
+        a_round(pacing, number, byte_s=0.001 if number < LEAST_ROUNDS else 0.008)
+        sample = pacing.close([(Kind.LINK_SLOW, A)] if number >= LEAST_ROUNDS else [])[A]
+    assert sample.expected_transfer_s == pytest.approx(1.0)
+    assert pacing.paces()[A].bytes_per_s == pytest.approx(125.0), "its pace is what it is now"
+    pacing.forget(Kind.LINK_SLOW, A)
+    a_round(pacing, 99)
+    assert pacing.close([])[A].expected_transfer_s == 0.0, "learnt anew"
+
+
+def test_another_start_of_a_node_has_no_pace_of_the_one_before() -> None:
+    """It may be another machine; and of a node that is gone nothing is kept."""
+    pacing = paced()
+    a_round(pacing, 0)
+    pacing.close([])
+    assert A in pacing.paces()
+    pacing.keep({A: 2})
+    assert A not in pacing.paces(), "as fast as the start before, of which nothing is known any more"
+
+
+def test_deltas_that_come_side_by_side_share_the_seconds_of_the_link() -> None:
+    pacing = paced()
+    pacing.asked(delta(1, fragment=0), 600, 0.0)
+    pacing.asked(delta(2, fragment=1), 400, 1.0)
+    pacing.whole(delta(1, fragment=0), 3.0)
+    pacing.whole(delta(2, fragment=1), 4.0)
+    assert pacing.close([])[A].transfer_s == pytest.approx(4.0)
+
+
+def test_what_broke_off_tells_nothing() -> None:
+    pacing = paced()
+    pacing.asked(delta(1), 1000, 0.0)
+    pacing.broken(A)
+    pacing.asked(delta(1), 400, 60.0)
+    pacing.whole(delta(1), 61.0)
+    assert pacing.close([])[A].transfer_s == pytest.approx(1.0)
+    pacing.asked(delta(2), 1000, 70.0)
+    pacing.asked(delta(3), 1000, 90.0)
+    pacing.whole(delta(3), 91.0)
+    pacing.whole(delta(2), 99.0)
+    assert pacing.close([])[A].transfer_s == pytest.approx(1.0), "the first was given up for the second"
+
+
+def test_standing_still_and_evaluating_are_no_compute() -> None:
+    pacing = paced()
+    pacing.reported(A, blocked_s=0.0, inner_steps=0, now=0.0)
+    pacing.reported(A, blocked_s=7.0, inner_steps=10, now=10.0)
+    assert pacing.close([])[A].compute_s == pytest.approx(3.0)
+    pacing.reported(A, blocked_s=7.0, inner_steps=10, now=60.0, trains=False)
+    pacing.reported(A, blocked_s=7.0, inner_steps=11, now=61.0)
+    pacing.reported(A, blocked_s=7.0, inner_steps=13, now=62.0)
+    assert pacing.close([])[A].compute_s == pytest.approx(1.0)
+
+
+def test_another_start_of_a_node_is_another_machine_for_all_one_knows() -> None:
+    pacing = paced()
+    for number in range(LEAST_ROUNDS + 1):
+        a_round(pacing, number)
+        pacing.close([])
+    pacing.keep({A: 2})
+    a_round(pacing, 0)
+    assert pacing.close([])[A].expected_compute_s == 0.0
+    pacing.keep({})
+    assert pacing.close([]) == {}
+
+
+def test_no_alarm_in_a_thousand_rounds_that_vary_by_a_fifth() -> None:
+    """Four nodes, five runs: fewer than one false alarm in a thousand rounds."""
+    nodes = [NodeId(name) for name in "abcd"]
+    for seed in range(5):
+        rand, pacing, rounds = random.Random(seed), Pacing(), list[dict[str, Sample]]()
+        pacing.keep(dict.fromkeys(nodes, 1))
+        now = 0.0
+        for number in range(200):
+            for node in nodes:
+                blob = dataclasses.replace(delta(number), node=node)
+                compute_s, transfer_s = (mean * rand.lognormvariate(0.0, 0.2) for mean in (10.0, 5.0))
+                pacing.reported(node, 0.0, 0, now, trains=False)
+                pacing.reported(node, 0.0, 10 * number, now)
+                pacing.reported(node, 0.0, 10 * number + 10, now + compute_s)
+                pacing.asked(blob, 1000, now + compute_s)
+                pacing.whole(blob, now + compute_s + transfer_s)
+            rounds.append(pacing.close([]))
+            assert slow(rounds[-5:]) == ()
+            now += 100.0
+        assert all(one.expected_compute_s and one.expected_transfer_s for one in rounds[-1].values())
