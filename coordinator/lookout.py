@@ -2,16 +2,11 @@
 
 import logging
 import math
-from collections.abc import Callable
-from typing import assert_never
 
-from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.coordinator import events as ev
+from farloop.algo.spec import BlobId, BlobKind
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
-from farloop.coordinator.routing.anomalies import Action
-from farloop.coordinator.routing.lightening import Advice
-from farloop.coordinator.setting import lightened
+from farloop.coordinator.rungs import Happened, carry_out
 from farloop.coordinator.sight import Sight
 from farloop.coordinator.watch import Anomaly, Rung, Watch
 from farloop.monitoring.gist import named
@@ -29,7 +24,7 @@ class Lookout:
         machine: CoordinatorMachine,
         sight: Sight,
         metrics: Metrics,
-        happened: Callable[[ev.Event], None],
+        happened: Happened,
     ) -> None:
         """`happened` hands an event to the machine."""
         self.watch = Watch(adapt)
@@ -74,37 +69,13 @@ class Lookout:
 
     def _climb(self, rung: Rung) -> None:
         if rung.carry_out:
-            self.watch.carried_out(rung, self._carry_out(rung))
+            failed = carry_out(rung, self._machine, self._happened, self._sight.probe_next)
+            self.watch.carried_out(rung, failed)
         anomaly, word = rung.anomaly, rung.action.name.lower()
         how = "done" if anomaly.done else "advised"
         self._metrics.anomaly_actions.labels(word, how).inc()
         node = named(anomaly.finding.node)
         _log.warning("anomaly action=%s node=%s how=%s why=%r", word, node, how, anomaly.why)
-
-    def _carry_out(self, rung: Rung) -> str:
-        """Why it could not be done; empty where it was."""
-        node = rung.anomaly.finding.node
-        match rung.action:
-            case Action.REPROBE:
-                return self._sight.probe_next(node)
-            case Action.LIGHTEN:
-                return self._lighten(rung.anomaly.advice) if rung.anomaly.advice else "nothing is to be gained"
-            case Action.DROP:
-                self._happened(ev.LeftOut(node=NodeId(node)))
-                return ""
-            case Action.REROUTE | Action.EVICT:
-                return "a person decides that"
-            case _:
-                assert_never(rung.action)
-
-    def _lighten(self, advice: Advice) -> str:
-        """Give a node bits and H of its own; they stay until somebody sets others."""
-        try:
-            revision = lightened(self._machine, advice)
-        except ValueError as error:
-            return str(error)
-        self._happened(ev.TermsGiven(revision=revision))
-        return ""
 
     # --- what is told
 

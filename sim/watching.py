@@ -5,12 +5,10 @@ surroundings. On the tape, beside events and commands.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from farloop.algo.spec import NodeId
-from farloop.coordinator import events as ev
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.matrix import Matrix
 from farloop.coordinator.routing.anomalies import Action, Finding
-from farloop.coordinator.setting import lightened
+from farloop.coordinator.rungs import Happened, carry_out
 from farloop.coordinator.watch import Watch
 
 LOOK_S = 0.25
@@ -43,7 +41,7 @@ def look(
     *,
     held: bool,
     saw: Callable[[object], None],
-    happened: Callable[[ev.Event], None],
+    happened: Happened,
 ) -> None:
     """Look once; `happened` hands an event to the machine."""
     before = set(watch.anomalies)
@@ -54,15 +52,6 @@ def look(
         saw(Noticed(finding=watch.anomalies[key].finding, round=watch.round))
     for rung in rungs:
         anomaly = rung.anomaly
-        node = NodeId(anomaly.finding.node)
         if rung.carry_out:
-            failed = ""
-            if rung.action is Action.DROP:
-                happened(ev.LeftOut(node=node))
-            elif rung.action is Action.LIGHTEN and anomaly.advice is not None:
-                try:
-                    happened(ev.TermsGiven(revision=lightened(machine, anomaly.advice)))
-                except ValueError as error:
-                    failed = str(error)
-            watch.carried_out(rung, failed)
-        saw(Climbed(action=rung.action, node=node, carry_out=rung.carry_out, why=anomaly.why))
+            watch.carried_out(rung, carry_out(rung, machine, happened, probe_next=lambda _: ""))
+        saw(Climbed(action=rung.action, node=anomaly.finding.node, carry_out=rung.carry_out, why=anomaly.why))

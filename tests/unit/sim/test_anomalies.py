@@ -7,9 +7,8 @@ import pytest
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator import events as ev
-from farloop.coordinator import watch
+from farloop.coordinator import rungs, watch
 from farloop.coordinator.routing.anomalies import Action, Kind
-from farloop.sim import watching
 from farloop.sim.faults import SlowLink, SlowNode
 from farloop.sim.network import Weather
 from farloop.sim.outcome import Outcome
@@ -125,7 +124,7 @@ def test_where_that_cannot_be_the_ladder_goes_on_one_rung_at_a_time_and_rests_be
     def refused(machine: object, advice: object) -> None:
         raise ValueError("it has no such codec")
 
-    monkeypatch.setattr(watching, "lightened", refused)
+    monkeypatch.setattr(rungs, "lightened", refused)
     outcome = play(SlowLink(node=B, at=60.0, for_s=900.0, factor=8.0), rounds=40, adapt="act")
     actions = [action for action, _ in climbed(outcome)]
     assert actions[:3] == [Action.REPROBE, Action.LIGHTEN, Action.DROP] and actions[-1] is Action.EVICT
