@@ -121,6 +121,12 @@ def inventory_of(tables: Mapping[str, Any], where: str, overrides: Mapping[str, 
         raise ConfigError(f"{where}: {error}") from None
 
 
+def each(name: str, address: str, count: int) -> list[tuple[str, str]]:
+    """(name, address) of each node of an entry that stands for `count` of them."""
+    names = [name] if count == 1 else [f"{name}-{one}" for one in range(count)]
+    return [(each_name, address.replace("{n}", str(one))) for one, each_name in enumerate(names)]
+
+
 def check_beside_nodes(tables: Mapping[str, Any], where: str) -> None:
     """Whether tables are sound that need no nodes of their own, for those come from elsewhere. Raises ConfigError."""
     file = _validated({"nodes": [], **tables}, where)
@@ -200,11 +206,10 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
         )
         for card in node.nics
     )
-    names = [node.name] if node.count == 1 else [f"{node.name}-{one}" for one in range(node.count)]
-    addresses = [node.address.replace("{n}", str(one)) for one in range(node.count)]
     if node.address and node.count > 1 and "{n}" not in node.address:
         raise ValueError(f"{where}: address is one for {node.count} nodes; {{n}} in it stands for each one's number")
-    for address in filter(None, addresses):
+    entries = each(node.name, node.address, node.count)
+    for address in filter(None, (address for _, address in entries)):
         _in_place(lambda address=address: parse_tcp(address), f"{where}.address")
 
     def made(name: str, address: str) -> plain.Node:
@@ -220,8 +225,7 @@ def _nodes(node: _Node, number: int, model: _Model) -> list[plain.Node]:
             address=address,
         )
 
-    pairs = zip(names, addresses, strict=True)
-    return [_in_place(lambda name=name, address=address: made(name, address), where) for name, address in pairs]
+    return [_in_place(lambda name=name, address=address: made(name, address), where) for name, address in entries]
 
 
 def _in_place(make: Any, where: str) -> Any:

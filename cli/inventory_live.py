@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from farloop.cli.exit_codes import CommandError
-from farloop.cli.inventory_file import Wish, check_beside_nodes, inventory_of, tables_of
+from farloop.cli.inventory_file import Wish, check_beside_nodes, each, inventory_of, tables_of
 from farloop.coordinator.routing import inventory as plain
 from farloop.coordinator.routing.own_terms import bits_of
 
@@ -31,11 +31,9 @@ def live_inventory(
     where = str(file) if file is not None else "the coordinator's inventory"
     tables.setdefault("model", {"layers": 1})
     check_beside_nodes(tables, where)
-    model = tables["model"]
     _as_it_runs(tables, status.get("run", {}))
-    layers = model.get("layers", 1) if isinstance(model, dict) else 1
-    given = {name: node for entry in tables.get("nodes", []) if isinstance(entry, dict) for name, node in _each(entry)}
-    tables["nodes"] = [_seen_node(node, given.get(node["name"], {}), model, layers) for node in here]
+    given = {name: node for entry in tables.get("nodes", []) for name, node in _each(entry)}
+    tables["nodes"] = [_seen_node(node, given.get(node["name"], {}), tables["model"]) for node in here]
     names = {node["name"] for node in tables["nodes"]} | {plain.COORDINATOR}
     told = [link for link in seen.get("links", []) if {link["from"], link["to"]} <= names]
     access = _access(told)
@@ -53,31 +51,24 @@ def away(status: Mapping[str, Any]) -> frozenset[str]:
 def _as_it_runs(tables: dict[str, Any], run: Mapping[str, Any]) -> None:
     """What a file does not say is the run's: its parameters, its H, and as many bits as it sends, or fewer."""
     model, plan = tables["model"], tables.setdefault("plan", {})
-    if isinstance(model, dict) and "parameters" in run:
+    if "parameters" in run:
         model.setdefault("parameters", float(run["parameters"]))
-    if isinstance(plan, dict) and "h" in run:
+    if "h" in run:
         plan.setdefault("h", run["h"])
         own = bits_of(run["codec_up"])
         fewer = [bits for bits in Wish().bits if own is not None and bits <= own]
         plan.setdefault("bits", [*([own] if own not in (None, *fewer) else []), *fewer] or Wish().bits)
 
 
-def _each(entry: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
-    """(name, what a file says of it) of each node of an entry; whatever is wrong with it is found later."""
-    count, name, address = entry.get("count", 1), entry.get("name"), entry.get("address")
-    if not isinstance(count, int) or count <= 1:
-        return [(name, entry)]
-    told = [{**entry, "name": f"{name}-{n}"} for n in range(count)]
-    if isinstance(address, str) and address:
-        told = [{**node, "address": address.replace("{n}", str(n))} for n, node in enumerate(told)]
-    return [(node["name"], node) for node in told]
+def _each(entry: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """(name, what a file says of it) of each node of an entry. Without an address there, the coordinator's holds."""
+    entries = each(entry["name"], entry.get("address", ""), entry.get("count", 1))
+    return [(name, {**entry, "name": name, **({"address": address} if address else {})}) for name, address in entries]
 
 
-def _seen_node(
-    node: Mapping[str, Any], given: Mapping[str, Any], model: Mapping[str, Any], layers: int
-) -> dict[str, Any]:
+def _seen_node(node: Mapping[str, Any], given: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """What a coordinator says of a node, and what a file says of it besides."""
-    step_s = node.get("seconds_per_step")
+    step_s, layers = node.get("seconds_per_step"), model["layers"]
     passes = layers * (1.0 + model.get("backward", 1.5)) + model.get("loss", 0.25) * layers
     found: dict[str, Any] = {
         "name": node["name"],

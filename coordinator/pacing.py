@@ -23,6 +23,9 @@ LEAST_ROUNDS: Final = 8
 KEPT_ROUNDS: Final = 30
 """... of the last so many."""
 
+USUAL_AFTER: Final = 60
+"""Rounds in a row after which what is not as it was is what it is, and is planned for."""
+
 JUDGED: Final = (Kind.NODE_SLOW, Kind.LINK_SLOW)
 
 
@@ -34,7 +37,9 @@ class _Own:
     unit_s: dict[Kind, deque[float]] = field(
         default_factory=lambda: {kind: deque[float](maxlen=KEPT_ROUNDS) for kind in JUDGED}
     )
-    """Seconds of a step, and of a byte: of its rounds."""
+    """Seconds of a step, and of a byte: of its rounds ..."""
+    latest_s: dict[Kind, float] = field(default_factory=dict[Kind, float])
+    """... and of the last one that had any."""
     reported: tuple[float, int] | None = None
     """(seconds without those that it stood still, steps) of its last report; None: what follows measures nothing."""
     units: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0))
@@ -72,17 +77,13 @@ class Pacing:
 
     def __init__(self) -> None:
         self._own: dict[str, _Own] = {}
-        self._pace: dict[str, dict[Kind, float]] = {}
-        """Of the last round that had any."""
 
     def keep(self, incarnations: Mapping[str, int]) -> None:
         """Only these starts of nodes still take part. Another start may be of another machine."""
         for node, incarnation in incarnations.items():
             if node not in self._own or self._own[node].incarnation != incarnation:
                 self._own[node] = _Own(incarnation)
-                self._pace.pop(node, None)
         self._own = {node: own for node, own in self._own.items() if node in incarnations}
-        self._pace = {node: pace for node, pace in self._pace.items() if node in incarnations}
 
     # --- what comes
 
@@ -154,7 +155,7 @@ class Pacing:
             )
             for kind in JUDGED:
                 if (unit_s := own.latest(kind)) is not None:
-                    self._pace.setdefault(node, {})[kind] = unit_s
+                    own.latest_s[kind] = unit_s
                     if (kind, node) not in strays:
                         own.unit_s[kind].append(unit_s)
                 own.units[kind], own.seconds[kind] = 0, 0.0
@@ -168,7 +169,7 @@ class Pacing:
     def paces(self) -> dict[str, Pace]:
         """Of those whose last rounds told of both, as they are now."""
         return {
-            node: Pace(step_s=pace[Kind.NODE_SLOW], bytes_per_s=1.0 / pace[Kind.LINK_SLOW])
-            for node, pace in self._pace.items()
-            if node in self._own and all(kind in pace for kind in JUDGED)
+            node: Pace(step_s=own.latest_s[Kind.NODE_SLOW], bytes_per_s=1.0 / own.latest_s[Kind.LINK_SLOW])
+            for node, own in self._own.items()
+            if own.latest_s.keys() >= set(JUDGED)
         }

@@ -7,18 +7,10 @@ common is then told from what one has (`anomalies.localise`).
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Final
 
 from farloop.coordinator.matrix import COORDINATOR, Ends, Matrix
+from farloop.coordinator.pacing import KEPT_ROUNDS, LEAST_ROUNDS, USUAL_AFTER
 from farloop.coordinator.routing.anomalies import Place, localise
-
-LEAST_ROUNDS: Final = 8
-"""That a direction is compared with."""
-
-KEPT_ROUNDS: Final = 30
-
-USUAL_AFTER: Final = 60
-"""Rounds in a row after which a direction that strays is what it is, and learnt anew."""
 
 
 class Places:

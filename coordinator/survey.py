@@ -12,9 +12,9 @@ from farloop.algo.revisions import Revisions
 from farloop.algo.schedule import round_after
 from farloop.algo.spec import NodeId, Revision, RoundPlan, WindowTerms
 from farloop.coordinator.ledger import Ledger
-from farloop.wire.messages import AnchorRef, Held, Hello
+from farloop.wire.messages import SINCE, AnchorRef, Held, Hello
 
-RECALLED_SINCE: Final = 4
+RECALLED_SINCE: Final = SINCE[Held]
 """Version of the protocol in which a node can be asked for what it holds."""
 
 MOST: Final = 1 << 60

@@ -15,7 +15,7 @@ from farloop.algo.parts import fragments_of
 from farloop.coordinator import events as ev
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.matrix import COORDINATOR, Matrix
-from farloop.coordinator.pacing import Pacing
+from farloop.coordinator.pacing import JUDGED, USUAL_AFTER, Pacing
 from farloop.coordinator.places import Places
 from farloop.coordinator.routing.anomalies import (
     LEAST_NODES,
@@ -44,9 +44,6 @@ LEAST_S: Final = 2.0
 REST_ROUNDS: Final = FOR_ROUNDS
 """Judged ones, between two rungs for the same fault."""
 
-USUAL_AFTER: Final = 60
-"""Judged rounds after which what is slow all the time is what is planned for."""
-
 REMEMBERED: Final = 20
 """Judged rounds for which it is known what was done about a fault that is over."""
 
@@ -57,8 +54,6 @@ SLACK_S: Final = 5.0
 """On top of what windows take."""
 
 _KEPT_WINDOWS: Final = 64
-
-_STATISTICAL: Final = frozenset({Kind.NODE_SLOW, Kind.LINK_SLOW})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,7 +185,7 @@ class Watch:
         self.why_not = _why_not(judged, counts)
         self._forget_who_is_gone(machine)
         found = {(one.kind, one.node): one for one in slow(list(self._rounds)) if one.factor >= CHANGED}
-        for key in [key for key in self.anomalies if key[0] in _STATISTICAL and key not in found]:
+        for key in [key for key in self.anomalies if key[0] in JUDGED and key not in found]:
             self._end(key)
         rungs = []
         for key, finding in found.items():
@@ -207,7 +202,7 @@ class Watch:
         """One hang at a time: all others may merely wait for it."""
         late = self._past_deadline(machine, now)
         finding = None if late is None else hung(self._progress(late, machine))  # None where all merely evaluate
-        for key in [key for key in self.anomalies if key[0] not in _STATISTICAL]:
+        for key in [key for key in self.anomalies if key[0] not in JUDGED]:
             if finding is None or key != (finding.kind, finding.node):
                 self._end(key)
         if finding is None:
@@ -292,7 +287,7 @@ class Watch:
         anomaly.done = not failed
         anomaly.why += f"; not done: {failed}" if failed else ""
         if rung.action is Action.LIGHTEN and not failed:
-            for kind in _STATISTICAL:
+            for kind in JUDGED:
                 self._plan_for(kind, anomaly.finding.node)
 
     def _plan_for(self, kind: Kind, node: str) -> None:

@@ -1,7 +1,8 @@
 """Where links became slow, beside what each of them was."""
 
 from farloop.coordinator.matrix import COORDINATOR, Ends, Matrix
-from farloop.coordinator.places import LEAST_ROUNDS, USUAL_AFTER, Places
+from farloop.coordinator.pacing import LEAST_ROUNDS, USUAL_AFTER
+from farloop.coordinator.places import Places
 from farloop.wire.meter import Burst
 
 NODES = ["a", "b", "c", "d"]
