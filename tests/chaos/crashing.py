@@ -191,6 +191,18 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "restart-record-after": after(store.Store, "append", _appends(rec.EpochClaimed)),
 }
 
+ADOPT_POINTS: dict[str, Callable[[Strike], None]] = {
+    "adopt-anchor-before": before(store.Store, "append", _appends(rec.AnchorFetched)),
+    "adopt-anchor-after": after(store.Store, "append", _appends(rec.AnchorFetched)),
+    "adopt-before": before(store.Store, "adopt"),
+    "adopt-record-before": before(store.Store, "append", _appends(rec.Adopted)),
+    "adopt-record-after": after(store.Store, "append", _appends(rec.Adopted)),
+    "adopt-snapshot-before": before(store.Store, "_snapshot"),
+    "adopt-snapshot-after": after(store.Store, "_snapshot"),
+    "adopt-after": after(store.Store, "adopt"),
+}
+"""Of a coordinator over an old copy of its state, that goes on from what the nodes hold."""
+
 
 def _hears(kind: type[Any]) -> When:
     return lambda self, event: isinstance(event, node_ev.Received) and isinstance(event.message, kind)
@@ -219,7 +231,7 @@ BEGIN = (*(point for point in POINTS if point.startswith("begin-")), "start-told
 RESTART = tuple(point for point in POINTS if point.startswith("restart-"))
 """Reached by a coordinator that goes on with a run."""
 
-ONCE = (*BEGIN, *RESTART, *NODE_ONCE, "finish-noted", "export-before", "export-after")
+ONCE = (*BEGIN, *RESTART, *ADOPT_POINTS, *NODE_ONCE, "finish-noted", "export-before", "export-after")
 """Reached once in the life of a process, or of a run."""
 
 
@@ -252,7 +264,7 @@ def crash_at(point: str, hit: int) -> None:
     """From here on this process will not live beyond that."""
     assert durable.os is os  # what is wrapped is what is called
     count = Count(hit, armed=point in ONCE)
-    (POINTS | NODE_POINTS)[point](count)
+    (POINTS | ADOPT_POINTS | NODE_POINTS)[point](count)
     _arm_after_first(store.Store, "commit", count)
     _arm_after_first(replica.Replica, "merge", count)
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crashing import BEGIN, NODE_POINTS, ONCE, POINTS, RESTART
+from crashing import ADOPT_POINTS, BEGIN, NODE_POINTS, ONCE, POINTS, RESTART
 from loopback import Daemon, Run, node_of
 from plain_node import model, train
 from safetensors.torch import save_file
 
 from farloop.cli.storm_watch import History, Journal
 from farloop.coordinator.segment import read_segments
+from farloop.coordinator.verify import verify
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -37,6 +38,7 @@ DEFAULT = {
     ("publish-one-of-several", 2),
     ("stored-told-before", 1),
     ("restart-epoch-renamed", 1),
+    ("adopt-record-after", 1),
 }
 """Of the matrix, what every run of the tests tries."""
 
@@ -46,7 +48,7 @@ def matrix(points: Iterable[str]) -> list[tuple[str, int]]:
     return [(point, hit) for point in points for hit in (HITS[:1] if point in ONCE else HITS)]
 
 
-MATRIX, NODE_MATRIX = matrix(POINTS), matrix(NODE_POINTS)
+MATRIX, ADOPT_MATRIX, NODE_MATRIX = matrix(POINTS), matrix(ADOPT_POINTS), matrix(NODE_POINTS)
 
 
 def cases(pairs: list[tuple[str, int]]) -> list[Any]:
@@ -106,9 +108,9 @@ class Story:
         self.history = History()
         self.nodes = Nodes(self.run, self.history, names)
 
-    def start(self, point: str = "never", hit: int = 0) -> Daemon:
-        file = self.run.write_toml()
-        return self.run.start("coordinator", str(CRASHING), point, str(hit), "coordinator", str(file))
+    def start(self, point: str = "never", hit: int = 0, *options: str) -> Daemon:
+        words = ("coordinator", str(self.run.write_toml()), *options)
+        return self.run.start("coordinator", str(CRASHING), point, str(hit), *words)
 
     def start_node(self, point: str = "never", hit: int = 0) -> Daemon:
         """The node b, in a process of its own."""
@@ -154,6 +156,29 @@ def test_a_coordinator_that_dies_at_any_step_loses_nothing(tmp_path: Path, point
         assert told.look_until_dead(told.start()) == 0, told.run.logs()
         told.nodes.until_done()
         assert_whole(told, [1, 1])
+
+
+@pytest.mark.parametrize(("point", "hit"), cases(ADOPT_MATRIX))
+def test_a_coordinator_that_dies_while_it_adopts_goes_on_from_what_the_nodes_hold(
+    tmp_path: Path, point: str, hit: int
+) -> None:
+    with story(tmp_path, "ab") as told:
+        coordinator = told.start()
+        told.nodes.pace_s = 0.02
+        told.nodes.start()
+        told.run.set_back(coordinator)
+        adopting = told.start(point, hit, "--adopt-from-nodes")
+        assert told.run.until_ended(adopting) == -signal.SIGKILL, f"never reached\n{told.run.logs()}"
+        again = told.start("never", 0, "--adopt-from-nodes")
+        told.nodes.pace_s = 0.0
+        assert told.run.until_ended(again) == 0, told.run.logs()
+        told.nodes.until_done()
+        final = told.run.final()
+        assert final["run"]["state"] == "finished" and not final["alarms"]
+        assert [node["incarnation"] for node in final["nodes"]] == [1, 1]
+        assert all(anchors == dict(enumerate(final["digests"])) for anchors in told.nodes.anchors.values())
+        assert told.history.forks == [], "what a node once held, all hold in the end"
+        assert not verify(told.run.state_dir).faults
 
 
 LAST = {"node-good-bye-before"}
@@ -209,4 +234,4 @@ def assert_whole(told: Story, incarnations: list[int], *, gone: frozenset[str] =
 
 
 def test_every_point_that_is_tried_by_default_is_in_the_matrix() -> None:
-    assert {*MATRIX, *NODE_MATRIX} >= DEFAULT
+    assert {*MATRIX, *ADOPT_MATRIX, *NODE_MATRIX} >= DEFAULT

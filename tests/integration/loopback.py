@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -274,6 +275,18 @@ class Run:
         journal.close()
         return [entry.record for entry in found.entries]
 
+    def set_back(self, coordinator: Daemon) -> Status:
+        """Leave a state that is older than what the nodes hold, and no coordinator. The last status before."""
+        copied = self.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
+        coordinator.signal(signal.SIGSTOP)  # a copy of one moment, as a snapshot of the disk would be
+        copy = shutil.copytree(self.state_dir, self.folder / "copy", ignore=shutil.ignore_patterns("admin.sock"))
+        coordinator.signal(signal.SIGCONT)
+        later = self.until("the run has gone on", lambda status: further_than(status, copied))
+        coordinator.kill()
+        shutil.rmtree(self.state_dir)
+        shutil.copytree(copy, self.state_dir)
+        return later
+
     def until(self, what: str, condition: Callable[[Status], bool], timeout_s: float = DEADLINE_S) -> Status:
         """Poll the status of a run that is going on until it meets the condition; returns that status.
 
@@ -340,6 +353,11 @@ def merged_since(status: Status, versions: list[int], name: str) -> bool:
         status["versions"][window["fragment"]] > versions[window["fragment"]] and name in window["merged"]
         for window in status["windows"]
     )
+
+
+def further_than(status: Status, before: Status) -> bool:
+    """Whether every fragment has a newer version than it had."""
+    return all(new > old for new, old in zip(status["versions"], before["versions"], strict=True))
 
 
 def alone_since(status: Status, versions: list[int], name: str) -> bool:

@@ -1,11 +1,10 @@
 """A coordinator started over an old copy of its state: it holds the run, and goes on once it may go back, or
 from what the nodes hold (S)."""
 
-import shutil
 import signal
 
 import pytest
-from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, node_of
+from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, further_than, node_of
 
 from farloop.cli.exit_codes import ExitCode
 from farloop.coordinator.verify import verify
@@ -65,19 +64,7 @@ def test_an_old_copy_goes_on_from_what_the_nodes_hold(new_run: NewRun) -> None:
 def with_an_old_copy(run: Run) -> tuple[Daemon, Daemon, Status]:
     """Nodes a and b, a state folder that is older than what they hold, and no coordinator. The last status before."""
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
-    copied = run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
-    coordinator.signal(signal.SIGSTOP)  # a copy of one moment, as a snapshot of the disk would be
-    copy = shutil.copytree(run.state_dir, run.folder / "copy", ignore=shutil.ignore_patterns("admin.sock"))
-    coordinator.signal(signal.SIGCONT)
-    later = run.until("the run has gone on", lambda status: further_than(status, copied))
-    coordinator.kill()
-    shutil.rmtree(run.state_dir)
-    shutil.copytree(copy, run.state_dir)
-    return a, b, later
-
-
-def further_than(status: Status, before: Status) -> bool:
-    return all(new > old for new, old in zip(status["versions"], before["versions"], strict=True))
+    return a, b, run.set_back(coordinator)
 
 
 def merged_by_both(status: Status, before: Status) -> bool:
