@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, Final
 
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.messages import pack, unpack
@@ -94,9 +94,15 @@ def nested(depth: int) -> Any:
     return plain
 
 
+DEEPEST: Final = 64
+"""Levels that are looked into: the ways to all values of one that is nested deeper take more memory than there is."""
+
+
 def places(plain: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The way to every value inside, one above all others."""
     found = [at]
+    if len(at) == DEEPEST:
+        return found
     if isinstance(plain, dict):
         for key, value in plain.items():
             found += places(value, (*at, key))
