@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
-from typing import Final
+from typing import Final, Literal
 
 from farloop.algo import schedule
 from farloop.algo.revisions import Revisions
@@ -217,8 +217,8 @@ class Screening:
             self.standings.clear()
         else:
             self._remember(record, inputs, rate_of(terms, rounds[record.round]))
-            for node, struck, cosine, why in self._outcomes(record):
-                self.standings[node] = _after(self.standings.get(node, rec.Standing(node=node)), struck, cosine, why)
+            for node, struck, side, why in self._outcomes(record):
+                self.standings[node] = _after(self.standings.get(node, rec.Standing(node=node)), struck, side, why)
         # Without a mark on them nothing is known of most nodes, and nothing need be kept.
         self.standings = {n: s for n, s in self.standings.items() if s.why or s.strikes or s.against}
 
@@ -249,21 +249,39 @@ class Screening:
         kept = [one for one in self.seen.get(record.fragment, ()) if one.version > record.version - MEMORY]
         self.seen[record.fragment] = kept + new
 
-    def _outcomes(self, record: rec.WindowCommitted) -> Iterator[tuple[NodeId, bool, float | None, str]]:
-        """Of every delta its node, whether it is a strike, its cosine where that says anything, and the sentence."""
-        speak = len(record.blobs) >= WITNESSES
+    def _outcomes(self, record: rec.WindowCommitted) -> Iterator[tuple[NodeId, bool, "_Side", str]]:
+        """Of every delta its node, whether it is a strike, on whose side it is, and the sentence."""
+        few = len(record.blobs) < WITNESSES
         for addend in record.blobs:
-            yield addend.blob.node, False, addend.cosine if speak else None, ""
+            yield addend.blob.node, False, _side(addend.cosine, few=few), ""
         for refusal in record.refused:
             if refusal.strikes or refusal.reason is Reason.QUARANTINED:
-                yield refusal.blob.node, refusal.strikes, refusal.cosine if speak else None, refusal.detail
+                yield refusal.blob.node, refusal.strikes, _side(refusal.cosine, few=few), refusal.detail
 
 
-def _after(before: rec.Standing, struck: bool, cosine: float | None, why: str) -> rec.Standing:
-    """A node's standing after one more delta."""
+_Side = Literal["with", "against", "none", "unknown"]
+"""Of all others: theirs, the other one, that there are none for they do not agree, or that they are too few to say."""
+
+
+def _side(cosine: float | None, *, few: bool) -> _Side:
+    if few:
+        return "unknown"
+    if cosine is None:
+        return "none"
+    return "against" if cosine < OPPOSED else "with"
+
+
+def _after(before: rec.Standing, struck: bool, side: _Side, why: str) -> rec.Standing:
+    """A node's standing after one more delta.
+
+    Where the others do not agree there is no one to be against: it ends the row. Now and then some few agree by chance,
+    and over many rounds an honest node would be against them three times. Who is in quarantine has to show more.
+    """
     against = before.against
-    if cosine is not None:
-        against = before.against + 1 if cosine < OPPOSED else 0
+    if side == "against":
+        against += 1
+    elif side == "with" or (side == "none" and not before.why):
+        against = 0
     if struck:
         strikes = before.strikes + 1
         return dataclasses.replace(

@@ -236,6 +236,22 @@ def test_deltas_against_all_others_are_merged_until_there_were_too_many_in_a_row
     assert story.apart == set()
 
 
+def test_a_window_in_which_the_others_do_not_agree_ends_the_row(spec: RunSpec) -> None:
+    story = Story(spec, screen="full")
+    for _ in range(5):
+        for _ in range(2):
+            assert story.close(cosines={D: -0.5}, a=1.0, b=1.0, c=1.0, d=1.0) == {}
+        assert story.close(a=1.0, b=1.0, c=1.0, d=1.0) == {}
+    for _ in range(2):
+        story.close(cosines={D: -0.5}, a=1.0, b=1.0, c=1.0, d=1.0)
+    story.close(a=1.0, d=1.0)  # too few to say whether there is anybody to be against
+    story.close(cosines={D: -0.5}, a=1.0, b=1.0, c=1.0, d=1.0)
+    assert story.apart == {D}
+    for _ in range(5):
+        story.close(a=1.0, b=1.0, c=1.0, d=1.0)
+    assert story.apart == {D}, "there, nothing is shown by being against nobody"
+
+
 def test_two_nodes_that_disagree_are_both_heard(spec: RunSpec) -> None:
     story = Story(spec, screen="full")
     for _ in range(2 * AGAINST):
