@@ -158,6 +158,7 @@ def test_a_coordinator_that_dies_at_any_step_loses_nothing(tmp_path: Path, point
         assert_whole(told, [1, 1])
 
 
+@pytest.mark.timeout(300)  # twice, nodes that nobody knows are listened for
 @pytest.mark.parametrize(("point", "hit"), cases(ADOPT_MATRIX))
 def test_a_coordinator_that_dies_while_it_adopts_goes_on_from_what_the_nodes_hold(
     tmp_path: Path, point: str, hit: int
