@@ -59,6 +59,11 @@ class Layout:
         """The paths of one source, in the order in which it uses them."""
         return tuple(path for path in self.paths if path.source == source)
 
+    @property
+    def visited(self) -> frozenset[str]:
+        """Nodes that some microbatch comes by."""
+        return frozenset(hop.node for path in self.paths for hop in path.hops)
+
     def faults(self) -> Iterator[str]:
         """What is wrong with this layout, a sentence each; a sound one has none."""
         if not self.stages:

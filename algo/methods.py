@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from farloop.algo.admission_check import check_admission
 from farloop.algo.of_nodes import check_of_nodes
 from farloop.algo.outer_check import check_inner, check_outer
+from farloop.algo.require import require
 from farloop.algo.schedule import initial_h
 from farloop.algo.schedule_check import check_learning_rate, check_rounds
 from farloop.algo.spec import LateUpdatePolicy, Layout, Terms
@@ -194,7 +195,7 @@ def check(terms: Terms, layout: Layout) -> None:
     method = method_named(terms.method)
     for name in sorted(method.fixed):
         wanted, value = getattr(method, name), getattr(terms, name)
-        _require(value == wanted, f"{method.name} runs with {name} = {wanted} only, not {value}")
+        require(value == wanted, f"{method.name} runs with {name} = {wanted} only, not {value}")
     _check_layout(method, layout)
     _check_schedule(method, terms, layout.slots)
     _check_optimizers(terms)
@@ -206,44 +207,44 @@ def check(terms: Terms, layout: Layout) -> None:
 
 def _check_layout(method: Method, layout: Layout) -> None:
     if method.pattern == "whole":
-        _require(layout.slots == 1, f"{method.name} sends the whole model in 1 slot, but the layout has {layout.slots}")
+        require(layout.slots == 1, f"{method.name} sends the whole model in 1 slot, but the layout has {layout.slots}")
     if method.outer == "adamw":
         count = len(layout.fragments)
-        _require(count == 1, f"{method.name} needs the model in 1 fragment, but it takes {count}: it is too large")
+        require(count == 1, f"{method.name} needs the model in 1 fragment, but it takes {count}: it is too large")
 
 
 def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
     for name in ("steps", "h", "batch_sequences", "sequence_tokens", "evaluate_every_rounds"):
-        _require(getattr(terms, name) >= 1, f"{name} is {getattr(terms, name)}; the least is 1")
-    _require(slots <= terms.h, f"h is {terms.h}, too short for {slots} slots of one step or more; the least is {slots}")
+        require(getattr(terms, name) >= 1, f"{name} is {getattr(terms, name)}; the least is 1")
+    require(slots <= terms.h, f"h is {terms.h}, too short for {slots} slots of one step or more; the least is {slots}")
     check_learning_rate(terms)
     rule, fixed = terms.h_rule, "h" in method.fixed
-    _require(not fixed or rule == "constant", f"{method.name} runs with h_rule = constant only, not {rule}")
+    require(not fixed or rule == "constant", f"{method.name} runs with h_rule = constant only, not {rule}")
     check_rounds(terms, slots)
     name, shortest = min((terms.h, "h"), (initial_h(terms), "h_init"))[::-1]
     most = max_tau(method, shortest, slots)
-    _require(0 <= terms.tau <= most, f"tau is {terms.tau}; {method.name} with {name} = {shortest} takes 0 to {most}")
+    require(0 <= terms.tau <= most, f"tau is {terms.tau}; {method.name} with {name} = {shortest} takes 0 to {most}")
     _check_lag(method, terms)
-    _require(0.0 <= terms.mix <= 1.0, f"mix is {terms.mix}; it lies between 0 (the anchor) and 1 (the local weights)")
+    require(0.0 <= terms.mix <= 1.0, f"mix is {terms.mix}; it lies between 0 (the anchor) and 1 (the local weights)")
 
 
 def _check_lag(method: Method, terms: Terms) -> None:
     most = f"at most {method.max_lag}" if method.max_lag else "0 only"
-    _require(0 <= terms.lag <= method.max_lag, f"lag is {terms.lag}; {method.name} takes {most}")
-    _require(bool(terms.lag) or not terms.eager, "eager needs an update that is a round late; set lag = 1")
+    require(0 <= terms.lag <= method.max_lag, f"lag is {terms.lag}; {method.name} takes {most}")
+    require(bool(terms.lag) or not terms.eager, "eager needs an update that is a round late; set lag = 1")
     if not terms.lag:
         return
     # What has been sent must leave the local weights, or the next delta, which has the same base, would hold it again.
-    _require(terms.mix == 0.0, f"mix is {terms.mix}; with lag = 1 it is 0, for what stayed would be sent twice")
-    _require(terms.tau == 0, f"tau is {terms.tau}; with lag = 1 it is 0, for the overlap is a whole round")
-    _require(terms.on_late_update == "wait", "on_late_update is continue; with lag = 1 it is wait")
+    require(terms.mix == 0.0, f"mix is {terms.mix}; with lag = 1 it is 0, for what stayed would be sent twice")
+    require(terms.tau == 0, f"tau is {terms.tau}; with lag = 1 it is 0, for the overlap is a whole round")
+    require(terms.on_late_update == "wait", "on_late_update is continue; with lag = 1 it is wait")
 
 
 def _check_optimizers(terms: Terms) -> None:
     method = method_named(terms.method)
     check_outer(terms, method.outer)
     check_inner(terms, has_inner=method.inner)
-    _require(
+    require(
         math.isfinite(terms.clip) and terms.clip > 0.0,
         f"clip is {terms.clip}; it must be a number above 0 (a large one switches clipping off)",
     )
@@ -251,25 +252,20 @@ def _check_optimizers(terms: Terms) -> None:
 
 def _check_windows(terms: Terms) -> None:
     for name, least in (("max_stale_rounds", 0), ("floor", 1), ("min_nodes", 1)):
-        _require(getattr(terms, name) >= least, f"{name} is {getattr(terms, name)}; the least is {least}")
+        require(getattr(terms, name) >= least, f"{name} is {getattr(terms, name)}; the least is {least}")
     # Elsewhere the sum of a window is over deltas of one base.
     most = _MOST_STALE if method_named(terms.method).max_staleness else 0
-    _require(
+    require(
         0 <= terms.max_staleness <= most, f"max_staleness is {terms.max_staleness}; {terms.method} takes 0 to {most}"
     )
     closes_at = terms.min_nodes
     if terms.quorum is not None:
-        _require(
+        require(
             1 <= terms.quorum <= terms.min_nodes,
             f"quorum is {terms.quorum}; the run starts with min_nodes = {terms.min_nodes}, so it can be 1 to that",
         )
         closes_at = terms.quorum
-    _require(
+    require(
         terms.floor <= closes_at,
         f"floor is {terms.floor}, but a window can close with {closes_at} contributions: at most {closes_at}",
     )
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ValueError(sentence)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from farloop.algo.require import require
 from farloop.algo.schedule import steps_by_share
 from farloop.algo.spec import Layout, NodeId, Terms
 
@@ -81,24 +82,24 @@ def check_of_nodes(terms: Terms, method: "Method", layout: Layout) -> None:
     for name, of_all in OF_NODES.items():
         pairs = getattr(terms, name)
         names = [node for node, _ in pairs]
-        _require(names == sorted(set(names)), f"{name} names a node twice, or not in the order of the names")
+        require(names == sorted(set(names)), f"{name} names a node twice, or not in the order of the names")
         if pairs and of_all in method.fixed:
             kept = getattr(method, of_all)
             raise ValueError(f"{name}: {names[0]} cannot have its own, for {method.name} runs with {of_all} = {kept}")
     slots = layout.slots
     for node, own in terms.h_share_of:
-        _require(0.0 < own < 1.0, f"h_share_of: {node} has {own}; a share is above 0 and below 1")
+        require(0.0 < own < 1.0, f"h_share_of: {node} has {own}; a share is above 0 and below 1")
         steps = steps_by_share(terms.h, own)
-        _require(
+        require(
             steps >= slots,
             f"h_share_of: {node} would do {steps} of h = {terms.h} steps, too few for {slots} slots of one step or "
             f"more; the least is {math.ceil(1000 * slots / terms.h) / 1000:g}",
         )
-    _require(
+    require(
         not terms.h_share_of or layout.num_stages == 1,
         "h_share_of: the model is cut in stages, whose steps are one another's; leave it out",
     )
-    _require(
+    require(
         not (terms.control_variates and terms.h_share_of),
         "h_share_of: with control_variates all nodes do the same number of steps, or the corrections would not sum to "
         "zero; leave it out",
@@ -119,8 +120,3 @@ def _pairs(text: str, example: str) -> dict[NodeId, str]:
 
 def _sorted(values: Mapping[NodeId, Any]) -> tuple[tuple[NodeId, Any], ...]:
     return tuple(sorted(values.items()))
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ValueError(sentence)

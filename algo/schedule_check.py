@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final, get_args
 
 from farloop.algo.learning_rate import phases
+from farloop.algo.require import require
 from farloop.algo.schedule import POWERS, initial_h
 from farloop.algo.spec import LearningRateShape, RoundRule, Terms
 
@@ -26,20 +27,20 @@ def check_learning_rate(terms: Terms) -> None:
     lr, steps = terms.lr, terms.steps
     _known(lr.shape, SHAPES, "lr.shape")
     for name, value in (("lr.peak", lr.peak), ("lr.minimum", lr.minimum)):
-        _require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
-    _require(lr.minimum <= lr.peak, f"lr.minimum = {lr.minimum} is above lr.peak; at most {lr.peak}")
+        require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
+    require(lr.minimum <= lr.peak, f"lr.minimum = {lr.minimum} is above lr.peak; at most {lr.peak}")
     warmup = lr.warmup_steps
-    _require(0 <= warmup <= steps, f"lr.warmup_steps is {warmup}; the run has {steps} steps, so 0 to that")
+    require(0 <= warmup <= steps, f"lr.warmup_steps is {warmup}; the run has {steps} steps, so 0 to that")
     for name, (shape, unset) in _ONLY_FOR.items():
         value, strange = getattr(lr, name), lr.shape != shape and getattr(lr, name) != unset
-        _require(not strange, f"lr.{name} is {value}, but lr.shape is {lr.shape}: only {shape} has it")
+        require(not strange, f"lr.{name} is {value}, but lr.shape is {lr.shape}: only {shape} has it")
     _check_phases(terms)
     match lr.shape:
         case "step":
             _check_steps(terms)
         case "wsd":
             most = min(1 - warmup / (phase.end - phase.start) for phase in phases(terms))
-            _require(
+            require(
                 0.0 < lr.decay_share <= most,
                 f"lr.decay_share is {lr.decay_share}; above 0, and with the warm-up at most {most:g}",
             )
@@ -53,21 +54,21 @@ def _check_phases(terms: Terms) -> None:
     lr = terms.lr
     for phase, rewarm in zip(phases(terms), lr.rewarms, strict=False):
         least = phase.start + lr.warmup_steps + 1
-        _require(
+        require(
             least <= rewarm.start < terms.steps,
             f"lr.rewarms has one at {rewarm.start}; after the warm-up before it and within the run is "
             f"{least} to {terms.steps - 1}",
         )
-        _require(
+        require(
             math.isfinite(rewarm.peak) and rewarm.peak >= max(lr.minimum, lr.constant),
             f"lr.rewarms has a peak of {rewarm.peak}; the least is {max(lr.minimum, lr.constant)}",
         )
-        _require(
+        require(
             rewarm.replay is None or 0.0 <= rewarm.replay < 1.0,
             f"lr.rewarms has a replay of {rewarm.replay}; the share of samples from the data before is at least 0 and "
             "below 1, as 0.05 is",
         )
-    _require(
+    require(
         0.0 <= terms.rewarm_momentum <= 1.0,
         f"rewarm_momentum is {terms.rewarm_momentum}; it lies between 0 (forget) and 1 (keep)",
     )
@@ -75,27 +76,27 @@ def _check_phases(terms: Terms) -> None:
 
 def _check_steps(terms: Terms) -> None:
     lr, third = terms.lr, terms.steps // 3
-    _require(len(lr.drops) > 0, f"lr.drops is empty; lr.shape = step falls there, as at {third},{2 * third}")
+    require(len(lr.drops) > 0, f"lr.drops is empty; lr.shape = step falls there, as at {third},{2 * third}")
     inside = all(0 < drop < terms.steps for drop in lr.drops) and list(lr.drops) == sorted(set(lr.drops))
-    _require(inside, f"lr.drops is {list(lr.drops)}; positions from 1 to {terms.steps - 1} in rising order are wanted")
-    _require(0.0 < lr.drop_factor < 1.0, f"lr.drop_factor is {lr.drop_factor}; it is above 0 and below 1, as 0.1 is")
+    require(inside, f"lr.drops is {list(lr.drops)}; positions from 1 to {terms.steps - 1} in rising order are wanted")
+    require(0.0 < lr.drop_factor < 1.0, f"lr.drop_factor is {lr.drop_factor}; it is above 0 and below 1, as 0.1 is")
 
 
 def _check_infinite(terms: Terms) -> None:
     lr, last = terms.lr, phases(terms)[-1]
-    _require(
+    require(
         lr.minimum <= lr.constant <= lr.peak,
         f"lr.constant is {lr.constant}; it lies between lr.minimum = {lr.minimum} and lr.peak = {lr.peak}",
     )
     room = min(phase.end - phase.start for phase in phases(terms)) - lr.warmup_steps
-    _require(0 <= lr.cooldown_steps <= room, f"lr.cooldown_steps is {lr.cooldown_steps}; there is room for 0 to {room}")
+    require(0 <= lr.cooldown_steps <= room, f"lr.cooldown_steps is {lr.cooldown_steps}; there is room for 0 to {room}")
     if lr.anneal_at is not None:
         held = last.start + lr.warmup_steps + lr.cooldown_steps
-        _require(
+        require(
             held <= lr.anneal_at < terms.steps,
             f"lr.anneal_at is {lr.anneal_at}; from the end of the cool-down it is {held} to {terms.steps - 1}",
         )
-        _require(lr.minimum > 0.0, "lr.minimum is 0, which an exponential anneal never reaches; a good one is 1e-6")
+        require(lr.minimum > 0.0, "lr.minimum is 0, which an exponential anneal never reaches; a good one is 1e-6")
 
 
 def check_rounds(terms: Terms, slots: int) -> None:
@@ -105,30 +106,26 @@ def check_rounds(terms: Terms, slots: int) -> None:
     if rule in POWERS:
         _check_alpha(terms)
     else:
-        _require(
+        require(
             terms.h_alpha == 0.0,
             f"h_alpha is {terms.h_alpha}, but h_rule is {rule}, which does not follow the learning rate; qsr does",
         )
     if rule == "post-local":
-        _require(
+        require(
             0 < terms.h_switch < terms.steps,
             f"h_switch is {terms.h_switch}; h_rule = post-local switches to h = {h} at 1 to {terms.steps - 1}",
         )
     else:
-        _require(terms.h_switch == 0, f"h_switch is {terms.h_switch}, but h_rule is {rule}: only post-local has it")
+        require(terms.h_switch == 0, f"h_switch is {terms.h_switch}, but h_rule is {rule}: only post-local has it")
     if rule == "constant":
         for name in ("h_init", "h_max"):
             value = getattr(terms, name)
-            _require(
-                value is None, f"{name} is {value}, but with h_rule = constant every round has h = {h}; qsr varies"
-            )
+            require(value is None, f"{name} is {value}, but with h_rule = constant every round has h = {h}; qsr varies")
         return
     first = initial_h(terms)
-    _require(
-        first >= slots, f"h_init is {first}, too short for {slots} slots of one step or more; the least is {slots}"
-    )
+    require(first >= slots, f"h_init is {first}, too short for {slots} slots of one step or more; the least is {slots}")
     most = max(h, first)
-    _require(
+    require(
         terms.h_max is None or terms.h_max >= most,
         f"h_max is {terms.h_max}, below the {most} steps that a round has anyway; the least is {most}",
     )
@@ -137,13 +134,13 @@ def check_rounds(terms: Terms, slots: int) -> None:
 def _check_alpha(terms: Terms) -> None:
     rule, h, alpha, lr = terms.h_rule, terms.h, terms.h_alpha, terms.lr
     falls = lr.shape != "constant" and lr.minimum < lr.peak
-    _require(
+    require(
         falls,
         f"h_rule is {rule}: rounds grow as the learning rate falls, and here it never does; use constant, "
         "or another lr.shape",
     )
     good = lr.peak * h ** (1 / POWERS[rule])
-    _require(
+    require(
         math.isfinite(alpha) and alpha > 0.0,
         f"h_alpha is {alpha or 'missing'}; h_rule = {rule} needs one above 0; {good:.3g} gives rounds of h = {h} at "
         "the peak of the learning rate, and longer ones as it falls",
@@ -153,9 +150,4 @@ def _check_alpha(terms: Terms) -> None:
 def _known(name: str, names: tuple[str, ...], what: str) -> None:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-    _require(name in names, f"{what}: there is no {name!r}; {hint}")
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ValueError(sentence)
+    require(name in names, f"{what}: there is no {name!r}; {hint}")

@@ -5,6 +5,7 @@ Free of torch, as all that checks terms.
 
 from typing import TYPE_CHECKING, Final
 
+from farloop.algo.require import require
 from farloop.algo.spec import Terms
 
 if TYPE_CHECKING:
@@ -27,18 +28,13 @@ def check_variates(terms: Terms, method: "Method") -> None:
     if not terms.control_variates:
         return
     name = method.name
-    _require(method.inner, f"control_variates correct the steps of the nodes, and with {name} nodes make none")
-    _require(
+    require(method.inner, f"control_variates correct the steps of the nodes, and with {name} nodes make none")
+    require(
         method.merge == "mean" and not method.alone and method.outer != "co2",
         f"control_variates need updates that are made of the mean of all deltas, which those of {name} are not; "
         "take diloco",
     )
     for term, needed, why in _NEEDED:
         value, shown = getattr(terms, term), "left out" if needed is None else needed
-        _require(value == needed, f"{term} is {value}; with control_variates it must be {shown}, for {why}")
-    _require(terms.outer_lr > 0.0, "outer_lr is 0, so updates say nothing of the deltas; control_variates need them to")
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ValueError(sentence)
+        require(value == needed, f"{term} is {value}; with control_variates it must be {shown}, for {why}")
+    require(terms.outer_lr > 0.0, "outer_lr is 0, so updates say nothing of the deltas; control_variates need them to")

@@ -27,7 +27,7 @@ def live_inventory(
     here = [node for node in seen["nodes"] if node["name"] not in away(status)]
     if not here:
         raise CommandError("no node is connected to this coordinator now: there is nobody to plan for")
-    tables: dict[str, Any] = tables_of(file) if file is not None else {"model": {"layers": 1}}
+    tables: dict[str, Any] = tables_of(file) if file is not None else {}
     where = str(file) if file is not None else "the coordinator's inventory"
     tables.setdefault("model", {"layers": 1})
     check_beside_nodes(tables, where)

@@ -95,7 +95,7 @@ def runnable(plan: Plan, epoch: int, *, keeps: bool) -> Layout:
             f"mode {plan.mode.value}, one stage: every node holds the whole model, so that there is no pipeline and no "
             "layout; run it as it is, or ask for --stages 2"
         )
-    visited = {hop.node for path in layout.paths for hop in path.hops}
+    visited = layout.visited
     stages = tuple(
         replace(stage, replicas=tuple(node for node in stage.replicas if keeps or node in visited))
         for stage in layout.stages
@@ -176,12 +176,12 @@ class Outcome:
             found.append(
                 f" a step  {seconds_text(self.step_s)}; nothing is predicted of the paths that it had: {self.why}"
             )
-        visited = {hop.node for path in layout.paths for hop in path.hops}
+        served = layout.visited | self.away
         for stage in layout.stages:
             found += [
                 f" {node} gets no microbatch, and the windows of its stage may wait for it: stop it"
                 for node in stage.replicas
-                if node not in visited | self.away
+                if node not in served
             ]
         return found
 

@@ -278,9 +278,11 @@ class Adoption:
         windows = tuple(terms for terms in after if terms is not None)
         revisions = revisions_since(ledger, held)
         owners = {(node, c.hello.incarnation): c.held for node, c in found.claims.items() if c.held is not None}
-        most = MOST
-        unused = {o: [s for s in one.unused if 0 <= s.start < most > s.count > 0] for o, one in owners.items()}
-        granted_to = min(most, max((one.granted_to for one in held), default=0))
+        unused = {
+            owner: [lease for lease in one.unused if 0 <= lease.start < MOST and 0 < lease.count < MOST]
+            for owner, one in owners.items()
+        }
+        granted_to = min(MOST, max((one.granted_to for one in held), default=0))
         frontier, returned, uncertain = ledger.leases.as_told(unused, granted_to)
         return rec.Adopted(
             epoch=max(ledger.epoch, ledger.epoch_seen) + 1,

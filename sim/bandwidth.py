@@ -19,6 +19,7 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from farloop.algo.require import require
 from farloop.algo.schedule import due_step
 
 MethodName = Literal["data-parallel", "diloco", "streaming"]
@@ -67,28 +68,26 @@ class Training:
     """Inner steps that training goes on while a payload is on its way (τ); data-parallel has 0."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.method in METHOD_NAMES, f"there is no method {self.method!r}; there are {', '.join(METHOD_NAMES)}"
-        )
+        require(self.method in METHOD_NAMES, f"there is no method {self.method!r}; there are {', '.join(METHOD_NAMES)}")
         for name in ("params", "step_s", "bits"):
             value = getattr(self, name)
-            _require(math.isfinite(value) and value > 0, f"{name} is {value:g}; it must be a number above 0")
+            require(math.isfinite(value) and value > 0, f"{name} is {value:g}; it must be a number above 0")
         for name in ("layers", "h", "layers_per_fragment"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; the least is 1")
-        _require(self.layers <= MOST_LAYERS, f"layers is {self.layers}; the most is {MOST_LAYERS}")
-        _require(
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; the least is 1")
+        require(self.layers <= MOST_LAYERS, f"layers is {self.layers}; the most is {MOST_LAYERS}")
+        require(
             0 <= self.overlap <= self.h,
             f"overlap is {_plural(self.overlap, 'inner step')}; with h = {self.h} it takes 0 to {self.h}",
         )
-        _require(
+        require(
             self.layers_per_fragment <= self.layers,
             f"layers_per_fragment is {self.layers_per_fragment}, but the model has {_plural(self.layers, 'layer')}",
         )
         if self.method == "data-parallel":
-            _require(self.h == 1, f"data-parallel syncs at every step: h is 1, not {self.h}")
-            _require(self.overlap == 0, f"data-parallel waits for its gradients: overlap is 0, not {self.overlap}")
+            require(self.h == 1, f"data-parallel syncs at every step: h is 1, not {self.h}")
+            require(self.overlap == 0, f"data-parallel waits for its gradients: overlap is 0, not {self.overlap}")
         if self.method == "streaming":
-            _require(
+            require(
                 self.fragments <= self.h,
                 f"h is {self.h}, too short for {self.fragments} fragments, each sent after a step of its own",
             )
@@ -198,11 +197,6 @@ def _stall(events: Sequence[_Event], period: float, transfers: Floats, layers: i
         link_free = link_free - elapsed
         on_the_way = [deque(arrival - elapsed for arrival in arrivals) for arrivals in on_the_way]
     return np.maximum(stalled, layers * transfers - period)
-
-
-def _require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
 
 
 def _plural(count: int, thing: str) -> str:

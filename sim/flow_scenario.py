@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from farloop.algo.methods import METHODS
+from farloop.algo.require import require
 
 MethodName = Literal["data-parallel", "elastic", "diloco", "streaming", "decoupled"]
 
@@ -23,15 +24,10 @@ _FASTEST: Final = 1e18
 """Bytes a second of a link that has no limit."""
 
 
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise ValueError(sentence)
-
-
 def _check_least(owner: object, least: float, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        _require(
+        require(
             value is None or (math.isfinite(value) and value >= least), f"{name} is {value}; the least is {least:g}"
         )
 
@@ -39,7 +35,7 @@ def _check_least(owner: object, least: float, *names: str) -> None:
 def _check_rates(owner: object) -> None:
     for name in ("up_gbit_s", "down_gbit_s"):
         rate = getattr(owner, name)
-        _require(rate is None or rate > 0, f"{name} is {rate}; it must be above 0 (leave it out for no limit)")
+        require(rate is None or rate > 0, f"{name} is {rate}; it must be above 0 (leave it out for no limit)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +81,12 @@ class Choice:
         rules = self.rules()
         if self.method in LOCK_STEP:
             for name in ("h", "fragments"):
-                _require(getattr(rules, name) == 1, f"{name} is {getattr(rules, name)}; {self.method} takes 1 alone")
-        _require(
+                require(getattr(rules, name) == 1, f"{name} is {getattr(rules, name)}; {self.method} takes 1 alone")
+        require(
             rules.fragments <= rules.h,
             f"fragments is {rules.fragments}, more than the inner steps of a round; at most h = {rules.h}",
         )
-        _require(rules.tau < rules.h, f"tau is {rules.tau}; with h = {rules.h} it is {rules.h - 1} at most")
+        require(rules.tau < rules.h, f"tau is {rules.tau}; with h = {rules.h} it is {rules.h - 1} at most")
 
     def rules(self) -> "Rules":
         """With the method's values (algo/methods.py) in what stayed open."""
@@ -184,9 +180,9 @@ class Group:
         _check_least(self, 1, "count", "machines", "slow_factor")
         _check_least(self, 0, "step_sigma", "spread", "crashes_per_hour", "repair_s", "joins_at_s", "drains_at_s")
         _check_least(self, 0, "rtt_s", "jitter_s", "outages_per_hour", "outage_s")
-        _require(self.step_s > 0, f"step_s is {self.step_s}; it must be above 0")
-        _require(0 <= self.slow_share <= 1, f"slow_share is {self.slow_share}; it lies between 0 and 1")
-        _require(0 <= self.loss < 1, f"loss is {self.loss}; it lies between 0 and below 1")
+        require(self.step_s > 0, f"step_s is {self.step_s}; it must be above 0")
+        require(0 <= self.slow_share <= 1, f"slow_share is {self.slow_share}; it lies between 0 and 1")
+        require(0 <= self.loss < 1, f"loss is {self.loss}; it lies between 0 and below 1")
         _check_rates(self)
 
     def bytes_per_s(self, gbit_s: float | None) -> float:
@@ -269,8 +265,8 @@ class Sweep:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _require(self.key in SWEPT, f"key is {self.key!r}; it must be one of {', '.join(sorted(SWEPT))}")
-        _require(len(self.values) > 0, "values is empty; name at least one")
+        require(self.key in SWEPT, f"key is {self.key!r}; it must be one of {', '.join(sorted(SWEPT))}")
+        require(len(self.values) > 0, "values is empty; name at least one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +279,7 @@ class Published:
     """Of the swept key."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.goodput <= 1, f"goodput is {self.goodput}; it lies between 0 and 1")
+        require(0 <= self.goodput <= 1, f"goodput is {self.goodput}; it lies between 0 and 1")
 
 
 _GROUP_KEYS = frozenset(f.name for f in dataclasses.fields(Group)) - {"name", "site"}
@@ -318,23 +314,23 @@ class FlowScenario:
     published: tuple[Published, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.steps is not None or self.hours is not None, "steps is missing: how long is it? Or give hours")
+        require(self.steps is not None or self.hours is not None, "steps is missing: how long is it? Or give hours")
         _check_least(self, 1, "steps", "repeats")
         _check_least(self, 0, "seed")
-        _require(self.hours is None or self.hours > 0, f"hours is {self.hours}; it must be above 0")
-        _require(len(self.nodes) > 0, "nodes: there are none")
+        require(self.hours is None or self.hours > 0, f"hours is {self.hours}; it must be above 0")
+        require(len(self.nodes) > 0, "nodes: there are none")
         groups, sites = [group.name for group in self.nodes], [site.name for site in self.sites]
         for what, names in (("nodes", groups), ("sites", sites), ("variants", [v.name for v in self.variants])):
             twice = next((name for name in names if names.count(name) > 1), None)
-            _require(twice is None, f"{what}: the name {twice!r} is there twice")
+            require(twice is None, f"{what}: the name {twice!r} is there twice")
         for group in self.nodes:
-            _require(group.site is None or group.site in sites, f"site {group.site!r} is not among the sites")
+            require(group.site is None or group.site in sites, f"site {group.site!r} is not among the sites")
         for struck in [*(outage.group for outage in self.outages), *(crash.group for crash in self.crashes)]:
-            _require(struck in groups, f"group {struck!r} is not among the nodes")
-        _require(any(group.joins_at_s == 0 for group in self.nodes), "joins_at_s: somebody must be there at the start")
+            require(struck in groups, f"group {struck!r} is not among the nodes")
+        require(any(group.joins_at_s == 0 for group in self.nodes), "joins_at_s: somebody must be there at the start")
         names = [variant.name for variant in self.variants]
         for published in self.published:
-            _require(published.variant in names, f"variant {published.variant!r} is not among the variants")
+            require(published.variant in names, f"variant {published.variant!r} is not among the variants")
         cases(self)  # refuses what only a swept value, or a gathering into clusters, makes impossible
 
 
@@ -400,7 +396,7 @@ def bytes_per_s(gbit_s: float | None) -> float:
 
 def _swept(key: str, value: float, choice: Choice, groups: tuple[Group, ...]) -> tuple[Choice, tuple[Group, ...]]:
     if key in _WHOLE:
-        _require(value == int(value), "it takes whole numbers")
+        require(value == int(value), "it takes whole numbers")
         value = int(value)
     changed = {key: value}
     if key in _GROUP_KEYS:
@@ -415,6 +411,6 @@ def _gathered(groups: tuple[Group, ...], clusters: int | None) -> tuple[Group, .
     gathered = []
     for group in groups:
         total = group.count * group.machines
-        _require(total % clusters == 0, f"clusters is {clusters}, which does not divide the {total} of {group.name!r}")
+        require(total % clusters == 0, f"clusters is {clusters}, which does not divide the {total} of {group.name!r}")
         gathered.append(dataclasses.replace(group, count=clusters, machines=total // clusters))
     return tuple(gathered)

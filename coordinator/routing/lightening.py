@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from farloop.coordinator.routing.hysteresis import worth_switching
-from farloop.coordinator.routing.rates import Pace, choose
+from farloop.coordinator.routing.rates import Pace, choose, round_s
 
 BITS = (8, 4, 2)
 """Of a parameter, that a node may send at."""
@@ -49,8 +49,8 @@ def lighter(
     names, menu = sorted(paces), _menu(bits)
     chosen = choose([paces[n] for n in names], h=h, parameters=parameters, bits=menu, min_h=least_h, overlap=overlap)
     rate = chosen[names.index(node)]
-    rounds = {name: _round_s(pace, h, parameters, menu[0], overlap) for name, pace in paces.items()}
-    own_s = _round_s(paces[node], rate.h, parameters, rate.bits, overlap)
+    rounds = {name: round_s(pace, h, parameters, menu[0], overlap=overlap) for name, pace in paces.items()}
+    own_s = round_s(paces[node], rate.h, parameters, rate.bits, overlap=overlap)
     now_s, then_s = max(rounds.values()), max({**rounds, node: own_s}.values())
     if not worth_switching(now_s, then_s):
         return None
@@ -64,8 +64,3 @@ def _menu(bits: float) -> Sequence[int]:
     """What it sends now, and less; the most first."""
     now = max(1, round(bits))
     return [now, *(fewer for fewer in BITS if fewer < now)]
-
-
-def _round_s(pace: Pace, h: int, parameters: float, bits: int, overlap: bool) -> float:
-    steps_s, transfer_s = h * pace.step_s, parameters * bits / 8.0 / pace.bytes_per_s
-    return max(steps_s, transfer_s) if overlap else steps_s + transfer_s

@@ -81,8 +81,13 @@ def _rate(
         steps = max(min_h, steps_within(pace, goal, parameters, own, overlap=overlap))
         if (comm <= goal and steps >= wanted) or comm <= HIDDEN * goal:
             break
-    spent = max(steps * pace.step_s, comm) if overlap else steps * pace.step_s + comm
-    return Rate(bits=own, h=steps, round_s=spent)
+    return Rate(bits=own, h=steps, round_s=round_s(pace, steps, parameters, own, overlap=overlap))
+
+
+def round_s(pace: Pace, h: int, parameters: float, bits: int, *, overlap: bool = False) -> float:
+    """Seconds of h steps and of a transfer, which `overlap` hides as far as there are steps."""
+    comm = _seconds(parameters, bits, pace)
+    return max(h * pace.step_s, comm) if overlap else h * pace.step_s + comm
 
 
 def _seconds(parameters: float, bits: int, pace: Pace) -> float:
