@@ -10,6 +10,8 @@ Seconds of recovery are measured from outside, on the status page, every tenth o
     kill_coordinator   from SIGKILL to the next commit, beyond the journal that it left
     stop_coordinator   from SIGCONT to the next commit
     fill_disk          from the first free byte to the next commit
+    truncate_file      from the coordinator's next start (it is killed for a copy of its state) to the next commit
+    others             from the end of the fault to the next commit
 
 Other faults may be under way meanwhile, and their time is in it; so is the start of a Python process, and the time
 until a supervisor starts one (0.5 to 6 s, as drawn). What is hit again before it recovered is not counted.
@@ -19,6 +21,7 @@ until a supervisor starts one (0.5 to 6 s, as drawn). What is hit again before i
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +51,7 @@ NODE_BACK: Final = "node_back"
 MOST_NODES: Final = 26
 
 
-def run_chaos(*, minutes: float, seed: int, nodes: int, out: Path | None, as_json: bool) -> None:
+def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path | None, as_json: bool) -> None:
     """Storm, tell, and say by the exit code whether anything was lost; the options are those of the command.
 
     Raises:
@@ -58,16 +61,17 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, out: Path | None, as_jso
         raise CommandError(f"--minutes is more than 0, not {minutes:g}")
     if not 2 <= nodes <= MOST_NODES:
         raise CommandError(f"--nodes is from 2 to {MOST_NODES}, not {nodes}: one node at least is left alone")
+    kinds = _kinds(wanted)
     folder = (out or Path("out") / f"chaos-{datetime.now(UTC):%Y%m%d-%H%M%S}").resolve()
     _prepare(folder)
     console = progress_console(json=as_json)
     say = partial(console.print, markup=False, soft_wrap=True)
-    skipped = _skipped(folder)
+    skipped = {kind: why for kind, why in _skipped(folder).items() if kind in kinds}
     for kind, why in skipped.items():
         say(f"{kind} is left out: {why}")
     names = [chr(ord("a") + i) for i in range(nodes)]
     seconds = 60.0 * minutes
-    faults = plan(seed, seconds=seconds, nodes=names, kinds=[kind for kind in KINDS if kind not in skipped])
+    faults = plan(seed, seconds=seconds, nodes=names, kinds=[kind for kind in kinds if kind not in skipped])
     say(f"{len(faults)} faults in {duration_text(seconds)}, seed {seed}; logs and numbers: {folder}")
     # Here, once, and from disk from then on: or all processes would compile the same kernels side by side.
     warm_for(plan_run(RunConfig(**RUN, nodes=nodes), DataConfig(**DATA)).spec.terms)  # type: ignore[arg-type]
@@ -97,6 +101,16 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, out: Path | None, as_jso
         console.print(result_table(outcome, folder))
     if not outcome.good:
         raise CommandError(_verdict(outcome, folder), ExitCode.UNEXPECTED)
+
+
+def _kinds(wanted: str) -> list[Kind]:
+    """Of a list with commas; all where it is empty. Raises CommandError."""
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    for name in names:
+        if name not in KINDS:
+            nearest = get_close_matches(name, KINDS, n=1, cutoff=0.0)[0]
+            raise CommandError(f"--faults: there is no fault {name!r}; did you mean {nearest}? All: {', '.join(KINDS)}")
+    return [kind for kind in KINDS if kind in names or not names]
 
 
 def _prepare(folder: Path) -> None:
@@ -184,8 +198,10 @@ def result_table(outcome: Outcome, folder: Path) -> Table:
     told = figures(outcome)
     table = Table.grid(padding=(0, 2))
     table.add_row("windows committed", f"{outcome.committed:,}")
+    table.add_row("faults", str(outcome.faults.total()))
     table.add_row("lost", str(outcome.lost))
     table.add_row("forks", str(outcome.forks))
+    table.add_row("other findings", str(len(outcome.problems)))
     table.add_row("digests equal", "yes" if outcome.digests_equal else "NO")
     table.add_row("recovery", f"{_s(told['recovery_s_mean'])} mean, {_s(told['recovery_s_max'])} max")
     if COORDINATOR in outcome.memory:

@@ -222,21 +222,27 @@ def chaos(
     minutes: Annotated[float, typer.Option(help="How long things go wrong.")] = 5.0,
     seed: Annotated[int, typer.Option(help="Of what goes wrong, and when.")] = 0,
     nodes: Annotated[int, typer.Option(help="Nodes to start, each a process of its own.")] = 4,
+    faults: Annotated[
+        str, typer.Option(help="Kinds of faults, with commas between them.", show_default="all of them")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="An empty folder.", show_default="out/chaos-TIME")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Break a run of real processes right here, again and again, and see whether anything is lost.
 
-    Nodes and the coordinator are killed and stopped, links cut and slowed. Where
-    OUT/state is a small file system of its own, it is filled as well. Ends with 1
-    where a committed version is lost, or two processes disagree.
+    Nodes and the coordinator are killed and stopped, links cut and slowed. Joiners
+    come behind a very thin link, peers say nothing or lie, connections flood the
+    port, a second coordinator starts on the folder, and files of a copy of it are
+    truncated. Where OUT/state is a small file system of its own, it is filled as
+    well. Ends with 1 where a committed version is lost or forked, a process ends
+    that nobody killed, or anything else is found.
 
     Example: farloop chaos --minutes 10 --seed 1
     """
     with ended_in_one_line():
         from farloop.cli.chaos import run_chaos
 
-        run_chaos(minutes=minutes, seed=seed, nodes=nodes, out=out, as_json=as_json)
+        run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
 
 
 @app.command("set", rich_help_panel="Train")

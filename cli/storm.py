@@ -5,10 +5,8 @@ killed and stopped by signals, the disk is filled by a file, and who was killed 
 """
 
 import heapq
-import json
 import signal
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -18,14 +16,17 @@ from itertools import count
 from pathlib import Path
 
 from farloop.cli import storm_files as files
+from farloop.cli.change import change_terms
 from farloop.cli.children import Child, Children, free_port
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.relay import Link, Relay, RelayThread
+from farloop.cli.storm_damage import page
 from farloop.cli.storm_disk import Ballast
+from farloop.cli.storm_guests import GUESTS, Guests, few_descriptors
+from farloop.cli.storm_journal import Journal, Tail, Unreadable, read_journal
 from farloop.cli.storm_plan import COORDINATOR, OF_NODES, Fault, Kind
-from farloop.cli.storm_watch import Book, History, Journal, Memory, Recoveries
-from farloop.coordinator.segment import read_segments
-from farloop.monitoring.status import NodeStatus, Status
+from farloop.cli.storm_watch import Book, History, Memory, Recoveries, final_status, in_words, trains
+from farloop.monitoring.status import Status
 
 STEP_S = 0.25
 """What an inner step takes at least, so that a run lasts as long as its storm."""
@@ -37,10 +38,10 @@ GATHER_STEP_S, GATHER_STEPS = 0.5, 240
 """The run's steps in which everybody comes back after the last fault: as many as fit into `GATHER_S`."""
 
 TICK_S = 0.1
-PAGE_TIMEOUT_S = 0.5
-"""A coordinator that stands still does not answer; the storm goes on."""
 
 MEMORY_EVERY_S = 2.0
+"""Between two samples of memory, and two looks at what the coordinator has appended to its journal."""
+
 LINE_EVERY_S = 10.0
 POSTPONE_S = 1.0
 """At a time, of what shall happen to a coordinator that is starting."""
@@ -52,8 +53,14 @@ START_S, GATHER_S, END_S = 120.0, 120.0, 300.0
 """How long the run may take to begin, to have all nodes back after the last fault, and, beside what the storm itself
 took, to end."""
 
-MAX_SURPRISES = 20
-"""Processes that ended by themselves, before the storm is given up."""
+TRIALS_S = 400.0
+"""... and for the trials of damage that are under way then."""
+
+LAST_STEPS = 240
+"""Of the run, at most, once nothing goes wrong any more."""
+
+MAX_SURPRISES = 40
+"""Findings, before the storm is given up."""
 
 GOOD_LINK = Link.parse("1gbit/1ms")
 BAD_LINKS = tuple(map(Link.parse, ("1mbit/200ms", "3mbit/100ms", "10mbit/300ms")))
@@ -103,6 +110,8 @@ class Storm:
     _ballast: Ballast = field(init=False)
     _books: dict[str, Book] = field(init=False)
     _relays: dict[str, Relay] = field(init=False)
+    _guests: Guests = field(init=False)
+    _tail: Tail = field(init=False)
     _links: RelayThread = field(init=False)
     _agenda: list[tuple[float, int, Callable[[], None]]] = field(init=False, default_factory=list)
     _order: "count[int]" = field(init=False, default_factory=count)
@@ -133,8 +142,15 @@ class Storm:
         self._relays = {
             name: Relay(target_host="127.0.0.1", target_port=self._bind, link=GOOD_LINK) for name in self.nodes
         }
-        self._links = RelayThread(*self._relays.values())
+        self._tail = Tail(self.state_dir)
         with ExitStack() as stack:
+            (self.out / "guests").mkdir()
+            others = stack.enter_context(Children(self.out / "guests", stop_s=5.0))
+            self._guests = Guests(
+                self.out / "guests", self._bind, lambda: self._settings, others, self._found, self.seed
+            )
+            self._links = RelayThread(*self._relays.values(), self._guests.relay)
+            stack.enter_context(few_descriptors())
             stack.callback(self._memory.close)
             stack.callback(self._ballast.remove)
             stack.enter_context(self._links)
@@ -170,18 +186,32 @@ class Storm:
     def _gather(self) -> bool:
         """Everybody is back once nothing goes wrong any more."""
         files.set_pace(self.out, GATHER_STEP_S)
+        self._until("the last trials of damage end", lambda: not self._guests.busy, TRIALS_S, fatal=False)
         return self._until("all nodes train again", self._all_train, GATHER_S, fatal=False)
 
     def _end(self) -> None:
         self._ending = True
         files.set_pace(self.out, 0.0)
         self.say("nothing goes wrong any more: the run goes to its end")
+        self._shorten()
         over = self._until(
             "the run ends", lambda: not any(c.running for c in self._children), END_S + self.seconds, fatal=False
         )
         for child in self._children if over else ():
             if child.process.returncode:
                 self._problems.append(f"{child.name} ended with {child.process.returncode}: {child.last_words()}")
+
+    def _shorten(self) -> None:
+        """Where faults took so much time that many steps are left, the run gets fewer: nothing more can go wrong."""
+        assert self._status is not None
+        near = int(self._status["position"]) + LAST_STEPS
+        if near >= self._status["run"]["steps"]:
+            return
+        try:
+            change_terms([f"steps={near}"], self.state_dir, dry_run=False)
+            self.say(f"the run is shortened to {near} steps")
+        except CommandError as error:
+            self._found(f"the run cannot be shortened to {near} steps: {error}")
 
     def _until(self, what: str, condition: Callable[[], bool], timeout_s: float, *, fatal: bool = True) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -202,6 +232,7 @@ class Storm:
         while self._agenda and self._agenda[0][0] <= self._now:
             heapq.heappop(self._agenda)[2]()
         self._supervise()
+        self._guests.turn()
         self._look()
         time.sleep(TICK_S)
 
@@ -209,8 +240,9 @@ class Storm:
         if self._now >= self._due_memory:
             self._due_memory = self._now + MEMORY_EVERY_S
             self._memory.sample(self._now, [(c.name, c.process.pid) for c in self._children if c.running])
+            self._history.appended(self._tail.read())
         self._read_books()
-        if (status := _page(self._http)) is not None:
+        if (status := page(self._http)) is not None:
             self._status, self._coordinator_starts = status, False
             self._history.saw_status(status)
             self._recoveries.saw_status(status, self._now)
@@ -234,6 +266,10 @@ class Storm:
             return
         self._happened[kind] += 1
         self._tell(f"{kind} {target}, for {fault.lasts_s:.1f} s")
+        if kind in GUESTS:
+            self._tell(f"{kind}: {self._guests.begin(kind, lambda: self._children[COORDINATOR])}")
+            self._at(self._now + fault.lasts_s, partial(self._finish, fault))
+            return
         self._recoveries.forget(target)
         was_expected = self._is_expected(target)
         match kind:
@@ -242,6 +278,9 @@ class Storm:
             case "kill_coordinator":
                 self._kill(target)
                 self._recoveries.await_commit(kind, target, since, self._compare_journal().newest)
+            case "truncate_file":
+                self._kill(target)
+                self._tell(f"{kind}: {self._guests.damage(self._compare_journal())}")
             case "stop_node" | "stop_coordinator":
                 self._signal(target, signal.SIGSTOP)
             case "cut_link":
@@ -258,7 +297,7 @@ class Storm:
         kind, target = fault.kind, fault.target
         due: Callable[[list[str]], bool] = (lambda merged: target in merged) if kind in OF_NODES else lambda _: True
         match kind:
-            case "kill_node" | "kill_coordinator":
+            case "kill_node" | "kill_coordinator" | "truncate_file":
                 self._start_again(target)
             case "stop_node" | "stop_coordinator":
                 self._signal(target, signal.SIGCONT)
@@ -268,6 +307,9 @@ class Storm:
                 self._links.change(self._relays[target], GOOD_LINK)
             case "fill_disk":
                 self._ballast.remove()
+            case _:
+                self._guests.end(kind)
+                self._start_again(target)
         if kind != "kill_coordinator":
             what = "node_back" if kind == "kill_node" else kind
             self._recoveries.await_commit(what, target, self._now, self._versions, due)
@@ -280,7 +322,11 @@ class Storm:
     def _compare_journal(self) -> Journal:
         """While the coordinator is dead: all that was told must be in what it leaves."""
         self._read_books()
-        journal = Journal.of(read_segments(self.state_dir))
+        try:
+            journal = read_journal(self.state_dir)
+        except Unreadable as error:
+            self._found(f"the journal cannot be read: {error}")
+            return Journal({}, ())
         self._history.saw_journal(journal)
         return journal
 
@@ -289,9 +335,7 @@ class Storm:
     def _start(self, name: str) -> Child:
         if name == COORDINATOR:
             self._coordinator_starts = True
-            steps = self._storm_steps + GATHER_STEPS
-            of_run = {"nodes": len(self.nodes), "steps": steps, "seed": self.seed}
-            file = files.coordinator_toml(self.out, of_run, bind=self._bind, http=self._http)
+            file = files.coordinator_toml(self.out, self._settings, bind=self._bind, http=self._http)
             return self._children.start(name, ["coordinator", str(file)], threads=1)
         file = files.node_toml(self.out, name, self._relays[name].port)
         arguments = [str(file), str(self.out / files.PACE), str(self._books[name].path)]
@@ -313,9 +357,15 @@ class Storm:
             code = child.process.returncode
             self._down.add(child.name)
             full = child.name == COORDINATOR and code == ExitCode.STORAGE and self._ballast.lies
+            # One of two coordinators on a folder without a lock has to stop: the end of the fault starts it again.
+            fenced = (
+                child.name == COORDINATOR and code in (ExitCode.REFUSED, ExitCode.STORAGE) and self._guests.unlocked
+            )
+            if fenced:
+                self._tell(f"{child.name} has noticed the second start: {child.last_words()}")
+                continue
             if not full:  # where there is no room to begin, code 6 says to try again
-                self._problems.append(f"{child.name} ended by itself with {code}: {child.last_words()}")
-                self._tell(self._problems[-1])
+                self._found(f"{child.name} ended by itself with {code}: {child.last_words()}")
             if len(self._problems) > MAX_SURPRISES:
                 raise CommandError(f"given up: {self._problems[0]} (logs: {self.out})", ExitCode.UNEXPECTED)
             if not self._ending:
@@ -326,6 +376,15 @@ class Storm:
         if name in self._down:
             self._down.discard(name)
             self._start(name)
+
+    def _found(self, problem: str) -> None:
+        self._problems.append(problem)
+        self._tell(f"FOUND {problem}")
+
+    @property
+    def _settings(self) -> dict[str, object]:
+        """Of the run."""
+        return {"nodes": len(self.nodes), "steps": self._storm_steps + GATHER_STEPS, "seed": self.seed}
 
     @property
     def _storm_steps(self) -> int:
@@ -345,19 +404,12 @@ class Storm:
     def _all_train(self) -> bool:
         if self._status is None or self._down or not all(child.running for child in self._children):
             return False
-        live = {node["name"] for node in self._status["nodes"] if _trains(node)}
+        live = {node["name"] for node in self._status["nodes"] if trains(node)}
         windows = self._status["windows"]
         return live >= set(self.nodes) and all(set(window["expected"]) >= live for window in windows)
 
     def _state_of_things(self) -> str:
-        if self._status is None:
-            return "the coordinator has not answered yet"
-        run, nodes = self._status["run"], self._status["nodes"]
-        here = [node["name"] for node in nodes if node["connected"]]
-        return (
-            f"{run['state']}, start {run['epoch']}, position {self._status['position']:.0f}/{run['steps']}, "
-            f"{self._status['commits']} commits, connected {','.join(here) or 'nobody'}"
-        )
+        return in_words(self._status)
 
     def _tell(self, what: str) -> None:
         self.say(f"{int(self._now) // 60:3d}:{int(self._now) % 60:02d}  {what}")
@@ -369,13 +421,14 @@ class Storm:
 
     def _outcome(self) -> Outcome:
         self._compare_journal()
-        final = self._final_status()
+        self._history.over()
+        final = final_status(self.state_dir)
         return Outcome(
             seconds=self.seconds,
             faults=self._happened,
             committed=self._history.committed,
             lost=len(self._history.lost),
-            forks=len(self._history.forks),
+            forks=len(self._history.forks) + len(self._history.twice),
             digests_equal=final is not None and self._all_equal(final),
             recovery_s=self._recoveries.seconds,
             memory=self._memory.series,
@@ -388,21 +441,3 @@ class Storm:
         last = dict(enumerate(zip(final["versions"], final["digests"], strict=True)))
         told = {node["name"]: node.get("digests") for node in final["nodes"]}
         return all(told.get(name) == final["digests"] and self._books[name].anchors == last for name in self.nodes)
-
-    def _final_status(self) -> Status | None:
-        with suppress(OSError, ValueError):
-            status: Status = json.loads((self.state_dir / "status.json").read_text())
-            return status if status["run"]["state"] == "finished" else None
-        return None
-
-
-def _trains(node: NodeStatus) -> bool:
-    return node["connected"] and node["state"] in ("training", "waiting")
-
-
-def _page(http: int) -> Status | None:
-    url = f"http://127.0.0.1:{http}/status"
-    with suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=PAGE_TIMEOUT_S) as answer:
-        status: Status = json.load(answer)
-        return status or None  # nothing is on the page before the first look at the run
-    return None

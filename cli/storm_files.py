@@ -26,14 +26,16 @@ RUN: dict[str, object] = {
 DATA: dict[str, object] = {"max_bytes": 500_000}
 
 
-def coordinator_toml(out: Path, run: Mapping[str, object], *, bind: int, http: int) -> Path:
-    """Of a run with these settings over the usual ones, on these ports of this machine."""
+def coordinator_toml(
+    out: Path, run: Mapping[str, object], *, bind: int, http: int, state: Path | None = None, name: str = "run"
+) -> Path:
+    """Of a run with these settings over the usual ones, on these ports of this machine; `state` is OUT/state."""
     coordinator = {
         "bind": f"tcp://127.0.0.1:{bind}",
         "http": f"127.0.0.1:{http}",
-        "state_dir": str(out / "state"),
+        "state_dir": str(state or out / "state"),
     }
-    return _write(out / "run.toml", {"run": {**RUN, **run}, "data": DATA, "coordinator": coordinator})
+    return _write(out / f"{name}.toml", {"run": {**RUN, **run}, "data": DATA, "coordinator": coordinator})
 
 
 def node_toml(out: Path, name: str, port: int) -> Path:

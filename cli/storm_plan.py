@@ -5,14 +5,40 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-Kind = Literal["kill_node", "kill_coordinator", "stop_node", "stop_coordinator", "cut_link", "slow_link", "fill_disk"]
+Kind = Literal[
+    "kill_node",
+    "kill_coordinator",
+    "stop_node",
+    "stop_coordinator",
+    "cut_link",
+    "slow_link",
+    "fill_disk",
+    "slow_joiner",
+    "silent_peer",
+    "lying_peer",
+    "descriptor_flood",
+    "second_start",
+    "truncate_file",
+]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 COORDINATOR: Final = "coordinator"
 DISK: Final = "disk"
+JOINER: Final = "joiner"
+STRANGER: Final = "stranger"
+FLOOD: Final = "flood"
 
 OF_NODES: Final[frozenset[Kind]] = frozenset({"kill_node", "stop_node", "cut_link", "slow_link"})
 """Kinds whose target is a node, or its link."""
+
+_OTHERS: Final[dict[Kind, str]] = {
+    "fill_disk": DISK,
+    "slow_joiner": JOINER,
+    "silent_peer": STRANGER,
+    "lying_peer": STRANGER,
+    "descriptor_flood": FLOOD,
+}
+"""Targets of the kinds that hit neither a node nor the coordinator's process."""
 
 EVERY_S: Final = (3.0, 7.0)
 """Between two faults."""
@@ -28,6 +54,12 @@ _TIMES: Final[dict[Kind, int]] = {
     "cut_link": 2,
     "slow_link": 1,
     "fill_disk": 1,
+    "slow_joiner": 1,
+    "silent_peer": 2,
+    "lying_peer": 2,
+    "descriptor_flood": 1,
+    "second_start": 1,
+    "truncate_file": 1,
 }
 """How often each kind comes in a deck. It is dealt to its end before the next is shuffled, so that all come soon."""
 
@@ -39,6 +71,12 @@ _LASTS_S: Final[dict[Kind, tuple[float, float]]] = {
     "cut_link": (1.0, 14.0),
     "slow_link": (5.0, 15.0),
     "fill_disk": (3.0, 10.0),
+    "slow_joiner": (15.0, 30.0),
+    "silent_peer": (8.0, 20.0),
+    "lying_peer": (8.0, 20.0),
+    "descriptor_flood": (8.0, 20.0),
+    "second_start": (10.0, 16.0),
+    "truncate_file": (0.5, 4.0),
 }
 """From a fault to its end: a killed process is started again then."""
 
@@ -63,7 +101,7 @@ def plan(seed: int, *, seconds: float, nodes: Sequence[str], kinds: Collection[K
     No target has two at a time, and one node at least is left alone at any time: there are always survivors.
     """
     dice = random.Random(f"farloop storm {seed}")
-    free_at = dict.fromkeys([*nodes, COORDINATOR, DISK], 0.0)
+    free_at = dict.fromkeys([*nodes, COORDINATOR, *_OTHERS.values()], 0.0)
     faults: list[Fault] = []
     deck: list[Kind] = []
     at = 0.0
@@ -89,5 +127,5 @@ def _targets(kind: Kind, nodes: Sequence[str], free_at: dict[str, float], at: fl
     if kind in OF_NODES:
         free = [name for name in nodes if free_at[name] <= at]
         return free if len(free) > 1 else []
-    name = DISK if kind == "fill_disk" else COORDINATOR
+    name = _OTHERS.get(kind, COORDINATOR)
     return [name] if free_at[name] <= at else []

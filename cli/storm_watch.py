@@ -2,55 +2,24 @@
 
 **Told** is every (fragment, version, digest) that anybody outside the coordinator could have learned: its status page,
 the anchors that nodes hold and write down, and the journal as it lies on the disk each time the coordinator is dead.
-**Lost** is one that was told and is not in a later journal that reaches back so far (segments are deleted once nobody
-needs them: what went with one was compared before), or that a status page showed and a later one is behind of.
+**Lost** is one that was told and that the journal never held, or that is not in a later journal that reaches back so
+far, or that a status page showed and a later one is behind of. The journal is read by a parser of the storm's own
+(`storm_journal.py`), while the coordinator appends to it and whole each time it is dead: segments that nobody needs are
+deleted, and what was in them is compared before.
 **A fork** is a version of a fragment with two digests, whoever told them. Both must not be, ever (protocol E, O, P, S).
 """
 
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from farloop.coordinator import records as rec
-from farloop.coordinator.segment import Scan
-from farloop.monitoring.status import Status
-
-Version = tuple[int, int]
-"""A fragment, and one of its versions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Journal:
-    """What a whole journal says of the run's history."""
-
-    digests: Mapping[Version, str]
-    """Of the anchors."""
-    newest: tuple[int, ...]
-    """Version of each fragment."""
-
-    @classmethod
-    def of(cls, scans: Sequence[Scan]) -> "Journal":
-        """Read out of segments, in order."""
-        digests: dict[Version, str] = {}
-        for record in (entry.record for scan in scans for entry in scan.entries):
-            match record:
-                case rec.RunStarted(spec=spec):
-                    digests |= {(f, 0): _text(digest) for f, digest in enumerate(spec.identity.anchor_digests)}
-                case rec.WindowCommitted(fragment=fragment, version=version, anchor_digest=digest):
-                    digests[fragment, version] = _text(digest)
-                case rec.LedgerSaved(commits=commits):
-                    digests |= {(c.fragment, c.version): _text(c.anchor_digest) for c in commits}
-                case _:
-                    pass
-        highest: dict[int, int] = {}
-        for fragment, version in digests:
-            highest[fragment] = max(version, highest.get(fragment, 0))
-        return cls(digests, tuple(highest[f] for f in sorted(highest)))
+from farloop.cli.storm_journal import Journal, Version
+from farloop.monitoring.status import NodeStatus, Status
 
 
 class History:
@@ -59,6 +28,10 @@ class History:
     def __init__(self) -> None:
         self.digests: dict[Version, set[str]] = {}
         self.lost: set[Version] = set()
+        self.twice: set[Version] = set()
+        """Versions that the journal commits more than once."""
+        self._journaled: set[Version] = set()
+        """All that the journal ever held."""
         self.committed = 0
         """Windows that became a version, by the last journal."""
         self._shown: list[int] = []
@@ -90,7 +63,21 @@ class History:
         }
         for (fragment, version), digest in journal.digests.items():
             self.told(fragment, version, digest)
+        self._journaled |= journal.digests.keys()
+        self.twice |= set(journal.twice)
+        for fragment, version in journal.unequal:
+            self.told(fragment, version, "another digest in the same journal")
         self.committed = sum(journal.newest)
+
+    def appended(self, anchors: Iterable[tuple[int, int, str]]) -> None:
+        """New records of the journal of a coordinator that lives."""
+        for fragment, version, digest in anchors:
+            self.told(fragment, version, digest)
+            self._journaled.add((fragment, version))
+
+    def over(self) -> None:
+        """The last journal was seen: nothing was told that the journal never held."""
+        self.lost |= self.digests.keys() - self._journaled
 
 
 class Book:
@@ -204,5 +191,29 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def _text(digest: int) -> str:
-    return f"{digest:016x}"
+# --- the status page
+
+
+def trains(node: NodeStatus) -> bool:
+    """Whether a node takes part now."""
+    return node["connected"] and node["state"] in ("training", "waiting")
+
+
+def final_status(state: Path) -> Status | None:
+    """What a coordinator wrote of a run that is finished; None of one that is not."""
+    with suppress(OSError, ValueError):
+        status: Status = json.loads((state / "status.json").read_text())
+        return status if status["run"]["state"] == "finished" else None
+    return None
+
+
+def in_words(status: Status | None) -> str:
+    """Where a run stands, in one line."""
+    if status is None:
+        return "the coordinator has not answered yet"
+    run = status["run"]
+    here = [node["name"] for node in status["nodes"] if node["connected"]]
+    return (
+        f"{run['state']}, start {run['epoch']}, position {status['position']:.0f}/{run['steps']}, "
+        f"{status['commits']} commits, connected {','.join(here) or 'nobody'}"
+    )

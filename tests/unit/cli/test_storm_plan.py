@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.cli.storm_plan import COORDINATOR, DISK, EVERY_S, KINDS, OF_NODES, SETTLE_S, Fault, plan
+from farloop.cli.storm_plan import (
+    COORDINATOR,
+    DISK,
+    EVERY_S,
+    FLOOD,
+    JOINER,
+    KINDS,
+    OF_NODES,
+    SETTLE_S,
+    STRANGER,
+    Fault,
+    plan,
+)
 
 NODES = ("a", "b", "c", "d")
 
@@ -45,7 +57,7 @@ def test_nobody_is_hit_twice_at_a_time_and_one_node_is_always_left_alone(
         assert len(targets) == len(set(targets))
         assert set(nodes) - set(targets)
         assert (fault.target in nodes) == (fault.kind in OF_NODES)
-        assert fault.target in (*nodes, COORDINATOR, DISK)
+        assert fault.target in (*nodes, COORDINATOR, DISK, JOINER, STRANGER, FLOOD)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,17 +1,14 @@
 """What a storm would notice: versions that were told and are gone, versions of two minds, and when a run goes on."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farloop.cli.storm_watch import Book, History, Journal, Memory, Recoveries, resident_bytes
-from farloop.coordinator.segment import read_segments
+from farloop.cli.storm_journal import Journal
+from farloop.cli.storm_watch import Book, History, Memory, Recoveries, resident_bytes
 from farloop.monitoring.status import Status
-
-GOLDEN = Path(__file__).parents[1] / "coordinator" / "golden"
 
 
 def status(versions: list[int], *, digests: list[str] | None = None, merged: str = "ab") -> Status:
@@ -79,12 +76,23 @@ def test_two_digests_of_one_version_are_a_fork_whoever_told_them() -> None:
     assert history.forks == [(1, 1)]
 
 
-def test_a_state_folder_on_the_disk_is_read_as_it_lies_there() -> None:
-    found = Journal.of(read_segments(GOLDEN / "state-v1"))
-    kept = json.loads((GOLDEN / "state-v1.json").read_text())
-    assert len(found.newest) == 2
-    assert all((fragment, newest) in found.digests for fragment, newest in enumerate(found.newest))
-    assert str(found.newest[0]) in json.dumps(kept)
+def test_a_version_that_was_told_and_that_no_journal_ever_held_is_lost() -> None:
+    history = History()
+    history.saw_journal(journal(9, 9, first=5))
+    history.appended([(0, 3, f"{0:08x}{3:08x}")])
+    history.told(0, 3, f"{0:08x}{3:08x}")
+    history.told(1, 2, f"{1:08x}{2:08x}")
+    assert not history.lost
+    history.over()
+    assert history.lost == {(1, 2)}
+
+
+def test_a_version_that_is_committed_twice_is_seen() -> None:
+    history = History()
+    history.saw_journal(Journal({(0, 1): "aa"}, (1,), twice=((0, 1),)))
+    assert (history.twice, history.forks) == ({(0, 1)}, [])
+    history.saw_journal(Journal({(0, 1): "aa"}, (1,), twice=((0, 1),), unequal=((0, 1),)))
+    assert history.forks == [(0, 1)]
 
 
 # --- what nodes write down

@@ -1,0 +1,200 @@
+"""Damage to a copy of a storm's state folder, and a second start on the folder itself: what must come of each.
+
+A trial is a generator that the storm advances at each of its turns; it never blocks. What it finds wrong it says in
+sentences. Trials of damage work on a copy, so that the run itself goes on.
+"""
+
+import json
+import random
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from farloop.cli.children import Child, Children, free_port
+from farloop.cli.exit_codes import ExitCode
+from farloop.cli.storm_journal import Journal, Unreadable, read_journal
+from farloop.monitoring.status import Status
+
+ANSWER_S: Final = 90.0
+"""How long a start may take to answer or to refuse, on a machine with much else to do."""
+
+PAGE_TIMEOUT_S: Final = 0.5
+"""A coordinator that stands still does not answer; the storm goes on."""
+
+MOST_BYTES: Final = 1 << 30
+"""A state folder that is larger is not copied."""
+
+SEEN_S: Final = 5.0
+"""For how long two coordinators may both live on one folder until one notices."""
+
+_VITAL: Final = ("journal-", "epoch", "snapshots")
+"""A start may refuse where one of these is damaged; any other file it must do without."""
+
+Say = Callable[[str], None]
+
+
+def page(http: int) -> Status | None:
+    """The status page at a port of this machine, if it answers."""
+    url = f"http://127.0.0.1:{http}/status"
+    with suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=PAGE_TIMEOUT_S) as answer:
+        status: Status = json.load(answer)
+        return status or None  # nothing is on the page before the first look at the run
+    return None
+
+
+def copy_truncated(state: Path, copy: Path, dice: random.Random) -> str:
+    """A copy of the folder with one file cut short; the file's name in it and where it was cut, as one text."""
+    shutil.copytree(state, copy, ignore=shutil.ignore_patterns("ballast", "lock", "*.sock", "lost+found"))
+    files = sorted(path for path in copy.rglob("*") if path.is_file() and path.stat().st_size > 0)
+    path = dice.choice(files)
+    data = path.read_bytes()
+    used = len(data.rstrip(b"\0")) or len(data)  # zeros at the end are room set aside
+    at = dice.choice((0, dice.randrange(used), dice.randrange(used), used - 1))
+    with path.open("r+b") as file:
+        file.truncate(at)
+    return f"{path.relative_to(copy)} cut at byte {at} of {used}"
+
+
+def small_enough(state: Path) -> bool:
+    """Whether the folder may be copied."""
+    return sum(path.stat().st_size for path in state.rglob("*") if path.is_file()) <= MOST_BYTES
+
+
+def examine(
+    children: Children, name: str, copy: Path, cut: str, whole: Journal, toml: Callable[[Path, int], Path], wrong: Say
+) -> Iterator[None]:
+    """Judge what `journal verify`, a start and, where that refuses, `journal salvage` make of a damaged copy.
+
+    Args:
+        whole: what the journal said before the damage.
+        toml: writes the settings of a coordinator over a folder, with its status page at a port.
+    """
+    try:
+        left: Journal | None = read_journal(copy)
+    except Unreadable:
+        left = None
+    verify = children.start(f"{name}-verify", ["journal", "verify", "--state", str(copy)], threads=1)
+    yield from _ends(verify, wrong)
+    http = free_port()
+    start = children.start(f"{name}-start", ["coordinator", str(toml(copy, http))], threads=1)
+    status = yield from _answers(start, http, wrong)
+    if status is None:
+        code = start.process.poll()
+        if not cut.startswith(_VITAL):
+            wrong(f"{cut}: a start refuses, though no version needs this file: {start.last_words()}")
+        if code != ExitCode.STORAGE:
+            wrong(f"{cut}: a start ends with {code}, not {ExitCode.STORAGE:d}: {start.last_words()}")
+        if verify.process.returncode == 0:
+            wrong(f"{cut}: verify calls the folder whole and a start refuses it: {start.last_words()}")
+        yield from _salvaged(children, name, copy, cut, whole, toml, wrong)
+    elif left is None or not left.newest:
+        wrong(f"{cut}: a start goes on over a journal that cannot be read, at versions {status['versions']}")
+    else:
+        _compare(cut, left, read_journal(copy), status, wrong)
+    _end(start)
+    shutil.rmtree(copy, ignore_errors=True)
+
+
+def _compare(cut: str, left: Journal, now: Journal, status: Status, wrong: Say) -> None:
+    """A start is where its journal is. Stored deltas may have made one version more since."""
+    behind = [f for f, newest in enumerate(left.newest) if status["versions"][f] < newest]
+    other = [f for f, at in enumerate(zip(status["versions"], status["digests"], strict=True))
+             if now.digests.get((f, at[0])) != at[1]]  # fmt: skip
+    changed = [at for at, digest in left.digests.items() if now.digests.get(at, digest) != digest]
+    if behind or other or changed:
+        wrong(f"{cut}: a start is at versions {status['versions']}, the journal at {list(left.newest)}, "
+              f"with other digests of {sorted({*other, *(f for f, _ in changed)})}")  # fmt: skip
+
+
+def _salvaged(
+    children: Children, name: str, copy: Path, cut: str, whole: Journal, toml: Callable[[Path, int], Path], wrong: Say
+) -> Iterator[None]:
+    """A folder that a start refuses: `journal salvage` repairs it, or says in one line that it cannot."""
+    salvage = children.start(f"{name}-salvage", ["journal", "salvage", *SALVAGE, str(copy)], threads=1)
+    yield from _ends(salvage, wrong)
+    if salvage.process.returncode == ExitCode.USAGE:
+        wrong(f"{cut}: salvage: {salvage.last_words()}")
+    if salvage.process.returncode != 0:
+        return
+    http = free_port()
+    start = children.start(f"{name}-again", ["coordinator", str(toml(copy, http))], threads=1)
+    status = yield from _answers(start, http, wrong)
+    if status is None:
+        wrong(f"{cut}: a start refuses what salvage repaired: {start.last_words()}")
+    else:
+        for at, digest in zip(enumerate(status["versions"]), status["digests"], strict=True):
+            if whole.digests.get(at, digest) != digest or at[1] > whole.newest[at[0]]:
+                wrong(f"{cut}: salvage made version {at[1]} of fragment {at[0]}, which was never committed so")
+    _end(start)
+
+
+SALVAGE: Final = ("--write",)
+"""Options with which `farloop journal salvage` changes the folder."""
+
+
+def second_start(
+    children: Children, name: str, first: Callable[[], Child], http: int, settings: Path, *, locked: bool, wrong: Say
+) -> Iterator[None]:
+    """A second coordinator on the folder, until it is ended from outside.
+
+    Beside a held lock it must refuse. Without the lock one of the two must notice and stop.
+    """
+    second = children.start(name, ["coordinator", str(settings)], threads=1)
+    beside = first()
+    both_since: float | None = None
+    while second.running:
+        if page(http) is None or not beside.running:
+            both_since = None
+        elif locked:
+            wrong("a second start on one folder came up beside the lock of the first")
+            break
+        else:
+            both_since = both_since or time.monotonic()
+            if time.monotonic() - both_since > SEEN_S:
+                wrong("without their lock, two coordinators serve one folder, and neither has noticed")
+                break
+        yield
+    code = second.process.poll()
+    if code not in (None, -9, ExitCode.REFUSED, ExitCode.STORAGE, ExitCode.DONE):
+        wrong(f"a second start ended with {code}: {second.last_words()}")
+    _end(second)
+
+
+def _ends(child: Child, wrong: Say) -> Iterator[None]:
+    """Wait for a command; a traceback in its log is wrong."""
+    deadline = time.monotonic() + ANSWER_S
+    while child.running:
+        if time.monotonic() > deadline:
+            wrong(f"{child.name} does not end within {ANSWER_S:g} s")
+            child.kill()
+        yield
+    _check_log(child, wrong)
+
+
+def _answers(child: Child, http: int, wrong: Say) -> Generator[None, None, Status | None]:
+    """Wait for a coordinator's page; None where it ends instead."""
+    deadline = time.monotonic() + ANSWER_S
+    while child.running:
+        status = page(http)
+        if status is not None:
+            return status
+        if time.monotonic() > deadline:
+            wrong(f"{child.name} neither answers nor ends within {ANSWER_S:g} s")
+            child.kill()
+        yield
+    _check_log(child, wrong)
+    return None
+
+
+def _check_log(child: Child, wrong: Say) -> None:
+    if "Traceback" in child.log.read_text(errors="replace"):
+        wrong(f"{child.name} shows a traceback: {child.last_words()} (log: {child.log})")
+
+
+def _end(child: Child) -> None:
+    if child.running:
+        child.kill()

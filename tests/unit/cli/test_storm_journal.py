@@ -1,0 +1,151 @@
+"""The referee's reader of a journal: it agrees with the coordinator's on good bytes, and no damage gets past it."""
+
+import random
+import shutil
+from pathlib import Path
+
+import msgpack
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farloop.cli import storm_journal
+from farloop.cli.storm_journal import Tail, Unreadable, read_journal
+from farloop.coordinator import records as rec
+from farloop.coordinator.segment import read_segments, record_header, segment_header
+
+GOLDEN = Path(__file__).parents[1] / "coordinator" / "golden" / "state-v1"
+SALT = 7
+
+
+def commit(fragment: int, version: int, digest: int) -> bytes:
+    return msgpack.packb({"fragment": fragment, "version": version, "anchor_digest": digest})
+
+
+def saved(*commits: tuple[int, int, int]) -> bytes:
+    names = ("fragment", "version", "anchor_digest")
+    return msgpack.packb({"commits": [dict(zip(names, one, strict=True)) for one in commits]})
+
+
+def segment(
+    folder: Path, number: int, first: int, bodies: list[tuple[int, bytes]], *, durable: int | None = None, room: int = 0
+) -> Path:
+    """A segment of these records, each with an attachment; `durable` is what the last one says of those before it."""
+    data = segment_header(number, first, SALT)
+    for sequence, (kind, body) in enumerate(bodies, start=first):
+        known = durable if durable is not None and sequence == first + len(bodies) - 1 else 0
+        head = record_header(kind, body, b"update", sequence=sequence, durable=known, salt=SALT)
+        data += head + body + b"update"
+    path = folder / f"journal-{number:06d}.log"
+    path.write_bytes(data + bytes(room))
+    return path
+
+
+def test_it_finds_what_the_coordinators_reader_finds() -> None:
+    found = read_journal(GOLDEN)
+    expected: dict[tuple[int, int], str] = {}
+    for entry in (entry for scan in read_segments(GOLDEN) for entry in scan.entries):
+        match entry.record:
+            case rec.RunStarted(spec=spec):
+                expected |= {(f, 0): f"{digest:016x}" for f, digest in enumerate(spec.identity.anchor_digests)}
+            case rec.WindowCommitted(fragment=fragment, version=version, anchor_digest=digest):
+                expected[fragment, version] = f"{digest:016x}"
+            case _:
+                pass
+    assert found.digests == expected
+    assert found.newest == (2, 3)
+    assert (found.twice, found.unequal) == ((), ())
+
+
+def test_it_shares_no_code_with_the_coordinator() -> None:
+    source = Path(storm_journal.__file__).read_text()
+    assert "from farloop" not in source and "import farloop" not in source
+
+
+def test_numbers_on_disk_are_those_of_the_records() -> None:
+    theirs = tuple(rec.KINDS[kind] for kind in (rec.RunStarted, rec.WindowCommitted, rec.LedgerSaved, rec.Adopted))
+    ours = (
+        storm_journal._RUN_STARTED,
+        storm_journal._WINDOW_COMMITTED,
+        storm_journal._LEDGER_SAVED,
+        storm_journal._ADOPTED,
+    )
+    assert ours == theirs
+
+
+def test_what_later_segments_begin_with_counts_and_is_no_second_commit(tmp_path: Path) -> None:
+    segment(tmp_path, 3, 40, [(13, saved((0, 5, 1), (1, 4, 2))), (9, commit(0, 6, 3))])
+    segment(tmp_path, 4, 42, [(13, saved((0, 6, 3), (1, 4, 2))), (9, commit(1, 5, 4))], room=100)
+    found = read_journal(tmp_path)
+    assert (found.newest, found.twice, found.unequal) == ((6, 5), (), ())
+
+
+def test_a_version_that_is_committed_twice_is_told_and_so_is_another_digest(tmp_path: Path) -> None:
+    segment(tmp_path, 0, 0, [(9, commit(0, 1, 1)), (9, commit(0, 1, 1)), (9, commit(0, 2, 1)), (9, commit(0, 2, 9))])
+    found = read_journal(tmp_path)
+    assert (found.twice, found.unequal) == (((0, 1), (0, 2)), ((0, 2),))
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_missing_segment_is_seen(tmp_path: Path, missing: int) -> None:
+    for number in range(3):
+        segment(tmp_path, number, number, [(9, commit(0, number + 1, 1))])
+    (tmp_path / f"journal-{missing:06d}.log").unlink()
+    with pytest.raises(Unreadable):
+        read_journal(tmp_path)
+
+
+def test_a_damaged_record_that_was_durable_is_seen_and_a_torn_tail_is_not(tmp_path: Path) -> None:
+    bodies = [(9, commit(0, version, 1)) for version in (1, 2, 3)]
+    for durable, readable in ((0, True), (3, False)):
+        path = segment(tmp_path, 0, 0, [*bodies, (9, commit(0, 4, 1))], durable=durable, room=64)
+        data = bytearray(path.read_bytes())
+        data[data.index(commit(0, 2, 1))] ^= 1
+        path.write_bytes(data)
+        if readable:
+            assert read_journal(tmp_path).newest == (1,)
+        else:
+            with pytest.raises(Unreadable, match="was durable"):
+                read_journal(tmp_path)
+
+
+@given(st.integers(0, 10_000))
+def test_no_flipped_bit_makes_another_history(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    whole = read_journal(GOLDEN)
+    folder = tmp_path_factory.mktemp("state")
+    data = bytearray((GOLDEN / "journal-000000.log").read_bytes())
+    dice = random.Random(seed)
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    (folder / "journal-000000.log").write_bytes(data)
+    try:
+        found = read_journal(folder)
+    except Unreadable:
+        return
+    assert found.digests.items() <= whole.digests.items()
+
+
+def test_a_tail_gives_each_record_once_as_soon_as_it_is_whole(tmp_path: Path) -> None:
+    whole = segment(tmp_path, 0, 0, [(9, commit(0, version, 1)) for version in (1, 2, 3)]).read_bytes()
+    path = tmp_path / "journal-000000.log"
+    tail, found = Tail(tmp_path), []
+    for end in range(0, len(whole) + 1, 7):
+        path.write_bytes(whole[:end])
+        found += tail.read()
+    path.write_bytes(whole + bytes(50))
+    found += tail.read()
+    segment(tmp_path, 1, 3, [(13, saved((0, 3, 1))), (9, commit(0, 4, 1))])
+    found += tail.read()
+    path.unlink()
+    assert [version for _, version, _ in found + tail.read()] == [1, 2, 3, 3, 4]
+
+
+def test_a_digest_is_written_as_nodes_write_theirs(tmp_path: Path) -> None:
+    digest = xxhash.xxh3_64_intdigest(b"anchor")
+    segment(tmp_path, 0, 0, [(9, commit(0, 1, digest))])
+    assert read_journal(tmp_path).digests == {(0, 1): f"{digest:016x}"}
+
+
+def test_an_empty_folder_holds_no_run(tmp_path: Path) -> None:
+    shutil.copy(GOLDEN / "epoch", tmp_path)
+    assert read_journal(tmp_path).newest == ()
