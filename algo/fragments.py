@@ -21,16 +21,21 @@ NamedShape = tuple[str, tuple[int, ...]]
 def trainable_tensors(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters that require a gradient, in registration order; tied ones once, under their first name.
 
-    Two parameters are tied when they are one object or cover the same memory. Pass the bare module: DDP and
-    torch.compile wrappers prefix every name, and nodes agree on names.
+    Two parameters are tied when they are one object or cover the same memory. Names are those of the model before
+    `torch.compile`, as nodes agree on names. Pass the bare module otherwise: DDP, too, prefixes every name.
     """
     found: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             # Meta tensors and DTensors have no address: named_parameters has already tied those that are one object.
             address = parameter.data_ptr() or id(parameter)
-            found.setdefault((address, parameter.numel()), (name, parameter))
+            found.setdefault((address, parameter.numel()), (uncompiled_name(name), parameter))
     return list(found.values())
+
+
+def uncompiled_name(name: str) -> str:
+    """The name of a parameter as it is without `torch.compile`, which adds `_orig_mod` for each module it compiles."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def partition(

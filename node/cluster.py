@@ -102,6 +102,14 @@ class Cluster:
         running, lr, merged, samples, position = unpack(self._share_bytes(pack(plain)))
         return Decision(running=running, lr=lr, merged=tuple(merged), samples=tuple(samples), position=position)
 
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says yes; the same answer everywhere."""
+        if self.alone:
+            return yes
+        answer = torch.tensor([yes], dtype=torch.uint8)
+        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self.decisions)
+        return bool(answer.item())
+
     @torch.no_grad()
     def share_weights(self, layout: Layout, merged: tuple[int, ...], parameters: Mapping[str, nn.Parameter]) -> None:
         """Rank 0's local weights of these fragments, everywhere."""

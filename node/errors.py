@@ -6,6 +6,7 @@ NodeError             carries the exit code of the daemon
 ├── NonFiniteDelta    the weights hold NaN or Inf (a restart begins again from the anchors)
 ├── DataError         the samples are not the run's, or there are none (do not retry)
 ├── TermsMismatch     what the node chose for itself does not go with the run's terms (do not retry)
+├── LoopError         what the training loop gave to `join` or `step` cannot be used (do not retry)
 ├── StateUnusable     the state folder cannot be written (do not retry)
 ├── BadAddress        the coordinator's address is none (do not retry)
 ├── Unreachable       the coordinator did not answer in time (retry)
@@ -53,6 +54,12 @@ class DataError(NodeError):
 
 class TermsMismatch(NodeError):
     """Names the setting, and what the run allows."""
+
+    exit_code = 2
+
+
+class LoopError(NodeError):
+    """Says what cannot be used, and what to take instead."""
 
     exit_code = 2
 

@@ -117,11 +117,17 @@ class Leader:
 
     # --- one inner step
 
-    def after_step(self, tokens: int, loss: float | None) -> Decision:
-        """What happens between two inner steps; blocks where the method says that training waits."""
+    def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> Decision:
+        """What happens between two inner steps; blocks where the method says that training waits.
+
+        `stepped`: False where the step was skipped, its gradient not being finite. It counts as a step of the round.
+        """
         self._reports.loss = loss if loss is not None else self._reports.loss
         assert self._drift is not None
-        self._drift.stepped(self.machine.lr)
+        if stepped:
+            self._drift.stepped(self.machine.lr)
+        else:
+            self.metrics.skipped_step()
         self._do(self.machine.handle(ev.StepDone(tokens=tokens)))
         self._settle()
         return self._decide()

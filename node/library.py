@@ -6,19 +6,22 @@
     node.leave()
 
 `step` takes the place of `optimizer.step()`: it sets the learning rate, clips and steps the inner optimizer (or, with
-a method that has none, sends the gradients), then exchanges whatever is due. The daemon's trainer uses the same call.
+a method that has none, sends the gradients), then exchanges whatever is due (docs/step.md). The daemon's trainer uses
+the same call.
 """
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -29,7 +32,7 @@ from farloop.algo.spec import RunSpec
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.errors import DataError, TermsMismatch
-from farloop.node.inner import default_optimizer
+from farloop.node.inner import InnerStep, Whose, default_optimizer
 from farloop.node.leader import Leader
 from farloop.node.link_config import LinkConfig
 from farloop.node.memory import Memory
@@ -38,6 +41,8 @@ from farloop.node.replica import matched_parameters
 from farloop.node.surroundings import Operator, look_around
 from farloop.wire.inventory import NOTHING, Inventory
 from farloop.wire.keys import check_name
+
+_log = logging.getLogger(__name__)
 
 ModelOf = Callable[[RunSpec], nn.Module]
 OptimizerOf = Callable[[nn.Module, RunSpec], Optimizer]
@@ -58,16 +63,29 @@ class Node:
         module: nn.Module,
         optimizer: Optimizer | None,
         holds: Part = None,
+        *,
+        rate: Whose = "run",
+        clip: Whose = "run",
+        scaler: GradScaler | None = None,
     ) -> None:
-        """Not to be called: `join` is the way in."""
+        """Not to be called: `join` is the way in. Raises LayoutMismatch or LoopError."""
         self.spec, self.cluster = spec, cluster
         self.leader = leader
         """Rank 0's machinery; None on the other ranks."""
         self.module = module
         self.model = module if cluster.alone else DistributedDataParallel(module)
         """What to call in the forward pass: gradients are averaged over the node's ranks."""
-        self._optimizer = optimizer
         self._parameters = matched_parameters(module, spec.identity.layout, holds)
+        self._inner = InnerStep(
+            optimizer,
+            module,
+            self._parameters,
+            spec.terms,
+            rate=rate,
+            clip=clip,
+            scaler=scaler,
+            all_agree=cluster.all_agree,
+        )
         self._decision = Decision(running=False, lr=0.0)
         self._left = False
         self.asked_to_leave = False
@@ -94,7 +112,7 @@ class Node:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next inner step."""
+        """The run's learning rate at the next inner step."""
         return self._decision.lr
 
     @property
@@ -105,6 +123,9 @@ class Node:
     def step(self, *, loss: float | None = None, tokens: int | None = None) -> bool:
         """One inner step after `loss.backward()`; gradients are cleared. True while another one is wanted.
 
+        Parameter groups keep their ratios to the run's learning rate, and the gradient is clipped to the run's norm. A
+        gradient that holds NaN or Inf steps nothing: that is logged and counted. docs/step.md has it all.
+
         Args:
             loss: of this step, for the displays.
             tokens: of this step over the whole node; the run's batch unless given. A node that holds a part of the
@@ -112,25 +133,23 @@ class Node:
 
         Raises:
             NonFiniteDelta: the weights are broken; nothing of them was sent.
+            LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient.
             Refused: the coordinator ended this node's part for good.
         """
         assert self.running, "the run has ended, or this node was asked to leave: look at node.running"
         clock = self.leader.clock if self.leader is not None else None
         if clock is not None and clock.activity is None:
             clock.turn("training", time.monotonic())
-        terms = self.spec.terms
-        if self._optimizer is not None:
-            torch.nn.utils.clip_grad_norm_(self._parameters.values(), terms.clip)
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._decision.lr
-            self._optimizer.step()
+        stepped = self._inner.take(self._decision.lr)
         if self.leader is not None and clock is not None:
             clock.turn("farloop", time.monotonic())
-            self._decide(self.leader.after_step(tokens if tokens is not None else self._batch_tokens(), loss))
+            trained = tokens if tokens is not None else self._batch_tokens()
+            self._decide(self.leader.after_step(trained, loss, stepped=stepped))
             clock.turn("training" if self.running else None, time.monotonic())
         else:
             self._decide(None)
         self.module.zero_grad(set_to_none=True)
+        self._inner.zero_grad()
         return self.running
 
     def request_drain(self) -> None:
@@ -198,6 +217,9 @@ def join(
     tau: int | None = None,
     holds: Sequence[int] | None = None,
     timeout_s: float | None = None,
+    rate: Whose = "run",
+    clip: Whose = "run",
+    scaler: GradScaler | None = None,
 ) -> Node:
     """Join a run and block until training begins.
 
@@ -218,13 +240,20 @@ def join(
             has the parameters of these stages alone, under the names that they have in the whole model. Who does not
             hold stage 0 is granted no samples: `Node.samples` is empty.
         timeout_s: how long to wait for the coordinator's first answer; for ever unless given.
+        rate: "own" leaves the learning rate to the loop, and its scheduler; by the run's schedule unless given.
+        clip: "own" leaves clipping to the loop, before it calls `step`; to the run's norm unless given.
+        scaler: the loop's gradient scaler. `step` unscales, steps and updates it; the loop only scales the loss.
 
     Raises:
         NodeError: refused, unreachable, or the model is not the run's; the text says which, and the mend.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
-        ValueError: `name` is no node name, or only one of `key` and `server_key` was given.
+        ValueError: `name` is no node name, only one of `key` and `server_key` was given, or `rate` or `clip` is neither
+            "run" nor "own".
     """
+    for argument, value in (("rate", rate), ("clip", clip)):
+        if value not in get_args(Whose):
+            raise ValueError(f"{argument} is {value!r}: take 'run' or 'own'")
     node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
     config = dataclasses.replace(
         link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
@@ -242,7 +271,8 @@ def join(
         _check_tau(spec, tau)
         _check_ranks(spec, cluster)
         module = (model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
-        node = Node(cluster, leader, spec, module, _inner_optimizer(optimizer, module, spec), part)
+        inner = _inner_optimizer(optimizer, module, spec)
+        node = Node(cluster, leader, spec, module, inner, part, rate=rate, clip=clip, scaler=scaler)
         node.endpoint = endpoint
         if leader is not None:
             leader.attach(module)
@@ -297,6 +327,8 @@ def _check_ranks(spec: RunSpec, cluster: Cluster) -> None:
 
 def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Module, spec: RunSpec) -> Optimizer | None:
     if not method_named(spec.terms.method).inner:
+        if optimizer is not None:
+            _log.warning("the optimizer is not used: with the method %s the coordinator steps", spec.terms.method)
         return None
     if optimizer is None:
         return default_optimizer(module, spec.terms)

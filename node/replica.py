@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farloop.algo.delta import fragment_delta_into, mix_fragment_into
 from farloop.algo.digest import digest
 from farloop.algo.eager import eager_start_into
-from farloop.algo.fragments import flatten_into, trainable_tensors
+from farloop.algo.fragments import flatten_into, trainable_tensors, uncompiled_name
 from farloop.algo.parts import Part, described, fragments_of
 from farloop.algo.spec import BlobId, Layout, WindowTerms
 from farloop.node.errors import LayoutMismatch
@@ -203,9 +203,11 @@ def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) ->
     Raises:
         LayoutMismatch: names the first difference.
     """
-    here = dict(trainable_tensors(module))
     fragments = fragments_of(holds, layout)
     there = {tensor.name: tensor.shape for fragment in fragments for tensor in fragment.tensors}
+    # A run that began from the weights of a compiled model may have its names.
+    names = {uncompiled_name(name): name for name in there}
+    here = {names.get(name, name): parameter for name, parameter in trainable_tensors(module)}
     whose = "the run's model" if holds is None else f"stage {described(holds)} of the run's model"
     for name, shape in there.items():
         if name not in here:

@@ -156,6 +156,28 @@ def test_two_ranks_with_half_the_batch_each_equal_one_process(tmp_path: Path) ->
     assert (first["rows"], second["rows"]) == ([0, 2, 4, 6], [1, 3, 5, 7])
 
 
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
+    """Or the ranks' weights would differ from then on."""
+    first, second = two_ranks(
+        tmp_path,
+        """
+        from farloop.node.inner import InnerStep
+        step = InnerStep(torch.optim.SGD(module.parameters(), lr=0.1), module, parameters, spec.terms,
+                         all_agree=cluster.all_agree)
+        before = module[0].bias.tolist()
+        took = []
+        for bad in (1, None, 0):
+            for parameter in module.parameters():
+                parameter.grad = torch.full_like(parameter, float("inf") if bad == cluster.rank else 1.0)
+            took.append(step.take(0.1))
+            module.zero_grad()
+        tell(took=took, moved=module[0].bias.tolist() != before, weights=module[2].weight.tolist())
+        """,
+    )
+    assert first["took"] == second["took"] == [False, True, False]
+    assert first["moved"] and first["weights"] == second["weights"]
+
+
 def test_a_group_that_the_user_has_begun_is_left_alone_and_a_batch_that_does_not_divide_is_refused(
     tmp_path: Path,
 ) -> None:

@@ -217,6 +217,17 @@ def test_trainable_tensors_keep_the_order_of_registration() -> None:
     assert [name for name, _ in trainable_tensors(module)] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
+def test_a_compiled_module_has_the_names_of_the_one_that_it_was_made_from() -> None:
+    """Or a node that compiles and one that does not could not be in one run."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    expected = [name for name, _ in trainable_tensors(module)]
+    module[0].compile(backend="eager")
+    module[1] = torch.compile(module[1], backend="eager")
+    whole = torch.compile(module, backend="eager")
+    assert [name for name, _ in whole.named_parameters()][2] == "_orig_mod.1._orig_mod.weight"
+    assert [name for name, _ in trainable_tensors(whole)] == expected
+
+
 def test_flattening_fills_the_tensors_places_and_clears_the_rest() -> None:
     (fragment,) = partition([("a", (3, 5)), ("b", ()), ("c", (256,)), ("d", (2,))], pattern="whole").fragments
     tensors = {tensor.name: torch.randn(tensor.shape) for tensor in fragment.tensors}

@@ -254,3 +254,14 @@ def test_an_eager_merge_goes_on_from_the_anchor_with_the_own_delta_in_it_and_mea
     assert torch.equal(torch.cat([flat(replica, 0)[part] for part in here]), start)
     replica.merge(0, 0.0)
     assert not replica.take(0).any(), "measured from the anchor again"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_that_has_the_names_of_a_compiled_model_matches_all_the_same(compiled: bool) -> None:
+    """Of a journal that was begun before names were told without `_orig_mod`."""
+    shapes = [(f"_orig_mod.{name}", tuple(parameter.shape)) for name, parameter in trainable_tensors(Tied())]
+    layout = partition(shapes, pattern="strided", blocks_per_fragment=1)
+    module = Tied()
+    matched = matched_parameters(torch.compile(module, backend="eager") if compiled else module, layout)
+    assert set(matched) == {name for name, _ in shapes}
+    assert matched["_orig_mod.embed.weight"] is module.embed.weight

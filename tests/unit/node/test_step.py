@@ -1,0 +1,378 @@
+"""What `Node.step` does to a training loop's parameters (docs/step.md), with a leader that only takes notes."""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from plain_runs import plain_terms
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR
+
+from farloop.algo.fragments import partition, trainable_tensors
+from farloop.algo.spec import Identity, RunSpec
+from farloop.node.clock import Clock
+from farloop.node.cluster import Cluster, Decision
+from farloop.node.errors import LoopError
+from farloop.node.inner import default_optimizer
+from farloop.node.leader import Leader
+from farloop.node.library import Node, _inner_optimizer, join
+
+RATE = 0.25
+"""The run's, at the first step; half of it at the second, and so on."""
+
+
+class Notes:
+    """In a leader's place: decides on the rate, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.machine = None
+        self.steps: list[tuple[int, float | None, bool]] = []
+
+    def wait_for_start(self) -> Decision:
+        return Decision(running=True, lr=RATE)
+
+    def after_step(self, tokens: int, loss: float | None, *, stepped: bool) -> Decision:
+        self.steps.append((tokens, loss, stepped))
+        return Decision(running=True, lr=RATE / 2 ** len(self.steps))
+
+
+class Loop:
+    """A model of two layers, all its weights 1, whose gradients a test gives."""
+
+    def __init__(
+        self,
+        optimizer: Callable[[nn.Module], Optimizer | None],
+        *,
+        module: nn.Module | None = None,
+        max_norm: float = 1e6,
+        terms: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `Node`."""
+        self.module = module or nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.fill_(1.0)
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in trainable_tensors(self.module)]
+        identity = Identity(
+            name="run", model="own", layout=partition(shapes, pattern="whole"), anchor_digests=(0,), data="own",
+            num_samples=0, evaluation_set="none", seed=0,
+        )  # fmt: skip
+        spec = RunSpec(identity=identity, terms=plain_terms(**{"method": "diloco", "clip": max_norm, **(terms or {})}))
+        self.notes, self.optimizer = Notes(), optimizer(self.module)
+        leader = cast(Leader, self.notes)
+        self.node = Node(Cluster(), leader, spec, self.module, self.optimizer, **options)
+        self.node._begin()
+
+    @property
+    def weights(self) -> list[list[float]]:
+        """Of each layer."""
+        return [parameter.detach().flatten().tolist() for parameter in self.module.parameters()]
+
+    def step(self, *gradients: float) -> bool:
+        """All elements of a layer's gradient are the number given for it; of all layers, if it is one."""
+        layers = list(self.module.parameters())
+        for parameter, value in zip(layers, gradients * (len(layers) if len(gradients) == 1 else 1), strict=True):
+            parameter.grad = torch.full_like(parameter, value)
+        return self.node.step(loss=1.0, tokens=8)
+
+
+def groups(first: float | None, second: float | None, **options: Any) -> Callable[[nn.Module], Optimizer]:
+    """SGD with a group a layer, of these rates."""
+
+    def build(module: nn.Module) -> Optimizer:
+        each = zip(module.parameters(), (first, second), strict=True)
+        return SGD([{"params": [p], **({} if rate is None else {"lr": rate})} for p, rate in each], **options)
+
+    return build
+
+
+def plain(module: nn.Module) -> Optimizer:
+    return SGD(module.parameters(), lr=7.0)
+
+
+def rates(loop: Loop) -> list[float]:
+    assert loop.optimizer is not None
+    return [float(group["lr"]) for group in loop.optimizer.param_groups]
+
+
+# --- the learning rate
+
+
+def test_the_run_s_rate_is_what_is_stepped_with_at_every_step() -> None:
+    loop = Loop(plain)
+    assert loop.step(1.0)
+    assert loop.weights == [[0.75, 0.75], [0.75, 0.75]]
+    loop.step(1.0)
+    assert loop.weights == [[0.625, 0.625], [0.625, 0.625]], "and not the optimizer's own, nor the one before"
+    assert [stepped for *_, stepped in loop.notes.steps] == [True, True]
+    assert all(parameter.grad is None for parameter in loop.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (groups(None, 0.002, lr=0.02), [RATE, RATE / 10]),
+        (groups(None, 0.2, lr=0.02), [RATE, RATE * 10]),
+        (groups(1e-6, 1e-2), [RATE / 1e4, RATE]),
+        (groups(0.0, 0.5), [0.0, RATE]),
+    ],
+    ids=["a slower one", "a faster one", "none has the default", "one stands still"],
+)
+def test_parameter_groups_keep_their_ratios(optimizer: Callable[[nn.Module], Optimizer], expected: list[float]) -> None:
+    loop = Loop(optimizer)
+    loop.step(1.0)
+    assert rates(loop) == pytest.approx(expected)
+    loop.step(1.0)
+    assert rates(loop) == pytest.approx([rate / 2 for rate in expected]), "the run's schedule scales them all"
+
+
+def test_a_scheduler_that_has_begun_to_warm_up_does_not_change_the_ratios() -> None:
+    def warming(module: nn.Module) -> Optimizer:
+        optimizer = groups(None, 0.2, lr=0.02)(module)
+        LinearLR(optimizer, start_factor=1e-3)
+        return optimizer
+
+    loop = Loop(warming)
+    loop.step(1.0)
+    assert rates(loop) == pytest.approx([RATE, RATE * 10])
+
+
+def test_a_group_that_is_added_later_gets_its_own_ratio_and_a_rate_may_be_a_tensor() -> None:
+    def first_layer(module: nn.Module) -> Optimizer:
+        return AdamW([next(module.parameters())], lr=torch.tensor(0.02))
+
+    loop = Loop(first_layer)
+    assert loop.optimizer is not None
+    tensor = loop.optimizer.param_groups[0]["lr"]
+    loop.optimizer.add_param_group({"params": list(loop.module.parameters())[1:], "lr": torch.tensor(0.04)})
+    loop.step(1.0)
+    assert rates(loop) == pytest.approx([RATE, 2 * RATE])
+    assert loop.optimizer.param_groups[0]["lr"] is tensor, "a compiled optimizer reads the one that it was given"
+
+
+def test_a_scheduler_of_the_loop_is_told_of_once_and_overridden(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(plain)
+    assert loop.optimizer is not None
+    loop.step(1.0)
+    assert "scheduler" not in caplog.text
+    scheduler = ExponentialLR(loop.optimizer, gamma=0.5)
+    for _ in range(3):
+        loop.step(1.0)
+        scheduler.step()
+    assert caplog.text.count("join with rate='own'") == 1
+    loop.step(1.0)
+    assert rates(loop) == [RATE / 16]
+
+
+def test_with_a_rate_of_its_own_the_loop_s_scheduler_decides(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(groups(0.5, 0.25), rate="own")
+    assert loop.optimizer is not None
+    scheduler = ExponentialLR(loop.optimizer, gamma=0.5)
+    loop.step(1.0)
+    assert loop.weights == [[0.5, 0.5], [0.75, 0.75]]
+    scheduler.step()
+    loop.step(1.0)
+    assert loop.weights == [[0.25, 0.25], [0.625, 0.625]]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_built_in_optimizers_take_the_run_s_rate_for_all_their_groups(kind: str) -> None:
+    module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    terms = plain_terms(inner_optimizer=kind)
+    loop = Loop(lambda module: default_optimizer(module, terms), module=module, terms={"control_variates": True})
+    loop.step(1.0)
+    assert set(rates(loop)) == {RATE}
+
+
+# --- the clip
+
+
+def test_the_gradient_is_clipped_to_the_run_s_norm_over_all_parameters() -> None:
+    loop = Loop(plain, max_norm=1.0)
+    loop.step(3.0, 4.0)
+    norm = math.sqrt(2 * 9 + 2 * 16)
+    assert loop.weights[0] == pytest.approx([1 - RATE * 3 / norm] * 2)
+    assert loop.weights[1] == pytest.approx([1 - RATE * 4 / norm] * 2)
+
+
+def test_a_shorter_gradient_is_left_as_it_is() -> None:
+    loop = Loop(plain, max_norm=1.0)
+    loop.step(0.25)
+    assert loop.weights == [[1 - RATE / 4] * 2] * 2
+
+
+def test_with_a_clip_of_its_own_the_loop_s_gradient_is_stepped_as_it_is() -> None:
+    loop = Loop(plain, max_norm=1.0, clip="own")
+    loop.step(3.0, 4.0)
+    assert loop.weights == [[1 - RATE * 3] * 2, [1 - RATE * 4] * 2]
+
+
+# --- steps that are not finite
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("clip", ["run", "own"])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(
+    clip: str, bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clipping an infinite gradient made every weight NaN."""
+    loop = Loop(lambda module: AdamW(module.parameters(), weight_decay=0.1), max_norm=1.0, clip=clip)
+    assert loop.optimizer is not None
+    for _ in range(4):
+        assert loop.step(1.0, bad)
+    assert loop.weights == [[1.0, 1.0], [1.0, 1.0]] and not loop.optimizer.state
+    assert loop.notes.steps == [(8, 1.0, False)] * 4, "the round goes on"
+    assert [record.getMessage()[-1] for record in caplog.records] == ["1", "2", "4"]
+    assert "inner step skipped cause='the gradient holds NaN or Inf'" in caplog.text
+    assert all(parameter.grad is None for parameter in loop.module.parameters()), "or it would be added to the next"
+    loop.step(1.0)
+    assert loop.weights != [[1.0, 1.0], [1.0, 1.0]] and loop.notes.steps[-1] == (8, 1.0, True)
+
+
+# --- gradient scalers
+
+
+def scaled(loop: Loop, scaler: torch.amp.GradScaler, *gradients: float) -> None:
+    """A step as after `scaler.scale(loss).backward()`."""
+    scaler.scale(torch.zeros(()))
+    loop.step(*(scaler.get_scale() * gradient for gradient in gradients))
+
+
+def test_a_gradient_is_unscaled_before_it_is_clipped() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    loop = Loop(plain, max_norm=2.0, scaler=scaler)
+    scaled(loop, scaler, 0.5)
+    assert loop.weights == [[1 - RATE / 2] * 2] * 2
+    assert scaler.get_scale() == 1024.0
+    scaled(loop, scaler, 2.0)
+    assert loop.weights[0] == pytest.approx([1 - RATE / 2 - RATE / 2] * 2), "4 is clipped to 2"
+    assert scaler.get_scale() == 2048.0, "and it is updated at every step"
+
+
+def test_a_scale_that_is_too_large_is_lowered_by_a_skipped_step() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loop = Loop(plain, scaler=scaler)
+    scaled(loop, scaler, math.inf)
+    assert loop.weights == [[1.0] * 2] * 2 and loop.notes.steps[-1][2] is False
+    assert scaler.get_scale() == 512.0
+    scaled(loop, scaler, 0.5)
+    assert loop.weights == [[1 - RATE / 4] * 2] * 2, "at the rate of the second step"
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_loop_may_unscale_by_itself_to_clip_by_itself(bad: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loop = Loop(plain, max_norm=1.0, clip="own", scaler=scaler)
+    assert loop.optimizer is not None
+    scaler.scale(torch.zeros(()))
+    for parameter in loop.module.parameters():
+        parameter.grad = torch.full_like(parameter, math.inf if bad else 3 * 1024.0)
+    scaler.unscale_(loop.optimizer)
+    loop.node.step()
+    assert loop.weights == [[1.0 if bad else 1 - 3 * RATE] * 2] * 2
+    assert scaler.get_scale() == (512.0 if bad else 1024.0)
+
+
+def test_a_scaler_that_is_off_changes_nothing() -> None:
+    loop = Loop(plain, max_norm=1.0, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    loop.step(0.25)
+    assert loop.weights == [[1 - RATE / 4] * 2] * 2
+
+
+# --- what is refused
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2, sparse=True)
+        self.out = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "module", "words"),
+    [
+        (lambda module: LBFGS(module.parameters()), None, "LBFGS needs a closure at every step"),
+        (lambda module: SparseAdam(module.parameters()), None, "take Adam or AdamW"),
+        (lambda module: AdamW(module.parameters()), Sparse, "the embedding 'table' makes sparse gradients.* sparse=F"),
+        (lambda module: AdamW(nn.Linear(2, 2).parameters()), None, "AdamW has no parameter of the model"),
+        (lambda module: SGD(module.parameters(), lr=0.0), None, "learning rate of SGD is 0: give it one above 0"),
+    ],
+    ids=["LBFGS", "SparseAdam", "sparse embedding", "another model's", "no rate"],
+)
+def test_what_cannot_be_stepped_is_refused_in_one_line(
+    optimizer: Callable[[nn.Module], Optimizer], module: Callable[[], nn.Module] | None, words: str
+) -> None:
+    with pytest.raises(LoopError, match=words) as caught:
+        Loop(optimizer, module=module() if module else None)
+    assert "\n" not in str(caught.value)
+    assert (caught.value.exit_code, caught.value.retriable) == (2, False)
+
+
+def test_an_optimizer_without_a_rate_needs_one_of_its_own() -> None:
+    def without(module: nn.Module) -> Optimizer:
+        optimizer = plain(module)
+        optimizer.param_groups[0]["lr"] = None
+        return optimizer
+
+    with pytest.raises(LoopError, match="SGD has no learning rate that could be set: join with rate='own'"):
+        Loop(without)
+    Loop(without, rate="own")
+
+
+def test_parameters_that_the_optimizer_does_not_have_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(lambda module: SGD([next(module.parameters())], lr=1.0))
+    assert "SGD does not step 1 of the model's parameters, as '1.weight'" in caplog.text
+    loop.step(1.0)
+    assert all(parameter.grad is None for parameter in loop.module.parameters())
+
+
+def test_a_sparse_gradient_is_refused_where_it_comes() -> None:
+    loop = Loop(plain)
+    for parameter in loop.module.parameters():
+        parameter.grad = torch.ones_like(parameter).to_sparse()
+    with pytest.raises(LoopError, match=r"the gradient of parameter '0\.weight' is sparse"):
+        loop.node.step()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_parameter_that_is_frozen_or_unfrozen_after_join_is_refused(frozen: bool) -> None:
+    """One that is unfrozen would never be exchanged, and the nodes' models would differ from then on."""
+    module = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
+    module[0].requires_grad_(frozen)
+    loop = Loop(lambda module: SGD(module.parameters(), lr=1.0), module=module)
+    module[0].requires_grad_(not frozen)
+    with pytest.raises(LoopError, match=rf"parameter '0\.weight' was {'' if frozen else 'un'}frozen after join"):
+        loop.step(1.0)
+
+
+@pytest.mark.parametrize("asked", [{"rate": "own"}, {"optimizer": groups(0.1, 0.2)}])
+def test_control_variates_refuse_rates_that_they_do_not_know(asked: dict[str, Any]) -> None:
+    with pytest.raises(LoopError, match="control_variates, which need one learning rate"):
+        Loop(**{"optimizer": plain, **asked}, terms={"control_variates": True})
+
+
+def test_a_method_that_steps_at_the_coordinator_has_no_use_for_an_optimizer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = {"method": "data-parallel"}
+    for asked in ({"rate": "own"}, {"clip": "own"}, {"scaler": torch.amp.GradScaler("cpu")}):
+        with pytest.raises(LoopError, match="the coordinator takes the step"):
+            Loop(lambda module: None, terms=whole, **asked)
+    loop = Loop(lambda module: None, terms=whole)
+    loop.step(1.0)
+    assert loop.weights == [[1.0] * 2] * 2 and loop.notes.steps == [(8, 1.0, True)]
+    assert _inner_optimizer(plain(loop.module), loop.module, loop.node.spec) is None
+    assert "the optimizer is not used: with the method data-parallel the coordinator steps" in caplog.text
+
+
+@pytest.mark.parametrize("argument", ["rate", "clip"])
+def test_who_decides_is_the_run_or_the_loop(argument: str) -> None:
+    with pytest.raises(ValueError, match=f"{argument} is 'mine': take 'run' or 'own'"):
+        join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", **{argument: "mine"})  # type: ignore[arg-type]
