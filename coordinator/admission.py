@@ -13,6 +13,7 @@ from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.revising import REVISED_SINCE, cannot_follow, not_for_the_deaf
 from farloop.coordinator.roster import MOST_MEMBERS, Member
 from farloop.coordinator.windows import Window
+from farloop.wire.keys import check_name
 from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused
 from farloop.wire.reasons import Reason
 
@@ -28,6 +29,10 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
     oldest, newest = PROTOCOL_VERSIONS
     identity = ledger.spec.identity
     fingerprint, layout = identity.fingerprint(), identity.layout.digest()
+    try:
+        check_name(name)
+    except ValueError as error:
+        return _refuse(Reason.MALFORMED, str(error))
     if hello.protocol_max < oldest or hello.protocol_min > newest:
         spoken = f"{hello.protocol_min} to {hello.protocol_max}"
         return _refuse(Reason.PROTOCOL_VERSION, f"the node speaks {spoken}, the coordinator {oldest} to {newest}")
@@ -47,6 +52,9 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
     for ref in (*hello.anchors, *hello.announced):
         if not 0 <= ref.fragment < len(ledger.versions):
             return _refuse(Reason.WRONG_LAYOUT, f"there is no fragment {ref.fragment}")
+    if (most := max(len(hello.anchors), len(hello.announced))) > len(ledger.versions):
+        told = f"the node names {most} anchors, and the run has {len(ledger.versions)} fragments"
+        return _refuse(Reason.WRONG_LAYOUT, told)
     if member and hello.incarnation < member.incarnation:
         newer = f"incarnation {member.incarnation} of {name} has joined, this is {hello.incarnation}"
         return _refuse(Reason.OLD_INCARNATION, newer)
@@ -126,8 +134,7 @@ def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> s
     """
     newest = ledger.rounds[max(ledger.rounds)]
     most = newest.start + newest.length + 1  # one may be under way as the run ends
-    longest = max(revision.terms.steps for revision in ledger.revisions.kept)
-    most += ledger.history * (longest + 1)  # of lost histories, which were fewer than epochs
+    most += ledger.history * (_longest(ledger) + 1)  # of lost histories, which were fewer than epochs
     if not 0 <= progress.inner_steps <= most:
         return f"it claims {progress.inner_steps} inner steps, and the rounds that are fixed have {most - 1}"
     if untrue := _tokens_untrue(progress.tokens, progress.inner_steps, ledger, holds):
@@ -136,7 +143,34 @@ def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> s
         value = getattr(progress, name)
         if not 0 <= value < math.inf:
             return f"it claims {name} = {value:g}"
+    place = last_position(ledger)
+    for name in ("position", "round"):
+        if getattr(progress, name) > place:
+            return f"it claims {name} = {getattr(progress, name):g}, and the run ends at position {place}"
+    if progress.compute_share > 1.0:
+        return f"it claims compute_share = {progress.compute_share:g}, and 1 is all of its time"
     return None
+
+
+def last_position(ledger: Ledger) -> int:
+    """No schedule position, and no round, is beyond it."""
+    newest = ledger.rounds[max(ledger.rounds)]
+    return max(newest.start + newest.length, _longest(ledger))
+
+
+def _longest(ledger: Ledger) -> int:
+    return max(revision.terms.steps for revision in ledger.revisions.kept)
+
+
+def samples_untrue(progress: Progress, member: Member, ledger: Ledger) -> str | None:
+    """That a node says it has used more samples than it can have been granted, as a sentence. The book counts no more
+    than these (`leases.py`)."""
+    if not ledger.spec.identity.num_samples or not is_source(member.holds):
+        return None
+    most = ledger.leases.most_used(member.name, member.incarnation)
+    if progress.sample_watermark <= most:
+        return None
+    return f"it claims to have used {progress.sample_watermark} samples, and was granted {most}: {most} are counted"
 
 
 _NEVER_NEGATIVE: Final = (

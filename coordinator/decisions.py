@@ -23,7 +23,15 @@ class Decisions:
         self.do(ev.Tell(node=node, message=message))
 
     def record(self, record: rec.Record) -> None:
-        """This is so from now on: in the ledger at once, in the journal before any later command is carried out."""
+        """This is so from now on: in the ledger at once, in the journal before any later command is carried out.
+
+        Raises:
+            ValueError: no bytes can say it; nothing was changed. A ledger that knew it could not be written, either.
+        """
+        try:
+            rec.encode(record)
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"{type(record).__name__} cannot be written to the journal: {error}") from error
         self._ledger.apply(record)
         self.do(ev.Record(record=record))
 

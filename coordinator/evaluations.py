@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.admission import last_position
 from farloop.coordinator.ledger import Ledger
 
 _MEMORY: Final = 16
@@ -35,13 +36,14 @@ class Evaluations:
         if len(self._asked) > _MEMORY:
             del self._asked[min(self._asked)]
 
-    def asked(self, node: NodeId, versions: Sequence[int]) -> int | None:
-        """The version that an evaluation of these versions was asked for with; None where it was not.
+    def asked(self, node: NodeId, versions: Sequence[int], position: float = 0.0) -> int | None:
+        """The version that an evaluation of these versions was asked for with; None where it was not, or says that it
+        is of a schedule position which the run does not have.
 
         A node that merges several versions at once answers with the newest.
         """
         ledger = self._ledger
-        if not ledger.is_vector(versions):
+        if not ledger.is_vector(versions) or not 0.0 <= position <= last_position(ledger):
             return None
         if not all(0 <= held <= current for held, current in zip(versions, ledger.versions, strict=True)):
             return None

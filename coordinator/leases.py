@@ -44,6 +44,8 @@ class Leases:
     """Those that it had used when it made the newest of its stored deltas."""
     ended: dict[Owner, int] = field(default_factory=dict)
     """Of the last starts that gave back what they had not used: how many samples they had, as far as is known."""
+    ended_granted: dict[Owner, int] = field(default_factory=dict)
+    """How many these had been granted. A journal of an older release does not tell."""
     returned_total: int = 0
     """Samples that ever came back, however often."""
     uncertain_total: int = 0
@@ -73,6 +75,11 @@ class Leases:
             "returned": self.returned_total,
             "uncertain": self.uncertain_total,
         }
+
+    def most_used(self, node: NodeId, incarnation: int) -> int:
+        """How many samples this start can have used: what it was granted; where that is forgotten, what anybody was."""
+        owner = (node, incarnation)
+        return self._granted(owner) if owner in self.held else self.ended_granted.get(owner, self.granted_total)
 
     def outstanding(self, node: NodeId, incarnation: int) -> int:
         """Granted and, as far as is known, not used yet."""
@@ -112,7 +119,9 @@ class Leases:
         """
         owner = (node, incarnation)
         assert not self.held.get(owner)
+        since = min(since, self.most_used(node, incarnation))
         self.held[owner] = []
+        self.ended_granted.pop(owner, None)
         self.uncertain_total += max(0, since - self.ended.pop(owner, since))
         self.retired[owner] = self.consumed[owner] = self.stored[owner] = since
 
@@ -146,7 +155,7 @@ class Leases:
             self.watermark(node, incarnation, consumed)
             if (stored := min(consumed, self._granted(owner))) > self.stored.get(owner, 0):
                 self.stored[owner] = stored
-        elif consumed > self.ended.get(owner, consumed):
+        elif (consumed := min(consumed, self.most_used(node, incarnation))) > self.ended.get(owner, consumed):
             self.uncertain_total += consumed - self.ended[owner]
             self.ended[owner] = consumed
 
@@ -154,6 +163,7 @@ class Leases:
         """Forget the grants that `stored` deltas have used up: they never come back, and only their number matters."""
         owner = (node, incarnation)
         self.stores(node, incarnation, stored)
+        stored = min(stored, self._granted(owner))
         leases, retired = self.held.get(owner, []), self.retired.get(owner, 0)
         while leases and retired + leases[0].count <= stored:
             retired += leases.pop(0).count
@@ -167,17 +177,19 @@ class Leases:
         owner = (node, incarnation)
         if owner not in self.held:
             return 0
-        consumed = self.consumed.pop(owner, 0)
-        used = consumed if stored is None else stored
+        consumed, granted = self.consumed.pop(owner, 0), self._granted(owner)
+        used = consumed if stored is None else min(stored, granted)
         self.stored.pop(owner, None)
         free = self._not_in(owner, used)
         del self.held[owner]
         self.retired.pop(owner, None)
         self.returned = _joined(_by_position([*self.returned, *free]))
         self.uncertain_total += max(0, consumed - used)
-        self.ended[owner] = max(consumed, used)
+        self.ended[owner], self.ended_granted[owner] = max(consumed, used), granted
         while len(self.ended) > ENDED_KEPT:
-            del self.ended[next(iter(self.ended))]
+            oldest = next(iter(self.ended))
+            del self.ended[oldest]
+            self.ended_granted.pop(oldest, None)
         count = sum(lease.count for lease in free)
         self.returned_total += count
         return count
@@ -203,7 +215,7 @@ class Leases:
         self.returned_total += max(0, sum(lease.count for lease in returned) - self.free)
         self.frontier, self.returned = frontier, list(returned)
         self.uncertain_total += uncertain
-        for book in (self.held, self.retired, self.consumed, self.stored, self.ended):
+        for book in (self.held, self.retired, self.consumed, self.stored, self.ended, self.ended_granted):
             book.clear()
 
     def check(self) -> None:
@@ -218,6 +230,8 @@ class Leases:
         assert all(used <= self._granted(owner) for owner, used in self.consumed.items())
         assert all(used <= self.consumed.get(owner, 0) for owner, used in self.stored.items())
         assert self.held.keys() >= self.retired.keys() | self.stored.keys()
+        assert self.ended.keys() >= self.ended_granted.keys()
+        assert all(self._granted(owner) <= self.granted_total for owner in self.held), "more than anybody was granted"
         assert 0 <= self.trained_total <= self.frontier and self.uncertain_total >= 0
 
     def _not_in(self, owner: Owner, used: int) -> list[Lease]:

@@ -12,7 +12,7 @@ from farloop.algo.parts import Part, fragments_of
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, Fragment, NodeId, Revision, RoundPlan, RunSpec, Terms, WindowTerms
 from farloop.coordinator import records as rec
-from farloop.coordinator.leases import Leases
+from farloop.coordinator.leases import Leases, Owner
 from farloop.coordinator.screening import VERDICTS, Screening
 from farloop.wire.messages import AnchorRef, Committed, Offer
 from farloop.wire.reasons import Reason
@@ -99,6 +99,7 @@ class Ledger:
             stored={(held.node, held.incarnation): held.stored for held in saved.held if held.stored},
             retired={(held.node, held.incarnation): held.retired for held in saved.held if held.retired},
             ended={(ended.node, ended.incarnation): ended.consumed for ended in saved.ended},
+            ended_granted={(ended.node, ended.incarnation): ended.retired for ended in saved.ended if ended.retired},
             returned_total=saved.returned_total,
             uncertain_total=saved.uncertain_total,
         )
@@ -120,23 +121,10 @@ class Ledger:
             ),
             frontier=leases.frontier,
             returned=tuple(leases.returned),
-            held=tuple(
-                rec.LeasesHeld(
-                    node=node,
-                    incarnation=incarnation,
-                    leases=tuple(held),
-                    consumed=leases.consumed.get((node, incarnation), 0),
-                    stored=leases.stored.get((node, incarnation), 0),
-                    retired=leases.retired.get((node, incarnation), 0),
-                )
-                for (node, incarnation), held in leases.held.items()
-            ),
+            held=tuple(_held(leases, owner) for owner in leases.held),
             evaluations=tuple(self.evaluations),
             finished=self.finished,
-            ended=tuple(
-                rec.LeasesHeld(node=node, incarnation=incarnation, leases=(), consumed=consumed)
-                for (node, incarnation), consumed in leases.ended.items()
-            ),
+            ended=tuple(_ended(leases, owner) for owner in leases.ended),
             returned_total=leases.returned_total,
             uncertain_total=leases.uncertain_total,
             seen=self.screening.all_seen,
@@ -444,3 +432,19 @@ class Ledger:
         assert all(self.outcome_reason(blob, offer.window) is None for blob, offer in self.inputs.items())
         assert all(self.versions[fragment] - HISTORY_VERSIONS < version for fragment, version in self.commits)
         self.leases.check()
+
+
+def _held(leases: Leases, owner: Owner) -> rec.LeasesHeld:
+    return rec.LeasesHeld(
+        node=owner[0],
+        incarnation=owner[1],
+        leases=tuple(leases.held[owner]),
+        consumed=leases.consumed.get(owner, 0),
+        stored=leases.stored.get(owner, 0),
+        retired=leases.retired.get(owner, 0),
+    )
+
+
+def _ended(leases: Leases, owner: Owner) -> rec.LeasesHeld:
+    consumed, granted = leases.ended[owner], leases.ended_granted.get(owner, 0)
+    return rec.LeasesHeld(node=owner[0], incarnation=owner[1], leases=(), consumed=consumed, retired=granted)

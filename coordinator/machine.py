@@ -14,7 +14,7 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, Revision, WindowTerms
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
-from farloop.coordinator.admission import delta_refusal, progress_untrue
+from farloop.coordinator.admission import delta_refusal, progress_untrue, samples_untrue
 from farloop.coordinator.adopting import Adopt, Adoption
 from farloop.coordinator.closing import Closing
 from farloop.coordinator.decisions import Decisions
@@ -155,7 +155,7 @@ class CoordinatorMachine:
         if isinstance(message, msg.Progress):
             return progress_untrue(message, self.ledger, member.holds if member else None) is None
         trains = member is not None and member.stage == "training"
-        return trains and self._evaluations.asked(node, message.versions) is not None
+        return trains and self._evaluations.asked(node, message.versions, message.position) is not None
 
     def revision_for(self, given: Mapping[str, str]) -> Revision:
         """What the run would have from its next windows and round on. Raises ValueError, one sentence, if it cannot."""
@@ -289,11 +289,13 @@ class CoordinatorMachine:
             self.alarms[f"report of {member.name}"] = untrue
             return
         self.alarms.pop(f"report of {member.name}", None)
+        if more := samples_untrue(progress, member, self.ledger):
+            self.alarms[f"report of {member.name}"] = more
         self._membership.reported(member, progress, now)
 
     def _evaluated(self, member: Member, evaluation: msg.Evaluation) -> None:
         """Only who was asked is heard, and once: all of them are kept as long as the run."""
-        asked = self._evaluations.asked(member.name, evaluation.versions)
+        asked = self._evaluations.asked(member.name, evaluation.versions, evaluation.position)
         if asked is None or member.stage != "training":
             return
         self._evaluations.answered(asked)

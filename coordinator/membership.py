@@ -11,6 +11,7 @@ until it moves.
 Pure. What is decided goes into the machine's `Decisions`; who is expected, removed and back is marked in its windows.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -135,6 +136,8 @@ class Membership:
             return self._decisions.do(ev.Refuse(session=event.session, refused=refused))
         if hello.history != self._ledger.history:
             hello = as_newcomer(hello)
+        if hello.round is not None:  # no later one was ever told of
+            hello = dataclasses.replace(hello, round=min(hello.round, max(self._ledger.rounds)))
         if member and member.session is not None:
             self._decisions.do(ev.Hang(session=member.session, reason=Reason.SUPERSEDED))
         if member is None or hello.incarnation > member.incarnation:
@@ -295,7 +298,8 @@ class Membership:
         book, owner = self._ledger.leases, (member.name, member.incarnation)
         book.watermark(*owner, progress.sample_watermark)
         if not member.let_go and member.session is not None and not progress.samples_left:
-            self._tell_grants(member, self._grant(member, since=progress.sample_watermark))
+            since = min(progress.sample_watermark, book.most_used(*owner))
+            self._tell_grants(member, self._grant(member, since=since))
             member.let_go = True
         self._top_up(member)
 

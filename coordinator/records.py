@@ -348,7 +348,8 @@ class LedgerSaved:
     evaluations: tuple[EvaluationTaken, ...]
     finished: bool
     ended: tuple[LeasesHeld, ...] = ()
-    """The last starts that gave back what they had not used; they hold nothing."""
+    """The last starts that gave back what they had not used; they hold nothing. `retired` is all that they had been
+    granted; 0 where that is not known."""
     returned_total: int = 0
     """Samples that ever came back."""
     uncertain_total: int = 0

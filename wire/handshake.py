@@ -12,26 +12,20 @@ from enum import Enum
 from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
 from farloop.wire.frames import ControlFrame
 from farloop.wire.messages import (
+    FROM_NODES,
     SINCE,
     Committed,
     Credit,
     Echo,
-    Echoed,
-    Evaluation,
-    Fetch,
     Finished,
     Grant,
     Heartbeat,
-    Held,
     Hello,
     Leave,
     Message,
-    Observed,
     Offer,
     Outcome,
     Probe,
-    Progress,
-    Ready,
     Recall,
     Refused,
     Revised,
@@ -62,7 +56,7 @@ class State(Enum):
 
 _EITHER: frozenset[type[Message]] = frozenset({Offer, Credit, Leave, Heartbeat})
 _SAYS: dict[Role, frozenset[type[Message]]] = {
-    Role.NODE: _EITHER | {Hello, Ready, Fetch, Progress, Evaluation, Echoed, Observed, Held},
+    Role.NODE: FROM_NODES,
     Role.COORDINATOR: _EITHER
     | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished, Revised, Echo, Probe, Recall},
 }

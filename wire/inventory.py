@@ -147,8 +147,13 @@ def _texts(texts: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(_text(text) for text in texts[:MOST_LABELS])
 
 
+def printable(text: str, longest: int) -> str:
+    """At most so many of its characters, those that cannot be shown as question marks."""
+    return "".join(character if character.isprintable() else "?" for character in text[:longest])
+
+
 def _text(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text[:LONGEST])
+    return printable(text, LONGEST)
 
 
 def _rate(bits_per_s: float | None) -> float | None:

@@ -23,6 +23,7 @@ from farloop.algo.spec import (
     WindowTerms,
     to_plain,
 )
+from farloop.wire.bounds import bounded
 from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.inventory import NOTHING, Inventory
 from farloop.wire.link_messages import Connection as Connection
@@ -368,6 +369,11 @@ NUMBERS: dict[type[Message], int] = {
 SINCE: dict[type[Message], int] = {Revised: 2, Echo: 3, Echoed: 3, Probe: 3, Observed: 3, Held: 4, Recall: 4}
 """Version of the protocol that a message came with; the others came with the first."""
 
+FROM_NODES: frozenset[type[Message]] = frozenset(
+    {Hello, Ready, Offer, Credit, Fetch, Progress, Evaluation, Leave, Heartbeat, Echoed, Observed, Held}
+)
+"""What a node may say on the control lane, some of it as a coordinator does: bounded as it is decoded (`bounds.py`)."""
+
 _OPTIONAL: frozenset[type[Message]] = frozenset({Progress, Evaluation, Heartbeat, Echo, Echoed, Probe, Observed})
 """Messages that an older peer may ignore."""
 
@@ -410,7 +416,8 @@ def decode(data: bytes | memoryview) -> Message | None:
     """A message from bytes; None for one that an older peer may ignore.
 
     Raises:
-        RemoteProtocolError: malformed, of a wrong type, or unknown and marked as one that must be understood.
+        RemoteProtocolError: malformed, of a wrong type, beyond the bounds of what a node may say, or unknown and marked
+            as one that must be understood.
     """
     plain = unpack(data)
     match plain:
@@ -428,7 +435,7 @@ def decode(data: bytes | memoryview) -> Message | None:
         encode(message)
     except OverflowError as error:  # a number written as a string of digits gets past validation
         raise RemoteProtocolError(f"{cls.__name__} holds a number beyond 64 bits") from error
-    return message
+    return bounded(message) if cls in FROM_NODES else message
 
 
 def validate(cls: type[_T], fields: Any) -> _T:

@@ -341,7 +341,7 @@ def test_names_without_end_are_not_remembered(start: Start, monkeypatch: pytest.
     start.at(LISTEN_S)
     assert "version 9 of fragment 0" in start.waits
     for number in range(2):
-        start.greet(NodeId(f"name {number}"), 4 + number, protocol_max=3)
+        start.greet(NodeId(f"name-{number}"), 4 + number, protocol_max=3)
     assert "version 9" not in start.waits and "the anchors to come" in start.waits
 
 

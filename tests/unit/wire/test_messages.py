@@ -26,21 +26,22 @@ from farloop.wire.messages import (
     unpack,
 )
 
+U63 = st.integers(0, 2**63 - 1)
 U64 = st.integers(0, 2**64 - 1)
 BLOBS = st.builds(
     BlobId,
     kind=st.sampled_from(BlobKind),
-    fragment=U64,
-    version=U64,
+    fragment=U63,
+    version=U63,
     node=st.text(max_size=20).map(NodeId),
-    incarnation=U64,
-    seq=U64,
+    incarnation=U63,
+    seq=U63,
 )
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Credit, blob=BLOBS, received=U64, limit=U64),
-    st.builds(Offer, blob=BLOBS, size=U64, digest=U64, window=U64),
+    st.builds(Credit, blob=BLOBS, received=U63, limit=U63),
+    st.builds(Offer, blob=BLOBS, size=U63, digest=U64, window=U63),
     st.builds(Stored, blob=BLOBS),
-    st.builds(Fetch, fragment=U64),
+    st.builds(Fetch, fragment=U63),
     st.just(Ready()),
 )
 PLAIN = st.recursive(

@@ -1,0 +1,298 @@
+"""What peers claim is bounded before it is known: any sequence of well-typed messages leaves a state that recovers."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz_machine import HONEST, HOSTILE, METHODS, Run, spec_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farloop.algo.spec import BlobId, BlobKind, Contribution, Lease, NodeId
+from farloop.coordinator import events as ev
+from farloop.coordinator import records as rec
+from farloop.coordinator.decisions import Decisions
+from farloop.coordinator.journal import Journal
+from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.reading import ledger_of, read_journal
+from farloop.coordinator.roster import EXPIRE_S
+from farloop.wire import messages as msg
+from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.reasons import Reason
+
+MOST = (1 << 64) - 1
+ANCHORS = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
+
+
+def greeting(**changes: Any) -> msg.Hello:
+    plain = msg.Hello(
+        protocol_min=1,
+        protocol_max=4,
+        node=HOSTILE,
+        incarnation=1,
+        fingerprint=None,
+        layout=None,
+        epoch_seen=0,
+        anchors=ANCHORS,
+        round=None,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def report(**changes: Any) -> msg.Progress:
+    plain = msg.Progress(
+        state="training",
+        position=1.0,
+        round=0,
+        inner_steps=1,
+        tokens=1,
+        loss=2.5,
+        tokens_per_s=1.0,
+        compute_share=1.0,
+        blocked_s=0.0,
+        lost_steps=0,
+        sample_watermark=1,
+        bytes_up=0,
+        bytes_down=0,
+        bytes_state=0,
+        samples_left=0,
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def delta(**changes: Any) -> msg.Offer:
+    parts = {name: changes.pop(name) for name in ("fragment", "version", "seq") if name in changes}
+    blob = BlobId(
+        **{"kind": BlobKind.DELTA, "fragment": 0, "version": 0, "node": HOSTILE, "incarnation": 1, "seq": 1, **parts}
+    )
+    work = {"steps": 4, "tokens": 4, "norm_sq": 1.0}
+    work |= {name: changes.pop(name) for name in tuple(work) if name in changes}
+    share = Contribution(node=HOSTILE, incarnation=1, base=blob.version, **work)  # type: ignore[arg-type]
+    plain = msg.Offer(blob=blob, size=9, digest=9, window=blob.version + 1, contributors=(share,))
+    return dataclasses.replace(plain, **changes)
+
+
+class Told(Run):
+    """Keeps the records, as the journal has them."""
+
+    def __init__(self, method: str) -> None:
+        spec = spec_of(method)
+        self.records: list[rec.Record] = [rec.RunStarted(spec=spec, epoch=1)]
+        super().__init__(spec)
+
+    def obey(self, commands: list[ev.Command]) -> None:
+        self.records += [command.record for command in commands if isinstance(command, ev.Record)]
+        super().obey(commands)
+
+    def happens(self, event: ev.Event) -> None:
+        match event:
+            case ev.InputStored(offer=offer):
+                self.records.append(rec.InputStored.of(offer))
+            case ev.CommitDone(record=record):
+                self.records.append(record)
+            case _:
+                pass
+        super().happens(event)
+
+    def hears(self, message: msg.Message) -> None:
+        """From the hostile node, by its bytes."""
+        try:
+            heard = msg.decode(msg.encode(message))
+        except (RemoteProtocolError, OverflowError):
+            return
+        if isinstance(heard, msg.Hello):
+            self.greeted(HOSTILE, heard)
+        elif heard is not None and HOSTILE in self.open:
+            self.happens(ev.Heard(session=self.open[HOSTILE], node=HOSTILE, message=heard))
+
+    def loses(self, node: NodeId) -> None:
+        if session := self.open.pop(node, None):
+            self.happens(ev.Parted(session=session, node=node, reason=Reason.CLOSED))
+
+    def begin(self) -> None:
+        """Both nodes train."""
+        for node in (HOSTILE, HONEST):
+            self.greeted(node, greeting(node=node))
+            self.happens(ev.Heard(session=self.open[node], node=node, message=msg.Ready()))
+
+    def comes_back_after_its_samples_went_to_others(self) -> None:
+        self.loses(HOSTILE)
+        self.time_passes(60.0)
+        self.time_passes(2 * EXPIRE_S)
+        self.greeted(HOSTILE, greeting(round=0))
+
+    def recovers(self) -> None:
+        """From what its records say, and from the one record of all of it."""
+        saved = rec.encode(self.journal.saved())
+        again = rec.decode(*saved)
+        assert isinstance(again, rec.LedgerSaved)
+        assert rec.encode(Ledger.resume(again).saved()) == saved
+        rec.encode(self.machine.ledger.saved())
+        CoordinatorMachine(Ledger.resume(again), now=self.now).check()
+
+
+@pytest.fixture
+def run() -> Told:
+    told = Told("streaming")
+    told.begin()
+    return told
+
+
+def test_a_node_that_greets_twice_with_a_watermark_of_64_bits_leaves_a_ledger_that_can_be_written(run: Told) -> None:
+    for _ in range(2):
+        run.comes_back_after_its_samples_went_to_others()
+        session = run.open[HOSTILE]
+        run.happens(ev.Heard(session=session, node=HOSTILE, message=report(sample_watermark=MOST)))
+        assert "it claims to have used 18446744073709551615 samples" in run.machine.alarms[f"report of {HOSTILE}"]
+    assert run.machine.ledger.leases.granted_total < 10_000 > run.machine.ledger.leases.uncertain_total
+    run.recovers()
+
+
+def test_samples_of_a_delta_beyond_what_was_granted_are_not_counted(run: Told) -> None:
+    """Of a start that gave its samples back before, too."""
+    run.loses(HOSTILE)
+    run.time_passes(60.0)
+    run.time_passes(2 * EXPIRE_S)
+    run.journal.apply(rec.InputStored.of(delta(consumed=MOST)))
+    granted = run.journal.leases.granted_total
+    assert run.journal.leases.uncertain_total <= granted
+    run.recovers()
+
+
+def test_a_journal_that_an_older_release_wrote_such_a_number_to_is_read(run: Told) -> None:
+    ledger = run.journal
+    ledger.apply(rec.NodeLeft(node=HOSTILE, reason=Reason.SILENT, consumed=MOST, stored=MOST))
+    lease = Lease(start=ledger.leases.frontier, count=10)
+    ledger.apply(
+        rec.LeaseGranted(node=HOSTILE, incarnation=1, lease=lease, consumed=MOST, stored=MOST, since=MOST),
+    )
+    ledger.check()
+    run.recovers()
+
+
+def test_a_record_that_cannot_be_encoded_is_refused_before_it_is_part_of_any_state(run: Told) -> None:
+    ledger = run.machine.ledger
+    decisions, before = Decisions(ledger), rec.encode(ledger.saved())
+    with pytest.raises(ValueError, match="EpochSeen cannot be written to the journal"):
+        decisions.record(rec.EpochSeen(epoch=MOST + 1))
+    assert decisions.take() == [] and rec.encode(ledger.saved()) == before
+
+
+def test_a_round_that_nobody_was_told_of_is_not_the_one_that_a_node_began_with(run: Told) -> None:
+    run.greeted(HOSTILE, greeting(incarnation=2, round=(1 << 63) - 1))
+    assert run.machine.ledger.started[HOSTILE].round == max(run.machine.ledger.rounds)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 64, "a b", "a\nb", "ä", "../x"])
+def test_a_name_that_is_none_is_refused_in_one_line(run: Told, name: str) -> None:
+    run.sessions += 1
+    hello = greeting(node=NodeId(name))
+    (refuse,) = run.machine.handle(ev.Greeted(session=run.sessions, node=hello.node, hello=hello), run.now)
+    assert isinstance(refuse, ev.Refuse) and refuse.refused.reason is Reason.MALFORMED and not refuse.refused.retriable
+    assert "is no node name: letters, digits" in refuse.refused.detail and "\n" not in refuse.refused.detail
+    assert NodeId(name) not in run.machine.members
+
+
+def test_an_evaluation_beyond_the_end_of_the_run_is_not_kept(run: Told) -> None:
+    said = msg.Evaluation(loss=2.0, versions=(0, 0), position=1e300, seconds=0.1)
+    assert not run.machine.believes(HOSTILE, said)
+
+
+NUMBERS = st.integers(0, 20) | st.sampled_from(
+    [-1, 2**20, 2**31, 2**32 - 1, 2**53, 2**60, 2**62, 2**63 - 1, 2**63, MOST]
+)
+REALS = st.floats(0.0, 50.0) | st.sampled_from([-1.0, 1e300, float("inf"), float("nan")])
+REFS = st.lists(st.builds(msg.AnchorRef, fragment=NUMBERS, version=NUMBERS, digest=NUMBERS), max_size=3).map(tuple)
+OWN = st.just(ANCHORS) | REFS
+MESSAGES: st.SearchStrategy[msg.Message] = st.one_of(
+    st.builds(
+        greeting,
+        incarnation=st.just(1) | NUMBERS,
+        epoch_seen=st.just(1) | NUMBERS,
+        anchors=OWN,
+        announced=st.just(()) | REFS,
+        round=st.none() | st.just(0) | NUMBERS,
+        history=st.just(0) | NUMBERS,
+        device=st.text(max_size=5),
+    ),
+    st.builds(msg.Ready, history=st.just(0) | NUMBERS),
+    st.builds(
+        report,
+        state=st.sampled_from(["training", "paused", "waiting", "draining"]),
+        position=REALS,
+        round=NUMBERS,
+        inner_steps=NUMBERS,
+        tokens=NUMBERS,
+        loss=st.none() | REALS,
+        tokens_per_s=REALS,
+        blocked_s=REALS,
+        lost_steps=NUMBERS,
+        sample_watermark=NUMBERS,
+        bytes_up=NUMBERS,
+        samples_left=st.none() | st.just(0) | NUMBERS,
+    ),
+    # Of the fields that matter one is bent at a time, or hardly any report would be believed.
+    st.builds(report, sample_watermark=NUMBERS),
+    st.builds(
+        delta,
+        fragment=st.integers(0, 1) | NUMBERS,
+        version=st.integers(0, 2) | NUMBERS,
+        seq=NUMBERS,
+        steps=st.just(4) | NUMBERS,
+        tokens=st.just(4) | NUMBERS,
+        norm_sq=st.just(1.0) | REALS,
+        size=NUMBERS,
+        digest=NUMBERS,
+        consumed=st.none() | NUMBERS,
+        history=st.just(0) | NUMBERS,
+    ),
+    st.builds(msg.Fetch, fragment=NUMBERS),
+    st.builds(
+        msg.Evaluation,
+        loss=REALS,
+        versions=st.lists(NUMBERS, max_size=3).map(tuple),
+        position=REALS,
+        seconds=REALS,
+    ),
+    st.builds(msg.Leave, reason=st.sampled_from(Reason), detail=st.text(max_size=5), anchors=OWN),
+)
+STEPS = st.lists(MESSAGES | st.sampled_from(["gone", "back", "later", "settled", "failed"]), max_size=25)
+
+
+@settings(max_examples=60, deadline=None)
+@given(method=st.sampled_from(METHODS), steps=STEPS)
+def test_any_sequence_of_well_typed_messages_leaves_a_state_that_recovers(
+    method: str, steps: list[msg.Message | str]
+) -> None:
+    run = Told(method)
+    run.begin()
+    for step in steps:
+        match step:
+            case "gone":
+                run.loses(HOSTILE)
+            case "back":
+                run.comes_back_after_its_samples_went_to_others()
+            case "later":
+                run.time_passes(20.0)
+            case "settled" | "failed":
+                run.settled(well=step == "settled")
+            case str():
+                raise AssertionError(step)
+            case message:
+                run.hears(message)
+        run.recovers()
+    with tempfile.TemporaryDirectory() as folder:
+        journal, _ = Journal.open(Path(folder))
+        for record in run.records:
+            journal.append(record)
+        journal.sync()
+        journal.close()
+        found = [entry.record for scan in read_journal(Path(folder)) for entry in scan.entries]
+    ledger = ledger_of(Path(folder), found[0])
+    for record in found[1:]:
+        ledger.apply(record)
+    assert rec.encode(ledger.saved()) == rec.encode(run.journal.saved())
+    ledger.check()

@@ -1,0 +1,85 @@
+"""What a node may say at most: every number, text and list of its messages, before anybody looks at it. Pure.
+
+The rules go by the type of a field, so that a field that is added is bounded, too; the few exceptions go by its name.
+What a number can be in this run (granted samples, inner steps that were possible) only the coordinator can say
+(`coordinator/admission.py`).
+"""
+
+import dataclasses
+import math
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.inventory import Inventory, printable, trimmed
+
+MOST_NUMBER: Final = (1 << 63) - 1
+"""Of all whole numbers but digests. Sums of many fit into the 64 bits of a record only because each was checked."""
+
+MOST_DIGEST: Final = (1 << 64) - 1
+
+MOST_CHARACTERS: Final = 128
+"""Of a text that means something: a name, a codec, a fingerprint."""
+
+MOST_WORDS: Final = 1000
+"""Characters of a text that is only shown; what is longer is cut."""
+
+MOST_ITEMS: Final = 1 << 16
+"""Of one list. No model has as many fragments."""
+
+_DIGESTS: Final = frozenset({"digest"})
+_SHOWN: Final = frozenset({"detail", "device"})
+_MAY_BE_NAN: Final = frozenset({"loss"})
+"""A loss that is not finite is what the node measured."""
+
+_T = TypeVar("_T")
+
+
+def bounded(message: _T) -> _T:
+    """The message, with the texts that are only shown cut to their length.
+
+    Raises:
+        RemoteProtocolError: something in it is out of bounds; names the field and the nearest value that is not.
+    """
+    found: _T = _checked(message, type(message).__name__, "")
+    return found
+
+
+def _checked(value: Any, where: str, name: str) -> Any:
+    match value:
+        case None | bool() | bytes() | Enum():
+            return value
+        case int():
+            most = MOST_DIGEST if name in _DIGESTS else MOST_NUMBER
+            if not 0 <= value <= most:
+                raise RemoteProtocolError(f"{where} is {value}: a number from 0 to {most} is wanted")
+            return value
+        case float():
+            if not math.isfinite(value) and name not in _MAY_BE_NAN:
+                raise RemoteProtocolError(f"{where} is {value}: a finite number is wanted")
+            return value
+        case str() if name in _SHOWN:
+            return printable(value, MOST_WORDS)
+        case str():
+            if len(value) > MOST_CHARACTERS:
+                raise RemoteProtocolError(f"{where} has {len(value)} characters: at most {MOST_CHARACTERS} are allowed")
+            return value
+        case tuple():
+            if len(value) > MOST_ITEMS:
+                raise RemoteProtocolError(f"{where} has {len(value)} items: at most {MOST_ITEMS} are allowed")
+            return tuple(_checked(item, where, name) for item in value)
+        case Inventory():
+            return trimmed(value)
+        case _:
+            assert dataclasses.is_dataclass(value) and not isinstance(value, type), where
+            return _checked_fields(value, where)
+
+
+def _checked_fields(value: Any, where: str) -> Any:
+    changed = {}
+    for field in dataclasses.fields(value):
+        held = getattr(value, field.name)
+        found = _checked(held, f"{where}.{field.name}", field.name)
+        if found is not held and found != held:
+            changed[field.name] = found
+    return dataclasses.replace(value, **changed) if changed else value
