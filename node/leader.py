@@ -112,8 +112,9 @@ class Leader:
 
     def wait_for_start(self) -> Decision:
         """Block until training begins, or the run is over."""
-        self._settle()
-        return self._decide()
+        with self._end_told():
+            self._settle()
+            return self._decide()
 
     # --- one inner step
 
@@ -128,9 +129,10 @@ class Leader:
             self._drift.stepped(self.machine.lr)
         else:
             self.metrics.skipped_step()
-        self._do(self.machine.handle(ev.StepDone(tokens=tokens)))
-        self._settle()
-        return self._decide()
+        with self._end_told():
+            self._do(self.machine.handle(ev.StepDone(tokens=tokens)))
+            self._settle()
+            return self._decide()
 
     def request_drain(self) -> None:
         """Finish what is begun, then leave. From any thread, and from a signal handler."""
@@ -140,8 +142,9 @@ class Leader:
         """Wait for the outcome of what was sent, say good-bye; False when that took too long."""
         self.request_drain()
         deadline = time.monotonic() + timeout_s
-        while not self.machine.ended and time.monotonic() < deadline:
-            self._wait_once()
+        with self._end_told():
+            while not self.machine.ended and time.monotonic() < deadline:
+                self._wait_once()
         if not self.machine.ended:
             self._say_good_bye(msg.Leave(reason=Reason.DRAINED, detail="without the outcome of what it had sent"))
         return self.link.flushed(max(1.0, deadline - time.monotonic())) and self.machine.ended
@@ -162,6 +165,17 @@ class Leader:
         return self._alone.how(
             trains=trains, connected=machine.connected, round_index=machine.round, now=time.monotonic()
         )
+
+    @contextlib.contextmanager
+    def _end_told(self) -> Iterator[None]:
+        """An error that ends training is told to the coordinator first, from whichever thread it came."""
+        try:
+            yield
+        except Exception as error:
+            reason = Reason.NON_FINITE if isinstance(error, NonFiniteDelta) else Reason.NONE
+            self.link.send(msg.Leave(reason=reason, detail=str(error)))
+            self.link.flushed(2.0)
+            raise
 
     # --- inbox and commands
 
@@ -218,9 +232,6 @@ class Leader:
     def _take(self, event: ev.Event | wire_ev.SessionEvent | Encoded | Exception) -> None:
         match event:
             case Exception():
-                broken = isinstance(event, NonFiniteDelta)
-                self.link.send(msg.Leave(reason=Reason.NON_FINITE if broken else Reason.NONE, detail=str(event)))
-                self.link.flushed(2.0)
                 raise event
             case wire_ev.MessageReceived(message=message):
                 self._alone.heard(message, self.machine.round)

@@ -16,6 +16,8 @@ from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Identity, Lease, NodeId, RunSpec, Terms
+from farloop.node import events as ev
+from farloop.node import leader as leader_module
 from farloop.node import link as link_module
 from farloop.node.cluster import Cluster
 from farloop.node.drift import ALPHA
@@ -223,14 +225,41 @@ def test_only_anchors_that_match_are_told_and_a_mismatch_is_mended_by_a_snapshot
     timer.join()
 
 
-def test_broken_numbers_end_training_by_the_name_of_their_parameter(play: Play) -> None:
-    """M: nothing of them is sent."""
+@pytest.mark.parametrize("encoded_in", ["training thread", "codec thread"])
+def test_broken_numbers_end_training_by_the_name_of_their_parameter(
+    play: Play, encoded_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M: nothing of them is sent, and the coordinator is told in whichever thread it shows."""
+    if encoded_in == "codec thread":
+        monkeypatch.setattr(leader_module, "pack_at_once", lambda *_: None)
+    sent: list[msg.Message] = []
+    monkeypatch.setattr(play.leader.link, "send", sent.append)
     play.begin()
     play.leader.after_step(10, 1.0)
     with torch.no_grad():
         play.module.bias[1] = float("nan")
-    with pytest.raises(NonFiniteDelta, match="'bias' holds NaN or Inf after inner step 2"):
+    with pytest.raises(NonFiniteDelta, match="'bias' holds NaN or Inf after inner step 2") as caught:
         play.leader.after_step(10, 1.0)
+    left = [message for message in sent if isinstance(message, msg.Leave)]
+    assert left == [msg.Leave(reason=Reason.NON_FINITE, detail=str(caught.value))]
+
+
+def test_an_error_of_the_training_thread_is_told_before_it_is_raised(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a user's evaluation, for one: the coordinator need not wait until the node is given up."""
+    sent: list[msg.Message] = []
+    monkeypatch.setattr(play.leader.link, "send", sent.append)
+    play.begin()
+
+    def broken() -> float:
+        raise RuntimeError("no such file")
+
+    play.leader.evaluate = broken
+    monkeypatch.setattr(play.leader.machine, "handle", lambda event: [ev.Evaluate(versions=(1,))])
+    with pytest.raises(RuntimeError, match="no such file"):
+        play.leader.after_step(10, 1.0)
+    assert msg.Leave(reason=Reason.NONE, detail="no such file") in sent
 
 
 def test_what_the_link_reports_as_final_is_raised_in_the_training_thread(play: Play) -> None:

@@ -8,6 +8,8 @@ from loopback import OWN_NODE, NewRun, Run, assert_all_agree, assert_one_line, m
 from safetensors.torch import load_file
 
 from farloop.cli.exit_codes import ExitCode
+from farloop.coordinator.records import NodeLeft
+from farloop.wire.reasons import Reason
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -60,6 +62,8 @@ def test_a_node_whose_weights_break_ends_and_one_with_another_model_never_begins
     merged = {event["version"]: event["merged"] for event in run.events("commit")}
     assert merged[2] == ["broken", "whole"], "before the NaN it took part"
     assert merged[3] == merged[12] == ["whole"]
+    left = [record.reason for record in run.records() if isinstance(record, NodeLeft) and record.node == "broken"]
+    assert left == [Reason.NON_FINITE], "the coordinator is told why, and does not wait for it"
 
 
 def own_run(new_run: NewRun, **settings: object) -> Run:
