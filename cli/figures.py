@@ -115,7 +115,7 @@ def _traffic_curves(moments: Sequence[Traffic], parameters: int) -> list[Curve]:
         ("down", [moment.bytes_down for moment in moments], _SERIES[2], "-", 1.8),
     ]
     if moments[-1].bytes_state:
-        curves.append(("snapshots", [moment.bytes_state for moment in moments], _SERIES[3], "-", 1.8))
+        curves.append(("snapshots, probes", [moment.bytes_state for moment in moments], _SERIES[3], "-", 1.8))
     return curves
 
 

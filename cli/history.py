@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from farloop.coordinator.timeline import files
+from farloop.monitoring.status import BytesStatus
 
-_COUNTERS = ("inner_steps", "tokens", "bytes_up", "bytes_down", "bytes_state")
+_KINDS = ("delta", "update", "snapshot", "probe", "control")
+_COUNTERS = ("inner_steps", "lost_steps", "tokens", "bytes_up", "bytes_down", *_KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +20,14 @@ class Traffic:
     """Seconds since the run's start."""
     bytes_up: int
     bytes_down: int
-    bytes_state: int
+    by_kind: BytesStatus
+    """Bytes of both directions."""
     inner_steps: int
+
+    @property
+    def bytes_state(self) -> int:
+        """Snapshots and probes."""
+        return self.by_kind["snapshot"] + self.by_kind["probe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,8 @@ class History:
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """(tokens of all nodes so far, validation loss)."""
     traffic: list[Traffic] = field(default_factory=list)
+    steps: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Per node, over all of its starts: inner steps, and those of them, per fragment, that no commit contains."""
     commits: list[Commit] = field(default_factory=list)
     occurrences: list[Occurrence] = field(default_factory=list)
     unreadable: int = 0
@@ -85,28 +95,48 @@ class _Totals:
 
     def update(self, node: str, event: dict[str, Any]) -> None:
         """All counters of a start began at 0 together: where one has fallen, none of them goes on from before."""
-        values = {(node, counter): int(event[counter]) for counter in _COUNTERS}
+        told = {"lost_steps": 0, **event, **_bytes(event)}
+        values = {(node, counter): int(told[counter]) for counter in _COUNTERS}
         restarted = any(value < self._latest.get(key, 0) for key, value in values.items())
         for key, value in values.items():
             if restarted:
                 self._finished[key] = self._finished.get(key, 0) + self._latest.get(key, 0)
             self._latest[key] = value
 
-    def sum(self, counter: str) -> int:
+    def sum(self, counter: str, of: str | None = None) -> int:
+        """Over all nodes, or of one."""
         both = (self._finished, self._latest)
-        return sum(value for counts in both for (_, name), value in counts.items() if name == counter)
+        found = ((node, value) for counts in both for (node, name), value in counts.items() if name == counter)
+        return sum(value for node, value in found if of in (None, node))
+
+
+def _bytes(event: dict[str, Any]) -> dict[str, int]:
+    """All bytes of a report. Older lines have no kinds, and snapshots and probes
+    apart from the bytes of both directions."""
+    if "bytes_by_kind" in event:
+        return {kind: int(event["bytes_by_kind"][kind]) for kind in _KINDS}
+    up, down, state = int(event["bytes_up"]), int(event["bytes_down"]), int(event["bytes_state"])
+    return {"bytes_down": down + state, "delta": up, "update": down, "snapshot": state, "probe": 0, "control": 0}
 
 
 def _progress(event: dict[str, Any], history: History, totals: _Totals) -> None:
-    totals.update(str(event["node"]), event)
+    node = str(event["node"])
+    totals.update(node, event)
+    history.steps[node] = (totals.sum("inner_steps", node), totals.sum("lost_steps", node))
     if event["loss"] is not None:
-        history.losses.setdefault(str(event["node"]), []).append((totals.sum("tokens"), float(event["loss"])))
+        history.losses.setdefault(node, []).append((totals.sum("tokens"), float(event["loss"])))
     history.traffic.append(
         Traffic(
             t=float(event["t"]),
             bytes_up=totals.sum("bytes_up"),
             bytes_down=totals.sum("bytes_down"),
-            bytes_state=totals.sum("bytes_state"),
+            by_kind={
+                "delta": totals.sum("delta"),
+                "update": totals.sum("update"),
+                "snapshot": totals.sum("snapshot"),
+                "probe": totals.sum("probe"),
+                "control": totals.sum("control"),
+            },
             inner_steps=totals.sum("inner_steps"),
         )
     )

@@ -1,5 +1,6 @@
 """What a run came to: the final status and metrics.jsonl added up to a summary (protocol, Figures)."""
 
+import math
 import platform
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import torch
 
 from farloop.algo.spec import RunSpec
-from farloop.cli.history import read_history
+from farloop.cli.history import History, read_history
 from farloop.cli.summary import NodeSummary, Summary
 from farloop.monitoring.gist import left_with_the_last
 from farloop.monitoring.status import NodeStatus, Status
@@ -19,14 +20,16 @@ def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float
     run, terms = status["run"], spec.terms
     history = read_history(metrics)
     last = history.traffic[-1]
-    sent = last.bytes_up + last.bytes_down
-    data_parallel = 8 * run["parameters"] * last.inner_steps
+    total = last.bytes_up + last.bytes_down
+    merged = merged_steps(history, fragments=run["fragments"], steps=run["steps"])
+    data_parallel = 8 * run["parameters"] * merged
     nodes = status["nodes"]
     summary: Summary = {
         "val_loss_start": loss_start,
         "val_loss_end": loss_end,
         "tokens": last.inner_steps * terms.batch_sequences * terms.sequence_tokens,
         "inner_steps": last.inner_steps,
+        "merged_steps": merged,
         "outer_steps": status["outer_steps"],
         "nodes": len(nodes),
         "method": run["method"],
@@ -35,8 +38,10 @@ def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float
         "bytes_up": last.bytes_up,
         "bytes_down": last.bytes_down,
         "bytes_data_parallel_fp32": data_parallel,
+        "bytes_total": total,
+        "bytes_by_kind": last.by_kind,
         "bytes_state": last.bytes_state,
-        "reduction": data_parallel / sent,
+        "reduction": data_parallel / total,
         "digests_equal": all(left_with_the_last(node, status) for node in nodes),
         "compute_share": sum(node["compute_share"] for node in nodes) / len(nodes),
         "wall_s": run["started_s"],
@@ -52,6 +57,12 @@ def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float
     if commit := source_commit():
         summary["commit"] = commit
     return summary
+
+
+def merged_steps(history: History, *, fragments: int, steps: int) -> int:
+    """Inner steps that data parallel would have needed: without what nodes report as lost, and what a node did beyond
+    the run's `steps` as a part of the run was repeated. A killed node reports no loss: up to a round stays counted."""
+    return sum(min(inner - math.ceil(lost / fragments), steps) for inner, lost in history.steps.values())
 
 
 def machine() -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from farloop.cli.figures import loss_figure, traffic_figure
 from farloop.cli.history import History, read_history
 from farloop.cli.page import render_page
-from farloop.cli.summary import NodeSummary, Summary, equality_text, summary_rows
+from farloop.cli.summary import NodeSummary, Summary, bytes_text, equality_text, summary_rows
 from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
 
 MAX_OCCURRENCES = 200
@@ -42,7 +42,7 @@ def _lead(summary: Summary) -> str:
 
 
 def _cards(summary: Summary) -> str:
-    sent = summary["bytes_up"] + summary["bytes_down"]
+    sent = summary["bytes_total"]
     loss_start, loss_end = loss_text(summary["val_loss_start"]), loss_text(summary["val_loss_end"])
     data_parallel = size_text(summary["bytes_data_parallel_fp32"])
     verdict, kind = {True: ("identical", ""), False: ("different", "bad"), None: ("unknown", "")}[
@@ -53,7 +53,7 @@ def _cards(summary: Summary) -> str:
             "fewer bytes", factor_text(summary["reduction"]), f"{size_text(sent)} instead of {data_parallel}", "good"
         ),
         _card("validation loss", loss_end, f"{loss_start} at the start"),
-        _card("compute share", percent_text(summary["compute_share"]), "of the time went into training"),
+        _card("compute share", percent_text(summary["compute_share"]), "of the time was the training loop's"),
         _card("models at the end", verdict, equality_text(summary).removeprefix("yes, "), kind),
     )
     return "".join(cards)
@@ -76,10 +76,10 @@ def _loss_section(history: History) -> str:
 
 def _traffic_section(history: History, summary: Summary) -> str:
     note = (
-        "All bytes on the wire, headers and control messages included, summed over nodes, on a logarithmic scale. "
+        "All bytes of the connections, summed over nodes, on a logarithmic scale: "
+        f"{bytes_text(summary['bytes_by_kind'])}. "
         f"fp32 data parallel would send 8 bytes (a gradient up, the mean down) × {count_text(summary['parameters'])} "
-        f"parameters × {summary['inner_steps']:,} inner steps = {size_text(summary['bytes_data_parallel_fp32'])}; "
-        f"snapshots, which start a node, are {size_text(summary['bytes_state'])} and counted apart."
+        f"parameters × {summary['merged_steps']:,} inner steps = {size_text(summary['bytes_data_parallel_fp32'])}."
     )
     return _figure_section(
         "Bytes over the links", traffic_figure(history, summary["parameters"], summary["reduction"]), note
@@ -103,7 +103,7 @@ _NODE_COLUMNS: tuple[tuple[str, Callable[[NodeSummary], str | None]], ...] = (
     ("loss", lambda node: None if node.get("loss") is None else loss_text(node.get("loss"))),
     ("up", lambda node: _size(node.get("bytes_up"))),
     ("down", lambda node: _size(node.get("bytes_down"))),
-    ("snapshots", lambda node: _size(node.get("bytes_state"))),
+    ("snapshots, probes", lambda node: _size(node.get("bytes_state"))),
     ("blocked", lambda node: None if "blocked_s" not in node else duration_text(node["blocked_s"])),
     ("compute", lambda node: None if "compute_share" not in node else percent_text(node["compute_share"])),
 )

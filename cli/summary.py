@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from farloop.monitoring.status import BytesStatus
 from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
 
 
@@ -39,6 +40,9 @@ class Summary(TypedDict):
     val_loss_end: float | None
     tokens: int
     inner_steps: int
+    """Over all starts of all nodes."""
+    merged_steps: int
+    """Of them those that count for `reduction`: not lost, and not done twice."""
     outer_steps: int
     nodes: int
     method: str
@@ -47,14 +51,20 @@ class Summary(TypedDict):
     bytes_up: int
     bytes_down: int
     bytes_data_parallel_fp32: int
-    """8 · parameters · inner steps: fp32 gradients up and their mean down, every step of every node."""
+    """8 · parameters · merged steps: fp32 gradients up and their mean down, every step of every node."""
+    bytes_total: int
+    """`bytes_up` + `bytes_down`: all bytes of the run, of all kinds."""
+    bytes_by_kind: BytesStatus
+    """Both directions; their sum is `bytes_total`."""
     bytes_state: int
-    """Snapshots, not part of `bytes_up` and `bytes_down`."""
+    """Of `bytes_total`: snapshots and probes."""
     reduction: float
-    """`bytes_data_parallel_fp32` ÷ (`bytes_up` + `bytes_down`)."""
+    """`bytes_data_parallel_fp32` ÷ `bytes_total`."""
     digests_equal: bool | None
     """Whether every node ended with the coordinator's anchors, bit for bit; None when nobody compared."""
     compute_share: float
+    """Share of the time that the training loops had for themselves, data loading included: the mean over nodes, each
+    since its last start. farloop's own code, waiting and evaluation are the rest."""
     wall_s: float
     digests: list[str]
     """The coordinator's anchors, in fragment order."""
@@ -74,10 +84,11 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     length = f"H {summary['h']}, {summary['steps']:,} steps"
     return [
         ("validation loss", f"{loss_text(summary['val_loss_start'])} → {loss_text(summary['val_loss_end'])}"),
-        ("sent over the links", f"{each_way} (and {size_text(summary['bytes_state'])} of snapshots)"),
+        ("sent over the links", f"{size_text(summary['bytes_total'])}: {each_way}"),
+        ("of these", bytes_text(summary["bytes_by_kind"])),
         ("fp32 data parallel would send", size_text(summary["bytes_data_parallel_fp32"])),
         ("reduction", f"{factor_text(summary['reduction'])} fewer bytes"),
-        ("compute share", f"{percent_text(summary['compute_share'])} of the time went into training"),
+        ("compute share", f"{percent_text(summary['compute_share'])} of the time was the training loop's"),
         ("wall time", duration_text(summary["wall_s"])),
         ("models equal", equality_text(summary)),
         ("trained", f"{count_text(summary['tokens'])} tokens in {plural(summary['inner_steps'], 'inner step')}, "
@@ -85,6 +96,15 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("method", f"{summary['method']}, {length}, {summary['codec_up']} up, {summary['codec_down']} down"),
         ("model", f"{count_text(summary['parameters'])} parameters, seed {summary['seed']}"),
     ]  # fmt: skip
+
+
+def bytes_text(moved: BytesStatus) -> str:
+    """All bytes by kind, in words."""
+    return (
+        f"{size_text(moved['delta'])} of deltas, {size_text(moved['update'])} of updates, "
+        f"{size_text(moved['snapshot'])} of snapshots, {size_text(moved['probe'])} of probes, "
+        f"{size_text(moved['control'])} of control"
+    )
 
 
 def equality_text(summary: Summary) -> str:

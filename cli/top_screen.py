@@ -260,7 +260,7 @@ def about(node: NodeStatus, status: Status) -> Text:
         f"blocked {duration_text(node['blocked_s'])}",
         f"{size_text(node['bytes_up'])} up",
         f"{size_text(node['bytes_down'])} down",
-        f"{size_text(node['bytes_state'])} of snapshots",
+        f"{size_text(node['bytes_state'])} of snapshots and probes",
     ]
     missed = {"steps lost": node["lost_steps"], "sends left out": node.get("skipped_turns", 0)}
     facts[2:2] = [f"{count:,} {what}" for what, count in missed.items() if count]

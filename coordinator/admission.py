@@ -5,6 +5,7 @@ what the work can have been, and never refused to who is merely late.
 """
 
 import math
+from dataclasses import asdict
 from typing import Final
 
 from farloop.algo.parts import Part, described, fault_of, is_source
@@ -16,6 +17,7 @@ from farloop.coordinator.windows import Window
 from farloop.wire.keys import check_name
 from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused
 from farloop.wire.reasons import Reason
+from farloop.wire.report_messages import moved_by
 
 MOST_TOKENS: Final = 1 << 40
 """Of one inner step of one node, where the coordinator does not grant the samples: more than any machine holds."""
@@ -149,6 +151,10 @@ def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> s
             return f"it claims {name} = {getattr(progress, name):g}, and the run ends at position {place}"
     if progress.compute_share > 1.0:
         return f"it claims compute_share = {progress.compute_share:g}, and 1 is all of its time"
+    for way, moved in zip(("sent", "received"), moved_by(progress), strict=True):
+        for kind, count in asdict(moved).items():
+            if count < 0:
+                return f"it claims {count} bytes of {kind} {way}"
     return None
 
 

@@ -238,7 +238,7 @@ class Metrics:
         self.node_tokens = Gauge("farloop_node_tokens", "Tokens trained on since its start.", labels, registry=registry)
         self.node_steps = Gauge("farloop_node_inner_steps", "Inner steps since its start.", labels, registry=registry)
         self.node_share = Gauge(
-            "farloop_node_compute_share_ratio", "Share of wall time not spent on farloop.", labels, registry=registry
+            "farloop_node_compute_share_ratio", "Share of wall time of its training loop.", labels, registry=registry
         )
         self.node_blocked = Gauge("farloop_node_blocked_seconds", "Training stood still.", labels, registry=registry)
         self.node_connected = Gauge(
@@ -264,7 +264,10 @@ class Metrics:
         )
         self._links = LinkMetrics(registry)
         self.node_bytes = Gauge(
-            "farloop_node_bytes", "Bytes of all frames since its start.", ["node", "direction"], registry=registry
+            "farloop_node_bytes",
+            "All bytes since its start, up from it and down to it.",
+            ["node", "direction", "kind"],
+            registry=registry,
         )
 
     def count_samples(self, fates: SamplesStatus) -> None:

@@ -6,6 +6,7 @@ Reads the machine, decides nothing.
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,7 @@ from farloop.coordinator.timeline import Timeline, last_time
 from farloop.monitoring import plain_json
 from farloop.monitoring.gist import doing, finite_or_none, named, not_finite, standing
 from farloop.monitoring.status import (
+    BytesStatus,
     CopyStatus,
     InventoryStatus,
     MetricsEvent,
@@ -43,6 +45,7 @@ from farloop.monitoring.status import (
 )
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
+from farloop.wire.report_messages import moved_by
 
 _log = logging.getLogger(__name__)
 
@@ -306,6 +309,7 @@ class Observer:
     def _node(self, member: Member, now: float, quarantine: Mapping[NodeId, str]) -> NodeStatus:
         progress = member.progress
         away = (member.session is None or member.stalled) and member.reason is not Reason.NONE
+        sent, received = moved_by(progress) if progress else (msg.BytesByKind(), msg.BytesByKind())
         told: NodeStatus = {
             "name": member.name,
             "state": member.stage if progress is None or member.stage == "left" else progress.state,
@@ -322,9 +326,10 @@ class Observer:
             "blocked_s": progress.blocked_s if progress else 0.0,
             "lost_steps": progress.lost_steps if progress else 0,
             "skipped_turns": progress.skipped_turns if progress else 0,
-            "bytes_up": progress.bytes_up if progress else 0,
-            "bytes_down": progress.bytes_down if progress else 0,
+            "bytes_up": sent.total,
+            "bytes_down": received.total,
             "bytes_state": progress.bytes_state if progress else 0,
+            "bytes_by_kind": _by_kind(sent + received),
             "detail": progress.detail if progress else "",
             "reason": member.reason.sentence if away else "",
             "last_heard_s": now - member.heard_at,
@@ -370,6 +375,7 @@ class Observer:
         _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
 
     def _progress(self, node: str, progress: msg.Progress) -> None:
+        sent, received = moved_by(progress)
         self._write(
             {
                 "event": "progress",
@@ -379,9 +385,11 @@ class Observer:
                 "inner_steps": progress.inner_steps,
                 "tokens": progress.tokens,
                 "loss": finite_or_none(progress.loss),
-                "bytes_up": progress.bytes_up,
-                "bytes_down": progress.bytes_down,
+                "bytes_up": sent.total,
+                "bytes_down": received.total,
                 "bytes_state": progress.bytes_state,
+                "bytes_by_kind": _by_kind(sent + received),
+                "lost_steps": progress.lost_steps,
             }
         )
         metrics = self._metrics
@@ -391,13 +399,24 @@ class Observer:
         metrics.node_steps.labels(node).set(progress.inner_steps)
         metrics.node_share.labels(node).set(progress.compute_share)
         metrics.node_blocked.labels(node).set(progress.blocked_s)
-        for direction in ("up", "down", "state"):
-            metrics.node_bytes.labels(node, direction).set(getattr(progress, f"bytes_{direction}"))
+        for direction, moved in (("up", sent), ("down", received)):
+            for kind, count in asdict(moved).items():
+                metrics.node_bytes.labels(node, direction, kind).set(count)
 
     def _write(self, event: MetricsEvent) -> None:
         before = self._timeline.dropped
         self._timeline.write(event)
         self._metrics.dropped_lines.inc(self._timeline.dropped - before)
+
+
+def _by_kind(moved: msg.BytesByKind) -> BytesStatus:
+    return {
+        "delta": moved.delta,
+        "update": moved.update,
+        "snapshot": moved.snapshot,
+        "probe": moved.probe,
+        "control": moved.control,
+    }
 
 
 def _part(stages: tuple[int, ...], layout: Layout) -> PartStatus:

@@ -140,6 +140,7 @@ class Peers:
 
     def _begin(self, route: bytes, owner: NodeId | None, who: str, address: str | None, now: float) -> Lane:
         session = Session(Role.COORDINATOR, now, limits=self._limits, timing=self._timing)
+        session.traffic.curve = owner is not None
         token, counted_as = secrets.token_bytes(16), address or who
         peer = Peer(self._next, session, owner, who, counted_as, token, {0: route})
         self._next += 1

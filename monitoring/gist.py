@@ -16,10 +16,13 @@ DATA_PARALLEL_BYTES = 8
 
 
 def reduction(status: Status) -> float:
-    """How many times fewer bytes crossed the links than fp32 data parallel sends; 0 before any did."""
+    """How many times fewer bytes, of all kinds, crossed the links than fp32 data parallel sends for the inner steps
+    that were not lost; 0 before any did."""
     sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
     held = ((node["part"]["parameters"] if "part" in node else status["run"]["parameters"]) for node in status["nodes"])
-    work = sum(count * node["inner_steps"] for count, node in zip(held, status["nodes"], strict=True))
+    fragments = status["run"]["fragments"]
+    steps = (max(0.0, node["inner_steps"] - node["lost_steps"] / fragments) for node in status["nodes"])
+    work = sum(count * done for count, done in zip(held, steps, strict=True))
     return DATA_PARALLEL_BYTES * work / sent if sent else 0.0
 
 

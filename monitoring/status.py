@@ -54,6 +54,16 @@ class PartStatus(TypedDict):
     parameters: int
 
 
+class BytesStatus(TypedDict):
+    """Bytes of both directions by what they were for; their sum is all bytes (protocol, Figures)."""
+
+    delta: int
+    update: int
+    snapshot: int
+    probe: int
+    control: int
+
+
 class NodeStatus(TypedDict):
     """One node, as the coordinator last heard of it; a node that left stays in the list."""
 
@@ -73,9 +83,12 @@ class NodeStatus(TypedDict):
     blocked_s: float
     lost_steps: int
     bytes_up: int
+    """All bytes that it sent since its start."""
     bytes_down: int
+    """All bytes that it received since its start."""
     bytes_state: int
-    """Snapshots, not part of the two above."""
+    """Of the two above: snapshots and probes."""
+    bytes_by_kind: NotRequired[BytesStatus]
     detail: str
     """What it is doing, in words; may be empty."""
     reason: str
@@ -334,6 +347,8 @@ class ProgressEvent(TypedDict):
     bytes_up: int
     bytes_down: int
     bytes_state: int
+    bytes_by_kind: BytesStatus
+    lost_steps: int
 
 
 class CommitEvent(TypedDict):

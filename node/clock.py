@@ -34,7 +34,7 @@ class Clock:
         return {activity: self.seconds(activity, now) for activity in self._seconds}
 
     def compute_share(self, now: float) -> float:
-        """1 − (seconds in farloop's code or blocked on it) ÷ wall seconds; evaluation counts as neither."""
-        ours = self.seconds("farloop", now) + self.seconds("blocked", now)
-        wall = ours + self.seconds("training", now)
-        return 1.0 - ours / wall if wall > 0 else 1.0
+        """Share of the time that the training loop had for itself, data loading included; farloop's code, waiting and
+        evaluation are the rest."""
+        wall = sum(self.all_seconds(now).values())
+        return self.seconds("training", now) / wall if wall > 0 else 1.0

@@ -238,6 +238,7 @@ class Dialogue:
                     if chosen := self._dealers.congestion:
                         choose_congestion(*lane.connection, chosen)
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._session.traffic.connected()
                     why = "the connection ended"
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     self._key_refused()

@@ -63,7 +63,7 @@ class Link:
         self._dealers = Dealers(config)
         self._session: Session | None = None
         self._traffic: tuple[Moved, Session | None] = (Moved(), None)
-        """Of past sessions, and the present one once it is open; replaced as a whole: other threads read it."""
+        """Of past sessions, and the present one; replaced as a whole: other threads read it."""
         self._downloads = Downloads()
         self._probing = Probing()
         self._dialogue: Dialogue | None = None
@@ -92,7 +92,7 @@ class Link:
 
     @property
     def moved(self) -> Moved:
-        """Bytes of all frames so far."""
+        """All bytes so far."""
         past, session = self._traffic
         return past if session is None else past + moved_by(session)
 
@@ -202,8 +202,9 @@ class Link:
         if not await self._resolves():
             return False
         session = Session(Role.NODE, time.monotonic(), limits=self._config.limits, timing=self._config.timing)
+        session.traffic.curve = self._config.key is not None
         session.send(dataclasses.replace(self._hello(), inventory=self._config.inventory), time.monotonic())
-        self._session = session
+        self._session, self._traffic = session, (self._traffic[0], session)
         dialogue = Dialogue(session, self._config.coordinator, self._dealers, self._emit, self._key_refused, self._wake)
         self._dialogue = dialogue
         try:
@@ -256,8 +257,6 @@ class Link:
                 case wire_ev.MessageReceived(message=msg.Committed() as committed):
                     blob = msg.update_id(committed)
                     self._downloads.announced(session, blob, committed.size, committed.digest, time.monotonic())
-                case wire_ev.MessageReceived(message=msg.Welcome()):
-                    self._traffic = (self._traffic[0], session)
                 case wire_ev.MessageReceived(message=msg.Refused(retriable=False)):
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):

@@ -7,6 +7,7 @@ gauges, so that one scrape target is enough where nodes cannot be reached.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 from farloop.algo.spec import NodeId
 from farloop.node.clock import Activity
 from farloop.wire.messages import Progress
+from farloop.wire.report_messages import moved_by
 
 _STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})
 """States of a node that takes part."""
@@ -98,7 +100,9 @@ class Metrics(Collector):
         yield self._gauge("position_steps", "Schedule position: the run's clock.", progress.position)
         yield self._gauge("tokens_per_second", "Tokens trained on a second.", progress.tokens_per_s)
         yield self._gauge(
-            "compute_share_ratio", "Share of wall time not spent on farloop; 1 is best.", progress.compute_share
+            "compute_share_ratio",
+            "Share of wall time that the training loop had for itself; 1 is best.",
+            progress.compute_share,
         )
         if progress.loss is not None:
             yield self._gauge("loss_nats", "Training loss of the last inner step.", progress.loss)
@@ -110,14 +114,11 @@ class Metrics(Collector):
         yield self._counter("skipped_steps", "Inner steps left out: NaN or Inf in the gradient.", self._skipped_steps)
         yield self._counter("skipped_turns", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
         moved = CounterMetricFamily(
-            "farloop_node_bytes", "Bytes of all frames; state is snapshots.", labels=["node", "direction"]
+            "farloop_node_bytes", "All bytes, up and down, by kind.", labels=["node", "direction", "kind"]
         )
-        for direction, count in (
-            ("up", progress.bytes_up),
-            ("down", progress.bytes_down),
-            ("state", progress.bytes_state),
-        ):
-            moved.add_metric([self._node, direction], count)
+        for direction, counts in zip(("up", "down"), moved_by(progress), strict=True):
+            for kind, count in asdict(counts).items():
+                moved.add_metric([self._node, direction, kind], count)
         yield moved
         seconds, codec_s = self._spent
         times = CounterMetricFamily(

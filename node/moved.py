@@ -1,28 +1,30 @@
-"""What a link moved, split as reports want it (protocol, Figures)."""
+"""What a node's link moved, by direction and kind (protocol, Figures)."""
 
 from dataclasses import dataclass
+from typing import Final
 
-from farloop.algo.spec import BlobKind
+from farloop.wire.report_messages import BytesByKind
 from farloop.wire.session import Session
+
+NONE: Final = BytesByKind()
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes of all frames, headers and control included."""
+    """All bytes, seen from the node."""
 
-    up: int = 0
-    down: int = 0
-    state: int = 0
-    """Snapshots, and what measures the link, either way; part of neither of the others."""
+    up: BytesByKind = NONE
+    down: BytesByKind = NONE
+
+    @property
+    def state(self) -> int:
+        """Snapshots and probes, both directions."""
+        return self.up.snapshot + self.up.probe + self.down.snapshot + self.down.probe
 
     def __add__(self, other: "Moved") -> "Moved":
-        return Moved(self.up + other.up, self.down + other.down, self.state + other.state)
+        return Moved(self.up + other.up, self.down + other.down)
 
 
 def moved_by(session: Session) -> Moved:
     """So far, seen from the node."""
-    traffic = session.traffic
-    apart = (BlobKind.SNAPSHOT, BlobKind.PROBE)
-    up = sum(traffic.sent_blobs[kind].bytes for kind in apart)
-    down = sum(traffic.received_blobs[kind].bytes for kind in apart)
-    return Moved(traffic.bytes_sent - up, traffic.bytes_received - down, up + down)
+    return Moved(session.traffic.sent, session.traffic.received)

@@ -152,12 +152,14 @@ class Reports:
             blocked_s=self._clock.seconds("blocked", now),
             lost_steps=machine.lost_steps,
             sample_watermark=self._samples.watermark,
-            bytes_up=moved.up,
-            bytes_down=moved.down,
+            bytes_up=moved.up.total - moved.up.snapshot - moved.up.probe,
+            bytes_down=moved.down.total - moved.down.snapshot - moved.down.probe,
             bytes_state=moved.state,
             detail=waiting or alone,
             skipped_turns=machine.skipped_turns,
             samples_left=self._samples.remaining if machine.takes_samples else None,
+            sent=moved.up,
+            received=moved.down,
         )
 
     def farewell(self, leave: msg.Leave) -> msg.Leave:

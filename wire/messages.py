@@ -5,7 +5,7 @@ fields, and unknown messages unless `must_understand` is set. Byte-level rules: 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
@@ -36,6 +36,10 @@ from farloop.wire.reasons import Reason
 from farloop.wire.recall_messages import AnchorRef as AnchorRef
 from farloop.wire.recall_messages import Held as Held
 from farloop.wire.recall_messages import Recall as Recall
+from farloop.wire.report_messages import BytesByKind as BytesByKind
+from farloop.wire.report_messages import Evaluation as Evaluation
+from farloop.wire.report_messages import NodeState as NodeState
+from farloop.wire.report_messages import Progress as Progress
 
 _T = TypeVar("_T")
 
@@ -48,8 +52,6 @@ OWN_CODECS_SINCE = 4
 
 SLOTS_SINCE = 4
 """Version in which nodes read the slot of a `Start`."""
-
-NodeState = Literal["joining", "ready", "training", "waiting", "paused", "evaluating", "draining", "finished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,43 +245,6 @@ class Fetch:
     """Node → coordinator: my anchor of this fragment is lost or wrong, send a snapshot."""
 
     fragment: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Node → coordinator, every second: the three facts of liveness, and what a person wants to see."""
-
-    state: NodeState
-    position: float
-    round: int
-    inner_steps: int
-    tokens: int
-    loss: float | None
-    tokens_per_s: float
-    compute_share: float
-    blocked_s: float
-    lost_steps: int
-    sample_watermark: int
-    """Samples consumed of its leases, counted since its start."""
-    bytes_up: int
-    bytes_down: int
-    bytes_state: int
-    detail: str = ""
-    """What it waits for, in words."""
-    skipped_turns: int = 0
-    """Due sends that did not take place, for too many deltas of the fragment were undecided (protocol D)."""
-    samples_left: int | None = None
-    """Samples of its leases that it can still use. None where it is not told."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol J)."""
-
-    loss: float
-    versions: tuple[int, ...]
-    position: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ from farloop.wire.messages import (
 )
 from farloop.wire.meter import Meter
 from farloop.wire.reasons import Reason
-from farloop.wire.traffic import Traffic, wire_bytes
+from farloop.wire.traffic import Traffic
 from farloop.wire.transfer import Transfers
 
 ROUND_TRIPS = 10
@@ -212,7 +212,9 @@ class Session:
         self._handshake.check_open()
         if self._handshake.role is not Role.NODE:
             raise LocalProtocolError("nodes open lanes")
-        return lane_hello(self._handshake.run, self._handshake.epoch, self._handshake.lane_token)
+        parts = lane_hello(self._handshake.run, self._handshake.epoch, self._handshake.lane_token)
+        self.traffic.sent_control.add(self.traffic.wire_bytes(parts))
+        return parts
 
     def receive(self, lane: int, parts: Sequence[Buffer], now: float) -> None:
         """Take in what a lane brought. Chunks are copied, but early ones are kept: do not reuse their memory.
@@ -225,9 +227,9 @@ class Session:
             return
         if lane == 0:
             frame = parse_control(parts, self._limits)
-            self._receive_control(frame, decode(frame.body), wire_bytes(parts), now)
+            self._receive_control(frame, decode(frame.body), self.traffic.wire_bytes(parts), now)
         else:
-            self._receive_bulk(parse_bulk(parts, self._limits), wire_bytes(parts), now)
+            self._receive_bulk(parse_bulk(parts, self._limits), self.traffic.wire_bytes(parts), now)
 
     def events(self) -> list[SessionEvent]:
         """What has happened since the last call."""
@@ -355,13 +357,13 @@ class Session:
     def _control_frame(self, seq: int, body: bytes) -> tuple[int, list[Buffer]]:
         run, epoch = self._handshake.run, self._handshake.epoch
         parts = ControlFrame(run=run, epoch=epoch, seq=seq, ack=self._control.received, body=body).parts()
-        self.traffic.sent_control.add(wire_bytes(parts))
+        self.traffic.sent_control.add(self.traffic.wire_bytes(parts))
         return 0, parts
 
     def _bulk_frame(self, blob: BlobId, offset: int, chunk: memoryview) -> tuple[int, list[Buffer]]:
         run, epoch = self._handshake.run, self._handshake.epoch
         parts = BulkFrame(run=run, epoch=epoch, key=blob_key(blob), offset=offset, chunk=chunk).parts()
-        self.traffic.sent_blobs[blob.kind].add(wire_bytes(parts))
+        self.traffic.sent_blobs[blob.kind].add(self.traffic.wire_bytes(parts))
         lane = self._lanes.pop(0)
         self._lanes.append(lane)
         return lane, parts

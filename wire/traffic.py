@@ -1,10 +1,21 @@
 """What a session moved, counted as ZeroMQ puts it on the wire: the figures behind `bytes_up` and `bytes_down`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from farloop.algo.spec import BlobKind
 from farloop.wire.frames import Buffer
+from farloop.wire.report_messages import BytesByKind
+
+GREETING_BYTES = 64 + 43
+"""Of a connection in the clear, each way: ZMTP 3.1's greeting, and READY with socket type and an empty identity."""
+
+CURVE_SENT_BYTES = 64 + 202 + 301
+CURVE_RECEIVED_BYTES = 64 + 170 + 67
+"""... and under CURVE, from the node: greeting, HELLO, INITIATE; and to it: greeting, WELCOME, READY."""
+
+CURVE_PART_BYTES = 8 + 8 + 16 + 1
+"""What CURVE adds to each part of a message: the name of the command, a nonce, the authenticator and a flag byte."""
 
 
 @dataclass(slots=True)
@@ -38,6 +49,18 @@ class Traffic:
     """Of blobs sent, as the peer has acknowledged them."""
     rewinds: int = 0
     """Times a blob was sent again from its acknowledged prefix."""
+    curve: bool = False
+    """Whether the connections are encrypted: to be set before the first frame."""
+
+    @property
+    def sent(self) -> BytesByKind:
+        """All bytes sent, by kind."""
+        return _by_kind(self.sent_blobs, self.sent_control.bytes)
+
+    @property
+    def received(self) -> BytesByKind:
+        """All bytes received, by kind."""
+        return _by_kind(self.received_blobs, self.received_control.bytes + self.stray.bytes)
 
     @property
     def bytes_sent(self) -> int:
@@ -48,6 +71,15 @@ class Traffic:
         received = sum(count.bytes for count in self.received_blobs.values())
         return self.received_control.bytes + received + self.stray.bytes
 
+    def connected(self) -> None:
+        """A node's connection is there: its greetings have been exchanged."""
+        self.sent_control.bytes += CURVE_SENT_BYTES if self.curve else GREETING_BYTES
+        self.received_control.bytes += CURVE_RECEIVED_BYTES if self.curve else GREETING_BYTES
+
+    def wire_bytes(self, parts: Sequence[Buffer]) -> int:
+        """Bytes of a message on the wire of this session."""
+        return wire_bytes(parts, curve=self.curve)
+
     def adopt(self, kind: BlobKind, num_bytes: int) -> None:
         """A stray frame has found its blob."""
         self.stray.frames -= 1
@@ -55,6 +87,18 @@ class Traffic:
         self.received_blobs[kind].add(num_bytes)
 
 
-def wire_bytes(parts: Sequence[Buffer]) -> int:
-    """Bytes of a message on the wire: ZMTP 3.1 puts a flag byte and a length of 1 or 8 bytes before each part."""
-    return sum(len(part) + (2 if len(part) <= 255 else 9) for part in parts)
+def wire_bytes(parts: Sequence[Buffer], *, curve: bool = False) -> int:
+    """Bytes of a message on the wire: ZMTP 3.1 puts a flag byte and a length of 1 or 8 bytes before each part, and
+    CURVE makes a command of it."""
+    sizes = [len(part) + (CURVE_PART_BYTES if curve else 0) for part in parts]
+    return sum(size + (2 if size <= 255 else 9) for size in sizes)
+
+
+def _by_kind(blobs: Mapping[BlobKind, Count], control: int) -> BytesByKind:
+    return BytesByKind(
+        delta=blobs[BlobKind.DELTA].bytes,
+        update=blobs[BlobKind.UPDATE].bytes,
+        snapshot=blobs[BlobKind.SNAPSHOT].bytes,
+        probe=blobs[BlobKind.PROBE].bytes,
+        control=control,
+    )

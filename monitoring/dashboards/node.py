@@ -137,7 +137,7 @@ def node() -> Page:
             )
         ],
         "Bps",
-        "All frames; state is snapshots.",
+        "All bytes that its link carried: deltas, updates, snapshots, probes and control.",
         width=8,
     )
     page.graph(

@@ -142,6 +142,11 @@ class Run:
         """Of the coordinator."""
         return f"tcp://127.0.0.1:{self.port}"
 
+    @property
+    def relays(self) -> dict[str, Relay]:
+        """The links that were given to nodes, by their names."""
+        return {name: relay for name, (_, relay) in self._relays.items()}
+
     # --- starting and ending
 
     def start_coordinator(self, *options: str) -> Daemon:

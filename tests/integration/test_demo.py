@@ -19,8 +19,8 @@ DEMO = (*FARLOOP, "demo")
 
 PROMISED = {
     "val_loss_start", "val_loss_end", "tokens", "inner_steps", "outer_steps", "nodes", "method", "codec_up",
-    "codec_down", "bytes_up", "bytes_down", "bytes_data_parallel_fp32", "bytes_state", "reduction", "digests_equal",
-    "compute_share", "wall_s",
+    "codec_down", "bytes_up", "bytes_down", "bytes_total", "bytes_by_kind", "bytes_data_parallel_fp32", "bytes_state",
+    "merged_steps", "reduction", "digests_equal", "compute_share", "wall_s",
 }  # fmt: skip
 
 
@@ -37,9 +37,11 @@ def test_the_demo_prints_one_json_object_and_leaves_a_report(tmp_path: Path) -> 
     assert summary["digests_equal"] is True
     assert (summary["nodes"], summary["inner_steps"], summary["outer_steps"]) == (2, 120, 2)
     assert summary["val_loss_end"] < summary["val_loss_start"]
-    sent = summary["bytes_up"] + summary["bytes_down"]
+    total = summary["bytes_total"]
+    assert total == summary["bytes_up"] + summary["bytes_down"] == sum(summary["bytes_by_kind"].values())
+    assert set(summary["bytes_by_kind"]) == {"delta", "update", "snapshot", "probe", "control"}
     assert summary["bytes_data_parallel_fp32"] == 8 * summary["parameters"] * 120
-    assert summary["reduction"] == pytest.approx(summary["bytes_data_parallel_fp32"] / sent)
+    assert summary["reduction"] == pytest.approx(summary["bytes_data_parallel_fp32"] / total)
     assert (out / "model.safetensors").exists()
     assert_stands_alone((out / "report.html").read_text())
     assert_resuming_changes_nothing(out, summary, tmp_path)

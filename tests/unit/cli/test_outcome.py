@@ -46,8 +46,15 @@ def summary_of(
         {**known, "name": name, "compute_share": share, "digests": held}
         for name, share, held in zip("ab", (0.9, 0.7), digests, strict=True)
     ]
-    run = {"method": "diloco", "codec_up": "q4", "codec_down": "q4", "parameters": PARAMETERS, "started_s": 60.0}
-    status = {"run": {**run, "h": h, "steps": 100}, "nodes": nodes, "outer_steps": 3, "digests": DIGESTS}
+    run: dict[str, Any] = {
+        "fragments": 3,
+        "method": "diloco",
+        "codec_up": "q4",
+        "codec_down": "q4",
+        "parameters": PARAMETERS,
+        "started_s": 60.0,
+    }
+    status = {"run": {**run, "h": h, "steps": 1000}, "nodes": nodes, "outer_steps": 3, "digests": DIGESTS}
     return summarise(cast(Status, status), metrics, spec(h), loss_start=5.0, loss_end=2.0)
 
 
@@ -60,16 +67,35 @@ def test_bytes_and_steps_are_sums_over_nodes_and_over_their_starts(tmp_path: Pat
             report("a", inner_steps=4, bytes_up=10, bytes_down=20, bytes_state=7),
         ],
     )
-    assert (came["bytes_up"], came["bytes_down"], came["bytes_state"]) == (410, 620, 18)
+    assert (came["bytes_up"], came["bytes_down"], came["bytes_state"]) == (410, 638, 18)
+    assert came["bytes_by_kind"] == {"delta": 410, "update": 620, "snapshot": 18, "probe": 0, "control": 0}
+    assert came["bytes_total"] == 410 + 638
     assert (came["inner_steps"], came["tokens"]) == (34, 34 * 4 * 128)
 
 
-def test_the_reduction_is_fp32_data_parallel_over_all_but_state(tmp_path: Path) -> None:
+def test_the_reduction_is_fp32_data_parallel_over_all_bytes(tmp_path: Path) -> None:
     """Both ways through the star: 8 bytes a parameter for every inner step of every node."""
-    events = [report(node, inner_steps=30, bytes_up=1000, bytes_down=3000, bytes_state=10**9) for node in "ab"]
+    kinds = {"delta": 900, "update": 2800, "snapshot": 100_000, "probe": 20_000, "control": 300}
+    moved = {"bytes_up": 20_900, "bytes_down": 103_100, "bytes_state": 120_000, "bytes_by_kind": kinds}
+    events = [report(node, inner_steps=30) | moved for node in "ab"]
     came = summary_of(tmp_path, events)
+    assert came["bytes_by_kind"] == {kind: 2 * count for kind, count in kinds.items()}
+    assert came["bytes_total"] == sum(came["bytes_by_kind"].values()) == came["bytes_up"] + came["bytes_down"]
     assert came["bytes_data_parallel_fp32"] == 8 * PARAMETERS * 60
-    assert came["reduction"] == 8 * PARAMETERS * 60 / 8000
+    assert came["reduction"] == 8 * PARAMETERS * 60 / came["bytes_total"]
+
+
+def test_steps_that_were_lost_or_done_twice_do_not_count_for_the_reduction(tmp_path: Path) -> None:
+    """A step that three fragments lost, and those that a node did after the run was wound back."""
+    events = [
+        report("a", inner_steps=90, lost_steps=30, bytes_up=1),
+        report("b", inner_steps=950, bytes_up=1),
+        report("b", inner_steps=400, lost_steps=4, bytes_up=1),
+    ]
+    came = summary_of(tmp_path, events)
+    assert came["inner_steps"] == 1440
+    assert came["merged_steps"] == (90 - 10) + 1000
+    assert came["bytes_data_parallel_fp32"] == 8 * PARAMETERS * came["merged_steps"]
 
 
 @pytest.mark.parametrize(("h", "least", "most"), [(30, 225.0, 226.0), (54, 400.0, 407.0), (107, 800.0, 806.0)])

@@ -14,6 +14,7 @@ from farloop.cli.figures import MAX_POINTS, SERIES, loss_figure, traffic_figure
 from farloop.cli.history import History, Traffic, read_history
 from farloop.cli.report import write_report
 from farloop.cli.summary import Summary, summary_table
+from farloop.monitoring.status import BytesStatus
 
 DIGESTS = ["9f3a1c77d02be481", "03bb5519ee7ac020"]
 PARAMETERS = 100_000
@@ -46,7 +47,9 @@ def summary(**changes: Any) -> Summary:
     known: dict[str, Any] = {
         "val_loss_start": 5.5, "val_loss_end": 2.5, "tokens": 3900, "inner_steps": 390, "outer_steps": 6, "nodes": 2,
         "method": "streaming", "codec_up": "q4", "codec_down": "q4", "bytes_up": 702_000, "bytes_down": 702_000,
-        "bytes_data_parallel_fp32": 312_000_000, "bytes_state": 800_000, "reduction": 222.2, "digests_equal": True,
+        "bytes_data_parallel_fp32": 312_000_000, "bytes_state": 800_000, "reduction": 222.2, "merged_steps": 390,
+        "bytes_total": 2_204_000, "bytes_by_kind": {"delta": 700_000, "update": 700_000, "snapshot": 780_000,
+        "probe": 20_000, "control": 4_000}, "digests_equal": True,
         "compute_share": 0.947, "wall_s": 82.0, "digests": DIGESTS, "parameters": PARAMETERS, "h": 30, "steps": 195,
         "seed": 1, "command": "farloop demo --link '50mbit/50ms' && echo", "machine": "2 cores", "node_table": [
             {"name": "paris", "device": "cpu", "inner_steps": 195, "compute_share": 0.95, "digests": DIGESTS},
@@ -99,7 +102,7 @@ def test_the_report_is_one_well_formed_page_with_two_drawings(html: str) -> None
     page = Page(html)
     assert page.tags.count("svg") == 2
     assert len(page.ids) == len(set(page.ids))
-    for words in ("three <nodes>", "222×", "1.40 MB instead of 312 MB", "2.500", "94.7%", "identical", DIGESTS[1],
+    for words in ("three <nodes>", "222×", "2.20 MB instead of 312 MB", "2.500", "94.7%", "identical", DIGESTS[1],
                   "the <link> was cut", "delta for window 4 of fragment 1 dropped: the window had closed",
                   "farloop demo --link '50mbit/50ms' && echo", "1m 22s"):  # fmt: skip
         assert words in page.text
@@ -192,9 +195,14 @@ def test_counters_of_a_restarted_node_go_on_where_they_stood(tmp_path: Path) -> 
     assert len(history.losses["a"]) == 2
 
 
+def moved(t: int, up: int, down: int) -> Traffic:
+    kinds: BytesStatus = {"delta": up, "update": down, "snapshot": 0, "probe": 0, "control": 0}
+    return Traffic(t=t, bytes_up=up, bytes_down=down, by_kind=kinds, inner_steps=t)
+
+
 def test_long_runs_and_many_nodes_stay_small_and_named() -> None:
     losses = {f"n{node}": [(step, 3.0 + step % 7) for step in range(20_000)] for node in range(SERIES + 1)}
-    moments = [Traffic(t=t, bytes_up=t * 10, bytes_down=t * 9, bytes_state=0, inner_steps=t) for t in range(1, 20_000)]
+    moments = [moved(t, t * 10, t * 9) for t in range(1, 20_000)]
     history = History(losses=losses, traffic=moments)
     loss, traffic = loss_figure(history), traffic_figure(history, PARAMETERS, 50.0)
     assert f"training, {SERIES + 1} nodes" in loss
@@ -204,7 +212,7 @@ def test_long_runs_and_many_nodes_stay_small_and_named() -> None:
 
 
 def test_the_gap_to_data_parallel_is_drawn_only_where_there_is_one() -> None:
-    moments = [Traffic(t=t, bytes_up=t * 4000, bytes_down=t * 4000, bytes_state=0, inner_steps=t) for t in range(1, 9)]
+    moments = [moved(t, t * 4000, t * 4000) for t in range(1, 9)]
     assert "100× fewer bytes" in traffic_figure(History(traffic=moments), PARAMETERS, 100.0)
     assert "fewer bytes" not in traffic_figure(History(traffic=moments), 1000, 1.0)
 

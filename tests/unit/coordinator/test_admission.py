@@ -12,7 +12,7 @@ from farloop.coordinator.admission import delta_refusal, progress_untrue, refusa
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.roster import Member
 from farloop.coordinator.windows import Window
-from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Committed, Hello, Offer, Progress
+from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, BytesByKind, Committed, Hello, Offer, Progress
 from farloop.wire.reasons import Reason
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -251,6 +251,7 @@ REPORT = Progress(
         ({"position": -5.0}, "position = -5"),
         ({"sample_watermark": -1}, "sample_watermark = -1"),
         ({"bytes_up": -1}, "bytes_up = -1"),
+        ({"sent": BytesByKind(), "received": BytesByKind(probe=-1)}, "-1 bytes of probe received"),
     ],
 )
 def test_a_report_says_nothing_that_cannot_be_true(ledger: Ledger, claim: dict[str, Any], untrue: str) -> None:

@@ -104,6 +104,8 @@ PROGRESS = msg.Progress(
     bytes_state=900,
     detail="fragment 1, window 2",
     skipped_turns=7,
+    sent=msg.BytesByKind(delta=600, control=100),
+    received=msg.BytesByKind(update=750, snapshot=800, probe=100, control=50),
 )
 
 
@@ -202,14 +204,24 @@ def test_a_report_becomes_a_line_and_metrics(scene: Scene) -> None:
             "tokens": 6000,
             "loss": 3.25,
             "bytes_up": 700,
-            "bytes_down": 800,
+            "bytes_down": 1700,
             "bytes_state": 900,
+            "bytes_by_kind": {"delta": 600, "update": 750, "snapshot": 800, "probe": 100, "control": 150},
+            "lost_steps": 2,
         }
     ]
     assert scene.value("farloop_node_tokens", node="a") == 6000
     assert scene.value("farloop_node_loss_nats", node="a") == 3.25
-    for direction, count in (("up", 700), ("down", 800), ("state", 900)):
-        assert scene.value("farloop_node_bytes", node="a", direction=direction) == count
+    for direction, kind, count in (("up", "delta", 600), ("down", "snapshot", 800), ("up", "probe", 0)):
+        assert scene.value("farloop_node_bytes", node="a", direction=direction, kind=kind) == count
+
+
+def test_a_node_that_tells_no_kinds_is_counted_to_the_last_byte(scene: Scene) -> None:
+    scene.join(A)
+    scene.say(A, dataclasses.replace(PROGRESS, sent=None, received=None))
+    (line,) = scene.lines()
+    assert (line["bytes_up"], line["bytes_down"]) == (700, 1700)
+    assert line["bytes_by_kind"] == {"delta": 700, "update": 800, "snapshot": 900, "probe": 0, "control": 0}
 
 
 def test_a_report_without_a_loss_leaves_the_last_one(scene: Scene) -> None:

@@ -24,14 +24,14 @@ def test_a_wait_counts_while_it_lasts() -> None:
     assert clock.compute_share(40.0) == pytest.approx(0.25)
 
 
-def test_farloop_s_own_time_and_blocked_time_count_against_the_share_and_evaluation_does_not() -> None:
+def test_farloop_s_own_time_waiting_and_evaluation_count_against_the_share() -> None:
     """J."""
     clock = Clock()
     for activity, now in (("training", 0.0), ("farloop", 6.0), ("evaluation", 7.0), ("farloop", 107.0)):
         clock.turn(activity, now)  # type: ignore[arg-type]
     clock.turn("blocked", 108.0)
     clock.turn("training", 110.0)
-    assert clock.compute_share(110.0) == pytest.approx(6 / 10)
+    assert clock.compute_share(110.0) == pytest.approx(6 / 110)
     assert clock.seconds("evaluation", 110.0) == 100.0
 
 

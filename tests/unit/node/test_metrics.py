@@ -42,6 +42,17 @@ def samples(metrics: Metrics) -> Samples:
     return found
 
 
+BYTES = {
+    (("direction", direction), ("kind", kind)): 0
+    for direction in ("up", "down")
+    for kind in ("delta", "update", "snapshot", "probe", "control")
+} | {
+    (("direction", "up"), ("kind", "delta")): 1000,
+    (("direction", "down"), ("kind", "update")): 2000,
+    (("direction", "down"), ("kind", "snapshot")): 3000,
+}
+
+
 def test_a_scrape_shows_the_last_report() -> None:
     metrics = Metrics(NodeId("oslo"))
     metrics.saw(PROGRESS, versions={0: 3, 1: -1}, connected=True)
@@ -65,9 +76,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         ("farloop_node_time_seconds_total", (("activity", "training"),)): 9,
         ("farloop_node_time_seconds_total", (("activity", "blocked"),)): 1.5,
         ("farloop_node_codec_seconds_total", ()): 0.25,
-        ("farloop_node_bytes_total", (("direction", "up"),)): 1000,
-        ("farloop_node_bytes_total", (("direction", "down"),)): 2000,
-        ("farloop_node_bytes_total", (("direction", "state"),)): 3000,
+        **{("farloop_node_bytes_total", key): value for key, value in BYTES.items()},
         ("farloop_node_fragment_version", (("fragment", "0"),)): 3,
         ("farloop_node_fragment_version", (("fragment", "1"),)): -1,
     }

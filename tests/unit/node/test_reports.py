@@ -12,10 +12,10 @@ from farloop.node.machine import NodeMachine, Stage
 from farloop.node.memory import Memory
 from farloop.node.moved import Moved
 from farloop.node.reports import PROGRESS_S, Reports
-from farloop.wire.messages import Leave
+from farloop.wire.messages import BytesByKind, Leave
 from farloop.wire.reasons import Reason
 
-MOVED = Moved(up=1, down=2, state=3)
+MOVED = Moved(BytesByKind(delta=1), BytesByKind(update=2, snapshot=3))
 
 
 @pytest.fixture
@@ -63,6 +63,7 @@ def test_the_state_is_that_of_the_machine_in_a_word(
     told = reports.progress(MOVED, waiting, 1.0)
     assert (told.state, told.detail) == (state, waiting or "")
     assert (told.bytes_up, told.bytes_down, told.bytes_state) == (1, 2, 3)
+    assert (told.sent, told.received) == (MOVED.up, MOVED.down)
 
 
 def test_a_start_that_the_machine_has_not_heard_of_is_told_all_the_same(machine: NodeMachine, reports: Reports) -> None:
