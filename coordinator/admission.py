@@ -19,8 +19,9 @@ from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Ref
 from farloop.wire.reasons import Reason
 from farloop.wire.report_messages import moved_by
 
-MOST_TOKENS: Final = 1 << 40
-"""Of one inner step of one node, where the coordinator does not grant the samples: more than any machine holds."""
+MOST_TOKENS: Final = 1 << 32
+"""Of one inner step of one node, where the coordinator does not grant the samples: a hundred times the largest batch that
+anybody trains with. How much of a claim counts depends on the other nodes (`algo/weights.py`)."""
 
 _FP32_MAX: Final = 2.0**128
 """No finite fp32 number is larger."""
@@ -186,7 +187,8 @@ _NEVER_NEGATIVE: Final = (
 
 
 def _tokens_untrue(tokens: int, steps: int, ledger: Ledger, holds: Part) -> str | None:
-    """Where the coordinator grants the samples, every inner step has equally many tokens.
+    """Where the coordinator grants the samples, no inner step has more tokens than the run's batch; one whose sequences are
+    padded has fewer.
 
     A node that holds a part says what came by: a source's own samples, but for those that were lost on their way, or
     those of any number of sources.
@@ -194,10 +196,8 @@ def _tokens_untrue(tokens: int, steps: int, ledger: Ledger, holds: Part) -> str 
     terms = ledger.spec.terms
     if ledger.spec.identity.num_samples:
         granted = steps * terms.batch_sequences * terms.sequence_tokens
-        if holds is not None:
-            most = granted if is_source(holds) else granted * MOST_MEMBERS
-            return None if 0 <= tokens <= most else f"{tokens} tokens in {steps} inner steps, which have {most} at most"
-        return None if tokens == granted else f"{tokens} tokens in {steps} inner steps, which have {granted}"
+        most = granted if is_source(holds) else granted * MOST_MEMBERS
+        return None if 0 <= tokens <= most else f"{tokens} tokens in {steps} inner steps, which have {most} at most"
     return None if 0 <= tokens <= steps * MOST_TOKENS else f"{tokens} tokens in {steps} inner steps"
 
 

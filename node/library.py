@@ -128,22 +128,24 @@ class Node:
 
         Args:
             loss: of this step, for the displays.
-            tokens: of this step over the whole node; the run's batch unless given. A node that holds a part of the
-                model says how many came by: its deltas weigh as much.
+            tokens: of this step over the whole node; the run's batch unless given, and no more than that where the
+                coordinator grants the samples. A node that holds a part of the model says how many came by: its deltas
+                weigh as much.
 
         Raises:
+            ValueError: `tokens` is below 0, or more than a step can have; nothing was done.
             NonFiniteDelta: the weights are broken; nothing of them was sent.
             LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient.
             Refused: the coordinator ended this node's part for good.
         """
         assert self.running, "the run has ended, or this node was asked to leave: look at node.running"
+        trained = self._batch_tokens() if tokens is None else self._checked(tokens)
         clock = self.leader.clock if self.leader is not None else None
         if clock is not None and clock.activity is None:
             clock.turn("training", time.monotonic())
         stepped = self._inner.take(self._decision.lr)
         if self.leader is not None and clock is not None:
             clock.turn("farloop", time.monotonic())
-            trained = tokens if tokens is not None else self._batch_tokens()
             self._decide(self.leader.after_step(trained, loss, stepped=stepped))
             clock.turn("training" if self.running else None, time.monotonic())
         else:
@@ -199,6 +201,17 @@ class Node:
 
     def _batch_tokens(self) -> int:
         return self.spec.terms.batch_sequences * self.spec.terms.sequence_tokens
+
+    def _checked(self, tokens: int) -> int:
+        """The tokens that the loop says a step had: a coordinator refuses the delta of a step that had more."""
+        terms, most = self.spec.terms, self._batch_tokens()
+        if tokens < 0:
+            raise ValueError(f"step(tokens={tokens}): 0 or more are wanted")
+        granted = self.spec.identity.num_samples and self.leader is not None and self.leader.machine.takes_samples
+        if granted and tokens > most:
+            batch = f"{terms.batch_sequences} sequences of {terms.sequence_tokens}"
+            raise ValueError(f"step(tokens={tokens}): a step of this run has at most {most} tokens, {batch}")
+        return tokens
 
 
 def join(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.algo.spec import Contribution, NodeId
-from farloop.algo.weights import WEIGHT_RULES, quality_weights, reach, sum_key, token_weights
+from farloop.algo.weights import MOST_TIMES, WEIGHT_RULES, quality_weights, reach, sum_key, token_weights
 
 WeightRule = Callable[[Sequence[Sequence[Contribution]]], list[float]]
 
@@ -82,6 +82,27 @@ def test_weights_of_every_rule_sum_to_one(rule: WeightRule, reports: list[tuple[
     weights = rule([[contribution(A, tokens, steps=steps)] for steps, tokens in reports])
     assert sum(weights) == pytest.approx(1.0, abs=1e-12)
     assert all(0.0 <= weight <= 1.0 for weight in weights)
+
+
+@pytest.mark.parametrize("rule", WEIGHT_RULES.values())
+@pytest.mark.parametrize("honest", [1, 2, 3, 4, 9])
+def test_a_node_that_claims_any_number_of_tokens_has_a_bounded_weight(rule: WeightRule, honest: int) -> None:
+    """Where nobody grants samples a claim of 2^40 tokens a step was a weight of 1."""
+    others = [[contribution(A, 640)] for _ in range(honest)]
+    weights = rule([*others, [contribution(B, 10 << 40)]])
+    times = MOST_TIMES if rule is token_weights else MOST_TIMES**2
+    assert weights[-1] == pytest.approx(times / (honest + times))
+    assert len(set(weights[:-1])) == 1
+
+
+def test_up_to_the_bound_a_larger_batch_weighs_what_it_is() -> None:
+    assert token_weights([[contribution(A, 100)], [contribution(B, 400)]]) == [0.2, 0.8]
+    assert token_weights([[contribution(A, 100)], [contribution(B, 200)], [contribution(C, 800)]])[2] == 8 / 11
+
+
+def test_a_node_that_claims_next_to_nothing_does_not_take_the_others_down() -> None:
+    weights = token_weights([[contribution(A, 1)], [contribution(B, 640)], [contribution(C, 640)]])
+    assert weights == [1 / 1281, 640 / 1281, 640 / 1281]
 
 
 def moved(norm: float, steps: int) -> Contribution:

@@ -172,7 +172,7 @@ def test_a_second_delta_of_a_node_overlaps_the_first(ledger: Ledger) -> None:
         ({"steps": 31}, "31 inner steps, and there were at most 30 since its base"),
         ({"steps": 0}, "10 tokens in 0 inner steps"),
         ({"tokens": -1}, "-1 tokens in 10 inner steps"),
-        ({"tokens": 1 << 60}, "tokens in 10 inner steps"),
+        ({"tokens": (10 << 32) + 1}, "tokens in 10 inner steps"),
         ({"norm_sq": -1.0}, "a squared norm of -1"),
         ({"norm_sq": math.nan}, "a squared norm of nan"),
         ({"norm_sq": math.inf}, "a squared norm of inf"),
@@ -187,10 +187,11 @@ def test_a_delta_says_nothing_that_cannot_be_true(ledger: Ledger, claim: dict[st
     assert refused[0] is Reason.IMPLAUSIBLE and untrue in refused[1]
 
 
-def test_where_samples_are_granted_tokens_are_counted_here(spec: RunSpec) -> None:
+def test_where_samples_are_granted_a_step_has_the_tokens_of_the_batch_at_most(spec: RunSpec) -> None:
+    """Fewer where sequences are padded."""
     identity = dataclasses.replace(spec.identity, num_samples=1000)
     ledger = Ledger.begin(rec.RunStarted(spec=dataclasses.replace(spec, identity=identity), epoch=3))
-    for tokens, reason in ((640, None), (639, Reason.IMPLAUSIBLE), (6400, Reason.IMPLAUSIBLE)):
+    for tokens, reason in ((640, None), (639, None), (0, None), (641, Reason.IMPLAUSIBLE), (6400, Reason.IMPLAUSIBLE)):
         share = dataclasses.replace(CONTRIBUTION, tokens=tokens)
         refused = delta_refusal(offer(contributors=(share,)), training(), ledger, opened(ledger))
         assert (refused and refused[0]) is reason

@@ -1,7 +1,9 @@
 """What `Node.step` does to a training loop's parameters (docs/step.md), with a leader that only takes notes."""
 
+import dataclasses
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -29,7 +31,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.machine = None
+        self.machine: Any = None
         self.steps: list[tuple[int, float | None, bool]] = []
 
     def wait_for_start(self) -> Decision:
@@ -376,3 +378,40 @@ def test_a_method_that_steps_at_the_coordinator_has_no_use_for_an_optimizer(
 def test_who_decides_is_the_run_or_the_loop(argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument} is 'mine': take 'run' or 'own'"):
         join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", **{argument: "mine"})  # type: ignore[arg-type]
+
+
+# --- the tokens
+
+
+def granted() -> Loop:
+    """In a run whose coordinator grants the samples: 4 sequences of 16 tokens a step."""
+    loop = Loop(plain, terms={"batch_sequences": 4, "sequence_tokens": 16})
+    identity = dataclasses.replace(loop.node.spec.identity, num_samples=1000)
+    loop.node.spec = dataclasses.replace(loop.node.spec, identity=identity)
+    loop.notes.machine = SimpleNamespace(takes_samples=True)
+    return loop
+
+
+@pytest.mark.parametrize("tokens", [None, 64, 60, 0])
+def test_a_step_has_the_tokens_of_the_batch_or_fewer(tokens: int | None) -> None:
+    """Fewer where its sequences are padded."""
+    loop = granted()
+    loop.node.step(tokens=tokens)
+    assert loop.notes.steps[0][0] == (64 if tokens is None else tokens)
+
+
+def test_more_tokens_than_the_batch_has_are_refused_in_one_line_before_anything_is_done() -> None:
+    loop = granted()
+    with pytest.raises(
+        ValueError, match=r"^step\(tokens=65\): a step of this run has at most 64 tokens, 4 sequences of 16$"
+    ):
+        loop.node.step(tokens=65)
+    with pytest.raises(ValueError, match=r"^step\(tokens=-1\): 0 or more are wanted$"):
+        loop.node.step(tokens=-1)
+    assert loop.notes.steps == [] and loop.weights == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_who_brings_the_samples_says_how_many_tokens_they_are() -> None:
+    loop = Loop(plain)
+    loop.node.step(tokens=10_000)
+    assert loop.notes.steps[0][0] == 10_000
