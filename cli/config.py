@@ -152,6 +152,8 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
         raise settings.error("coordinator", "floor_share", f"{share:g} is no share; 0 to 1 is wanted, as 0.5")
     if not 0.0 <= (price := coordinator["egress_price_per_gb"]) < math.inf:
         raise settings.error("coordinator", "egress_price_per_gb", f"{price:g} is no price; 0 or more is wanted")
+    if not 0.0 <= (share := coordinator["probe_share"]) < math.inf:
+        raise settings.error("coordinator", "probe_share", f"{share:g} is no share; 0 or more is wanted, as 0.01")
     return RunFile(
         settings=settings,
         run=RunConfig(**settings.section("run")),

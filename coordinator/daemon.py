@@ -35,7 +35,7 @@ from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
 from farloop.coordinator.peers import Peer
-from farloop.coordinator.prober import QUIET_S
+from farloop.coordinator.prober import PROBE_SHARE, QUIET_S
 from farloop.coordinator.setting import Setting
 from farloop.coordinator.sight import Sight
 from farloop.coordinator.store import Store
@@ -84,8 +84,11 @@ class CoordinatorConfig:
     congestion: str = ""
     """Congestion control of the connections to nodes, as bbr; the system's unless given."""
     probe_bytes: int = 32 << 20
-    """What measuring one direction of a link may cost, while nobody waits for bytes; 0 measures by what has to be sent
-    anyway, alone."""
+    """Most bytes of one probe, which measures one direction of a link while nobody waits for bytes; 0 measures by what
+    has to be sent anyway, alone."""
+    probe_share: float = PROBE_SHARE
+    """Share of the bytes that a node's link moves for the run that probes of the link may take, beyond one of 64 KiB in
+    each direction."""
     probe_quiet_s: float = QUIET_S
     """Seconds for which nobody must have waited for bytes before a link is probed."""
     adapt: str = "advise"
@@ -141,7 +144,13 @@ class Coordinator:
             congestion=config.congestion,
             turned_away=self.observer.turned_away,
         )
-        self._sight = Sight(config.probe_bytes, self.link.flush, time.monotonic(), quiet_s=config.probe_quiet_s)
+        self._sight = Sight(
+            config.probe_bytes,
+            self.link.flush,
+            time.monotonic(),
+            quiet_s=config.probe_quiet_s,
+            share=config.probe_share,
+        )
         self.observer.inventory = self._sight.status
         self._lookout = Lookout(config.adapt, self.machine, self._sight, self.metrics, self._happened)
         self.observer.watch = self._lookout.status

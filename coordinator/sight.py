@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.matrix import COORDINATOR, Ends, Matrix
 from farloop.coordinator.peers import Peer
-from farloop.coordinator.prober import Candidate, Prober, Running
+from farloop.coordinator.prober import PROBE_SHARE, Candidate, Prober, Running
 from farloop.coordinator.roster import Member
 from farloop.monitoring.connection import congestion_of, same_host, tcp_info
 from farloop.monitoring.status import InventoryStatus, MachineStatus, NicStatus
@@ -45,13 +45,17 @@ LOOK_S = 5.0
 class Sight:
     """Of one coordinator. `look` is called some times a second, `heard` and `ended` as things come."""
 
-    def __init__(self, probe_bytes: int, flush: Callable[[Peer], None], now: float, *, quiet_s: float) -> None:
+    def __init__(
+        self, probe_bytes: int, flush: Callable[[Peer], None], now: float, *, quiet_s: float, share: float = PROBE_SHARE
+    ) -> None:
         """`probe_bytes`: that one probe may cost; 0 probes nothing. `flush` lets out what a session has to say.
 
-        `quiet_s`: how long nobody must have waited for bytes before one.
+        `quiet_s`: how long nobody must have waited for bytes before one. `share`: of what a link moves, for its probes.
         """
         self.matrix, self._flush = Matrix(), flush
-        self._prober = Prober(probe_bytes, now, quiet_s=quiet_s)
+        self._prober = Prober(probe_bytes, now, quiet_s=quiet_s, share=share)
+        self._counted: dict[int, tuple[int, int]] = {}
+        """Session → bytes of the run, and of probes, as last seen."""
         self._echoed_at: dict[int, float] = {}
         """Session → when it was asked last."""
         self._looked_at = now
@@ -169,9 +173,20 @@ class Sight:
                 self._look_at_connection(node, peer)
             if peer.session.protocol >= SINCE:
                 self._echo(peer, now)
+        self._count(here)
         self._echoed_at = {n: at for n, at in self._echoed_at.items() if any(p.number == n for p in here.values())}
         self._go_on(now)
         self._begin(here, now)
+
+    def _count(self, here: Mapping[NodeId, Peer]) -> None:
+        """What has crossed each link since the last look: probes may take a share of it."""
+        before, self._counted = self._counted, {}
+        for node, peer in here.items():
+            traffic = peer.session.traffic
+            probes = traffic.sent.probe + traffic.received.probe
+            now = self._counted[peer.number] = (traffic.bytes_sent + traffic.bytes_received - probes, probes)
+            was = before.get(peer.number, (0, 0))
+            self._prober.has_moved(node, max(0, now[0] - was[0]), now[1] - was[1])
 
     def _see(self, node: NodeId, peer: Peer, now: float) -> None:
         session, running = peer.session, self._prober.running

@@ -69,7 +69,7 @@ def test_the_status_shows_both_machines_and_all_links(tmp_path: Path) -> None:
     store = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=8, h=2, nodes=3))
     try:
         with (
-            tiny_run.serving(tmp_path / "state", store, probe_quiet_s=0.5) as coordinator,
+            tiny_run.serving(tmp_path / "state", store, probe_quiet_s=0.5, probe_share=1e6) as coordinator,
             nodes(coordinator, tmp_path),
         ):
             tiny_run.until(lambda: sum(link["bytes_per_s"] is not None for link in seen(coordinator)["links"]) == 4)

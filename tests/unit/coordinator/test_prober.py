@@ -3,8 +3,10 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from farloop.coordinator.prober import AGAIN_S, FRESH_S, PROBES_AN_HOUR, QUIET_S, Candidate, Prober
+from farloop.coordinator.prober import AGAIN_S, FIRST_BYTES, FRESH_S, PROBES_AN_HOUR, QUIET_S, Candidate, Prober
 
 BUDGET = 32 << 20
 
@@ -17,11 +19,19 @@ def candidate(
 
 def quiet(budget: int = BUDGET) -> tuple[Prober, float]:
     """A prober and a time at which it may begin."""
-    return Prober(budget, 0.0), QUIET_S + 1.0
+    return rich(budget), QUIET_S + 1.0
+
+
+def rich(budget: int = BUDGET, *, run_bytes: int = 1 << 50) -> Prober:
+    """The run has moved more than any probe costs."""
+    prober = Prober(budget, 0.0)
+    for node in ("oslo", "rome", "a", "b", "c"):
+        prober.has_moved(node, run_bytes, 0)
+    return prober
 
 
 def test_it_waits_until_nobody_has_waited_for_a_while() -> None:
-    prober = Prober(BUDGET, 0.0)
+    prober = rich()
     assert prober.next([candidate()], QUIET_S - 0.1) is None
     prober.busy(5.0)
     assert prober.next([candidate()], QUIET_S + 1.0) is None
@@ -110,3 +120,51 @@ def test_what_somebody_asks_for_is_next_however_fresh_until_it_is_known() -> Non
     prober.asked.add(("oslo", True))
     prober.keep(["rome"])
     assert prober.asked == set()
+
+
+def test_each_direction_has_one_small_probe_before_the_run_has_moved_anything() -> None:
+    prober, now = Prober(BUDGET, 0.0), QUIET_S + 1.0
+    sizes = []
+    for second in range(1000):
+        running = prober.next([candidate(upward=True), candidate(upward=False)], now + 100 * second)
+        if running is not None:
+            sizes.append((running.upward, running.num_bytes))
+            prober.has_moved("oslo", 0, running.num_bytes)
+            prober.over(now + 100 * second, learned=False)
+    assert sorted(sizes) == [(False, FIRST_BYTES), (True, FIRST_BYTES)]
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 40 << 20), st.booleans(), st.booleans()), max_size=60),
+    budget=st.integers(1, BUDGET),
+)
+def test_probes_take_at_most_one_percent_of_what_the_run_moves(
+    steps: list[tuple[int, bool, bool]], budget: int
+) -> None:
+    """But for the first of each direction."""
+    prober, now, moved, probed = Prober(budget, 0.0), QUIET_S + 1.0, 0, 0
+    for run_bytes, learned, called_off in steps:
+        now += 2 * AGAIN_S[1]
+        moved += run_bytes
+        prober.has_moved("oslo", run_bytes, 0)
+        running = prober.next([candidate(upward=True), candidate(upward=False)], now)
+        if running is None:
+            continue
+        if called_off:
+            prober.busy(now - QUIET_S)
+        probed += round(1.01 * running.num_bytes)
+        prober.has_moved("oslo", 0, round(1.01 * running.num_bytes))
+        prober.over(now, learned=learned)
+        assert probed <= 0.01 * moved + 1.02 * 2 * FIRST_BYTES
+
+
+def test_a_probe_that_told_nothing_is_repeated_only_with_more_bytes() -> None:
+    prober, now = Prober(BUDGET, 0.0), QUIET_S + 1.0
+    first = prober.next([candidate()], now)
+    assert first is not None
+    prober.over(now, learned=False)
+    prober.has_moved("oslo", 3 * FIRST_BYTES * 100, 0)
+    assert prober.next([candidate()], now + AGAIN_S[1]) is None
+    prober.has_moved("oslo", 2 * FIRST_BYTES * 100, 0)
+    second = prober.next([candidate()], now + AGAIN_S[1])
+    assert second is not None and 4 * FIRST_BYTES <= second.num_bytes <= 5 * FIRST_BYTES

@@ -35,7 +35,7 @@ class Star:
         self.nodes: dict[NodeId, Session] = {}
         self.probing = {name: Probing() for name in names}
         self.members = {name: Member(name=name, incarnation=1) for name in names}
-        self.sight = Sight(budget, lambda peer: None, 0.0, quiet_s=1.0)
+        self.sight = Sight(budget, lambda peer: None, 0.0, quiet_s=1.0, share=1e9)
         self.probes: list[Probe] = []
         self.halts = False
         """Whether time stops as soon as a probe's first bytes are on their way."""
