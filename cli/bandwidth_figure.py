@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from farloop.bench.figures import INK, MUTED, SERIES, STYLE
-from farloop.cli.simulate_bandwidth import gbit_text, model_text, short_name
+from farloop.cli.simulate_bandwidth import gbit_text, model_lines, model_text, short_name
 from farloop.monitoring.units import factor_text, plural
 from farloop.sim.bandwidth import Training, required_gbit_s, utilization
 
@@ -35,7 +35,7 @@ def draw(path: Path, trainings: Sequence[Training]) -> None:
     gbit_s = np.geomspace(low, high, POINTS)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10.4, 4.5))
-        figure.subplots_adjust(left=0.065, right=0.675, top=0.89, bottom=0.175)
+        figure.subplots_adjust(left=0.065, right=0.675, top=0.89, bottom=0.24)
         axes = figure.add_subplot()
         for number, training in enumerate(trainings):
             axes.plot(gbit_s, utilization(training, gbit_s), color=_color(number), linewidth=2.4, zorder=3 + number)
@@ -50,7 +50,8 @@ def draw(path: Path, trainings: Sequence[Training]) -> None:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel("bandwidth between sites, each way")
         axes.set_title("share of the time in which the accelerators compute")
-        figure.text(0.01, 0.02, f"Simulated: {model_text(trainings[0])}.", color=MUTED, fontsize=8.5)
+        lines = [f"Simulated: {model_text(trainings[0])}", *model_lines(trainings)]
+        figure.text(0.01, 0.015, ".\n".join(lines) + ".", color=MUTED, fontsize=8.5, va="bottom", linespacing=1.5)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -94,7 +95,8 @@ def _detail(training: Training, before: Training | None) -> str:
     return {
         "data-parallel": f"every step, {training.bits:g} bit",
         "diloco": f"every {plural(training.h, 'step')}",
-        "streaming": f"in {plural(training.fragments, 'fragment')}",
+        "streaming": f"in {plural(training.fragments, 'fragment')}"
+        + (f", τ {training.overlap}" if training.overlap else ""),
     }[training.method]
 
 

@@ -16,7 +16,7 @@ from farloop.monitoring.units import percent_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from farloop.sim.bandwidth import MethodName, Training
+    from farloop.sim.bandwidth import MethodName, ModelName, Training
 
 ALL = "all"
 
@@ -25,8 +25,8 @@ GBIT_S = "0.1,0.3,1,3,10,30,100,300,1000"
 H, LAYERS_PER_FRAGMENT = 100, 3
 """Those of Table 4 of Streaming DiLoCo (arXiv 2501.18512)."""
 
-LADDER_OVERLAP, LADDER_BITS = 1, 4.0
-"""What the upper steps of `--method all` add, as in that table."""
+LADDER: "Mapping[ModelName, tuple[int, float]]" = {"farloop": (5, 4.25), "published": (1, 4.0)}
+"""Overlap and bits that the upper steps of `--method all` add: farloop's defaults (`streaming`, `q4`); that table's."""
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
@@ -49,6 +49,12 @@ def bandwidth(
     method: Annotated[
         str, typer.Option(help="data-parallel, diloco or streaming; all compares them, one step after the other.")
     ] = "streaming",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="farloop: what the daemons do. published: the tables of Streaming DiLoCo, which need less bandwidth."
+        ),
+    ] = "farloop",
     h: Annotated[
         int | None,
         typer.Option(
@@ -65,10 +71,11 @@ def bandwidth(
     overlap: Annotated[
         int | None,
         typer.Option(
-            help="Inner steps that training goes on while a payload is on its way.",
-            show_default=f"0; {LADDER_OVERLAP} with all",
+            help="Inner steps that training goes on while a payload is on its way (tau).",
+            show_default=f"0; with all {LADDER['farloop'][0]}, published {LADDER['published'][0]}",
         ),
     ] = None,
+    lag: Annotated[int, typer.Option(help="Rounds that an update may come late: 0 or 1, as co2 has.")] = 0,
     gbit_s: Annotated[str, typer.Option("--gbit-s", metavar="LIST", help="Bandwidths to look at, in Gbit/s.")] = GBIT_S,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
@@ -77,13 +84,19 @@ def bandwidth(
 ) -> None:
     """Say how busy nodes stay behind a link, and which bandwidth keeps them busy.
 
-    A step is the forward passes of all layers, then their backward passes.
-    In the step after which parameters are sent, each layer queues on the one
-    link as soon as its backward pass ends, and its next forward pass waits
-    for what comes back, or the one --overlap steps later. A sync of the model
-    is params × bits.
+    Model farloop: at the step boundary at which a fragment is due the node uploads
+    all of it, the coordinator waits for all nodes, and the node downloads all of
+    the update. It merges the update --overlap steps after the send, and stands
+    still from there until it has come. With --lag 1 the update may come during
+    the next round. A sync of the model is params × bits in each direction.
 
-    Latency, encoding and what a site does within itself are left out.
+    Model published: each layer queues on one link as soon as its backward pass
+    ends, and its next forward pass, or the one --overlap steps later, waits for
+    it. With --method all data-parallel is always of this model: its gradients
+    overlap the backward pass, which farloop's own method data-parallel does not.
+
+    All nodes are alike: give the slowest link and step. Latency, encoding, the
+    commit's own time and what a site does within itself are left out.
 
     Example: farloop simulate bandwidth --method all --params 10B --layers 48 --step-s 0.8
     """
@@ -103,6 +116,8 @@ def bandwidth(
                 bits=bits,
                 layers_per_fragment=layers_per_fragment,
                 overlap=overlap,
+                lag=lag,
+                model=model,
             )
         except ValueError as error:
             raise CommandError(str(error)) from error
@@ -140,30 +155,43 @@ def plan(
     bits: float,
     layers_per_fragment: int | None,
     overlap: int | None,
+    lag: int = 0,
+    model: str = "farloop",
 ) -> "list[Training]":
     """The training that is asked for; of `all` a ladder, whose every step adds one thing to the one before.
+
+    Without an overlap, farloop's streaming waits as long as diloco: the ladder of that model begins with an overlap.
 
     Raises:
         ValueError: there can be no such training.
     """
-    from farloop.sim.bandwidth import METHOD_NAMES, Training
+    from farloop.sim.bandwidth import METHOD_NAMES, MODEL_NAMES, Training
+
+    known = next((name for name in MODEL_NAMES if name == model), None)
+    if known is None:
+        raise ValueError(f"there is no model {model!r}; there are {' and '.join(MODEL_NAMES)}")
 
     def training(name: "MethodName", **more: Any) -> Training:
         period = 1 if name == "data-parallel" else H if h is None else h
-        return Training(**{**model, **more}, method=name, h=period)
+        return Training(**{**shared, **more}, method=name, h=period)
 
     each = min(LAYERS_PER_FRAGMENT, max(1, layers)) if layers_per_fragment is None else layers_per_fragment
-    model = {"params": params, "layers": layers, "step_s": step_s, "bits": bits, "layers_per_fragment": each}
+    shared: dict[str, Any] = {"params": params, "layers": layers, "step_s": step_s, "bits": bits}
+    shared |= {"layers_per_fragment": each, "model": known, "lag": lag}
     if method != ALL:
         name = next((name for name in METHOD_NAMES if name == method), None)
         if name is None:
             raise ValueError(f"there is no method {method!r} here; there are {', '.join(METHOD_NAMES)} and {ALL}")
         return [training(name, overlap=0 if name == "data-parallel" else overlap or 0)]
-    ladder = [training("data-parallel"), training("diloco"), training("streaming")]
-    if overlap != 0:
-        ladder.append(training("streaming", overlap=LADDER_OVERLAP if overlap is None else overlap))
-    if bits > LADDER_BITS:
-        ladder.append(replace(ladder[-1], bits=LADDER_BITS))
+    few_steps, few_bits = LADDER[known]
+    few_steps = 0 if lag else few_steps if overlap is None else overlap
+    ladder = [training("data-parallel", model="published", lag=0), training("diloco")]
+    if known == "published" or few_steps == 0:
+        ladder.append(training("streaming"))
+    if few_steps != 0:
+        ladder.append(training("streaming", overlap=few_steps))
+    if bits > few_bits:
+        ladder.append(replace(ladder[-1], bits=few_bits))
     return ladder
 
 
@@ -206,6 +234,7 @@ def curve_json(curve: Curve) -> dict[str, Any]:
     training = curve.training
     return {
         "method": training.method,
+        "model": training.model,
         "params": _whole(training.params),
         "layers": training.layers,
         "step_s": training.step_s,
@@ -213,6 +242,7 @@ def curve_json(curve: Curve) -> dict[str, Any]:
         "bits": training.bits,
         "fragments": training.fragments,
         "overlap": training.overlap,
+        "lag": training.lag,
         "payload_gbit": training.payload_bits / 1e9,
         "mean_gbit_s": training.mean_gbit_s,
         "required_gbit_s": {f"{target:g}": value for target, value in curve.required_gbit_s.items()},
@@ -228,6 +258,18 @@ def model_text(training: "Training") -> str:
     )
     layers = "1 layer" if training.layers == 1 else f"{training.layers} layers"
     return f"{training.params / size:.4g}{unit} parameters, {layers}, {training.step_s:g} s of compute per inner step"
+
+
+def model_lines(trainings: "Sequence[Training]") -> list[str]:
+    """Which model was simulated, a line each; of the yardstick beside farloop's methods too."""
+    said = {
+        "farloop": "Model farloop: upload, wait for all nodes, download, at step boundaries",
+        "published": "Model published: layers queue on one link, overlapped with backward passes",
+    }
+    models = dict.fromkeys(training.model for training in trainings)
+    if len(models) == 1:
+        return [said[model] for model in models]
+    return [said["farloop"], "Model published for data-parallel: its gradients overlap the backward pass"]
 
 
 def gbit_text(gbit_s: float) -> str:
@@ -254,8 +296,10 @@ def _show(curves: Sequence[Curve], plot: Path | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(f"\n {model_text(curves[0].training)}\n", soft_wrap=True)
-    console.print(" Gbit/s that so much compute utilisation takes:")
+    console.print(f"\n {model_text(curves[0].training)}", soft_wrap=True)
+    for line in model_lines([curve.training for curve in curves]):
+        console.print(f" {line}", soft_wrap=True)
+    console.print("\n Gbit/s that so much compute utilisation takes:")
     console.print(required_table(curves))
     console.print(" Compute utilisation at so many Gbit/s:")
     console.print(utilization_table(curves))

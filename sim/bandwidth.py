@@ -1,13 +1,22 @@
 """How busy a node stays behind a link of a given bandwidth, and which bandwidth keeps it busy.
 
-A step is the forward passes of all layers in order, a third of its time, then their backward passes in reverse, two
-thirds; layers are equal. In the step after which a fragment is sent, each of its layers has a reduction: it queues on
-the one link, first in, first out, as soon as the layer's backward pass ends. With an overlap of τ inner steps the
-layer's forward pass of the step τ + 1 later waits for it; τ = 0 is the very next one. This is the simulator of
-Streaming DiLoCo (arXiv 2501.18512, section 3.1), whose Table 4 it meets within about a step of that table's grid.
+Two models. Both send equal layers over a link that carries its rate in each direction, first in, first out.
 
-What it leaves out: latency, encoding, links within a site, and the embedding, which counts as part of the layers.
-Messages and machines are simulated elsewhere in this room; here only sizes and durations count.
+`farloop`, what the daemons do: at the step boundary at which a fragment is due its node uploads all of it; when the
+deltas of all nodes are there, all of the update is downloaded; the node merges it at the boundary τ steps after the
+send and stands still from there until it has come. With a lag of one round it may come during the next round: at the
+next send the node waits for the commit before it sends, and for the bytes before it trains on (protocol D). All nodes
+are alike; for unequal ones take the slowest link and step, or `farloop.sim.flow`, which plays every node.
+
+`published`, the simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), whose Table 4 it meets within about a
+step of that table's grid: a step is the forward passes of all layers in order, a third of its time, then their backward
+passes in reverse, two thirds. In the step after which a fragment is sent, each of its layers has a reduction, which
+queues on the one link as soon as the layer's backward pass ends. The layer's forward pass of the step τ + 1 later waits
+for it; τ = 0 is the very next one. This is a lower bound for data parallel that overlaps its gradients with the
+backward pass; farloop's daemons need more.
+
+What both leave out: latency, encoding, the commit's own time, links within a site, and the embedding, which counts as
+part of the layers. Messages and machines are simulated elsewhere in this room; here only sizes and durations count.
 """
 
 import math
@@ -24,9 +33,13 @@ from farloop.algo.schedule import due_step
 
 MethodName = Literal["data-parallel", "diloco", "streaming"]
 
+ModelName = Literal["farloop", "published"]
+
 Floats = NDArray[np.float64]
 
 METHOD_NAMES: Final[tuple[MethodName, ...]] = get_args(MethodName)
+
+MODEL_NAMES: Final[tuple[ModelName, ...]] = get_args(ModelName)
 
 TARGETS: Final = (0.5, 0.8, 0.9, 0.95, 0.99)
 """Utilisations whose bandwidth is worth knowing; those of the paper's Table 4."""
@@ -36,9 +49,10 @@ MOST_LAYERS: Final = 10_000
 _TICKS_PER_LAYER = 3
 """A forward pass is one tick long, a backward pass two: places on the compute line are whole numbers, ties exact."""
 
-_PERIODS = 4
-"""Periods that are simulated from an idle start; the last one counts. A payload is waited for at most two periods after
-it was sent, so from the third on all waits take part, and one more has always been enough to repeat (see the tests)."""
+_PERIODS = 6
+"""Periods that are simulated from an idle start; the mean of the last two counts. A payload is waited for at most two
+periods after it was sent, so from the third on all waits take part, and one more has always been enough to repeat (see
+the tests): every period where nothing lags, every second one where updates come a round late."""
 
 _BRACKETS = 16
 """Parts into which a search cuts its interval at once: one pass of the graph serves many bandwidths."""
@@ -66,31 +80,45 @@ class Training:
     """Of streaming; the others send the model whole."""
     overlap: int = 0
     """Inner steps that training goes on while a payload is on its way (τ); data-parallel has 0."""
+    lag: int = 0
+    """Rounds that an update may come late: 0, or 1 of the model `farloop`."""
+    model: ModelName = "farloop"
+    """What happens on the link: what the daemons do, or what was published."""
 
     def __post_init__(self) -> None:
         require(self.method in METHOD_NAMES, f"there is no method {self.method!r}; there are {', '.join(METHOD_NAMES)}")
+        require(self.model in MODEL_NAMES, f"there is no model {self.model!r}; there are {', '.join(MODEL_NAMES)}")
         for name in ("params", "step_s", "bits"):
             value = getattr(self, name)
             require(math.isfinite(value) and value > 0, f"{name} is {value:g}; it must be a number above 0")
         for name in ("layers", "h", "layers_per_fragment"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; the least is 1")
         require(self.layers <= MOST_LAYERS, f"layers is {self.layers}; the most is {MOST_LAYERS}")
+        if self.method == "data-parallel":
+            require(self.h == 1, f"data-parallel syncs at every step: h is 1, not {self.h}")
+            require(self.overlap == 0, f"data-parallel waits for its gradients: overlap is 0, not {self.overlap}")
+        most = self.h if self.model == "published" else self.h - 1  # a send must not meet its own merge (protocol D)
         require(
-            0 <= self.overlap <= self.h,
-            f"overlap is {_plural(self.overlap, 'inner step')}; with h = {self.h} it takes 0 to {self.h}",
+            0 <= self.overlap <= most,
+            f"overlap is {_plural(self.overlap, 'inner step')}; with h = {self.h} it takes 0 to {most}",
         )
+        self._check_lag()
         require(
             self.layers_per_fragment <= self.layers,
             f"layers_per_fragment is {self.layers_per_fragment}, but the model has {_plural(self.layers, 'layer')}",
         )
-        if self.method == "data-parallel":
-            require(self.h == 1, f"data-parallel syncs at every step: h is 1, not {self.h}")
-            require(self.overlap == 0, f"data-parallel waits for its gradients: overlap is 0, not {self.overlap}")
         if self.method == "streaming":
             require(
                 self.fragments <= self.h,
                 f"h is {self.h}, too short for {self.fragments} fragments, each sent after a step of its own",
             )
+
+    def _check_lag(self) -> None:
+        require(self.lag in (0, 1), f"lag is {self.lag}; it takes 0 or 1")
+        if self.lag:
+            require(self.model == "farloop", f"the model {self.model} knows no lag: lag is 0, not 1")
+            require(self.method != "data-parallel", "data-parallel waits for its gradients: lag is 0, not 1")
+            require(self.overlap == 0, f"overlap is {self.overlap}; with lag = 1 it is 0, for a whole round overlaps")
 
     @property
     def fragments(self) -> int:
@@ -120,14 +148,19 @@ def utilization(training: Training, gbit_s: Sequence[float] | Floats) -> Floats:
     layer_bits = training.payload_bits / training.layers
     transfers = layer_bits / (bandwidths * 1e9) / training.step_s * (_TICKS_PER_LAYER * training.layers)  # ticks
     period = float(training.h * _TICKS_PER_LAYER * training.layers)
-    return period / (period + _stall(_events(training), period, transfers, training.layers))
+    if training.model == "published":
+        events, legs = _published_events(training), 1
+    else:
+        events, legs = _farloop_events(training), 2
+    return period / (period + _stall(events, period, transfers, training, legs))
 
 
 def required_gbit_s(training: Training, targets: Sequence[float] = TARGETS) -> dict[float, float]:
     """The least bandwidth, in Gbit/s, that reaches each of these utilisations; all can be reached.
 
     Bounds of the search: with u the utilisation and m the mean rate of full utilisation, the link cannot carry more
-    than it can, u ≤ B/m; and compute only stalls while the link is busy, 1/u ≤ 1 + m/B. So m·u ≤ B ≤ m·u/(1 − u).
+    than it can, u ≤ B/m; and compute only stalls while the link is busy in one of its L directions that are used (2,
+    or 1 as published), 1/u ≤ 1 + L·m/B. So m·u ≤ B ≤ L·m·u/(1 − u).
 
     Raises:
         ValueError: a target is not between 0 and 1.
@@ -136,7 +169,7 @@ def required_gbit_s(training: Training, targets: Sequence[float] = TARGETS) -> d
         raise ValueError("a target is a utilisation between 0 and 1")
     wanted = np.asarray(targets, dtype=np.float64)[:, None]  # [targets, 1]
     low = np.log(training.mean_gbit_s * wanted)
-    high = low - np.log1p(-wanted)
+    high = low - np.log1p(-wanted) + np.log(2.0)
     parts = np.arange(1, _BRACKETS) / _BRACKETS
     while (high - low).max(initial=0.0) > _PRECISION:
         inner = low + (high - low) * parts  # [targets, _BRACKETS − 1]
@@ -152,51 +185,84 @@ def required_gbit_s(training: Training, targets: Sequence[float] = TARGETS) -> d
 
 
 class _Event(NamedTuple):
-    """Where compute and link meet: the end of a layer's backward pass, or the start of its forward pass."""
+    """Where compute and link meet."""
 
     at: int
     """Ticks of compute since the period's start."""
-    layer: int
-    periods_ago: int
-    """How long ago the payload was sent that is waited for; −1 where one is sent."""
+    kind: Literal["send", "commit", "merge"]
+    """Something is sent; compute stands still until it is at the coordinator; or until it is back."""
+    part: int
+    """A layer or a fragment."""
+    layers: int = 0
+    """Where it is sent: its size."""
+    periods_ago: int = 0
+    """Where it is waited for: how many periods ago it was sent."""
 
 
-def _events(training: Training) -> list[_Event]:
-    """Sends and waits of one period of H steps, in the order of compute; all else only takes its time."""
+def _farloop_events(training: Training) -> list[_Event]:
+    """One period of H steps of a farloop node: everything happens at step boundaries."""
+    fragments, h = training.fragments, training.h
+    step = _TICKS_PER_LAYER * training.layers
+    events = list[_Event]()
+    for fragment in range(fragments):
+        due = due_step(fragment, fragments, h)
+        layers = len(range(fragment, training.layers, fragments))  # strided
+        if training.lag:
+            events.append(_Event(due * step, "commit", fragment, periods_ago=1))
+        events.append(_Event(due * step, "send", fragment, layers))
+        periods, boundary = divmod(due + (h if training.lag else training.overlap) - 1, h)
+        events.append(_Event((boundary + 1) * step, "merge", fragment, periods_ago=periods))
+    # At one boundary everything that is due is sent before anything is merged (protocol D).
+    return sorted(events, key=lambda event: (event.at, event.kind == "merge"))
+
+
+def _published_events(training: Training) -> list[_Event]:
+    """One period of H steps: a layer is sent at the end of its backward pass, waited for before its forward pass."""
     layers, fragments = training.layers, training.fragments
     step = _TICKS_PER_LAYER * layers
     sends, waits = list[_Event](), list[_Event]()
     for layer in range(layers):
         # Strided: layer ℓ lies in fragment ℓ mod P, and fragment p has slot p, as in a run.
         sent = due_step(layer % fragments, fragments, training.h) - 1  # inner step, counted from 0
-        sends.append(_Event(sent * step + layers + 2 * (layers - layer), layer, -1))
+        sends.append(_Event(sent * step + layers + 2 * (layers - layer), "send", layer, layers=1))
         periods, needed = divmod(sent + 1 + training.overlap, training.h)
-        waits.append(_Event(needed * step + layer, layer, periods))
+        waits.append(_Event(needed * step + layer, "merge", layer, periods_ago=periods))
     # The sort is stable: where the last backward pass of a step meets the next step's first forward pass, it is first.
     return sorted([*sends, *waits], key=lambda event: event.at)
 
 
-def _stall(events: Sequence[_Event], period: float, transfers: Floats, layers: int) -> Floats:
+def _stall(events: Sequence[_Event], period: float, transfers: Floats, training: Training, legs: int) -> Floats:
     """Ticks that compute loses in one period of the steady state, for each transfer time of a layer, in ticks.
 
+    `legs`: directions of the link that every payload takes one after the other, up and then down.
+
     All times are relative to the period's start. A (max, +) system repeats itself after a while; the two ways to do so
-    are that waits decide, which the last simulated period shows, and that the link is busy all the time, which would
+    are that waits decide, which the last simulated periods show, and that the link is busy all the time, which would
     take as long to show as compute takes to run out of overlap, but is known beforehand.
     """
-    link_free, stalled = np.zeros_like(transfers), np.zeros_like(transfers)
-    on_the_way = [deque[Floats]() for _ in range(layers)]  # when the payloads of a layer arrive, oldest first
+    stalled, stalled_before = np.zeros_like(transfers), np.zeros_like(transfers)
+    free = [np.zeros_like(transfers) for _ in range(legs)]
+    # Of every part, the oldest payload first: when it ends each leg.
+    on_the_way = [deque[list[Floats]]() for _ in range(training.layers)]
     for number in range(_PERIODS):
-        stalled = np.zeros_like(transfers)
-        for at, layer, periods_ago in events:
-            if periods_ago < 0:
-                link_free = np.maximum(link_free, at + stalled) + transfers
-                on_the_way[layer].append(link_free)
-            elif number >= periods_ago:
-                stalled = np.maximum(stalled, on_the_way[layer].popleft() - at)
+        stalled_before, stalled = stalled, np.zeros_like(transfers)
+        for event in events:
+            if event.kind == "send":
+                through = event.at + stalled
+                ends = list[Floats]()
+                for leg in range(legs):
+                    through = free[leg] = np.maximum(free[leg], through) + event.layers * transfers
+                    ends.append(through)
+                on_the_way[event.part].append(ends)
+            elif number >= event.periods_ago:
+                waiting = on_the_way[event.part]
+                ends = waiting.popleft() if event.kind == "merge" else waiting[0]
+                awaited = ends[-1] if event.kind == "merge" else ends[0]
+                stalled = np.maximum(stalled, awaited - event.at)
         elapsed = period + stalled
-        link_free = link_free - elapsed
-        on_the_way = [deque(arrival - elapsed for arrival in arrivals) for arrivals in on_the_way]
-    return np.maximum(stalled, layers * transfers - period)
+        free = [at - elapsed for at in free]
+        on_the_way = [deque([at - elapsed for at in ends] for ends in waiting) for waiting in on_the_way]
+    return np.maximum((stalled + stalled_before) / 2, training.layers * transfers - period)
 
 
 def _plural(count: int, thing: str) -> str:

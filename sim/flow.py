@@ -10,12 +10,13 @@ pace, and the coordinator never fails. Methods that step together are played in 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from farloop.algo.schedule import first_send_round
 from farloop.sim.agenda import Agenda
 from farloop.sim.flow_links import Transfer
 from farloop.sim.flow_lockstep import play_lockstep
-from farloop.sim.flow_node import Delta, Node, round_of
+from farloop.sim.flow_node import Delta, round_of
 from farloop.sim.flow_outcome import Merge, Outcome
 from farloop.sim.flow_places import Place, lay_out
 from farloop.sim.flow_scenario import LOCK_STEP, Setting
@@ -373,10 +374,9 @@ class _World:
         size = self._down_bytes[fragment]
         for place in self._places:
             if place.node.stage not in ("away", "left") and not place.silent:
-                self._download(place, size, self._update_for(place.node, fragment, version))
-
-    def _update_for(self, node: Node, fragment: int, version: int) -> Callable[[], None]:
-        return lambda: node.updated(fragment, version)
+                if self._rules.lag:  # the message goes ahead of the bytes
+                    self._agenda.after(0.5 * place.group.rtt_s, partial(place.node.announced, fragment, version))
+                self._download(place, size, partial(place.node.updated, fragment, version))
 
     def _download(
         self, place: Place, size: int, done: Callable[[], None], *, state: bool = False, trips: float = 0.5

@@ -45,6 +45,10 @@ class Held:
     version: int = 0
     newest: int = 0
     """Of what has arrived."""
+    announced: int = 0
+    """With a lag: newest version that is known to be committed; its bytes may still be on their way."""
+    sent: int = 0
+    """With a lag: window of the last delta."""
     arrived_at: float = 0.0
     merge_at: int | None = None
     owed: int = 0
@@ -98,6 +102,8 @@ class Node:
         self._unmerged: set[int] = set()
         self._sent: set[int] = set()
         """Fragments with a merge ahead."""
+        self._owing: set[int] = set()
+        """With a lag: fragments whose turn to be sent has come before the commit of their last delta."""
         self._life = 0
         self._segment: tuple[float, float, int] | None = None
         """(begin, end, inner steps) of what is being computed."""
@@ -146,6 +152,7 @@ class Node:
             self._lose_since(held)
         self._undecided.clear()
         self._unmerged.clear()
+        self._owing.clear()
         leaving = self.stage == "draining"  # it will not be started again
         self.stage, self.start_round, self._starts_with = "left" if leaving else "away", None, None
         self._turn("absent" if leaving else "down")
@@ -187,6 +194,7 @@ class Node:
         if self.stage in ("away", "left") or version <= held.newest:
             return
         held.newest, held.arrived_at = version, self._agenda.now
+        held.announced = max(held.announced, version)
         self._unmerged.add(fragment)
         if not self.rules.waits:
             self._decide(fragment, version)
@@ -195,6 +203,20 @@ class Node:
         if self.stage == "draining":
             return self._leave_if_settled()
         self._look_again(fragment)
+
+    def announced(self, fragment: int, version: int) -> None:
+        """With a lag: a version is committed, and its update is on its way. A turn that waited for it comes now."""
+        if self.stage in ("away", "left"):
+            return
+        held = self._held[fragment]
+        held.announced = max(held.announced, version)
+        delta = self._undecided.get(fragment)
+        if delta and delta.merged_in is None and version >= delta.window:
+            self._lose(delta)
+        if fragment in self._owing and self._segment is None and self.stage == "training":
+            self._owing.discard(fragment)
+            self._send(fragment)
+            self._look_again(fragment)
 
     def refused(self, delta: Delta) -> None:
         """A delta came too late."""
@@ -222,7 +244,9 @@ class Node:
         self._step = first_step(self.start_slot, self.rules.fragments, self.h)
         for held in self._held:
             held.version, held.owed, held.merge_at, held.discard = held.newest, 0, None, False
+            held.sent = held.announced = held.newest
             self._mark(held)
+        self._owing.clear()
         self._unmerged.clear()
         self._sent.clear()
         self._go()
@@ -267,6 +291,9 @@ class Node:
         self._go()
 
     def _is_held_up(self) -> bool:
+        if self.rules.lag:
+            late = any(self._held[f].version < delta.window - self.rules.lag for f, delta in self._undecided.items())
+            return late or bool(self._owing)
         if self.rules.waits:
             return any(self.steps >= delta.sent_at + self.rules.tau for delta in self._undecided.values())
         return any(self.round > delta.round + self.rules.max_stale_rounds for delta in self._undecided.values())
@@ -286,15 +313,20 @@ class Node:
 
     def _send(self, fragment: int) -> None:
         held, rules = self._held[fragment], self.rules
-        if fragment in self._undecided:
+        if rules.lag and held.sent > held.announced:  # the terms of the next window come with the commit (protocol D)
+            self._owing.add(fragment)
+            return
+        if not rules.lag and fragment in self._undecided:
             return self._coordinator.skipped()
         assert self.start_round is not None
         if self.round < first_send_round(self.start_round, fragment, rules.fragments, self.start_slot):
             return
-        window = held.version + 1
+        window = 1 + (max(held.sent, held.announced) if rules.lag else held.version)
         if held.version < held.owed or round_of(window, fragment, rules.fragments) > self.round:
             return
-        if held.newest > held.version + rules.max_staleness:  # no window takes it any more: begin again from the anchor
+        if (
+            held.newest > held.version + rules.max_staleness + rules.lag
+        ):  # no window takes it any more: begin again from the anchor
             held.merge_at, held.discard = self.steps, True
             return
         delta = Delta(
@@ -307,7 +339,7 @@ class Node:
             seconds=self.clock.spans["compute"] - held.seconds_from,
         )
         self._mark(held)
-        held.merge_at = self.steps + rules.tau
+        held.merge_at, held.sent = self.steps + rules.tau, window
         self._undecided[fragment] = delta
         self._sent.add(fragment)
         self._coordinator.upload(delta)
@@ -316,7 +348,13 @@ class Node:
         held, delta = self._held[fragment], self._undecided.get(fragment)
         if held.newest == held.version:
             return
-        if not self.rules.waits:  # once after every send, τ steps later, or when the delta is decided
+        if self.rules.lag and delta is not None:
+            if held.newest <= delta.window:  # right after its send: the version before its own
+                held.version = max(held.version, min(held.newest, delta.window - self.rules.lag))
+                return
+            self._lose_since(held)  # others went on without it: it begins again from the anchor
+            del self._undecided[fragment]
+        elif not self.rules.waits:  # once after every send, τ steps later, or when the delta is decided
             if delta or held.newest < held.owed or held.merge_at is None or self.steps < held.merge_at:
                 return
             if held.discard:

@@ -49,6 +49,8 @@ class Choice:
     """Equal parts of the model, each sent once a round, in a slot of its own."""
     tau: int | None = None
     """Inner steps between a send and its merge."""
+    lag: int | None = None
+    """Rounds that an update comes late: 1 gives it the whole next round to come, without tau."""
     quorum: int | None = None
     """Deltas that can close a window; left open: all that are expected."""
     max_staleness: int | None = None
@@ -86,6 +88,13 @@ class Choice:
             rules.fragments <= rules.h,
             f"fragments is {rules.fragments}, more than the inner steps of a round; at most h = {rules.h}",
         )
+        most = METHODS[self.method].max_lag if self.method != "elastic" else 0
+        require(
+            0 <= rules.lag <= most, f"lag is {rules.lag}; {self.method} takes {f'0 to {most}' if most else '0 only'}"
+        )
+        require(
+            not rules.lag or rules.tau == 0, f"tau is {rules.tau}; with lag = 1 it is 0, for a whole round overlaps"
+        )
         require(rules.tau < rules.h, f"tau is {rules.tau}; with h = {rules.h} it is {rules.h - 1} at most")
 
     def rules(self) -> "Rules":
@@ -94,6 +103,8 @@ class Choice:
         bits = _BITS.get(self.method, _Q4_BITS)
         defaults: dict[str, Any] = {name: getattr(row, name) for name in _OPEN}
         defaults |= {"fragments": _FRAGMENTS.get(self.method, 1), "bits_up": bits, "bits_down": bits}
+        if self.lag:
+            defaults["tau"] = 0
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Rules)}
         return Rules(**{**given, **{name: value for name, value in defaults.items() if given[name] is None}})
 
@@ -106,7 +117,7 @@ _BITS: Final = {"data-parallel": 32.0, "elastic": 32.0}
 
 _Q4_BITS: Final = 4.25
 
-_OPEN: Final = ("h", "tau", "quorum", "max_staleness", "max_stale_rounds", "per_node_h")
+_OPEN: Final = ("h", "tau", "lag", "quorum", "max_staleness", "max_stale_rounds", "per_node_h")
 """What a row of the table of methods decides unless it is given."""
 
 
@@ -118,6 +129,7 @@ class Rules:
     h: int
     fragments: int
     tau: int
+    lag: int
     quorum: int | None
     max_staleness: int
     max_stale_rounds: int
@@ -285,9 +297,18 @@ class Published:
 _GROUP_KEYS = frozenset(f.name for f in dataclasses.fields(Group)) - {"name", "site"}
 _RULE_KEYS = frozenset(f.name for f in dataclasses.fields(Choice)) - {"method", "per_node_h"}
 SWEPT: Final = _GROUP_KEYS | _RULE_KEYS
-_WHOLE = {"count", "machines", "h", "fragments", "tau", "quorum", "max_staleness", "max_stale_rounds", "clusters"} | {
-    "checkpoint_steps"
-}
+_WHOLE = {
+    "count",
+    "machines",
+    "h",
+    "fragments",
+    "tau",
+    "lag",
+    "quorum",
+    "max_staleness",
+    "max_stale_rounds",
+    "clusters",
+} | {"checkpoint_steps"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ JOINED_S = 0.25
 Commits = list[tuple[int, int, tuple[int, ...]]]
 
 
-def real_commits(method: str, *, steps: int, h: int, tau: int, crash_at: float | None) -> Commits:
+def real_commits(method: str, *, steps: int, h: int, tau: int, crash_at: float | None, lag: int = 0) -> Commits:
     faults = (frames.CrashNode(node=NAMES[2], at=crash_at, down_s=14.0),) if crash_at else ()
     outcome = run(
         frames.Scenario(
-            terms=terms_of(method, steps=steps, h=h, tau=tau, min_nodes=3),
+            terms=terms_of(method, steps=steps, h=h, tau=tau, min_nodes=3, **({"lag": 1, "mix": 0.0} if lag else {})),
             nodes=tuple(frames.NodeSetup(name=name, seed=seed, step_s=1.0) for seed, name in enumerate(NAMES)),
             faults=faults,
             weather=Weather(latency_s=0.001, bytes_per_s=1e9),
@@ -36,9 +36,9 @@ def real_commits(method: str, *, steps: int, h: int, tau: int, crash_at: float |
     ]
 
 
-def flow_commits(method: MethodName, *, steps: int, h: int, tau: int, crash_at: float | None) -> Commits:
+def flow_commits(method: MethodName, *, steps: int, h: int, tau: int, crash_at: float | None, lag: int = 0) -> Commits:
     choice = Choice(
-        method=method, h=h, tau=tau, fragments=1 if method == "diloco" else 3, commit_s=0.002, liveness_s=2.0
+        method=method, h=h, tau=tau, lag=lag, fragments=1 if method == "diloco" else 3, commit_s=0.002, liveness_s=2.0
     )
     scenario = FlowScenario(
         steps=steps,
@@ -53,14 +53,14 @@ def flow_commits(method: MethodName, *, steps: int, h: int, tau: int, crash_at: 
     ]
 
 
-@pytest.mark.parametrize(("method", "tau"), [("diloco", 0), ("streaming", 1)])
+@pytest.mark.parametrize(("method", "tau", "lag"), [("diloco", 0, 0), ("streaming", 1, 0), ("diloco", 0, 1)])
 @pytest.mark.parametrize("crash_at", [None, 20.8, 21.6, 33.4])
 def test_models_and_machines_commit_the_same_windows_from_the_same_nodes(
-    method: MethodName, tau: int, crash_at: float | None
+    method: MethodName, tau: int, lag: int, crash_at: float | None
 ) -> None:
     """Y, with quorum = all; a node that dies, is missed, comes back, and is expected again where it has a delta."""
-    real = real_commits(method, steps=72, h=6, tau=tau, crash_at=crash_at)
-    flow = flow_commits(method, steps=72, h=6, tau=tau, crash_at=crash_at)
+    real = real_commits(method, steps=72, h=6, tau=tau, crash_at=crash_at, lag=lag)
+    flow = flow_commits(method, steps=72, h=6, tau=tau, crash_at=crash_at, lag=lag)
     assert len(real) >= 11 and flow[: len(real)] == real
     assert (crash_at is None) == all(nodes == (0, 1, 2) for _, _, nodes in real)
 
