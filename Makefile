@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?=
 CHAOS_ARGS ?= --minutes 10
 FUZZ_ARGS ?= all --inputs 40000
+MUTANTS_ARGS ?=
 
-.PHONY: demo test test-deploy chaos fuzz lint types check docs release clean
+.PHONY: demo test test-deploy chaos mutants fuzz lint types check docs release clean
 
 demo: $(VENV)/.base
 	$(BIN)/farloop demo $(DEMO_ARGS)
@@ -16,7 +17,7 @@ demo: $(VENV)/.base
 WAITING := -n $$($(BIN)/python -c 'import os; print(max(2, (os.cpu_count() or 1) * 3 // 2))')
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto tests/unit tests/fuzz -m "not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/unit tests/fuzz tests/mutants -m "not slow" $(TEST_ARGS)
 	$(BIN)/python -m pytest $(WAITING) tests/integration tests/chaos -m "not slow" $(TEST_ARGS)
 
 # Images, compose, manifests, a Kubernetes node, a browser, dashboards over a real run, the site, a release: as root, with
@@ -28,6 +29,10 @@ test-deploy: $(VENV)/.dev $(VENV)/.docs $(VENV)/.release $(VENV)/.dashboards
 chaos: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto tests/chaos tests/unit/sim/test_restored.py $(TEST_ARGS)
 	$(BIN)/farloop chaos $(CHAOS_ARGS)
+
+# Plausible mistakes, each in a copy of the tree: a test has to notice every one of them.
+mutants: $(VENV)/.dev
+	nice $(BIN)/python tests/mutants/mutate.py $(MUTANTS_ARGS)
 
 # A million and more bad inputs for every door that bytes come through: an hour or two on one core.
 fuzz: $(VENV)/.dev

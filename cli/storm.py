@@ -259,7 +259,7 @@ class Storm:
 
     def _begin(self, fault: Fault) -> None:
         kind, target, since = fault.kind, fault.target, self._now
-        if target == COORDINATOR and self._coordinator_starts:
+        if target == COORDINATOR and (self._coordinator_starts or target in self._down):
             # Or it would never get up on a machine where a process takes longer to start than the plan thinks.
             if since + POSTPONE_S + fault.lasts_s < self._storm_ends:
                 self._at(since + POSTPONE_S, partial(self._begin, fault))

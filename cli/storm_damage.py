@@ -50,7 +50,11 @@ def copy_truncated(state: Path, copy: Path, dice: random.Random) -> str:
     """A copy of the folder with one file cut short; the file's name in it and where it was cut, as one text."""
     shutil.copytree(state, copy, ignore=shutil.ignore_patterns("ballast", "lock", "*.sock", "lost+found"))
     files = sorted(path for path in copy.rglob("*") if path.is_file() and path.stat().st_size > 0)
-    path = dice.choice(files)
+    kinds: dict[str, list[Path]] = {}
+    for found in files:
+        name = str(found.relative_to(copy))
+        kinds.setdefault(next((vital for vital in _VITAL if name.startswith(vital)), "other"), []).append(found)
+    path = dice.choice(kinds[dice.choice(sorted(kinds))])  # or it would mostly be a snapshot, or a file of no account
     data = path.read_bytes()
     used = len(data.rstrip(b"\0")) or len(data)  # zeros at the end are room set aside
     at = dice.choice((0, dice.randrange(used), dice.randrange(used), used - 1))

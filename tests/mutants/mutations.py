@@ -1,0 +1,403 @@
+"""Semantic mutations of the product: each is a plausible mistake, and each must make at least one test fail.
+
+`make mutants` applies one at a time to a copy of the tree. `before` occurs exactly once in its file, which
+`test_mutations.py` checks with every run of the tests. Where a line of the product changes, change it here too.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """One mistake, and the test files of which at least one test must notice it."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+def _of(name: str, file: str, before: str, after: str, *tests: str) -> Mutation:
+    return Mutation(name=name, file=file, before=before, after=after, tests=tuple(f"tests/{test}" for test in tests))
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # --- algo
+    _of(
+        "every node weighs the same",
+        "algo/weights.py",
+        "    return [count / total for count in tokens]",
+        "    return [1 / len(tokens) for count in tokens]",
+        "unit/algo/test_weights.py",
+    ),
+    _of(
+        "tokens without a step weigh too",
+        "algo/weights.py",
+        "sum(max(c.tokens, 0) for c in contributors if c.steps > 0)",
+        "sum(max(c.tokens, 0) for c in contributors)",
+        "unit/algo/test_weights.py",
+    ),
+    _of(
+        "quality counts steps the wrong way",
+        "algo/weights.py",
+        "Fraction(max(c.tokens, 0) ** 2, c.steps)",
+        "Fraction(max(c.tokens, 0) * c.steps)",
+        "unit/algo/test_weights.py",
+    ),
+    _of(
+        "the delta has the wrong sign",
+        "algo/delta.py",
+        "torch.sub(anchor_part, local_part, out=out_part)",
+        "torch.sub(local_part, anchor_part, out=out_part)",
+        "unit/algo/test_delta.py",
+    ),
+    _of(
+        "a bf16 node measures against the anchor as it is",
+        "algo/delta.py",
+        "out_part.copy_(anchor_part.to(local_part.dtype))",
+        "out_part.copy_(anchor_part)",
+        "unit/algo/test_delta.py",
+    ),
+    _of(
+        "a merge swaps its shares",
+        "algo/delta.py",
+        "mixed = local_part.to(torch.float32) * a",
+        "mixed = local_part.to(torch.float32) * (1.0 - a)",
+        "unit/algo/test_delta.py",
+    ),
+    _of(
+        "the outer step walks uphill",
+        "algo/outer_rules.py",
+        "target_part.sub_(delta_part * settings.lr)",
+        "target_part.add_(delta_part * settings.lr)",
+        "unit/algo/test_outer_rules.py",
+        "unit/algo/test_outer.py",
+    ),
+    _of(
+        "heavy-ball forgets its momentum",
+        "algo/outer_rules.py",
+        """        momentum_part.mul_(settings.momentum)
+        momentum_part.add_(delta_part)
+        target_part.sub_(momentum_part * settings.lr)""",
+        """        momentum_part.zero_()
+        momentum_part.add_(delta_part)
+        target_part.sub_(momentum_part * settings.lr)""",
+        "unit/algo/test_outer_rules.py",
+    ),
+    _of(
+        "delayed Nesterov keeps what it has used",
+        "algo/outer_rules.py",
+        "            sum_part.zero_()\n",
+        "",
+        "unit/algo/test_outer_rules.py",
+    ),
+    _of(
+        "AdamW never clips",
+        "algo/outer.py",
+        "clip = min(1.0, settings.clip / (grad_norm + 1e-6))",
+        "clip = 1.0",
+        "unit/algo/test_outer.py",
+        "unit/algo/test_outer_check.py",
+    ),
+    _of(
+        "AdamW corrects for one step too few",
+        "algo/outer.py",
+        "step_size = lr / (1.0 - settings.beta1**step)",
+        "step_size = lr / (1.0 - settings.beta1 ** (step + 1))",
+        "unit/algo/test_outer.py",
+    ),
+    _of(
+        "warm-up ends a step late",
+        "algo/learning_rate.py",
+        "min(1.0, (passed + 1) / warmup)",
+        "min(1.0, passed / warmup)",
+        "unit/algo/test_learning_rate.py",
+    ),
+    _of(
+        "the digest does not see where a number stands",
+        "algo/digest.py",
+        "part.mul_(_odd_mix(first_index + start, part.numel(), x.device))",
+        "part.mul_(_odd_mix(first_index, part.numel(), x.device))",
+        "unit/algo/test_digest.py",
+    ),
+    _of(
+        "subnormals stay",
+        "algo/digest.py",
+        ".bitwise_and(0x7FFFFFFF) < 0x00800000, 0.0)",
+        ".bitwise_and(0x7FFFFFFF) < 0x00000001, 0.0)",
+        "unit/algo/test_digest.py",
+    ),
+    _of(
+        "a residual outlives its dropped delta",
+        "algo/residual.py",
+        """        self.state = Empty()
+        return [Zero()]
+""",
+        """        self.state = Settled(version=blob.version)
+        return []
+""",
+        "unit/algo/test_residual.py",
+    ),
+    _of(
+        "a restart adds a residual that is part of a sent delta",
+        "algo/residual.py",
+        "return [Forget()] if may_be_on_disk else []",
+        "return []",
+        "unit/algo/test_residual.py",
+    ),
+    _of(
+        "a stale residual is taken up",
+        "algo/residual.py",
+        "0 <= tag.version <= version <= tag.version + R_STALE",
+        "0 <= tag.version <= version",
+        "unit/algo/test_residual.py",
+    ),
+    # --- quant
+    _of(
+        "a blob's checksum is not looked at",
+        "quant/blob.py",
+        "if _CHECKSUM.unpack_from(view, _FIELDS.size)[0] != _checksum(view):",
+        "if not len(view):",
+        "unit/quant/test_blob.py",
+    ),
+    _of(
+        "a blob of another base is taken",
+        "quant/blob.py",
+        '    _require_equal("base", base, expect.base)\n',
+        "",
+        "unit/quant/test_blob.py",
+    ),
+    _of(
+        "a blob of a later epoch is taken",
+        "quant/blob.py",
+        "if epoch > expect.newest_epoch:",
+        "if epoch > expect.newest_epoch + 1:",
+        "unit/quant/test_blob.py",
+    ),
+    _of(
+        "all deltas draw the same noise",
+        "quant/blob.py",
+        "_SEEDED_BY.pack(self.fragment.index, self.version, self.base, self.salt)",
+        "_SEEDED_BY.pack(self.fragment.index, self.version, self.base, 0)",
+        "unit/quant/test_blob.py",
+    ),
+    _of(
+        "the last block's tail is not checked",
+        "quant/blocks.py",
+        'raise BadPayload("the tail of the last block is not zero")',
+        "pass",
+        "unit/quant/test_blocks.py",
+        "unit/quant/test_q4.py",
+        "unit/quant/test_codec.py",
+    ),
+    _of(
+        "weights are ignored where one delta is added",
+        "quant/blocks.py",
+        "fast.add([payload], [finite_weight(weight)], acc, overwrite=False)",
+        "fast.add([payload], [1.0], acc, overwrite=False)",
+        "unit/quant/test_blocks.py",
+        "unit/quant/test_codec.py",
+        "unit/quant/test_q4.py",
+    ),
+    # --- coordinator
+    _of(
+        "the sum of deltas ignores their weights",
+        "coordinator/aggregator.py",
+        "        [weight for _, weight in inputs],\n        total,\n        fragment,\n        seeds=",
+        "        [1.0 for _, weight in inputs],\n        total,\n        fragment,\n        seeds=",
+        "unit/coordinator/test_aggregator.py",
+    ),
+    _of(
+        "an update is encoded the wrong way round",
+        "coordinator/aggregator.py",
+        "difference = stepped.target - stepped.anchor",
+        "difference = stepped.anchor - stepped.target",
+        "unit/coordinator/test_aggregator.py",
+    ),
+    _of(
+        "the delta's scale is lost",
+        "coordinator/aggregator.py",
+        "return delta if step.outer.delta_scale == 1.0 else delta * step.outer.delta_scale",
+        "return delta",
+        "unit/coordinator/test_aggregator.py",
+    ),
+    _of(
+        "deltas are summed in the order they came",
+        "coordinator/windows.py",
+        "return sorted(self.inputs.values(), key=lambda offer: sum_key(offer.contributors))",
+        "return list(self.inputs.values())",
+        "unit/coordinator/test_windows.py",
+    ),
+    _of(
+        "a window takes deltas of the window after it",
+        "coordinator/windows.py",
+        "return self.terms.window - self.max_staleness <= offer.window <= self.terms.window",
+        "return self.terms.window - self.max_staleness <= offer.window <= self.terms.window + 1",
+        "unit/coordinator/test_windows.py",
+    ),
+    _of(
+        "a refused delta is merged",
+        "coordinator/windows.py",
+        "        offer = self.inputs.pop(refusal.blob)\n",
+        "        offer = self.inputs[refusal.blob]\n",
+        "unit/coordinator/test_windows.py",
+    ),
+    _of(
+        "a quorum is one short",
+        "coordinator/windows.py",
+        "if quorum is not None and self.toward_quorum >= quorum and not patient:",
+        "if quorum is not None and self.toward_quorum + 1 >= quorum and not patient:",
+        "unit/coordinator/test_windows.py",
+    ),
+    _of(
+        "more samples are believed used than were granted",
+        "coordinator/leases.py",
+        "        consumed = min(consumed, self._granted(owner))\n        if consumed > self.consumed",
+        "        if consumed > self.consumed",
+        "unit/coordinator/test_leases.py",
+    ),
+    _of(
+        "what came back is never granted again",
+        "coordinator/leases.py",
+        "        for lease in self.returned:\n            if count > 0:",
+        "        for lease in ():\n            if count > 0:",
+        "unit/coordinator/test_leases.py",
+    ),
+    _of(
+        "a delta that is being kept is asked for again",
+        "coordinator/intake.py",
+        " or offer.blob in self._keeping:",
+        ":",
+        "unit/coordinator/test_intake.py",
+    ),
+    _of(
+        "a node's deltas have no bound",
+        "coordinator/intake.py",
+        "fits = not own or sum(own) + offer.size <= self.most_bytes_of_a_node",
+        "fits = True",
+        "unit/coordinator/test_intake.py",
+    ),
+    _of(
+        "a replayed delta is merged",
+        "coordinator/screening.py",
+        "        if (node, payload) in merged:\n            return _refusal(offer, Reason.REPLAYED)\n",
+        "",
+        "unit/coordinator/test_screening.py",
+    ),
+    _of(
+        "nobody is in quarantine",
+        "coordinator/screening.py",
+        "return found if 2 * len(found) < len(nodes) else {}",
+        "return {}",
+        "unit/coordinator/test_screening.py",
+    ),
+    _of(
+        "a sync does not reach the disk",
+        "coordinator/journal.py",
+        "                self._tail.sync()\n            self._durable = self._num_records",
+        "                pass\n            self._durable = self._num_records",
+        "unit/coordinator/test_journal.py",
+        "unit/coordinator/test_store.py",
+    ),
+    _of(
+        "a torn record counts as the tail though it was durable",
+        "coordinator/segment.py",
+        "if header is not None and header.durable > sequence:",
+        "if header is not None and header.durable > sequence + 1:",
+        "unit/coordinator/test_segment.py",
+        "unit/coordinator/test_journal.py",
+    ),
+    # --- wire
+    _of(
+        "control messages are delivered twice",
+        "wire/control.py",
+        "if seq < self.received or seq in self._ahead:",
+        "if seq < self.received - 1 or seq in self._ahead:",
+        "unit/wire/test_control.py",
+    ),
+    _of(
+        "frames that were never sent can be acknowledged",
+        "wire/control.py",
+        "if ack > self._highest:",
+        "if ack > self._highest + 1:",
+        "unit/wire/test_control.py",
+    ),
+    _of(
+        "a chunk may go beyond its credit",
+        "wire/transfer.py",
+        "if incoming is not None and frame.end > incoming.limit:",
+        "if incoming is not None and frame.end > incoming.reassembly.size:",
+        "unit/wire/test_transfer.py",
+        "unit/wire/test_session_hostile.py",
+    ),
+    _of(
+        "a blob's digest is not looked at",
+        "wire/transfer.py",
+        "        if reassembly.verify():\n",
+        "        if reassembly.complete:\n",
+        "unit/wire/test_transfer.py",
+        "unit/wire/test_session.py",
+    ),
+    _of(
+        "lost chunks are not sent again",
+        "wire/credit.py",
+        "        self.sent = self.acked\n        self._stalls += 1",
+        "        self._stalls += 1",
+        "unit/wire/test_credit.py",
+        "unit/wire/test_transfer.py",
+    ),
+    _of(
+        "frames of another run or epoch are taken",
+        "wire/handshake.py",
+        "if (run, epoch) != (self.run, self.epoch) or epoch == 0:",
+        "if epoch == 0:",
+        "unit/wire/test_handshake.py",
+        "unit/wire/test_session_hostile.py",
+    ),
+    # --- node
+    _of(
+        "an anchor's digest is not compared",
+        "node/replica.py",
+        "        if self.digests[index] != anchor_digest:\n            return False\n",
+        "",
+        "unit/node/test_replica.py",
+    ),
+    _of(
+        "an update of another base is applied",
+        "node/replica.py",
+        "expect = self._expected(index, version, version - 1, codec_down, epoch)",
+        "expect = self._expected(index, version, self.versions[index], codec_down, epoch)",
+        "unit/node/test_replica.py",
+    ),
+    _of(
+        "the residual is left out",
+        "node/encoder.py",
+        "        if residual is None:\n            codec.encode_into(",
+        "        if True:\n            codec.encode_into(",
+        "unit/node/test_encoder.py",
+    ),
+    _of(
+        "nodes draw the same noise",
+        "node/encoder.py",
+        'zlib.crc32(f"{blob.node}/{blob.incarnation}/{blob.seq}".encode())',
+        'zlib.crc32(f"{blob.incarnation}/{blob.seq}".encode())',
+        "unit/node/test_encoder.py",
+    ),
+    _of(
+        "a delta is taken before a node has held its fragment for a period",
+        "node/turns.py",
+        "return terms.final or first <= self.round",
+        "return True",
+        "unit/node/test_turns.py",
+        "unit/node/test_machine.py",
+    ),
+    _of(
+        "a merge comes a version early",
+        "node/merging.py",
+        "wanted = last.terms.window - terms.lag",
+        "wanted = last.terms.window - terms.lag - 1",
+        "unit/node/test_merging.py",
+        "unit/node/test_machine.py",
+    ),
+)
