@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from farloop.cli.run import Plan
 from farloop.cli.waiting import Waiting
 from farloop.coordinator.adopting import PATIENCE_S, Adopt
 from farloop.coordinator.bucket import Bucket, CopyFailed
+from farloop.coordinator.closing import RETRY_S
 from farloop.coordinator.copies import read_manifest, restore
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
+from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hearsay import adoption_of
 from farloop.coordinator.link import BindError
 from farloop.coordinator.store import Store
@@ -128,7 +131,7 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool =
                 ExitCode.REFUSED,
             )
 
-    store = Store.recover(directory, accept=the_planned_one, rewind=rewind)
+    store = _once_there_is_room(lambda: Store.recover(directory, accept=the_planned_one, rewind=rewind))
     if store is None and rewind:
         raise CommandError(
             f"{directory} holds no run to go back to; leave out --rewind, or give its folder: --state DIR"
@@ -148,6 +151,19 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool =
     for term in different_terms(store.ledger.spec.terms, plan.spec.terms):
         _log.warning("kept %s cause='the run began with it, and goes on with it'", term)
     return store
+
+
+def _once_there_is_room(recover: Callable[[], Store | None]) -> Store | None:
+    """A run that a full disk holds is held through a restart, too: its start waits for room."""
+    held = False
+    while True:
+        try:
+            return recover()
+        except NoRoom as error:
+            if not held:
+                _log.warning("held what='the start' why=%r mend=%r", str(error), error.mend)
+            held = True
+            time.sleep(RETRY_S)
 
 
 def different_identity(kept: Identity, wanted: Identity) -> str:

@@ -14,7 +14,7 @@ from farloop.algo.layout import Layout
 from farloop.cli.exit_codes import CommandError
 from farloop.cli.plan import seconds_text
 from farloop.cli.toml import dump_toml
-from farloop.coordinator.durable import replacing
+from farloop.coordinator.files import DISK
 from farloop.coordinator.routing.hysteresis import WORTH, worth_switching
 from farloop.coordinator.routing.inventory import COORDINATOR, Inventory, Node
 from farloop.coordinator.routing.plan import Plan
@@ -220,7 +220,7 @@ def write(
         if not outcome.written:
             return outcome
     try:
-        with replacing(path) as unfinished:
+        with DISK.replacing(path) as unfinished:
             unfinished.write_text(layout_json(layout, addresses) + "\n", encoding="utf-8")
     except OSError as error:
         raise CommandError(f"cannot write {path}: {(error.strerror or 'no such folder').lower()}") from error

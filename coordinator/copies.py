@@ -28,9 +28,9 @@ from farloop.coordinator import records as rec
 from farloop.coordinator import snapshots
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.bucket import Bucket, CopyFailed
-from farloop.coordinator.durable import make_directory, replacing, sync_path
 from farloop.coordinator.epoch import claim_epoch
 from farloop.coordinator.errors import StateMismatch
+from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.journal import Journal
 from farloop.coordinator.ledger import more_than_a_snapshot
 from farloop.coordinator.segment import segment_paths
@@ -127,7 +127,7 @@ def read_manifest(bucket: Bucket) -> dict[str, Any] | None:
     return {**manifest, "folder": _folder(numbers[-1])}
 
 
-def restore(bucket: Bucket, directory: Path) -> rec.LedgerSaved:
+def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerSaved:
     """Make a state folder of the newest copy. Returns what its ledger says.
 
     Raises:
@@ -152,17 +152,16 @@ def restore(bucket: Bucket, directory: Path) -> rec.LedgerSaved:
         data = bucket.get(f"{manifest['folder']}/{path.name}")
         if data is None or len(data) != entry["bytes"] or _digest(data) != entry["xxh3"]:
             raise CopyFailed(f"{bucket.url}: {manifest['folder']}/{path.name} is not what its manifest says")
-        make_directory(path.parent)
-        with replacing(path) as temporary:
-            temporary.write_bytes(data)
-        if snapshots.load(path).fingerprint != ledger.spec.identity.fingerprint():
+        files.make_directory(path.parent)
+        with files.replacing(path) as temporary:
+            files.write_bytes(temporary, data)
+        if snapshots.load(path, files).fingerprint != ledger.spec.identity.fingerprint():
             raise CopyFailed(f"{bucket.url}: {manifest['folder']}/{path.name} is of another run")
-    claim_epoch(directory, seen=ledger.epoch - 1)
-    journal, _ = Journal.open(directory)  # last: without it the folder holds no run
+    claim_epoch(directory, seen=ledger.epoch - 1, files=files)
+    journal, _ = Journal.open(directory, files=files)  # last: without it the folder holds no run
     with journal:
         journal.append(ledger)
         journal.sync()
-    sync_path(directory)
     _log.info("restored url=%s copy=%s epoch=%d", bucket.url, manifest["folder"], ledger.epoch)
     return ledger
 

@@ -1,13 +1,12 @@
-"""What a file needs to survive a power cut: syncs, room set aside, whole-or-nothing replacement. No formats."""
+"""Writes, syncs and room set aside, on open files of this machine; `files.py` is the port over them. No formats."""
 
 import errno
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 
-from farloop.coordinator.errors import DiskFull, NoRoom, ReadOnly, StorageFailed
+from farloop.coordinator.errors import DiskFull, NoDescriptor, NoRoom, ReadOnly, StorageFailed
 
 TEMPORARY_SUFFIX = ".tmp"
 """Of a file that has not taken its place yet: whoever finds one at a start may delete it."""
@@ -15,6 +14,7 @@ TEMPORARY_SUFFIX = ".tmp"
 Bytes = bytes | bytearray | memoryview
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
@@ -31,18 +31,6 @@ def sync(fd: int, path: Path) -> None:
         raise StorageFailed(path, f"sync: {error.strerror}") from error
 
 
-def sync_path(path: Path) -> None:
-    """`sync` of a file, or of a directory: that makes names which were created, renamed or deleted in it durable."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise StorageFailed(path, f"open: {error.strerror}") from error
-    try:
-        sync(fd, path)
-    finally:
-        os.close(fd)
-
-
 def sync_and_forget(fd: int, path: Path) -> None:
     """`sync`, then drop the cached pages, so that the next read shows what the disk holds.
 
@@ -52,18 +40,6 @@ def sync_and_forget(fd: int, path: Path) -> None:
     sync(fd, path)
     if sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def make_directory(path: Path) -> None:
-    """Create `path` and its missing parents, durably."""
-    if path.is_dir():
-        return
-    make_directory(path.parent)
-    try:
-        path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageFailed(path, f"create: {error.strerror}") from error
-    sync_path(path.parent)
 
 
 def truncate(fd: int, path: Path, length: int) -> None:
@@ -94,9 +70,14 @@ def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
 
 
 def no_room(path: Path, code: int | None, nbytes: int = 0) -> NoRoom | None:
-    """What an error number says of the disk, if it says that nothing more goes onto it; the parent of `path` exists."""
+    """What an error number says of the disk, if it says that nothing more goes onto it; the parent of `path` exists.
+
+    A process without a free descriptor writes no new file either: that ends, too, and is no fault of the disk.
+    """
     if code == errno.EROFS:
         return ReadOnly(path)
+    if code in _NO_DESCRIPTOR:
+        return NoDescriptor(path)
     if code in _NO_ROOM:
         stat = os.statvfs(path.parent)
         return DiskFull(path, nbytes, stat.f_bavail * stat.f_frsize)
@@ -149,44 +130,3 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
             raise refused from error
         else:
             raise StorageFailed(path, f"allocate: {error.strerror}") from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; on leaving it takes `path`'s place, durably and whole, or not at all.
-
-    Raises:
-        StorageFailed: a sync or the rename failed. After a failed sync of the directory either file may be found.
-    """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    try:
-        yield temporary
-        sync_path(temporary)
-        try:
-            os.replace(temporary, path)
-        except OSError as error:
-            raise StorageFailed(path, f"rename: {error.strerror}") from error
-    except BaseException:
-        with suppress(OSError):  # a file system that became read-only keeps it until the next start
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
-
-
-def delete(path: Path) -> None:
-    """Delete a file, durably.
-
-    Raises:
-        StorageFailed: the disk refused.
-    """
-    try:
-        path.unlink()
-    except OSError as error:
-        raise StorageFailed(path, f"delete: {error.strerror}") from error
-    sync_path(path.parent)
-
-
-def remove_temporaries(directory: Path) -> None:
-    """Delete what a crash left half written in `directory`."""
-    for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):
-        path.unlink(missing_ok=True)

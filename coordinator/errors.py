@@ -5,9 +5,11 @@ StorageError
 ├── StateLocked        another coordinator holds the state directory; retriable
 ├── NoRoom             the disk takes nothing more, and nothing was changed; retriable
 │   ├── DiskFull       no bytes are free, or the quota is used up
-│   └── ReadOnly       the file system may only be read
+│   ├── ReadOnly       the file system may only be read
+│   └── NoDescriptor   this process may not open another file
 ├── StorageFailed      a write or a sync failed: what the disk holds is unknown; exit and recover
 ├── Fenced             another coordinator has claimed a higher epoch of this very state; stop
+├── FolderChanged      lock or journal are not as this coordinator left them; stop
 ├── SnapshotCorrupt    a snapshot is not what was saved
 └── StateMismatch      the parts of the directory do not belong together, or are another run's
 """
@@ -73,6 +75,15 @@ class ReadOnly(NoRoom):
         super().__init__(path, "the file system is read-only")
 
 
+class NoDescriptor(NoRoom):
+    """The process, or the machine, has as many files and connections open as it may."""
+
+    mend = "raise the limit of open files (ulimit -n), or find out who opens so many connections"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "too many open files: no file can be opened now")
+
+
 class StorageFailed(StorageError):
     """The disk refused a read, a write or a sync. After a failed sync nobody knows what is durable: never retried."""
 
@@ -90,6 +101,16 @@ class Fenced(StorageError):
         )
         self.own = own
         self.found = found
+
+
+class FolderChanged(StorageError):
+    """Somebody else removed, replaced or changed a file that this coordinator alone may change. Nothing was written."""
+
+    def __init__(self, path: Path, detail: str) -> None:
+        super().__init__(
+            path, f"{detail}; this coordinator stops. See who did that: one coordinator at a time may use the folder"
+        )
+        self.detail = detail
 
 
 class SnapshotCorrupt(StorageError):

@@ -5,9 +5,7 @@ journal and calls everything but `read`, which any thread may call: the downlink
 (protocol R). Bytes appended are visible to `read` at once and durable after the next `sync`.
 """
 
-import fcntl
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,17 +15,21 @@ from types import TracebackType
 from typing import Self
 
 from farloop.coordinator import records
-from farloop.coordinator.durable import Bytes, delete, make_directory, remove_temporaries
-from farloop.coordinator.errors import StateLocked, StorageFailed
+from farloop.coordinator.durable import Bytes
+from farloop.coordinator.epoch import Claim
+from farloop.coordinator.errors import Fenced, FolderChanged, StorageError, StorageFailed
+from farloop.coordinator.files import DISK, Files, Lock
 from farloop.coordinator.records import LedgerSaved, Record
 from farloop.coordinator.segment import (
     MAX_BODY_BYTES,
     RECORD_HEADER_BYTES,
     Attachment,
     Entry,
+    Scan,
     read_attachment,
     read_segments,
     record_header,
+    scan,
     segment_path,
     segment_paths,
 )
@@ -57,26 +59,25 @@ class Journal:
     def __init__(
         self,
         directory: Path,
-        lock_fd: int,
-        tail: Tail,
-        num_records: int,
+        files: Files,
+        lock: Lock,
         *,
-        first_segment: int,
         segment_bytes: int,
         draw_salt: Callable[[], int],
     ) -> None:
-        """Not to be called: `Journal.open` is the way in."""
-        self._directory = directory
-        self._lock_fd = lock_fd
-        self._tail = tail
-        self._num_records = num_records
-        self._durable = num_records
+        """Not to be called: `Journal.open` and `Journal.look` are the ways in."""
+        self._directory, self._files, self._lock = directory, files, lock
+        self._open_tail: Tail | None = None
+        self._last: tuple[int, Scan] | None = None
+        """Number and content of the last segment that was found."""
+        self._num_records = self._durable = 0
         self._reserved_bytes = 0
-        self._first_segment = first_segment
+        self._first_segment = 0
         self._summarise: Callable[[], LedgerSaved] | None = None
+        self._claim: Claim | None = None
         self._segment_bytes = segment_bytes
         self._draw_salt = draw_salt
-        self._failure: StorageFailed | None = None
+        self._failure: StorageError | None = None
         self._closed = False
 
     @classmethod
@@ -86,46 +87,112 @@ class Journal:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         draw_salt: Callable[[], int] = lambda: secrets.randbits(64),
+        files: Files = DISK,
     ) -> tuple[Self, Recovery]:
-        """Lock `directory`, create it if it is missing, read and verify all of its journal, and cut a torn tail.
+        """`look`, then `begin`."""
+        journal, found = cls.look(directory, segment_bytes=segment_bytes, draw_salt=draw_salt, files=files)
+        try:
+            journal.begin()
+        except BaseException:
+            journal.close()
+            raise
+        return journal, found
 
-        All that is returned is durable, also what the last coordinator had not synced before it died.
+    @classmethod
+    def look(
+        cls,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        draw_salt: Callable[[], int] = lambda: secrets.randbits(64),
+        files: Files = DISK,
+    ) -> tuple[Self, Recovery]:
+        """Lock `directory`, create it if it is missing, and read and verify all of its journal.
+
+        Of what is there no byte is changed before `begin`: where locks do not keep two coordinators apart, the epoch is
+        claimed between the two. All that is returned is durable, also what the last coordinator had not synced before
+        it died. Until `begin`, only `read` and `close` may be called.
 
         Raises:
             StateLocked: a coordinator holds the directory.
             JournalCorrupt: damage that is not a torn tail; nothing was changed.
-            NoRoom: there is no room to begin a journal.
             StorageFailed: the disk refused.
         """
-        make_directory(directory)
-        lock_fd = _lock(directory)
+        files.make_directory(directory)
+        lock = files.lock(directory / "lock")
+        journal = cls(directory, files, lock, segment_bytes=segment_bytes, draw_salt=draw_salt)
         try:
-            remove_temporaries(directory)
-            paths = segment_paths(directory)
-            if paths:
-                last = max(paths)
-                settle(paths[last])
-                scans = read_segments(directory)
-                entries = tuple(entry for scan in scans for entry in scan.entries)
-                num_records, torn_bytes = scans[-1].next_sequence, scans[-1].torn_bytes
-                tail = reopen_tail(paths[last], last, scans[-1])
-            else:
-                entries, num_records, torn_bytes = (), 0, 0
-                tail = create_tail(directory, 0, first_sequence=0, salt=draw_salt(), room=0)
+            return journal, journal._read()
         except BaseException:
-            os.close(lock_fd)
+            journal.close()
             raise
-        _log.info("journal open path=%s records=%d torn_bytes=%d", tail.path, len(entries), torn_bytes)
-        journal = cls(
-            directory,
-            lock_fd,
-            tail,
-            num_records,
-            first_segment=min(paths, default=0),
-            segment_bytes=segment_bytes,
-            draw_salt=draw_salt,
+
+    def look_again(self) -> Recovery | None:
+        """What the journal holds now, if that is not what was found; None if it is. To be asked with the epoch claimed.
+
+        Raises as `look`.
+        """
+        assert self._open_tail is None
+        paths = segment_paths(self._directory, self._files)
+        if self._last is None:
+            return self._read() if paths else None
+        number, found = self._last
+        if number != max(paths, default=None) or scan(paths[number], number, None, self._files) != found:
+            return self._read()
+        return None
+
+    def begin(self, *, fresh: bool = False) -> None:
+        """Delete what a crash left half written, cut the torn tail, and go on behind it; or begin a journal.
+
+        Args:
+            fresh: in a segment of its own, beginning with what all records say (`begin_segments_with`). What another
+                coordinator that is fenced, and has not noticed yet, still writes into the last one does no harm then.
+
+        Raises:
+            NoRoom: there is no room to begin a journal, or a segment.
+            StorageFailed: the disk refused.
+        """
+        assert self._open_tail is None
+        self._files.remove_temporaries(self._directory)
+        torn_bytes = 0
+        if self._last is not None:
+            number, found = self._last
+            torn_bytes = found.torn_bytes
+            self._open_tail = reopen_tail(segment_path(self._directory, number), number, found, self._files)
+            if fresh and not self._tail.is_empty:
+                self._rotate(0)
+            else:
+                self._tail.finish()
+        else:
+            self._open_tail = create_tail(
+                self._directory, 0, first_sequence=0, salt=self._draw_salt(), room=0, files=self._files
+            )
+        self._last = None
+        _log.info("journal open path=%s records=%d torn_bytes=%d", self._tail.path, self._num_records, torn_bytes)
+
+    def _read(self) -> Recovery:
+        paths = segment_paths(self._directory, self._files)
+        if not paths:
+            self._last = None
+            return Recovery(entries=(), torn_bytes=0)
+        settle(paths[max(paths)], self._files)
+        scans = read_segments(self._directory, self._files)
+        self._last = max(paths), scans[-1]
+        self._first_segment = min(paths)
+        self._num_records = self._durable = scans[-1].next_sequence
+        return Recovery(
+            entries=tuple(entry for found in scans for entry in found.entries), torn_bytes=scans[-1].torn_bytes
         )
-        return journal, Recovery(entries=entries, torn_bytes=torn_bytes)
+
+    @property
+    def _tail(self) -> Tail:
+        assert self._open_tail is not None, "begin comes first"
+        return self._open_tail
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether there is a file of the journal, perhaps without a record."""
+        return bool(segment_paths(self._directory, self._files))
 
     @property
     def num_records(self) -> int:
@@ -144,20 +211,26 @@ class Journal:
         """
         self._summarise = summarise
 
+    def held_by(self, claim: Claim) -> None:
+        """From now on nothing is written without a look whether that epoch is still the newest (protocol S)."""
+        self._claim = claim
+
     def prune(self, before_segment: int) -> None:
         """Delete the segments before this one, which begins with what they said.
 
         From the oldest on, each durably before the next: whatever a crash leaves is a journal without a gap.
 
         Raises:
+            NoRoom: no descriptor is left; what was deleted is.
+            Fenced, FolderChanged: nothing was changed.
             StorageFailed: the disk refused; the journal cannot be used any more.
         """
-        self._require_usable()
+        self.require_ours()
         assert before_segment <= self._tail.number
         while self._first_segment < before_segment:
             path = segment_path(self._directory, self._first_segment)
             with self._fatal():
-                delete(path)
+                self._files.delete(path)
             self._first_segment += 1
             _log.info("journal pruned path=%s", path)
 
@@ -171,7 +244,7 @@ class Journal:
             NoRoom: nothing was changed.
         """
         room = attachment_bytes + RECORD_ROOM
-        self._require_usable()
+        self.require_ours()
         self._make_room(room)
         self._reserved_bytes += room
 
@@ -190,9 +263,10 @@ class Journal:
 
         Raises:
             NoRoom: nothing was changed; a reservation stays.
+            Fenced, FolderChanged: the folder is not this coordinator's any more; nothing was changed.
             StorageFailed: the journal cannot be used any more.
         """
-        self._require_usable()
+        self.require_ours()
         kind, body = records.encode(record)
         attachment_bytes = memoryview(attachment).nbytes
         assert len(body) <= MAX_BODY_BYTES and attachment_bytes <= MAX_BODY_BYTES
@@ -224,12 +298,15 @@ class Journal:
         """Make everything appended so far durable, with one fsync, and return how many records that are.
 
         Raises:
+            Fenced: another coordinator has taken the folder over, and need not have seen these records.
             StorageFailed: what is durable is unknown; the journal cannot be used any more. Exit and recover.
         """
         self._require_usable()
         if self._durable < self._num_records:
             with self._fatal():
                 self._tail.sync()
+                if self._claim is not None:
+                    self._claim.require()
             self._durable = self._num_records
         return self._durable
 
@@ -239,7 +316,7 @@ class Journal:
         Raises:
             StorageFailed: they cannot be read.
         """
-        return read_attachment(self._directory, attachment, offset, nbytes)
+        return read_attachment(self._directory, attachment, offset, nbytes, self._files)
 
     def close(self) -> None:
         """Sync, give back the room set aside, and unlock. Does nothing when done before."""
@@ -247,12 +324,21 @@ class Journal:
             return
         self._closed = True
         try:
-            if self._failure is None:
-                self._tail.finish()
-                self._durable = self._num_records
+            if self._open_tail is not None and self._failure is None:
+                self._finish()
         finally:
-            self._tail.close()
-            os.close(self._lock_fd)
+            if self._open_tail is not None:
+                self._open_tail.close()
+            self._lock.close()
+
+    def _finish(self) -> None:
+        try:
+            self.require_ours()
+        except (Fenced, FolderChanged) as error:
+            _log.warning("journal left as it is why=%r", str(error))
+            return
+        self._tail.finish()
+        self._durable = self._num_records
 
     def __enter__(self) -> Self:
         return self
@@ -264,15 +350,38 @@ class Journal:
 
     def _require_usable(self) -> None:
         assert not self._closed
-        if self._failure is not None:
+        if isinstance(self._failure, StorageFailed):
             raise StorageFailed(self._failure.path, f"given up after: {self._failure.detail}") from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+    def require_ours(self) -> None:
+        """See that nobody else has taken the folder over, or changed what this process alone may change.
+
+        Raises:
+            Fenced, FolderChanged: the journal cannot be used any more.
+            NoRoom: that cannot be found out now.
+        """
+        if not self._closed:
+            self._require_usable()
+        with self._fatal():
+            if self._claim is not None:
+                self._claim.require()  # first: it says who
+            try:
+                changed = self._tail.changed(self._files)
+            except OSError as error:
+                raise StorageFailed(self._tail.path, f"stat: {error.strerror}") from error
+            if changed:
+                raise FolderChanged(self._tail.path, changed)
+            if not self._lock.is_ours():
+                raise FolderChanged(self._lock.path, "the lock was removed or replaced: another coordinator may start")
 
     @contextmanager
     def _fatal(self) -> Iterator[None]:
         """What the disk refuses in here is never tried again."""
         try:
             yield
-        except StorageFailed as failure:
+        except (StorageFailed, Fenced, FolderChanged) as failure:
             self._failure = failure
             raise
 
@@ -295,34 +404,23 @@ class Journal:
             kind, body = records.encode(self._summarise())
             header = record_header(kind, body, b"", sequence=self._num_records, durable=self._durable, salt=salt)
             opening = (header, body)
+
+        def finish_old() -> None:
+            self.require_ours()
+            old.finish()
+
         with self._fatal():
-            self._tail = create_tail(
+            self._open_tail = create_tail(
                 self._directory,
                 old.number + 1,
                 first_sequence=self._num_records,
                 salt=salt,
                 room=self._reserved_bytes + room,
                 opening=opening,
-                before_visible=old.finish,
+                before_visible=finish_old,
+                files=self._files,
             )
         if opening:
             self._num_records += 1
         self._durable = self._num_records
         old.close()
-
-
-def _lock(directory: Path) -> int:
-    """Hold the directory until the descriptor returned is closed, at the latest by the process's death."""
-    path = directory / "lock"
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StorageFailed(path, f"open: {error.strerror}") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        if isinstance(error, BlockingIOError):
-            raise StateLocked(path) from error
-        raise StorageFailed(path, f"lock: {error.strerror}") from error
-    return fd

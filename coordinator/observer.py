@@ -18,8 +18,8 @@ from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Result
 from farloop.coordinator.diary import FILE as DIARY_FILE
 from farloop.coordinator.diary import Diary
-from farloop.coordinator.durable import replacing
 from farloop.coordinator.errors import StorageFailed
+from farloop.coordinator.files import DISK
 from farloop.coordinator.happenings import Happenings
 from farloop.coordinator.hold import Hold
 from farloop.coordinator.holders import stages_held
@@ -98,7 +98,7 @@ class Observer:
     def save_status(self, path: Path) -> None:
         """Keep the status as it is. A disk that does not take it leaves the one of before: no reason to fail."""
         try:
-            with replacing(path) as temporary:
+            with DISK.replacing(path) as temporary:
                 temporary.write_bytes(self.status_json)
         except (OSError, StorageFailed) as error:
             _log.warning("status not kept path=%s why=%r", path, str(error))

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from farloop.coordinator import records as rec
 from farloop.coordinator.errors import StateMismatch, StorageError
+from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.records import Record
 from farloop.coordinator.segment import (
@@ -54,10 +55,10 @@ class Placed:
         return f"{self.segment:06d}:{self.offset}"
 
 
-def journal_folder(directory: Path) -> Path:
+def journal_folder(directory: Path, files: Files = DISK) -> Path:
     """The folder itself, if there is a journal in it. Raises StateMismatch."""
     try:
-        found = any(path.match("journal-*.log") for path in directory.iterdir())
+        found = any(name.startswith("journal-") and name.endswith(".log") for name in files.names(directory))
     except OSError as error:
         raise StateMismatch(directory, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
     if not found:
@@ -97,9 +98,9 @@ def placed(scan: Scan) -> Iterator[Placed]:
         offset = entry.attachment.offset + entry.attachment.size
 
 
-def attached(directory: Path, attachment: Attachment) -> bytes:
+def attached(directory: Path, attachment: Attachment, files: Files = DISK) -> bytes:
     """A record's bulk bytes. Raises StorageFailed."""
-    return read_attachment(directory, attachment, 0, attachment.size)
+    return read_attachment(directory, attachment, 0, attachment.size, files)
 
 
 def ledger_of(directory: Path, first: Record) -> Ledger:

@@ -11,7 +11,6 @@ therefore says how many records were durable when it was written: a damaged reco
 corruption, and no proof means a torn tail.
 """
 
-import os
 import re
 import struct
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import xxhash
 from farloop.coordinator import records
 from farloop.coordinator.durable import Bytes
 from farloop.coordinator.errors import JournalCorrupt, StorageFailed
+from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.records import LedgerSaved, Record
 
 FORMAT_VERSION = 1
@@ -122,13 +122,13 @@ def segment_path(directory: Path, number: int) -> Path:
     return directory / f"journal-{number:06d}.log"
 
 
-def segment_paths(directory: Path) -> dict[int, Path]:
+def segment_paths(directory: Path, files: Files = DISK) -> dict[int, Path]:
     """The segments of the journal in `directory`, by number, in order.
 
     Raises:
         JournalCorrupt: one between them is missing.
     """
-    numbers = {int(match[1]) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
+    numbers = {int(match[1]) for name in files.names(directory) if (match := _NAME.fullmatch(name))}
     expected = range(min(numbers), max(numbers) + 1) if numbers else range(0)
     paths = {number: segment_path(directory, number) for number in expected}
     for number, path in paths.items():
@@ -137,26 +137,28 @@ def segment_paths(directory: Path) -> dict[int, Path]:
     return paths
 
 
-def read_segments(directory: Path) -> list[Scan]:
+def read_segments(directory: Path, files: Files = DISK) -> list[Scan]:
     """Read and verify a whole journal. Changes nothing; of a journal in use it shows a prefix.
 
     Raises:
         JournalCorrupt: a segment is missing, or damaged in a way that is not a torn tail of the last.
         StorageFailed: the disk refused a read.
     """
-    paths = segment_paths(directory)
+    paths = segment_paths(directory, files)
     scans: list[Scan] = []
     for number, path in paths.items():
-        found = scan(path, number, scans[-1].next_sequence if scans else None)
+        last = number == max(paths)
+        until = None if last else first_sequence_of(paths[number + 1], number + 1, files)
+        found = scan(path, number, scans[-1].next_sequence if scans else None, files, until=until)
         scans.append(found)
         if number == min(paths) and number > 0 and not found.begins_a_journal:
             raise JournalCorrupt(segment_path(directory, number - 1), 0, "this segment of the journal is missing")
-        if number < max(paths) and found.end != found.size:
+        if until is not None and found.next_sequence < until:
             raise JournalCorrupt(path, found.end, f"record {found.next_sequence} is damaged, and segments follow")
     return scans
 
 
-def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes: int) -> bytes:
+def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes: int, files: Files = DISK) -> bytes:
     """Bytes [offset, offset + nbytes) of an attachment. Opens the file anew, so it depends on no other reader's state.
 
     Raises:
@@ -167,12 +169,15 @@ def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes
     start = attachment.offset + offset
     data = b""
     try:
-        with path.open("rb", buffering=0) as file:
+        file = files.open(path)
+        try:
             while len(data) < nbytes:
-                piece = os.pread(file.fileno(), nbytes - len(data), start + len(data))
+                piece = file.read(start + len(data), nbytes - len(data))
                 if not piece:
                     raise StorageFailed(path, f"ends at byte {start + len(data)}, before the attachment does")
                 data += piece
+        finally:
+            file.close()
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
     return data
@@ -194,11 +199,13 @@ def record_header(kind: int, body: bytes, attachment: Bytes, *, sequence: int, d
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields, seed=salt))
 
 
-def scan(path: Path, number: int, first_sequence: int | None) -> Scan:
+def scan(path: Path, number: int, first_sequence: int | None, files: Files = DISK, *, until: int | None = None) -> Scan:
     """Read and verify the segment at `path`, which must be the `number`-th.
 
     Args:
         first_sequence: where it must go on; None for the first of a journal, which segment 0 begins with record 0.
+        until: the first record of the segment that follows; None where none does. What stands behind the last record
+            before that is not looked at: a coordinator that was fenced may have written there.
 
     Raises:
         JournalCorrupt: its header is wrong; a record is damaged of which a later one says that it was durable; or a
@@ -206,22 +213,39 @@ def scan(path: Path, number: int, first_sequence: int | None) -> Scan:
         StorageFailed: the disk refused a read.
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        opened = files.open(path)
+        try:
+            file, size = opened.reader(), opened.identity()[2]
             salt, found_sequence = _read_segment_header(file, path, number)
             if first_sequence is None and number == 0:
                 first_sequence = 0
             if first_sequence not in (None, found_sequence):
                 detail = f"it goes on at record {found_sequence}, not {first_sequence}: some are missing"
                 raise JournalCorrupt(path, 16, detail)
-            entries = tuple(_read_records(file, path, number, found_sequence, salt, size))
+            entries = tuple(_read_records(file, path, number, found_sequence, until, salt, size))
             end = SEGMENT_HEADER_BYTES
             if entries:
                 end = entries[-1].attachment.offset + entries[-1].attachment.size
-            torn_bytes = _measure_tail(file, path, end, found_sequence + len(entries), salt)
+            torn_bytes = 0
+            if until is None:
+                torn_bytes = _measure_tail(file, path, end, found_sequence + len(entries), salt)
+        finally:
+            opened.close()
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
     return Scan(salt=salt, first_sequence=found_sequence, entries=entries, end=end, torn_bytes=torn_bytes, size=size)
+
+
+def first_sequence_of(path: Path, number: int, files: Files = DISK) -> int:
+    """Where the segment at `path` says that it goes on. Raises as `scan`."""
+    try:
+        opened = files.open(path)
+        try:
+            return _read_segment_header(opened.reader(), path, number)[1]
+        finally:
+            opened.close()
+    except OSError as error:
+        raise StorageFailed(path, f"read: {error.strerror}") from error
 
 
 def _read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, int]:
@@ -241,11 +265,11 @@ def _read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, 
 
 
 def _read_records(
-    file: BinaryIO, path: Path, number: int, first_sequence: int, salt: int, size: int
+    file: BinaryIO, path: Path, number: int, first_sequence: int, until: int | None, salt: int, size: int
 ) -> Iterator[Entry]:
     """Whole records from the file's position on, up to the first that is not. `size` is the file's."""
     offset, sequence = SEGMENT_HEADER_BYTES, first_sequence
-    while (header := _parse_record_header(file.read(RECORD_HEADER_BYTES), salt)) is not None:
+    while sequence != until and (header := _parse_record_header(file.read(RECORD_HEADER_BYTES), salt)) is not None:
         if header.sequence != sequence:
             raise JournalCorrupt(path, offset, f"record {header.sequence} stands where {sequence} belongs")
         attachment = Attachment(

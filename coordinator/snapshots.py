@@ -19,20 +19,22 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
-from safetensors.torch import save_file
 from torch import Tensor
 
 from farloop.algo.digest import digest
 from farloop.coordinator.aggregator import Buffers
-from farloop.coordinator.durable import TEMPORARY_SUFFIX, make_directory, no_room, replacing, require_free, sync_path
+from farloop.coordinator.durable import no_room
 from farloop.coordinator.errors import SnapshotCorrupt, StorageFailed
+from farloop.coordinator.files import DISK, Files
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def snapshot_path(directory: Path, fragment: int, version: int) -> Path:
     return directory / "snapshots" / _file_name(fragment, version)
 
 
-def save(directory: Path, snapshot: Snapshot) -> Path:
+def save(directory: Path, snapshot: Snapshot, files: Files = DISK) -> Path:
     """Write a snapshot durably, then delete those of its fragment that are older than the last `KEEP`.
 
     The tensors must not change meanwhile.
@@ -75,11 +77,10 @@ def save(directory: Path, snapshot: Snapshot) -> Path:
         StorageFailed: the disk refused; the older snapshots are untouched.
     """
     path = snapshot_path(directory, snapshot.fragment, snapshot.version)
-    make_directory(path.parent)
-    for leftover in path.parent.glob(f"f{snapshot.fragment}-v*{TEMPORARY_SUFFIX}"):
-        leftover.unlink(missing_ok=True)
-    _write(path, *_content(snapshot))
-    _delete_older(directory, snapshot.fragment, snapshot.version)
+    files.make_directory(path.parent)
+    files.remove_temporaries(path.parent, f"f{snapshot.fragment}-v")
+    _write(path, *_content(snapshot), files)
+    _delete_older(directory, snapshot.fragment, snapshot.version, files)
     return path
 
 
@@ -100,23 +101,21 @@ def of_buffers(fingerprint: str, fragment: int, buffers: Buffers) -> Snapshot:
     )
 
 
-def load(path: Path) -> Snapshot:
+def load(path: Path, files: Files = DISK) -> Snapshot:
     """Read and verify a snapshot.
 
     Raises:
         SnapshotCorrupt: it cannot be read, or is not what was saved under this name.
     """
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            if metadata.get("format_version") != FORMAT_VERSION:
-                found = metadata.get("format_version")
-                raise SnapshotCorrupt(
-                    path, f"format version {found} is unknown here; this farloop knows {FORMAT_VERSION}"
-                )
-            # Copies: a view of the mapped file would turn a read error into the death of the process, much later.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        # Read, not mapped: a bad block under a mapped file would be the death of the process, perhaps much later.
+        data = files.read_bytes(path)
+        tensors, metadata = load_bytes(data), _metadata(data)
+        del data
+        if metadata.get("format_version") != FORMAT_VERSION:
+            found = metadata.get("format_version")
+            raise SnapshotCorrupt(path, f"format version {found} is unknown here; this farloop knows {FORMAT_VERSION}")
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise SnapshotCorrupt(path, f"cannot be read: {error}") from error
     checksum = metadata.pop("checksum", None)
     if checksum != _checksum(tensors, metadata):
@@ -140,7 +139,7 @@ def load(path: Path) -> Snapshot:
     return snapshot
 
 
-def load_latest(directory: Path, fragment: int, *, fingerprint: str) -> Snapshot | None:
+def load_latest(directory: Path, fragment: int, *, fingerprint: str, files: Files = DISK) -> Snapshot | None:
     """The newest snapshot of a fragment that is whole and of this run; None if there never was one.
 
     A damaged one is passed over with a warning: an older one and more of the journal give the same state.
@@ -149,10 +148,10 @@ def load_latest(directory: Path, fragment: int, *, fingerprint: str) -> Snapshot
         SnapshotCorrupt: there are some, and none is good; the newest one's fault.
     """
     newest_fault: SnapshotCorrupt | None = None
-    for version in reversed(versions_of(directory, fragment)):
+    for version in reversed(versions_of(directory, fragment, files)):
         path = snapshot_path(directory, fragment, version)
         try:
-            snapshot = load(path)
+            snapshot = load(path, files)
             if snapshot.fingerprint != fingerprint:
                 raise SnapshotCorrupt(path, f"is of run {snapshot.fingerprint}, not {fingerprint}")
         except SnapshotCorrupt as fault:
@@ -165,16 +164,18 @@ def load_latest(directory: Path, fragment: int, *, fingerprint: str) -> Snapshot
     return None
 
 
-def export(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def export(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, files: Files = DISK
+) -> None:
     """Write named tensors as one safetensors file that other tools read: the final model.
 
     Raises:
         NoRoom: nothing was changed.
         StorageFailed: the disk refused; a file that was there before is untouched.
     """
-    make_directory(path.parent)
+    files.make_directory(path.parent)
     saveable = {name: _saveable(tensor) for name, tensor in tensors.items()}
-    _write(path, saveable, {"format": "pt", **(metadata or {})})
+    _write(path, saveable, {"format": "pt", **(metadata or {})}, files)
 
 
 def _content(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -190,15 +191,22 @@ def _content(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, {**metadata, "checksum": _checksum(tensors, metadata)}
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def _metadata(data: bytes) -> dict[str, str]:
+    """Of the file's header, which is JSON behind its length. Raises ValueError."""
+    length = int.from_bytes(data[:8], "little")
+    if length > len(data) - 8:
+        raise ValueError("its header is cut off")
+    header = json.loads(data[8 : 8 + length])
+    found = header.get("__metadata__") if isinstance(header, dict) else None
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], files: Files) -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_ROOM
-    require_free(path.parent, nbytes)
-    with replacing(path) as temporary:
+    files.require_free(path.parent, nbytes)
+    with files.replacing(path) as temporary:
         try:
-            temporary.touch()
-            mode = temporary.stat().st_mode
-            save_file(tensors, temporary, metadata=metadata)
-            temporary.chmod(mode)  # the library makes a private file of its own; this one is like any other
+            files.write_tensors(temporary, tensors, metadata)
         except (SafetensorError, OSError) as error:
             # Others write to the disk, too: that there was room before is no promise. Nothing has taken `path`'s place.
             raise no_room(path, _code(error), nbytes) or StorageFailed(path, f"write: {error}") from error
@@ -233,15 +241,25 @@ def _file_name(fragment: int, version: int) -> str:
     return f"f{fragment}-v{version}.safetensors"
 
 
-def versions_of(directory: Path, fragment: int) -> list[int]:
+def versions_of(directory: Path, fragment: int, files: Files = DISK) -> list[int]:
     """Versions of a fragment's snapshots, ascending."""
-    names = [path.name for path in (directory / "snapshots").glob(f"f{fragment}-v*.safetensors")]
-    return sorted(int(found[2]) for name in names if (found := _NAME.fullmatch(name)))
+    folder = directory / "snapshots"
+    names = files.names(folder) if files.is_directory(folder) else []
+    return sorted(int(found[2]) for name in names if (found := _NAME.fullmatch(name)) and int(found[1]) == fragment)
 
 
-def _delete_older(directory: Path, fragment: int, version: int) -> None:
-    """Keep this one and the `KEEP` − 1 before it. Newer ones, of a history that was left, are not ours to judge."""
-    older = [found for found in versions_of(directory, fragment) if found < version]
+def version_in(name: str) -> int | None:
+    """The version that a file's name says; None where it is no snapshot's."""
+    found = _NAME.fullmatch(name)
+    return int(found[2]) if found else None
+
+
+def _delete_older(directory: Path, fragment: int, version: int, files: Files) -> None:
+    """Keep this one and the `KEEP` − 1 before it. Newer ones, of a history that was left, are not ours to judge.
+
+    Not durable: one that is there again after a power cut is only older than need be.
+    """
+    older = [found for found in versions_of(directory, fragment, files) if found < version]
     for found in older[: max(0, len(older) - (KEEP - 1))]:
-        snapshot_path(directory, fragment, found).unlink(missing_ok=True)
-    sync_path(directory / "snapshots")
+        with suppress(FileNotFoundError):
+            files.unlink(snapshot_path(directory, fragment, found))

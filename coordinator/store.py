@@ -20,8 +20,9 @@ from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers, Result
 from farloop.coordinator.attachments import Attachments, UpdateSource
 from farloop.coordinator.copies import Cut
-from farloop.coordinator.epoch import claim_epoch, require_epoch
-from farloop.coordinator.errors import NoRoom, StateMismatch
+from farloop.coordinator.epoch import Claim, claim_epoch
+from farloop.coordinator.errors import NoRoom, StateLocked, StateMismatch
+from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.journal import SEGMENT_BYTES, Journal
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.segment import Entry
@@ -35,6 +36,10 @@ SNAPSHOT_EVERY = 8
 """Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol P)."""
 
 
+_LOOKS = 3
+"""At a journal that another coordinator writes to; once the epoch is claimed, that one stops."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
     """A commit of the journal, to be repeated if no snapshot holds it."""
@@ -46,9 +51,11 @@ class _Done:
 class Store:
     """One run's state directory, opened by one coordinator."""
 
-    def __init__(self, directory: Path, journal: Journal, ledger: Ledger, buffers: list[Buffers]) -> None:
+    def __init__(
+        self, directory: Path, journal: Journal, ledger: Ledger, buffers: list[Buffers], files: Files = DISK
+    ) -> None:
         """Not to be called: `create` and `recover` are the ways in."""
-        self.directory = directory
+        self.directory, self._files = directory, files
         self.ledger = ledger
         """What the journal says, record by record: the machine, which is ahead of the disk, has its own."""
         self.buffers = buffers
@@ -68,23 +75,32 @@ class Store:
 
     @classmethod
     def create(
-        cls, directory: Path, spec: RunSpec, anchors: Sequence[Tensor], *, segment_bytes: int = SEGMENT_BYTES
+        cls,
+        directory: Path,
+        spec: RunSpec,
+        anchors: Sequence[Tensor],
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        files: Files = DISK,
     ) -> "Store":
-        """Begin a run: snapshots of version 0, then the record that makes them count.
+        """Begin a run: an empty journal, snapshots of version 0, then the record that makes them count.
 
         Raises:
-            StorageError: as `Journal.open`; StateMismatch where the directory already holds a run.
+            StorageError: as `Journal.open`; StateMismatch where the directory already holds a run, or lost one.
         """
-        journal, found = Journal.open(directory, segment_bytes=segment_bytes)
+        journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             if found.entries:
                 raise StateMismatch(directory, "holds a run already; choose another folder, or resume it")
-            epoch = claim_epoch(directory)
+            refuse_a_lost_journal(directory, journal, files)
+            epoch = claim_epoch(directory, files=files)
+            journal.held_by(Claim(directory, epoch, files))
+            journal.begin()  # before the snapshots: those without a journal are what is left of a run
             buffers = [Buffers.begin(anchor, spec.terms) for anchor in anchors]
             for index, fragment_buffers in enumerate(buffers):
-                _save_snapshot(directory, spec, index, fragment_buffers)
+                _save_snapshot(directory, spec, index, fragment_buffers, files)
             started = rec.RunStarted(spec=spec, epoch=epoch, rounds=opening_rounds(spec))
-            store = cls(directory, journal, Ledger.begin(started), buffers)
+            store = cls(directory, journal, Ledger.begin(started), buffers, files)
             store.append(started)
             store.sync()
         except BaseException:
@@ -100,25 +116,40 @@ class Store:
         accept: Callable[[RunSpec], None] = lambda spec: None,
         rewind: bool = False,
         segment_bytes: int = SEGMENT_BYTES,
+        files: Files = DISK,
     ) -> "Store | None":
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
         `accept` raises where the run is not the one that is wanted: then nothing is changed, not even the epoch.
         `rewind` takes this state for the truth, though nodes may have seen what came after it (protocol S).
 
+        The epoch is claimed before anything else is changed, and what was read is looked at again after that: another
+        coordinator, which a lost lock did not keep away, may have written until then, and writes no more.
+
         Raises:
             StorageError: as `Journal.open`; no good snapshot of a fragment; StateMismatch where journal and snapshots
                 do not fit together, or an anchor does not come out as its commit said.
         """
-        journal, found = Journal.open(directory, segment_bytes=segment_bytes)
+        journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
-            if not found.entries:
-                journal.close()
-                return None
-            store = cls._replay(directory, journal, found.entries)
-            accept(store.ledger.spec)
-            seen = max(store.ledger.epoch, store.ledger.epoch_seen) if rewind else store.ledger.epoch
-            epoch = claim_epoch(directory, seen=seen)
+            for _ in range(_LOOKS):
+                if not found.entries:
+                    refuse_a_lost_journal(directory, journal, files)
+                    journal.close()
+                    return None
+                store = cls._replay(directory, journal, found.entries, files)
+                accept(store.ledger.spec)
+                seen = max(store.ledger.epoch, store.ledger.epoch_seen) if rewind else store.ledger.epoch
+                epoch = claim_epoch(directory, seen=seen, files=files)
+                changed = journal.look_again()
+                if changed is None:
+                    break
+                _log.warning("read again cause='another coordinator wrote to the journal until epoch %d'", epoch)
+                found = changed
+            else:
+                raise StateLocked(directory)
+            journal.held_by(Claim(directory, epoch, files))
+            journal.begin(fresh=True)
             store.append(rec.Rewound(epoch=epoch) if rewind else rec.EpochClaimed(epoch=epoch))
             store.sync()
         except BaseException:
@@ -127,7 +158,7 @@ class Store:
         return store
 
     @classmethod
-    def _replay(cls, directory: Path, journal: Journal, entries: Sequence[Entry]) -> "Store":
+    def _replay(cls, directory: Path, journal: Journal, entries: Sequence[Entry], files: Files) -> "Store":
         match entries[0].record:
             case rec.RunStarted() as started:
                 ledger = Ledger.begin(started)
@@ -135,7 +166,7 @@ class Store:
                 ledger = Ledger.resume(saved)
             case _:
                 raise StateMismatch(directory, "its journal does not begin with a run's start")
-        store = cls(directory, journal, ledger, [])
+        store = cls(directory, journal, ledger, [], files)
         done: list[list[_Done]] = [[] for _ in ledger.versions]
         for entry in entries:
             if isinstance(entry.record, rec.WindowCommitted):
@@ -177,7 +208,6 @@ class Store:
             StorageFailed: it may be durable or not. Exit and recover.
         """
         record = commits.completed(draft, result)
-        require_epoch(self.directory, self.ledger.epoch)
         self._take(self._journal.append(record, result.update, reserved=reserved))
         self._journal.sync()
         self.buffers[record.fragment] = result.buffers
@@ -198,9 +228,10 @@ class Store:
             Fenced: another coordinator has taken this state over. Nothing was changed.
             StorageFailed: it may be durable or not. Exit and recover.
         """
-        require_epoch(self.directory, self._claimed or self.ledger.epoch)
         if not self._claimed:  # else there was no room for the record when it was tried before
-            self._claimed = claim_epoch(self.directory, seen=record.epoch - 1)
+            self._journal.require_ours()
+            self._claimed = claim_epoch(self.directory, seen=record.epoch - 1, files=self._files)
+            self._journal.held_by(Claim(self.directory, self._claimed, self._files))
         fetched = {anchor.fragment: self._fetched(anchor.fragment, anchor.version) for anchor in record.anchors}
         self.append(record)
         self.sync()
@@ -256,22 +287,24 @@ class Store:
         """
         buffers, what = self.buffers[fragment], f"snapshot of fragment {fragment}"
         try:
-            _save_snapshot(self.directory, self.ledger.spec, fragment, buffers)
+            _save_snapshot(self.directory, self.ledger.spec, fragment, buffers, self._files)
             self.append(rec.SnapshotTaken(fragment=fragment, version=buffers.version))
+            self._restart_from[fragment] = (self._restart_from[fragment][1], buffers.version)
+            self._journal.prune(self._attachments.forget(self.ledger, [older for older, _ in self._restart_from]))
         except NoRoom as error:
             _log.warning("alarm what=%r why=%r", what, str(error))
             self.alarms = {**self.alarms, what: str(error)}
             return
         self.alarms = {key: why for key, why in self.alarms.items() if key != what}
-        self._restart_from[fragment] = (self._restart_from[fragment][1], buffers.version)
-        self._journal.prune(self._attachments.forget(self.ledger, [older for older, _ in self._restart_from]))
 
     # --- recovery
 
     def _restore(self, index: int, done: Sequence[_Done]) -> None:
         """The fragment's buffers: its newest good snapshot, and every commit behind it once more."""
         spec = self.ledger.spec
-        snapshot = snapshots.load_latest(self.directory, index, fingerprint=spec.identity.fingerprint())
+        snapshot = snapshots.load_latest(
+            self.directory, index, fingerprint=spec.identity.fingerprint(), files=self._files
+        )
         if snapshot is None:
             raise StateMismatch(self.directory, f"there is no snapshot of fragment {index}")
         if snapshot.version < self._adopted.get(index, 0):  # it died before there was one
@@ -318,5 +351,26 @@ class Store:
         return restored
 
 
-def _save_snapshot(directory: Path, spec: RunSpec, fragment: int, buffers: Buffers) -> None:
-    snapshots.save(directory, snapshots.of_buffers(spec.identity.fingerprint(), fragment, buffers))
+def refuse_a_lost_journal(directory: Path, journal: Journal, files: Files) -> None:
+    """Refuse to begin a new run in a folder whose journal is gone while the snapshots of a run are there.
+
+    Raises:
+        StateMismatch: there are snapshots of a run, and not its journal.
+    """
+    folder = directory / "snapshots"
+    found = files.names(folder) if files.is_directory(folder) else []
+    versions = [version for name in found if (version := snapshots.version_in(name)) is not None]
+    if not versions or (journal.has_segments and not any(versions)):  # a begin that a crash cut short
+        return
+    raise StateMismatch(
+        directory,
+        f"holds {len(versions)} snapshots, the newest of version {max(versions)}, but no record of a journal: that "
+        "was deleted or lost. Put the files journal-*.log back. Without them: with --restore URL and an empty --state "
+        "DIR, the run goes on from the newest copy in an object store; over that copy, or over an old copy of this "
+        "folder, --adopt-from-nodes goes on from what the nodes hold, and --rewind discards what they hold and goes on "
+        "from the copy. To begin a new run at version 0, give an empty --state DIR",
+    )
+
+
+def _save_snapshot(directory: Path, spec: RunSpec, fragment: int, buffers: Buffers, files: Files) -> None:
+    snapshots.save(directory, snapshots.of_buffers(spec.identity.fingerprint(), fragment, buffers), files)

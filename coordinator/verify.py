@@ -13,9 +13,10 @@ from farloop.coordinator import records as rec
 from farloop.coordinator import snapshots
 from farloop.coordinator.epoch import claimed_epoch
 from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt, StorageError, StorageFailed
+from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.reading import Placed, attached, journal_folder, ledger_of, placed, steadily
-from farloop.coordinator.segment import Scan, scan, segment_path, segment_paths
+from farloop.coordinator.segment import Scan, first_sequence_of, scan, segment_path, segment_paths
 from farloop.wire.blobs import blob_digest
 
 
@@ -51,18 +52,18 @@ class _Damaged(StorageError):
     """Faults were found, perhaps only because the folder is in use: look again."""
 
 
-def verify(directory: Path) -> Report:
+def verify(directory: Path, files: Files = DISK) -> Report:
     """Look at everything.
 
     Raises:
         StateMismatch: there is no journal.
         StorageFailed: the disk refused a read, and not for a file that is damaged.
     """
-    journal_folder(directory)
+    journal_folder(directory, files)
     reports: list[Report] = []
 
     def look() -> Report:
-        reports.append(_Verifier(directory).look())
+        reports.append(_Verifier(directory, files).look())
         if reports[-1].faults:
             raise _Damaged(directory, "; ".join(f"{fault.where}: {fault.what}" for fault in reports[-1].faults))
         return reports[-1]
@@ -74,8 +75,8 @@ def verify(directory: Path) -> Report:
 
 
 class _Verifier:
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, files: Files) -> None:
+        self._directory, self._files = directory, files
         self._report = Report()
         self._anchors: dict[tuple[int, int], tuple[int, int]] = {}
         """Digests of anchor and target by fragment and version, of the commits in the journal."""
@@ -107,7 +108,7 @@ class _Verifier:
         """All segments up to the first that is damaged; of those behind it, only their own damage is told."""
         report = self._report
         try:
-            paths = segment_paths(self._directory)
+            paths = segment_paths(self._directory, self._files)
         except JournalCorrupt as error:
             self._fault(error.path.name, error.detail)
             return []
@@ -115,8 +116,9 @@ class _Verifier:
         intact, following, salts = True, None, dict[int, str]()
         for number, path in paths.items():
             report.segments += 1
+            until = None if number == max(paths) else self._begin_of(number + 1)
             try:
-                found = scan(path, number, following)
+                found = scan(path, number, following, self._files, until=until)
             except JournalCorrupt as error:
                 self._fault(f"{error.path.name} byte {error.offset}", error.detail)
                 intact, following = False, None
@@ -125,7 +127,7 @@ class _Verifier:
             if number == min(paths) and number > 0 and not found.begins_a_journal:
                 self._fault(segment_path(self._directory, number - 1).name, "this segment of the journal is missing")
                 intact = False
-            if number < max(paths) and found.end != found.size:
+            if until is not None and found.next_sequence < until:
                 what = f"record {found.next_sequence} is damaged, and segments follow"
                 self._fault(f"{path.name} byte {found.end}", what)
                 intact = False
@@ -140,6 +142,13 @@ class _Verifier:
             if intact:
                 whole.append(found)
         return whole
+
+    def _begin_of(self, number: int) -> int | None:
+        """The first record of this segment; None where it cannot be read."""
+        try:
+            return first_sequence_of(segment_path(self._directory, number), number, self._files)
+        except JournalCorrupt:
+            return None
 
     def _record(self, at: Placed) -> bool:
         """Whether the records behind this one can be understood."""
@@ -213,7 +222,7 @@ class _Verifier:
         return None
 
     def _attached(self, at: Placed, where: str, what: str, expected: int, size: int | None) -> None:
-        data = attached(self._directory, at.attachment)
+        data = attached(self._directory, at.attachment, self._files)
         if size is not None and len(data) != size:
             self._fault(where, f"its {what} has {len(data)} bytes, not {size}")
         elif blob_digest(data) != expected:
@@ -223,7 +232,7 @@ class _Verifier:
 
     def _epoch_file(self, epoch: int) -> None:
         try:
-            claimed = claimed_epoch(self._directory)
+            claimed = claimed_epoch(self._directory, self._files)
         except StorageFailed as error:
             return self._fault("epoch", error.detail)
         if claimed < epoch:
@@ -232,10 +241,12 @@ class _Verifier:
     def _snapshots(self, ledger: Ledger) -> None:
         good: dict[int, list[int]] = {index: [] for index in range(len(ledger.versions))}
         fingerprint = ledger.spec.identity.fingerprint()
-        for path in sorted((self._directory / "snapshots").glob("f*.safetensors")):
+        folder = self._directory / "snapshots"
+        names = sorted(self._files.names(folder)) if self._files.is_directory(folder) else []
+        for path in (folder / name for name in names if name.endswith(".safetensors")):
             self._report.snapshots += 1
             try:
-                found = snapshots.load(path)
+                found = snapshots.load(path, self._files)
             except SnapshotCorrupt as error:
                 self._fault(f"snapshots/{path.name}", error.detail)
                 continue

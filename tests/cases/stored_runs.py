@@ -1,6 +1,7 @@
 """A run's state folder as a coordinator writes it, without one: windows of two nodes, committed one after the other."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from farloop.algo.digest import digest
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import commits
 from farloop.coordinator import records as rec
+from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.store import Store
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
@@ -20,14 +22,18 @@ from farloop.wire.reasons import Reason
 NODES = (NodeId("bergen"), NodeId("oslo"))
 
 
-def begun(directory: Path, spec: RunSpec, *, segment_bytes: int = 256 << 20) -> Store:
+def begun(directory: Path, spec: RunSpec, *, segment_bytes: int = 256 << 20, files: Files = DISK) -> Store:
     """A run of a thousand rounds, at version 0 of random anchors."""
     generator = torch.Generator().manual_seed(1)
     anchors = [torch.randn(fragment.numel, generator=generator) for fragment in spec.identity.layout.fragments]
     identity = dataclasses.replace(spec.identity, anchor_digests=tuple(digest(anchor) for anchor in anchors))
     terms = dataclasses.replace(spec.terms, steps=10_000)
     return Store.create(
-        directory, dataclasses.replace(spec, identity=identity, terms=terms), anchors, segment_bytes=segment_bytes
+        directory,
+        dataclasses.replace(spec, identity=identity, terms=terms),
+        anchors,
+        segment_bytes=segment_bytes,
+        files=files,
     )
 
 
@@ -38,19 +44,20 @@ def run_rounds(store: Store, count: int) -> None:
             commit(store, fragment)
 
 
-def spool(store: Store, fragment: int, node: NodeId) -> rec.InputStored:
-    """A node's delta for the open window, durable."""
+def spool(store: Store, fragment: int, node: NodeId, *, durable: bool = True) -> rec.InputStored:
+    """A node's delta for the open window, durable unless said otherwise."""
     stored, data = _delta(store, node, fragment)
     store.append(stored, data)
-    store.sync()
+    if durable:
+        store.sync()
     return stored
 
 
-def commit(store: Store, fragment: int) -> rec.WindowCommitted:
-    """A window, from its first delta to its commit."""
+def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = ()) -> rec.WindowCommitted:
+    """A window, from its first delta to its commit; or of deltas that are stored."""
     while plan := store.ledger.next_round_to_fix():
         store.append(rec.RoundFixed(round=plan))
-    blobs = [spool(store, fragment, node).blob for node in NODES]
+    blobs = blobs or [spool(store, fragment, node).blob for node in NODES]
     spec, terms = store.ledger.spec, store.ledger.windows[fragment]
     draft = rec.WindowCommitted(
         fragment=fragment,

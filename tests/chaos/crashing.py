@@ -24,7 +24,7 @@ from typing import Any
 from plain_node import train
 
 from farloop.cli.main import main
-from farloop.coordinator import daemon, durable, journal, snapshots, store, tail
+from farloop.coordinator import daemon, durable, files, journal, snapshots, store, tail
 from farloop.coordinator import records as rec
 from farloop.node import events as node_ev
 from farloop.node import leader, link, machine, memory, replica
@@ -80,7 +80,7 @@ def after(owner: Any, name: str, when: When = _always) -> Callable[[Strike], Non
 
 def torn(strike: Strike) -> None:
     """A record of which only a part reaches the file."""
-    whole = tail.write_all
+    whole = durable.write_all
 
     def half(fd: int, path: Path, parts: Any, offset: int) -> None:
         data = b"".join(bytes(part) for part in parts)
@@ -88,7 +88,7 @@ def torn(strike: Strike) -> None:
         strike()
         whole(fd, path, [data], offset)
 
-    tail.write_all = half  # type: ignore[attr-defined]
+    durable.write_all = half
 
 
 def durable_before_memory(strike: Strike) -> None:
@@ -152,15 +152,15 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "journal-sync-before": before(tail.Tail, "sync"),
     "journal-sync-after": after(tail.Tail, "sync"),
     "delta-spooled": after(store.Store, "append", _appends(rec.InputStored)),
-    "allocate-before": before(tail, "allocate"),
-    "allocate-after": after(tail, "allocate"),
+    "allocate-before": before(durable, "allocate"),
+    "allocate-after": after(durable, "allocate"),
     "segment-begin-before": before(journal, "create_tail"),
     "segment-rename-before": before(os, "replace", _names("journal-*.log")),
     "segment-rename-after": after(os, "replace", _names("journal-*.log")),
     "segment-begin-after": after(journal, "create_tail"),
-    "prune-before": before(journal, "delete"),
+    "prune-before": before(files.OsFiles, "delete", _names("journal-*.log")),
     "prune-unlinked": after(Path, "unlink", _names("journal-*.log")),
-    "prune-after": after(journal, "delete"),
+    "prune-after": after(files.OsFiles, "delete", _names("journal-*.log")),
     "commit-before": before(store.Store, "commit"),
     "commit-durable": durable_before_memory,
     "commit-after": after(store.Store, "commit"),
@@ -183,7 +183,7 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "begin-epoch-before": before(store, "claim_epoch"),
     "begin-epoch-after": after(store, "claim_epoch"),
     "restart-settled": after(journal, "settle"),
-    "restart-tail-cut": after(tail, "truncate"),
+    "restart-tail-cut": after(tail.Tail, "cut"),
     "restart-epoch-before": before(store, "claim_epoch"),
     "restart-epoch-written": before(os, "replace", _names("epoch")),
     "restart-epoch-renamed": after(os, "replace", _names("epoch")),

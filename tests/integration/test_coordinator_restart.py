@@ -1,6 +1,7 @@
 """A coordinator that dies, stops, or is started wrongly over its state: nothing committed is lost, nobody restarts."""
 
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -8,6 +9,7 @@ import pytest
 from loopback import PACED, NewRun, assert_all_agree, assert_one_line
 
 from farloop.cli.exit_codes import ExitCode
+from farloop.coordinator.verify import verify
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -98,3 +100,30 @@ def progressed(versions: list[int], status: Status) -> bool:
 def assert_nothing_lost(before: Status, after: Status) -> None:
     pairs = list(zip(before["versions"], after["versions"], strict=True))
     assert all(old <= new for old, new in pairs), f"versions (before, after): {pairs}"
+
+
+def test_a_second_start_after_the_lock_was_deleted_ends_the_first_and_nothing_is_lost(new_run: NewRun) -> None:
+    """S: the first had a window open, and would have committed to a journal that is not its own any more."""
+    run = new_run(steps=60, **PACED)
+    first, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.1), run.start_node("b")
+    before = run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
+    first.signal(signal.SIGSTOP)  # else it would stop as soon as it misses its lock
+    (run.state_dir / "lock").unlink()
+    second = run.start_second_coordinator()
+    deadline = time.monotonic() + 60
+    while "serving" not in second.said and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "serving" in second.said, run.logs()
+    first.signal(signal.SIGCONT)
+    assert run.until_ended(first) == ExitCode.REFUSED
+    assert_one_line(first, "epoch 2 was claimed here after ours, 1: another coordinator has taken this state over")
+    second.signal(signal.SIGTERM)
+    assert run.until_ended(second) == ExitCode.DONE
+    assert verify(run.state_dir).faults == []
+
+    again = run.start_coordinator()
+    after = run.until("it is back", partial(is_start, 3))
+    assert_nothing_lost(before, after)
+    run.hurry()
+    status = run.until_done(again, a, b)
+    assert_all_agree(run, status, "a", "b")

@@ -225,7 +225,10 @@ def test_a_damaged_object_restores_nothing(store: Store, tmp_path: Path, damage:
         shelf.objects[path] = data[:-1] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1])
     with pytest.raises(CopyFailed, match="is not what its manifest says"):
         restore(shelf, tmp_path / "new")
-    assert Store.recover(tmp_path / "new") is None, "a second try finds no run there"
+    with pytest.raises(StateMismatch, match="no record of a journal"):
+        Store.recover(tmp_path / "new")
+    with pytest.raises(CopyFailed):
+        restore(shelf, tmp_path / "new")
 
 
 def test_nothing_is_restored_over_a_run_or_from_nothing(store: Store, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from farloop.coordinator import durable
 from farloop.coordinator.errors import DiskFull, ReadOnly, StorageFailed
+from farloop.coordinator.files import DISK
 
 
 def failing(code: int) -> OSError:
@@ -21,18 +22,18 @@ def test_a_replacement_is_synced_renamed_and_its_directory_synced(
     calls: list[str] = []
     replace = os.replace
 
-    def record_sync(path: Path) -> None:
+    def record_sync(fd: int, path: Path) -> None:
         calls.append(f"sync {path.name}")
 
     def record_replace(source: Path, target: Path) -> None:
         calls.append(f"{source.name} -> {target.name}")
         replace(source, target)
 
-    monkeypatch.setattr(durable, "sync_path", record_sync)
+    monkeypatch.setattr(durable, "sync", record_sync)
     monkeypatch.setattr(os, "replace", record_replace)
     path = tmp_path / "state"
     path.write_text("old")
-    with durable.replacing(path) as temporary:
+    with DISK.replacing(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
@@ -42,7 +43,7 @@ def test_a_replacement_is_synced_renamed_and_its_directory_synced(
 def test_what_fails_before_the_rename_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "state"
     path.write_text("old")
-    with pytest.raises(ZeroDivisionError), durable.replacing(path) as temporary:
+    with pytest.raises(ZeroDivisionError), DISK.replacing(path) as temporary:
         temporary.write_text("half")
         _ = 1 // 0
     assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("state", "old")]
@@ -55,7 +56,7 @@ def test_a_refused_rename_leaves_the_old_file_alone(tmp_path: Path, monkeypatch:
     path = tmp_path / "state"
     path.write_text("old")
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(StorageFailed, match="rename"), durable.replacing(path) as temporary:
+    with pytest.raises(StorageFailed, match="rename"), DISK.replacing(path) as temporary:
         temporary.write_text("new")
     assert [found.name for found in tmp_path.iterdir()] == ["state"]
 
@@ -66,7 +67,7 @@ def test_a_failed_sync_is_storage_failed(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(StorageFailed, match="sync: Input/output error"):
-        durable.sync_path(tmp_path)
+        DISK.sync_directory(tmp_path)
 
 
 def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +142,7 @@ def test_what_went_wrong_is_told_although_the_temporary_file_cannot_be_deleted(
         raise failing(errno.EROFS)
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    with pytest.raises(ReadOnly), durable.replacing(tmp_path / "file"):
+    with pytest.raises(ReadOnly), DISK.replacing(tmp_path / "file"):
         raise ReadOnly(tmp_path)
 
 
@@ -162,26 +163,26 @@ def test_a_file_system_that_cannot_allocate_is_asked_for_its_free_space(
 
 def test_a_deletion_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(durable, "sync_path", synced.append)
+    monkeypatch.setattr(durable, "sync", lambda fd, path: synced.append(path))
     path = tmp_path / "file"
     path.touch()
-    durable.delete(path)
+    DISK.delete(path)
     assert not path.exists() and synced == [tmp_path]
     with pytest.raises(StorageFailed, match="delete: No such file"):
-        durable.delete(path)
+        DISK.delete(path)
 
 
 def test_directories_are_made_with_their_parents(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
-    durable.make_directory(path)
-    durable.make_directory(path)
+    DISK.make_directory(path)
+    DISK.make_directory(path)
     assert path.is_dir()
 
 
 def test_a_directory_cannot_be_made_where_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(StorageFailed):
-        durable.make_directory(tmp_path / "a")
+        DISK.make_directory(tmp_path / "a")
 
 
 def test_what_is_read_after_a_settling_sync_is_what_was_written(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator import records
 from farloop.coordinator.errors import DiskFull, JournalCorrupt, NoRoom, ReadOnly, StateLocked, StorageFailed
+from farloop.coordinator.files import Files, OsFile
 from farloop.coordinator.journal import RECORD_ROOM, Journal
 from farloop.coordinator.records import EpochClaimed, InputStored, LedgerSaved, Record
 from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, Scan, read_segments, segment_path, segment_paths
@@ -48,8 +49,8 @@ def reopened(directory: Path) -> list[Record]:
 
 def crash(journal: Journal) -> None:
     """What the death of the process does: descriptors close, nothing else happens."""
-    os.close(journal._tail.fd)
-    os.close(journal._lock_fd)
+    journal._tail.close()
+    journal._lock.close()
 
 
 def written(directory: Path) -> bytes:
@@ -202,12 +203,12 @@ def test_what_a_dead_coordinator_had_not_synced_is_durable_once_it_was_found(
     crash(journal)
     order: list[str] = []
 
-    def note_settle(path: Path) -> None:
+    def note_settle(path: Path, files: Files) -> None:
         order.append(f"settle {path.name}")
 
-    def note_read(directory: Path) -> list[Scan]:
+    def note_read(directory: Path, files: Files) -> list[Scan]:
         order.append("read")
-        return read_segments(directory)
+        return read_segments(directory, files)
 
     monkeypatch.setattr("farloop.coordinator.journal.settle", note_settle)
     monkeypatch.setattr("farloop.coordinator.journal.read_segments", note_read)
@@ -539,13 +540,13 @@ def test_segments_go_from_the_oldest_on_each_durably_before_the_next(
         order.append(path.name)
         unlink(path, missing_ok=missing_ok)
 
-    def note_sync(path: Path) -> None:
+    def note_sync(self: OsFile) -> None:
         order.append("sync")
-        assert path == tmp_path
+        assert self.path == tmp_path
 
     with summarised(tmp_path, 4) as journal:
         monkeypatch.setattr(Path, "unlink", note_unlink)
-        monkeypatch.setattr("farloop.coordinator.durable.sync_path", note_sync)
+        monkeypatch.setattr(OsFile, "sync", note_sync)
         journal.prune(3)
         monkeypatch.undo()
     names = [f"journal-00000{number}.log" for number in range(3)]

@@ -239,11 +239,18 @@ def test_segments_follow_each_other(tmp_path: Path) -> None:
     assert [len(found.entries) for found in read_segments(tmp_path)] == [3, 1]
 
 
-@pytest.mark.parametrize("tail", [b"\0", b"x", build(THREE)[-10:]])
-def test_a_segment_that_others_follow_has_no_tail(tmp_path: Path, tail: bytes) -> None:
-    segment_path(tmp_path, 0).write_bytes(build(THREE) + tail)
+@pytest.mark.parametrize("tail", [b"\0", b"x", build(THREE)[-10:], build([*THREE, *THREE])[len(build(THREE)) :]])
+def test_what_a_fenced_coordinator_wrote_behind_the_end_of_a_segment_is_no_damage(tmp_path: Path, tail: bytes) -> None:
+    """S: the segment that follows says where this one ends."""
+    segment_path(tmp_path, 0).write_bytes(build(THREE)[:-1] + build(THREE)[-1:] + tail[:-1])
     segment_path(tmp_path, 1).write_bytes(build((), number=1, first=3))
-    with pytest.raises(JournalCorrupt, match="segments follow"):
+    assert [len(found.entries) for found in read_segments(tmp_path)] == [3, 0]
+
+
+def test_a_record_that_is_damaged_before_the_next_segment_is_refused(tmp_path: Path) -> None:
+    segment_path(tmp_path, 0).write_bytes(build(THREE)[:-1] + b"\xff")
+    segment_path(tmp_path, 1).write_bytes(build((), number=1, first=3))
+    with pytest.raises(JournalCorrupt, match="record 2 is damaged, and segments follow"):
         read_segments(tmp_path)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from farloop.coordinator import snapshots
+from farloop.coordinator import durable, files
 from farloop.coordinator.errors import DiskFull, SnapshotCorrupt, StorageFailed
 from farloop.coordinator.snapshots import Snapshot, export, load, load_latest, save, snapshot_path
 
@@ -134,7 +134,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise DiskFull(path, nbytes, 0)
 
     save(tmp_path, sample(8))
-    monkeypatch.setattr(snapshots, "require_free", full)
+    monkeypatch.setattr(durable, "require_free", full)
     with pytest.raises(DiskFull) as caught:
         save(tmp_path, sample(16))
     assert caught.value.needed_bytes >= 3 * 6 * 4
@@ -155,7 +155,7 @@ def test_a_disk_that_fills_up_while_a_snapshot_is_written_is_no_failure_of_it(
         raise error
 
     save(tmp_path, sample(8))
-    monkeypatch.setattr(snapshots, "save_file", refuse)
+    monkeypatch.setattr(files, "save_file", refuse)
     with pytest.raises(DiskFull):
         save(tmp_path, sample(16))
     assert present(tmp_path) == {"f2-v8.safetensors"}
@@ -166,7 +166,7 @@ def test_a_refused_write_leaves_the_older_one(tmp_path: Path, monkeypatch: pytes
         raise OSError(5, "Input/output error")
 
     save(tmp_path, sample(8))
-    monkeypatch.setattr(snapshots, "save_file", refuse)
+    monkeypatch.setattr(files, "save_file", refuse)
     with pytest.raises(StorageFailed):
         save(tmp_path, sample(16))
     assert present(tmp_path) == {"f2-v8.safetensors"}

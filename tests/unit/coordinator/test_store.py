@@ -27,6 +27,7 @@ from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.epoch import claim_epoch
 from farloop.coordinator.errors import DiskFull, Fenced, SnapshotCorrupt, StateLocked, StateMismatch
+from farloop.coordinator.files import Files
 from farloop.coordinator.journal import Journal
 from farloop.coordinator.ledger import HISTORY_VERSIONS
 from farloop.coordinator.segment import segment_paths
@@ -470,7 +471,7 @@ def test_one_damaged_snapshot_costs_nothing(
 def test_a_snapshot_without_room_costs_neither_the_commit_nor_the_run(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(directory: Path, snapshot: snapshots.Snapshot) -> Path:
+    def refuse(directory: Path, snapshot: snapshots.Snapshot, files: Files) -> Path:
         raise DiskFull(directory, 10, 5)
 
     with monkeypatch.context() as patch:
@@ -495,7 +496,7 @@ def test_a_long_time_without_room_for_snapshots_leaves_two_ways_back(
 ) -> None:
     """P: the journal is kept back to the last but one snapshot, however old that is."""
 
-    def refuse(directory: Path, snapshot: snapshots.Snapshot) -> Path:
+    def refuse(directory: Path, snapshot: snapshots.Snapshot, files: Files) -> Path:
         raise DiskFull(directory, 10, 5)
 
     store = small(store)

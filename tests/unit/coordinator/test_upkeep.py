@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
+from farloop.coordinator import durable
 from farloop.coordinator import records as rec
-from farloop.coordinator import snapshots
 from farloop.coordinator.closing import RETRY_S
 from farloop.coordinator.errors import DiskFull, NoRoom, ReadOnly, StorageFailed
 from farloop.coordinator.hold import ALARM, Hold
@@ -228,7 +228,7 @@ def test_the_model_is_exported_under_its_names_once_there_is_room(
     async def nap(seconds: float) -> None:
         seen.append("the final model" in alarms[ALARM])
 
-    monkeypatch.setattr(snapshots, "require_free", require_free)
+    monkeypatch.setattr(durable, "require_free", require_free)
     monkeypatch.setattr(asyncio, "sleep", nap)
     model = SimpleNamespace(
         ledger=SimpleNamespace(spec=spec), named_anchors=lambda: {"body": torch.ones(2)}, close=lambda: None

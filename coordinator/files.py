@@ -1,0 +1,371 @@
+"""The port to the disk: all that the state folder asks of a file system, and the file system of this machine.
+
+What has to survive a power cut is made of few steps: sync a file, rename it, sync its directory. Their order is written
+here once, over the steps themselves, so that a file system in memory that forgets what was not synced
+(`sim/virtual_files.py`) runs the very same code. Formats are not known here.
+"""
+
+import errno
+import fcntl
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from farloop.coordinator import durable
+from farloop.coordinator.durable import TEMPORARY_SUFFIX, Bytes, no_room
+from farloop.coordinator.errors import StateLocked, StorageFailed
+
+Identity = tuple[int, int, int, int]
+"""Device, inode, bytes and time of the last change of a file: another file or another content has another."""
+
+
+class File(ABC):
+    """An open file, or an open directory, which can only be synced."""
+
+    path: Path
+
+    @abstractmethod
+    def identity(self) -> Identity: ...
+
+    @abstractmethod
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Up to `num_bytes` from `offset` on; fewer at the end. Any thread. Raises OSError."""
+
+    @abstractmethod
+    def write(self, parts: Sequence[Bytes], offset: int) -> None:
+        """Write the parts one after the other. Raises StorageFailed: some of the bytes may be there."""
+
+    @abstractmethod
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        """Give [offset, offset + num_bytes) blocks that read as zeros. Raises NoRoom: the file is as it was."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Cut the file to `length` bytes; durable after `sync`. Raises StorageFailed."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make the content durable; of a directory, the names in it. Raises StorageFailed: never try again."""
+
+    @abstractmethod
+    def sync_and_forget(self) -> None:
+        """`sync`, then drop the cached pages: the next read shows what the disk holds. Raises StorageFailed."""
+
+    @abstractmethod
+    def require_writable(self) -> None:
+        """See that the file system takes writes now. Raises ReadOnly."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file as it is."""
+
+    def reader(self) -> io.BufferedReader:
+        """The file from its beginning, for code that reads on and on."""
+        return io.BufferedReader(_Reader(self), 1 << 16)
+
+
+class Lock(ABC):
+    """A held lock of a directory; free after `close`, or at the death of the process."""
+
+    path: Path
+
+    @abstractmethod
+    def is_ours(self) -> bool:
+        """Whether the lock file is still the one that is held: who deletes it lets another process in."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Files(ABC):
+    """A file system. What says so is durable when it returns; the rest is after a sync."""
+
+    # --- steps: OSError unless something else is said
+
+    @abstractmethod
+    def is_directory(self, path: Path) -> bool: ...
+
+    @abstractmethod
+    def names(self, directory: Path) -> list[str]:
+        """What is in a directory, in any order."""
+
+    @abstractmethod
+    def identity(self, path: Path) -> Identity | None:
+        """Of the file that has this name now; None where there is none. Needs no descriptor."""
+
+    @abstractmethod
+    def lock(self, path: Path) -> Lock:
+        """Raises StateLocked where another process holds it, StorageFailed."""
+
+    @abstractmethod
+    def open(self, path: Path, *, write: bool = False) -> File:
+        """An existing file, or a directory."""
+
+    @abstractmethod
+    def create(self, path: Path) -> File:
+        """A new file, to be read and written."""
+
+    @abstractmethod
+    def read_bytes(self, path: Path) -> bytes: ...
+
+    @abstractmethod
+    def write_bytes(self, path: Path, data: bytes) -> None: ...
+
+    @abstractmethod
+    def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        """A safetensors file. Raises SafetensorError, too."""
+
+    @abstractmethod
+    def require_free(self, path: Path, num_bytes: int) -> None:
+        """A promise of nothing: so much is free now on the file system of `path`, which exists. Raises NoRoom."""
+
+    @abstractmethod
+    def mkdir(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def rename(self, source: Path, target: Path) -> None: ...
+
+    @abstractmethod
+    def unlink(self, path: Path) -> None: ...
+
+    # --- what is made of them
+
+    def make_directory(self, path: Path) -> None:
+        """Create `path` and its missing parents, durably. Raises StorageFailed."""
+        if self.is_directory(path):
+            return
+        self.make_directory(path.parent)
+        with self._opened(path.parent) as parent:
+            try:
+                self.mkdir(path)
+            except OSError as error:
+                raise _failed(path, "create", error) from error
+            parent.sync()
+
+    def replace(self, temporary: Path, path: Path) -> None:
+        """Let `temporary` take `path`'s place, durably and whole.
+
+        Raises:
+            NoRoom: no descriptor is left; nothing was changed.
+            StorageFailed: a sync or the rename failed. After a failed sync of the directory either may be found.
+        """
+        with self._opened(path.parent) as directory:  # open before the rename, after which nothing may be missing
+            with self._opened(temporary) as file:
+                file.sync()
+            try:
+                self.rename(temporary, path)
+            except OSError as error:
+                raise _failed(path, "rename", error) from error
+            directory.sync()
+
+    @contextmanager
+    def replacing(self, path: Path) -> Iterator[Path]:
+        """Yield a temporary path to write; on leaving, it takes `path`'s place by `replace`, or is deleted."""
+        temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        try:
+            yield temporary
+            self.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):  # a file system that became read-only keeps it until the next start
+                self.unlink(temporary)
+            raise
+
+    def delete(self, path: Path) -> None:
+        """Delete a file, durably. Raises StorageFailed, NoRoom where no descriptor is left and nothing was changed."""
+        with self._opened(path.parent) as directory:
+            try:
+                self.unlink(path)
+            except OSError as error:
+                raise _failed(path, "delete", error) from error
+            directory.sync()
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable. Raises StorageFailed."""
+        with self._opened(path) as directory:
+            directory.sync()
+
+    def remove_temporaries(self, directory: Path, prefix: str = "") -> None:
+        """Delete what a crash left half written in `directory`. Not durable: the next start finds it again."""
+        for name in self.names(directory):
+            if name.endswith(TEMPORARY_SUFFIX) and name.startswith(prefix):
+                with suppress(FileNotFoundError):
+                    self.unlink(directory / name)
+
+    def _opened(self, path: Path) -> "_Opened":
+        try:
+            return _Opened(self.open(path))
+        except OSError as error:
+            raise no_room(path, error.errno) or _failed(path, "open", error) from error
+
+
+class OsFile(File):
+    """A file of this machine."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+
+    def identity(self) -> Identity:
+        return _identity(os.fstat(self.fd))
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        return os.pread(self.fd, num_bytes, offset)
+
+    def write(self, parts: Sequence[Bytes], offset: int) -> None:
+        durable.write_all(self.fd, self.path, parts, offset)
+
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        durable.allocate(self.fd, self.path, offset, num_bytes)
+
+    def truncate(self, length: int) -> None:
+        durable.truncate(self.fd, self.path, length)
+
+    def sync(self) -> None:
+        durable.sync(self.fd, self.path)
+
+    def sync_and_forget(self) -> None:
+        durable.sync_and_forget(self.fd, self.path)
+
+    def require_writable(self) -> None:
+        durable.require_writable(self.fd, self.path)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class OsLock(Lock):
+    """A lock by `flock`."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+
+    def is_ours(self) -> bool:
+        held = os.fstat(self.fd)
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class OsFiles(Files):
+    """The file systems of this machine."""
+
+    def is_directory(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def names(self, directory: Path) -> list[str]:
+        return os.listdir(directory)
+
+    def identity(self, path: Path) -> Identity | None:
+        try:
+            return _identity(os.stat(path))
+        except FileNotFoundError:
+            return None
+
+    def lock(self, path: Path) -> Lock:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _failed(path, "open", error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if isinstance(error, BlockingIOError):
+                raise StateLocked(path) from error
+            raise _failed(path, "lock", error) from error
+        return OsLock(path, fd)
+
+    def open(self, path: Path, *, write: bool = False) -> File:
+        return OsFile(path, os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC))
+
+    def create(self, path: Path) -> File:
+        return OsFile(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+
+    def read_bytes(self, path: Path) -> bytes:
+        return path.read_bytes()
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+
+    def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(tensors, path, metadata=metadata)
+        path.chmod(mode)  # the library makes a private file of its own; this one is like any other
+
+    def require_free(self, path: Path, num_bytes: int) -> None:
+        durable.require_free(path, num_bytes)
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+
+DISK = OsFiles()
+"""Where nothing else is given."""
+
+
+class _Opened:
+    """Closes a file at the end of a `with` block."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def __enter__(self) -> File:
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, file: File) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_SET:
+            self._at = offset
+        elif whence == os.SEEK_CUR:
+            self._at += offset
+        else:
+            raise OSError(errno.EINVAL, "only from the beginning or the current position")
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        data = self._file.read(self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _identity(stat: os.stat_result) -> Identity:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _failed(path: Path, what: str, error: OSError) -> StorageFailed:
+    return StorageFailed(path, f"{what}: {error.strerror}")

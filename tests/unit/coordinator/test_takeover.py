@@ -1,0 +1,219 @@
+"""Two coordinators on one state folder although locks should keep them apart: the lock was deleted, or does not hold.
+
+Protocol S: the later start claims the epoch before it changes anything else; the earlier one notices before its next
+write, and stops. The folder stays whole.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import stored_runs
+
+from farloop.algo.spec import RunSpec
+from farloop.coordinator.epoch import Claim, claim_epoch
+from farloop.coordinator.errors import Fenced, FolderChanged, NoDescriptor, StateMismatch
+from farloop.coordinator.files import Lock, OsFiles
+from farloop.coordinator.journal import Journal
+from farloop.coordinator.segment import segment_paths
+from farloop.coordinator.store import Store
+from farloop.coordinator.verify import verify
+
+A, _ = stored_runs.NODES
+
+
+@pytest.fixture(autouse=True)
+def quick_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+@pytest.fixture
+def first(tmp_path: Path, spec: RunSpec) -> Store:
+    """A coordinator at work; somebody has deleted its lock."""
+    store = stored_runs.begun(tmp_path / "state", spec)
+    stored_runs.run_rounds(store, 2)
+    (store.directory / "lock").unlink()
+    return store
+
+
+def recovered(directory: Path) -> Store:
+    store = Store.recover(directory)
+    assert store is not None
+    return store
+
+
+def image(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def whole_at(directory: Path, versions: list[int]) -> None:
+    assert verify(directory).faults == []
+    store = recovered(directory)
+    assert (store.ledger.versions, store.alarms) == (versions, {})
+    store.close()
+
+
+def test_the_first_stops_before_its_next_write_and_the_folder_stays_whole(first: Store) -> None:
+    second = recovered(first.directory)
+    with pytest.raises(Fenced, match="epoch 2 was claimed here after ours, 1"):
+        stored_runs.spool(first, 0, A)
+    stored_runs.run_rounds(second, 1)
+    before = image(first.directory)
+    with pytest.raises(Fenced):
+        first.reserve(0, "q4")
+    first.close()
+    assert image(first.directory) == before, "its end does not give back room in a file that is not its own"
+    stored_runs.run_rounds(second, 1)
+    second.close()
+    whole_at(first.directory, [4, 4])
+
+
+def test_a_start_changes_nothing_before_it_has_claimed_the_epoch(first: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first.directory / "journal-000009.log.tmp").write_bytes(b"a segment that the first is about to begin")
+    before = image(first.directory)
+
+    def refuse(directory: Path, **_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("farloop.coordinator.store.claim_epoch", refuse)
+    with pytest.raises(KeyboardInterrupt):
+        Store.recover(first.directory)
+    assert image(first.directory) == before
+
+
+class Unlocked(OsFiles):
+    """A share whose locks keep nobody out."""
+
+    def lock(self, path: Path) -> Lock:
+        return super().lock(path.with_name("lock-of-another-host"))
+
+
+def test_what_the_first_commits_while_the_second_reads_is_not_lost(tmp_path: Path, spec: RunSpec) -> None:
+    first = stored_runs.begun(tmp_path / "state", spec)
+    fragments = iter([0])
+
+    def meanwhile(_: RunSpec) -> None:
+        for fragment in fragments:
+            stored_runs.commit(first, fragment)
+
+    second = Store.recover(first.directory, accept=meanwhile, files=Unlocked())
+    assert second is not None and second.ledger.versions == [1, 0]
+    with pytest.raises(Fenced):
+        stored_runs.spool(first, 1, A)
+    second.close()
+    first.close()
+    whole_at(first.directory, [1, 0])
+
+
+def test_what_the_first_still_writes_after_the_second_has_begun_does_no_harm(first: Store) -> None:
+    """It had looked at the epoch before the second claimed the next, and stood still since: its records are whole."""
+    second = recovered(first.directory)
+    journal = first._journal
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "require_ours", lambda self: None)
+        stored = stored_runs.spool(first, 0, A, durable=False)
+    with pytest.raises(Fenced):
+        journal.sync()
+    stored_runs.run_rounds(second, 2)
+    second.close()
+    first.close()
+    again = recovered(first.directory)
+    assert stored.blob not in again.ledger.inputs and again.ledger.versions == [4, 4]
+    again.close()
+    whole_at(first.directory, [4, 4])
+
+
+def test_who_finds_its_lock_gone_stops(first: Store) -> None:
+    with pytest.raises(FolderChanged, match="lock was removed or replaced"):
+        stored_runs.spool(first, 0, A)
+    with pytest.raises(FolderChanged):
+        first.sync()
+    first.close()
+    whole_at(first.directory, [2, 2])
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "replaced", "gone"])
+def test_who_finds_its_journal_changed_stops(tmp_path: Path, spec: RunSpec, change: str) -> None:
+    store = stored_runs.begun(tmp_path / "state", spec)
+    (path,) = segment_paths(store.directory).values()
+    data = path.read_bytes()
+    if change in ("replaced", "gone"):
+        path.unlink()
+        if change == "replaced":
+            path.write_bytes(data)
+    else:
+        os.truncate(path, len(data) + (-1 if change == "cut" else 1))
+    with pytest.raises(FolderChanged, match=r"journal-000000\.log: (was removed or replaced|has \d+ bytes)"):
+        stored_runs.spool(store, 0, A)
+    store.close()
+
+
+def test_without_a_free_descriptor_the_epoch_is_looked_at_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens no file while nothing changed, and too many open files are no reason to stop."""
+    claim = Claim(tmp_path, claim_epoch(tmp_path))
+    claim.require()
+
+    def refuse(self: OsFiles, path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OsFiles, "read_bytes", refuse)
+        claim.require()
+        os.utime(tmp_path / "epoch", ns=(1, 1))
+        with pytest.raises(NoDescriptor, match="too many open files"):
+            claim.require()
+    claim.require()
+
+
+def test_a_commit_without_a_free_descriptor_is_tried_again(
+    tmp_path: Path, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stored_runs.begun(tmp_path / "state", spec, segment_bytes=24 << 10)
+
+    def refuse(self: OsFiles, path: Path, **_: object) -> object:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        for call in ("open", "create", "read_bytes"):
+            patch.setattr(OsFiles, call, refuse)
+        with pytest.raises(NoDescriptor):
+            store.reserve(0, "q4")
+    stored_runs.run_rounds(store, 2)
+    store.close()
+    whole_at(store.directory, [2, 2])
+
+
+# --- a lost journal
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_folder_whose_journal_was_deleted_is_refused_and_says_what_can_be_done(
+    tmp_path: Path, spec: RunSpec, rounds: int
+) -> None:
+    store = stored_runs.begun(tmp_path / "state", spec)
+    stored_runs.run_rounds(store, rounds)
+    store.close()
+    for path in segment_paths(store.directory).values():
+        path.unlink()
+    before = image(store.directory)
+    for start in (lambda: Store.recover(store.directory), lambda: stored_runs.begun(store.directory, spec)):
+        with pytest.raises(StateMismatch) as caught:
+            start()
+        for word in ("no record of a journal", "--restore", "--rewind", "--adopt-from-nodes"):
+            assert word in str(caught.value)
+    assert image(store.directory) == before
+
+
+def test_a_journal_that_lost_its_records_is_refused_where_a_snapshot_says_that_there_were_some(
+    tmp_path: Path, spec: RunSpec
+) -> None:
+    store = stored_runs.begun(tmp_path / "state", spec)
+    stored_runs.run_rounds(store, 8)
+    store.close()
+    (path,) = segment_paths(store.directory).values()
+    os.truncate(path, 60)
+    with pytest.raises(StateMismatch, match="no record of a journal"):
+        Store.recover(store.directory)
