@@ -20,8 +20,8 @@ from farloop.wire.reasons import Reason
 from farloop.wire.report_messages import moved_by
 
 MOST_TOKENS: Final = 1 << 32
-"""Of one inner step of one node, where the coordinator does not grant the samples: a hundred times the largest batch that
-anybody trains with. How much of a claim counts depends on the other nodes (`algo/weights.py`)."""
+"""Of one inner step of one node, where the coordinator does not grant the samples: a hundred times the largest batch
+that anybody trains with. How much of a claim counts depends on the other nodes (`algo/weights.py`)."""
 
 _FP32_MAX: Final = 2.0**128
 """No finite fp32 number is larger."""
@@ -187,8 +187,8 @@ _NEVER_NEGATIVE: Final = (
 
 
 def _tokens_untrue(tokens: int, steps: int, ledger: Ledger, holds: Part) -> str | None:
-    """Where the coordinator grants the samples, no inner step has more tokens than the run's batch; one whose sequences are
-    padded has fewer.
+    """Where the coordinator grants the samples, no inner step has more tokens than the run's batch; one whose sequences
+    are padded has fewer.
 
     A node that holds a part says what came by: a source's own samples, but for those that were lost on their way, or
     those of any number of sources.

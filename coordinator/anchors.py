@@ -13,7 +13,7 @@ from farloop.quant.blob import blob_bytes
 from farloop.quant.errors import BadBlob
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
-from farloop.wire.errors import LocalProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached
 from farloop.wire.messages import AnchorRef
 from farloop.wire.session import Session
 
@@ -31,14 +31,21 @@ class Expected:
             return ev.AnchorFailed(node=offer.blob.node, anchor=ref, spoiled=True)
         try:
             session.expect(offer.blob, offer.size, offer.digest, None, now)
-        except LocalProtocolError:  # offered twice in one session: it is coming already
+        except AlreadyUnderWay:  # offered twice in one session
             return None
+        except LimitReached:
+            return ev.AnchorFailed(node=offer.blob.node, anchor=ref, spoiled=False)
         self._refs[offer.blob] = ref
         return None
 
     def arrived(self, blob: BlobId) -> AnchorRef | None:
         """All bytes are here, good or bad; None where nobody asked for them."""
         return self._refs.pop(blob, None)
+
+    def would_fail(self, blob: BlobId) -> ev.AnchorFailed | None:
+        """What to say if it cannot be kept; None where nobody asked for it."""
+        ref = self._refs.get(blob)
+        return None if ref is None else ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=True)
 
     def ended(self, blob: BlobId, *, spoiled: bool) -> ev.AnchorFailed | None:
         """It stopped coming, or its bytes are not those that were announced."""

@@ -26,9 +26,9 @@ from farloop.coordinator.adopting import Adopt
 from farloop.coordinator.anchors import Anchors
 from farloop.coordinator.copying import Copying
 from farloop.coordinator.downloads import Downloads
-from farloop.coordinator.errors import NoRoom
+from farloop.coordinator.errors import MachineBroken, NoRoom
 from farloop.coordinator.inputs import Inputs
-from farloop.coordinator.link import RouterLink
+from farloop.coordinator.link import OF_THE_PROCESS, RouterLink
 from farloop.coordinator.links import Links
 from farloop.coordinator.lookout import Lookout
 from farloop.coordinator.machine import CoordinatorMachine
@@ -146,7 +146,7 @@ class Coordinator:
         )
         self._sight = Sight(
             config.probe_bytes,
-            self.link.flush,
+            self.link.working_for,
             time.monotonic(),
             quiet_s=config.probe_quiet_s,
             share=config.probe_share,
@@ -210,16 +210,38 @@ class Coordinator:
         self.observer.says_good_bye(reason)
         for peer in list(self._sessions.values()):
             if peer.session.state is State.OPEN:
-                peer.session.send(msg.Leave(reason=reason), time.monotonic())
-                self.link.flush(peer)
+                with self.link.working_for(peer) as session:
+                    session.send(msg.Leave(reason=reason), time.monotonic())
         await asyncio.sleep(0.3)  # the farewells leave the socket
 
     # --- events
 
     def _happened(self, event: ev.Event) -> None:
-        self.observer.saw(event, self.machine)
-        self._lookout.watch.saw(event, self.machine, time.monotonic())
-        self._run_commands(self.machine.handle(event, time.monotonic()))
+        """Have the machine take an event.
+
+        An unexpected error in it is a bug of ours. The ledger and the records for the journal change together, so what
+        it had decided is true and is carried out. Where its invariants hold all the same, the error goes on to whoever
+        caused the event; where they do not, nothing that it says can be relied on any more.
+
+        Raises:
+            MachineBroken: stop, and begin again from the journal.
+        """
+        now = time.monotonic()
+        try:
+            self.observer.saw(event, self.machine)
+            self._lookout.watch.saw(event, self.machine, now)
+        except Exception:  # noqa: BLE001 - what watches the run stops nothing in it
+            _log.exception("not observed event=%s", type(event).__name__)
+        try:
+            commands = self.machine.handle(event, now)
+        except Exception as error:
+            self._run_commands(self.machine.start())
+            try:
+                self.machine.check()
+            except Exception as broken:
+                raise MachineBroken(f"{type(event).__name__} broke the machine: {error}") from broken
+            raise
+        self._run_commands(commands)
 
     def _run_commands(self, commands: list[ev.Command]) -> None:
         self._commands.extend(commands)
@@ -260,14 +282,7 @@ class Coordinator:
                 if offer := self._inputs.arrived(blob):
                     self._happened(self._inputs.idle(offer))
             case wire_ev.SessionClosed(reason=reason, detail=detail):
-                node = self._node_of(peer)
-                self._peers.pop(peer.number, None)
-                self._downloads.gone(peer.number)
-                self.observer.parted(node, reason, detail, self.machine)
-                if node is not None:
-                    self._drop_session(peer)
-                    self._inputs.parted(node)
-                    self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
+                self._parted(peer, reason, detail)
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
                 self._downloads.ended(peer, blob)
             case _:
@@ -275,6 +290,19 @@ class Coordinator:
         if not isinstance(event, wire_ev.MessageReceived):
             while waited := self._inputs.next():
                 self._receive(waited)
+
+    def _parted(self, peer: Peer, reason: Reason, detail: str) -> None:
+        node = self._node_of(peer)
+        self._peers.pop(peer.number, None)
+        self._drop_session(peer)
+        try:
+            self._downloads.gone(peer.number)
+            if node is not None:
+                self._inputs.parted(node)
+            self.observer.parted(node, reason, detail, self.machine)
+        finally:  # the machine hears of it, whatever goes wrong here
+            if node is not None:
+                self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
 
     def _greet(self, peer: Peer, hello: msg.Hello) -> None:
         self._peers[peer.number] = peer
@@ -332,10 +360,11 @@ class Coordinator:
                 if peer := self._sessions.get(node):
                     self._downloads.ask(peer, fragment)
             case ev.OfferSnapshot(session=number):
-                peer = self._peers.get(number)
-                self._downloads.offer(peer, number)
-                if peer is not None:
-                    self.link.flush(peer)
+                if peer := self._peers.get(number):
+                    with self.link.working_for(peer) as session:
+                        self._downloads.offer(session, number)
+                else:
+                    self._downloads.gone(number)
             case ev.Commit():
                 self._start(self._commit(command))
             case ev.Forget(blob=blob):
@@ -348,43 +377,74 @@ class Coordinator:
 
     def _tell(self, peer: Peer, message: msg.Message) -> None:
         if peer.session.state in (State.OPENING, State.OPEN):
-            peer.session.send(message, time.monotonic())
-            self.link.flush(peer)
+            with self.link.working_for(peer) as session:
+                session.send(message, time.monotonic())
 
     def _receive(self, offer: msg.Offer) -> None:
         peer = self._sessions.get(offer.blob.node)
         if peer is None or peer.session.state is not State.OPEN:
             return
-        failed = self._inputs.let_in(peer.session, offer, self.machine.windows.get(offer.blob.fragment))
-        if failed is not None:
-            return self._happened(failed)
-        self._lookout.asked(offer.blob, self._inputs.to_come(offer.blob), time.monotonic())
-        self.link.flush(peer)
+        with self.link.working_for(peer) as session:
+            failed = self._inputs.let_in(session, offer, self.machine.windows.get(offer.blob.fragment))
+            if failed is not None:
+                return self._happened(failed)
+            self._lookout.asked(offer.blob, self._inputs.to_come(offer.blob), time.monotonic())
 
     async def _keep_input(self, offer: msg.Offer, data: bytearray) -> None:
-        self._happened(await self._inputs.keep(offer, data))
+        peer = self._sessions.get(offer.blob.node)
+        try:
+            event = await self._inputs.keep(offer, data)
+        except OF_THE_PROCESS:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a session: the delta has its outcome, the session ends
+            event = self._inputs.broken(offer, error)
+            self._fail(peer, error)
+        self._happened_to(peer, event)
+
+    def _happened_to(self, peer: Peer | None, event: ev.Event) -> None:
+        """Have the machine take what came of a job for a session; the session may be over by now."""
+        try:
+            self._happened(event)
+        except OF_THE_PROCESS:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a session
+            self._fail(peer, error)
+
+    def _fail(self, peer: Peer | None, error: Exception) -> None:
+        """A job for a session went wrong: the session ends, if it is still there."""
+        if peer is None:
+            return _log.error("a job for a session that is over went wrong", exc_info=error)
+        with self.link.working_for(peer):
+            raise error
 
     def _receive_anchor(self, command: ev.ReceiveAnchor) -> None:
         peer, size = self._sessions.get(command.offer.blob.node), self._anchors.size(command.anchor.fragment)
         if peer is None or peer.session.state is not State.OPEN:
             return
-        if failed := self._anchors.expected.let_in(peer.session, command, size, time.monotonic()):
-            return self._happened(failed)
-        self.link.flush(peer)
+        with self.link.working_for(peer) as session:
+            if failed := self._anchors.expected.let_in(session, command, size, time.monotonic()):
+                self._happened(failed)
 
     async def _keep_anchor(self, blob: BlobId, data: bytearray) -> None:
-        if event := await self._anchors.keep(blob, data):
-            self._happened(event)
+        peer, failed = self._sessions.get(blob.node), self._anchors.expected.would_fail(blob)
+        try:
+            event = await self._anchors.keep(blob, data)
+        except OF_THE_PROCESS:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a session: the anchor has its outcome, the session ends
+            event = failed
+            self._fail(peer, error)
+        if event:
+            self._happened_to(peer, event)
 
     def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
         for node in nodes:
             peer = self._sessions.get(node)
             if peer is None or peer.session.state is not State.OPEN:
                 continue
-            source = self.store.update_source(committed.fragment, committed.version)
-            peer.session.send(committed, time.monotonic())
-            peer.session.push_blob(msg.update_id(committed), source)
-            self.link.flush(peer)
+            with self.link.working_for(peer) as session:
+                session.send(committed, time.monotonic())
+                self._downloads.push(session, peer.number, committed)
 
     async def _commit(self, command: ev.Commit) -> None:
         draft = command.draft

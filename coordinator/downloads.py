@@ -5,7 +5,9 @@ the bytes of a version that it has not heard of.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from farloop.algo.spec import BlobId, BlobKind
@@ -18,9 +20,12 @@ from farloop.coordinator.store import Store
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import BytesSource
-from farloop.wire.errors import LocalProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached
 from farloop.wire.handshake import State
-from farloop.wire.messages import Offer
+from farloop.wire.messages import Committed, Offer
+from farloop.wire.session import Session
+
+_log = logging.getLogger(__name__)
 
 
 class Downloads:
@@ -43,22 +48,29 @@ class Downloads:
         self._serving.ask(peer.number, fragment, self._ledger.versions[fragment])
         self._changed.set()
 
-    def offer(self, peer: Peer | None, session: int) -> None:
-        """Begin to send what was made ready for a session, if it is still there."""
-        copy = self._serving.copy_for(session)
-        if peer is None or copy is None or peer.session.state is not State.OPEN:
-            return self.gone(session)
+    def push(self, session: Session, number: int, committed: Committed) -> None:
+        """Send the update of a commit that the node was told of, or have a snapshot take its place."""
+        source = partial(self._store.update_source, committed.fragment, committed.version)
+        if self._serving.push(session, number, committed, source, self._num_bytes(committed.fragment)):
+            _log.info("snapshot in place of updates session=%d fragment=%d", number, committed.fragment)
+            self._changed.set()
+
+    def offer(self, session: Session, number: int) -> None:
+        """Begin to send what was made ready for a session, if it is still open."""
+        copy = self._serving.copy_for(number)
+        if copy is None or session.state is not State.OPEN:
+            return self.gone(number)
         offer = Offer(blob=copy.blob, size=len(copy.data), digest=copy.digest)
         try:
-            peer.session.send_blob(offer, BytesSource(copy.data), background=True)
-        except LocalProtocolError:  # as many blobs as a session may have are on their way
-            self._serving.put_off(session)
+            session.send_blob(offer, BytesSource(copy.data), background=True)
+        except (AlreadyUnderWay, LimitReached):  # when something has ended
+            self._serving.put_off(number)
 
     def ended(self, peer: Peer, blob: BlobId) -> None:
         """A blob was sent, or is not wanted."""
         if blob.kind is BlobKind.SNAPSHOT:
             self._serving.done(peer.number)
-            self._changed.set()
+        self._changed.set()
 
     def gone(self, session: int) -> None:
         """A session is over."""

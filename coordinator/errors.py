@@ -1,4 +1,6 @@
-"""What can go wrong with the coordinator's durable state.
+"""What can go wrong with the coordinator's durable state, and with its machine.
+
+MachineBroken          an unexpected error left the machine half changed; exit and recover
 
 StorageError
 ├── JournalCorrupt     the journal is damaged where it cannot be a torn tail; restore the directory from a copy
@@ -16,6 +18,10 @@ StorageError
 
 from pathlib import Path
 from typing import ClassVar
+
+
+class MachineBroken(Exception):
+    """An unexpected error left the machine with its invariants broken. The journal is whole: exit and recover."""
 
 
 class StorageError(Exception):

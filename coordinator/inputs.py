@@ -82,6 +82,10 @@ class Inputs:
         """Its bytes stopped coming."""
         return self._rejected(offer, Reason.IDLE, Reason.IDLE.sentence)
 
+    def broken(self, offer: msg.Offer, error: Exception) -> ev.InputFailed:
+        """It could not be kept, for a reason that nobody foresaw."""
+        return self._rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}")
+
     def addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
         """The deltas of a commit, with their weights, in the order of the sum."""
         return [(self._bytes[addend.blob], addend.weight) for addend in draft.blobs]

@@ -13,7 +13,7 @@ from farloop.coordinator.windows import Window
 from farloop.quant.blob import Expected, blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly
-from farloop.wire.errors import LocalProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached
 from farloop.wire.messages import Offer
 from farloop.wire.session import Session
 
@@ -37,6 +37,8 @@ class Intake:
     """Here, and being made durable."""
     _waiting: dict[BlobId, Offer] = field(default_factory=dict)
     """Offered, and not asked for until there is room; in the order in which they came."""
+    _crowded: dict[BlobId, Offer] = field(default_factory=dict)
+    """Offered by nodes whose sessions take no more at once, until something of theirs has ended."""
     _asleep: set[BlobId] = field(default_factory=set)
     """Half here, with a session that is over: they may be let go."""
 
@@ -65,17 +67,18 @@ class Intake:
         if kept is None and not self._has_room(offer):
             self._waiting[offer.blob] = offer
             return None
-        try:
-            reassembly = session.expect(offer.blob, offer.size, offer.digest, kept, now)
-        except LocalProtocolError:  # offered twice in one session: it is coming already
-            return None
         # A node has one delta of a fragment under way: what it began before is void.
         blob = offer.blob
-        for other in [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment)]:
-            del self._partial[other], self._offers[other]
-            self._asleep.discard(other)
-            if other != blob:
-                session.cancel(other)  # else its memory stays with the session
+        for other in [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment) and b != blob]:
+            self._forget(other)
+            session.cancel(other)  # else its memory stays with the session
+        try:
+            reassembly = session.expect(blob, offer.size, offer.digest, kept, now)
+        except AlreadyUnderWay:  # offered twice in one session
+            return None
+        except LimitReached:
+            self._crowded[blob] = offer
+            return None
         self._partial[blob], self._offers[blob] = reassembly, offer
         self._asleep.discard(blob)
         return None
@@ -95,10 +98,13 @@ class Intake:
     def parted(self, node: NodeId) -> None:
         """The node's session is over: what it offered it will offer again, and what is half here may go on then."""
         self._waiting = {blob: offer for blob, offer in self._waiting.items() if blob.node != node}
+        self._crowded = {blob: offer for blob, offer in self._crowded.items() if blob.node != node}
         self._asleep |= {blob for blob in self._partial if blob.node == node}
 
     def arrived(self, blob: BlobId) -> Offer | None:
         """All bytes are here, good or bad: their offer, being kept until `settled`; None where it has become void."""
+        for other in [other for other in self._crowded if other.node == blob.node]:
+            self._waiting[other] = self._crowded.pop(other)
         if blob not in self._partial:
             return None
         del self._partial[blob]

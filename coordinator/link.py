@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import zmq
@@ -19,17 +19,19 @@ from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.egress import Egress
+from farloop.coordinator.errors import MachineBroken, StorageError
 from farloop.coordinator.gate import Gate
 from farloop.coordinator.peers import Lane, Peer, Peers
 from farloop.monitoring.connection import choose_congestion
-from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.events import MessageReceived, SessionEvent
+from farloop.wire.errors import LimitReached, LocalProtocolError, RemoteProtocolError
+from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer
 from farloop.wire.handshake import State
 from farloop.wire.keys import AllowList, KeyFileError, load_secret
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
 from farloop.wire.messages import Leave
 from farloop.wire.reasons import Reason
+from farloop.wire.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,10 @@ HEARTBEAT_MS = 30_000
 
 HEARTBEAT_TIMEOUT_MS = 120_000
 """... after this: an answer waits behind what a thin link has yet to carry. Sessions have a shorter time-out."""
+
+
+OF_THE_PROCESS = (StorageError, MachineBroken)
+"""Errors that concern the coordinator as a whole, whoever's work they came up in. Any other ends one session."""
 
 
 class BindError(OSError):
@@ -155,32 +161,53 @@ class RouterLink:
 
     # --- what the daemon asks
 
+    @contextlib.contextmanager
+    def working_for(self, peer: Peer) -> Iterator[Session]:
+        """All work on behalf of one session is done in here, and what it wants to send leaves at the end.
+
+        Whatever goes wrong inside ends this session with a reason, and no other: `OF_THE_PROCESS` alone goes on. So a
+        caller changes nothing inside that must not be left half done; what follows in the block is skipped.
+        """
+        with self._contained(peer):
+            yield peer.session
+        self.flush(peer)
+
+    def failed(self, peer: Peer, error: Exception) -> None:
+        """Work for this session went wrong: end the session, count it and say why."""
+        session = peer.session
+        if isinstance(error, LocalProtocolError) and session.state in (State.CLOSING, State.CLOSED):
+            return _log.debug("not sent session=%d: it has ended meanwhile", peer.number)
+        if isinstance(error, LimitReached):
+            reason = Reason.BEHIND
+        else:
+            reason = Reason.MALFORMED if isinstance(error, RemoteProtocolError) else Reason.FAULT
+        self._turned_away(reason, peer.who)
+        detail = f"{type(error).__name__}: {error}"
+        trace = error if reason is Reason.FAULT else None
+        _log.warning(
+            "session ended session=%d who=%r reason=%s error=%r",
+            peer.number,
+            peer.who,
+            reason.name,
+            detail,
+            exc_info=trace,
+        )
+        session.close(reason, str(error) if reason is Reason.BEHIND else reason.sentence)
+
     def flush(self, peer: Peer) -> None:
-        """Let out what the peer's session wants to send. To be called after every use of it."""
-        self._emit(peer)
-        session, now = peer.session, time.monotonic()
-        while not self._is_held_up(peer):
-            frames = session.outgoing(now, background=False)
-            for lane, parts in frames:
-                self._transmit(peer, lane, parts)
-            if not frames or not any(lane > 0 for lane, _ in frames):
-                break
-        else:
-            for lane, parts in session.outgoing(now, max_chunks=0):
-                self._transmit(peer, lane, parts)
-        self._emit(peer)
-        if session.state is State.CLOSED:
-            self._peers.forget(peer)
-            self._egress.gone(peer.number)
-        else:
-            self._measure(peer, now)
+        """Let out what the peer's session wants to send, and hand on what has happened in it."""
+        with self._contained(peer):
+            self._let_out(peer)
+        if peer.session.state is State.CLOSED:
+            self._part(peer)
+        now = time.monotonic()
         self._send_background(now)
         self._wake.set()
 
     def closed_by_us(self, peer: Peer, reason: Reason) -> None:
         """End a session without a word."""
-        peer.session.close(reason, reason.sentence)
-        self.flush(peer)
+        with self.working_for(peer) as session:
+            session.close(reason, reason.sentence)
 
     async def run(self) -> None:
         """Move frames until cancelled."""
@@ -200,6 +227,69 @@ class RouterLink:
         self._socket.close()
         self._context.term()
 
+    # --- one session at a time
+
+    @contextlib.contextmanager
+    def _contained(self, peer: Peer) -> Iterator[None]:
+        try:
+            yield
+        except OF_THE_PROCESS:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a session: it becomes the session's end, with a reason
+            self.failed(peer, error)
+
+    def _let_out(self, peer: Peer) -> None:
+        self._hand_on(peer)
+        session, now = peer.session, time.monotonic()
+        while not self._is_held_up(peer):
+            frames = session.outgoing(now, background=False)
+            for lane, parts in frames:
+                self._transmit(peer, lane, parts)
+            if not frames or not any(lane > 0 for lane, _ in frames):
+                break
+        else:
+            for lane, parts in session.outgoing(now, max_chunks=0):
+                self._transmit(peer, lane, parts)
+        self._hand_on(peer)
+        if session.state is not State.CLOSED:
+            self._measure(peer, now)
+
+    def _hand_on(self, peer: Peer) -> None:
+        """Tell what has happened in a session. What goes wrong with one event loses no other: its end is told in any
+        case, and after its end nothing but that."""
+        while events := peer.session.events():
+            for event in events:
+                if isinstance(event, SessionClosed):
+                    self._tell_end(peer, event)
+                elif not peer.parted:
+                    with self._contained(peer):
+                        self._hand_on_one(peer, event)
+
+    def _hand_on_one(self, peer: Peer, event: SessionEvent) -> None:
+        if isinstance(event, MessageReceived) and peer.session.state is State.OPEN:
+            refused = self._gate.says(peer.who, event.message, time.monotonic())
+            if refused is not None:
+                self._turned_away(refused, peer.who)
+                peer.dismissed = True
+                return self._dismiss(peer, refused)
+        if not peer.dismissed:
+            self._on_event(peer, event)
+
+    def _tell_end(self, peer: Peer, event: SessionClosed) -> None:
+        if not peer.parted:
+            peer.parted = True
+            with self._contained(peer):
+                self._on_event(peer, event)
+
+    def _part(self, peer: Peer) -> None:
+        """Its session is over: everybody hears of it, whatever went wrong before, and nothing of it is kept."""
+        with self._contained(peer):
+            self._hand_on(peer)
+        self._tell_end(peer, SessionClosed(reason=Reason.FAULT, detail=Reason.FAULT.sentence))
+        self._peers.forget(peer)
+        self._egress.gone(peer.number)
+        self._background.pop(peer.number, None)
+
     # --- inbound
 
     async def _receive(self) -> None:
@@ -211,28 +301,38 @@ class RouterLink:
             await asyncio.sleep(0)
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        route = bytes(frames[0].bytes)
-        parts: list[Buffer] = [frame.buffer for frame in frames[1:]]
-        if not parts:
-            return
-        owner = self._owner(frames[1])
-        lane = self._peers.lane(route) or self._meet(route, parts, owner, frames[1])
+        try:
+            lane = self._lane_of(frames)
+        except OF_THE_PROCESS:
+            raise
+        except Exception:  # noqa: BLE001 - the edge: whoever sent it has no session that could end
+            self._turned_away(Reason.FAULT, "a stranger")
+            return _log.warning("a first frame was passed over reason=%s", Reason.FAULT.name, exc_info=True)
         if lane is None:
             return
         peer = lane.peer
-        if self._allow is not None and owner != peer.owner:
-            return self.closed_by_us(peer, Reason.WRONG_KEY)
-        try:
-            peer.session.receive(lane.number, parts, time.monotonic())
-        except RemoteProtocolError as error:
-            self._turned_away(Reason.MALFORMED, peer.who)
-            peer.bad_frames += 1
-            _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane.number, str(error))
-            if peer.bad_frames >= BAD_FRAMES:
-                return self.closed_by_us(peer, Reason.MALFORMED)
-        else:
-            peer.bad_frames = 0
-        self.flush(peer)
+        with self.working_for(peer) as session:
+            if self._allow is not None and self._owner(frames[1]) != peer.owner:
+                return session.close(Reason.WRONG_KEY, Reason.WRONG_KEY.sentence)
+            try:
+                session.receive(lane.number, [frame.buffer for frame in frames[1:]], time.monotonic())
+            except RemoteProtocolError as error:
+                self._turned_away(Reason.MALFORMED, peer.who)
+                peer.bad_frames += 1
+                _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane.number, str(error))
+                if peer.bad_frames >= BAD_FRAMES:
+                    session.close(Reason.MALFORMED, Reason.MALFORMED.sentence)
+            else:
+                peer.bad_frames = 0
+
+    def _lane_of(self, frames: Sequence[zmq.Frame]) -> Lane | None:
+        """The lane of a session that these frames came by; None where they came to nothing, or were for here alone."""
+        route = bytes(frames[0].bytes)
+        if len(frames) < 2:
+            return None
+        if lane := self._peers.lane(route):
+            return lane
+        return self._meet(route, [frame.buffer for frame in frames[1:]], self._owner(frames[1]), frames[1])
 
     def _owner(self, frame: zmq.Frame) -> NodeId | None:
         """Whose key sent this frame; None in the clear, and for one that was revoked."""
@@ -291,15 +391,24 @@ class RouterLink:
         while sent:
             sent = False
             for number, peer in list(self._background.items()):
-                if not peer.session.background_waits:
-                    del self._background[number]
-                elif self._egress.allows(number, now) and not self._is_held_up(peer):
-                    sent = True
-                    self._background.move_to_end(number)
-                    for lane, parts in peer.session.outgoing(now, max_chunks=1):
-                        self._egress.spent(sum(len(part) for part in parts) if lane > 0 else 0, now)
-                        self._transmit(peer, lane, parts)
-                    self._measure(peer, now)
+                with self._contained(peer):
+                    sent = self._send_background_of(peer, now) or sent
+                if peer.session.state is State.CLOSED:
+                    self._background.pop(number, None)
+                    self._part(peer)
+
+    def _send_background_of(self, peer: Peer, now: float) -> bool:
+        """One chunk, if it may leave now; whether it did."""
+        if not peer.session.background_waits:
+            self._background.pop(peer.number, None)
+        elif peer.number in self._background and self._egress.allows(peer.number, now) and not self._is_held_up(peer):
+            self._background.move_to_end(peer.number)
+            for lane, parts in peer.session.outgoing(now, max_chunks=1):
+                self._egress.spent(sum(len(part) for part in parts) if lane > 0 else 0, now)
+                self._transmit(peer, lane, parts)
+            self._measure(peer, now)
+            return True
+        return False
 
     def _transmit(self, peer: Peer, lane: int, parts: list[Buffer]) -> None:
         backlog = self._backlog(peer, lane)
@@ -324,28 +433,19 @@ class RouterLink:
         """Send what full pipes held back; whether some is left."""
         left = False
         for peer in self._peers:
-            for lane in list(peer.routes):
-                backlog = self._backlog(peer, lane)
-                while backlog and self._try_send(peer, lane, backlog[0]):
-                    backlog.popleft()
-                left = left or bool(backlog)
-            self.flush(peer)
+            with self.working_for(peer):
+                for lane in list(peer.routes):
+                    backlog = self._backlog(peer, lane)
+                    while backlog and self._try_send(peer, lane, backlog[0]):
+                        backlog.popleft()
+                    left = left or bool(backlog)
         return left
-
-    def _emit(self, peer: Peer) -> None:
-        for event in peer.session.events():
-            if isinstance(event, MessageReceived) and peer.session.state is State.OPEN:
-                refused = self._gate.says(peer.who, event.message, time.monotonic())
-                if refused is not None:
-                    self._turned_away(refused, peer.who)
-                    return self._dismiss(peer, refused)
-            self._on_event(peer, event)
 
     def _dismiss(self, peer: Peer, reason: Reason) -> None:
         """End a session, and say why."""
-        if peer.session.state is State.OPEN:
-            peer.session.send(Leave(reason=reason), time.monotonic())
-            self.flush(peer)
+        with self.working_for(peer) as session:
+            if session.state is State.OPEN:
+                session.send(Leave(reason=reason), time.monotonic())
         self.closed_by_us(peer, reason)
 
     async def _watch_connections(self) -> None:
@@ -360,15 +460,15 @@ class RouterLink:
                 while True:
                     await recv_monitor_message(self._monitor, zmq.DONTWAIT)
             for peer in self._peers:
-                peer.session.speak()
-                self.flush(peer)
+                with self.working_for(peer) as session:
+                    session.speak()
 
     # --- time
 
     async def _keep_time(self) -> None:
         """Fire the sessions' timers, and retry full pipes."""
         while True:
-            due = [t for peer in self._peers if (t := peer.session.next_timer()) is not None]
+            due = [t for peer in self._peers if (t := self._due(peer)) is not None]
             pause = max(0.0, min(due) - time.monotonic()) if due else 1.0
             if self._peers.is_held_up:
                 pause = min(pause, RETRY_SEND_S)
@@ -385,13 +485,19 @@ class RouterLink:
             await asyncio.sleep(0)  # what is readable goes in first (protocol C)
             now = time.monotonic()
             for peer in self._peers:
-                due_at = peer.session.next_timer()
+                due_at = self._due(peer)
                 if due_at is None or due_at <= now:
-                    peer.session.handle_timer(now)
-                    self.flush(peer)
+                    with self.working_for(peer) as session:
+                        session.handle_timer(now)
             if self._peers.is_held_up:
                 self._retry()
             self._send_background(now)
+
+    def _due(self, peer: Peer) -> float | None:
+        with self._contained(peer):
+            return peer.session.next_timer()
+        self.flush(peer)
+        return None
 
     async def _watch_keys(self, allow: AllowList) -> None:
         """Revocation without restart: a session whose key left the list ends (protocol U)."""

@@ -47,6 +47,10 @@ class Peer:
     """Lane number → ROUTER's id of it."""
     bad_frames: int = 0
     """In a row."""
+    dismissed: bool = False
+    """Whether nothing that it says is heard any more."""
+    parted: bool = False
+    """Whether the end of its session was handed on."""
     arrived_bytes: int = 0
     """Of what was sent to it, when that was last looked at ..."""
     live_bytes: int = 0

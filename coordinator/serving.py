@@ -5,6 +5,10 @@ commands, one copy for all who may use it, and never more of them than a bound. 
 
 Which version a node gets is free within what makes its updates right: it hears of every commit from its welcome on, so
 any version from the one that stood when it asked will do, and the newest leaves it the least to catch up with.
+
+A session that takes its updates more slowly than they come is not pushed more and more of them: beyond a bound those of
+a fragment are dropped, and a snapshot of it takes their place. It yields to the updates of other fragments, and stands
+for all that is committed until it is made: so who is slow gets as many fragments up to date as its link carries.
 """
 
 from collections import OrderedDict
@@ -12,7 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from farloop.algo.spec import BlobId
+from farloop.algo.spec import BlobId, BlobKind
+from farloop.wire.blobs import BlobSource
+from farloop.wire.errors import LimitReached
+from farloop.wire.messages import Committed, update_id
+from farloop.wire.session import Session
+
+MOST_UPDATES: Final = 16
+"""Of one fragment that a session has not taken: as many as are remembered for who comes back (`ledger.py`)."""
 
 MOST_BYTES: Final = 2 << 30
 """Of copies in memory; one copy is always allowed."""
@@ -58,6 +69,38 @@ class Serving:
         """A session needs this fragment, at `version` (the current one) or later. Asked twice is asked once."""
         if self._under_way.get(session) != fragment:
             self._asked.setdefault(session, OrderedDict()).setdefault(fragment, version)
+
+    def push(
+        self,
+        session: Session,
+        number: int,
+        committed: Committed,
+        source: Callable[[], BlobSource],
+        snapshot_bytes: int,
+    ) -> bool:
+        """Send the update of a commit that the node of this session was told of; True where it is too far behind, and
+        a snapshot of this version or a later one takes the place of all updates that it has not taken.
+
+        Too far is more bytes of a fragment than two snapshots of it have, or more versions than are remembered for a
+        node that comes back (protocol R).
+        """
+        fragment, version = committed.fragment, committed.version
+        asked = self._asked.get(number, OrderedDict())
+        if fragment in asked:  # a snapshot that is yet to be made, and will hold this update
+            asked[fragment] = max(version, asked[fragment])
+            return False
+        waiting = {b: n for b, n in session.unacknowledged(BlobKind.UPDATE).items() if b.fragment == fragment}
+        if len(waiting) < MOST_UPDATES and sum(waiting.values()) + committed.size <= 2 * snapshot_bytes:
+            try:
+                session.push_blob(update_id(committed), source())
+            except LimitReached:
+                pass
+            else:
+                return False
+        for blob in waiting:
+            session.cancel(blob)
+        self._asked.setdefault(number, OrderedDict())[fragment] = version  # behind one that is on its way, if any
+        return True
 
     def next(self, versions: Sequence[int], num_bytes: Callable[[int], int]) -> Turn | None:
         """Whose turn it is; None while nobody asks, all who do are being served, or there is no room for a copy.

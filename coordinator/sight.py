@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.matrix import COORDINATOR, Ends, Matrix
@@ -18,7 +19,7 @@ from farloop.monitoring.connection import congestion_of, same_host, tcp_info
 from farloop.monitoring.status import InventoryStatus, MachineStatus, NicStatus
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.errors import LocalProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached
 from farloop.wire.handshake import State
 from farloop.wire.inventory import Nic
 from farloop.wire.link_messages import MOST_SEEN, Observed, Probe, Seen
@@ -46,13 +47,20 @@ class Sight:
     """Of one coordinator. `look` is called some times a second, `heard` and `ended` as things come."""
 
     def __init__(
-        self, probe_bytes: int, flush: Callable[[Peer], None], now: float, *, quiet_s: float, share: float = PROBE_SHARE
+        self,
+        probe_bytes: int,
+        working_for: Callable[[Peer], AbstractContextManager[Session]],
+        now: float,
+        *,
+        quiet_s: float,
+        share: float = PROBE_SHARE,
     ) -> None:
-        """`probe_bytes`: that one probe may cost; 0 probes nothing. `flush` lets out what a session has to say.
+        """`probe_bytes`: that one probe may cost; 0 probes nothing. `working_for`: what is done in a session is done in
+        its block (`link.py`).
 
         `quiet_s`: how long nobody must have waited for bytes before one. `share`: of what a link moves, for its probes.
         """
-        self.matrix, self._flush = Matrix(), flush
+        self.matrix, self._working_for = Matrix(), working_for
         self._prober = Prober(probe_bytes, now, quiet_s=quiet_s, share=share)
         self._counted: dict[int, tuple[int, int]] = {}
         """Session → bytes of the run, and of probes, as last seen."""
@@ -148,12 +156,12 @@ class Sight:
         wanted = running is not None and running.upward and peer is self._peer and blob.version == running.number
         if session.state is not State.OPEN:
             return
-        if not wanted or running is None or not 0 < size <= running.num_bytes:
-            session.cancel(blob)
-        else:
-            with contextlib.suppress(LocalProtocolError):  # offered twice
-                session.expect(blob, size, DIGEST, Sink(size), now)
-        self._flush(peer)
+        with self._working_for(peer) as session:
+            if not wanted or running is None or not 0 < size <= running.num_bytes:
+                session.cancel(blob)
+            else:
+                with contextlib.suppress(AlreadyUnderWay, LimitReached):  # offered twice; or it can wait
+                    session.expect(blob, size, DIGEST, Sink(size), now)
 
     # --- what is done some times a second
 
@@ -168,11 +176,12 @@ class Sight:
         connections = now - self._looked_at >= LOOK_S
         self._looked_at = now if connections else self._looked_at
         for node, peer in here.items():
-            self._see(node, peer, now)
-            if connections:
-                self._look_at_connection(node, peer)
-            if peer.session.protocol >= SINCE:
-                self._echo(peer, now)
+            with self._working_for(peer) as session:
+                self._see(node, peer, now)
+                if connections:
+                    self._look_at_connection(node, peer)
+                if session.protocol >= SINCE and session.state is State.OPEN:
+                    self._echo(peer, session, now)
         self._count(here)
         self._echoed_at = {n: at for n, at in self._echoed_at.items() if any(p.number == n for p in here.values())}
         self._go_on(now)
@@ -195,7 +204,6 @@ class Sight:
             burst = session.meter.burst()
             if burst is not None and enough(burst, running.rtt_s):
                 session.cancel(_blob(running))
-                self._flush(peer)
         for burst in session.meter.take():
             running = self._prober.running
             ours = running is not None and running.upward and self._is_probed(peer)
@@ -209,13 +217,11 @@ class Sight:
         if told is not None:
             self.matrix.connection((COORDINATOR, node), told)
 
-    def _echo(self, peer: Peer, now: float) -> None:
+    def _echo(self, peer: Peer, session: Session, now: float) -> None:
         asked_at = self._echoed_at.get(peer.number)
         if asked_at is None or len(peer.session.round_trips) < ROUND_TRIPS or now - asked_at >= ECHO_S:
             self._echoed_at[peer.number] = now
-            with contextlib.suppress(LocalProtocolError):  # its queue is full: later
-                peer.session.echo(now)
-            self._flush(peer)
+            session.echo(now)
 
     # --- the probe
 
@@ -236,9 +242,9 @@ class Sight:
         self._peer = None
         self._prober.over(now, learned=False)
         if peer is not None and not gone:
-            peer.session.cancel(_blob(running))
-            peer.session.send(Probe(number=running.number, upward=running.upward, num_bytes=0, rtt_s=0.0), now)
-            self._flush(peer)
+            with self._working_for(peer) as session:
+                session.cancel(_blob(running))
+                session.send(Probe(number=running.number, upward=running.upward, num_bytes=0, rtt_s=0.0), now)
 
     def _begin(self, here: Mapping[NodeId, Peer], now: float) -> None:
         running = self._prober.next(self._candidates(here, now), now)
@@ -246,11 +252,11 @@ class Sight:
             return
         peer = self._peer = here[NodeId(running.node)]
         asked = Probe(number=running.number, upward=running.upward, num_bytes=running.num_bytes, rtt_s=running.rtt_s)
-        peer.session.send(asked, now)
-        if not running.upward:
-            offer = msg.Offer(blob=_blob(running), size=running.num_bytes, digest=DIGEST)
-            peer.session.send_blob(offer, Noise(running.num_bytes, seed=running.number), background=True)
-        self._flush(peer)
+        with self._working_for(peer) as session:
+            session.send(asked, now)
+            if not running.upward:
+                offer = msg.Offer(blob=_blob(running), size=running.num_bytes, digest=DIGEST)
+                session.send_blob(offer, Noise(running.num_bytes, seed=running.number), background=True)
 
     def _candidates(self, here: Mapping[NodeId, Peer], now: float) -> list[Candidate]:
         found = []

@@ -25,10 +25,10 @@ from farloop.node.errors import LinkFailed
 from farloop.node.link_config import LinkConfig, split_address
 from farloop.node.moved import Moved, moved_by
 from farloop.node.probing import Probing
+from farloop.node.uploads import Uploads
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource
-from farloop.wire.errors import LocalProtocolError
+from farloop.wire.errors import LimitReached, LocalProtocolError
 from farloop.wire.handshake import Role, State
 from farloop.wire.messages import SINCE
 from farloop.wire.reasons import Reason
@@ -64,7 +64,7 @@ class Link:
         self._session: Session | None = None
         self._traffic: tuple[Moved, Session | None] = (Moved(), None)
         """Of past sessions, and the present one; replaced as a whole: other threads read it."""
-        self._downloads = Downloads()
+        self._downloads, self._uploads = Downloads(), Uploads()
         self._probing = Probing()
         self._dialogue: Dialogue | None = None
         self._wake = asyncio.Event()
@@ -166,16 +166,15 @@ class Link:
             try:
                 self._session.send(message, time.monotonic())
                 self._over = self._over or isinstance(message, msg.Leave)
+            except LimitReached as error:  # a message that is lost would be missed: the next session derives it again
+                self._session.close(Reason.BEHIND, f"the coordinator takes no messages: {error}")
             except LocalProtocolError as error:
                 _log.warning("not sent message=%s reason=%r", type(message).__name__, str(error))
             self._wake.set()
 
     def _send_blob(self, offer: msg.Offer, data: bytearray) -> None:
         if self._session and self._session.state is State.OPEN:
-            try:
-                self._session.send_blob(offer, BytesSource(data))
-            except LocalProtocolError as error:  # offered twice, by a reconnection and by its encoder
-                _log.debug("offer skipped reason=%s", error)
+            self._uploads.offer(self._session, offer, data)
             self._wake.set()
 
     async def _keep_connected(self) -> None:
@@ -212,6 +211,7 @@ class Link:
         finally:
             self._emit(session)
             self._downloads.session_over()
+            self._uploads.session_over()
             self._probing = Probing()
             self._session, self._dialogue, self._traffic = None, None, (self.moved, None)
         return dialogue.opened
@@ -260,12 +260,13 @@ class Link:
                 case wire_ev.MessageReceived(message=msg.Refused(retriable=False)):
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
-                    self._downloads.ended(blob)
+                    self._downloads.ended(session, blob, time.monotonic())
                 case wire_ev.SessionClosed(reason=reason, detail=detail):
                     self._ended_by = detail or reason.sentence
                 case _:
                     pass
             self._deliver(event)
+        self._uploads.go_on(session)
         self._report(session)
 
     def _report(self, session: Session) -> None:

@@ -8,7 +8,7 @@ import contextlib
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire import messages as msg
-from farloop.wire.errors import LocalProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached
 from farloop.wire.handshake import State
 from farloop.wire.link_messages import MOST_SEEN, Connection, Observed, Probe, Seen
 from farloop.wire.meter import HALF_LEAST_CHUNKS, enough
@@ -41,7 +41,7 @@ class Probing:
         if probe.upward:
             blob = self._sending = _blob(probe)
             offer = msg.Offer(blob=blob, size=probe.num_bytes, digest=DIGEST)
-            with contextlib.suppress(LocalProtocolError):  # too many blobs as it is: none is due
+            with contextlib.suppress(AlreadyUnderWay, LimitReached):  # too many blobs as it is: none is due
                 session.send_blob(offer, Noise(probe.num_bytes, seed=probe.number), background=True)
         else:
             self._expected = probe
@@ -51,7 +51,7 @@ class Probing:
         probe = self._expected
         if probe is None or offer.blob.version != probe.number or not 0 < offer.size <= probe.num_bytes:
             return session.cancel(offer.blob)
-        with contextlib.suppress(LocalProtocolError):  # offered twice
+        with contextlib.suppress(AlreadyUnderWay, LimitReached):  # offered twice; or others come first
             session.expect(offer.blob, offer.size, DIGEST, Sink(offer.size), now)
 
     def ended(self, blob: BlobId) -> None:

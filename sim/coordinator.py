@@ -37,7 +37,7 @@ from farloop.sim.watching import LOOK_S, look
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest
-from farloop.wire.errors import LocalProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached
 from farloop.wire.handshake import State
 from farloop.wire.reasons import Reason
 
@@ -164,7 +164,7 @@ class CoordinatorActor:
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
                 if blob.kind is BlobKind.SNAPSHOT:
                     self._serving.done(peer.number)
-                    self._serve()
+                self._serve()
             case _:
                 assert_never(event)
         if not isinstance(event, wire_ev.MessageReceived):
@@ -335,10 +335,11 @@ class CoordinatorActor:
             peer = self._sessions.get(node)
             if peer is None or peer.session.state is not State.OPEN:
                 continue
+            source = partial(self.store.update_source, committed.fragment, committed.version)
+            size = blob_bytes(codec_named("fp32"), self._fragment(committed.fragment))
             peer.session.send(committed, self._now)
-            peer.session.push_blob(
-                msg.update_id(committed), self.store.update_source(committed.fragment, committed.version)
-            )
+            if self._serving.push(peer.session, peer.number, committed, source, size):
+                self._serve()
             self.router.flush(peer)
 
     def _serve(self) -> None:
@@ -372,7 +373,7 @@ class CoordinatorActor:
         offer = msg.Offer(blob=copy.blob, size=len(copy.data), digest=copy.digest)
         try:
             peer.session.send_blob(offer, BytesSource(copy.data), background=True)
-        except LocalProtocolError:  # as many blobs as a session may have are on their way
+        except (AlreadyUnderWay, LimitReached):  # when something has ended
             self._serving.put_off(session)
         self.router.flush(peer)
 

@@ -4,18 +4,17 @@ What the training thread asks for is done a moment later, as it is between real 
 another begun in between.
 """
 
-import contextlib
 import random
 from collections.abc import Callable
 
 from farloop.node.downloads import Downloads
 from farloop.node.moved import Moved, moved_by
+from farloop.node.uploads import Uploads
 from farloop.sim.agenda import Process
 from farloop.sim.network import Connection, Side
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource
-from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
+from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
@@ -53,7 +52,7 @@ class Dialler:
         self._rng, self._limits, self._timing = rng, limits, timing
         self._session: Session | None = None
         self._connection: Connection | None = None
-        self._downloads = Downloads()
+        self._downloads, self._uploads = Downloads(), Uploads()
         self._bulk = False
         self._attempt = 0
         self._bad_frames = 0
@@ -146,8 +145,7 @@ class Dialler:
 
     def _send_blob(self, offer: msg.Offer, data: bytearray) -> None:
         if self._session and self._session.state is State.OPEN:
-            with contextlib.suppress(LocalProtocolError):  # offered twice, by a reconnection and by its encoder
-                self._session.send_blob(offer, BytesSource(data))
+            self._uploads.offer(self._session, offer, data)
             self._pump()
 
     def _pump(self) -> None:
@@ -167,6 +165,7 @@ class Dialler:
         if session.state is State.CLOSED:
             self._moved = self.moved
             self._downloads.session_over()
+            self._uploads.session_over()
             self._session = self._connection = None
             connection.close(Side.NODE)
             self._dial_again(opened=self._bulk)
@@ -198,7 +197,8 @@ class Dialler:
                 case wire_ev.MessageReceived(message=msg.Refused(retriable=False)):
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
-                    self._downloads.ended(blob)
+                    self._downloads.ended(session, blob, self._now)
                 case _:
                     pass
             self._deliver(event)
+        self._uploads.go_on(session)

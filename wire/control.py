@@ -8,7 +8,7 @@ acknowledgement and a sign of life, and are neither repeated nor acknowledged, o
 import math
 from collections import deque
 
-from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
+from farloop.wire.errors import LimitReached, RemoteProtocolError
 from farloop.wire.limits import AHEAD_FRAMES, Limits, Timing
 from farloop.wire.messages import Heartbeat, Message, encode
 from farloop.wire.traffic import Traffic
@@ -28,6 +28,7 @@ class ControlStream:
 
         self._bodies: deque[bytes] = deque()
         """Encoded messages that are not acknowledged; the first has the number `_acked`."""
+        self._queued_bytes = 0
         self._acked = 0
         self._cursor = 0
         """Number of the next frame to transmit, for the first time or again."""
@@ -54,14 +55,18 @@ class ControlStream:
 
         Args:
             body: the message's bytes.
-            bounded: refuse when the queue is full; the session's own Credits are bounded by the blobs expected.
+            bounded: False for the session's own Credits: the queue has room for as many again.
 
         Raises:
-            LocalProtocolError: too many messages wait for an acknowledgement.
+            LimitReached: too many messages wait for an acknowledgement.
         """
-        if bounded and len(self._bodies) >= self._limits.max_queued_messages:
-            raise LocalProtocolError(f"{len(self._bodies)} messages wait for the peer")
+        share = 1 if bounded else 2
+        if len(self._bodies) >= share * self._limits.max_queued_messages:
+            raise LimitReached(f"{len(self._bodies)} messages wait for the peer to acknowledge them")
+        if self._bodies and self._queued_bytes + len(body) > share * self._limits.max_queued_bytes:
+            raise LimitReached(f"{self._queued_bytes} bytes of messages wait for the peer to acknowledge them")
         self._bodies.append(body)
+        self._queued_bytes += len(body)
 
     def admit(self, seq: int, ack: int) -> None:
         """Check the numbers of a frame before anything is changed.
@@ -79,7 +84,7 @@ class ControlStream:
         if ack <= self._acked:
             return
         for _ in range(ack - self._acked):
-            self._bodies.popleft()
+            self._queued_bytes -= len(self._bodies.popleft())
         self._acked = ack
         self._cursor = max(self._cursor, ack)
         self._rto_s = self._timing.rto_s
@@ -143,6 +148,7 @@ class ControlStream:
         """Assert the invariants."""
         assert self._acked <= self._cursor <= self._highest <= self._acked + AHEAD_FRAMES
         assert self._highest <= self._acked + len(self._bodies)
+        assert self._queued_bytes == sum(map(len, self._bodies))
         assert self._resend_at is None or self._cursor > self._acked
         assert all(self.received < seq < self.received + AHEAD_FRAMES for seq in self._ahead)
         assert self._ahead_bytes == sum(num_bytes for _, num_bytes in self._ahead.values())

@@ -43,6 +43,8 @@ class Outgoing:
     def __init__(self, blob: BlobId, source: BlobSource, limit: int, pace: Pace, *, background: bool = False) -> None:
         self.blob = blob
         self.source = source
+        self.pushed = limit > 0
+        """Whether it may begin within the initial credit, before the peer grants any."""
         self.background = background
         """Whether it yields to every other blob."""
         self.acked = 0

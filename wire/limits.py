@@ -42,11 +42,15 @@ class Limits:
     max_window_bytes: int = 32 << 20
     """... and at most: 1 Gbit/s over 250 ms."""
     max_blobs: int = 256
-    """Blobs in transfer at once, each way."""
+    """Blobs in transfer at once, each way, but for those that are pushed at the sender."""
     max_ahead_bytes: int = 4 << 20
     """Control frames kept that overtook one still missing."""
+    max_pushed_blobs: int = 1024
+    """Blobs pushed at once. Their receiver may take fewer at a time, and asks for the others when some have come."""
     max_queued_messages: int = 4096
-    """Messages accepted from the application and not yet acknowledged."""
+    """Messages accepted from the application and not yet acknowledged; twice as many with the session's own."""
+    max_queued_bytes: int = 16 << 20
+    """... and their bytes. One message is always accepted."""
 
     @property
     def max_frame_bytes(self) -> int:
@@ -82,5 +86,8 @@ class Timing:
     blob_idle_s: float = 30.0
     """A coordinator gives up a blob that is no further after this, times the blobs that share the session, though its
     sender's heart beats: time without progress, never time in all, so that a slow link is as good as a fast one."""
+    stall_s: float = 300.0
+    """A coordinator ends the session of a peer that takes nothing for this long, though its heart beats: it grants no
+    credit for blobs that were announced to it, and acknowledges no byte of those that were sent."""
     jump_s: float = 1.0
     """A timer that fires this late tells of a stop of our own process, not of the peer's silence (protocol C)."""

@@ -39,6 +39,9 @@ class Reason(IntEnum):
     TOO_OFTEN = 32
     CROWDED = 33
     IDLE = 34
+    TAKES_NOTHING = 35
+    BEHIND = 36
+    FAULT = 37
     # From here on: what is found in a delta that is well-formed, came in time, and is not merged all the same.
     OUTLIER = 40
     REPLAYED = 41
@@ -92,6 +95,9 @@ _SENTENCES = {
     Reason.TOO_OFTEN: "it came more often than an honest node ever would; it is heard again after a while",
     Reason.CROWDED: "there are as many sessions as the coordinator takes",
     Reason.IDLE: "none of the delta's bytes came for too long, though they were asked for",
+    Reason.TAKES_NOTHING: "the node took none of the bytes sent to it for too long, though its connection lives",
+    Reason.BEHIND: "too many messages wait for the node: it acknowledges them too slowly, or not at all",
+    Reason.FAULT: "the coordinator met an unexpected error in this session's work; its log has the traceback",
     Reason.OUTLIER: "the delta is far longer than those of its fragment are",
     Reason.REPLAYED: "the node has sent the same numbers before",
     Reason.COPIED: "another node has sent the same numbers before",

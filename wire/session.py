@@ -9,7 +9,7 @@ frames go in before a due timer does (protocol C).
 from collections import deque
 from collections.abc import Sequence
 
-from farloop.algo.spec import BlobId
+from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BlobSource, Reassembly, blob_key
 from farloop.wire.control import HEARTBEAT, ControlStream
 from farloop.wire.errors import LocalProtocolError
@@ -58,8 +58,8 @@ class Session:
         self._handshake = Handshake(role)
         self._control = ControlStream(self._limits, self._timing, self.traffic, now)
         self._events: list[SessionEvent] = []
-        idle_s = self._timing.blob_idle_s if role is Role.COORDINATOR else None
-        self._transfers = Transfers(self._limits, self._timing, self.traffic, self._events.append, self._say, idle_s)
+        patience = (self._timing.blob_idle_s, self._timing.stall_s) if role is Role.COORDINATOR else (None, None)
+        self._transfers = Transfers(self._limits, self._timing, self.traffic, self._events.append, self._say, *patience)
         self._lanes: list[int] = []
         """Bulk lanes that can be sent on, in the order of their turns."""
         self._heard_at = now
@@ -82,7 +82,8 @@ class Session:
         A node must then wait for Welcome. Nothing may follow a Leave or Refused. Offers go through `send_blob`.
 
         Raises:
-            LocalProtocolError: not in this state, not from this end, too large, or too many wait already.
+            LimitReached: too many wait already.
+            LocalProtocolError: not in this state, not from this end, or too large.
         """
         if isinstance(message, Offer | Credit | Heartbeat | LaneHello):
             raise LocalProtocolError(f"{type(message).__name__} is sent by the session itself")
@@ -121,6 +122,10 @@ class Session:
         """... of those that are."""
         return self._transfers.background_in_flight
 
+    def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
+        """Blobs of this kind that are being sent, with the bytes of each that have not arrived."""
+        return self._transfers.unacknowledged(kind)
+
     @property
     def bytes_per_s(self) -> float:
         """How fast the peer has lately acknowledged blobs; never less than what is assumed of a thin link."""
@@ -138,7 +143,8 @@ class Session:
         Ends in BlobSent, in BlobDeclined, or with the peer's Stored or Outcome, which are delivered as messages.
 
         Raises:
-            LocalProtocolError: not open, being sent already, or `source` has another size than offered.
+            AlreadyUnderWay, LimitReached: being sent already; too many blobs or messages at once.
+            LocalProtocolError: not open, or `source` has another size than offered.
         """
         if source.size != offer.size:
             raise LocalProtocolError(f"{offer.size} bytes offered, {source.size} at hand")
@@ -153,10 +159,11 @@ class Session:
         BlobDeclined.
 
         Raises:
-            LocalProtocolError: not open, or being sent already.
+            AlreadyUnderWay, LimitReached: being sent already; too many blobs at once.
+            LocalProtocolError: not open.
         """
         self._handshake.check_open()
-        self._transfers.check_room(blob)
+        self._transfers.check_room(blob, pushed=True)
         self._transfers.begin(blob, source, pushed=True)
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
@@ -166,7 +173,8 @@ class Session:
         begun. Keep the one returned to resume after this session.
 
         Raises:
-            LocalProtocolError: not open, expected already, `size` out of bounds, or too many blobs at once.
+            AlreadyUnderWay, LimitReached: expected already; too many blobs at once.
+            LocalProtocolError: not open, or `size` out of bounds.
         """
         self._handshake.check_open()
         return self._transfers.expect(blob, size, digest, reassembly, now)
@@ -253,6 +261,7 @@ class Session:
                 break
             frames.append(self._bulk_frame(*chunk))
             max_chunks -= 1
+        self._transfers.look(now)
         return frames
 
     def next_timer(self) -> float | None:
@@ -281,6 +290,8 @@ class Session:
             self._close_after_farewell()
         elif now >= self._heard_at + self._timing.liveness_s:
             self.close(Reason.SILENT, f"nothing was heard for {self._timing.liveness_s:g} s")
+        elif self._transfers.is_stalled(now):
+            self.close(Reason.TAKES_NOTHING, f"none of the blobs sent to it moved for {self._timing.stall_s:g} s")
 
     def check(self) -> None:
         """Assert all invariants."""

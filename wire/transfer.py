@@ -7,7 +7,7 @@ from dataclasses import replace
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BlobSource, Reassembly, blob_key
 from farloop.wire.credit import Incoming, Outgoing, Pace
-from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
 from farloop.wire.frames import BulkFrame
 from farloop.wire.limits import EARLY_BYTES, EARLY_FRAMES, INITIAL_CREDIT, Limits, Timing
@@ -34,9 +34,11 @@ class Transfers:
         emit: Callable[[SessionEvent], None],
         say: Callable[[Credit], None],
         idle_s: float | None = None,
+        stall_s: float | None = None,
     ) -> None:
-        """`idle_s`: how long an expected blob may stand still, for each that shares the session; None: for ever."""
-        self._limits, self._idle_s = limits, idle_s
+        """`idle_s`: how long an expected blob may stand still, for each that shares the session; None: for ever.
+        `stall_s`: how long the peer may take nothing of what is sent to it; None: for ever."""
+        self._limits, self._idle_s, self._stall_s = limits, idle_s, stall_s
         self._timing = timing
         self._traffic = traffic
         self._emit = emit
@@ -51,15 +53,23 @@ class Transfers:
         self._finished: OrderedDict[bytes, None] = OrderedDict()
         self._probe_key = b""
         """Of the last probe that was expected."""
+        self._waits_since: float | None = None
+        """When the peer last took something, or was first waited for; None while nothing waits for it."""
         self.meter = Meter()
         """How what comes in does so."""
 
-    def check_room(self, blob: BlobId) -> None:
-        """Raise LocalProtocolError if `blob` cannot be sent now."""
+    def check_room(self, blob: BlobId, *, pushed: bool = False) -> None:
+        """Raise AlreadyUnderWay or LimitReached if `blob` cannot be sent now."""
         if blob in self._outgoing:
-            raise LocalProtocolError(f"{blob} is being sent already")
-        if len(self._outgoing) >= self._limits.max_blobs:
-            raise LocalProtocolError(f"{len(self._outgoing)} blobs are being sent")
+            raise AlreadyUnderWay(f"{blob} is being sent already")
+        sending = sum(outgoing.pushed == pushed for outgoing in self._outgoing.values())
+        if sending >= (self._limits.max_pushed_blobs if pushed else self._limits.max_blobs):
+            raise LimitReached(f"{sending} blobs are being sent")
+
+    def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
+        """Blobs of this kind that are being sent, with the bytes of each that have not arrived."""
+        sending = ((blob, outgoing) for blob, outgoing in self._outgoing.items() if blob.kind is kind)
+        return {blob: outgoing.source.size - outgoing.acked for blob, outgoing in sending}
 
     @property
     def bytes_per_s(self) -> float:
@@ -91,15 +101,16 @@ class Transfers:
         """Allow the peer to send `blob`; its chunks that are here already count.
 
         Raises:
-            LocalProtocolError: expected already, empty, too large, or too many at once.
+            AlreadyUnderWay, LimitReached: expected already; too many at once.
+            LocalProtocolError: empty, or too large.
         """
         key = blob_key(blob)
         if key in self._incoming:
-            raise LocalProtocolError(f"{blob} is expected already")
+            raise AlreadyUnderWay(f"{blob} is expected already")
         if not 0 < size <= self._limits.max_blob_bytes:
             raise LocalProtocolError(f"{blob} of {size} bytes, at most {self._limits.max_blob_bytes} are taken")
         if len(self._incoming) >= self._limits.max_blobs:
-            raise LocalProtocolError(f"{len(self._incoming)} blobs are expected")
+            raise LimitReached(f"{len(self._incoming)} blobs are expected")
         if reassembly is None or (reassembly.size, reassembly.digest) != (size, digest):
             reassembly = Reassembly(size, digest)
         timing = self._timing
@@ -133,8 +144,10 @@ class Transfers:
             del self._outgoing[credit.blob]
             self._emit(BlobDeclined(blob=credit.blob))
             return
-        before = outgoing.acked
+        before, was_credited = outgoing.acked, outgoing.credited
         outgoing.credit(credit.received, credit.limit, now)
+        if outgoing.acked > before or not was_credited:
+            self._waits_since = None
         self._traffic.arrived_bytes += outgoing.acked - before
         if outgoing.done:
             del self._outgoing[credit.blob]
@@ -191,7 +204,8 @@ class Transfers:
     def next_timer(self) -> float | None:
         """When the first blob is to be sent again, or given up."""
         rewinds = [deadline for _, deadline in self._deadlines()]
-        return min([*rewinds, *(self._idle_at(incoming) for incoming in self._patient())], default=None)
+        stalls = [self._stalls_at] if self._stalls_at is not None else []
+        return min([*rewinds, *stalls, *(self._idle_at(incoming) for incoming in self._patient())], default=None)
 
     def handle_timer(self, now: float) -> None:
         """Rewind every blob that was sent and whose time is up; decline every expected one that stands still."""
@@ -202,8 +216,26 @@ class Transfers:
             self.cancel(incoming.blob)
             self._emit(BlobIdle(blob=incoming.blob))
 
+    def is_stalled(self, now: float) -> bool:
+        """Whether the peer has taken nothing for too long."""
+        return self._stalls_at is not None and now >= self._stalls_at
+
+    def look(self, now: float) -> None:
+        """See whether the peer is waited for: for credit, or for the acknowledgement of what was sent. What is held
+        back at this end is not the peer's fault."""
+        waits = any(not o.credited or o.in_flight or not o.has_credit for o in self._outgoing.values())
+        self._waits_since = None if not waits else now if self._waits_since is None else self._waits_since
+
+    @property
+    def _stalls_at(self) -> float | None:
+        if self._stall_s is None or self._waits_since is None or not self._outgoing:
+            return None
+        return self._waits_since + self._stall_s
+
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still: that is not held against the peer (protocol C)."""
+        if self._waits_since is not None:
+            self._waits_since += seconds
         for incoming in self._incoming.values():
             incoming.grew_at += seconds
         self.meter.forget()
@@ -223,7 +255,8 @@ class Transfers:
             incoming.reassembly.check()
             assert incoming.reassembly.received <= incoming.limit
             assert not incoming.reassembly.complete
-        assert max(len(self._outgoing), len(self._incoming)) <= self._limits.max_blobs
+        assert len(self._outgoing) <= self._limits.max_pushed_blobs + self._limits.max_blobs
+        assert len(self._incoming) <= self._limits.max_blobs
         assert self._early_bytes == sum(len(frame.chunk) for frame, _ in self._early) <= EARLY_BYTES
         assert len(self._early) <= EARLY_FRAMES
         assert len(self._finished) <= _FINISHED_KEYS

@@ -11,7 +11,7 @@ from farloop.coordinator.windows import Window
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly
-from farloop.wire.errors import LocalProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached
 from farloop.wire.handshake import Role, State
 from farloop.wire.messages import Offer
 from farloop.wire.session import Session
@@ -28,7 +28,7 @@ class Asked:
 
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         if any(known == blob for known, _ in self.expected):
-            raise LocalProtocolError("it is expected already")
+            raise AlreadyUnderWay("it is expected already")
         self.expected.append((blob, reassembly))
         return reassembly or Reassembly(size, digest)
 
@@ -135,7 +135,7 @@ def test_the_memory_of_what_is_void_is_given_back(offer: Offer, window: Window, 
     for seq in range(1, 5):
         blob = dataclasses.replace(offer.blob, seq=seq)
         let_in(intake, session, dataclasses.replace(offer, blob=blob), window, fragment)  # type: ignore[arg-type]
-        with pytest.raises(LocalProtocolError, match="expected already"):
+        with pytest.raises(AlreadyUnderWay, match="expected already"):
             session.expect(blob, offer.size, offer.digest, None, 0.0)
     for seq in range(1, 4):  # nothing is expected of these any more
         session.expect(dataclasses.replace(offer.blob, seq=seq), offer.size, offer.digest, None, 0.0)
@@ -230,3 +230,46 @@ def test_the_bytes_must_say_what_the_offer_said(spec: RunSpec, offer: Offer, fra
     expect = expected_delta(offer, fragment, spec.terms.codec_up, 3)
     assert (expect.fragment, expect.version, expect.base) == (fragment, 1, 0)
     assert (expect.newest_epoch, [codec.name for codec in expect.codecs]) == (3, [spec.terms.codec_up])
+
+
+class Crowded(Asked):
+    """It takes one delta at a time."""
+
+    def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
+        if any(known != blob for known, _ in self.expected):
+            raise LimitReached("1 blobs are expected")
+        return super().expect(blob, size, digest, reassembly, now)
+
+
+def test_a_delta_beyond_what_a_session_takes_at_once_comes_later_and_is_not_taken_for_one_offered_twice(
+    offer: Offer, spec: RunSpec, fragment: Fragment
+) -> None:
+    """It was never asked for again, and its window waited for it for ever."""
+    intake, session = Intake(), Crowded()
+    other = spec.identity.layout.fragments[1]
+    terms = schedule.first_windows(spec.terms, spec.identity.layout)
+    first, second = (Window(terms=terms[index], expected={A}) for index in (0, 1))
+    later = dataclasses.replace(
+        offer,
+        blob=dataclasses.replace(offer.blob, fragment=1, seq=2),
+        size=blob_bytes(codec_named(spec.terms.codec_up), other),
+    )
+    let_in(intake, session, offer, first, fragment)
+    let_in(intake, session, later, second, other)
+    intake.check()
+    assert [blob for blob, _ in session.expected] == [offer.blob]
+    assert intake.next() is None, "nothing of this node has ended"
+    session.expected.clear()
+    intake.arrived(offer.blob)
+    assert intake.next() == later
+    let_in(intake, session, later, second, other)
+    assert intake.arrived(later.blob) == later
+
+
+def test_what_waits_for_a_crowded_session_ends_with_it(offer: Offer, window: Window, fragment: Fragment) -> None:
+    intake, session = Intake(), Crowded()
+    session.expected.append((dataclasses.replace(offer.blob, seq=99), None))
+    let_in(intake, session, offer, window, fragment)
+    intake.parted(A)
+    intake.arrived(dataclasses.replace(offer.blob, seq=99))
+    assert intake.next() is None

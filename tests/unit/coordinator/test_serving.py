@@ -4,7 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farloop.algo.spec import BlobId, BlobKind
-from farloop.coordinator.serving import Copy, Serving, Turn
+from farloop.coordinator.serving import MOST_UPDATES, Copy, Serving, Turn
+from farloop.wire.blobs import BlobSource, BytesSource
+from farloop.wire.errors import LimitReached
+from farloop.wire.messages import Committed
 
 SIZE = 100
 
@@ -159,3 +162,91 @@ def test_every_request_is_served_in_the_end_with_a_version_that_will_do(data: st
         open_asks.pop((turn.session, turn.fragment))
         serving.done(turn.session)
     assert not open_asks
+
+
+class Slow:
+    """A session that takes nothing: what is pushed at it stays."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.queued: dict[BlobId, int] = {}
+        self.most = most
+
+    def unacknowledged(self, kind: BlobKind) -> dict[BlobId, int]:
+        return {blob: size for blob, size in self.queued.items() if blob.kind is kind}
+
+    def push_blob(self, blob: BlobId, source: BlobSource) -> None:
+        if len(self.queued) >= self.most:
+            raise LimitReached("no more at once")
+        self.queued[blob] = source.size
+
+    def cancel(self, blob: BlobId) -> None:
+        del self.queued[blob]
+
+
+def push(serving: Serving, session: Slow, fragment: int, version: int, size: int = 10) -> bool:
+    committed = Committed(
+        fragment=fragment,
+        version=version,
+        size=size,
+        digest=0,
+        anchor_digest=0,
+        merged=(),
+        drops=(),
+        next_window=None,
+        rounds=(),
+    )
+    source = BytesSource(bytes(size))
+    told = serving.push(session, 1, committed, lambda: source, SIZE)  # type: ignore[arg-type]
+    serving.check()
+    return told
+
+
+def test_a_session_that_takes_no_updates_gets_a_snapshot_in_their_place() -> None:
+    """256 of them ended the coordinator: a joiner behind a thin link did that within a minute."""
+    serving, session = Serving(), Slow()
+    for version in range(1, 1001):
+        for fragment in range(3):
+            push(serving, session, fragment, version)
+            assert len(session.queued) <= 3 * MOST_UPDATES
+    for fragment in range(3):
+        turn = take(serving, [1000, 1000, 1000])
+        assert turn and turn.fragment == fragment
+        copy = serving.copy_for(1)
+        assert copy and copy.blob.version == 1000, "it stands for all that was dropped"
+        serving.done(1)
+    assert take(serving, [1000] * 3) is None
+    assert not push(serving, session, 0, 1001) and len(session.queued) == 1, "and updates follow it again"
+
+
+def test_updates_of_more_bytes_than_two_snapshots_are_dropped() -> None:
+    serving, session = Serving(), Slow()
+    assert not push(serving, session, 0, 1, SIZE) and not push(serving, session, 0, 2, SIZE)
+    assert push(serving, session, 0, 3, SIZE)
+    assert session.queued == {}
+
+
+def test_a_session_that_can_be_pushed_no_more_gets_a_snapshot() -> None:
+    serving, session = Serving(), Slow(most=5)
+    assert [push(serving, session, fragment, 1) for fragment in range(7)] == 5 * [False] + 2 * [True]
+
+
+def test_what_is_committed_while_a_snapshot_is_asked_for_is_in_it_and_what_comes_later_is_pushed() -> None:
+    serving, session = Serving(), Slow()
+    serving.ask(1, 0, 0)
+    push(serving, session, 0, 1)
+    assert session.queued == {}
+    assert take(serving, [1]) and serving.copy_for(1).blob.version == 1  # type: ignore[union-attr]
+    push(serving, session, 0, 2)
+    assert [blob.version for blob in session.queued] == [2]
+
+
+def test_a_session_that_falls_behind_while_it_is_sent_a_snapshot_is_sent_another_after_it() -> None:
+    serving, session = Serving(), Slow()
+    serving.ask(1, 0, 0)
+    take(serving, [0])
+    version = 0
+    while not push(serving, session, 0, version := version + 1):
+        pass
+    assert session.queued == {} and take(serving, [version]) is None
+    serving.done(1)
+    assert take(serving, [version]) and serving.copy_for(1).blob.version == version  # type: ignore[union-attr]

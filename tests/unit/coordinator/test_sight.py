@@ -1,6 +1,8 @@
 """Echoes, probes and reports of the coordinator's side, on sessions without a link between them."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from plain_runs import plain_hello, plain_spec
@@ -35,7 +37,7 @@ class Star:
         self.nodes: dict[NodeId, Session] = {}
         self.probing = {name: Probing() for name in names}
         self.members = {name: Member(name=name, incarnation=1) for name in names}
-        self.sight = Sight(budget, lambda peer: None, 0.0, quiet_s=1.0, share=1e9)
+        self.sight = Sight(budget, lambda peer: nullcontext(peer.session), 0.0, quiet_s=1.0, share=1e9)
         self.probes: list[Probe] = []
         self.halts = False
         """Whether time stops as soon as a probe's first bytes are on their way."""
@@ -199,9 +201,13 @@ def test_a_session_that_turns_out_to_be_broken_as_it_is_asked_is_not_probed() ->
     star = Star(OSLO)
     star.run(3.0)
     assert star.sight.matrix.rtt_s(OSLO, COORDINATOR) is not None
-    gone = Sight(
-        BUDGET, lambda peer: peer.session.close(Reason.CLOSED, "the link found it gone"), star.now, quiet_s=0.0
-    )
+
+    @contextmanager
+    def finds_it_gone(peer: Peer) -> Iterator[Session]:
+        yield peer.session
+        peer.session.close(Reason.CLOSED, "the link found it gone")
+
+    gone = Sight(BUDGET, finds_it_gone, star.now, quiet_s=0.0)
     gone.matrix.round_trips(OSLO, COORDINATOR, star.peers[OSLO].session.round_trips)
     gone.look(star.peers, star.members, star.now)
     assert star.peers[OSLO].session.state is State.CLOSED

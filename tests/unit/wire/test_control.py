@@ -3,7 +3,7 @@
 import pytest
 
 from farloop.wire.control import HEARTBEAT, ControlStream
-from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
+from farloop.wire.errors import LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.limits import AHEAD_FRAMES, Limits, Timing
 from farloop.wire.messages import Fetch
 from farloop.wire.traffic import Traffic
@@ -149,3 +149,19 @@ def test_a_frame_is_acknowledged_within_the_delay_by_what_comes_first() -> None:
     assert control.outgoing(0.75) == []
     control.accept(0, Fetch(fragment=0), 10, 0.8)
     assert control.outgoing(1.05) == [(0, HEARTBEAT)], "a duplicate asks for the acknowledgement that was lost"
+
+
+def test_messages_that_wait_are_bounded_by_number_and_by_bytes() -> None:
+    for limits, size, most in ((Limits(max_queued_messages=3), 1, 3), (Limits(max_queued_bytes=100), 40, 2)):
+        stream = ControlStream(limits, Timing(), Traffic(), 0.0)
+        for _ in range(most):
+            stream.push(bytes(size))
+        with pytest.raises(LimitReached):
+            stream.push(bytes(size))
+        stream.check()
+        stream.outgoing(0.0)
+        stream.acknowledge(1, 0.0)
+        stream.push(bytes(size))
+        stream.check()
+    large = ControlStream(Limits(max_queued_bytes=100), Timing(), Traffic(), 0.0)
+    large.push(bytes(1000))

@@ -6,9 +6,9 @@ import pytest
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
-from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
+from farloop.wire.errors import LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived, SessionClosed, SessionEvent
-from farloop.wire.frames import BulkFrame, ControlFrame, parse_control, parse_lane_hello
+from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, parse_control, parse_lane_hello
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import INITIAL_CREDIT, Limits, Timing
 from farloop.wire.messages import (
@@ -392,3 +392,71 @@ def parse(parts: list[bytes | bytearray | memoryview]) -> tuple[int, int]:
 def observed(session: Session) -> tuple[object, list[SessionEvent], float | None]:
     session.check()
     return repr(session.traffic), session.events(), session.next_timer()
+
+
+@pytest.mark.parametrize("gives_credit", [False, True])
+def test_a_peer_that_takes_none_of_what_is_sent_to_it_ends_its_session(open_pair: OpenPair, gives_credit: bool) -> None:
+    """Its heart beats, so that no other time-out sees it."""
+    node, coordinator = open_pair(None, Timing(stall_s=60.0))
+    coordinator.push_blob(UPDATE, BytesSource(DATA))
+    if gives_credit:
+        node.expect(UPDATE, len(DATA), blob_digest(DATA), None, 0.0)
+    for now in range(100):
+        for lane, parts in node.outgoing(float(now)):
+            coordinator.receive(lane, parts, float(now))
+        for lane, parts in coordinator.outgoing(float(now)):
+            if lane == 0:  # the rest is lost
+                node.receive(lane, parts, float(now))
+        coordinator.handle_timer(float(now))
+        if coordinator.state is State.CLOSED:
+            break
+    assert 60 <= now <= 65
+    (end,) = coordinator.events()
+    assert isinstance(end, SessionClosed) and end.reason is Reason.TAKES_NOTHING
+
+
+def test_a_peer_that_takes_little_keeps_its_session(open_pair: OpenPair) -> None:
+    """What is waited for is progress, never an end. A receiver acknowledges every 256 KiB: here, once in 200 s."""
+    limits = Limits(chunk_bytes=64 << 10)
+    node, coordinator = open_pair(limits, Timing(stall_s=210.0, rto_s=2000.0))
+    coordinator.push_blob(UPDATE, BytesSource(DATA))
+    node.expect(UPDATE, len(DATA), blob_digest(DATA), None, 0.0)
+    waiting: list[tuple[int, list[Buffer]]] = []
+    for now in range(0, 1500, 5):
+        for lane, parts in coordinator.outgoing(float(now)):
+            if lane == 0:
+                node.receive(lane, parts, float(now))
+            else:
+                waiting.append((lane, parts))
+        if now % 50 == 0 and waiting:
+            node.receive(*waiting.pop(0), float(now))
+        for lane, parts in node.outgoing(float(now)):
+            coordinator.receive(lane, parts, float(now))
+        coordinator.handle_timer(float(now))
+    assert coordinator.state is State.OPEN
+    assert coordinator.events() == [BlobSent(blob=UPDATE)]
+
+
+def test_what_this_end_holds_back_is_not_the_peers_fault(open_pair: OpenPair) -> None:
+    """A snapshot yields to others, for as long as there are others."""
+    node, coordinator = open_pair(None, Timing(stall_s=60.0))
+    snapshot = BlobId(kind=BlobKind.SNAPSHOT, fragment=0, version=1)
+    offer = Offer(blob=snapshot, size=len(DATA), digest=blob_digest(DATA))
+    coordinator.send_blob(offer, BytesSource(DATA), background=True)
+    for now in range(300):
+        for lane, parts in coordinator.outgoing(float(now), background=False):
+            node.receive(lane, parts, float(now))
+        for message in messages(node):
+            assert message == offer
+            node.expect(snapshot, len(DATA), offer.digest, None, float(now))
+        for lane, parts in node.outgoing(float(now)):
+            coordinator.receive(lane, parts, float(now))
+        coordinator.handle_timer(float(now))
+    assert coordinator.state is State.OPEN
+
+
+def test_the_sessions_own_answers_to_a_peer_that_acknowledges_nothing_are_bounded(open_pair: OpenPair) -> None:
+    _, coordinator = open_pair(Limits(max_queued_messages=10))
+    with pytest.raises(LimitReached, match="20 messages wait"):
+        for _ in range(30):
+            coordinator.cancel(DELTA)

@@ -28,7 +28,7 @@ OpenPair = Callable[..., tuple[Session, Session]]
 Parts = list[Buffer]
 
 LIMITS = Limits(chunk_bytes=16 << 10, max_ahead_bytes=4000)
-TIMING = Timing(liveness_s=300.0, blob_idle_s=2000.0)
+TIMING = Timing(liveness_s=300.0, blob_idle_s=2000.0, stall_s=2000.0)
 END_S = 2000.0
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest, blob_key
-from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
+from farloop.wire.errors import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
 from farloop.wire.frames import BulkFrame
 from farloop.wire.limits import EARLY_BYTES, EARLY_FRAMES, INITIAL_CREDIT, Limits, Timing
@@ -238,18 +238,18 @@ def test_cancelling_what_is_sent_tells_nobody() -> None:
 
 
 def test_illegal_requests_change_nothing() -> None:
-    end = End(max_blobs=2, max_blob_bytes=1000)
+    end = End(max_blobs=2, max_pushed_blobs=2, max_blob_bytes=1000)
     end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
     end.transfers.expect(update(1), 1000, 0, None, 0.0)
     for blob, size in [(update(1), 1000), (update(2), 1001), (update(2), 0)]:
         with pytest.raises(LocalProtocolError):
             end.transfers.expect(blob, size, 0, None, 0.0)
     with pytest.raises(LocalProtocolError):
-        end.transfers.check_room(update(1))
+        end.transfers.check_room(update(1), pushed=True)
     end.transfers.begin(update(2), BytesSource(DATA), pushed=True)
     end.transfers.expect(update(2), 1000, 0, None, 0.0)
     with pytest.raises(LocalProtocolError):
-        end.transfers.check_room(update(3))
+        end.transfers.check_room(update(3), pushed=True)
     with pytest.raises(LocalProtocolError):
         end.transfers.expect(update(3), 1000, 0, None, 0.0)
     assert len(end.credits) == 2
@@ -312,3 +312,31 @@ def test_blobs_that_share_a_lane_may_each_wait_for_the_others() -> None:
     assert end.transfers.next_timer() == 90.0
     end.transfers.clock_jumped(5.0)
     assert end.transfers.next_timer() == 95.0
+
+
+def test_a_limit_that_is_reached_is_told_from_a_blob_that_is_under_way() -> None:
+    """Whoever takes one for the other drops what it should send, or keeps what it should not."""
+    end = End(max_blobs=1, max_pushed_blobs=1)
+    end.transfers.check_room(delta(1))
+    end.transfers.begin(delta(1), BytesSource(DATA), pushed=False)
+    end.transfers.begin(update(1), BytesSource(DATA), pushed=True)
+    end.transfers.expect(update(7), 1000, 0, None, 0.0)
+    with pytest.raises(AlreadyUnderWay):
+        end.transfers.check_room(delta(1))
+    with pytest.raises(LimitReached):
+        end.transfers.check_room(delta(2))
+    with pytest.raises(LimitReached):
+        end.transfers.check_room(update(2), pushed=True)
+    with pytest.raises(AlreadyUnderWay):
+        end.transfers.expect(update(7), 1000, 0, None, 0.0)
+    with pytest.raises(LimitReached):
+        end.transfers.expect(update(8), 1000, 0, None, 0.0)
+
+
+def test_what_is_pushed_leaves_room_for_what_is_offered() -> None:
+    """A snapshot is what ends a queue of updates: they must not keep it from being offered."""
+    end = End(max_blobs=1, max_pushed_blobs=300)
+    for version in range(300):
+        end.transfers.begin(update(version), BytesSource(DATA), pushed=True)
+    end.transfers.check_room(delta(1))
+    assert sum(end.transfers.unacknowledged(BlobKind.UPDATE).values()) == 300 * len(DATA)
