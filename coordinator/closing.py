@@ -5,7 +5,7 @@ durable, or until it turns out that no arithmetic can hold it.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Final
 
 from farloop.algo import schedule
@@ -13,13 +13,21 @@ from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, RoundPlan
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
+from farloop.coordinator.deadlines import ALARM as NO_PROGRESS
+from farloop.coordinator.deadlines import Deadlines
 from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.grace import Grace
 from farloop.coordinator.guard import ALARM, Guard
+from farloop.coordinator.hold import ALARM as STORAGE
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.roster import Member
 from farloop.coordinator.windows import Window
 from farloop.wire.reasons import Reason
+
+SILENT: Final = "silent "
+"""Begin of the alarm that names a node for which no window waits."""
+
+QUARANTINE: Final = "quarantine of "
 
 RETRY_S: Final = 1.0
 """Pause before a failed commit is tried again."""
@@ -37,16 +45,19 @@ class Closing:
         *,
         now: float,
         floor_share: float | None,
-        members: Callable[[], Collection[Member]],
+        members: Callable[[], Mapping[NodeId, Member]],
+        drops_silent: bool,
         speeds: Callable[[], Mapping[NodeId, float]],
         stands_still: Callable[[], bool],
     ) -> None:
-        """`windows` are the open ones, by fragment. `speeds`: inner steps a second, of who deals with rounds of their
+        """`windows` are the open ones, by fragment. `drops_silent`: whether a window goes on without a node that misses
+        its deadline. `speeds`: inner steps a second, of who deals with rounds of their
         own; `stands_still`: whether no window may close now."""
         self._ledger, self._decisions, self._windows, self._alarms = ledger, decisions, windows, alarms
         self._members, self._speeds, self._stands_still = members, speeds, stands_still
         self.grace = Grace(ledger.spec.terms, lambda window: ledger.terms_at(window.terms).quorum)
         self.guard = Guard(ledger, floor_share)
+        self.node_deadlines = Deadlines(ledger, members, now=now, drops=drops_silent)
         self.now = now
         """The machine's; whoever changes it calls what follows from it."""
         self._commits: dict[int, ev.Commit] = {}
@@ -116,7 +127,7 @@ class Closing:
         """Whether too few of the live nodes would be part of the run, if this window closed now."""
         fragment = self._ledger.fragment(window.terms.fragment)
         about = f"{ALARM} in stage {fragment.stage}" if fragment.stage else ALARM
-        self.guard.look(self._members())
+        self.guard.look(self._members().values())
         self._alarms.pop(about, None)
         if alarm := self.guard.alarm(window.contributors, fragment):
             self._alarms[about] = alarm
@@ -132,11 +143,24 @@ class Closing:
 
     # --- what became of it
 
-    def committed(self, record: rec.WindowCommitted) -> None:
+    def committed(self, record: rec.WindowCommitted, closed: Window) -> None:
         """It is durable; the ledger knows."""
+        self.node_deadlines.committed(closed, self.now)
         del self._commits[record.fragment]
         self._alarms.pop(f"commit of fragment {record.fragment}", None)
         self.guard.committed(record)
+
+    @property
+    def in_quarantine(self) -> dict[NodeId, str]:
+        """Whose deltas are measured and not merged, and why."""
+        return self._ledger.screening.in_quarantine(self._ledger.started)
+
+    def show_quarantine(self) -> None:
+        """An alarm for each of them."""
+        for what in [what for what in self._alarms if what.startswith(QUARANTINE)]:
+            del self._alarms[what]
+        for node, why in self.in_quarantine.items():
+            self._alarms[f"{QUARANTINE}{node}"] = why
 
     def try_those_ahead(self) -> None:
         """Another stage may have come on."""
@@ -159,11 +183,12 @@ class Closing:
         window.open_again(self._ledger.inputs, self._ledger.terms_at(window.terms).quorum)
         self.try_one(event.fragment)
 
-    def look_who_is_left_out(self) -> None:
-        """Where the guard holds the run: any event may have mended it."""
+    def look(self) -> None:
+        """After any event: it may have mended what the guard holds the run for, and what alarms tell of."""
+        self.look_for_progress()
         if not self.guard.holds:
             return
-        self.guard.look(self._members())
+        self.guard.look(self._members().values())
         if not self.guard.left_out():
             self.guard.let_go()
             for about in [about for about in self._alarms if about.startswith(ALARM)]:
@@ -174,14 +199,40 @@ class Closing:
 
     def deadlines(self) -> list[float]:
         """When `pass_time` has something to do."""
-        return [*self._retry_at.values(), *self.grace.deadlines(self._windows.values(), self.now)]
+        late = self.node_deadlines.timers(self._windows, self.now)
+        return [*self._retry_at.values(), *self.grace.deadlines(self._windows.values(), self.now), *late]
 
     def pass_time(self) -> None:
         """Try again what failed, and close what has waited long enough."""
         for fragment in [f for f, at in self._retry_at.items() if at <= self.now]:
             del self._retry_at[fragment]
             self._decisions.do(self._commits[fragment])
+        self._drop_overdue()
         self.try_all()
+        self.look_for_progress()
+
+    def look_for_progress(self) -> None:
+        """Say so where nothing is committed for longer than usual, and who owes what; and whom no window waits for."""
+        for what in [what for what in self._alarms if what == NO_PROGRESS or what.startswith(SILENT)]:
+            del self._alarms[what]
+        for node, why in self.node_deadlines.resting(self.now).items():
+            self._alarms[f"{SILENT}{node}"] = why
+        if self._stands_still() or self.guard.holds or STORAGE in self._alarms:
+            return  # that has an alarm of its own
+        if alarm := self.node_deadlines.alarm(self._windows, self.now):
+            self._alarms[NO_PROGRESS] = alarm
+
+    def _drop_overdue(self) -> None:
+        """The windows that are due go on without the nodes that missed their deadline."""
+        if self._stands_still() or STORAGE in self._alarms:
+            return self.node_deadlines.held(self.now)
+        for window, node in self.node_deadlines.overdue(self._windows, self.now):
+            if node in window.missing:
+                self.node_deadlines.missed(window, node, self.now)
+                expects = self.node_deadlines.expects(node, self.now)
+                for one in [window] if expects else self._windows.values():
+                    if one.state == "open" and node in one.missing:
+                        one.removed[node] = Reason.LATE
 
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still: every deadline moves (protocol C)."""
@@ -189,3 +240,4 @@ class Closing:
             window.opened_at += seconds
             window.quorum_at = None if window.quorum_at is None else window.quorum_at + seconds
         self.grace.clock_jumped(seconds)
+        self.node_deadlines.clock_jumped(seconds)

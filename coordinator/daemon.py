@@ -91,9 +91,10 @@ class CoordinatorConfig:
     each direction."""
     probe_quiet_s: float = QUIET_S
     """Seconds for which nobody must have waited for bytes before a link is probed."""
-    adapt: str = "advise"
-    """What is done about nodes and links that have become slow: "off" looks at nothing; "advise" measures links anew
-    and says what else would help; "act" also gives such a node lighter terms, or leaves it out of a round."""
+    adapt: str = "drop"
+    """What is done about nodes and links that have become slow or silent: "off" nothing; "advise" measures links anew
+    and says what else would help; "drop" also lets a window go on without a node that sends nothing for several times
+    its usual time; "act" also gives a slow node lighter terms, or leaves it out of a round."""
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Timing)
 
@@ -113,6 +114,7 @@ class Coordinator:
             now=time.monotonic(),
             liveness_s=config.timing.liveness_s,
             floor_share=config.floor_share,
+            drops_silent=config.adapt in ("drop", "act"),
             adopt=adopt,
         )
         self._upkeep = Upkeep(store, self.machine.alarms)
@@ -467,11 +469,9 @@ class Coordinator:
         self._happened(ev.CommitDone(record=record))
 
     def _compute_commit(self, command: ev.Commit) -> aggregator.Result:
-        draft = command.draft
-        buffers = self.store.buffers[draft.fragment]
-        return commits.compute(
-            self.store.ledger, buffers, draft, self._inputs.addends(draft), self._inputs.apart(draft)
-        )
+        draft, buffers = command.draft, self.store.buffers[command.draft.fragment]
+        addends, apart = self._inputs.addends(draft), self._inputs.apart(draft)
+        return commits.compute(self.store.ledger, buffers, draft, addends, apart)
 
     # --- time and threads
 

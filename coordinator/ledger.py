@@ -354,7 +354,7 @@ class Ledger:
 
     def rounds_ahead(self) -> tuple[RoundPlan, ...]:
         """The fixed rounds that a node may still need."""
-        return tuple(plan for index, plan in sorted(self.rounds.items()) if index >= self.current_round - 1)
+        return tuple(self.rounds[i] for i in range(self.current_round - 1, max(self.rounds) + 1) if i in self.rounds)
 
     def anchor_digest(self, fragment: int, version: int) -> int | None:
         """Digest of that version of the anchor, as far as it is remembered."""

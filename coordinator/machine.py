@@ -43,13 +43,15 @@ class CoordinatorMachine:
         liveness_s: float = 10.0,
         expire_s: float = EXPIRE_S,
         floor_share: float | None = None,
+        drops_silent: bool = True,
         adopt: Adopt | None = None,
     ) -> None:
         """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without, and
         `expire_s` more before others get their samples.
 
-        `floor_share`: least share of the live nodes that must lately have been merged (`guard.py`). `adopt`: the ledger
-        is an old copy's, and what nodes hold comes first (`adopting.py`).
+        `floor_share`: least share of the live nodes that must lately have been merged (`guard.py`). `drops_silent`:
+        whether windows go on without a node that misses its deadline (`deadlines.py`). `adopt`: the ledger is an old
+        copy's, and what nodes hold comes first (`adopting.py`).
         """
         self.ledger = ledger
         self.windows: dict[int, Window] = {}
@@ -65,7 +67,8 @@ class CoordinatorMachine:
             self.alarms,
             now=now,
             floor_share=floor_share,
-            members=lambda: self.members.values(),
+            members=lambda: self.members,
+            drops_silent=drops_silent,
             speeds=lambda: self._membership.speeds(),
             stands_still=lambda: self._stands_still,
         )
@@ -87,7 +90,7 @@ class CoordinatorMachine:
 
     def _begin(self) -> None:
         """Go on from what the ledger says."""
-        self._show_quarantine()
+        self._closing.show_quarantine()
         for terms in self.ledger.windows.values():
             self._open(terms)
         self._closing.fix_rounds()
@@ -102,7 +105,7 @@ class CoordinatorMachine:
     @property
     def in_quarantine(self) -> dict[NodeId, str]:
         """Whose deltas are measured and not merged, and why."""
-        return self.ledger.screening.in_quarantine(self.ledger.started)
+        return self._closing.in_quarantine
 
     @property
     def grace(self) -> Grace:
@@ -175,6 +178,7 @@ class CoordinatorMachine:
             case ev.Greeted():
                 if self._membership.is_new(event):
                     self._mend(event.node, set())
+                    self._closing.node_deadlines.restarted(event.node)
                 held = self.holding
                 self._membership.greeted(event, now)
                 if self.holding != held:
@@ -205,7 +209,7 @@ class CoordinatorMachine:
                 pass  # of a session that ended as the run went on
             case _:
                 assert_never(event)
-        self._closing.look_who_is_left_out()
+        self._closing.look()
         self._look_after_stages()
         return self._decisions.take()
 
@@ -304,13 +308,6 @@ class CoordinatorMachine:
             rec.EvaluationTaken(loss=evaluation.loss, versions=evaluation.versions, position=evaluation.position)
         )
 
-    def _show_quarantine(self) -> None:
-        alarm = "quarantine of "
-        for what in [what for what in self.alarms if what.startswith(alarm)]:
-            del self.alarms[what]
-        for node, why in self.in_quarantine.items():
-            self.alarms[f"{alarm}{node}"] = why
-
     def _mend(self, node: NodeId, fragments: set[int]) -> None:
         """These anchors of a node did not match, and are not known to be mended."""
         self._mending.pop(node, None)
@@ -329,13 +326,15 @@ class CoordinatorMachine:
     def _open(self, terms: WindowTerms) -> None:
         """Open a window, with the deltas that came too late for the windows before, where the method takes them."""
         ours = self.ledger.terms_at(terms)
+        expected = {n for n in self._membership.expected(terms) if self._closing.node_deadlines.expects(n, self._now)}
         window = self.windows[terms.fragment] = Window(
             terms=terms,
             max_staleness=ours.max_staleness,
             alone=method_named(self.ledger.spec.terms.method).alone,
             opened_at=self._now,
-            expected=self._membership.expected(terms),
+            expected=expected,
         )
+        self._closing.node_deadlines.opened(window)
         window.begin_with(self.ledger.inputs, ours.quorum)
         self.grace.look_at(window, self._now)
 
@@ -344,6 +343,7 @@ class CoordinatorMachine:
         window = self.windows.get(blob.fragment)
         if blob in self.ledger.inputs:
             return self._decisions.tell(member.name, msg.Stored(blob=blob))
+        self._closing.node_deadlines.offered(offer)
         if blob.fragment in (ailing := self._mending.get(member.name, set())):
             self._mend(member.name, ailing - {blob.fragment})  # a node sends nothing from an anchor that is lost
         if refused := delta_refusal(offer, member, self.ledger, window):
@@ -369,6 +369,7 @@ class CoordinatorMachine:
         if self.ledger.holds_one_of(offer.blob.node, offer.blob.fragment):
             return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
         self.grace.came(offer, self._now)
+        self._closing.node_deadlines.came(offer, self._now)
         self.ledger.apply(rec.InputStored.of(offer, payload))
         self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
         if window.state == "open":  # else the next one may begin with it
@@ -397,14 +398,14 @@ class CoordinatorMachine:
         before, held = self.ledger.current_round, self.ledger.inputs
         closed = self.windows.pop(record.fragment)
         self.ledger.apply(record)
-        self._closing.committed(record)
+        self._closing.committed(record, closed)
         for blob in held.keys() - self.ledger.inputs.keys() - {addend.blob for addend in record.blobs}:
             self._decisions.do(ev.Forget(blob=blob))
         self._closing.fix_rounds()
         for refusal in record.refused:
             outcome = msg.Outcome(blob=refusal.blob, reason=refusal.reason, detail=refusal.detail)
             self._decisions.tell(refusal.blob.node, outcome)
-        self._show_quarantine()
+        self._closing.show_quarantine()
         self._publish(record, closed)
         self._membership.start_ready(self._now, "round" if self.ledger.current_round > before else "slot")
         if self.ledger.current_round > before:

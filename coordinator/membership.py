@@ -107,8 +107,8 @@ class Membership:
         }
 
     def speeds(self) -> dict[NodeId, float]:
-        """Tokens a second of those who train; 0 where that is not known yet."""
-        return {member.name: member.speed for member in self.members.values() if member.counts}
+        """Inner steps a second of those who train; 0 where that is not known yet. Their batches may differ."""
+        return {member.name: member.steps_per_s for member in self.members.values() if member.counts}
 
     def evaluator(self) -> NodeId | None:
         """Who is to evaluate now: the lowest live node id of those that hold all of the model (protocol J)."""
@@ -149,7 +149,7 @@ class Membership:
             self._leave(member, Reason.NOT_A_PARTICIPANT)  # it never heard of its start: it will get another
         member.connect(event.session, hello, now)
         if member.stage == "training":
-            self._welcome_back(member)
+            self._welcome_back(member, now)
         self._decisions.do(ev.Accept(session=event.session, node=name, welcome=self._welcome(member)))
         if self._ledger.finished or (self._ledger.windows and self._ledger.is_over_for(member.holds)):
             self._decisions.tell(name, msg.Finished())
@@ -191,17 +191,18 @@ class Membership:
             if member.protocol >= REVISED_SINCE:
                 self._decisions.tell(member.name, msg.Revised(revision=revision))
 
-    def _welcome_back(self, member: Member) -> None:
+    def _welcome_back(self, member: Member, now: float) -> None:
         """Windows that went on without a node take it in again while they are open."""
         assert member.start_round is not None
         if member.name not in self._ledger.started:
             self._record_start(member)
-        self._expect_again(member)
+        self._expect_again(member, now)
 
-    def _expect_again(self, member: Member) -> None:
+    def _expect_again(self, member: Member, now: float) -> None:
         for window in self._windows.values():
             if window.removed.get(member.name) in (Reason.CLOSED, Reason.SILENT, Reason.STALLED):
                 del window.removed[member.name]
+                member.awaited_since = now
 
     def _catch_up(self, member: Member, hello: msg.Hello, fragment: int) -> None:
         held = next((ref for ref in hello.anchors if ref.fragment == fragment), None)
@@ -291,10 +292,13 @@ class Membership:
 
     def reported(self, member: Member, progress: msg.Progress, now: float) -> None:
         """It says how it goes, and what it has used of its samples."""
+        paused = member.paused
         member.report(progress, now)
+        if member.paused and not paused:
+            self.leave_out(member.name)
         if member.stalled and member.progress_at == now:
             member.absent, member.reason = False, Reason.NONE
-            self._expect_again(member)
+            self._expect_again(member, now)
         book, owner = self._ledger.leases, (member.name, member.incarnation)
         book.watermark(*owner, progress.sample_watermark)
         if not member.let_go and member.session is not None and not progress.samples_left:
@@ -390,6 +394,7 @@ class Membership:
         """This process stood still: every deadline moves (protocol C)."""
         for member in self.members.values():
             member.progress_at += seconds
+            member.awaited_since += seconds
             if member.gone_at is not None:
                 member.gone_at += seconds
             if member.expires_at is not None:

@@ -67,10 +67,12 @@ class Member:
     anchors: tuple[AnchorRef, ...] = ()
     """What it held when it left."""
     heard_at: float = 0.0
-    speed: float = 0.0
-    """Tokens a second while it trains; 0 until that is known."""
+    steps_per_s: float = 0.0
+    """Inner steps a second while it trains, without the time in which it waits; 0 until that is known."""
     progress_at: float = 0.0
     """When it last did a step, as far as is known, or was seen to stand still for good reason."""
+    awaited_since: float = 0.0
+    """When it was started, or windows took it in again."""
     expires_at: float | None = None
     """When its samples go to others, unless it is back before; None while it is here, or has none."""
     let_go: bool = True
@@ -78,16 +80,24 @@ class Member:
     evaluates: bool = False
     """It was the last that was asked to, and has not answered yet."""
     _measured: tuple[float, int] = (0.0, 0)
-    """(seconds without those of waiting, tokens) of the report that the next measurement begins at."""
+    """(seconds without those of waiting, inner steps) of the report that the next measurement of the speed begins at:
+    not before the first step, which takes longer."""
+    _most_steps: int = 0
+    """Inner steps that it has reported: a count that goes back, or comes again, is no progress."""
     _stepped: tuple[float, int] | None = None
-    """The same with its inner steps."""
+    """The same for `_step_s`."""
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))
     """Seconds of an inner step, as measured lately; the first includes what only the first step has to do."""
 
     @property
     def counts(self) -> bool:
-        """Whether new windows expect it."""
-        return self.stage == "training" and not self.absent
+        """Whether new windows expect it. One that pauses is where its operator wants it."""
+        return self.stage == "training" and not self.absent and not self.paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether it said so last."""
+        return self.progress is not None and self.progress.state == "paused"
 
     def has(self, fragment: Fragment) -> bool:
         """Whether it holds the fragment."""
@@ -95,7 +105,7 @@ class Member:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Of an inner step, lately; None before that is known."""
+        """Of an inner step, lately, without the time in which it waited; None before that is known."""
         return median(self._step_s) if self._step_s else None
 
     @property
@@ -106,7 +116,7 @@ class Member:
     @property
     def stalls_at(self) -> float | None:
         """When it will have made no progress for too long; None for who is not to make any."""
-        if self.session is None or not self.counts or (self.progress and self.progress.state == "paused"):
+        if self.session is None or not self.counts:
             return None
         limit = max(STALL_S, STALL_STEPS * median(self._step_s) if self._step_s else 0.0)
         return self.progress_at + limit * (1.0 if self._step_s and not self.evaluates else SLOW_TASKS)
@@ -127,7 +137,7 @@ class Member:
     def start(self, round_index: int, slot: int, now: float) -> None:
         """It is told to begin its first inner step."""
         self.stage, self.start_round, self.start_slot = "training", round_index, slot
-        self.progress_at, self._stepped = now, (now, 0)
+        self.progress_at, self.awaited_since, self._stepped = now, now, (now, 0)
 
     def disconnect(self, reason: Reason, now: float, grace_s: float, expire_s: float = EXPIRE_S) -> None:
         """Its session ended; it stays expected for `grace_s` more, and keeps its samples for `expire_s`."""
@@ -137,26 +147,23 @@ class Member:
 
     def report(self, progress: Progress, now: float) -> None:
         """It says how it goes. Its speed leaves out what it stood still for, or who waits would look slow."""
-        steps_before = self.progress.inner_steps if self.progress else 0
-        if progress.inner_steps != steps_before or progress.state not in _DOES_STEPS:
+        if progress.inner_steps > self._most_steps or progress.state not in _DOES_STEPS:
             self.progress_at = now
+        self._most_steps = max(self._most_steps, progress.inner_steps)
         self.progress = progress
-        seconds, tokens = now - progress.blocked_s, progress.tokens
-        self._measure_step(seconds, progress.inner_steps)
-        before, had = self._measured
-        if not had or tokens < had:
-            self._measured = seconds, tokens
-        elif tokens > had and seconds > before:
-            latest = (tokens - had) / (seconds - before)
-            self.speed = (self.speed + latest) / 2 if self.speed else latest
-            self._measured = seconds, tokens
-
-    def _measure_step(self, seconds: float, inner_steps: int) -> None:
-        since, had = self._stepped or (seconds, inner_steps)
-        if inner_steps > had and seconds > since:
-            self._step_s.append((seconds - since) / (inner_steps - had))
-        if self._stepped is None or inner_steps != had:
-            self._stepped = seconds, inner_steps
+        seconds, steps = now - progress.blocked_s, progress.inner_steps
+        since, had = self._stepped or (seconds, steps)
+        if steps > had and seconds > since:
+            self._step_s.append((seconds - since) / (steps - had))
+        if self._stepped is None or steps > had:
+            self._stepped = seconds, steps
+        since, had = self._measured
+        if not had:
+            self._measured = seconds, steps
+        elif steps > had and seconds > since:
+            latest = (steps - had) / (seconds - since)
+            self.steps_per_s = (self.steps_per_s + latest) / 2 if self.steps_per_s else latest
+            self._measured = seconds, steps
 
     def check(self) -> None:
         """The invariants."""

@@ -35,8 +35,9 @@ from farloop.coordinator.routing.lightening import Advice, lighter
 from farloop.coordinator.windows import Window
 from farloop.wire import messages as msg
 
-ADAPTS: Final = ("off", "advise", "act")
-"""What is done: nothing is looked at; only links are measured anew; all that can be done."""
+ADAPTS: Final = ("off", "advise", "drop", "act")
+"""What is done: nothing is looked at; only links are measured anew; and a node that misses its deadline is dropped from
+the window (`deadlines.py`); all that can be done."""
 
 LEAST_S: Final = 2.0
 """Rounds that are shorter are judged together: nodes tell of their steps once a second."""
@@ -90,7 +91,7 @@ class Rung:
 class Watch:
     """Of one coordinator. `saw` hears events before the machine does, `look` is called some times a second."""
 
-    def __init__(self, adapt: str = "advise") -> None:
+    def __init__(self, adapt: str = "drop") -> None:
         assert adapt in ADAPTS, adapt
         self.adapt = adapt
         self.pacing, self._places = Pacing(), Places()

@@ -300,7 +300,7 @@ class WatchStatus(TypedDict):
     """Who has become slow in the run that goes on."""
 
     adapt: str
-    """`off`, `advise` or `act`."""
+    """`off`, `advise`, `drop` or `act`."""
     why_not: str
     """Why nobody is judged; empty where nodes are."""
     coordinator: str

@@ -69,6 +69,7 @@ class CoordinatorActor:
             liveness_s=scenario.timing.liveness_s,
             expire_s=scenario.expire_s,
             floor_share=scenario.floor_share,
+            drops_silent=scenario.drops_silent,
             adopt=None if adopt_after_s is None else adoption_of(adopt_after_s, self.store.fetched),
         )
         self.hold = Hold(self.machine.alarms)

@@ -189,6 +189,8 @@ class Scenario:
     """The coordinator's; its own default unless given."""
     adapt: str = "off"
     """What it does about nodes that become slow."""
+    drops_silent: bool = True
+    """Whether windows go on without a node that misses its deadline."""
     expire_s: float = EXPIRE_S
     """How long a node may be away before its samples go to others."""
     job_s: tuple[float, float] = (0.001, 0.02)

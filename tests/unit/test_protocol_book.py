@@ -16,7 +16,7 @@ BOOK = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
 
 PROMISES = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
 
-NAMED = ("Revisions", "Adoption", "Data leases", "What peers claim", "Reasons", "Participation", "Figures")
+NAMED = ("Revisions", "Adoption", "Data leases", "What peers claim", "Reasons", "Participation", "Deadlines", "Figures")
 """Sections that have a name and no letter."""
 
 INVARIANTS = [

@@ -394,9 +394,9 @@ def test_a_restart_between_a_commit_and_the_next_makes_the_same_step(spec: RunSp
 # --- slow nodes
 
 
-def progress(*, tokens: int, blocked_s: float = 0.0) -> msg.Progress:
+def progress(*, steps: int, tokens: int, blocked_s: float = 0.0) -> msg.Progress:
     return msg.Progress(
-        state="training", position=1.0, round=0, inner_steps=1, tokens=tokens, loss=None, tokens_per_s=0.0,
+        state="training", position=1.0, round=0, inner_steps=steps, tokens=tokens, loss=None, tokens_per_s=0.0,
         compute_share=1.0, blocked_s=blocked_s, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0,
         bytes_state=0,
     )  # fmt: skip
@@ -406,13 +406,15 @@ def progress(*, tokens: int, blocked_s: float = 0.0) -> msg.Progress:
 def test_slow_nodes_do_fewer_steps_in_the_rounds_that_are_fixed_from_then_on(
     spec: RunSpec, method: str, steps: tuple[tuple[NodeId, int], ...]
 ) -> None:
-    """A, B: node b needs twice as long for a step; node c stood still half of the time, and is not slow."""
+    """A, B: node b needs twice as long for a step; node c stood still half of the time and has a quarter of the batch,
+    and is not slow."""
     run = Run(spec, method)
     for second in (1, 2):
         run.now += 1.0
         for session, node in enumerate((A, B, C), 1):
-            tokens = second * (1000 if node == A else 500)
-            report = progress(tokens=tokens, blocked_s=second * (0.5 if node == C else 0.0))
+            done = second * (4 if node == A else 2)
+            tokens = done * (250 if node == C else 1000)
+            report = progress(steps=done, tokens=tokens, blocked_s=second * (0.5 if node == C else 0.0))
             run.handle(ev.Heard(session=session, node=node, message=report))
     for _ in range(2):
         run.store(A)

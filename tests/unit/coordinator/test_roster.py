@@ -7,7 +7,7 @@ from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.roster import Member
-from farloop.wire.messages import Progress
+from farloop.wire.messages import NodeState, Progress
 from farloop.wire.reasons import Reason
 
 HELLO = plain_hello(device="cpu")
@@ -76,45 +76,65 @@ def test_a_node_cannot_train_without_a_first_round() -> None:
         Member(name=NodeId("a"), incarnation=1, stage="training").check()
 
 
-def report(tokens: int, *, blocked_s: float = 0.0) -> Progress:
+def report(steps: int, *, blocked_s: float = 0.0, tokens: int = 0, state: NodeState = "training") -> Progress:
     return Progress(
-        state="training", position=1.0, round=0, inner_steps=1, tokens=tokens, loss=None, tokens_per_s=0.0,
+        state=state, position=1.0, round=0, inner_steps=steps, tokens=tokens, loss=None, tokens_per_s=0.0,
         compute_share=1.0, blocked_s=blocked_s, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0,
         bytes_state=0,
     )  # fmt: skip
 
 
 def told(*reports: tuple[float, int, float]) -> Member:
-    """A node that reports at these times: tokens, seconds blocked."""
+    """A node that reports at these times: inner steps, seconds blocked."""
     node = training()
-    for at, tokens, blocked_s in reports:
-        node.report(report(tokens, blocked_s=blocked_s), at)
+    for at, steps, blocked_s in reports:
+        node.report(report(steps, blocked_s=blocked_s), at)
     return node
 
 
 def test_a_node_s_speed_is_known_from_its_second_step_on() -> None:
-    assert told((1.0, 0, 0.0), (2.0, 100, 0.0)).speed == 0.0
-    assert told((1.0, 0, 0.0), (2.0, 100, 0.0), (4.0, 300, 0.0)).speed == 100.0
+    assert told((1.0, 0, 0.0), (2.0, 1, 0.0)).steps_per_s == 0.0
+    assert told((1.0, 0, 0.0), (2.0, 1, 0.0), (4.0, 3, 0.0)).steps_per_s == 1.0
 
 
 def test_time_in_which_it_stood_still_is_not_held_against_it() -> None:
     """A: else who waits for slow nodes would look as slow as they are, and all would do the same steps."""
-    assert told((1.0, 100, 0.0), (9.0, 200, 7.0)).speed == 100.0
+    assert told((1.0, 1, 0.0), (9.0, 2, 7.0)).steps_per_s == 1.0
 
 
 def test_reports_between_two_steps_tell_nothing() -> None:
     """A step may take longer than the time between reports."""
-    assert told((1.0, 100, 0.0), (2.0, 100, 0.0), (3.0, 100, 0.0), (5.0, 300, 0.0)).speed == 50.0
+    assert told((1.0, 1, 0.0), (2.0, 1, 0.0), (3.0, 1, 0.0), (5.0, 3, 0.0)).steps_per_s == 0.5
 
 
 def test_a_speed_follows_what_was_measured_last() -> None:
-    node = told((1.0, 100, 0.0), (2.0, 200, 0.0))
-    node.report(report(500), 3.0)
-    assert node.speed == 200.0
+    node = told((1.0, 1, 0.0), (2.0, 2, 0.0))
+    node.report(report(5), 3.0)
+    assert node.steps_per_s == 2.0
 
 
-def test_a_counter_that_begins_anew_is_no_step_back() -> None:
-    node = told((1.0, 1000, 0.0), (2.0, 50, 0.0))
-    assert node.speed == 0.0
-    node.report(report(150), 3.0)
-    assert node.speed == 100.0
+def test_a_speed_is_of_steps_whatever_the_batch() -> None:
+    """A: H of a node is ⌊H · speed ÷ best speed⌋ steps. Here batches differ, and steps take as long."""
+    large, small = training(), training()
+    for at, steps in ((1.0, 1), (2.0, 2), (3.0, 3)):
+        large.report(report(steps, tokens=4000 * steps), at)
+        small.report(report(steps, tokens=1000 * steps), at)
+    assert large.steps_per_s == small.steps_per_s == 1.0
+
+
+def test_steps_that_go_back_or_come_again_are_no_progress() -> None:
+    """V: a node that reports 5, 6, 5, 6, … would never have stalled."""
+    node = told((10.0, 5, 0.0), (11.0, 6, 0.0), (12.0, 5, 0.0), (13.0, 6, 0.0), (14.0, 6, 0.0))
+    assert node.progress_at == 11.0
+    assert node.seconds_per_step == 1.0, "measured once"
+    node.report(report(7), 15.0)
+    assert node.progress_at == 15.0
+
+
+def test_a_node_that_pauses_does_not_count_until_it_goes_on() -> None:
+    """D: its operator wants it so, and no window waits for it."""
+    node = training()
+    node.report(report(1, state="paused"), 6.0)
+    assert node.paused and not node.counts and node.stalls_at is None
+    node.report(report(1), 7.0)
+    assert node.counts
