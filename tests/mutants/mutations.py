@@ -34,15 +34,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "tokens without a step weigh too",
         "algo/weights.py",
-        "sum(max(c.tokens, 0) for c in contributors if c.steps > 0)",
-        "sum(max(c.tokens, 0) for c in contributors)",
+        "for c in cs if c.steps > 0 and c.tokens > 0]",
+        "for c in cs if c.tokens > 0]",
         "unit/algo/test_weights.py",
     ),
     _of(
         "quality counts steps the wrong way",
         "algo/weights.py",
-        "Fraction(max(c.tokens, 0) ** 2, c.steps)",
-        "Fraction(max(c.tokens, 0) * c.steps)",
+        "Fraction(tokens**2, steps)",
+        "Fraction(tokens * steps)",
         "unit/algo/test_weights.py",
     ),
     _of(
