@@ -245,7 +245,8 @@ def _pages(
 
     address = parse_host_port(config.http, listens=True)
     routes = {PAGE: look, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}
-    with Endpoint("0.0.0.0" if address.host == "*" else address.host, address.port, routes) as endpoint:
+    host = "0.0.0.0" if address.host == "*" else address.host
+    with Endpoint(host, address.port, routes, names=config.http_names) as endpoint:
         yield f"http://{dataclasses.replace(address, host=address.reachable_host, port=endpoint.port)}"
 
 

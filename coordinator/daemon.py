@@ -72,6 +72,9 @@ class CoordinatorConfig:
     """Folder of the nodes' public keys."""
     http: str = "127.0.0.1:9700"
     """Where /metrics, /healthz, /readyz and /status are served; an empty text serves nothing."""
+    http_names: str = ""
+    """Public host names under which these pages may be asked for, as run.example.com, with commas between them. IP
+    addresses and private names need not be given; * takes any name."""
     floor_share: float | None = None
     """Least share of the live nodes that must have been merged in the last rounds, or the run is held; 0 never holds
     it. Unless given, 0.5 where windows wait for all that are expected, and 0 where there is a quorum."""

@@ -1,38 +1,53 @@
 """A small HTTP endpoint for the eyes of people and Prometheus: metrics, health, status. Standard library only.
 
-It only reads: GET and HEAD, one request a connection, each bounded in time. Handlers run in the request's own
-thread and should answer from memory.
+It only reads: GET and HEAD, one request a connection, each bounded in time. One thread reads all requests and sends all
+answers, so that slow clients cost it nothing but a place: of `MAX_CONNECTIONS`, whoever has kept it waiting longest
+gives way to a newcomer. Each page is made in a thread of its own, once for all who wait for it. Health therefore
+answers under any load of the other pages.
 """
 
+import asyncio
+import contextlib
 import errno
-import io
 import ipaddress
 import logging
 import socket
-import socketserver
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from email.utils import formatdate
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from typing import Final, Self
 
 log = logging.getLogger(__name__)
 
 REQUEST_LIMIT_S = 5.0
 """Longest time from accepting a connection to having read its request, and again for sending the answer."""
 
-MAX_REQUESTS = 32
-"""Requests served at once: scrapers and people are few, so more is a mistake or an attack."""
+MAX_CONNECTIONS = 64
+"""Open at once. Beyond them the one whose client is slowest is closed, of the address that has most."""
+
+MAX_WAITING = 32
+"""Requests that wait for a page to be made, health aside: the rest of the connections is free for that."""
+
+TOLD_EVERY_S = 60.0
+"""Between two lines in the log that all connections are taken."""
+
+MAX_HEAD_BYTES = 16_384
+"""Of a request: its first line and its headers."""
 
 
 PAGE, METRICS, HEALTH, READY, STATUS = "/", "/metrics", "/healthz", "/readyz", "/status"
 """The pages. A node has no status, nor a page of it: its coordinator tells it."""
+
+PROBES: Final = frozenset({HEALTH, READY})
+"""Pages that tell nothing worth hiding, and that must answer whatever name and load they are asked under."""
+
+PRIVATE_SUFFIXES: Final = (".internal", ".local", ".localhost", ".svc")
+"""Ends of names that no public name server knows: those of Kubernetes services, for one."""
 
 
 class EndpointError(Exception):
@@ -56,36 +71,53 @@ Handler = Callable[[], Response]
 class Endpoint:
     """Serves `routes` (path → handler) from a daemon thread until closed.
 
-    Port 0 takes any free one; `port` says which. Beyond loopback it warns: nobody is asked who he is.
-    Raises `EndpointError` if the address cannot be bound.
+    Port 0 takes any free one; `port` says which. Beyond loopback it warns: nobody is asked who he is. `names`: host
+    names under which it may be asked, besides those of `answers_to`. Raises `EndpointError` if the address cannot be
+    bound.
     """
 
     def __init__(
-        self, host: str, port: int, routes: Mapping[str, Handler], *, request_limit_s: float = REQUEST_LIMIT_S
+        self,
+        host: str,
+        port: int,
+        routes: Mapping[str, Handler],
+        *,
+        names: str = "",
+        request_limit_s: float = REQUEST_LIMIT_S,
     ) -> None:
-        self._server = _listen(host, port, dict(routes), request_limit_s)
-        bound = str(self._server.server_address[0])
-        if not ipaddress.ip_address(bound.partition("%")[0]).is_loopback:
+        self._socket = _listen(host, port)
+        self._routes, self._names, self._request_limit_s = dict(routes), names, request_limit_s
+        bound: str
+        self._port: int
+        bound, self._port = self._socket.getsockname()[:2]
+        self._on_loopback = ipaddress.ip_address(bound.partition("%")[0]).is_loopback
+        if not self._on_loopback:
             log.warning(
                 "pages open to others host=%s port=%d cause='whoever reaches this port can read them, unencrypted; "
                 "keep http on 127.0.0.1 and look through a tunnel, or let a firewall decide'",
                 bound,
                 self.port,
             )
-        # The poll interval only bounds how long `close` takes: requests wake the loop at once.
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="endpoint", daemon=True)
+        self._open: list[_Connection] = []
+        self._told_at = float("-inf")
+        self._waiting = 0
+        self._made: dict[str, asyncio.Future[Response]] = {}
+        """Pages that are being made, by path."""
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
         self._thread.start()
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        return int(self._server.server_address[1])
+        return self._port
 
     def close(self) -> None:
-        """Stop listening. Requests under way end by themselves, at the latest after their time limit."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Stop listening, and end all connections. More than once is harmless."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -95,12 +127,234 @@ class Endpoint:
     ) -> None:
         self.close()
 
+    # --- on the loop
 
-def _listen(host: str, port: int, routes: dict[str, Handler], request_limit_s: float) -> "_Server":
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connected, sock=self._socket, limit=MAX_HEAD_BYTES)
+        await self._closing.wait()
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # the transports close
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        peer = writer.get_extra_info("peername") or ("?",)
+        connection = _Connection(task=task, client=str(peer[0]), since=time.monotonic())
+        try:
+            if self._has_room():
+                self._open.append(connection)
+                await self._talk(connection, reader, writer)
+        except (OSError, EOFError, asyncio.CancelledError) as error:  # a client that is slow, or went away
+            log.debug("event=request_failed client=%s reason=%r", connection.client, error)
+        finally:
+            self._leave(connection)
+            writer.transport.abort()
+
+    def _has_room(self) -> bool:
+        """Whether there is a place, if need be that of a slow client."""
+        if len(self._open) < MAX_CONNECTIONS:
+            return True
+        crowd = Counter(connection.client for connection in self._open)
+        if (now := time.monotonic()) - self._told_at >= TOLD_EVERY_S:
+            self._told_at = now
+            client, count = crowd.most_common(1)[0]
+            log.warning("pages crowded connections=%d most_from=%s count=%d", len(self._open), client, count)
+        slow = [connection for connection in self._open if connection.is_slow]
+        if not slow:
+            return False
+        slowest = max(slow, key=lambda connection: (crowd[connection.client], -connection.since))
+        self._leave(slowest)
+        slowest.task.cancel()
+        return True
+
+    def _leave(self, connection: "_Connection") -> None:
+        if connection in self._open:
+            self._open.remove(connection)
+
+    async def _talk(
+        self, connection: "_Connection", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        async with asyncio.timeout(self._request_limit_s):
+            request = await read_request(reader)
+        connection.is_slow = False
+        response = await self._answer(request)
+        connection.is_slow, connection.since = True, time.monotonic()
+        async with asyncio.timeout(self._request_limit_s):
+            writer.write(_head(response))
+            if request.method != "HEAD":
+                writer.write(response.body)
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        log.debug(
+            "event=request client=%s method=%s path=%s status=%d",
+            connection.client,
+            request.method,
+            request.path,
+            response.status,
+        )
+
+    async def _answer(self, request: "Request") -> Response:
+        path = request.path
+        if request.fault:
+            return Response(status=400, body=f"{request.fault}\n".encode())
+        if path not in PROBES and not answers_to(request.host, on_loopback=self._on_loopback, names=self._names):
+            what = f"not asked under the name {request.host!r}: take an IP address, or add the name to http_names\n"
+            return Response(status=421, body=what.encode())
+        if request.method not in ("GET", "HEAD"):
+            allowed = (("Allow", "GET, HEAD"),)
+            return Response(status=405, body=b"this endpoint only reads: use GET\n", headers=allowed)
+        if path not in self._routes:
+            known = "\n".join(sorted(self._routes))
+            return Response(status=404, body=f"no such page; these exist:\n{known}\n".encode())
+        if path in PROBES:
+            return await self._page(path)
+        if self._waiting >= MAX_WAITING:
+            return Response(status=503, body=b"too many requests wait for a page: ask again later\n")
+        self._waiting += 1
+        try:
+            return await self._page(path)
+        finally:
+            self._waiting -= 1
+
+    async def _page(self, path: str) -> Response:
+        """The page as it is now; who asks while it is being made gets the same."""
+        made = self._made.get(path)
+        if made is None:
+            made = self._loop.create_future()
+            threading.Thread(target=self._make, args=(path, made), name=f"page {path}", daemon=True).start()
+            self._made[path] = made
+        return await asyncio.shield(made)
+
+    def _make(self, path: str, made: "asyncio.Future[Response]") -> None:
+        """In a thread of its own."""
+        try:
+            response = self._routes[path]()
+        except Exception as error:  # the edge of the daemon: a broken page is an answer, not silence
+            log.exception("event=page_failed path=%s", path)
+            what = f"{path} failed: {type(error).__name__}; the log has the details\n"
+            response = Response(status=500, body=what.encode())
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._loop.call_soon_threadsafe(self._has_made, path, made, response)
+
+    def _has_made(self, path: str, made: "asyncio.Future[Response]", response: Response) -> None:
+        del self._made[path]
+        made.set_result(response)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Connection:
+    task: "asyncio.Task[None]"
+    client: str
+    """Its IP address."""
+    since: float
+    """When it began to read the request, or to send the answer."""
+    is_slow: bool = True
+    """Whether it waits for its client, not for a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The head of a request."""
+
+    method: str = ""
+    path: str = ""
+    """Without the query."""
+    host: str | None = None
+    """As the client gave it; None if it did not."""
+    fault: str = ""
+    """What is wrong with it."""
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request:
+    """The next request's head.
+
+    Raises:
+        EOFError: the client ended before.
+    """
     try:
-        return _Server(host, port, routes, request_limit_s)
+        first = (await _line(reader)).split()
+        size, hosts = 0, list[str]()
+        while line := await _line(reader):
+            size += len(line)
+            name, colon, value = line.partition(":")
+            if not colon or size > MAX_HEAD_BYTES:
+                return Request(fault="the head of a request is a line, and headers of at most 16 KiB")
+            if name.strip().lower() == "host":
+                hosts.append(value.strip())
+    except ValueError:  # a line beyond the reader's limit
+        return Request(fault="the head of a request is at most 16 KiB")
+    if len(first) != 3 or not first[2].startswith("HTTP/1.") or not first[1].startswith("/"):
+        return Request(fault="a request begins as GET /status HTTP/1.1")
+    if len(hosts) > 1:
+        return Request(fault="a request has one Host header")
+    return Request(method=first[0], path=first[1].partition("?")[0], host=hosts[0] if hosts else None)
+
+
+async def _line(reader: asyncio.StreamReader) -> str:
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError("the client ended before its request did")
+    return line.decode("latin-1").rstrip("\r\n")
+
+
+def answers_to(host: str | None, *, on_loopback: bool, names: str = "") -> bool:
+    """Whether a page may be asked for under this `Host`.
+
+    A web page elsewhere can make its own name point here ("DNS rebinding"), and a browser then lets it read what it
+    finds. It cannot do so with an IP address, with `localhost`, or where nothing is public about the name. On loopback
+    only the first two are taken. `names`: others, with commas between them; * takes any.
+    """
+    if host is None:  # no browser
+        return True
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    name = name.lower().removesuffix(".")
+    given = {each.strip().lower() for each in names.split(",")} - {""}
+    if name == "localhost" or name in given or "*" in given:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return not on_loopback and name != "" and ("." not in name or name.endswith(PRIVATE_SUFFIXES))
+    return True
+
+
+def _head(response: Response) -> bytes:
+    lines = [
+        f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}",
+        "Server: farloop",
+        f"Date: {formatdate(usegmt=True)}",
+        f"Content-Type: {response.content_type}",
+        f"Content-Length: {len(response.body)}",
+        "Cache-Control: no-store",
+        "X-Content-Type-Options: nosniff",
+        "Connection: close",
+        *(f"{name}: {value}" for name, value in response.headers),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(MAX_CONNECTIONS)
     except (OSError, OverflowError) as error:
+        listener.close()
         raise EndpointError(_explain(host, port, error)) from error
+    return listener
 
 
 def _explain(host: str, port: int, error: OSError | OverflowError) -> str:
@@ -114,112 +368,3 @@ def _explain(host: str, port: int, error: OSError | OverflowError) -> str:
     if isinstance(error, OverflowError):
         return f"{port} is not a port: choose one from 1 to 65535, or 0 for any free one"
     return f"cannot listen on {host} port {port}: {error}"
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, host: str, port: int, routes: dict[str, Handler], request_limit_s: float) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.routes = routes
-        self.request_limit_s = request_limit_s
-        self._free = threading.BoundedSemaphore(MAX_REQUESTS)
-        super().__init__((host, port), _Request)
-
-    def server_bind(self) -> None:
-        """Bind without the base class's look-up of the host's full name: it may wait for a name server."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Give the request a thread, or close it when too many have one."""
-        if not self._free.acquire(blocking=False):
-            log.warning("event=request_refused client=%s cause=too_many_requests", client_address[0])
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The request's thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no event of ours; the base class would print a traceback."""
-        log.debug("event=request_failed client=%s", client_address[0], exc_info=True)
-
-
-class _DeadlineReader(io.RawIOBase):
-    """Reads a socket until a deadline, however slowly the bytes drip in: a time-out alone bounds only each read."""
-
-    def __init__(self, connection: socket.socket, limit_s: float) -> None:
-        self._connection = connection
-        self._deadline = time.monotonic() + limit_s
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "WriteableBuffer") -> int:
-        remaining_s = self._deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError("the request took too long")
-        self._connection.settimeout(remaining_s)
-        return self._connection.recv_into(buffer)
-
-
-class _Request(BaseHTTPRequestHandler):
-    server: _Server
-    connection: socket.socket
-    server_version = "farloop"
-    sys_version = ""
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile.close()
-        self.rfile = io.BufferedReader(_DeadlineReader(self.connection, self.server.request_limit_s))
-
-    def do_GET(self) -> None:
-        self._send(self._answer())
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        self._send(Response(status=405, body=b"this endpoint only reads: use GET\n"))
-
-    do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_POST
-
-    def _answer(self) -> Response:
-        path = self.path.partition("?")[0]
-        handler = self.server.routes.get(path)
-        if handler is None:
-            known = "\n".join(sorted(self.server.routes))
-            return Response(status=404, body=f"no such page; these exist:\n{known}\n".encode())
-        try:
-            return handler()
-        except Exception as error:  # the edge of the daemon: a broken page is an answer, not silence
-            log.exception("event=page_failed path=%s", path)
-            return Response(
-                status=500, body=f"{path} failed: {type(error).__name__}; the log has the details\n".encode()
-            )
-
-    def _send(self, response: Response) -> None:
-        self.connection.settimeout(self.server.request_limit_s)
-        self.send_response(HTTPStatus(response.status))
-        self.send_header("Content-Type", response.content_type)
-        self.send_header("Content-Length", str(len(response.body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        for name, value in response.headers:
-            self.send_header(name, value)
-        if response.status == HTTPStatus.METHOD_NOT_ALLOWED:
-            self.send_header("Allow", "GET, HEAD")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(response.body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """One line a request at debug level: a scraper comes every few seconds."""
-        log.debug("event=request client=%s " + format, self.client_address[0], *args)

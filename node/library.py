@@ -226,6 +226,7 @@ def join(
     fingerprint: str | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     http: str = "",
+    http_names: str = "",
     link: LinkConfig | None = None,
     tau: int | None = None,
     holds: Sequence[int] | None = None,
@@ -247,6 +248,7 @@ def join(
         fingerprint: refuse any other run than this one.
         evaluate: the loss of the module on the fixed evaluation set, when this node is asked for it.
         http: where `/metrics`, `/healthz` and `/readyz` are served, as host:port; nowhere unless given.
+        http_names: host names under which these pages may be asked for, besides addresses and private names (security).
         link: limits and timing of the link; address and keys are taken from the arguments above.
         tau: inner steps between a send and its merge on this node; the run's unless given.
         holds: the pipeline stages that this node holds, as the run's layout numbers them; all unless given. The module
@@ -278,7 +280,7 @@ def join(
             config = dataclasses.replace(config, inventory=_told(config.inventory, cluster))
             memory = Memory.claim(state_dir or Path(".farloop") / name)
             leader = Leader(node_id, config, cluster, memory, fingerprint, tau, part)
-            endpoint = serve(http, leader.metrics) if http else None
+            endpoint = serve(http, leader.metrics, http_names) if http else None
         spec = cluster.share_spec(leader.wait_for_spec(timeout_s) if leader else None)
         _check_batch(spec, cluster, part)
         _check_tau(spec, tau)

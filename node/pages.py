@@ -8,8 +8,8 @@ STANDSTILL_S = 600.0
 be large, and being killed costs what was trained since the last send."""
 
 
-def serve(address: str, metrics: Metrics) -> Endpoint:
-    """Serve the pages at host:port until the endpoint is closed.
+def serve(address: str, metrics: Metrics, names: str = "") -> Endpoint:
+    """Serve the pages at host:port until the endpoint is closed. `names`: as `Endpoint` has it.
 
     `/healthz` answers 200 as long as training goes on, or waits for others; `/readyz` once the node has joined and
     training has begun. 503 otherwise, with the reason.
@@ -33,4 +33,4 @@ def serve(address: str, metrics: Metrics) -> Endpoint:
         started, words = metrics.standing
         return Response(status=200 if started else 503, body=f"{words}\n".encode())
 
-    return Endpoint(host.strip("[]"), int(port), {METRICS: text, HEALTH: alive, READY: ready})
+    return Endpoint(host.strip("[]"), int(port), {METRICS: text, HEALTH: alive, READY: ready}, names=names)

@@ -44,6 +44,9 @@ class NodeConfig:
     """Take part in this run only."""
     http: str = ""
     """Where /metrics, /healthz and /readyz are served, as host:port; an empty text serves nothing."""
+    http_names: str = ""
+    """Public host names under which these pages may be asked for, as oslo.example.com, with commas between them. IP
+    addresses and private names need not be given; * takes any name."""
     data: Path | None = None
     """Text file, JSONL file or folder; the standard library's source unless given."""
     data_bytes: int = 16_000_000
@@ -100,6 +103,7 @@ def train(
         fingerprint=config.fingerprint,
         evaluate=evaluate,
         http=config.http,
+        http_names=config.http_names,
         link=link_of(config, environ or {}),
         tau=config.tau,
     )

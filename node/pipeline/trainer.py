@@ -104,6 +104,7 @@ def train_stage(
         state_dir=config.state_dir,
         fingerprint=config.fingerprint,
         http=config.http,
+        http_names=config.http_names,
         link=link_of(config, environ or {}),
         tau=config.tau,
         holds=(number,),

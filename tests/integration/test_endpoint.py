@@ -1,14 +1,22 @@
 """The HTTP endpoint over real sockets on loopback."""
 
+import contextlib
 import http.client
 import logging
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from loopback import NewRun
 
+from farloop.algo.spec import NodeId
 from farloop.monitoring import endpoint as endpoint_module
 from farloop.monitoring.endpoint import Endpoint, EndpointError, Response
+from farloop.node.metrics import Metrics
+from farloop.node.pages import serve
 
 pytestmark = pytest.mark.integration
 
@@ -26,7 +34,7 @@ ROUTES = {
 
 def ask(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
     """Status, headers in lower case, body."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.request(method, path)
         answer = connection.getresponse()
@@ -100,14 +108,166 @@ def test_a_request_that_drips_in_is_ended_by_the_deadline() -> None:
         assert 0.3 < time.monotonic() - started < 3
 
 
-def test_requests_beyond_the_bound_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "MAX_REQUESTS", 1)
+@contextlib.contextmanager
+def crowd(port: int, count: int, request: bytes) -> Iterator[list[socket.socket]]:
+    """Clients that send this, and then nothing; nor do they read."""
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(count):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(30)
+            client.connect(("127.0.0.1", port))
+            client.sendall(request)
+            clients.append(client)
+        yield clients
+
+
+@contextlib.contextmanager
+def siege(port: int, count: int, request: bytes) -> Iterator[None]:
+    """A crowd whose clients come again as soon as they are sent away."""
+    over, begun = threading.Event(), threading.Barrier(count + 1)
+
+    def besiege() -> None:
+        first = True
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+                client.sendall(request)
+                if first:
+                    begun.wait(60)
+                    first = False
+                client.settimeout(0.1)
+                while not over.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        if client.recv(1) == b"":
+                            break
+            over.wait(0.02)
+
+    with ThreadPoolExecutor(count) as clients:
+        done = [clients.submit(besiege) for _ in range(count)]
+        try:
+            begun.wait(60)
+            yield
+        finally:
+            over.set()
+    for client in done:
+        client.result()
+
+
+@pytest.mark.parametrize("count", [40, 120])
+@pytest.mark.parametrize(
+    "request_head",
+    [b"", b"GET /stat", b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    ids=["silent", "half a request", "never reads"],
+)
+def test_health_and_pages_answer_beside_slow_clients(count: int, request_head: bytes) -> None:
+    """A liveness probe that finds no answer restarts a coordinator that is well."""
+    routes = {**ROUTES, "/healthz": lambda: Response(body=b"ok\n"), "/large": lambda: Response(body=bytes(4 << 20))}
+    with Endpoint("127.0.0.1", 0, routes, request_limit_s=60) as endpoint, crowd(endpoint.port, count, request_head):
+        assert [ask(endpoint.port, "GET", "/healthz")[0] for _ in range(20)] == [200] * 20
+        assert ask(endpoint.port, "GET", "/status")[0] == 200
+        assert len(endpoint._open) <= endpoint_module.MAX_CONNECTIONS
+
+
+@pytest.mark.timeout(120)
+def test_the_pages_of_both_daemons_answer_beside_slow_clients(new_run: NewRun) -> None:
+    run = new_run()
+    run.start_coordinator()
+    run.until("its pages are there", lambda status: True)
+    with serve("127.0.0.1:0", Metrics(NodeId("a"))) as node:
+        for port in (run.http, node.port):
+            with siege(port, 40, b"GET /stat"):
+                assert [ask(port, "GET", "/healthz")[0] for _ in range(20)] == [200] * 20
+                assert ask(port, "GET", "/metrics")[0] == 200
+
+
+def test_health_answers_while_other_pages_hang_and_these_are_refused_beyond_a_bound() -> None:
+    """They are made once for all who wait, in a thread of their own."""
+    held, made = threading.Event(), []
+
+    def slow() -> Response:
+        made.append(1)
+        held.wait(60)
+        return Response(body=b"at last")
+
+    routes = {"/status": slow, "/metrics": slow, "/healthz": lambda: Response(body=b"ok\n")}
+    asked = b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with Endpoint("127.0.0.1", 0, routes) as endpoint:
+        with crowd(endpoint.port, 40, asked) as clients:
+            assert clients[-1].recv(100).startswith(b"HTTP/1.1 503 ")
+            assert [ask(endpoint.port, "GET", "/healthz")[0] for _ in range(20)] == [200] * 20
+            assert ask(endpoint.port, "GET", "/metrics")[0] == 503
+            held.set()
+            assert clients[0].recv(100).startswith(b"HTTP/1.1 200 ")
+        assert len(made) == 1
+
+
+def test_beyond_the_budget_the_slowest_connection_gives_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(endpoint_module, "MAX_CONNECTIONS", 2)
+    with Endpoint("127.0.0.1", 0, ROUTES, request_limit_s=60) as endpoint:
+        with crowd(endpoint.port, 3, b"GET /st") as clients:
+            assert clients[0].recv(1) == b""
+            clients[2].sendall(b"atus HTTP/1.0\r\n\r\n")
+            assert clients[2].recv(100).startswith(b"HTTP/1.1 200 ")
+        with crowd(endpoint.port, 3, b"GET /st"):
+            assert ask(endpoint.port, "GET", "/status")[0] == 200
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said == ["pages crowded connections=2 most_from=127.0.0.1 count=2"], "and not for each of them"
+
+
+def test_a_client_that_does_not_read_its_answer_is_ended_by_the_deadline() -> None:
+    asked = b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    routes = {"/large": lambda: Response(body=bytes(16 << 20))}
+    with Endpoint("127.0.0.1", 0, routes, request_limit_s=0.3) as endpoint, crowd(endpoint.port, 1, asked):
+        until(lambda: len(endpoint._open) == 1)
+        until(lambda: not endpoint._open)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /status HTTP/1.1\r\nHost: evil.example:9700\r\n\r\n", 421),
+        (b"GET /healthz HTTP/1.1\r\nHost: evil.example:9700\r\n\r\n", 200),
+        (b"GET /status HTTP/1.1\r\nHost: run.example:9700\r\n\r\n", 200),
+        (b"GET /status HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", 400),
+        (b"GET http://localhost/status HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\n", 400),
+        (b"GET /status HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 20_000 + b"\r\n\r\n", 400),
+        (b"GET /status HTTP/1.1\r\nHost: localhost\r\n" + b"X: 1\r\n" * 9000 + b"\r\n", 400),
+        (b"GET /status HTTP/1.0\r\n\r\n", 200),
+    ],
+    ids=["rebinding", "health", "given name", "two hosts", "proxy", "TLS", "long line", "many headers", "no host"],
+)
+def test_what_a_request_may_look_like(head: bytes, status: int) -> None:
+    routes = {**ROUTES, "/healthz": lambda: Response(body=b"ok\n")}
     with (
-        Endpoint("127.0.0.1", 0, ROUTES, request_limit_s=2) as endpoint,
-        socket.create_connection(("127.0.0.1", endpoint.port), timeout=5),
-        socket.create_connection(("127.0.0.1", endpoint.port), timeout=1) as second,
+        Endpoint("127.0.0.1", 0, routes, names="run.example") as endpoint,
+        socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as client,
     ):
-        assert second.recv(1) == b""
+        client.sendall(head if b"\r\n\r\n" in head else head + b"\n")
+        assert client.recv(12) == f"HTTP/1.1 {status}".encode()
+
+
+def test_closing_ends_connections_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    endpoint = Endpoint("127.0.0.1", 0, ROUTES, request_limit_s=60)
+    with crowd(endpoint.port, 3, b"GET") as clients:
+        until(lambda: len(endpoint._open) == 3)
+        endpoint.close()
+        endpoint.close()
+        assert set(threading.enumerate()) <= before
+        for client in clients:
+            with contextlib.suppress(ConnectionError):
+                assert client.recv(1) == b""
 
 
 def test_a_taken_port_is_one_line_with_its_mend() -> None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from farloop.monitoring.endpoint import Response, _explain
+from farloop.monitoring.endpoint import Response, _explain, answers_to
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,50 @@ def test_the_monitoring_package_needs_no_other_library() -> None:
         names = {getattr(value, "__module__", "") or "" for value in vars(module).values()}
         roots = {name.partition(".")[0] for name in names if name}
         assert roots <= set(sys.stdlib_module_names) | {"farloop"}
+
+
+@pytest.mark.parametrize("on_loopback", [True, False])
+@pytest.mark.parametrize(
+    ("host", "taken"),
+    [
+        (None, True),
+        ("127.0.0.1:9700", True),
+        ("localhost:9700", True),
+        ("LOCALHOST.", True),
+        ("[::1]:9700", True),
+        ("[::1]", True),
+        ("10.2.3.4:9700", True),
+        ("[fd00::7]:9700", True),
+        ("run.example.com:9700", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example:9700", False),
+        ("", False),
+        (":9700", False),
+    ],
+)
+def test_a_page_is_not_answered_under_a_public_name(host: str | None, taken: bool, on_loopback: bool) -> None:
+    """DNS rebinding: a web page elsewhere makes its own name point here, and reads what is for this machine's user."""
+    assert answers_to(host, on_loopback=on_loopback) == taken
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "coordinator:9700",
+        "node-a:9710",
+        "farloop-coordinator.farloop.svc:9700",
+        "a.b.svc.cluster.local",
+        "host.internal",
+    ],
+)
+def test_beyond_loopback_names_that_no_public_server_knows_go_on_working(host: str) -> None:
+    """Prometheus asks under the names of services."""
+    assert answers_to(host, on_loopback=False)
+    assert not answers_to(host, on_loopback=True)
+
+
+def test_other_names_are_given() -> None:
+    for on_loopback in (True, False):
+        assert answers_to("Run.Example.com:80", on_loopback=on_loopback, names="oslo.example.com, run.example.com")
+        assert not answers_to("evil.example", on_loopback=on_loopback, names="oslo.example.com, run.example.com")
+        assert answers_to("any.example", on_loopback=on_loopback, names="*")
