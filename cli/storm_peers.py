@@ -184,14 +184,15 @@ def undecided(peer: Peer) -> Iterator[float]:
 
 
 def counters(peer: Peer) -> Iterator[float]:
-    """Numbers that cannot be, in greeting after greeting."""
+    """Numbers that cannot be, in greeting after greeting: beyond what a message may hold, and within."""
     while True:
-        peer.greet()
-        if peer.is_open:
-            peer.say(Ready(history=_history(peer)))
-            _progress(peer, 2**62, "training", watermark=U64, tokens=U64, position=1e300)
-            peer.say(Evaluation(loss=float("-inf"), versions=(U64,) * 3, position=-1.0, seconds=0.0))
-        yield 1.0
+        for number in (U64, 2**63 - 1, 2**53, 2**40, 10**6):
+            peer.greet()
+            if peer.is_open:
+                peer.say(Ready(history=_history(peer)))
+                _progress(peer, number, "training", watermark=number, tokens=number, position=float(number))
+                peer.say(Evaluation(loss=float("-inf"), versions=(number,) * 3, position=-1.0, seconds=0.0))
+            yield 1.0
 
 
 def offers(peer: Peer) -> Iterator[float]:

@@ -70,6 +70,15 @@ def test_it_never_closes_with_nothing_in_it() -> None:
     assert window(A, a=Reason.SILENT).why_close(0, 0) is None
 
 
+def test_a_refused_delta_is_no_part_of_it_and_its_node_is_not_awaited() -> None:
+    good, bad = offer(A), offer(B)
+    judged = window(A, B, came=(good, bad))
+    judged.refuse(rec.Refusal(blob=bad.blob, reason=Reason.OUTLIER, detail="too long"))
+    assert judged.ordered() == [good]
+    assert [share.node for share in judged.shares()] == [A]
+    assert (judged.missing, judged.removed) == (set(), {B: Reason.OUTLIER})
+
+
 def test_it_closes_once() -> None:
     closing = window(A, came=(offer(A),))
     closing.state = "closing"

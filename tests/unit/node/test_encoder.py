@@ -68,6 +68,25 @@ def test_a_delta_becomes_a_blob_that_the_coordinator_accepts_and_its_offer(repli
     )
 
 
+WITH_RESIDUAL = [name for name in CODECS if codec_named(name).beta > 0.0]
+
+
+@pytest.mark.parametrize("codec", WITH_RESIDUAL)
+def test_what_was_lost_before_is_sent_now_and_what_is_lost_now_is_kept(replica: Replica, codec: str) -> None:
+    """Error feedback: decoded + new residual = delta + β · old residual."""
+    delta, fragment, coder = delta_of(replica), replica.layout.fragments[0], codec_named(codec)
+    before = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(1))
+    zero_padding_(fragment, before)
+    residual = before.clone()
+    encoded = encode_delta(replica, command(codec=codec), delta.clone(), 5, 60, residual=residual)
+    expect = Expected(codecs=(coder,), fragment=fragment, version=7, base=6, newest_epoch=5)
+    header, payload = parse_blob(encoded.data, expect)
+    decoded = coder.decode(payload, fragment, seed=header.seed)
+    torch.testing.assert_close(decoded + residual, delta + coder.beta * before, rtol=1e-5, atol=1e-5)
+    assert encoded.residual_ratio == pytest.approx(float(residual.norm() / delta.norm()), rel=1e-5)
+    assert not encoded.at_once
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_none_is_told_by_its_parameter_and_nothing_is_made_of_it(
     replica: Replica, value: float
