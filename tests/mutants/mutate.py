@@ -1,6 +1,6 @@
 """`make mutants`: apply each mutation to a copy of the tree, and see that a test fails. Never touches the tree itself.
 
-    python tests/mutants/mutate.py [--only TEXT] [--jobs N]
+    python tests/mutants/mutate.py [--only TEXT ...] [--jobs N]
 
 Ends with 1 where a mutation survives, or where its text is not found exactly once.
 """
@@ -74,9 +74,9 @@ def verdict(mutation: Mutation, tree: Path) -> str:
     return "SURVIVED" if code == 0 else f"BROKEN: pytest ended with {code}: {words}"
 
 
-def main(only: str, jobs: int) -> int:
-    """Try all mutations whose name or file has `only` in it; how many did not come out well."""
-    wanted = [mutation for mutation in MUTATIONS if only in mutation.name or only in mutation.file]
+def main(only: list[str], jobs: int) -> int:
+    """Try all mutations whose name or file has one of these texts in it; how many did not come out well."""
+    wanted = [m for m in MUTATIONS if not only or any(text in m.name or text in m.file for text in only)]
     begun, bad = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
@@ -109,7 +109,7 @@ def main(only: str, jobs: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="mutations with this text in their name or file")
+    parser.add_argument("--only", nargs="*", help="mutations with one of these texts in their name or file")
     parser.add_argument("--jobs", type=int, default=2, help="mutations at a time")
     arguments = parser.parse_args()
     sys.exit(bool(main(arguments.only, arguments.jobs)))
