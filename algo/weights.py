@@ -18,7 +18,8 @@ def token_weights(contributor_sets: Sequence[Sequence[Contribution]]) -> list[fl
     A contribution without steps weighs nothing and dilutes nothing. Equal token counts give exactly equal weights.
     Where nobody did a step, as when a run is closed twice in a row, all deltas are zero and weigh the same. Claims are
     checked where they come in; should one below zero have got here all the same, it weighs nothing. A step counts at
-    most `MOST_TIMES` the tokens that the steps of the others have: the upper median of all other contributions with a token.
+    most `MOST_TIMES` the tokens that the steps of the others have: the upper median of all other contributions with a
+    token.
     """
     assert contributor_sets
     tokens = [sum(counted for counted, _ in contributors) for contributors in _counted(contributor_sets)]

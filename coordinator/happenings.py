@@ -82,7 +82,7 @@ class Happenings:
                 member = machine.members.get(node)
                 if member is not None and member.session == session and node not in machine.ledger.started:
                     self.told("left", node, leave.reason, leave.detail, now)  # else the journal says it
-            case ev.Heard(node=node, message=msg.Fetch(fragment=fragment)):
+            case ev.Heard(node=node, message=msg.Fetch(fragment=fragment, first=False)):
                 detail = f"fragment {fragment}; a snapshot is sent"
                 self._tell("anchor", node, "anchor_mismatch", "its anchor did not match its digest", detail, now)
             case _:

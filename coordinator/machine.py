@@ -270,9 +270,10 @@ class CoordinatorMachine:
                 self._reported(member, message, now)
             case msg.Evaluation():
                 self._evaluated(member, message)
-            case msg.Fetch(fragment=fragment):
+            case msg.Fetch(fragment=fragment, first=first):
                 if 0 <= fragment < len(self.ledger.versions) and member.has(self.ledger.fragment(fragment)):
-                    self._mend(member.name, self._mending.get(member.name, set()) | {fragment})
+                    wrong = set[int]() if first else {fragment}
+                    self._mend(member.name, self._mending.get(member.name, set()) | wrong)
                     self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
             case msg.Leave():
                 self._mend(member.name, set())

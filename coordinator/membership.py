@@ -207,6 +207,8 @@ class Membership:
     def _catch_up(self, member: Member, hello: msg.Hello, fragment: int) -> None:
         held = next((ref for ref in hello.anchors if ref.fragment == fragment), None)
         updates = self._ledger.updates_after(fragment, held)
+        if held is None and hello.begins and self._ledger.versions[fragment] == 0:
+            return  # it may have the same weights already, and asks if not
         if updates is None:
             self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
         for committed in updates or ():

@@ -14,6 +14,7 @@ from typing import assert_never
 import torch
 from torch import nn
 
+from farloop.algo.digest import digest
 from farloop.algo.methods import method_named
 from farloop.algo.parts import Part
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
@@ -34,6 +35,7 @@ from farloop.node.replica import Own, Replica
 from farloop.node.reports import Reports, all_held
 from farloop.node.residuals import Residuals, run_of
 from farloop.node.transitions import Transitions
+from farloop.quant.anchors import pack_anchor
 from farloop.quant.registry import warm_for
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
@@ -72,6 +74,8 @@ class Leader:
         self._inbox: Inbox = queue.SimpleQueue()
         self._blobs: dict[BlobId, bytearray] = {}
         self._merged: list[int] = []
+        self._at_zero: set[int] = set()
+        """Fragments at version 0 as the coordinator let this node in, until it is known whether they are here."""
         self._encoder: Encoder | None = None
         self._residuals: Residuals | None = None
         self._drift: Drift | None = None
@@ -187,6 +191,7 @@ class Leader:
         while True:
             while not self._inbox.empty():
                 self._take(self._inbox.get_nowait())
+            self._begin_with_own_weights()
             self._report_if_due()
             if self._waiting is None or self.machine.stage == "draining":
                 return
@@ -238,6 +243,8 @@ class Leader:
                 if self._drift is not None:
                     self._drift.heard(message)
                 self._do(self.machine.handle(ev.Received(message=message)))
+                if isinstance(message, msg.Welcome) and not message.recalls:
+                    self._at_zero = {fragment for fragment, version in enumerate(message.versions) if version == 0}
             case wire_ev.BlobReceived(blob=blob, data=data):
                 self._blobs[blob] = data
                 self._do(self.machine.handle(ev.BlobArrived(blob=blob)))
@@ -342,6 +349,22 @@ class Leader:
         if not self.replica.install(fragment, version, data, self.machine.epoch):
             return self._mismatched(fragment, version)
         self._residuals.installed(fragment, version, command.codec, self.replica.anchors[fragment].device)
+
+    def _begin_with_own_weights(self) -> None:
+        """An anchor of version 0 that the local weights are, by its digest, need not cross the link."""
+        wanted, self._at_zero = self._at_zero, set()
+        if self.replica is None or self.machine.spec is None:
+            self._at_zero = wanted
+            return
+        digests = self.machine.spec.identity.anchor_digests
+        for index in sorted(i for i in wanted if self.replica.versions.get(i, 0) < 0):
+            first = self.replica.first(index)
+            if digest(first) != digests[index]:
+                _log.info("a snapshot is asked for fragment=%d reason='its first weights are others'", index)
+                self.link.send(msg.Fetch(fragment=index, first=True))
+                continue
+            data = pack_anchor(first, self.replica.layout.fragments[index], 0, self.machine.epoch)
+            self._take(wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=0), data=data))
 
     def _begin_again(self, history: int) -> None:
         _log.warning("another history of the run has begun history=%d: this node begins anew from snapshots", history)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farloop.algo.delta import fragment_delta_into, mix_fragment_into
-from farloop.algo.digest import digest
+from farloop.algo.digest import canonicalise_, digest
 from farloop.algo.eager import eager_start_into
 from farloop.algo.fragments import flatten_into, trainable_tensors, uncompiled_name
 from farloop.algo.parts import Part, described, fragments_of
@@ -136,6 +136,15 @@ class Replica:
         self.digests[index] = digest(self.anchors[index])
         self.versions[index] = version
         return True
+
+    @torch.no_grad()
+    def first(self, index: int) -> Tensor:
+        """What the local weights would be as an anchor of version 0, canonical (protocol M), fp32 [numel]."""
+        fragment = self.layout.fragments[index]
+        flat = torch.empty(fragment.numel, device=self.anchors[index].device)
+        flatten_into(fragment, self.parameters, flat)
+        canonicalise_(flat)
+        return flat
 
     @torch.no_grad()
     def merge(self, index: int, mix: float, own: Sequence[Own] = (), factor: float = 0.0, epoch: int = 0) -> None:

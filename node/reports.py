@@ -122,6 +122,7 @@ class Reports:
             history=history,
             announced=announced,
             holds=machine.holds,
+            begins=True,
         )
 
     def is_due(self, now: float) -> bool:

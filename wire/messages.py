@@ -82,6 +82,9 @@ class Hello:
     """The stages of the model that it holds, for as long as it lives; None for all of it."""
     inventory: Inventory = field(default=NOTHING, metadata=LATER)
     """Its machine and network cards."""
+    begins: bool = field(default=False, metadata=LATER)
+    """It needs no snapshot of version 0 where the weights that it begins with have the digest in the run's identity,
+    and asks for one (`Fetch`) where they have not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +248,8 @@ class Fetch:
     """Node → coordinator: my anchor of this fragment is lost or wrong, send a snapshot."""
 
     fragment: int
+    first: bool = field(default=False, metadata=LATER)
+    """It never had one: its own first weights are others than the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

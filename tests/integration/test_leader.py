@@ -316,3 +316,45 @@ def test_a_node_without_samples_waits_for_a_grant_and_says_so(tmp_path: Path) ->
     assert play.leader.wait_for_start().samples == (0, 1, 2, 10)
     assert details.get(timeout=5) == "samples to be granted"
     play.leader.close()
+
+
+def test_first_weights_that_are_the_runs_do_not_cross_the_link(play: Play) -> None:
+    """R: they are proven by their digest; no snapshot comes."""
+    play.welcome()
+    play.leader.wait_for_spec(5.0)
+    play.leader.attach(play.module)
+    play.leader._begin_with_own_weights()
+    play.tell(msg.Start(round=play.rounds[0], lease=None))
+    assert play.leader.wait_for_start().running
+    assert play.leader.replica is not None
+    assert torch.equal(play.leader.replica.anchors[0], play.anchor)
+    assert (play.leader.replica.versions, play.leader.machine.versions) == ({0: 0}, (0,))
+
+
+def test_first_weights_that_are_others_are_asked_for(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R: and the snapshot replaces them."""
+    sent: list[msg.Message] = []
+    monkeypatch.setattr(play.leader.link, "send", sent.append)
+    with torch.no_grad():
+        play.module.weight += 1.0
+    play.welcome()
+    play.leader.wait_for_spec(5.0)
+    play.leader.attach(play.module)
+    play.leader._begin_with_own_weights()
+    play.snapshot()
+    play.tell(msg.Start(round=play.rounds[0], lease=None))
+    assert play.leader.wait_for_start().running
+    assert [message for message in sent if isinstance(message, msg.Fetch)] == [msg.Fetch(fragment=0, first=True)]
+    assert play.leader.replica is not None
+    assert torch.equal(play.leader.replica.anchors[0], play.anchor)
+
+
+def test_first_weights_are_not_taken_for_an_anchor_of_a_later_version(play: Play) -> None:
+    """R: a run that has moved on sends what it has."""
+    play.window = dataclasses.replace(play.window, window=4)
+    play.welcome()
+    play.leader.wait_for_spec(5.0)
+    play.leader.attach(play.module)
+    assert play.leader.replica is not None
+    play.leader._begin_with_own_weights()
+    assert play.leader.replica.versions == {0: -1}

@@ -198,6 +198,17 @@ def test_a_node_without_anchors_gets_a_snapshot_of_each(make_run: MakeRun) -> No
     assert commands[1:] == [ev.SendSnapshot(node=A, fragment=0), ev.SendSnapshot(node=A, fragment=1)]
 
 
+def test_a_node_that_begins_gets_a_snapshot_of_version_0_only_if_it_asks(make_run: MakeRun) -> None:
+    """R: its own first weights are the run's, as a rule; no alarm if they are not."""
+    run = make_run()
+    assert run.greet(A, 1, anchors=(), begins=True)[1:] == []
+    assert run.say(A, msg.Fetch(fragment=1, first=True)) == [ev.SendSnapshot(node=A, fragment=1)]
+    assert run.machine.alarms == {}
+    moved_on = make_run(A)
+    moved_on.commit(1, A)
+    assert moved_on.greet(B, 9, anchors=(), begins=True)[1:] == [ev.SendSnapshot(node=B, fragment=1)]
+
+
 def test_a_node_that_is_behind_gets_what_it_missed(make_run: MakeRun) -> None:
     """R, S"""
     run = make_run(A)
@@ -937,7 +948,9 @@ def test_a_report_that_cannot_be_true_counts_for_nothing(make_run: MakeRun) -> N
     bad = dataclasses.replace(progress(80), inner_steps=2, tokens=10**12)
     assert run.say(A, bad) == [] and not run.machine.believes(A, bad)
     assert run.machine.members[A].progress == progress(4)
-    assert run.machine.alarms == {"report of a": "it claims 1000000000000 tokens in 2 inner steps, which have 128"}
+    assert run.machine.alarms == {
+        "report of a": "it claims 1000000000000 tokens in 2 inner steps, which have 128 at most"
+    }
     run.say(A, progress(5))
     assert run.machine.alarms == {}
 
