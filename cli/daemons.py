@@ -29,7 +29,7 @@ from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hearsay import adoption_of
 from farloop.coordinator.link import BindError
 from farloop.coordinator.store import Store
-from farloop.monitoring import page
+from farloop.monitoring import descriptors, page
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node
 from farloop.node.pipeline.trainer import PipelineConfig, train_stage
@@ -80,6 +80,7 @@ def run_coordinator(
         CommandError: the directory holds another run, or the port is taken.
         StorageError, KeyFileError, EndpointError: one line each.
     """
+    descriptors.raise_limit(spare=descriptors.SPARE)
     plan = planned(file)
     if restore_from:
         restored(file.coordinator.state_dir, plan, restore_from)
@@ -274,6 +275,7 @@ def run_node(file: NodeFile) -> ExitCode:
         NodeError, CorpusError, KeyFileError, EndpointError: one line each.
         KeyboardInterrupt: a signal before training, or the second one.
     """
+    descriptors.raise_limit()
     config, pipeline = file.node, file.pipeline
     _interrupt_on_signals()
     encrypted = str(config.key is not None).lower()

@@ -15,6 +15,8 @@ from typing import Final
 from farloop.algo.spec import to_plain
 from farloop.cli.address import Address
 from farloop.cli.findings import Finding
+from farloop.coordinator.connections import most_connections
+from farloop.monitoring import descriptors
 from farloop.monitoring.status import InventoryStatus
 from farloop.monitoring.units import size_text
 from farloop.node.surroundings import Limits
@@ -74,17 +76,20 @@ def _card(nic: Nic) -> Finding:
 
 def limits(found: Limits, told: Inventory) -> list[Finding]:
     """What the machine allows this process."""
-    findings = [_files(found.nofile)]
+    findings = [_files(found.nofile, found.nofile_hard)]
     if any(nic.kind in RDMA for nic in told.nics):
         locked = "without bound" if found.memlock_bytes is None else size_text(found.memlock_bytes)
         findings.append(Finding(level="ok", what="memlock", detail=f"memory that may be locked: {locked}"))
     return findings
 
 
-def _files(nofile: int) -> Finding:
-    detail = f"{nofile:,} files and connections may be open"
-    if nofile < FEW_FILES:
-        mend = f"ulimit -n {FEW_FILES}, or LimitNOFILE= in the unit: a coordinator of many nodes needs them"
+def _files(soft: int, hard: int) -> Finding:
+    """Both daemons raise the soft limit to the hard one when they start."""
+    connections = most_connections(hard - descriptors.SPARE)
+    detail = f"{hard:,} files and connections may be open (soft limit {soft:,}, which a daemon raises)"
+    detail += f": a coordinator takes {connections:,} connections"
+    if hard < FEW_FILES:
+        mend = f"raise the hard limit: ulimit -Hn {FEW_FILES}, or LimitNOFILE={FEW_FILES} in the unit"
         return Finding(level="warn", what="files", detail=detail, mend=mend)
     return Finding(level="ok", what="files", detail=detail)
 

@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from torch import Tensor
 from farloop.coordinator import durable
 from farloop.coordinator.durable import TEMPORARY_SUFFIX, Bytes, no_room
 from farloop.coordinator.errors import StateLocked, StorageFailed
+from farloop.monitoring.descriptors import with_spare
 
 Identity = tuple[int, int, int, int]
 """Device, inode, bytes and time of the last change of a file: another file or another content has another."""
@@ -274,7 +276,7 @@ class OsFiles(Files):
 
     def lock(self, path: Path) -> Lock:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = with_spare(partial(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         except OSError as error:
             raise _failed(path, "open", error) from error
         try:
@@ -287,16 +289,18 @@ class OsFiles(Files):
         return OsLock(path, fd)
 
     def open(self, path: Path, *, write: bool = False) -> File:
-        return OsFile(path, os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC))
+        return OsFile(path, with_spare(partial(os.open, path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)))
 
     def create(self, path: Path) -> File:
-        return OsFile(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        return OsFile(
+            path, with_spare(partial(os.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        )
 
     def read_bytes(self, path: Path) -> bytes:
-        return path.read_bytes()
+        return with_spare(path.read_bytes)
 
     def write_bytes(self, path: Path, data: bytes) -> None:
-        path.write_bytes(data)
+        with_spare(partial(path.write_bytes, data))
 
     def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
         path.touch()

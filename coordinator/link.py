@@ -9,8 +9,9 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -18,11 +19,13 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.connections import Connection, Connections, most_connections
 from farloop.coordinator.egress import Egress
-from farloop.coordinator.errors import MachineBroken, StorageError
+from farloop.coordinator.errors import MachineBroken, NoRoom, StorageError
 from farloop.coordinator.gate import Gate
 from farloop.coordinator.peers import Lane, Peer, Peers
-from farloop.monitoring.connection import choose_congestion
+from farloop.monitoring import descriptors
+from farloop.monitoring.connection import choose_congestion, end_of, hang_up
 from farloop.wire.errors import LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer
@@ -65,7 +68,14 @@ HEARTBEAT_TIMEOUT_MS = 120_000
 
 
 OF_THE_PROCESS = (StorageError, MachineBroken)
-"""Errors that concern the coordinator as a whole, whoever's work they came up in. Any other ends one session."""
+"""Errors that concern the coordinator as a whole, whoever's work they came up in, but for `NoRoom`, which a read has
+for want of a descriptor. Any other ends one session."""
+
+LOOK_S = 5.0
+"""Between two looks at connections by which nobody speaks."""
+
+BACKLOG = 1024
+"""Connections that the system keeps until ZeroMQ accepts them; it may keep fewer (net.core.somaxconn)."""
 
 
 class BindError(OSError):
@@ -107,9 +117,14 @@ class RouterLink:
         self._allow = AllowList(allow) if allow else None
         self._authenticator: AsyncioAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        assert isinstance(monitor, zmq.asyncio.Socket)
-        self._monitor = monitor
+        self._connections = Connections(most_connections(descriptors.limit()), self._peers.is_spoken_by)
+        self._some_left = asyncio.Event()
+        """A connection by which a session spoke has ended."""
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # else ZeroMQ waits until somebody reads, and moves nothing meanwhile
+        at = f"inproc://connections-{id(self)}"
+        self._socket.monitor(at, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor.connect(at)
         try:
             self._configure(key)
             self._socket.bind(endpoint)
@@ -127,6 +142,7 @@ class RouterLink:
             (zmq.LINGER, 200),
             (zmq.SNDHWM, 64),
             (zmq.RCVHWM, 64),
+            (zmq.BACKLOG, BACKLOG),
             (zmq.HANDSHAKE_IVL, 5000),
             (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
@@ -215,6 +231,8 @@ class RouterLink:
             group.create_task(self._receive(), name="receive")
             group.create_task(self._keep_time(), name="timers")
             group.create_task(self._watch_connections(), name="connections")
+            group.create_task(self._look_at_connections(), name="strangers")
+            group.create_task(self._ask_who_left(), name="who-left")
             if self._allow is not None:
                 group.create_task(self._watch_keys(self._allow), name="keys")
 
@@ -233,6 +251,8 @@ class RouterLink:
     def _contained(self, peer: Peer) -> Iterator[None]:
         try:
             yield
+        except NoRoom as error:
+            self.failed(peer, error)
         except OF_THE_PROCESS:
             raise
         except Exception as error:  # noqa: BLE001 - the edge of a session: it becomes the session's end, with a reason
@@ -350,15 +370,18 @@ class RouterLink:
             self._turned_away(Reason.WRONG_KEY, address)
             return None
         met = self._peers.meet(route, parts, owner, address, time.monotonic())
+        if met is None:
+            return None
+        descriptor = _descriptor(frame)
+        self._peers.speaks_by(met if isinstance(met, Peer) else met.peer, descriptor)
         if isinstance(met, Peer):
-            met.bulk_descriptor = (int(frame.get(zmq.SRCFD)), address)
+            met.bulk_descriptor = (descriptor, address)
             if self._congestion:
                 choose_congestion(*met.bulk_descriptor, self._congestion)
             self.flush(met)
             return None
-        if met is not None:
-            for old in self._peers.too_many_of(met.peer):
-                self.closed_by_us(old, Reason.SUPERSEDED)
+        for old in self._peers.too_many_of(met.peer):
+            self.closed_by_us(old, Reason.SUPERSEDED)
         return met
 
     # --- outbound
@@ -448,17 +471,48 @@ class RouterLink:
                 session.send(Leave(reason=reason), time.monotonic())
         self.closed_by_us(peer, reason)
 
+    # --- connections
+
     async def _watch_connections(self) -> None:
+        """Count connections as ZeroMQ accepts them and lets them go: there is a budget (`connections.py`)."""
+        while True:
+            self._told_of_connection(await recv_monitor_message(self._monitor))
+            with contextlib.suppress(zmq.Again):
+                for _ in range(BURST_FRAMES):
+                    self._told_of_connection(await recv_monitor_message(self._monitor, zmq.DONTWAIT))
+            await asyncio.sleep(0)
+
+    def _told_of_connection(self, told: Mapping[str, Any]) -> None:
+        descriptor, now = int(told["value"]), time.monotonic()
+        if told["event"] == zmq.EVENT_ACCEPTED:
+            going = self._connections.accepted(descriptor, *end_of(descriptor), now)
+            if going is not None:
+                self._hang_up(going, Reason.CROWDED)
+            return
+        self._connections.ended(descriptor)
+        if self._peers.is_spoken_by(descriptor):
+            self._some_left.set()
+
+    def _hang_up(self, connection: Connection, reason: Reason) -> None:
+        if hang_up(connection.descriptor, connection.host, connection.port):
+            self._turned_away(reason, connection.host)
+
+    async def _look_at_connections(self) -> None:
+        """End those by which nobody speaks: ZeroMQ keeps a connection for as long as its heartbeats are answered."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for connection in self._connections.look(time.monotonic()):
+                self._hang_up(connection, Reason.SILENT)
+
+    async def _ask_who_left(self) -> None:
         """Notice at once that a node's connection ended, not at its next heartbeat (protocol V).
 
-        The monitor tells that one did, and not whose: whose it was, a frame to each tells.
+        The monitor tells that one did; whose lane it was, a frame to each tells.
         """
         while True:
-            await recv_monitor_message(self._monitor)
+            await self._some_left.wait()
             await asyncio.sleep(PROBE_DELAY_S)
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    await recv_monitor_message(self._monitor, zmq.DONTWAIT)
+            self._some_left.clear()
             for peer in self._peers:
                 with self.working_for(peer) as session:
                     session.speak()
@@ -520,6 +574,14 @@ class RouterLink:
             for peer in self._peers:
                 if peer.owner in revoked:
                     self._dismiss(peer, Reason.WRONG_KEY)
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """Of the connection that a frame came by; −1 where the transport has none."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def _address(frame: zmq.Frame) -> str:

@@ -5,7 +5,7 @@ is open, which joins it; anything else leaves no trace but a number that is coun
 """
 
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -45,6 +45,8 @@ class Peer:
     token: bytes
     routes: dict[int, bytes]
     """Lane number → ROUTER's id of it."""
+    descriptors: set[int] = field(default_factory=set)
+    """Of the connections that its lanes' first frames came by."""
     bad_frames: int = 0
     """In a row."""
     dismissed: bool = False
@@ -71,6 +73,8 @@ class Peers:
         self._peers: dict[int, Peer] = {}
         self._lanes: dict[bytes, Lane] = {}
         self._tokens: dict[bytes, Peer] = {}
+        self._descriptors: Counter[int] = Counter()
+        """How many sessions speak by the connection with this descriptor: one, or for a moment the next one, too."""
         self._next = 1
 
     def __iter__(self) -> Iterator[Peer]:
@@ -83,6 +87,16 @@ class Peers:
     def lane(self, route: bytes) -> Lane | None:
         """The lane of a session that this ROUTER id stands for."""
         return self._lanes.get(route)
+
+    def speaks_by(self, peer: Peer, descriptor: int) -> None:
+        """A lane of the session is on the connection with this descriptor."""
+        if descriptor not in peer.descriptors:
+            peer.descriptors.add(descriptor)
+            self._descriptors[descriptor] += 1
+
+    def is_spoken_by(self, descriptor: int) -> bool:
+        """Whether a session speaks by the connection with this descriptor."""
+        return descriptor in self._descriptors
 
     @property
     def is_held_up(self) -> bool:
@@ -130,6 +144,7 @@ class Peers:
         if self._peers.pop(peer.number, None) is None:
             return
         self._gate.ended(peer.counted_as)
+        self._descriptors -= Counter(peer.descriptors)
         self._tokens.pop(peer.token, None)
         for route in peer.routes.values():
             self._lanes.pop(route, None)

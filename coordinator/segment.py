@@ -21,7 +21,7 @@ from typing import BinaryIO
 import xxhash
 
 from farloop.coordinator import records
-from farloop.coordinator.durable import Bytes
+from farloop.coordinator.durable import Bytes, no_room
 from farloop.coordinator.errors import JournalCorrupt, StorageFailed
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.records import LedgerSaved, Record
@@ -162,6 +162,7 @@ def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes
     """Bytes [offset, offset + nbytes) of an attachment. Opens the file anew, so it depends on no other reader's state.
 
     Raises:
+        NoRoom: no descriptor is left to read them by; try again.
         StorageFailed: they cannot be read.
     """
     assert offset >= 0 and nbytes >= 0 and offset + nbytes <= attachment.size
@@ -179,7 +180,7 @@ def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes
         finally:
             file.close()
     except OSError as error:
-        raise StorageFailed(path, f"read: {error.strerror}") from error
+        raise no_room(path, error.errno) or StorageFailed(path, f"read: {error.strerror}") from error
     return data
 
 

@@ -25,6 +25,25 @@ def host_of(descriptor: int) -> str:
     return ""
 
 
+def end_of(descriptor: int) -> tuple[str, int]:
+    """Address and port of who is at the other end now; nobody is ("", 0). Takes no descriptor of its own."""
+    with contextlib.suppress(OSError), _as_it_is(descriptor) as connection:
+        peer = connection.getpeername()
+        return (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else ("", 0)
+    return "", 0
+
+
+def hang_up(descriptor: int, host: str, port: int) -> bool:
+    """End the connection to this address and port, if the descriptor is still its own; whether it was. Its owner sees
+    the end of the stream, and closes it."""
+    with contextlib.suppress(OSError), _as_it_is(descriptor) as connection:
+        peer = connection.getpeername()
+        if isinstance(peer, tuple) and (str(peer[0]), int(peer[1])) == (host, port):
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
+
+
 def tcp_info(descriptor: int, host: str, num_bytes: int) -> bytes:
     """TCP_INFO of the connection to `host`; empty where there is none, or it cannot be read on this system."""
     if _INFO is None:
@@ -71,6 +90,16 @@ def _allowed() -> str:
     with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_allowed_congestion_control") as file:
         return ", ".join(file.read().split())
     return ""
+
+
+@contextlib.contextmanager
+def _as_it_is(descriptor: int) -> Iterator[socket.socket]:
+    """Without a duplicate, for where there may be none left. Raises OSError unless it is a socket."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from farloop.monitoring import descriptors
 from farloop.node.labels import Labels, Told, parse_nics, read_labels
 from farloop.node.nics import look
 from farloop.node.sysfs import Tree
@@ -25,6 +26,8 @@ class Limits:
     memory_bytes: int | None
     memlock_bytes: int | None
     nofile: int
+    nofile_hard: int
+    """As many as this process may have open, if it asks: its soft and its hard limit."""
     receive_bytes: int | None
     """Largest receive buffer that the kernel gives a connection by itself: at most so much is on its way."""
     send_bytes: int | None
@@ -53,7 +56,8 @@ def limits(tree: Tree) -> Limits:
     return Limits(
         memory_bytes=_memory(tree),
         memlock_bytes=_bound(resource.RLIMIT_MEMLOCK),
-        nofile=_bound(resource.RLIMIT_NOFILE) or 0,
+        nofile=descriptors.limit(),
+        nofile_hard=descriptors.hard_limit(),
         receive_bytes=_largest(tree, "tcp_rmem"),
         send_bytes=_largest(tree, "tcp_wmem"),
         congestion=congestion,

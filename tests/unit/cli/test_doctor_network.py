@@ -22,6 +22,7 @@ LIMITS = Limits(
     memory_bytes=1 << 34,
     memlock_bytes=None,
     nofile=65536,
+    nofile_hard=65536,
     receive_bytes=6 << 20,
     send_bytes=4 << 20,
     congestion="cubic",
@@ -65,9 +66,12 @@ def test_a_machine_without_cards_is_told_how_to_name_one() -> None:
 
 def test_few_files_are_a_warning_and_locked_memory_matters_with_rdma_alone() -> None:
     assert [finding.what for finding in limits(LIMITS, Inventory())] == ["files"]
-    few = Limits(**{name: getattr(LIMITS, name) for name in LIMITS.__slots__} | {"nofile": 1024})
+    few = Limits(**{name: getattr(LIMITS, name) for name in LIMITS.__slots__} | {"nofile": 512, "nofile_hard": 1024})
     files, memlock = limits(few, Inventory(nics=(Nic(name="mlx5_0:1", kind="infiniband"),)))
-    assert files.level == "warn" and "ulimit -n 4096" in files.mend
+    assert files.level == "warn" and "ulimit -Hn 4096" in files.mend
+    assert (
+        "1,024 files" in files.detail and "soft limit 512" in files.detail and "takes 704 connections" in files.detail
+    )
     assert memlock.detail.endswith("without bound")
 
 
