@@ -79,7 +79,7 @@ class Closing:
             return
         window = self._windows[fragment]
         terms = self._ledger.terms_at(window.terms)
-        quorum = None if window.max_staleness and window.terms.final else terms.quorum
+        quorum = None if window.needs_steps and window.terms.final else terms.quorum
         patient = self.grace.lasts(window, self.now)
         why = window.why_close(quorum, terms.floor, patient=patient)
         if why is not None and self._screened(window):

@@ -56,8 +56,7 @@ class CoordinatorMachine:
         self.ledger = ledger
         self.windows: dict[int, Window] = {}
         self.alarms: dict[str, str] = {}
-        self._stopping = False
-        self._cut_in_stages = ledger.spec.identity.layout.num_stages > 1
+        self._stopping, self._cut_in_stages = False, ledger.spec.identity.layout.num_stages > 1
         self._decisions = Decisions(ledger)
         self._doubts = Doubts(ledger, self._decisions, self.alarms)
         self._closing = Closing(
@@ -332,6 +331,7 @@ class CoordinatorMachine:
             terms=terms,
             max_staleness=ours.max_staleness,
             alone=method_named(self.ledger.spec.terms.method).alone,
+            needs_steps=ours.on_late_update == "continue",
             opened_at=self._now,
             expected=expected,
         )

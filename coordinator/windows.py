@@ -42,6 +42,8 @@ class Window:
     """Versions that a delta's base may be behind the one that the window began with."""
     alone: bool = False
     """Every delta is an outer step of its own, late or not; else a quorum is one of deltas that name this window."""
+    needs_steps: bool = False
+    """Nodes go on while they wait: a delta without a step makes no quorum."""
     opened_at: float = 0.0
     quorum_at: float | None = None
     """When the quorum was reached."""
@@ -67,11 +69,15 @@ class Window:
     def toward_quorum(self) -> int:
         """Contributions that count for a quorum.
 
-        A late delta rides along: it must not use up a round's window. So do those without a step, of nodes that have
-        come to the end before the others: they close a window once nobody else is expected.
+        A late delta rides along: it must not use up a round's window. Where nodes go on while they wait, so does one
+        without a step, of a node that stands still or has come to the end before the others: it closes a window once
+        nobody else is expected. Else such a node would send one after the other as fast as the network carries them,
+        and where no delta may be late, nobody else's would ever be in time.
         """
         if not self.max_staleness:
-            return len(self.contributors)
+            return len(
+                {c.node for o in self.inputs.values() for c in o.contributors if c.steps or not self.needs_steps}
+            )
         timely = [o for o in self.inputs.values() if self.alone or o.window == self.terms.window]
         return sum(1 for offer in timely if any(c.steps for c in offer.contributors))
 

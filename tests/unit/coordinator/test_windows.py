@@ -269,6 +269,16 @@ def test_what_counts_for_a_quorum(alone: bool) -> None:
     assert window(A, B, came=(idle(timely),)).why_close(1, 1) == "quorum of 1 reached, without a"
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_without_staleness_a_delta_without_a_step_makes_no_quorum_where_nodes_go_on(alone: bool) -> None:
+    """F: a node that stands still would send one after the other, and nobody else's would ever be in time."""
+    opened = window(A, B, came=(idle(offer(B)),))
+    opened.alone, opened.needs_steps = alone, True
+    assert opened.toward_quorum == 0 and opened.why_close(1, 1) is None
+    opened.inputs[offer(A).blob] = offer(A)
+    assert opened.toward_quorum == 1
+
+
 def test_patience_holds_a_quorum_and_not_a_window_that_has_all() -> None:
     """F."""
     assert patient(offer(A)).why_close(1, 1, patient=True) is None

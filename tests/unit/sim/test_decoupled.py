@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator import events as coordinator_ev
 from farloop.coordinator import records as rec
 from farloop.node import events as node_ev
 from farloop.sim.network import STORM
@@ -15,6 +16,7 @@ from farloop.sim.outcome import Outcome
 from farloop.sim.problem import terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, Fault, NodeSetup, PauseCoordinator, Scenario
 from farloop.sim.world import run
+from farloop.wire.messages import Offer
 
 METHODS = ("decoupled", "async")
 A, B, C, D = (NodeId(name) for name in "abcd")
@@ -51,6 +53,11 @@ def trained_for(outcome: Outcome, node: NodeId) -> float:
 
 def contributions(outcome: Outcome) -> Counter[NodeId]:
     return Counter(name for commit in outcome.commits for name in commit.contributors)
+
+
+def stored(outcome: Outcome) -> list[Offer]:
+    """All deltas that came."""
+    return [what.offer for _, _, what in outcome.tape if isinstance(what, coordinator_ev.InputStored)]
 
 
 def rounds_of(outcome: Outcome) -> list[int]:
@@ -105,6 +112,18 @@ def test_a_slow_node_does_fewer_steps_in_the_time_of_a_round() -> None:
     assert start.inner_steps == pytest.approx(STEPS, rel=0.1)
     assert start.skipped_positions <= 6 * H
     assert len({commit.round for commit in outcome.commits if D in commit.contributors}) > STEPS / H
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("seconds", [0.1, 0.4])
+def test_without_staleness_a_run_ends_and_no_version_is_made_of_nothing(method: str, seconds: float) -> None:
+    """F: nodes that stood still sent deltas without a step as fast as the network carried them, and each was a version:
+    whoever did a step meanwhile was late."""
+    outcome = play(method, (0.1, 0.1, seconds), max_staleness=0)
+    steps = {offer.blob: sum(c.steps for c in offer.contributors) for offer in stored(outcome)}
+    for commit in outcome.commits:
+        assert any(steps[blob] for blob in commit.blobs) or len(commit.merged) == 3, "all that are expected came"
+    assert len(outcome.commits) <= 3 * len({(commit.fragment, commit.round) for commit in outcome.commits})
 
 
 def test_a_slow_node_slows_lone_steps_until_it_is_known_to_be_slow() -> None:
