@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from rich.text import Text
 
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.journal_words import KINDS, fragment_of, kind_of, nodes_of, plain, words
-from farloop.coordinator.reading import LOOK_AGAIN_S, Placed, placed, read_journal, steadily
+from farloop.coordinator.reading import LOOK_AGAIN_S, Placed, journal_folder, placed, read_journal, steadily
 from farloop.coordinator.replay import Replayed, replay, span
+from farloop.coordinator.salvage import Salvage, carry_out, salvage
 from farloop.coordinator.segment import Scan, scan, segment_paths
 from farloop.coordinator.verify import Report, verify
 from farloop.monitoring.units import plural, size_text
@@ -120,6 +121,7 @@ def report_json(report: Report) -> dict[str, Any]:
     """For `--json`."""
     return {
         "good": not report.faults,
+        "starts": not report.refused,
         "run": report.run,
         "segments": report.segments,
         "records": report.records,
@@ -144,16 +146,76 @@ def _print_report(report: Report, console: Console) -> None:
     held = f"{plural(report.deltas, 'delta')}, {plural(report.updates, 'update')}"
     grid.add_row("holds", f"{held}, {plural(report.snapshots, 'snapshot')}")
     if report.versions:
-        newest = " ".join(f"f{index}:{version}" for index, version in enumerate(report.versions[:12]))
-        more = f" and {len(report.versions) - 12} more" if len(report.versions) > 12 else ""
-        grid.add_row("newest", f"{newest}{more}, epoch {report.epoch}")
+        grid.add_row("newest", f"{_versions(report.versions)}, epoch {report.epoch}")
     if report.torn:
         grid.add_row("tail", Text(report.torn, style="yellow"))
     for fault in report.faults:
         grid.add_row(Text("damaged", style="bold red"), Text(f"{fault.where}: {fault.what}"))
-    if not report.faults:
+    if report.refused:
+        what = "a start refuses this folder; farloop journal salvage says what can be saved"
+        grid.add_row("result", Text(what, style="bold red"))
+    elif report.faults:
+        grid.add_row("result", Text("damaged, but a start goes on: make a copy of the folder now", style="yellow"))
+    else:
         grid.add_row("result", Text("whole: every digest, sequence, epoch and invariant holds", style="bold green"))
     console.print(grid)
+
+
+# --- salvage
+
+
+def repair(directory: Path, console: Console, *, write: bool, as_json: bool) -> None:
+    """Say what can be saved of a damaged folder; with `write`, save it. Raises CommandError where nothing can be."""
+    journal_folder(directory)
+    found = salvage(directory)
+    aside = carry_out(directory, found) if write else None
+    if as_json:
+        typer.echo(json.dumps(salvage_json(found, aside)))
+        return
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    grid.add_row("run", Text(found.run, style="bold cyan"))
+    for fault in found.damage:
+        grid.add_row(Text("damaged", style="bold red"), Text(fault))
+    grid.add_row("goes on", f"from {_versions(found.versions)}, epoch {found.epoch}")
+    for fragment, first, last in found.given_up:
+        what = f"fragment {fragment}, version {f'{first} to {last}' if last > first else last}"
+        grid.add_row(Text("gives up", style="yellow"), what)
+    if found.deltas:
+        deltas = f"{plural(found.deltas, 'stored delta')}; nodes send theirs again"
+        grid.add_row(Text("gives up", style="yellow"), deltas)
+    if not found.given_up:
+        grid.add_row("gives up", "no committed version")
+    console.print(grid)
+    if found.given_up:
+        console.print(
+            "Nodes that have newer versions hold the run after the start: start the coordinator once with "
+            "--adopt-from-nodes to go on from what they hold, or with --rewind to go on from here."
+        )
+    if aside is not None:
+        console.print(f"done: the old files are in {aside}; start the coordinator as before")
+    else:
+        console.print("nothing was changed; stop the coordinator and add --write to carry it out")
+
+
+def salvage_json(found: Salvage, aside: Path | None) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "run": found.run,
+        "versions": list(found.versions),
+        "epoch": found.epoch,
+        "given_up": [{"fragment": fragment, "first": first, "last": last} for fragment, first, last in found.given_up],
+        "deltas_given_up": found.deltas,
+        "damage": list(found.damage),
+        "written": aside is not None,
+        "old_files": None if aside is None else str(aside),
+    }
+
+
+def _versions(versions: Sequence[int]) -> str:
+    newest = " ".join(f"f{index}:{version}" for index, version in enumerate(versions[:12]))
+    return f"{newest} and {len(versions) - 12} more" if len(versions) > 12 else newest
 
 
 # --- replay

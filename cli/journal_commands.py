@@ -1,4 +1,4 @@
-"""`farloop journal …` and `farloop explain`: a state folder, read beside its coordinator and never changed."""
+"""`farloop journal …` and `farloop explain`: a state folder, read beside its coordinator, or repaired without it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from rich.console import Console
 from farloop.cli.exit_codes import ended_in_one_line
 
 journal_app = typer.Typer(
-    help="Look into a coordinator's state folder, running or not; nothing in it is changed.",
+    help="Look into a coordinator's state folder, running or not; nothing but salvage --write changes it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,6 +58,26 @@ def verify_journal(state: StateFolder = STATE, as_json: AsJson = False) -> None:
         from farloop.cli.journal import check
 
         check(state, Console(highlight=False), as_json=as_json)
+
+
+@journal_app.command("salvage")
+def salvage_journal(
+    state: Annotated[Path, typer.Argument(metavar="DIR", help="The coordinator's state_dir.")],
+    write: Annotated[
+        bool, typer.Option("--write", help="Carry it out: move the old files into DIR/before-salvage-N, write the new.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the newest consistent state in a folder that a start refuses, and say what would be given up.
+
+    Changes nothing without --write. Stop the coordinator first. Ends with 6 where no consistent state is left.
+
+    Example: farloop journal salvage state --write
+    """
+    with ended_in_one_line():
+        from farloop.cli.journal import repair
+
+        repair(state, Console(highlight=False), write=write, as_json=as_json)
 
 
 @journal_app.command("replay")

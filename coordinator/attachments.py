@@ -69,6 +69,10 @@ class Attachments:
         """Where a delta is; None if it was not spooled, or nobody can need it any more."""
         return self._inputs.get(blob)
 
+    def has_update(self, fragment: int, version: int) -> bool:
+        """Whether that update can be read."""
+        return (fragment, version) in self._updates
+
     def update(self, fragment: int, version: int) -> Attachment:
         """Where an update is."""
         return self._updates[fragment, version]

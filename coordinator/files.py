@@ -179,6 +179,17 @@ class Files(ABC):
                 self.unlink(temporary)
             raise
 
+    def move(self, path: Path, target: Path) -> None:
+        """Move a file into another directory of the same file system, durably. Raises StorageFailed."""
+        self.make_directory(target.parent)
+        with self._opened(path.parent) as old, self._opened(target.parent) as new:
+            try:
+                self.rename(path, target)
+            except OSError as error:
+                raise _failed(path, "move", error) from error
+            new.sync()
+            old.sync()
+
     def delete(self, path: Path) -> None:
         """Delete a file, durably. Raises StorageFailed, NoRoom where no descriptor is left and nothing was changed."""
         with self._opened(path.parent) as directory:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from farloop.coordinator import records
+from farloop.coordinator.damage import Gap, read_all
 from farloop.coordinator.durable import Bytes
 from farloop.coordinator.epoch import Claim
 from farloop.coordinator.errors import Fenced, FolderChanged, StorageError, StorageFailed
@@ -27,11 +28,10 @@ from farloop.coordinator.segment import (
     Entry,
     Scan,
     read_attachment,
-    read_segments,
     record_header,
     scan,
+    segment_numbers,
     segment_path,
-    segment_paths,
 )
 from farloop.coordinator.tail import Tail, create_tail, reopen_tail, settle
 
@@ -48,9 +48,18 @@ RECORD_ROOM = 64 << 10
 class Recovery:
     """What opening a journal found."""
 
-    entries: tuple[Entry, ...]
+    items: tuple[Entry | Gap, ...]
+    """Records, and the places where some are missing: whether that matters is for the caller to find out."""
     torn_bytes: int
     """Cut from the end: appends that no sync covered when the last coordinator died."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All records. Raises JournalCorrupt where some are missing."""
+        for item in self.items:
+            if isinstance(item, Gap):
+                raise item.fault
+        return tuple(item for item in self.items if isinstance(item, Entry))
 
 
 class Journal:
@@ -92,6 +101,7 @@ class Journal:
         """`look`, then `begin`."""
         journal, found = cls.look(directory, segment_bytes=segment_bytes, draw_salt=draw_salt, files=files)
         try:
+            assert found.entries is not None  # all of them
             journal.begin()
         except BaseException:
             journal.close()
@@ -115,7 +125,7 @@ class Journal:
 
         Raises:
             StateLocked: a coordinator holds the directory.
-            JournalCorrupt: damage that is not a torn tail; nothing was changed.
+            JournalCorrupt: damage of the last segment that is not a torn tail; nothing was changed.
             StorageFailed: the disk refused.
         """
         files.make_directory(directory)
@@ -133,11 +143,12 @@ class Journal:
         Raises as `look`.
         """
         assert self._open_tail is None
-        paths = segment_paths(self._directory, self._files)
+        numbers = segment_numbers(self._directory, self._files)
         if self._last is None:
-            return self._read() if paths else None
+            return self._read() if numbers else None
         number, found = self._last
-        if number != max(paths, default=None) or scan(paths[number], number, None, self._files) != found:
+        path = segment_path(self._directory, number)
+        if number != max(numbers, default=None) or scan(path, number, None, self._files) != found:
             return self._read()
         return None
 
@@ -171,18 +182,14 @@ class Journal:
         _log.info("journal open path=%s records=%d torn_bytes=%d", self._tail.path, self._num_records, torn_bytes)
 
     def _read(self) -> Recovery:
-        paths = segment_paths(self._directory, self._files)
-        if not paths:
+        if not (numbers := segment_numbers(self._directory, self._files)):
             self._last = None
-            return Recovery(entries=(), torn_bytes=0)
-        settle(paths[max(paths)], self._files)
-        scans = read_segments(self._directory, self._files)
-        self._last = max(paths), scans[-1]
-        self._first_segment = min(paths)
-        self._num_records = self._durable = scans[-1].next_sequence
-        return Recovery(
-            entries=tuple(entry for found in scans for entry in found.entries), torn_bytes=scans[-1].torn_bytes
-        )
+            return Recovery(items=(), torn_bytes=0)
+        settle(segment_path(self._directory, max(numbers)), self._files)
+        found, items = read_all(self._directory, self._files)
+        self._first_segment, self._last = min(numbers), (max(numbers), found)
+        self._num_records = self._durable = found.next_sequence
+        return Recovery(items=items, torn_bytes=found.torn_bytes)
 
     @property
     def _tail(self) -> Tail:
@@ -192,7 +199,7 @@ class Journal:
     @property
     def has_segments(self) -> bool:
         """Whether there is a file of the journal, perhaps without a record."""
-        return bool(segment_paths(self._directory, self._files))
+        return bool(segment_numbers(self._directory, self._files))
 
     @property
     def num_records(self) -> int:
@@ -229,8 +236,9 @@ class Journal:
         assert before_segment <= self._tail.number
         while self._first_segment < before_segment:
             path = segment_path(self._directory, self._first_segment)
-            with self._fatal():
-                self._files.delete(path)
+            if self._files.identity(path) is not None:  # a damaged journal may lack it
+                with self._fatal():
+                    self._files.delete(path)
             self._first_segment += 1
             _log.info("journal pruned path=%s", path)
 
@@ -317,6 +325,10 @@ class Journal:
             StorageFailed: they cannot be read.
         """
         return read_attachment(self._directory, attachment, offset, nbytes, self._files)
+
+    def whole(self, attachment: Attachment) -> bytes:
+        """All of an attachment. Raises StorageFailed."""
+        return self.read(attachment, 0, attachment.size)
 
     def close(self) -> None:
         """Sync, give back the room set aside, and unlock. Does nothing when done before."""

@@ -81,6 +81,11 @@ class Entry:
     record: Record
     attachment: Attachment
 
+    @property
+    def begins_a_journal(self) -> bool:
+        """Whether nothing before it needs to be read, where it is the first of its segment."""
+        return isinstance(self.record, LedgerSaved)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
@@ -104,11 +109,13 @@ class Scan:
     @property
     def begins_a_journal(self) -> bool:
         """Whether nothing before this segment needs to be read."""
-        return bool(self.entries) and isinstance(self.entries[0].record, LedgerSaved)
+        return bool(self.entries) and self.entries[0].begins_a_journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
+class RecordHeader:
+    """What stands before a record."""
+
     kind: int
     record_bytes: int
     attachment_bytes: int
@@ -122,13 +129,18 @@ def segment_path(directory: Path, number: int) -> Path:
     return directory / f"journal-{number:06d}.log"
 
 
+def segment_numbers(directory: Path, files: Files = DISK) -> set[int]:
+    """Of the segments that are there."""
+    return {int(match[1]) for name in files.names(directory) if (match := _NAME.fullmatch(name))}
+
+
 def segment_paths(directory: Path, files: Files = DISK) -> dict[int, Path]:
     """The segments of the journal in `directory`, by number, in order.
 
     Raises:
         JournalCorrupt: one between them is missing.
     """
-    numbers = {int(match[1]) for name in files.names(directory) if (match := _NAME.fullmatch(name))}
+    numbers = segment_numbers(directory, files)
     expected = range(min(numbers), max(numbers) + 1) if numbers else range(0)
     paths = {number: segment_path(directory, number) for number in expected}
     for number, path in paths.items():
@@ -217,13 +229,13 @@ def scan(path: Path, number: int, first_sequence: int | None, files: Files = DIS
         opened = files.open(path)
         try:
             file, size = opened.reader(), opened.identity()[2]
-            salt, found_sequence = _read_segment_header(file, path, number)
+            salt, found_sequence = read_segment_header(file, path, number)
             if first_sequence is None and number == 0:
                 first_sequence = 0
             if first_sequence not in (None, found_sequence):
                 detail = f"it goes on at record {found_sequence}, not {first_sequence}: some are missing"
                 raise JournalCorrupt(path, 16, detail)
-            entries = tuple(_read_records(file, path, number, found_sequence, until, salt, size))
+            entries = tuple(read_records(file, path, number, found_sequence, until, salt, size))
             end = SEGMENT_HEADER_BYTES
             if entries:
                 end = entries[-1].attachment.offset + entries[-1].attachment.size
@@ -242,14 +254,14 @@ def first_sequence_of(path: Path, number: int, files: Files = DISK) -> int:
     try:
         opened = files.open(path)
         try:
-            return _read_segment_header(opened.reader(), path, number)[1]
+            return read_segment_header(opened.reader(), path, number)[1]
         finally:
             opened.close()
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
 
 
-def _read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, int]:
+def read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, int]:
     """Salt, and sequence of the first record."""
     data = file.read(SEGMENT_HEADER_BYTES)
     if len(data) < SEGMENT_HEADER_BYTES or not data.startswith(_SEGMENT_MAGIC):
@@ -265,11 +277,25 @@ def _read_segment_header(file: BinaryIO, path: Path, number: int) -> tuple[int, 
     return salt, first_sequence
 
 
-def _read_records(
-    file: BinaryIO, path: Path, number: int, first_sequence: int, until: int | None, salt: int, size: int
+def read_records(
+    file: BinaryIO,
+    path: Path,
+    number: int,
+    first_sequence: int,
+    until: int | None,
+    salt: int,
+    size: int,
+    *,
+    offset: int = SEGMENT_HEADER_BYTES,
 ) -> Iterator[Entry]:
-    """Whole records from the file's position on, up to the first that is not. `size` is the file's."""
-    offset, sequence = SEGMENT_HEADER_BYTES, first_sequence
+    """Whole records from the file's position on, which is `offset`, up to the first that is not, or to record `until`.
+
+    `size` is the file's.
+
+    Raises:
+        JournalCorrupt: a whole record is out of its turn, or not one that this code knows.
+    """
+    sequence = first_sequence
     while sequence != until and (header := _parse_record_header(file.read(RECORD_HEADER_BYTES), salt)) is not None:
         if header.sequence != sequence:
             raise JournalCorrupt(path, offset, f"record {header.sequence} stands where {sequence} belongs")
@@ -291,14 +317,14 @@ def _read_records(
         offset, sequence = attachment.offset + attachment.size, sequence + 1
 
 
-def _parse_record_header(data: bytes, salt: int) -> _Header | None:
+def _parse_record_header(data: bytes, salt: int) -> RecordHeader | None:
     """None if the first bytes of `data` are not a record header of this segment."""
     if len(data) < RECORD_HEADER_BYTES or not data.startswith(_RECORD_MAGIC):
         return None
     if _DIGEST.unpack_from(data, _RECORD.size)[0] != xxhash.xxh3_64_intdigest(data[: _RECORD.size], seed=salt):
         return None
     _, kind, record_bytes, attachment_bytes, sequence, durable, body_digest = _RECORD.unpack_from(data)
-    return _Header(
+    return RecordHeader(
         kind=kind,
         record_bytes=record_bytes,
         attachment_bytes=attachment_bytes,
@@ -306,6 +332,16 @@ def _parse_record_header(data: bytes, salt: int) -> _Header | None:
         durable=durable,
         body_digest=body_digest,
     )
+
+
+def headers_in(data: bytes, start: int, salt: int) -> Iterator[tuple[int, RecordHeader]]:
+    """Every whole record header in `data` from `start` on, and where it is; what follows it need not be whole."""
+    at = data.find(_RECORD_MAGIC, start)
+    while at >= 0:
+        header = _parse_record_header(data[at : at + RECORD_HEADER_BYTES], salt)
+        if header is not None:
+            yield at, header
+        at = data.find(_RECORD_MAGIC, at + 1)
 
 
 def _body_digest(file: BinaryIO, body: bytes, attachment_bytes: int, salt: int) -> int:
@@ -326,13 +362,10 @@ def _measure_tail(file: BinaryIO, path: Path, end: int, sequence: int, salt: int
     overlap, start, used = b"", end, end
     while piece := file.read(_PIECE_BYTES):
         data = overlap + piece
-        at = data.find(_RECORD_MAGIC)
-        while at >= 0:
-            header = _parse_record_header(data[at : at + RECORD_HEADER_BYTES], salt)
-            if header is not None and header.durable > sequence:
+        for _, header in headers_in(data, 0, salt):
+            if header.durable > sequence:
                 detail = f"record {sequence} is damaged, and was durable when record {header.sequence} was written"
                 raise JournalCorrupt(path, end, detail)
-            at = data.find(_RECORD_MAGIC, at + 1)
         if stripped := data.rstrip(b"\0"):
             used = start + len(stripped)
         overlap = data[-(RECORD_HEADER_BYTES - 1) :]

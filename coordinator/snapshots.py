@@ -139,8 +139,12 @@ def load(path: Path, files: Files = DISK) -> Snapshot:
     return snapshot
 
 
-def load_latest(directory: Path, fragment: int, *, fingerprint: str, files: Files = DISK) -> Snapshot | None:
+def load_latest(
+    directory: Path, fragment: int, *, fingerprint: str, files: Files = DISK, at_most: int | None = None
+) -> Snapshot | None:
     """The newest snapshot of a fragment that is whole and of this run; None if there never was one.
+
+    With `at_most`, of this version or an older one.
 
     A damaged one is passed over with a warning: an older one and more of the journal give the same state.
 
@@ -149,6 +153,8 @@ def load_latest(directory: Path, fragment: int, *, fingerprint: str, files: File
     """
     newest_fault: SnapshotCorrupt | None = None
     for version in reversed(versions_of(directory, fragment, files)):
+        if at_most is not None and version > at_most:
+            continue
         path = snapshot_path(directory, fragment, version)
         try:
             snapshot = load(path, files)

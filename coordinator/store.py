@@ -7,7 +7,6 @@ machine; target and optimizer state by repeating the arithmetic on the spooled i
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -25,9 +24,9 @@ from farloop.coordinator.errors import NoRoom, StateLocked, StateMismatch
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.journal import SEGMENT_BYTES, Journal
 from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.recovery import Items, fetched, recovered, refuse_a_lost_journal
 from farloop.coordinator.segment import Entry
 from farloop.quant.blob import blob_bytes
-from farloop.quant.errors import BadBlob
 from farloop.quant.registry import codec_named
 
 _log = logging.getLogger(__name__)
@@ -38,14 +37,6 @@ SNAPSHOT_EVERY = 8
 
 _LOOKS = 3
 """At a journal that another coordinator writes to; once the epoch is claimed, that one stops."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Done:
-    """A commit of the journal, to be repeated if no snapshot holds it."""
-
-    record: rec.WindowCommitted
-    codecs: commits.Codecs
 
 
 class Store:
@@ -63,8 +54,6 @@ class Store:
         """Replaced, never changed: other threads read it."""
         self._journal = journal
         self._attachments = Attachments()
-        self._adopted: dict[int, int] = {}
-        """Versions that a journal which is read back says were adopted, by fragment: they may have no snapshot."""
         self._claimed = 0
         """The epoch of an adoption that is not durable yet."""
         self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
@@ -90,9 +79,9 @@ class Store:
         """
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
-            if found.entries:
+            if found.items:
                 raise StateMismatch(directory, "holds a run already; choose another folder, or resume it")
-            refuse_a_lost_journal(directory, journal, files)
+            refuse_a_lost_journal(directory, files)
             epoch = claim_epoch(directory, files=files)
             journal.held_by(Claim(directory, epoch, files))
             journal.begin()  # before the snapshots: those without a journal are what is left of a run
@@ -133,11 +122,11 @@ class Store:
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             for _ in range(_LOOKS):
-                if not found.entries:
-                    refuse_a_lost_journal(directory, journal, files)
+                if not found.items:
+                    refuse_a_lost_journal(directory, files)
                     journal.close()
                     return None
-                store = cls._replay(directory, journal, found.entries, files)
+                store = cls._replay(directory, journal, found.items, files)
                 accept(store.ledger.spec)
                 seen = max(store.ledger.epoch, store.ledger.epoch_seen) if rewind else store.ledger.epoch
                 epoch = claim_epoch(directory, seen=seen, files=files)
@@ -158,25 +147,10 @@ class Store:
         return store
 
     @classmethod
-    def _replay(cls, directory: Path, journal: Journal, entries: Sequence[Entry], files: Files) -> "Store":
-        match entries[0].record:
-            case rec.RunStarted() as started:
-                ledger = Ledger.begin(started)
-            case rec.LedgerSaved() as saved:
-                ledger = Ledger.resume(saved)
-            case _:
-                raise StateMismatch(directory, "its journal does not begin with a run's start")
-        store = cls(directory, journal, ledger, [], files)
-        done: list[list[_Done]] = [[] for _ in ledger.versions]
-        for entry in entries:
-            if isinstance(entry.record, rec.WindowCommitted):
-                codecs = commits.codecs_of(ledger, entry.record)
-                done[entry.record.fragment].append(_Done(record=entry.record, codecs=codecs))
-            if isinstance(entry.record, rec.Adopted):
-                store._adopted |= {anchor.fragment: anchor.version for anchor in entry.record.anchors}
-            store._take(entry)
-        for index, of_fragment in enumerate(done):
-            store._restore(index, of_fragment)
+    def _replay(cls, directory: Path, journal: Journal, items: Items, files: Files) -> "Store":
+        found = recovered(directory, items, journal.whole, files)
+        store = cls(directory, journal, found.ledger, found.buffers, files)
+        store._attachments, store._restart_from, store.alarms = found.attachments, found.restart_from, found.alarms
         return store
 
     # --- the journal
@@ -232,10 +206,15 @@ class Store:
             self._journal.require_ours()
             self._claimed = claim_epoch(self.directory, seen=record.epoch - 1, files=self._files)
             self._journal.held_by(Claim(self.directory, self._claimed, self._files))
-        fetched = {anchor.fragment: self._fetched(anchor.fragment, anchor.version) for anchor in record.anchors}
+        brought = {
+            anchor.fragment: fetched(
+                self.directory, self.ledger, self._attachments, anchor.fragment, anchor.version, self._journal.whole
+            )
+            for anchor in record.anchors
+        }
         self.append(record)
         self.sync()
-        for fragment, buffers in fetched.items():
+        for fragment, buffers in brought.items():
             self.buffers[fragment] = buffers
             self._snapshot(fragment)
         _log.warning(
@@ -253,7 +232,7 @@ class Store:
         """A spooled delta."""
         attachment = self._attachments.input(blob)
         assert attachment is not None
-        return self._journal.read(attachment, 0, attachment.size)
+        return self._journal.whole(attachment)
 
     def update_source(self, fragment: int, version: int) -> UpdateSource:
         """An update that the ledger remembers, as a cursor over the journal. Any thread."""
@@ -296,80 +275,6 @@ class Store:
             self.alarms = {**self.alarms, what: str(error)}
             return
         self.alarms = {key: why for key, why in self.alarms.items() if key != what}
-
-    # --- recovery
-
-    def _restore(self, index: int, done: Sequence[_Done]) -> None:
-        """The fragment's buffers: its newest good snapshot, and every commit behind it once more."""
-        spec = self.ledger.spec
-        snapshot = snapshots.load_latest(
-            self.directory, index, fingerprint=spec.identity.fingerprint(), files=self._files
-        )
-        if snapshot is None:
-            raise StateMismatch(self.directory, f"there is no snapshot of fragment {index}")
-        if snapshot.version < self._adopted.get(index, 0):  # it died before there was one
-            buffers = self._fetched(index, self._adopted[index])
-        else:
-            tensors = dict(snapshot.tensors)
-            anchor, target = tensors.pop("anchor"), tensors.pop("target")
-            buffers = Buffers(version=snapshot.version, anchor=anchor, target=target, outer=tensors)
-        for commit in done:
-            if commit.record.version == buffers.version + 1:
-                buffers = self._repeat(buffers, commit)
-        if buffers.version != self.ledger.versions[index]:
-            found = f"snapshot and journal lead to version {buffers.version} of fragment {index}"
-            raise StateMismatch(self.directory, f"{found}, the last commit is {self.ledger.versions[index]}")
-        self.buffers.append(buffers)
-        self._restart_from.append((snapshot.version, snapshot.version))
-
-    def _fetched(self, index: int, version: int) -> Buffers:
-        """Of an anchor that came up from a node. Raises StateMismatch."""
-        record, attachment = self._attachments.anchor(index, version)
-        data = self._journal.read(attachment, 0, attachment.size)
-        try:
-            anchor = commits.fetched_anchor(data, self.ledger.spec.identity.layout.fragments[index], record.anchor)
-        except BadBlob as error:
-            raise StateMismatch(self.directory, f"the anchor that {record.node} brought: {error}") from error
-        return commits.adopted(anchor, record.anchor.version, self.ledger.spec.terms)
-
-    def _repeat(self, buffers: Buffers, commit: _Done) -> Buffers:
-        """One commit again: the anchor from the update, the rest from the inputs."""
-        record = commit.record
-        attachment = self._attachments.update(record.fragment, record.version)
-        update = self._journal.read(attachment, 0, attachment.size)
-        spooled = all(self._attachments.input(addend.blob) for addend in record.blobs)
-        inputs = [(self.read_input(addend.blob), addend.weight) for addend in record.blobs] if spooled else None
-        try:
-            restored, same = commits.repeat(self.ledger, buffers, record, update, inputs, commit.codecs)
-        except commits.WrongAnchor as error:
-            raise StateMismatch(self.directory, str(error)) from error
-        if not same:
-            what = f"optimizer of fragment {record.fragment}"
-            why = f"its state of version {record.version} came out different at the restart"
-            _log.warning("alarm what=%r why=%r", what, why)
-            self.alarms = {**self.alarms, what: why}
-        return restored
-
-
-def refuse_a_lost_journal(directory: Path, journal: Journal, files: Files) -> None:
-    """Refuse to begin a new run in a folder whose journal is gone while the snapshots of a run are there.
-
-    Raises:
-        StateMismatch: there are snapshots of a run, and not its journal.
-    """
-    folder = directory / "snapshots"
-    found = files.names(folder) if files.is_directory(folder) else []
-    versions = [version for name in found if (version := snapshots.version_in(name)) is not None]
-    if not versions or (journal.has_segments and not any(versions)):  # a begin that a crash cut short
-        return
-    raise StateMismatch(
-        directory,
-        f"holds {len(versions)} snapshots, the newest of version {max(versions)}, but no record of a journal: that "
-        "was deleted or lost. Put the files journal-*.log back. Without them: with --restore URL and an empty --state "
-        "DIR, the run goes on from the newest copy in an object store; over that copy, or over an old copy of this "
-        "folder, --adopt-from-nodes goes on from what the nodes hold, and --rewind discards what they hold and goes on "
-        "from the copy. To begin a new run at version 0, give an empty --state DIR",
-    )
 
 
 def _save_snapshot(directory: Path, spec: RunSpec, fragment: int, buffers: Buffers, files: Files) -> None:

@@ -16,6 +16,7 @@ from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt, StorageE
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.reading import Placed, attached, journal_folder, ledger_of, placed, steadily
+from farloop.coordinator.recovery import refusal
 from farloop.coordinator.segment import Scan, first_sequence_of, scan, segment_path, segment_paths
 from farloop.wire.blobs import blob_digest
 
@@ -46,6 +47,8 @@ class Report:
     torn: str = ""
     """Of a torn tail, which is no damage; empty without one."""
     faults: list[Fault] = field(default_factory=list)
+    refused: str = ""
+    """Why a start would refuse the folder, by the code of a start; empty where it would go on."""
 
 
 class _Damaged(StorageError):
@@ -87,6 +90,16 @@ class _Verifier:
         self._ledger: Ledger | None = None
 
     def look(self) -> Report:
+        refused = refusal(self._directory, self._files)
+        report = self._look()
+        if refused is not None:
+            report.refused = str(refused)
+            if not report.faults:
+                where = refused.path.name if refused.path != self._directory else "folder"
+                self._fault(where, str(refused).removeprefix(f"{refused.path}: "))
+        return report
+
+    def _look(self) -> Report:
         scans = self._segments()
         for found in scans:
             for record in placed(found):

@@ -237,9 +237,14 @@ class VirtualFiles(Files):
             self._folder(path.parent).apply({path.name: _Folder()})
 
     def rename(self, source: Path, target: Path) -> None:
-        assert source.parent == target.parent
-        if self._step("rename", target):
-            self._folder(source.parent).apply({source.name: None, target.name: self._content(source)})
+        content = self._content(source)
+        if not self._step("rename", target):
+            return
+        if source.parent == target.parent:
+            self._folder(source.parent).apply({source.name: None, target.name: content})
+        else:
+            self._folder(target.parent).apply({target.name: content})
+            self._folder(source.parent).apply({source.name: None})
 
     def unlink(self, path: Path) -> None:
         self._alive()

@@ -211,7 +211,7 @@ def test_what_a_dead_coordinator_had_not_synced_is_durable_once_it_was_found(
         return read_segments(directory, files)
 
     monkeypatch.setattr("farloop.coordinator.journal.settle", note_settle)
-    monkeypatch.setattr("farloop.coordinator.journal.read_segments", note_read)
+    monkeypatch.setattr("farloop.coordinator.damage.read_segments", note_read)
     assert reopened(tmp_path) == [EpochClaimed(epoch=1)]
     assert order == ["settle journal-000000.log", "read"]
 

@@ -1,0 +1,234 @@
+"""Damage of a state folder: what a start passes over, what `verify` says, and what `salvage` makes of the rest."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+import stored_runs
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from farloop.algo.digest import digest
+from farloop.algo.spec import RunSpec
+from farloop.coordinator.damage import read_damaged
+from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
+from farloop.coordinator.recovery import refusal
+from farloop.coordinator.salvage import carry_out, salvage
+from farloop.coordinator.segment import segment_numbers, segment_path
+from farloop.coordinator.store import Store
+from farloop.coordinator.verify import verify
+from farloop.sim.virtual_files import AllOrNothing, VirtualFiles
+
+PLACE = Path("/state")
+SEGMENT_BYTES = 12 << 10
+A, B = stored_runs.NODES
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farloop.coordinator.store.SNAPSHOT_EVERY", 4)
+    monkeypatch.setattr("farloop.coordinator.tail._ALLOCATION_STEP", 4096)
+    monkeypatch.setattr("farloop.coordinator.journal.RECORD_ROOM", 4096)
+    monkeypatch.setattr("farloop.coordinator.attachments.HISTORY_VERSIONS", 2)
+    monkeypatch.setattr("farloop.coordinator.ledger.HISTORY_VERSIONS", 2)
+    monkeypatch.setattr("farloop.coordinator.reading.LOOK_AGAIN_S", 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A run's disk, and what every version was."""
+
+    files: VirtualFiles
+    history: dict[tuple[int, int], int]
+    """Digest of the anchor by fragment and version."""
+    versions: list[int]
+
+    def copy(self) -> VirtualFiles:
+        return self.files.survivor(AllOrNothing(writes=True, names=True))
+
+
+@pytest.fixture
+def stored(spec: RunSpec) -> Stored:
+    """Eleven rounds, a restart, and a delta without an outcome."""
+    files = VirtualFiles()
+    store = stored_runs.begun(PLACE, spec, segment_bytes=SEGMENT_BYTES, files=files)
+    history: dict[tuple[int, int], int] = {}
+
+    def rounds(count: int) -> None:
+        for _ in range(count):
+            for fragment in (0, 1):
+                stored_runs.commit(store, fragment)
+                history[fragment, store.buffers[fragment].version] = digest(store.buffers[fragment].anchor)
+
+    history |= {(fragment, 0): digest(buffers.anchor) for fragment, buffers in enumerate(store.buffers)}
+    rounds(9)
+    store.close()
+    again = Store.recover(PLACE, segment_bytes=SEGMENT_BYTES, files=files)
+    assert again is not None
+    store = again
+    rounds(2)
+    stored_runs.spool(store, 0, A)
+    store.close()
+    return Stored(files=files, history=history, versions=[11, 11])
+
+
+def flip(files: VirtualFiles, path: Path, offset: int, bit: int = 0) -> None:
+    data = bytearray(files.read_bytes(path))
+    data[offset] ^= 1 << bit
+    files.write_bytes(path, bytes(data))
+
+
+def cut(files: VirtualFiles, path: Path, length: int) -> None:
+    files.write_bytes(path, files.read_bytes(path)[:length])
+
+
+def journal_of(files: VirtualFiles) -> list[Path]:
+    return [segment_path(PLACE, number) for number in sorted(segment_numbers(PLACE, files))]
+
+
+def started(files: VirtualFiles) -> Store | StorageError:
+    """What a start comes to."""
+    try:
+        store = Store.recover(PLACE, segment_bytes=SEGMENT_BYTES, files=files)
+    except StorageError as error:
+        return error
+    assert store is not None
+    return store
+
+
+def goes_on(store: Store | StorageError, stored: Stored) -> list[int]:
+    """Its versions, which are those of the run; it commits one more of each fragment."""
+    assert isinstance(store, Store), store
+    for fragment, buffers in enumerate(store.buffers):
+        assert digest(buffers.anchor) == stored.history[fragment, buffers.version]
+    versions = list(store.ledger.versions)
+    stored_runs.run_rounds(store, 1)
+    store.close()
+    return versions
+
+
+def test_one_bit_anywhere_in_the_journal_never_ends_the_run(stored: Stored) -> None:
+    """Of sixty bits: a start goes on where nothing needs the record; elsewhere salvage does, and says what is lost."""
+    draw = random.Random(7)
+    passed_over = salvaged = 0
+    for _ in range(60):
+        files = stored.copy()
+        path = draw.choice(journal_of(files))
+        flip(files, path, draw.randrange(len(files.read_bytes(path))), draw.randrange(8))
+        before = {path: files.read_bytes(path) for path in journal_of(files)}
+        store = started(files)
+        if isinstance(store, Store):
+            passed_over += 1
+            assert goes_on(store, stored) == stored.versions
+            continue
+        assert before == {path: files.read_bytes(path) for path in journal_of(files)}, "a refusal changes nothing"
+        found = salvage(PLACE, files)
+        assert found.newest == tuple(stored.versions) and found.damage
+        aside = carry_out(PLACE, found, files)
+        assert {path.name: data for path, data in before.items()} == {
+            name: files.read_bytes(aside / name) for name in files.names(aside) if name.endswith(".log")
+        }, "nothing is deleted"
+        assert verify(PLACE, files).faults == []
+        assert goes_on(started(files), stored) == list(found.versions)
+        salvaged += 1
+    assert passed_over + salvaged == 60 and passed_over > 5 and salvaged > 5
+
+
+def test_damage_that_snapshots_make_needless_is_passed_over_with_an_alarm(stored: Stored) -> None:
+    files = stored.copy()
+    first = journal_of(files)[0]
+    flip(files, first, 60)
+    store = started(files)
+    assert isinstance(store, Store)
+    assert list(store.alarms) == ["journal"] and first.name in store.alarms["journal"]
+    assert goes_on(store, stored) == stored.versions
+    report = verify(PLACE, stored.copy())
+    assert (report.faults, report.refused) == ([], "")
+
+
+def test_verify_tells_damage_that_a_start_passes_over_from_damage_that_it_refuses(stored: Stored) -> None:
+    files = stored.copy()
+    flip(files, journal_of(files)[0], 60)
+    report = verify(PLACE, files)
+    assert report.faults and report.refused == ""
+    flip(files, journal_of(files)[-1], 60)
+    report = verify(PLACE, files)
+    assert report.faults and "journal-" in report.refused
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_verify_calls_a_folder_good_only_if_a_start_accepts_it_and_knows_which_it_refuses(
+    stored: Stored, data: st.DataObject
+) -> None:
+    """One code path: after any flip or cut of any file."""
+    files = stored.copy()
+    places = [*journal_of(files), PLACE / "epoch"]
+    places += [PLACE / "snapshots" / name for name in sorted(files.names(PLACE / "snapshots"))]
+    path = data.draw(st.sampled_from(places))
+    size = len(files.read_bytes(path))
+    if data.draw(st.booleans()):
+        cut(files, path, data.draw(st.integers(0, size - 1)))
+    else:
+        flip(files, path, data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7)))
+    report = verify(PLACE, files)
+    store = started(files)
+    accepted = isinstance(store, Store)
+    assert accepted == (report.refused == ""), (report, store)
+    if not report.faults:
+        assert accepted
+    if isinstance(store, Store):
+        store.close()
+
+
+def test_salvage_goes_back_to_where_everything_is_whole(stored: Stored) -> None:
+    """The newest snapshots are newer than what is left of the journal: a start refuses, and those before them do."""
+    files = stored.copy()
+    while refusal(PLACE, files) is None:
+        files.unlink(journal_of(files)[-1])
+    assert isinstance(started(files), StateMismatch)
+    found = salvage(PLACE, files)
+    assert found.newest == (8, 8) and found.given_up
+    assert 4 <= min(found.versions) < 8 and "before-salvage-1" not in files.names(PLACE)
+    carry_out(PLACE, found, files)
+    assert goes_on(started(files), stored) == list(found.versions)
+
+
+def test_a_salvaged_run_has_an_epoch_above_all_that_were(stored: Stored) -> None:
+    files = stored.copy()
+    flip(files, journal_of(files)[-1], 60)
+    files.write_bytes(PLACE / "epoch", b"rotten")
+    found = salvage(PLACE, files)
+    carry_out(PLACE, found, files)
+    store = started(files)
+    assert isinstance(store, Store) and store.ledger.epoch == 3
+    store.close()
+
+
+def test_salvage_says_where_nothing_can_be_had(stored: Stored) -> None:
+    files = stored.copy()
+    for name in files.names(PLACE / "snapshots"):
+        cut(files, PLACE / "snapshots" / name, 100)
+    with pytest.raises(StateMismatch, match="no consistent state"):
+        salvage(PLACE, files)
+
+
+def test_salvage_does_not_touch_a_folder_in_use(stored: Stored) -> None:
+    files = stored.copy()
+    store = started(files)
+    assert isinstance(store, Store)
+    found = salvage(PLACE, files)
+    with pytest.raises(StateLocked):
+        carry_out(PLACE, found, files)
+    store.close()
+
+
+def test_a_damaged_journal_is_read_up_to_and_behind_the_damage(stored: Stored) -> None:
+    files = stored.copy()
+    whole = read_damaged(PLACE, files)
+    flip(files, journal_of(files)[1], 100)
+    found = read_damaged(PLACE, files)
+    gaps = [item for item in found if item not in whole]
+    assert len(gaps) == 1 and isinstance(gaps[0].fault, JournalCorrupt)  # type: ignore[union-attr]
+    assert len(found) == len(whole), "one record is missing, and a gap is in its place"
