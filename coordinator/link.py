@@ -26,7 +26,7 @@ from farloop.coordinator.gate import Gate
 from farloop.coordinator.peers import Lane, Peer, Peers
 from farloop.monitoring import descriptors
 from farloop.monitoring.connection import choose_congestion, end_of, hang_up
-from farloop.wire.errors import LimitReached, LocalProtocolError, RemoteProtocolError
+from farloop.wire.errors import LimitReached, LocalProtocolError, OutOfBounds, RemoteProtocolError
 from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer
 from farloop.wire.handshake import State
@@ -340,7 +340,7 @@ class RouterLink:
                 self._turned_away(Reason.MALFORMED, peer.who)
                 peer.bad_frames += 1
                 _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane.number, str(error))
-                if peer.bad_frames >= BAD_FRAMES:
+                if peer.bad_frames >= BAD_FRAMES or isinstance(error, OutOfBounds):
                     session.close(Reason.MALFORMED, Reason.MALFORMED.sentence)
             else:
                 peer.bad_frames = 0

@@ -137,7 +137,7 @@ class Membership:
         if hello.history != self._ledger.history:
             hello = as_newcomer(hello)
         if hello.round is not None:  # no later one was ever told of
-            hello = dataclasses.replace(hello, round=min(hello.round, max(self._ledger.rounds)))
+            hello = dataclasses.replace(hello, round=min(max(0, hello.round), max(self._ledger.rounds)))
         if member and member.session is not None:
             self._decisions.do(ev.Hang(session=member.session, reason=Reason.SUPERSEDED))
         if member is None or hello.incarnation > member.incarnation:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from farloop.sim.agenda import Process
 from farloop.sim.network import Connection, Frame, Side
-from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.errors import OutOfBounds, RemoteProtocolError
 from farloop.wire.events import SessionEvent
 from farloop.wire.frames import parse_control
 from farloop.wire.handshake import Role, State
@@ -84,9 +84,9 @@ class Router:
         peer, lane = found
         try:
             peer.session.receive(lane, frame, self._now)
-        except RemoteProtocolError:
+        except RemoteProtocolError as error:
             peer.bad_frames += 1
-            if peer.bad_frames >= BAD_FRAMES:
+            if peer.bad_frames >= BAD_FRAMES or isinstance(error, OutOfBounds):
                 return self.closed_by_us(peer, Reason.MALFORMED)
         else:
             peer.bad_frames = 0

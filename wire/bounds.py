@@ -10,11 +10,14 @@ import math
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-from farloop.wire.errors import RemoteProtocolError
+from farloop.wire.errors import OutOfBounds
 from farloop.wire.inventory import Inventory, printable, trimmed
 
 MOST_NUMBER: Final = (1 << 63) - 1
 """Of all whole numbers but digests. Sums of many fit into the 64 bits of a record only because each was checked."""
+
+LEAST_NUMBER: Final = -(1 << 63)
+"""What is below 0 and cannot be is refused with a reason by who knows what the number means."""
 
 MOST_DIGEST: Final = (1 << 64) - 1
 
@@ -39,7 +42,7 @@ def bounded(message: _T) -> _T:
     """The message, with the texts that are only shown cut to their length.
 
     Raises:
-        RemoteProtocolError: something in it is out of bounds; names the field and the nearest value that is not.
+        OutOfBounds: something in it is out of bounds; names the field and the nearest value that is not.
     """
     found: _T = _checked(message, type(message).__name__, "")
     return found
@@ -51,22 +54,22 @@ def _checked(value: Any, where: str, name: str) -> Any:
             return value
         case int():
             most = MOST_DIGEST if name in _DIGESTS else MOST_NUMBER
-            if not 0 <= value <= most:
-                raise RemoteProtocolError(f"{where} is {value}: a number from 0 to {most} is wanted")
+            if not LEAST_NUMBER <= value <= most:
+                raise OutOfBounds(f"{where} is {value}: a number from 0 to {most} is wanted")
             return value
         case float():
             if not math.isfinite(value) and name not in _MAY_BE_NAN:
-                raise RemoteProtocolError(f"{where} is {value}: a finite number is wanted")
+                raise OutOfBounds(f"{where} is {value}: a finite number is wanted")
             return value
         case str() if name in _SHOWN:
             return printable(value, MOST_WORDS)
         case str():
             if len(value) > MOST_CHARACTERS:
-                raise RemoteProtocolError(f"{where} has {len(value)} characters: at most {MOST_CHARACTERS} are allowed")
+                raise OutOfBounds(f"{where} has {len(value)} characters: at most {MOST_CHARACTERS} are allowed")
             return value
         case tuple():
             if len(value) > MOST_ITEMS:
-                raise RemoteProtocolError(f"{where} has {len(value)} items: at most {MOST_ITEMS} are allowed")
+                raise OutOfBounds(f"{where} has {len(value)} items: at most {MOST_ITEMS} are allowed")
             return tuple(_checked(item, where, name) for item in value)
         case Inventory():
             return trimmed(value)

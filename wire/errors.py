@@ -5,6 +5,7 @@ WireError
 │   ├── AlreadyUnderWay   the blob is being sent, or is expected, already
 │   └── LimitReached      the session holds as much as it may: the peer takes it too slowly, or not at all
 └── RemoteProtocolError   the peer, or something in between, sent what the protocol forbids; end the session
+    └── OutOfBounds       an intact message says what no honest peer can: it would be sent again for ever
 """
 
 
@@ -26,3 +27,7 @@ class LimitReached(LocalProtocolError):
 
 class RemoteProtocolError(WireError):
     """Bytes from outside broke a rule. Nothing was changed; the frame is to be counted and dropped."""
+
+
+class OutOfBounds(RemoteProtocolError):
+    """A message that came intact holds a number, text or list beyond its bounds: end the session at once."""
