@@ -1,15 +1,35 @@
-"""`farloop set`: other terms for a run that goes on, asked for at its coordinator's door."""
+"""`farloop set` and `farloop release`: what is asked of a running coordinator at its door."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from farloop.cli.exit_codes import CommandError, ExitCode
+import typer
+
+from farloop.cli.exit_codes import CommandError, ExitCode, ended_in_one_line
+from farloop.cli.journal_commands import STATE, AsJson, StateFolder
 from farloop.coordinator.admin import NAME, ask
 
 TIMEOUT_S = 60.0
 """For an answer: it comes once the change is durable, and a disk may have to be emptied first."""
+
+
+def set_terms(
+    words: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE…", show_default=False, help="As outer_lr=0.5, h=60, codec_up=q8.")
+    ],
+    state: StateFolder = STATE,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Change a run while it goes on: what its windows have from the next ones on, its rounds from a later one on.
+
+    Example: farloop set outer_lr=0.5 codec_up=q8 --state state --dry-run
+    """
+    with ended_in_one_line():
+        answer = change_terms(words, state, dry_run=dry_run)
+        typer.echo(json.dumps(answer) if as_json else "\n".join(lines(answer)))
 
 
 def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping[str, Any]:
@@ -18,7 +38,22 @@ def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping
     Raises:
         CommandError: the words are none, no coordinator runs there, or it refused: one line each.
     """
-    request = {"do": "set", "given": _given(words), "dry_run": dry_run}
+    return asked({"do": "set", "given": _given(words), "dry_run": dry_run}, state)
+
+
+def release(state: StateFolder = STATE) -> None:
+    """Go on with a run that is held because a node says it has seen more than the state folder holds.
+
+    That node is kept out alone, until it comes with another claim. For when you know that the node is wrong.
+
+    Example: farloop release --state state
+    """
+    with ended_in_one_line():
+        typer.echo(f"the run goes on; it was held: {asked({'do': 'release'}, state)['held']}")
+
+
+def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
+    """What the coordinator of this state folder answers. Raises CommandError, as `change_terms`."""
     if not state.is_dir():
         raise CommandError(f"there is no state folder {state}; give the coordinator's state_dir with --state")
     try:

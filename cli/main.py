@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 
 from farloop.cli.bench import bench_app
+from farloop.cli.change import release, set_terms
 from farloop.cli.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line
-from farloop.cli.journal_commands import STATE, StateFolder, explain, journal_app
+from farloop.cli.journal_commands import explain, journal_app
 from farloop.cli.keys_commands import keys_app
 from farloop.cli.logs import LogLevel, set_up
 from farloop.cli.plan import plan
@@ -35,6 +36,8 @@ app = typer.Typer(
     **_LOOK,
 )
 config_app = typer.Typer(help="Check or show a RUN.toml or NODE.toml.", **_LOOK)
+app.command("set", rich_help_panel="Train")(set_terms)
+app.command(rich_help_panel="Train")(release)
 app.command(rich_help_panel="Look")(schedule)
 app.command(rich_help_panel="Look")(plan)
 app.command(rich_help_panel="Look")(explain)
@@ -243,26 +246,6 @@ def chaos(
         from farloop.cli.chaos import run_chaos
 
         run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
-
-
-@app.command("set", rich_help_panel="Train")
-def set_terms(
-    words: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE…", show_default=False, help="As outer_lr=0.5, h=60, codec_up=q8.")
-    ],
-    state: StateFolder = STATE,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Change a run while it goes on: what its windows have from the next ones on, its rounds from a later one on.
-
-    Example: farloop set outer_lr=0.5 codec_up=q8 --state state --dry-run
-    """
-    with ended_in_one_line():
-        from farloop.cli.change import change_terms, lines
-
-        answer = change_terms(words, state, dry_run=dry_run)
-        typer.echo(json.dumps(answer) if as_json else "\n".join(lines(answer)))
 
 
 @app.command(rich_help_panel="Train")

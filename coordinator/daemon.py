@@ -36,7 +36,7 @@ from farloop.coordinator.metrics import Metrics
 from farloop.coordinator.observer import Observer
 from farloop.coordinator.peers import Peer
 from farloop.coordinator.prober import PROBE_SHARE, QUIET_S
-from farloop.coordinator.setting import Setting
+from farloop.coordinator.setting import handlers
 from farloop.coordinator.sight import Sight
 from farloop.coordinator.store import Store
 from farloop.coordinator.upkeep import Upkeep
@@ -134,7 +134,7 @@ class Coordinator:
         self._downloads = Downloads(store, self.machine.ledger, self._in_compute, self._run_commands)
         self._inputs = Inputs(store, self._upkeep, self._in_compute)
         self._anchors = Anchors(store, self._upkeep, self._in_compute)
-        self._door = admin.Door(config.state_dir, {"set": Setting(self.machine, store.ledger, self._happened)})
+        self._door = admin.Door(config.state_dir, handlers(self.machine, store.ledger, self._happened))
         self._done = asyncio.Event()
         self._all_left = asyncio.Event()
         """No session is open, and nobody may yet be back."""

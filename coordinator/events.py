@@ -114,6 +114,11 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HoldReleased:
+    """A person says that the nodes by which the run is held are wrong: it goes on without them (`history.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorStored:
     """An anchor that a node was asked for is here, is what it should be, and is durable."""
 
@@ -140,6 +145,7 @@ Event = (
     | TooMuch
     | TermsGiven
     | LeftOut
+    | HoldReleased
     | AnchorStored
     | AnchorFailed
 )

@@ -13,6 +13,10 @@ on from one:
 The last two hold the run: merging on would make one of two histories worthless, and which, only a person can say. Once
 a start of the coordinator has served nodes for `TRUSTED_AFTER_S`, whoever lives has come back to it, and a single
 node's claim does not stop the others any more: it is kept out alone, with an alarm.
+
+A hold by the word of one node alone ends after the same time, if another node contradicts it: one that was there at
+this state's last commits and has met nothing newer. A hold by several nodes, or by one that nobody contradicts, ends
+when a person decides: by another start, or with `farloop release`.
 """
 
 import dataclasses
@@ -20,6 +24,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from farloop.algo.parts import fragments_of
 from farloop.algo.spec import NodeId
 from farloop.coordinator import records as rec
 from farloop.coordinator.decisions import Decisions
@@ -41,7 +46,8 @@ MOST_STARTS: Final = 1 << 20
 WAYS_OUT: Final = (
     "this state folder looks like an old copy: put the newer one back and start again; or start once with "
     "farloop coordinator RUN.toml --adopt-from-nodes, which goes on from the newest versions that nodes hold; or with "
-    "farloop coordinator RUN.toml --rewind, which takes this one for the truth and gives up what came after it"
+    "farloop coordinator RUN.toml --rewind, which takes this one for the truth and gives up what came after it; or, if "
+    "you know that the node is wrong, farloop release, which goes on without it"
 )
 
 
@@ -115,13 +121,21 @@ class Doubts:
         self._trusted_at: float | None = None
         """From when on a single node's claim holds nobody but itself; None before the first node was let in."""
         self.holding: str | None = None
-        """Why the run is held, in words; None while it is not. It stays so until another start of the coordinator."""
+        """Why the run is held, in words; None while it is not."""
+        self.held_s = 0.0
+        """How long the hold lasted that ended last."""
+        self._held_at = 0.0
+        self._claims: dict[NodeId, str] = {}
+        """What the nodes prove by which it is held."""
+        self._against: set[NodeId] = set()
+        """Nodes that contradict them."""
 
     def refusal(self, node: NodeId, hello: Hello, now: float) -> Refused | None:
         """Why this node is not let in now, having held the run if it has to be; None lets it in."""
         if refused := unbelievable(hello, self._ledger):
             return refused
         standing = standing_of(hello, self._ledger)
+        self._weigh(node, hello, standing, now)
         if standing.is_in_doubt:
             self._remember(epoch_met(hello))
             if self.holding is None and self._trusted_at is not None and now >= self._trusted_at:
@@ -129,7 +143,7 @@ class Doubts:
                 self._alarms[_of(node)] = f"it is kept out: it {standing.detail}; another history of this run goes on"
                 return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
             if self.holding is None:
-                self.holding = f"node {node} {standing.detail}"
+                self.holding, self._held_at = f"node {node} {standing.detail}", now
                 self._alarms[ALARM] = f"the run is held: {self.holding}; {WAYS_OUT}"
         if self.holding is not None:
             return Refused(reason=Reason.HOLDING, detail=f"{self.holding}; {WAYS_OUT}", retriable=True)
@@ -138,8 +152,42 @@ class Doubts:
         self._alarms.pop(_of(node), None)
         return None
 
+    def release(self, now: float, why: str) -> None:
+        """Go on without the nodes by which the run is held: they are kept out alone, until they come with another
+        claim. Nothing where no node holds it."""
+        if self.holding is None:
+            return
+        del self._alarms[ALARM]
+        for node, detail in self._claims.items():
+            self._alarms[_of(node)] = f"it is kept out: it {detail}; {why}"
+        self.holding, self.held_s, self._trusted_at, self._claims = None, now - self._held_at, now, {}
+
+    def _weigh(self, node: NodeId, hello: Hello, standing: Standing, now: float) -> None:
+        """Count the node's word, and end a hold by one alone that others contradict."""
+        if standing.is_in_doubt:
+            self._against.discard(node)
+            if self._trusted_at is None or now < self._trusted_at:
+                self._claims[node] = standing.detail
+        elif self._was_here_last(hello, standing):
+            self._against.add(node)
+            self._claims.pop(node, None)
+        alone = len(self._claims) <= 1 and bool(self._against)
+        if self.holding is not None and alone and now >= self._held_at + TRUSTED_AFTER_S:
+            self.release(now, f"{', '.join(sorted(self._against)[:4])} contradicts it, and the run goes on")
+
+    def _was_here_last(self, hello: Hello, standing: Standing) -> bool:
+        """Whether a node knows the last commits of this state, one at most not, and nothing that is newer: who was away
+        since before it became an old copy, if it is one, does not."""
+        ledger, newest = self._ledger, dict[int, int]()
+        for ref in (*hello.anchors, *hello.announced):
+            if ledger.anchor_digest(ref.fragment, ref.version) == ref.digest:
+                newest[ref.fragment] = max(ref.version, newest.get(ref.fragment, 0))
+        held = [fragment.index for fragment in fragments_of(hello.holds, ledger.spec.identity.layout)]
+        return standing.kind in ("same", "behind") and all(newest.get(f, -2) + 1 >= ledger.versions[f] for f in held)
+
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still, and nobody could come (protocol C)."""
+        self._held_at += seconds
         if self._trusted_at is not None:
             self._trusted_at += seconds
 

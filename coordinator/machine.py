@@ -173,15 +173,13 @@ class CoordinatorMachine:
         self._closing.now = now
         if self._adoption is not None:
             return self._adopting(self._adoption, event, now)
+        held = self.holding
         match event:
             case ev.Greeted():
                 if self._membership.is_new(event):
                     self._mend(event.node, set())
                     self._closing.node_deadlines.restarted(event.node)
-                held = self.holding
                 self._membership.greeted(event, now)
-                if self.holding != held:
-                    self._send_away()
             case ev.Heard(node=node, session=session, message=message):
                 if member := self._membership.in_session(node, session):
                     member.heard_at = now
@@ -202,12 +200,15 @@ class CoordinatorMachine:
             case ev.TermsGiven(revision=revision):
                 self._decisions.record(rec.TermsChanged(revision=revision))
                 self._membership.tell_revision(revision)
+            case ev.HoldReleased():
+                self._doubts.release(now, "the run was released, and goes on without it")
             case ev.LeftOut(node=node):
                 self._membership.leave_out(node)
             case ev.AnchorStored() | ev.AnchorFailed():
                 pass  # of a session that ended as the run went on
             case _:
                 assert_never(event)
+        self._look_at_hold(held)
         self._closing.look()
         self._look_after_stages()
         return self._decisions.take()
@@ -229,7 +230,7 @@ class CoordinatorMachine:
         return min([*self._membership.deadlines(), *self._closing.deadlines()], default=None)
 
     def handle_timer(self, now: float) -> list[ev.Command]:
-        """Deadlines that have passed: of nodes that did not come back, of windows, of commits to try again."""
+        """Deadlines that have passed: of nodes, of windows, of commits to try again."""
         self._closing.now = now
         if self._adoption is not None:
             return self._adopting(self._adoption, None, now)
@@ -281,10 +282,14 @@ class CoordinatorMachine:
             case _:
                 pass  # the session's own business
 
-    def _send_away(self) -> None:
-        """The run is held: those who were let in before hear of it, and dial again until it goes on."""
-        for member in self._membership.connected:
-            self._decisions.tell(member.name, msg.Leave(reason=Reason.HOLDING, detail=self.holding or ""))
+    def _look_at_hold(self, before: str | None) -> None:
+        """The run is held from now on, or not any more: then no deadline has come nearer meanwhile."""
+        if before is None and self.holding is not None:
+            self._membership.send_away(self.holding)
+        elif before is not None and self.holding is None:
+            self._membership.clock_jumped(self._doubts.held_s)
+            self._closing.clock_jumped(self._doubts.held_s)
+            self._closing.try_all()
 
     def _reported(self, member: Member, progress: msg.Progress, now: float) -> None:
         """A report that cannot be true counts for nothing, not even as a sign of progress."""

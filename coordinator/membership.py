@@ -363,6 +363,11 @@ class Membership:
 
     # --- falling away, and leaving
 
+    def send_away(self, why: str) -> None:
+        """The run is held: those who were let in before hear of it, and dial again until it goes on."""
+        for member in self.connected:
+            self._decisions.tell(member.name, msg.Leave(reason=Reason.HOLDING, detail=why))
+
     def parted(self, member: Member, reason: Reason, now: float) -> None:
         """Its session ended."""
         member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0, self._expire_s)

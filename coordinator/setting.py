@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from farloop.algo.spec import Revision
 from farloop.coordinator import events as ev
+from farloop.coordinator.admin import Handler
+from farloop.coordinator.history import ALARM as HELD
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.revising import described
@@ -51,6 +53,27 @@ def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
     except NotInPlace as error:
         raise ValueError(str(error)) from error
     return revision_asked_for(machine, given)
+
+
+def handlers(machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> dict[str, Handler]:
+    """All that can be asked for at a coordinator's door. The arguments are those of `Setting`."""
+    return {"set": Setting(machine, durable, happened), "release": Release(machine, happened)}
+
+
+class Release:
+    """`release` at the coordinator's door."""
+
+    def __init__(self, machine: CoordinatorMachine, happened: Callable[[ev.Event], None]) -> None:
+        self._machine, self._happened = machine, happened
+
+    async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Why the run was held; it is not any more. Raises ValueError, one sentence, where no node held it."""
+        held = self._machine.holding
+        if HELD not in self._machine.alarms:
+            raise ValueError("the run is not held by what a node says of another history: there is nothing to release")
+        self._happened(ev.HoldReleased())
+        _log.warning("hold released held=%r", held)
+        return {"held": held}
 
 
 class Setting:

@@ -32,6 +32,8 @@ class Fake:
 
     async def __call__(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         self.asked.append(request)
+        if request["do"] == "release":
+            return {"held": "node b has met epoch 1000, this start has 7"}
         if "seed" in request["given"]:
             raise ValueError("seed is part of the run's identity")
         return {**ANSWER, "dry_run": request["dry_run"]}
@@ -42,7 +44,7 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
     coordinator, loop, stop, opened = Fake(), asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def serve() -> None:
-        door = Door(tmp_path, {"set": coordinator})
+        door = Door(tmp_path, {"set": coordinator, "release": coordinator})
         await door.open()
         opened.set()
         await stop.wait()
@@ -116,3 +118,10 @@ def test_the_state_folder_is_state_unless_given(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "state").mkdir()
     result = call("h=3")
     assert result.exit_code == ExitCode.UNREACHABLE and "no coordinator at state/admin.sock" in result.stderr
+
+
+def test_a_run_that_is_held_by_a_node_s_word_is_released_by_one_command(fake: Fake, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["release", "--state", str(tmp_path)])
+    assert result.exit_code == ExitCode.DONE
+    assert result.stdout == "the run goes on; it was held: node b has met epoch 1000, this start has 7\n"
+    assert fake.asked == [{"do": "release"}]

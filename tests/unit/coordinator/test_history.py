@@ -140,3 +140,64 @@ def test_an_epoch_that_no_run_can_have_reached_is_a_lie(doubts: Doubts, decision
     refused = doubts.refusal(A, hello(epoch_seen=7 + MOST_STARTS + 1), 1.0)
     assert refused is not None and (refused.reason, refused.retriable) == (Reason.MALFORMED, False)
     assert doubts.holding is None and decisions.take() == []
+
+
+def held_by_one(doubts: Doubts, *others: Hello) -> None:
+    """a claims an epoch in the minute after a restart; the others come again and again, as who is refused for now."""
+    assert doubts.refusal(A, hello(epoch_seen=1000), 100.0) is not None
+    for later in (101.0, 99.0 + TRUSTED_AFTER_S):
+        for number, other in enumerate(others):
+            refused = doubts.refusal(NodeId(f"n{number}"), other, later)
+            assert refused is not None and refused.reason is Reason.HOLDING
+
+
+def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(
+    doubts: Doubts, alarms: dict[str, str]
+) -> None:
+    """A greeting with epoch_seen = 1000 in the minute after a restart held the run for ever."""
+    held_by_one(doubts, hello())
+    assert "node a has met epoch 1000" in alarms[ALARM] and "farloop release" in alarms[ALARM]
+    assert doubts.refusal(NodeId("n0"), hello(), 100.0 + TRUSTED_AFTER_S) is None, "whoever lives has come by then"
+    assert doubts.holding is None and ALARM not in alarms and doubts.held_s == TRUSTED_AFTER_S
+    assert alarms[f"{ALARM} of a"] == (
+        "it is kept out: it has met epoch 1000, this start has 7; n0 contradicts it, and the run goes on"
+    )
+    refused = doubts.refusal(A, hello(epoch_seen=1000), 101.0 + TRUSTED_AFTER_S)
+    assert refused is not None and refused.reason is Reason.FENCED and doubts.holding is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        hello(anchors=()),
+        hello(anchors=(ref(0, 5),)),
+        hello(anchors=(ref(0, 5), ref(1, 2))),
+        hello(anchors=(ref(0, 5), ref(1, 3, digest=9))),
+        hello(history=0),
+    ],
+    ids=["a newcomer", "of a part", "away for long", "another version", "of a lost history"],
+)
+def test_who_was_not_there_at_the_last_commits_contradicts_nobody(doubts: Doubts, ledger: Ledger, other: Hello) -> None:
+    if other.anchors[1:] == (ref(1, 3, digest=9),):
+        del ledger.commits[1, 3]  # so long ago that its digest is not remembered
+    held_by_one(doubts, other)
+    assert doubts.refusal(NodeId("n0"), other, 1000.0) is not None and doubts.holding is not None
+
+
+def test_two_nodes_that_have_seen_more_hold_the_run_until_a_person_decides(
+    doubts: Doubts, alarms: dict[str, str]
+) -> None:
+    doubts.refusal(B, hello(anchors=(ref(0, 9), ref(1, 4))), 100.0)
+    held_by_one(doubts, hello())
+    assert doubts.refusal(NodeId("n0"), hello(), 1000.0) is not None and doubts.holding is not None
+    doubts.release(1000.0, "the run was released, and goes on without it")
+    assert doubts.holding is None and set(alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
+    assert doubts.refusal(NodeId("n0"), hello(), 1001.0) is None
+    refused = doubts.refusal(B, hello(anchors=(ref(0, 9), ref(1, 4))), 1002.0)
+    assert refused is not None and refused.reason is Reason.FENCED
+
+
+def test_a_node_whose_newer_start_is_as_this_state_takes_its_word_back(doubts: Doubts) -> None:
+    held_by_one(doubts)
+    assert doubts.refusal(A, hello(incarnation=2), 101.0) is not None
+    assert doubts.refusal(A, hello(incarnation=2), 100.0 + TRUSTED_AFTER_S) is None and doubts.holding is None

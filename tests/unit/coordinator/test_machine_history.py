@@ -91,7 +91,7 @@ def test_who_is_ahead_holds_the_run_and_nothing_is_committed_any_more(run: Run) 
     assert leave == ev.Tell(node=A, message=msg.Leave(reason=Reason.HOLDING, detail=run.machine.holding or ""))
     assert "node b has met epoch 5" in run.machine.alarms[ALARM]
     assert run.handle(ev.Parted(session=1, node=A, reason=Reason.HOLDING)) == []
-    run.now += 1000.0  # far beyond every deadline: a's delta alone would close the window else
+    run.now += 50.0  # beyond every deadline: a's delta alone would close the window else
     assert run.machine.next_timer() is None and run.machine.handle_timer(run.now) == []
     (again,) = run.greet(A, 3, round=0)
     assert isinstance(again, ev.Refuse) and again.refused.reason is Reason.HOLDING
@@ -170,3 +170,34 @@ def test_the_ledger_remembers_the_history_and_the_epochs_that_were_seen(run: Run
     assert isinstance(saved, rec.LedgerSaved)
     again = Ledger.resume(saved)
     assert (again.epoch, again.history, again.epoch_seen) == (7, 6, 5)
+
+
+def test_a_run_that_is_released_goes_on_where_it_was_held_and_no_deadline_came_nearer(run: Run) -> None:
+    run.begin(rec.EpochClaimed(epoch=2))
+    run.greet(A, 1, round=0)
+    run.greet(B, 2, round=0, epoch_seen=1000)
+    assert run.machine.holding is not None and "node b has met epoch 1000" in run.machine.alarms[ALARM]
+    run.handle(ev.Parted(session=1, node=A, reason=Reason.HOLDING))
+    run.now += 1000.0
+    run.handle(ev.HoldReleased())
+    assert run.machine.holding is None and "kept out" in run.machine.alarms[f"{ALARM} of b"]
+    gone_at = run.machine.members[B].gone_at
+    assert gone_at is not None and gone_at > run.now, "it has the time to come back that it had before"
+    assert any(isinstance(command, ev.Accept) for command in run.greet(A, 3, round=0))
+    (refuse,) = run.greet(B, 4, round=0, epoch_seen=1000)
+    assert isinstance(refuse, ev.Refuse) and refuse.refused.reason is Reason.FENCED
+    assert any(isinstance(command, ev.Accept) for command in run.greet(B, 5, round=0))
+    assert stored(run, A, 3) and stored(run, B, 5), "both take part again"
+
+
+def test_one_node_that_claims_an_epoch_and_is_contradicted_stops_nobody_for_longer_than_a_minute(run: Run) -> None:
+    run.begin(rec.EpochClaimed(epoch=2))
+    run.greet(B, 2, round=0, epoch_seen=1000)
+    (refuse,) = run.greet(A, 1, round=0)
+    assert isinstance(refuse, ev.Refuse) and refuse.refused.reason is Reason.HOLDING
+    run.now += 61.0
+    assert any(isinstance(command, ev.Accept) for command in run.greet(A, 3, round=0))
+    stored(run, A, 3)
+    run.now += 20.0
+    commands = run.machine.handle_timer(run.now)
+    assert any(isinstance(command, ev.Commit) for command in commands), "without b"
