@@ -16,7 +16,6 @@ from itertools import count
 from pathlib import Path
 
 from farloop.cli import storm_files as files
-from farloop.cli.change import change_terms
 from farloop.cli.children import Child, Children, free_port
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.relay import Link, Relay, RelayThread
@@ -25,7 +24,7 @@ from farloop.cli.storm_disk import Ballast
 from farloop.cli.storm_guests import GUESTS, Guests, few_descriptors
 from farloop.cli.storm_journal import Journal, Tail, Unreadable, read_journal
 from farloop.cli.storm_plan import COORDINATOR, OF_NODES, Fault, Kind
-from farloop.cli.storm_watch import Book, History, Memory, Recoveries, final_status, in_words, trains
+from farloop.cli.storm_watch import Book, History, Memory, Recoveries, final_status, in_words, is_expected, trains
 from farloop.monitoring.status import Status
 
 STEP_S = 0.25
@@ -43,8 +42,8 @@ MEMORY_EVERY_S = 2.0
 """Between two samples of memory, and two looks at what the coordinator has appended to its journal."""
 
 LINE_EVERY_S = 10.0
-POSTPONE_S = 1.0
-"""At a time, of what shall happen to a coordinator that is starting."""
+POSTPONE_S, PATIENCE_S = 1.0, 60.0
+"""How long a fault is put off at a time while its target has not recovered from the last one, and at most."""
 
 AGAIN_S = 1.0
 """After which a process that ended by itself is started again."""
@@ -117,6 +116,10 @@ class Storm:
     _order: "count[int]" = field(init=False, default_factory=count)
     _down: set[str] = field(init=False, default_factory=set)
     """Killed, and not started again yet."""
+    _hit: set[str] = field(init=False, default_factory=set)
+    """Targets of the faults that last."""
+    _ended: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
+    """When the last fault of a target ended, and the commits by then."""
     _begun: float = field(init=False, default_factory=time.monotonic)
     _ending: bool = field(init=False, default=False)
     _storm_ends: float = field(init=False, default=0.0)
@@ -207,17 +210,16 @@ class Storm:
         near = int(self._status["position"]) + LAST_STEPS
         if near >= self._status["run"]["steps"]:
             return
-        try:
-            change_terms([f"steps={near}"], self.state_dir, dry_run=False)
+        if why := files.shorten(self.state_dir, near):
+            self._found(f"the run cannot be shortened to {near} steps: {why}")
+        else:
             self.say(f"the run is shortened to {near} steps")
-        except CommandError as error:
-            self._found(f"the run cannot be shortened to {near} steps: {error}")
 
     def _until(self, what: str, condition: Callable[[], bool], timeout_s: float, *, fatal: bool = True) -> bool:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
-                why = f"not within {timeout_s:g} s: {what} ({self._state_of_things()})"
+                why = f"not within {timeout_s:g} s: {what} ({in_words(self._status)})"
                 if fatal:
                     raise CommandError(f"{why}; the logs are in {self.out}", ExitCode.UNEXPECTED)
                 self._problems.append(why)
@@ -248,7 +250,7 @@ class Storm:
             self._recoveries.saw_status(status, self._now)
         if self._now >= self._due_line:
             self._due_line = self._now + LINE_EVERY_S
-            self._tell(self._state_of_things())
+            self._tell(in_words(self._status))
 
     def _read_books(self) -> None:
         for book in self._books.values():
@@ -259,19 +261,19 @@ class Storm:
 
     def _begin(self, fault: Fault) -> None:
         kind, target, since = fault.kind, fault.target, self._now
-        if target == COORDINATOR and (self._coordinator_starts or target in self._down):
-            # Or it would never get up on a machine where a process takes longer to start than the plan thinks.
+        if not self._is_back(target):
             if since + POSTPONE_S + fault.lasts_s < self._storm_ends:
                 self._at(since + POSTPONE_S, partial(self._begin, fault))
             return
         self._happened[kind] += 1
+        self._hit.add(target)
         self._tell(f"{kind} {target}, for {fault.lasts_s:.1f} s")
         if kind in GUESTS:
             self._tell(f"{kind}: {self._guests.begin(kind, lambda: self._children[COORDINATOR])}")
             self._at(self._now + fault.lasts_s, partial(self._finish, fault))
             return
         self._recoveries.forget(target)
-        was_expected = self._is_expected(target)
+        was_expected = is_expected(self._status, target)
         match kind:
             case "kill_node":
                 self._kill(target)
@@ -293,8 +295,21 @@ class Storm:
             self._recoveries.await_commit(kind, target, since, self._versions, lambda merged: target not in merged)
         self._at(self._now + fault.lasts_s, partial(self._finish, fault))
 
+    def _is_back(self, target: str) -> bool:
+        """Whether it has recovered from its last fault, or had time to: a slow machine starts processes slowly."""
+        if target in self._hit | self._down or (target == COORDINATOR and self._coordinator_starts):
+            return False
+        ended_at, commits = self._ended.get(target, (-PATIENCE_S, 0))
+        if self._now - ended_at >= PATIENCE_S or self._status is None:
+            return True
+        if target == COORDINATOR:
+            return self._status["commits"] > commits
+        return target not in self.nodes or any(n["name"] == target and trains(n) for n in self._status["nodes"])
+
     def _finish(self, fault: Fault) -> None:
         kind, target = fault.kind, fault.target
+        self._hit.discard(target)
+        self._ended[target] = self._now, self._status["commits"] if self._status else 0
         due: Callable[[list[str]], bool] = (lambda merged: target in merged) if kind in OF_NODES else lambda _: True
         match kind:
             case "kill_node" | "kill_coordinator" | "truncate_file":
@@ -313,11 +328,6 @@ class Storm:
         if kind != "kill_coordinator":
             what = "node_back" if kind == "kill_node" else kind
             self._recoveries.await_commit(what, target, self._now, self._versions, due)
-
-    def _is_expected(self, name: str) -> bool:
-        """Whether every window waits for this node: else the next commit without it says nothing."""
-        windows = self._status["windows"] if self._status else []
-        return bool(windows) and all(name in window["expected"] for window in windows)
 
     def _compare_journal(self) -> Journal:
         """While the coordinator is dead: all that was told must be in what it leaves."""
@@ -407,9 +417,6 @@ class Storm:
         live = {node["name"] for node in self._status["nodes"] if trains(node)}
         windows = self._status["windows"]
         return live >= set(self.nodes) and all(set(window["expected"]) >= live for window in windows)
-
-    def _state_of_things(self) -> str:
-        return in_words(self._status)
 
     def _tell(self, what: str) -> None:
         self.say(f"{int(self._now) // 60:3d}:{int(self._now) % 60:02d}  {what}")

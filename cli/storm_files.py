@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from farloop.cli.change import change_terms
+from farloop.cli.exit_codes import CommandError
 from farloop.cli.toml import dump_toml
 
 PACE = "pace"
@@ -54,6 +56,15 @@ def set_pace(out: Path, seconds: float) -> None:
     new = out / f"{PACE}.tmp"
     new.write_text(f"{seconds:.4f}")
     os.replace(new, out / PACE)
+
+
+def shorten(state: Path, steps: int) -> str:
+    """Give the run of this folder fewer steps; why that cannot be, or nothing."""
+    try:
+        change_terms([f"steps={steps}"], state, dry_run=False)
+    except CommandError as error:
+        return str(error)
+    return ""
 
 
 def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:

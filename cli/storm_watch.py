@@ -199,6 +199,12 @@ def trains(node: NodeStatus) -> bool:
     return node["connected"] and node["state"] in ("training", "waiting")
 
 
+def is_expected(status: Status | None, name: str) -> bool:
+    """Whether every window waits for this node: else the next commit without it says nothing."""
+    windows = status["windows"] if status else []
+    return bool(windows) and all(name in window["expected"] for window in windows)
+
+
 def final_status(state: Path) -> Status | None:
     """What a coordinator wrote of a run that is finished; None of one that is not."""
     with suppress(OSError, ValueError):
