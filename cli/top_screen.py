@@ -262,7 +262,11 @@ def about(node: NodeStatus, status: Status) -> Text:
         f"{size_text(node['bytes_down'])} down",
         f"{size_text(node['bytes_state'])} of snapshots and probes",
     ]
-    missed = {"steps lost": node["lost_steps"], "sends left out": node.get("skipped_turns", 0)}
+    missed = {
+        "steps lost": node["lost_steps"],
+        "steps skipped": node.get("skipped_steps", 0),
+        "sends left out": node.get("skipped_turns", 0),
+    }
     facts[2:2] = [f"{count:,} {what}" for what, count in missed.items() if count]
     text.append(f"\n{', '.join(facts)}")
     text.append(f"\n{now}" if (now := sync_text(node, status["windows"])) else "")

@@ -326,6 +326,7 @@ class Observer:
             "blocked_s": progress.blocked_s if progress else 0.0,
             "lost_steps": progress.lost_steps if progress else 0,
             "skipped_turns": progress.skipped_turns if progress else 0,
+            "skipped_steps": progress.skipped_steps if progress else 0,
             "bytes_up": sent.total,
             "bytes_down": received.total,
             "bytes_state": progress.bytes_state if progress else 0,

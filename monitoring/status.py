@@ -97,6 +97,8 @@ class NodeStatus(TypedDict):
     """Seconds since its last message."""
     skipped_turns: NotRequired[int]
     """Due sends that it left out, for too many deltas of the fragment were undecided."""
+    skipped_steps: NotRequired[int]
+    """Inner steps that stepped nothing, for the gradient held NaN or Inf."""
     digests: NotRequired[list[str]]
     """Of its anchors, in the order of its fragments, as it left with them."""
     part: NotRequired[PartStatus]

@@ -132,7 +132,7 @@ class Leader:
         if stepped:
             self._drift.stepped(self.machine.lr)
         else:
-            self.metrics.skipped_step()
+            self._reports.skipped_steps += 1
         with self._end_told():
             self._do(self.machine.handle(ev.StepDone(tokens=tokens)))
             self._settle()

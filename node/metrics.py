@@ -37,7 +37,6 @@ class Metrics(Collector):
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
         self._mismatches = 0
-        self._skipped_steps = 0
         self._spent: tuple[Mapping[Activity, float], float] = {}, 0.0
         self._piped: tuple[Mapping[str, int], int, int] | None = None
         self.registry = CollectorRegistry()
@@ -61,10 +60,6 @@ class Metrics(Collector):
     def anchor_mismatched(self) -> None:
         """An anchor did not have its digest; a snapshot replaces it."""
         self._mismatches += 1
-
-    def skipped_step(self) -> None:
-        """The gradient of an inner step was not finite, and nothing was stepped."""
-        self._skipped_steps += 1
 
     def lost_by_codec(self, fragment: int, ratio: float) -> None:
         """|residual| ÷ |delta| of the last encoding of a fragment, under a codec with error feedback."""
@@ -111,7 +106,9 @@ class Metrics(Collector):
         yield self._counter("blocked_seconds", "Training stood still for the link or other nodes.", progress.blocked_s)
         yield self._counter("lost_steps", "Inner steps, per fragment, that no commit contains.", progress.lost_steps)
         yield self._counter("anchor_mismatches", "Anchors without their digest, replaced.", self._mismatches)
-        yield self._counter("skipped_steps", "Inner steps left out: NaN or Inf in the gradient.", self._skipped_steps)
+        yield self._counter(
+            "skipped_steps", "Inner steps left out: NaN or Inf in the gradient.", progress.skipped_steps
+        )
         yield self._counter("skipped_turns", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
         moved = CounterMetricFamily(
             "farloop_node_bytes", "All bytes, up and down, by kind.", labels=["node", "direction", "kind"]

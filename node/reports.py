@@ -79,6 +79,8 @@ class Reports:
         """`fingerprint`: of the run that is wanted; None takes any."""
         self.loss: float | None = None
         """Of the last inner step."""
+        self.skipped_steps = 0
+        """Inner steps whose gradient was not finite: nothing was stepped."""
         self.layout: str | None = None
         """Digest of the model's layout, once there is a model."""
         self.announced = Announced()
@@ -161,6 +163,7 @@ class Reports:
             samples_left=self._samples.remaining if machine.takes_samples else None,
             sent=moved.up,
             received=moved.down,
+            skipped_steps=self.skipped_steps,
         )
 
     def farewell(self, leave: msg.Leave) -> msg.Leave:

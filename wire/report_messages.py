@@ -64,6 +64,8 @@ class Progress:
     """All bytes that it sent since its start; None where they are not told by kind."""
     received: BytesByKind | None = field(default=None, metadata=LATER)
     """All bytes that it received since its start; None where they are not told by kind."""
+    skipped_steps: int = field(default=0, metadata=LATER)
+    """Inner steps that stepped nothing, for the gradient held NaN or Inf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -244,6 +244,13 @@ def test_broken_numbers_end_training_by_the_name_of_their_parameter(
     assert left == [msg.Leave(reason=Reason.NON_FINITE, detail=str(caught.value))]
 
 
+def test_a_skipped_step_counts_as_a_step_and_is_reported(play: Play) -> None:
+    play.begin()
+    assert play.leader.after_step(10, 1.0, stepped=False).position == 1.0
+    told = play.leader.progress()
+    assert (told.inner_steps, told.tokens, told.skipped_steps) == (1, 10, 1)
+
+
 def test_an_error_of_the_training_thread_is_told_before_it_is_raised(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

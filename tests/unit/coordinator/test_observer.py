@@ -104,6 +104,7 @@ PROGRESS = msg.Progress(
     bytes_state=900,
     detail="fragment 1, window 2",
     skipped_turns=7,
+    skipped_steps=3,
     sent=msg.BytesByKind(delta=600, control=100),
     received=msg.BytesByKind(update=750, snapshot=800, probe=100, control=50),
 )
@@ -186,6 +187,7 @@ def test_a_node_is_shown_with_what_it_last_reported(scene: Scene) -> None:
     assert (node["position"], node["inner_steps"], node["tokens"], node["loss"]) == (12.5, 12, 6000, 3.25)
     assert (node["detail"], node["lost_steps"], node["last_heard_s"]) == ("fragment 1, window 2", 2, 2.0)
     assert node["skipped_turns"] == 7
+    assert node["skipped_steps"] == 3
     assert (status["position"], status["run"]["state"]) == (12.5, "training")
     assert status["windows"][1]["expected"] == ["a"]
 
