@@ -113,7 +113,8 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, de
     curve = [(taken.position, taken.loss) for taken in outcome.evaluations if taken.position < position]
     curve.append((position, glance))
     up, down = (
-        statistics.fmean(column) for column in zip(*((end.moved.up, end.moved.down) for end in ends), strict=True)
+        statistics.fmean(column)
+        for column in zip(*((end.moved.up.exchanged, end.moved.down.exchanged) for end in ends), strict=True)
     )
     sends = [send for end in ends for send in end.diary.sends]
     sizes = [fragment.numel for fragment in outcome.layout.fragments]

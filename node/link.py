@@ -94,7 +94,7 @@ class Link:
     def moved(self) -> Moved:
         """All bytes so far."""
         past, session = self._traffic
-        return past if session is None else past + moved_by(session)
+        return past + moved_by(session) if session is not None and session.traffic.connections else past
 
     def send(self, message: msg.Message) -> None:
         """Queue a message; dropped where no session is open: the next handshake tells all that matters. So is one that

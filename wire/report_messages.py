@@ -24,6 +24,11 @@ class BytesByKind:
         """All of them."""
         return self.delta + self.update + self.snapshot + self.probe + self.control
 
+    @property
+    def exchanged(self) -> int:
+        """All but snapshots and probes."""
+        return self.delta + self.update + self.control
+
     def __add__(self, other: "BytesByKind") -> "BytesByKind":
         return BytesByKind(
             delta=self.delta + other.delta,

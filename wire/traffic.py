@@ -49,6 +49,8 @@ class Traffic:
     """Of blobs sent, as the peer has acknowledged them."""
     rewinds: int = 0
     """Times a blob was sent again from its acknowledged prefix."""
+    connections: int = 0
+    """Of a node: those that were greeted. Without one, what was sent went nowhere."""
     curve: bool = False
     """Whether the connections are encrypted: to be set before the first frame."""
 
@@ -73,6 +75,7 @@ class Traffic:
 
     def connected(self) -> None:
         """A node's connection is there: its greetings have been exchanged."""
+        self.connections += 1
         self.sent_control.bytes += CURVE_SENT_BYTES if self.curve else GREETING_BYTES
         self.received_control.bytes += CURVE_RECEIVED_BYTES if self.curve else GREETING_BYTES
 

@@ -160,10 +160,10 @@ def test_a_node_may_be_started_before_its_coordinator(endpoint: str, caplog: pyt
         for _ in range(3):
             closed = wait_for(delivered, wire_ev.SessionClosed)
             assert isinstance(closed, wire_ev.SessionClosed) and "is the coordinator running" in closed.detail
-        assert link.moved.up == 0, "what nobody took was not sent"
+        assert link.moved.up.total == 0, "what nobody took was not sent"
         with station(endpoint):
             wait_for(delivered, msg.Welcome)
-            assert link.moved.up > 0
+            assert link.moved.up.total > 0
             told = [record for record in caplog.records if "no link" in record.message]
             assert [record.levelno for record in told] == [logging.WARNING]
 
@@ -188,7 +188,7 @@ def test_a_session_that_breaks_is_told_and_dialled_again(endpoint: str) -> None:
         wait_for(delivered, wire_ev.SessionClosed)
         with station(endpoint):
             wait_for(delivered, msg.Welcome)
-        assert link.moved.up > before.up > 0, "bytes of all sessions count"
+        assert link.moved.up.total > before.up.total > 0, "bytes of all sessions count"
 
 
 def test_blobs_travel_on_their_own_lane(endpoint: str) -> None:
@@ -203,7 +203,7 @@ def test_blobs_travel_on_their_own_lane(endpoint: str) -> None:
         link.send_blob(offer, data)  # by a reconnection, and by the encoder
         assert wait_for(there.heard, wire_ev.BlobReceived) == wire_ev.BlobReceived(blob=blob, data=data)
         wait_for(delivered, wire_ev.BlobSent)
-        assert link.moved.up > len(data) and link.moved.state == 0
+        assert link.moved.up.total > len(data) and link.moved.state == 0
 
 
 def test_a_farewell_is_acknowledged_and_nothing_is_dialled_after_it(endpoint: str) -> None:
