@@ -1,12 +1,10 @@
 """A coordinator with few descriptors and a crowd at its port: it stays, and its nodes train on."""
 
-import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
+from crowd import GREETING, crowd
 from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of
 
 pytestmark = [
@@ -18,9 +16,6 @@ pytestmark = [
 FEW = 512
 """Descriptors that the coordinator may have, soft and hard."""
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0")
-"""The first half of what a ZeroMQ peer says."""
-
 LIMITED = """
 import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({few}, {few}))
@@ -31,23 +26,6 @@ runpy.run_module("farloop.cli.main", run_name="__main__", alter_sys=True)
 
 def start_limited(run: Run) -> Daemon:
     return run.start("coordinator", "-c", LIMITED.format(few=FEW), "coordinator", str(run.write_toml()))
-
-
-@contextmanager
-def crowd(port: int, num_connections: int, hosts: int, says: bytes) -> Iterator[list[socket.socket]]:
-    """Connections from some addresses, kept open at this end."""
-    with ExitStack() as stack:
-        held = []
-        for number in range(num_connections):
-            connection = stack.enter_context(socket.socket())
-            connection.settimeout(10.0)
-            with suppress(OSError):  # the coordinator may hang up at any moment
-                connection.bind((f"127.0.1.{1 + number % hosts}", 0))
-                connection.connect(("127.0.0.1", port))
-                if says:
-                    connection.send(says)
-                held.append(connection)
-        yield held
 
 
 def test_a_crowd_without_a_key_and_without_a_word_stops_no_run(new_run: NewRun) -> None:
