@@ -96,7 +96,8 @@ def read_journal(folder: Path) -> Journal:
             if place is not None and began.sequence != place.sequence:
                 raise Unreadable(f"{path.name} begins with record {began.sequence}, not {place.sequence}")
             place, first = began, True
-            for found in _records(file, place):
+            until = None if path is paths[-1] else _first(paths[paths.index(path) + 1])
+            for found in _records(file, place, until):
                 if first and number > 0 and path is paths[0] and found.kind != _LEDGER_SAVED:
                     raise Unreadable(f"{path.name} is the oldest segment, and does not begin with a saved ledger")
                 first = False
@@ -106,9 +107,10 @@ def read_journal(folder: Path) -> Journal:
                         unequal.add(at)
                     if found.kind == _WINDOW_COMMITTED:
                         (twice if at in committed else committed).add(at)
-            if path is not paths[-1] and place.offset != os.fstat(file.fileno()).st_size:
+            if until is not None and place.sequence != until:
                 raise Unreadable(f"{path.name} is damaged at byte {place.offset}, and segments follow")
-            _check_tail(file, path, place)
+            if until is None:
+                _check_tail(file, path, place)
     highest: dict[int, int] = {}
     for fragment, version in digests:
         highest[fragment] = max(version, highest.get(fragment, 0))
@@ -161,10 +163,17 @@ def _begin(file: BinaryIO, path: Path) -> _Place:
     return _Place(salt=salt, sequence=sequence, offset=_SEGMENT.size)
 
 
-def _records(file: BinaryIO, place: _Place) -> Iterator[_Found]:
-    """Whole records from a place on, which moves along."""
+def _first(path: Path) -> int:
+    """The first record of a segment. What stands behind the last one before it, in the segment before, does not count:
+    a coordinator that another has replaced may have written there."""
+    with path.open("rb") as file:
+        return _begin(file, path).sequence
+
+
+def _records(file: BinaryIO, place: _Place, until: int | None = None) -> Iterator[_Found]:
+    """Whole records from a place on, which moves along, up to that one."""
     size = os.fstat(file.fileno()).st_size
-    while True:
+    while place.sequence != until:
         file.seek(place.offset)
         head = _header(file.read(_RECORD.size), place.salt)
         if head is None:

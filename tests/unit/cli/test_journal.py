@@ -261,3 +261,25 @@ def test_explain_knows_windows_that_the_journal_has_forgotten(folder: Path, tmp_
 def test_a_window_that_nothing_is_known_of_ends_in_one_line(folder: Path, window: str, said: str) -> None:
     result = call(folder, "explain", window)
     assert result.exit_code == ExitCode.USAGE and said in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_salvage_says_what_it_gives_up_and_changes_nothing_unless_told_to(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "state"))
+    (path,) = segment_paths(copy).values()
+    os.truncate(path, path.stat().st_size * 9 // 10)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1000] + bytes([whole[-1000] ^ 1]) + whole[-999:])
+    runner = CliRunner()
+    plan = runner.invoke(app, ["journal", "salvage", str(copy)])
+    assert plan.exit_code == 0, plan.output
+    assert "nothing was changed" in plan.stdout and "goes on" in plan.stdout
+    assert path.exists() and not (copy / "before-salvage-1").exists()
+    (done,) = rows(runner.invoke(app, ["journal", "salvage", str(copy), "--write", "--json"]))
+    assert done["written"] and (copy / "before-salvage-1" / path.name).exists()
+    (report,) = rows(call(copy, "journal", "verify", "--json"))
+    assert report["good"] and report["starts"] and report["versions"] == done["versions"]
+
+
+def test_salvage_of_a_folder_without_a_journal_ends_in_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["journal", "salvage", str(tmp_path)])
+    assert result.exit_code == ExitCode.STORAGE and "holds no journal" in result.stderr
