@@ -626,7 +626,7 @@ def test_a_full_disk_at_a_rotation_with_a_summary_changes_nothing(
     assert reopened(tmp_path) == [STORED, SUMMARY, STORED]
 
 
-@settings(max_examples=60, stateful_step_count=30)
+@settings(max_examples=60, stateful_step_count=30, deadline=None)
 class Model(RuleBasedStateMachine):
     """Any sequence of calls, clean ends and kills leaves what was appended and not pruned, in order and whole."""
 
