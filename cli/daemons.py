@@ -51,7 +51,7 @@ _DIFFERS = {
 }
 
 
-def adoption(patience_s: float | None, *, wanted: bool, rewind: bool) -> float | None:
+def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bool = False) -> float | None:
     """How patient a coordinator that goes on from what nodes hold is with those that are away; None where it does not.
 
     Raises:
@@ -59,6 +59,8 @@ def adoption(patience_s: float | None, *, wanted: bool, rewind: bool) -> float |
     """
     if wanted and rewind:
         raise CommandError("--adopt-from-nodes goes on from the nodes, --rewind from the folder: give one of them")
+    if newest and not wanted:
+        raise CommandError("--adopt-newest says what --adopt-from-nodes takes: give that, too")
     if patience_s is not None and not wanted:
         raise CommandError("--adopt-patience says how long --adopt-from-nodes waits: give that, too")
     if patience_s is not None and not patience_s > 0:
@@ -67,13 +69,18 @@ def adoption(patience_s: float | None, *, wanted: bool, rewind: bool) -> float |
 
 
 def run_coordinator(
-    file: RunFile, *, rewind: bool = False, adopt_patience_s: float | None = None, restore_from: str = ""
+    file: RunFile,
+    *,
+    rewind: bool = False,
+    adopt_patience_s: float | None = None,
+    adopt_newest: bool = False,
+    restore_from: str = "",
 ) -> ExitCode:
     """Begin the run, or go on with the one that the state directory holds, to its end or the first signal.
 
     `rewind`: though nodes may have seen what came after this state. `adopt_patience_s`: from what nodes hold, waiting
-    as long as that for those that are away. `restore_from`: an object store whose newest copy becomes the state
-    directory first.
+    as long as that for those that are away; `adopt_newest`: also what one of them alone knows. `restore_from`: an
+    object store whose newest copy becomes the state directory first.
 
     Raises:
         ConfigError: there can be no such run.
@@ -85,7 +92,7 @@ def run_coordinator(
     if restore_from:
         restored(file.coordinator.state_dir, plan, restore_from)
     store = open_run(file.coordinator.state_dir, plan, rewind=rewind, adopt=adopt_patience_s is not None)
-    adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched)
+    adopt = None if adopt_patience_s is None else adoption_of(adopt_patience_s, store.fetched, newest=adopt_newest)
     try:
         finished = uvloop.run(_serve(file.coordinator, store, adopt))
     except (BindError, CopyFailed) as error:

@@ -154,6 +154,10 @@ def coordinator(
         float | None,
         typer.Option(metavar="SECONDS", show_default="300", help="How long that waits for nodes that are away."),
     ] = None,
+    adopt_newest: Annotated[
+        bool,
+        typer.Option("--adopt-newest", help="That takes a version that one node alone knows, too: you believe it."),
+    ] = False,
     copy_to: Annotated[
         str, typer.Option(metavar="URL", show_default=False, help="Copy the state there: s3://, gs:// or file:///.")
     ] = "",
@@ -180,9 +184,11 @@ def coordinator(
         set_up(log_level, json_lines=log_json)
         own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
         given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value)]
-        adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind)
+        adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind, newest=adopt_newest)
         settings = load_run(file, flags=given, environ=os.environ)
-        code = run_coordinator(settings, rewind=rewind, adopt_patience_s=adopt, restore_from=restore)
+        code = run_coordinator(
+            settings, rewind=rewind, adopt_patience_s=adopt, adopt_newest=adopt_newest, restore_from=restore
+        )
     raise typer.Exit(code)
 
 

@@ -54,6 +54,8 @@ class Adopt:
     patience_s: float = PATIENCE_S
     fetched: Mapping[int, rec.AnchorFetched] = field(default_factory=dict)
     """What an earlier start brought home, by fragment."""
+    newest: bool = False
+    """A version that one node alone knows is taken, too: an operator says that this node can be believed."""
 
 
 class Adoption:
@@ -65,6 +67,7 @@ class Adoption:
         """`ledger` is the copy's; `alarms` is told what is waited for."""
         self._ledger, self._decisions, self._alarms = ledger, decisions, alarms
         self._patience_s, self._fetched, self._untrue = adopt.patience_s, dict(adopt.fetched), adopt.untrue
+        self._newest = adopt.newest
         self.began_at = now
         """Later by all the time in which this process stood still."""
         self._claims: dict[NodeId, Claim] = {}
@@ -212,6 +215,13 @@ class Adoption:
         silent = [node for node, c in found.claims.items() if c.session is not None and c.held is None]
         if silent or now < self.began_at + LISTEN_S:
             return self._wait(f"{_named(sorted(silent)) if silent else 'nodes'}, to say what they hold")
+        if not self._newest and (alone := found.known_to_one(self._ledger)):
+            who = ", ".join(found.witnesses(alone))
+            return self._wait(
+                f"you to decide: node {who} alone knows version {alone.version} of fragment {alone.fragment}, and "
+                "nobody confirms its digest; start with --adopt-from-nodes --adopt-newest if you believe that node, "
+                f"or shut it out with farloop keys revoke {who} and start again"
+            )
         lacking = {f: ref for f, ref in found.wanted.items() if not self._has(ref)}
         if lacking:
             return self._fetch(lacking, found, now)

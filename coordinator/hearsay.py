@@ -21,9 +21,9 @@ from farloop.quant.soundness import check_codecs, check_downlink
 from farloop.wire.messages import Held
 
 
-def adoption_of(patience_s: float, fetched: Mapping[int, rec.AnchorFetched]) -> Adopt:
+def adoption_of(patience_s: float, fetched: Mapping[int, rec.AnchorFetched], *, newest: bool) -> Adopt:
     """As a coordinator's start asks for it: with what an earlier one brought home, by fragment."""
-    return Adopt(untrue=untrue, patience_s=patience_s, fetched=fetched)
+    return Adopt(untrue=untrue, patience_s=patience_s, fetched=fetched, newest=newest)
 
 
 def untrue(held: Held, ledger: Ledger) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from farloop.algo.parts import is_in
 from farloop.algo.revisions import Revisions
 from farloop.algo.schedule import round_after
 from farloop.algo.spec import NodeId, Revision, RoundPlan, WindowTerms
@@ -80,6 +81,20 @@ class Survey:
         """Who says that it holds this very anchor; whoever failed to bring one comes last."""
         found = [node for node, claim in self.claims.items() if ref in claim.anchors]
         return sorted(found, key=lambda node: (self.claims[node].failed, node))
+
+    def witnesses(self, ref: AnchorRef) -> list[NodeId]:
+        """Who holds this very anchor, or was told of its commit."""
+        return sorted(n for n, claim in self.claims.items() if ref in claim.anchors or ref in claim.hello.announced)
+
+    def known_to_one(self, ledger: Ledger) -> AnchorRef | None:
+        """A wanted anchor of which one node alone speaks, where the run has more that hold its fragment: its bytes were
+        held against that node's own word."""
+        for index, ref in self.wanted.items():
+            fragment = ledger.fragment(index)
+            others = {node for node, claim in self.claims.items() if is_in(fragment, claim.hello.holds)}
+            if len(others.union(ledger.holders(index))) > 1 and len(self.witnesses(ref)) < 2:
+                return ref
+        return None
 
     def told(self, ref: AnchorRef) -> list[Held]:
         """The answers of those that do."""

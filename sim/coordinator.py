@@ -70,7 +70,7 @@ class CoordinatorActor:
             expire_s=scenario.expire_s,
             floor_share=scenario.floor_share,
             drops_silent=scenario.drops_silent,
-            adopt=None if adopt_after_s is None else adoption_of(adopt_after_s, self.store.fetched),
+            adopt=None if adopt_after_s is None else adoption_of(adopt_after_s, self.store.fetched, newest=True),
         )
         self.hold = Hold(self.machine.alarms)
         self.finished = False

@@ -168,9 +168,9 @@ def test_a_coordinator_that_dies_while_it_adopts_goes_on_from_what_the_nodes_hol
         told.nodes.pace_s = 0.02
         told.nodes.start()
         told.run.set_back(coordinator)
-        adopting = told.start(point, hit, "--adopt-from-nodes")
+        adopting = told.start(point, hit, "--adopt-from-nodes", "--adopt-newest")
         assert told.run.until_ended(adopting) == -signal.SIGKILL, f"never reached\n{told.run.logs()}"
-        again = told.start("never", 0, "--adopt-from-nodes")
+        again = told.start("never", 0, "--adopt-from-nodes", "--adopt-newest")
         told.nodes.pace_s = 0.0
         assert told.run.until_ended(again) == 0, told.run.logs()
         told.nodes.until_done()

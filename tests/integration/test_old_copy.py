@@ -44,7 +44,7 @@ def test_an_old_copy_goes_on_from_what_the_nodes_hold(new_run: NewRun) -> None:
     run = new_run(steps=120, **PACED)
     a, b, later = with_an_old_copy(run)
 
-    coordinator = run.start_coordinator("--adopt-from-nodes")
+    coordinator = run.start_coordinator("--adopt-from-nodes", "--adopt-newest")
     waits = run.until("it says what it waits for", lambda status: status["run"]["state"] == "holding")
     assert any(alarm.startswith("adoption: the run is held until") for alarm in waits["alarms"])
     back = run.until("it goes on", lambda status: status["run"]["state"] == "training")

@@ -32,13 +32,16 @@ NEW = (ref(0, 2), ref(1, 1))
 class Start:
     """A start over a copy in which a and b have just begun; all invariants are checked after every event."""
 
-    def __init__(self, spec: RunSpec, fetched: dict[int, rec.AnchorFetched] | None = None) -> None:
+    def __init__(
+        self, spec: RunSpec, fetched: dict[int, rec.AnchorFetched] | None = None, *, newest: bool = True
+    ) -> None:
+        """`newest`: what one node alone knows is taken, too."""
         self.ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=1))
         for node in (A, B):
             self.ledger.apply(rec.NodeStarted(node=node, incarnation=1, round=0))
         self.now = 100.0
         self.plans = schedule.first_rounds(spec.terms, count=5)
-        adopt = Adopt(untrue=untrue, patience_s=PATIENCE_S, fetched=fetched or {})
+        adopt = Adopt(untrue=untrue, patience_s=PATIENCE_S, fetched=fetched or {}, newest=newest)
         self.machine = CoordinatorMachine(self.ledger, now=self.now, liveness_s=10.0, adopt=adopt)
         assert self.machine.start() == []
 
@@ -407,3 +410,50 @@ def test_terms_that_a_run_cannot_have_are_not_taken_over(
     assert f"{ALARM} of a" in start.machine.alarms
     start.bring(A, 1, NEW[0])
     assert adopted(start.bring(C, 3, NEW[1])).revisions == ()
+
+
+@pytest.fixture
+def careful(spec: RunSpec) -> Start:
+    """As without --adopt-newest."""
+    return Start(spec, newest=False)
+
+
+def test_a_version_that_one_node_alone_knows_does_not_become_the_model(careful: Start) -> None:
+    """Its bytes have the digest that its own node names: nobody else's word stands for them."""
+    careful.both()
+    assert asked(careful.at(LISTEN_S)) == []
+    assert "you to decide: node a alone knows version 2 of fragment 0" in careful.waits
+    assert "--adopt-newest" in careful.waits and "farloop keys revoke a" in careful.waits
+    assert asked(careful.at(LISTEN_S + PATIENCE_S)) == [] and careful.ledger.versions == [0, 0]
+
+
+def test_nor_where_its_node_follows_a_history_of_its_own(careful: Start) -> None:
+    careful.greet(A, 1, *NEW, history=9)
+    careful.tell(A, 1, *NEW)
+    careful.greet(B, 2, *OLD)
+    careful.tell(B, 2, *OLD)
+    assert asked(careful.at(LISTEN_S)) == [] and "node a alone knows" in careful.waits
+
+
+def test_two_that_hold_it_or_one_that_was_told_of_its_commit_stand_for_a_version(careful: Start) -> None:
+    careful.greet(A, 1, *NEW)
+    careful.tell(A, 1, *NEW)
+    careful.greet(B, 2, *OLD, announced=NEW)
+    careful.tell(B, 2, *OLD)
+    assert asked(careful.at(LISTEN_S)) == [(A, 0)]
+    careful.bring(A, 1, NEW[0])
+    assert adopted(careful.bring(A, 1, NEW[1])).missing == ()
+
+
+def test_who_is_a_run_s_only_node_is_believed(spec: RunSpec) -> None:
+    careful = Start(spec, newest=False)
+    del careful.ledger.started[B]
+    careful.greet(A, 1, *NEW)
+    careful.tell(A, 1, *NEW)
+    assert asked(careful.at(LISTEN_S)) == [(A, 0)]
+
+
+def test_who_answers_alone_in_a_run_of_two_is_not(careful: Start) -> None:
+    careful.greet(A, 1, *NEW)
+    careful.tell(A, 1, *NEW)
+    assert asked(careful.at(PATIENCE_S)) == [] and "node a alone knows" in careful.waits
