@@ -33,7 +33,7 @@ PROBE_SHARE: Final = 0.01
 FIRST_BYTES: Final = 64 << 10
 """The first probe of a direction, whatever the run has moved: enough for thin links with short round trips."""
 
-GROWTH: Final = 4
+GROWTH: Final = 16
 """A probe that told nothing is repeated only with so many times its bytes."""
 
 _FRAMED: Final = 1.02
