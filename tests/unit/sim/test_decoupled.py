@@ -13,7 +13,7 @@ from farloop.coordinator import records as rec
 from farloop.node import events as node_ev
 from farloop.sim.network import STORM
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problem import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, Fault, NodeSetup, PauseCoordinator, Scenario
 from farloop.sim.world import run
 from farloop.wire.messages import Offer
@@ -124,6 +124,19 @@ def test_without_staleness_a_run_ends_and_no_version_is_made_of_nothing(method: 
     for commit in outcome.commits:
         assert any(steps[blob] for blob in commit.blobs) or len(commit.merged) == 3, "all that are expected came"
     assert len(outcome.commits) <= 3 * len({(commit.fragment, commit.round) for commit in outcome.commits})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_node_with_a_quarter_of_the_batch_and_an_equal_pace_does_all_steps(method: str) -> None:
+    """A: shares of a round are dealt by steps a second. By tokens a second it got 3 of 12 steps."""
+    plain = scenario(method, FAST)
+    small = dataclasses.replace(plain.nodes[2], tokens=BATCH_SEQUENCES * SEQUENCE_TOKENS // 4)
+    outcome = run(dataclasses.replace(plain, nodes=(*plain.nodes[:2], small)))
+    outcome.check()
+    plans = [record.round for record in outcome.records if isinstance(record, rec.RoundFixed)]
+    assert plans and not [plan for plan in plans if plan.node_steps]
+    assert [outcome.nodes[node][0].inner_steps for node in (A, B, C)] == [STEPS] * 3
+    assert contributions(outcome)[C] == contributions(clear(method, FAST))[C]
 
 
 def test_a_slow_node_slows_lone_steps_until_it_is_known_to_be_slow() -> None:
