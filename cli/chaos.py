@@ -162,6 +162,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
             name: {"first": series[min(len(series) - 1, SETTLED)][1], "last": series[-1][1], "max": peak(series)}
             for name, series in outcome.memory.items()
         },
+        "released": outcome.released,
         "problems": outcome.problems,
     }
 
@@ -201,6 +202,7 @@ def result_table(outcome: Outcome, folder: Path) -> Table:
     table.add_row("faults", str(outcome.faults.total()))
     table.add_row("lost", str(outcome.lost))
     table.add_row("forks", str(outcome.forks))
+    table.add_row("holds that the operator released", str(outcome.released))
     table.add_row("other findings", str(len(outcome.problems)))
     table.add_row("digests equal", "yes" if outcome.digests_equal else "NO")
     table.add_row("recovery", f"{_s(told['recovery_s_mean'])} mean, {_s(told['recovery_s_max'])} max")

@@ -48,12 +48,9 @@ POSTPONE_S, PATIENCE_S = 1.0, 60.0
 AGAIN_S = 1.0
 """After which a process that ended by itself is started again."""
 
-START_S, GATHER_S, END_S = 120.0, 120.0, 300.0
+START_S, GATHER_S, END_S, TRIALS_S = 120.0, 180.0, 300.0, 400.0
 """How long the run may take to begin, to have all nodes back after the last fault, and, beside what the storm itself
-took, to end."""
-
-TRIALS_S = 400.0
-"""... and for the trials of damage that are under way then."""
+took, to end; and how long the last trials of damage may take."""
 
 LAST_STEPS = 240
 """Of the run, at most, once nothing goes wrong any more."""
@@ -77,6 +74,8 @@ class Outcome:
     digests_equal: bool
     recovery_s: dict[str, list[float]]
     memory: dict[str, list[tuple[float, int]]]
+    released: int = 0
+    """Holds that the operator ended: a liar's word that no node could contradict."""
     problems: list[str]
     """What should not have been, beside the numbers; a sentence each."""
 
@@ -234,7 +233,7 @@ class Storm:
         while self._agenda and self._agenda[0][0] <= self._now:
             heapq.heappop(self._agenda)[2]()
         self._supervise()
-        self._guests.turn()
+        self._guests.turn(self._status, self.state_dir, self._now)
         self._look()
         time.sleep(TICK_S)
 
@@ -439,6 +438,7 @@ class Storm:
             digests_equal=final is not None and self._all_equal(final),
             recovery_s=self._recoveries.seconds,
             memory=self._memory.series,
+            released=self._guests.released,
             problems=self._problems,
         )
 

@@ -77,10 +77,7 @@ def examine(
         whole: what the journal said before the damage.
         toml: writes the settings of a coordinator over a folder, with its status page at a port.
     """
-    try:
-        left: Journal | None = read_journal(copy)
-    except Unreadable:
-        left = None
+    left = _read(copy)
     verify = children.start(f"{name}-verify", ["journal", "verify", "--state", str(copy)], threads=1)
     yield from _ends(verify, wrong)
     http = free_port()
@@ -95,27 +92,35 @@ def examine(
         if verify.process.returncode == 0:
             wrong(f"{cut}: verify calls the folder whole and a start refuses it: {start.last_words()}")
         yield from _salvaged(children, name, copy, cut, whole, toml, wrong)
-    elif left is None or not left.newest:
-        # It may pass over damage that nothing needs: then it is where the whole journal was.
-        behind = [f for f, newest in enumerate(whole.newest) if status["versions"][f] < newest]
-        told = zip(enumerate(status["versions"]), status["digests"], strict=True)
-        if behind or any(whole.digests.get(at, digest) != digest for at, digest in told):
-            wrong(f"{cut}: a start goes on at versions {status['versions']}, the journal was at {list(whole.newest)}")
     else:
-        _compare(cut, left, read_journal(copy), status, wrong)
+        _compare(cut, whole, left, _read(copy), status, wrong)
     _end(start)
     shutil.rmtree(copy, ignore_errors=True)
 
 
-def _compare(cut: str, left: Journal, now: Journal, status: Status, wrong: Say) -> None:
-    """A start is where its journal is. Stored deltas may have made one version more since."""
-    behind = [f for f, newest in enumerate(left.newest) if status["versions"][f] < newest]
-    other = [f for f, at in enumerate(zip(status["versions"], status["digests"], strict=True))
-             if now.digests.get((f, at[0])) != at[1]]  # fmt: skip
-    changed = [at for at, digest in left.digests.items() if now.digests.get(at, digest) != digest]
+def _read(folder: Path) -> Journal | None:
+    """Its journal; None where that is damaged, or holds no run."""
+    try:
+        journal = read_journal(folder)
+    except Unreadable:
+        return None
+    return journal if journal.newest else None
+
+
+def _compare(cut: str, whole: Journal, left: Journal | None, now: Journal | None, status: Status, wrong: Say) -> None:
+    """A start is where its journal is, or a version further by stored deltas. Over damage that the referee cannot read
+    past it may go on only if nothing is lost."""
+    newest = list((left or whole).newest)
+    known = {**whole.digests, **(now.digests if now else {})}
+    behind = [fragment for fragment, version in enumerate(newest) if status["versions"][fragment] < version]
+    pairs = enumerate(zip(status["versions"], status["digests"], strict=True))
+    other = [fragment for fragment, (version, digest) in pairs if known.get((fragment, version)) != digest]
+    changed = [at for at, digest in (now.digests if now else {}).items() if whole.digests.get(at, digest) != digest]
     if behind or other or changed:
-        wrong(f"{cut}: a start is at versions {status['versions']}, the journal at {list(left.newest)}, "
-              f"with other digests of {sorted({*other, *(f for f, _ in changed)})}")  # fmt: skip
+        what = "the journal is at" if left else "the journal cannot be read, and was at"
+        wrong(
+            f"{cut}: a start is at versions {status['versions']}; {what} {newest}; other digests of {other}, {changed}"
+        )
 
 
 def _salvaged(

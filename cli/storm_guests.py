@@ -14,15 +14,22 @@ from pathlib import Path
 from typing import Final
 
 from farloop.cli import storm_files as files
+from farloop.cli.change import asked
 from farloop.cli.children import Child, Children, free_port
+from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.relay import Link, Relay
 from farloop.cli.storm_damage import copy_truncated, examine, second_start, small_enough
 from farloop.cli.storm_journal import Journal
 from farloop.cli.storm_peers import LYING, SILENT
 from farloop.cli.storm_plan import JOINER, Kind
+from farloop.monitoring.status import Status
 
 THIN: Final = Link.parse("64kbit/50ms")
 """The link of a joiner: a snapshot takes minutes, and updates come faster than it can take them."""
+
+RELEASE_S: Final = 90.0
+"""A run that a liar holds goes on by itself after a minute, if a node contradicts it. Nodes that were all killed just
+before cannot: then the operator is needed."""
 
 _OVER: Final = object()
 
@@ -70,6 +77,9 @@ class Guests:
     """In front of joiners; to be run by the storm."""
     unlocked: bool = field(init=False, default=False)
     """Whether a second start goes on without the lock: then either coordinator may stop."""
+    released: int = field(init=False, default=0)
+    """Holds that ended by `farloop release`."""
+    _held_since: float | None = field(init=False, default=None)
     _dice: random.Random = field(init=False)
     _trials: list[Iterator[None]] = field(init=False, default_factory=list)
     _begun: dict[Kind, int] = field(init=False, default_factory=dict)
@@ -125,8 +135,18 @@ class Guests:
         self._trials.append(examine(self.children, f"trial-{number}", copy, cut, whole, self._toml, self.wrong))
         return cut
 
-    def turn(self) -> None:
-        """Advance all trials."""
+    def turn(self, status: Status | None, state: Path, now: float) -> None:
+        """Advance all trials; and be the operator of a run that is held by a liar's word alone."""
+        held = status is not None and status["run"]["state"] == "holding" and "node x-" in str(status["alarms"])
+        self._held_since = (self._held_since if self._held_since is not None else now) if held else None
+        if self._held_since is not None and now - self._held_since > RELEASE_S:
+            self._held_since = None
+            try:
+                asked({"do": "release"}, state)
+                self.released += 1
+            except CommandError as error:
+                if error.code != ExitCode.UNREACHABLE:  # else it is dead now, and holds nothing when it is back
+                    self.wrong(f"a held run cannot be released: {error}")
         for trial in tuple(self._trials):
             if next(trial, _OVER) is _OVER:
                 self._trials.remove(trial)

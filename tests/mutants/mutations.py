@@ -303,8 +303,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a torn record counts as the tail though it was durable",
         "coordinator/segment.py",
-        "if header is not None and header.durable > sequence:",
-        "if header is not None and header.durable > sequence + 1:",
+        "            if header.durable > sequence:\n",
+        "            if header.durable > sequence + 1:\n",
         "unit/coordinator/test_segment.py",
         "unit/coordinator/test_journal.py",
     ),
@@ -431,8 +431,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a number of any size is believed",
         "wire/bounds.py",
-        "            if not 0 <= value <= most:\n",
-        "            if not 0 <= value:\n",
+        "            if not LEAST_NUMBER <= value <= most:\n",
+        "            if not LEAST_NUMBER <= value:\n",
         "unit/wire/test_bounds.py",
     ),
     _of(

@@ -95,13 +95,14 @@ def test_a_start_that_is_where_its_journal_is_is_good(judged: Any) -> None:
 @pytest.mark.parametrize("page", [at(1, "bb"), at(2, "dd"), at(3, "ee"), at(0, "aa")])
 def test_a_start_that_is_elsewhere_is_told(judged: Any, page: Any) -> None:
     (found,) = judged("snapshots/f0-v2.safetensors cut", WHOLE, page, verify=0, start=None)
-    assert "the journal at [2]" in found
+    assert "the journal is at [2]" in found
 
 
 def test_a_start_over_a_journal_that_cannot_be_read_is_told(judged: Any) -> None:
     for left in (None, Journal({}, ())):
         (found,) = judged("journal-000000.log cut", left, at(0, "aa"), verify=6, start=None)
         assert "cannot be read" in found
+        assert judged("journal-000000.log cut", left, at(2, "cc"), verify=6, start=None) == [], "nothing is lost"
 
 
 def test_a_refusal_must_be_of_a_vital_file_with_code_6_and_verify_must_have_said_so(judged: Any) -> None:
