@@ -18,8 +18,8 @@ from loopback import Daemon, Run, node_of
 from plain_node import model, train
 from safetensors.torch import save_file
 
-from farloop.cli.storm_watch import History, Journal
-from farloop.coordinator.segment import read_segments
+from farloop.cli.storm_journal import read_journal
+from farloop.cli.storm_watch import History
 from farloop.coordinator.verify import verify
 from farloop.monitoring.status import Status
 
@@ -123,7 +123,7 @@ class Story:
             self.look()
             threading.Event().wait(0.05)
         if self.run.state_dir.exists():
-            self.history.saw_journal(Journal.of(read_segments(self.run.state_dir)))
+            self.history.saw_journal(read_journal(self.run.state_dir))
         return coordinator.process.returncode
 
     def look(self) -> Status | None:
