@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 FEW = 16
 """Blobs in transfer at once: as few as that, so that the test is short. 256 unless somebody says so."""
 
-THIN, FAT = Link.parse("16kbit/20ms"), Link.parse("100mbit/1ms")
+THIN, FAT = Link.parse("3kbit/20ms"), Link.parse("100mbit/1ms")
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def test_a_joiner_behind_a_thin_link_stops_nobody_and_takes_part_once_its_link_a
     """`LocalProtocolError: 256 blobs are being sent` ended the coordinator, again after every start."""
     store = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=100_000, h=2, nodes=2))
     caplog.set_level("INFO", "farloop.coordinator.downloads")
-    with tiny_run.serving(tmp_path / "state", store, limits=Limits(max_blobs=FEW)) as coordinator:
+    with tiny_run.serving(tmp_path / "state", store, limits=Limits(max_blobs=FEW, max_pushed_blobs=FEW)) as coordinator:
         here = coordinator.link.endpoint
         relay = Relay(target_host="127.0.0.1", target_port=int(here.rpartition(":")[2]), link=THIN)
         thread = RelayThread(relay)
