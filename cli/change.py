@@ -44,7 +44,7 @@ def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping
 def release(state: StateFolder = STATE) -> None:
     """Go on with a run that is held because a node says it has seen more than the state folder holds.
 
-    That node is kept out alone, until it comes with another claim. For when you know that the node is wrong.
+    After that only this node is refused, until it claims something else. Use it when you know that the node is wrong.
 
     Example: farloop release --state state
     """

@@ -36,8 +36,6 @@ app = typer.Typer(
     **_LOOK,
 )
 config_app = typer.Typer(help="Check or show a RUN.toml or NODE.toml.", **_LOOK)
-app.command("set", rich_help_panel="Train")(set_terms)
-app.command(rich_help_panel="Train")(release)
 app.command(rich_help_panel="Look")(schedule)
 app.command(rich_help_panel="Look")(plan)
 app.command(rich_help_panel="Look")(explain)
@@ -156,7 +154,7 @@ def coordinator(
     ] = None,
     adopt_newest: Annotated[
         bool,
-        typer.Option("--adopt-newest", help="That takes a version that one node alone knows, too: you believe it."),
+        typer.Option("--adopt-newest", help="Also take a version that only one node knows: you believe that node."),
     ] = False,
     copy_to: Annotated[
         str, typer.Option(metavar="URL", show_default=False, help="Copy the state there: s3://, gs:// or file:///.")
@@ -252,6 +250,10 @@ def chaos(
         from farloop.cli.chaos import run_chaos
 
         run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
+
+
+app.command("set", rich_help_panel="Train")(set_terms)
+app.command(rich_help_panel="Train")(release)
 
 
 @app.command(rich_help_panel="Train")
