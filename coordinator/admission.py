@@ -14,14 +14,11 @@ from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.revising import REVISED_SINCE, cannot_follow, not_for_the_deaf
 from farloop.coordinator.roster import MOST_MEMBERS, Member
 from farloop.coordinator.windows import Window
+from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
 from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused
 from farloop.wire.reasons import Reason
 from farloop.wire.report_messages import moved_by
-
-MOST_TOKENS: Final = 1 << 32
-"""Of one inner step of one node, where the coordinator does not grant the samples: a hundred times the largest batch
-that anybody trains with. How much of a claim counts depends on the other nodes (`algo/weights.py`)."""
 
 _FP32_MAX: Final = 2.0**128
 """No finite fp32 number is larger."""

@@ -12,6 +12,7 @@ the same call.
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from types import TracebackType
 from typing import Self, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -39,6 +40,7 @@ from farloop.node.memory import Memory
 from farloop.node.pages import serve
 from farloop.node.replica import matched_parameters
 from farloop.node.surroundings import Operator, look_around
+from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.inventory import NOTHING, Inventory
 from farloop.wire.keys import check_name
 
@@ -120,33 +122,35 @@ class Node:
         """Stream positions of this rank's part of the next batch; empty when the loop brings its own data."""
         return self.cluster.mine(self._decision.samples)
 
-    def step(self, *, loss: float | None = None, tokens: int | None = None) -> bool:
+    def step(self, *, loss: float | Tensor | None = None, tokens: int | Tensor | None = None) -> bool:
         """One inner step after `loss.backward()`; gradients are cleared. True while another one is wanted.
 
         Parameter groups keep their ratios to the run's learning rate, and the gradient is clipped to the run's norm. A
         gradient that holds NaN or Inf steps nothing: that is logged and counted. docs/step.md has it all.
 
         Args:
-            loss: of this step, for the displays.
+            loss: of this step, for the displays: a number, or a tensor of one element.
             tokens: of this step over the whole node; the run's batch unless given, and no more than that where the
                 coordinator grants the samples. A node that holds a part of the model says how many came by: its deltas
                 weigh as much.
 
         Raises:
-            ValueError: `tokens` is below 0, or more than a step can have; nothing was done.
+            ValueError: `tokens` is no whole number, below 0, or more than a step can have, or `loss` is no number;
+                nothing was done.
             NonFiniteDelta: the weights are broken; nothing of them was sent.
             LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient.
             Refused: the coordinator ended this node's part for good.
         """
         assert self.running, "the run has ended, or this node was asked to leave: look at node.running"
         trained = self._batch_tokens() if tokens is None else self._checked(tokens)
+        seen = None if loss is None else _number("loss", loss)
         clock = self.leader.clock if self.leader is not None else None
         if clock is not None and clock.activity is None:
             clock.turn("training", time.monotonic())
         stepped = self._inner.take(self._decision.lr)
         if self.leader is not None and clock is not None:
             clock.turn("farloop", time.monotonic())
-            self._decide(self.leader.after_step(trained, loss, stepped=stepped))
+            self._decide(self.leader.after_step(trained, seen, stepped=stepped))
             clock.turn("training" if self.running else None, time.monotonic())
         else:
             self._decide(None)
@@ -202,16 +206,33 @@ class Node:
     def _batch_tokens(self) -> int:
         return self.spec.terms.batch_sequences * self.spec.terms.sequence_tokens
 
-    def _checked(self, tokens: int) -> int:
+    def _checked(self, given: int | Tensor) -> int:
         """The tokens that the loop says a step had: a coordinator refuses the delta of a step that had more."""
         terms, most = self.spec.terms, self._batch_tokens()
+        number = _number("tokens", given)
+        if not number.is_integer():
+            raise ValueError(f"step(tokens={number}): a whole number is wanted")
+        tokens = int(number)
         if tokens < 0:
             raise ValueError(f"step(tokens={tokens}): 0 or more are wanted")
+        if tokens > MOST_TOKENS:
+            raise ValueError(f"step(tokens={tokens}): at most {MOST_TOKENS} are wanted")
         granted = self.spec.identity.num_samples and self.leader is not None and self.leader.machine.takes_samples
         if granted and tokens > most:
             batch = f"{terms.batch_sequences} sequences of {terms.sequence_tokens}"
             raise ValueError(f"step(tokens={tokens}): a step of this run has at most {most} tokens, {batch}")
         return tokens
+
+
+def _number(argument: str, given: object) -> float:
+    """What the loop gave to `step`, as a plain number: a message holds nothing else. A tensor of one element is one."""
+    try:
+        return float(given.detach() if isinstance(given, Tensor) else given)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise ValueError(f"step({argument}=…) got {what}: a number is wanted") from None
 
 
 def join(

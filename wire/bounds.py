@@ -21,6 +21,10 @@ LEAST_NUMBER: Final = -(1 << 63)
 
 MOST_DIGEST: Final = (1 << 64) - 1
 
+MOST_TOKENS: Final = 1 << 32
+"""Of one inner step of one node, where the coordinator does not grant the samples: a hundred times the largest batch
+that anybody trains with. How much of a claim counts depends on the other nodes (`algo/weights.py`)."""
+
 MOST_CHARACTERS: Final = 128
 """Of a text that means something: a name, a codec, a fingerprint."""
 

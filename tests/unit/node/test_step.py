@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -415,3 +416,38 @@ def test_who_brings_the_samples_says_how_many_tokens_they_are() -> None:
     loop = Loop(plain)
     loop.node.step(tokens=10_000)
     assert loop.notes.steps[0][0] == 10_000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "why"),
+    [
+        (3.5, "tokens=3.5): a whole number is wanted"),
+        (float("nan"), "tokens=nan): a whole number is wanted"),
+        (2**70, f"tokens={2**70}): at most 4294967296 are wanted"),
+        ("many", "tokens=…) got a str: a number is wanted"),
+        (torch.ones(2), "tokens=…) got a tensor of shape (2,): a number is wanted"),
+    ],
+)
+def test_tokens_that_no_message_can_hold_are_refused_in_one_line_before_anything_is_done(
+    tokens: object, why: str
+) -> None:
+    """They ended the link's thread, or made the coordinator turn the node away for good."""
+    loop = Loop(plain)
+    with pytest.raises(ValueError, match=re.escape(f"step({why}") + "$"):
+        loop.node.step(tokens=tokens)  # type: ignore[arg-type]
+    assert loop.notes.steps == [] and loop.weights == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_a_loss_or_tokens_may_be_a_tensor_of_one_element() -> None:
+    """`step(loss=loss)` in place of `loss.item()` ended the link's thread."""
+    loop = Loop(plain)
+    loop.node.step(loss=torch.tensor(0.5, requires_grad=True), tokens=torch.tensor([8]))
+    tokens, loss, _ = loop.notes.steps[0]
+    assert (tokens, type(tokens), loss, type(loss)) == (8, int, 0.5, float)
+
+
+def test_a_loss_that_is_no_number_is_refused_in_one_line_before_anything_is_done() -> None:
+    loop = Loop(plain)
+    with pytest.raises(ValueError, match=r"^step\(loss=…\) got a str: a number is wanted$"):
+        loop.node.step(loss="low")  # type: ignore[arg-type]
+    assert loop.notes.steps == [] and loop.weights == [[1.0, 1.0], [1.0, 1.0]]
