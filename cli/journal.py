@@ -17,7 +17,7 @@ from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.journal_words import KINDS, fragment_of, kind_of, nodes_of, plain, words
 from farloop.coordinator.reading import LOOK_AGAIN_S, Placed, journal_folder, placed, read_journal, steadily
 from farloop.coordinator.replay import Replayed, replay, span
-from farloop.coordinator.salvage import Salvage, carry_out, salvage
+from farloop.coordinator.salvage import Salvage, carry_out, finish, is_unfinished, salvage
 from farloop.coordinator.segment import Scan, scan, segment_paths
 from farloop.coordinator.verify import Report, verify
 from farloop.monitoring.units import plural, size_text
@@ -166,9 +166,10 @@ def _print_report(report: Report, console: Console) -> None:
 
 def repair(directory: Path, console: Console, *, write: bool, as_json: bool) -> None:
     """Say what can be saved of a damaged folder; with `write`, save it. Raises CommandError where nothing can be."""
+    finished = finish(directory) if write and is_unfinished(directory) else None
     journal_folder(directory)
     found = salvage(directory)
-    aside = carry_out(directory, found) if write else None
+    aside = finished or (carry_out(directory, found) if write else None)
     if as_json:
         typer.echo(json.dumps(salvage_json(found, aside)))
         return
@@ -185,7 +186,9 @@ def repair(directory: Path, console: Console, *, write: bool, as_json: bool) -> 
     if found.deltas:
         deltas = f"{plural(found.deltas, 'stored delta')}; nodes send theirs again"
         grid.add_row(Text("gives up", style="yellow"), deltas)
-    if not found.given_up:
+    if finished is not None:
+        grid.add_row("finished", "a salvage that was interrupted; its first run said what is given up")
+    elif not found.given_up:
         grid.add_row("gives up", "no committed version")
     console.print(grid)
     if found.given_up:

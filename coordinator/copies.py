@@ -28,6 +28,7 @@ from farloop.coordinator import records as rec
 from farloop.coordinator import snapshots
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.bucket import Bucket, CopyFailed
+from farloop.coordinator.damage import refuse_half_salvaged
 from farloop.coordinator.epoch import claim_epoch
 from farloop.coordinator.errors import StateMismatch
 from farloop.coordinator.files import DISK, Files
@@ -135,6 +136,7 @@ def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerS
         StateMismatch: the folder holds a run already.
         StorageError: the disk refused; the folder holds no run.
     """
+    refuse_half_salvaged(directory, files)
     if directory.is_dir() and segment_paths(directory):
         raise StateMismatch(directory, "holds a run already; a copy is restored into an empty folder")
     manifest = read_manifest(bucket)

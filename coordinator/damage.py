@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from farloop.coordinator.errors import JournalCorrupt, StorageFailed
+from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.segment import (
     SEGMENT_HEADER_BYTES,
@@ -32,6 +32,20 @@ class Gap:
 
     fault: JournalCorrupt
     """Where, and what is there."""
+
+
+UNFINISHED = "salvage-unfinished"
+"""A file that is there while `salvage.py` replaces the folder's content: until it is gone, no start may go on."""
+
+
+def refuse_half_salvaged(directory: Path, files: Files = DISK) -> None:
+    """Raises StateMismatch: the folder's content was being replaced when that was interrupted."""
+    if files.identity(directory / UNFINISHED) is not None:
+        raise StateMismatch(
+            directory,
+            "a salvage of this folder was interrupted; finish it: farloop journal salvage "
+            f"{directory} --write. Nothing is lost by that: it goes on where it stopped",
+        )
 
 
 def read_damaged(directory: Path, files: Files = DISK) -> list[Entry | Gap]:

@@ -14,7 +14,7 @@ TEMPORARY_SUFFIX = ".tmp"
 Bytes = bytes | bytearray | memoryview
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 _CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
@@ -38,6 +38,11 @@ def sync_and_forget(fd: int, path: Path) -> None:
     believe them.
     """
     sync(fd, path)
+    forget(fd)
+
+
+def forget(fd: int) -> None:
+    """Drop the cached pages that the disk has, too, so that the next read shows what it holds. Only Linux can."""
     if sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -76,7 +81,7 @@ def no_room(path: Path, code: int | None, nbytes: int = 0) -> NoRoom | None:
     """
     if code == errno.EROFS:
         return ReadOnly(path)
-    if code in _NO_DESCRIPTOR:
+    if code in NO_DESCRIPTOR:
         return NoDescriptor(path)
     if code in _NO_ROOM:
         stat = os.statvfs(path.parent)

@@ -10,18 +10,21 @@ import fcntl
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from farloop.coordinator import durable
-from farloop.coordinator.durable import TEMPORARY_SUFFIX, Bytes, no_room
-from farloop.coordinator.errors import StateLocked, StorageFailed
+from farloop.coordinator.durable import NO_DESCRIPTOR, TEMPORARY_SUFFIX, Bytes, no_room
+from farloop.coordinator.errors import NoDescriptor, StateLocked, StorageFailed
 from farloop.monitoring.descriptors import with_spare
+
+_T = TypeVar("_T")
 
 Identity = tuple[int, int, int, int]
 """Device, inode, bytes and time of the last change of a file: another file or another content has another."""
@@ -89,7 +92,7 @@ class Lock(ABC):
 class Files(ABC):
     """A file system. What says so is durable when it returns; the rest is after a sync."""
 
-    # --- steps: OSError unless something else is said
+    # --- steps: OSError unless something else is said; NoDescriptor where no file can be opened now
 
     @abstractmethod
     def is_directory(self, path: Path) -> bool: ...
@@ -104,7 +107,7 @@ class Files(ABC):
 
     @abstractmethod
     def lock(self, path: Path) -> Lock:
-        """Raises StateLocked where another process holds it, StorageFailed."""
+        """Raises StateLocked where another process holds it, NoDescriptor, StorageFailed."""
 
     @abstractmethod
     def open(self, path: Path, *, write: bool = False) -> File:
@@ -127,6 +130,10 @@ class Files(ABC):
     @abstractmethod
     def require_free(self, path: Path, num_bytes: int) -> None:
         """A promise of nothing: so much is free now on the file system of `path`, which exists. Raises NoRoom."""
+
+    @abstractmethod
+    def forget(self, path: Path) -> None:
+        """Drop what the cache holds of a file and the disk has, too: the next read is the disk's."""
 
     @abstractmethod
     def mkdir(self, path: Path) -> None: ...
@@ -277,7 +284,7 @@ class OsFiles(Files):
         return path.is_dir()
 
     def names(self, directory: Path) -> list[str]:
-        return os.listdir(directory)
+        return _with_descriptor(directory, partial(os.listdir, directory))
 
     def identity(self, path: Path) -> Identity | None:
         try:
@@ -287,7 +294,7 @@ class OsFiles(Files):
 
     def lock(self, path: Path) -> Lock:
         try:
-            fd = with_spare(partial(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            fd = _with_descriptor(path, partial(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
         except OSError as error:
             raise _failed(path, "open", error) from error
         try:
@@ -300,27 +307,32 @@ class OsFiles(Files):
         return OsLock(path, fd)
 
     def open(self, path: Path, *, write: bool = False) -> File:
-        return OsFile(path, with_spare(partial(os.open, path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)))
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
+        return OsFile(path, _with_descriptor(path, partial(os.open, path, flags)))
 
     def create(self, path: Path) -> File:
-        return OsFile(
-            path, with_spare(partial(os.open, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return OsFile(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))
 
     def read_bytes(self, path: Path) -> bytes:
-        return with_spare(path.read_bytes)
+        return _with_descriptor(path, path.read_bytes)
 
     def write_bytes(self, path: Path, data: bytes) -> None:
-        with_spare(partial(path.write_bytes, data))
+        _with_descriptor(path, partial(path.write_bytes, data))
 
     def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        path.touch()
+        _with_descriptor(path, path.touch)
         mode = path.stat().st_mode
         save_file(tensors, path, metadata=metadata)
         path.chmod(mode)  # the library makes a private file of its own; this one is like any other
 
     def require_free(self, path: Path, num_bytes: int) -> None:
         durable.require_free(path, num_bytes)
+
+    def forget(self, path: Path) -> None:
+        with _Opened(self.open(path)) as file:
+            assert isinstance(file, OsFile)
+            durable.forget(file.fd)
 
     def mkdir(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -376,6 +388,16 @@ class _Reader(io.RawIOBase):
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+
+def _with_descriptor(path: Path, call: Callable[[], _T]) -> _T:
+    """Open a file; with a spare descriptor where no other is free. Raises NoDescriptor: nothing was changed."""
+    try:
+        return with_spare(call)
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise NoDescriptor(path) from error
+        raise
 
 
 def _identity(stat: os.stat_result) -> Identity:

@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Self
 
 from farloop.coordinator import records
-from farloop.coordinator.damage import Gap, read_all
+from farloop.coordinator.damage import Gap, read_all, refuse_half_salvaged
 from farloop.coordinator.durable import Bytes
 from farloop.coordinator.epoch import Claim
-from farloop.coordinator.errors import Fenced, FolderChanged, StorageError, StorageFailed
+from farloop.coordinator.errors import Fenced, FolderChanged, NoRoom, StorageError, StorageFailed
 from farloop.coordinator.files import DISK, Files, Lock
 from farloop.coordinator.records import LedgerSaved, Record
 from farloop.coordinator.segment import (
@@ -125,6 +125,7 @@ class Journal:
 
         Raises:
             StateLocked: a coordinator holds the directory.
+            StateMismatch: `farloop journal salvage` was interrupted in it.
             JournalCorrupt: damage of the last segment that is not a torn tail; nothing was changed.
             StorageFailed: the disk refused.
         """
@@ -132,6 +133,7 @@ class Journal:
         lock = files.lock(directory / "lock")
         journal = cls(directory, files, lock, segment_bytes=segment_bytes, draw_salt=draw_salt)
         try:
+            refuse_half_salvaged(directory, files)
             return journal, journal._read()
         except BaseException:
             journal.close()
@@ -306,6 +308,8 @@ class Journal:
         """Make everything appended so far durable, with one fsync, and return how many records that are.
 
         Raises:
+            NoRoom: no descriptor is left to see whose the folder is: of these records nobody may be told yet. Call it
+                again, and append nothing twice.
             Fenced: another coordinator has taken the folder over, and need not have seen these records.
             StorageFailed: what is durable is unknown; the journal cannot be used any more. Exit and recover.
         """
@@ -322,12 +326,13 @@ class Journal:
         """Bytes [offset, offset + nbytes) of an attachment, durable or not. Any thread may call it.
 
         Raises:
+            NoRoom: no descriptor is left to read them by; try again.
             StorageFailed: they cannot be read.
         """
         return read_attachment(self._directory, attachment, offset, nbytes, self._files)
 
     def whole(self, attachment: Attachment) -> bytes:
-        """All of an attachment. Raises StorageFailed."""
+        """All of an attachment. Raises as `read`."""
         return self.read(attachment, 0, attachment.size)
 
     def close(self) -> None:
@@ -346,7 +351,7 @@ class Journal:
     def _finish(self) -> None:
         try:
             self.require_ours()
-        except (Fenced, FolderChanged) as error:
+        except (Fenced, FolderChanged, NoRoom) as error:  # all that anybody was told of is durable
             _log.warning("journal left as it is why=%r", str(error))
             return
         self._tail.finish()

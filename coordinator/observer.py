@@ -18,7 +18,7 @@ from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Result
 from farloop.coordinator.diary import FILE as DIARY_FILE
 from farloop.coordinator.diary import Diary
-from farloop.coordinator.errors import StorageFailed
+from farloop.coordinator.errors import StorageError
 from farloop.coordinator.files import DISK
 from farloop.coordinator.happenings import Happenings
 from farloop.coordinator.hold import Hold
@@ -100,7 +100,7 @@ class Observer:
         try:
             with DISK.replacing(path) as temporary:
                 temporary.write_bytes(self.status_json)
-        except (OSError, StorageFailed) as error:
+        except (OSError, StorageError) as error:
             _log.warning("status not kept path=%s why=%r", path, str(error))
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from farloop.coordinator import records as rec
+from farloop.coordinator.damage import refuse_half_salvaged
 from farloop.coordinator.errors import StateMismatch, StorageError
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
@@ -59,6 +60,7 @@ def journal_folder(directory: Path, files: Files = DISK) -> Path:
     """The folder itself, if there is a journal in it. Raises StateMismatch."""
     try:
         found = any(name.startswith("journal-") and name.endswith(".log") for name in files.names(directory))
+        refuse_half_salvaged(directory, files)
     except OSError as error:
         raise StateMismatch(directory, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
     if not found:

@@ -14,9 +14,9 @@ from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.attachments import Attachments
-from farloop.coordinator.damage import Gap, read_all
+from farloop.coordinator.damage import Gap, read_all, refuse_half_salvaged
 from farloop.coordinator.epoch import claimed_epoch
-from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageError
+from farloop.coordinator.errors import JournalCorrupt, NoRoom, StateMismatch, StorageError
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.segment import Attachment, Entry, read_attachment, segment_numbers
@@ -220,8 +220,12 @@ def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:
 
 
 def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
-    """Why a start would refuse the folder; None if it would go on. By the code of a start; changes nothing."""
+    """Why a start would refuse the folder; None if it would go on. By the code of a start; changes nothing.
+
+    Raises NoRoom: no file can be opened now, which says nothing of the folder.
+    """
     try:
+        refuse_half_salvaged(directory, files)
         if not segment_numbers(directory, files):
             refuse_a_lost_journal(directory, files)
         else:
@@ -231,6 +235,8 @@ def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
             else:
                 refuse_a_lost_journal(directory, files)
         claimed_epoch(directory, files)
+    except NoRoom:
+        raise
     except StorageError as error:
         return error
     return None

@@ -2,10 +2,12 @@
 
 Offline, and by a person's command alone. Every place in the journal up to which whole records and good snapshots give
 all fragments is a candidate; the newest is taken. The new folder is like a restored copy: snapshots of that moment, the
-epoch, and a journal of one record that holds the ledger. The old files are moved aside, never deleted.
+epoch, and a journal of one record that holds the ledger. The old files are moved aside, never deleted. Whatever step
+it is interrupted at, the folder is as before, or salvage is run again and finishes it.
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,18 +17,29 @@ from pathlib import Path
 from farloop.coordinator import records as rec
 from farloop.coordinator import snapshots
 from farloop.coordinator.copies import Cut
-from farloop.coordinator.damage import Gap, read_damaged
+from farloop.coordinator.damage import UNFINISHED, Gap, read_damaged, refuse_half_salvaged
+from farloop.coordinator.durable import no_room
 from farloop.coordinator.epoch import claim_epoch, claimed_epoch
-from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt, StateMismatch, StorageError, StorageFailed
+from farloop.coordinator.errors import (
+    JournalCorrupt,
+    NoRoom,
+    SnapshotCorrupt,
+    StateMismatch,
+    StorageError,
+    StorageFailed,
+)
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.journal import Journal
 from farloop.coordinator.recovery import Items, Recovery, reader
-from farloop.coordinator.segment import Entry, segment_numbers, segment_path
+from farloop.coordinator.segment import Entry, segment_path
 
 _log = logging.getLogger(__name__)
 
 _FOLDER = "before-salvage"
 """The old files go to a sub-folder of this name and a number."""
+
+_NEW = "new"
+"""In that, the folder that takes their place. What is left of it afterwards may be deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +74,7 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
 
     Raises:
         StateMismatch: there is none.
+        NoRoom: no file can be opened now.
         StorageFailed: the disk refused a read.
     """
     items, ends = _candidates(directory, read_damaged(directory, files), files)
@@ -68,6 +82,8 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
         found = _taken(directory, items[:end], files)
         try:
             found.restore(reader(directory, files))
+        except NoRoom:
+            raise  # it says nothing of the folder
         except StorageError as error:
             _log.info("salvage passes over versions=%s why=%r", list(found.ledger.versions), str(error))
             continue
@@ -87,36 +103,117 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
 
 
 def carry_out(directory: Path, found: Salvage, files: Files = DISK) -> Path:
-    """Move the old files into a sub-folder, and write the state that was found. Returns the sub-folder.
+    """Write the state that was found, and let it take the place of the old files. Returns where those are.
+
+    The new folder is whole and durable before anything is moved. From then on a file says that the folder is half one
+    and half the other, and no start goes on in it: `finish` does the rest, as often as it is interrupted.
 
     Raises:
         StateLocked: a coordinator is at work here; nothing was changed.
-        NoRoom: nothing was changed.
-        StorageFailed: the disk refused; the old files are here or in the sub-folder.
+        NoRoom: the folder is as it was, or to be finished by `finish`.
+        StorageFailed: likewise.
     """
     lock = files.lock(directory / "lock")
     try:
+        refuse_half_salvaged(directory, files)
         nbytes = sum(tensor.nbytes for b in found.cut.buffers for tensor in (b.anchor, b.target, *b.outer.values()))
         files.require_free(directory, nbytes + (1 << 20))
         aside = _aside(directory, files)
-        for number in sorted(segment_numbers(directory, files)):  # first: without a journal no start goes on
-            files.move(segment_path(directory, number), aside / segment_path(directory, number).name)
-        if "epoch" in files.names(directory):
-            files.move(directory / "epoch", aside / "epoch")
-        folder = directory / "snapshots"
-        for name in files.names(folder) if files.is_directory(folder) else []:
-            files.move(folder / name, aside / "snapshots" / name)
-        fingerprint = found.cut.ledger.spec.identity.fingerprint()
-        for fragment, buffers in enumerate(found.cut.buffers):
-            snapshots.save(directory, snapshots.of_buffers(fingerprint, fragment, buffers), files)
-        claim_epoch(directory, seen=found.epoch - 1, files=files)
+        _write(aside / _NEW, found, files)
+        return _swap(directory, _Step(_OUT, aside.name), files)
     finally:
         lock.close()
+
+
+def is_unfinished(directory: Path, files: Files = DISK) -> bool:
+    """Whether `carry_out` was interrupted after it had begun to move files."""
+    return files.identity(directory / UNFINISHED) is not None
+
+
+def finish(directory: Path, files: Files = DISK) -> Path:
+    """Go on with a salvage that was interrupted, where it stopped. Returns where the old files are.
+
+    Raises:
+        StateLocked, NoRoom, StorageFailed: as `carry_out`.
+        StateMismatch: the file that says how far it came is not one.
+    """
+    lock = files.lock(directory / "lock")
+    try:
+        return _swap(directory, _step(directory, files), files)
+    finally:
+        lock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """How far it came: the content of the file `UNFINISHED`."""
+
+    what: str
+    """`_OUT`: the old files go aside. `_IN`: all are there, the new ones come in."""
+    aside: str
+
+    @property
+    def text(self) -> bytes:
+        return f"farloop-salvage 1 {self.what} {self.aside}\n".encode()
+
+
+_OUT, _IN = "out", "in"
+
+_STEP = re.compile(rb"farloop-salvage 1 (out|in) (" + _FOLDER.encode() + rb"-[0-9]+)\n")
+
+
+def _step(directory: Path, files: Files) -> _Step:
+    path = directory / UNFINISHED
+    try:
+        found = _STEP.fullmatch(files.read_bytes(path))
+    except OSError as error:
+        raise StorageFailed(path, f"read: {error.strerror}") from error
+    if found is None:
+        raise StateMismatch(path, "is not a salvage's; what it was making is in the newest folder before-salvage-N/new")
+    return _Step(found[1].decode(), found[2].decode())
+
+
+def _note(directory: Path, step: _Step, files: Files) -> None:
+    path = directory / UNFINISHED
+    with files.replacing(path) as temporary:
+        try:
+            files.write_bytes(temporary, step.text)
+        except OSError as error:
+            raise no_room(path, error.errno) or StorageFailed(path, f"write: {error.strerror}") from error
+
+
+def _swap(directory: Path, step: _Step, files: Files) -> Path:
+    """Every part can be done again: what was moved is not there to be moved any more."""
+    aside = directory / step.aside
+    if step.what == _OUT:
+        _note(directory, step, files)
+        _move_state(directory, aside, files)
+        _note(directory, _Step(_IN, step.aside), files)
+    _move_state(aside / _NEW, directory, files)
+    files.delete(directory / UNFINISHED)
+    return aside
+
+
+def _move_state(source: Path, target: Path, files: Files) -> None:
+    """Journal, epoch and snapshots, with what is half written of them."""
+    for name in sorted(files.names(source)):
+        if name == "epoch" or name.startswith("journal-"):
+            files.move(source / name, target / name)
+    folder = source / "snapshots"
+    for name in sorted(files.names(folder)) if files.is_directory(folder) else []:
+        files.move(folder / name, target / "snapshots" / name)
+
+
+def _write(directory: Path, found: Salvage, files: Files) -> None:
+    """A folder like a restored copy."""
+    fingerprint = found.cut.ledger.spec.identity.fingerprint()
+    for fragment, buffers in enumerate(found.cut.buffers):
+        snapshots.save(directory, snapshots.of_buffers(fingerprint, fragment, buffers), files)
+    claim_epoch(directory, seen=found.epoch - 1, files=files)
     journal, _ = Journal.open(directory, files=files)
     with journal:
         journal.append(found.cut.ledger)
         journal.sync()
-    return aside
 
 
 def _taken(directory: Path, items: Items, files: Files) -> Recovery:
@@ -205,5 +302,15 @@ def _newest(directory: Path, items: Items, count: int, files: Files) -> tuple[in
 
 
 def _aside(directory: Path, files: Files) -> Path:
-    used = {name for name in files.names(directory) if name.startswith(_FOLDER)}
-    return directory / next(name for n in count(1) if (name := f"{_FOLDER}-{n}") not in used)
+    """A folder for the old files: the next number, or one that a salvage began and left before it moved any."""
+    for number in count(1):
+        aside = directory / f"{_FOLDER}-{number}"
+        if not files.is_directory(aside):
+            return aside
+        if set(files.names(aside)) <= {_NEW}:
+            for folder in (aside / _NEW / "snapshots", aside / _NEW):
+                for name in files.names(folder) if files.is_directory(folder) else []:
+                    if not files.is_directory(folder / name):
+                        files.delete(folder / name)
+            return aside
+    raise AssertionError("numbers do not end")

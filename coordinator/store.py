@@ -6,6 +6,7 @@ machine; target and optimizer state by repeating the arithmetic on the spooled i
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +35,8 @@ _log = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 8
 """Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol P)."""
 
+_RETRY_S = 1.0
+"""Between two tries to open a file while none can be opened."""
 
 _LOOKS = 3
 """At a journal that another coordinator writes to; once the epoch is claimed, that one stops."""
@@ -160,8 +163,24 @@ class Store:
         self._take(self._journal.append(record, attachment))
 
     def sync(self) -> None:
-        """One fsync for all appends so far. Its failure is fatal."""
-        self._journal.sync()
+        """One fsync for all appends so far. Its failure is fatal.
+
+        Where no file can be opened to see whose the folder is, it waits for that: the records are written, and who
+        tried again would write them twice.
+        """
+        what = "epoch of the state folder"
+        while True:
+            try:
+                self._journal.sync()
+            except NoRoom as error:
+                if what not in self.alarms:
+                    _log.warning("alarm what=%r why=%r mend=%r", what, str(error), error.mend)
+                    self.alarms = {**self.alarms, what: str(error)}
+                time.sleep(_RETRY_S)
+            else:
+                break
+        if what in self.alarms:
+            self.alarms = {key: why for key, why in self.alarms.items() if key != what}
 
     def reserve(self, fragment: int, codec_down: str) -> int:
         """Room for an update, before the work of making it (protocol O). Returns what `commit` needs to use it up."""
@@ -183,7 +202,7 @@ class Store:
         """
         record = commits.completed(draft, result)
         self._take(self._journal.append(record, result.update, reserved=reserved))
-        self._journal.sync()
+        self.sync()
         self.buffers[record.fragment] = result.buffers
         if record.version % SNAPSHOT_EVERY == 0 or record.next_window is None:
             self._snapshot(record.fragment)

@@ -127,7 +127,10 @@ def _part_path(path: Path, number: int) -> Path:
 
 
 def _parts(path: Path) -> dict[int, Path]:
-    """What was put aside, by number."""
+    """What was put aside, by number. Raises OSError: who took none for an answer would write over the oldest."""
     name = re.compile(re.escape(path.stem) + r"-(\d{6,})" + re.escape(path.suffix))
-    found = ((name.fullmatch(other.name), other) for other in path.parent.glob(f"{path.stem}-*{path.suffix}"))
-    return {int(match[1]): other for match, other in found if match}
+    try:
+        names = os.listdir(path.parent)
+    except FileNotFoundError:
+        return {}
+    return {int(match[1]): path.with_name(other) for other in names if (match := name.fullmatch(other))}

@@ -5,6 +5,7 @@ invariants after every record, and its summaries; snapshots by checksum, by the 
 beginnings from which a restart would come to the newest version.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.reading import Placed, attached, journal_folder, ledger_of, placed, steadily
 from farloop.coordinator.recovery import refusal
-from farloop.coordinator.segment import Scan, first_sequence_of, scan, segment_path, segment_paths
+from farloop.coordinator.segment import Scan, first_sequence_of, scan, segment_numbers, segment_path, segment_paths
 from farloop.wire.blobs import blob_digest
 
 
@@ -56,13 +57,14 @@ class _Damaged(StorageError):
 
 
 def verify(directory: Path, files: Files = DISK) -> Report:
-    """Look at everything.
+    """Look at everything, as the disk has it and not the cache, where the system can do that.
 
     Raises:
         StateMismatch: there is no journal.
         StorageFailed: the disk refused a read, and not for a file that is damaged.
     """
     journal_folder(directory, files)
+    _forget(directory, files)
     reports: list[Report] = []
 
     def look() -> Report:
@@ -75,6 +77,15 @@ def verify(directory: Path, files: Files = DISK) -> Report:
         return steadily(look)
     except _Damaged:
         return reports[-1]
+
+
+def _forget(directory: Path, files: Files) -> None:
+    folder = directory / "snapshots"
+    paths = [segment_path(directory, number) for number in segment_numbers(directory, files)]
+    paths += [folder / name for name in (files.names(folder) if files.is_directory(folder) else [])]
+    for path in paths:
+        with suppress(FileNotFoundError):  # a coordinator is at work
+            files.forget(path)
 
 
 class _Verifier:

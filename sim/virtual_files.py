@@ -2,8 +2,9 @@
 
 Every file has the bytes that are on the disk and the list of changes since its last sync; every directory has the
 names that are on the disk and the changes since. A power cut keeps the synced state, and of the rest any part: changes
-may be lost, arrive without those before them, and writes may arrive in part, in sectors of 512 bytes. The code that
-runs over it is the product's own.
+may be lost, arrive without those before them, and writes may arrive in part, in sectors of 512 bytes. A rename is one
+change, also from one directory to another, as in every file system with a journal. The code that runs over it is the
+product's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +101,7 @@ class _Content:
         self.pending.append(change)
         self.changes += 1
 
-    def survivor(self, fate: Fate) -> "_Content":
+    def survivor(self, fate: Fate, _: dict[object, bool]) -> "_Content":
         kept = bytearray(self.disk)
         for change in self.pending:
             if fate.keeps_write():
@@ -114,19 +115,21 @@ class _Content:
 class _Folder:
     disk: "dict[str, _Content | _Folder]" = field(default_factory=dict)
     cache: "dict[str, _Content | _Folder]" = field(default_factory=dict)
-    pending: "list[dict[str, _Content | _Folder | None]]" = field(default_factory=list)
-    """Of each change, what the names stand for after it; None for nothing."""
+    pending: "list[tuple[object, dict[str, _Content | _Folder | None]]]" = field(default_factory=list)
+    """Of each change, what the names stand for after it; None for nothing. Those with the same object share a fate."""
 
-    def apply(self, change: "dict[str, _Content | _Folder | None]") -> None:
+    def apply(self, change: "dict[str, _Content | _Folder | None]", part_of: object = None) -> None:
         _rename(self.cache, change)
-        self.pending.append(change)
+        self.pending.append((part_of or object(), change))
 
-    def survivor(self, fate: Fate) -> "_Folder":
+    def survivor(self, fate: Fate, decided: dict[object, bool]) -> "_Folder":
         kept = dict(self.disk)
-        for change in self.pending:
-            if fate.keeps_name():
+        for part_of, change in self.pending:
+            if part_of not in decided:
+                decided[part_of] = fate.keeps_name()
+            if decided[part_of]:
                 _rename(kept, change)
-        names = {name: found.survivor(fate) for name, found in kept.items()}
+        names = {name: found.survivor(fate, decided) for name, found in kept.items()}
         return _Folder(names, dict(names))
 
 
@@ -154,7 +157,7 @@ class VirtualFiles(Files):
 
     def survivor(self, fate: Fate) -> "VirtualFiles":
         """The disk after a power cut at this moment, for the next start. This one goes on."""
-        return VirtualFiles(self._root.survivor(fate), self._numbers)
+        return VirtualFiles(self._root.survivor(fate, {}), self._numbers)
 
     def power_cut(self, fate: Fate) -> "VirtualFiles":
         """The disk after a power cut; every later call of this one fails and changes nothing."""
@@ -232,6 +235,12 @@ class VirtualFiles(Files):
         if self.full:
             raise DiskFull(path, num_bytes, 0)
 
+    def forget(self, path: Path) -> None:
+        self._alive()
+        content = self._content(path)
+        if not content.pending:
+            content.cache = bytearray(content.disk)
+
     def mkdir(self, path: Path) -> None:
         if self._step("mkdir", path):
             self._folder(path.parent).apply({path.name: _Folder()})
@@ -243,8 +252,9 @@ class VirtualFiles(Files):
         if source.parent == target.parent:
             self._folder(source.parent).apply({source.name: None, target.name: content})
         else:
-            self._folder(target.parent).apply({target.name: content})
-            self._folder(source.parent).apply({source.name: None})
+            move = object()
+            self._folder(target.parent).apply({target.name: content}, move)
+            self._folder(source.parent).apply({source.name: None}, move)
 
     def unlink(self, path: Path) -> None:
         self._alive()

@@ -16,7 +16,7 @@ from farloop.coordinator.store import Store
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
-from farloop.wire.messages import Drop, Share
+from farloop.wire.messages import AnchorRef, Drop, Share
 from farloop.wire.reasons import Reason
 
 NODES = (NodeId("bergen"), NodeId("oslo"))
@@ -80,6 +80,37 @@ def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = ()) -> rec.Win
     addends = [(store.read_input(blob), 0.5) for blob in blobs]
     result = commits.compute(store.ledger, store.buffers[fragment], draft, addends)
     return store.commit(draft, result, reserved)
+
+
+def fetch(store: Store, fragment: int = 0) -> rec.AnchorFetched:
+    """A node brings what a later state of the run held of a fragment."""
+    of = store.ledger.spec.identity.layout.fragments[fragment]
+    later = commits.adopted(
+        store.buffers[fragment].anchor * 2, store.ledger.versions[fragment] + 3, store.ledger.spec.terms
+    )
+    _, data, digest_of_blob = commits.snapshot_blob(later, of, epoch=9)
+    anchor = AnchorRef(fragment=fragment, version=later.version, digest=digest(later.anchor))
+    fetched = rec.AnchorFetched(anchor=anchor, node=NODES[0], blob_digest=digest_of_blob)
+    store.append(fetched, data)
+    store.sync()
+    return fetched
+
+
+def adopt(store: Store, fragment: int = 0) -> None:
+    """The run goes on from what `fetch` brought."""
+    ledger, anchor = store.ledger, store.fetched[fragment].anchor
+    terms = ledger.windows[fragment]
+    moved = anchor.version + 1 - terms.window
+    adopted = rec.AdoptedAnchor(
+        fragment=fragment, version=anchor.version, digest=anchor.digest, node=NODES[0], before=ledger.versions[fragment]
+    )
+    windows = (dataclasses.replace(terms, window=terms.window + moved),)
+    store.adopt(
+        rec.Adopted(
+            epoch=ledger.epoch + 5, anchors=(adopted,), windows=windows, rounds=tuple(ledger.rounds.values()),
+            revisions=(), frontier=0, returned=(), uncertain=0,
+        )
+    )  # fmt: skip
 
 
 def _delta(store: Store, node: NodeId, fragment: int) -> tuple[rec.InputStored, bytearray]:

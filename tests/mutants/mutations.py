@@ -445,7 +445,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a commit is told before it is durable",
         "coordinator/store.py",
-        "result.update, reserved=reserved))\n        self._journal.sync()\n",
+        "result.update, reserved=reserved))\n        self.sync()\n",
         "result.update, reserved=reserved))\n",
         "unit/coordinator/test_power_loss.py",
     ),

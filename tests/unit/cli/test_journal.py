@@ -280,6 +280,25 @@ def test_salvage_says_what_it_gives_up_and_changes_nothing_unless_told_to(folder
     assert report["good"] and report["starts"] and report["versions"] == done["versions"]
 
 
+def test_salvage_says_that_it_was_interrupted_and_finishes(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "state"))
+    (path,) = segment_paths(copy).values()
+    aside = copy / "before-salvage-1"
+    shutil.copytree(copy, aside / "new")
+    shutil.move(path, aside / path.name)
+    (copy / "salvage-unfinished").write_bytes(b"farloop-salvage 1 out before-salvage-1\n")
+    for command in (["journal", "verify"], ["journal", "show"]):
+        refused = call(copy, *command)
+        assert refused.exit_code == ExitCode.STORAGE and f"farloop journal salvage {copy} --write" in refused.stderr
+    runner = CliRunner()
+    plan = runner.invoke(app, ["journal", "salvage", str(copy)])
+    assert plan.exit_code == ExitCode.STORAGE and "was interrupted" in plan.stderr
+    done = runner.invoke(app, ["journal", "salvage", str(copy), "--write"])
+    assert done.exit_code == 0 and "finished" in done.stdout, done.output
+    (report,) = rows(call(copy, "journal", "verify", "--json"))
+    assert report["good"] and report["starts"] and (aside / path.name).exists()
+
+
 def test_salvage_of_a_folder_without_a_journal_ends_in_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["journal", "salvage", str(tmp_path)])
     assert result.exit_code == ExitCode.STORAGE and "holds no journal" in result.stderr

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import zmq
 from plain_runs import plain_hello, plain_spec
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.coordinator.errors import MachineBroken, StorageError, StorageFailed
+from farloop.coordinator.errors import MachineBroken, NoDescriptor, StorageError, StorageFailed
 from farloop.coordinator.link import OF_THE_PROCESS, RouterLink
 from farloop.coordinator.peers import Peer
 from farloop.wire.blobs import BytesSource, blob_digest
@@ -288,9 +289,7 @@ def test_what_follows_an_event_that_cannot_be_handled_is_not_heard_but_the_end_i
     asyncio.run(in_hall(story))
 
 
-@pytest.mark.parametrize(
-    "error", [StorageFailed(__import__("pathlib").Path("disk"), "on purpose"), MachineBroken("so")]
-)
+@pytest.mark.parametrize("error", [StorageFailed(Path("disk"), "on purpose"), MachineBroken("so")])
 def test_what_concerns_the_process_is_not_taken_for_one_sessions_fault(error: Exception) -> None:
     def story(hall: Hall) -> None:
         with pytest.raises(type(error)), hall.link.working_for(hall.peers["a"]):
@@ -299,6 +298,23 @@ def test_what_concerns_the_process_is_not_taken_for_one_sessions_fault(error: Ex
 
     asyncio.run(in_hall(story))
     assert (StorageError, MachineBroken) == OF_THE_PROCESS
+
+
+def test_an_update_that_cannot_be_read_for_want_of_a_descriptor_ends_one_session() -> None:
+    class Unopened(BytesSource):
+        def read(self, offset: int, num_bytes: int) -> memoryview:
+            raise NoDescriptor(Path("journal-000000.log"))
+
+    def story(hall: Hall) -> None:
+        with hall.link.working_for(hall.peers["a"]) as session:
+            session.send(committed(1), 0.0)
+            session.push_blob(update(1), Unopened(DATA))
+        hall.turn()
+        assert [name for name, _ in hall.ends] == ["a"]
+        all_work(hall, "b", 1)
+        assert [blob for _, blob in hall.sent] == [update(1)]
+
+    asyncio.run(in_hall(story))
 
 
 def test_control_that_is_never_acknowledged_ends_the_session_with_a_reason() -> None:

@@ -5,7 +5,6 @@ is cut at every call that it makes of the disk. What was told before the cut is 
 and directory sync is left out once: each time that has to show.
 """
 
-import dataclasses
 import random
 import re
 import sys
@@ -16,44 +15,19 @@ from typing import Any
 
 import pytest
 import stored_runs
-import xxhash
+from power_cuts import extremes, image_of
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
-from farloop.coordinator import commits
-from farloop.coordinator import records as rec
 from farloop.coordinator.epoch import claimed_epoch
 from farloop.coordinator.errors import StorageError, StorageFailed
 from farloop.coordinator.store import Store
 from farloop.coordinator.verify import verify
-from farloop.sim.virtual_files import AllOrNothing, Drawn, Fate, VirtualFiles
-from farloop.wire.messages import AnchorRef
+from farloop.sim.virtual_files import Drawn, VirtualFiles
 
 PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10
 A, B = stored_runs.NODES
-
-
-def extremes() -> list[Fate]:
-    """Nothing, writes alone, names alone, everything; and everything but the first, out of order."""
-    both = (False, True)
-    return [*(AllOrNothing(writes=writes, names=names) for writes in both for names in both), AllButFirst()]
-
-
-class AllButFirst(AllOrNothing):
-    """Later changes arrive, the first does not."""
-
-    def __init__(self) -> None:
-        super().__init__(writes=True, names=True)
-        self._writes = self._names = 0
-
-    def keeps_write(self) -> bool:
-        self._writes += 1
-        return self._writes > 1
-
-    def keeps_name(self) -> bool:
-        self._names += 1
-        return self._names > 1
 
 
 State = tuple[Any, ...]
@@ -169,33 +143,14 @@ def fail_a_sync(run: Run) -> None:
 
 
 def fetch(run: Run) -> None:
-    """A node brings what a later state of the run held of fragment 0."""
     assert run.store is not None
-    store, fragment = run.store, run.store.ledger.spec.identity.layout.fragments[0]
-    later = commits.adopted(store.buffers[0].anchor * 2, store.ledger.versions[0] + 3, store.ledger.spec.terms)
-    _, data, blob_digest = commits.snapshot_blob(later, fragment, epoch=9)
-    anchor = AnchorRef(fragment=0, version=later.version, digest=digest(later.anchor))
-    store.append(rec.AnchorFetched(anchor=anchor, node=A, blob_digest=blob_digest), data)
-    store.sync()
+    stored_runs.fetch(run.store)
 
 
 def adopt(run: Run) -> None:
     assert run.store is not None
-    store, ledger = run.store, run.store.ledger
-    anchor = store.fetched[0].anchor
-    terms = ledger.windows[0]
-    moved = anchor.version + 1 - terms.window
-    adopted = rec.AdoptedAnchor(
-        fragment=0, version=anchor.version, digest=anchor.digest, node=A, before=ledger.versions[0]
-    )
-    opened = dataclasses.replace(terms, window=terms.window + moved)
-    store.adopt(
-        rec.Adopted(
-            epoch=ledger.epoch + 5, anchors=(adopted,), windows=(opened,), rounds=tuple(ledger.rounds.values()),
-            revisions=(), frontier=0, returned=(), uncertain=0,
-        )
-    )  # fmt: skip
-    run.epoch = store.ledger.epoch
+    stored_runs.adopt(run.store)
+    run.epoch = run.store.ledger.epoch
 
 
 STAGES: list[Stage] = [
@@ -262,20 +217,6 @@ class Cutter:
                 raise Lost(f"{where}: the epoch's file")
         if found not in may_be:
             raise Lost(f"{where}: found {found}, told {may_be}")
-
-
-def image_of(files: VirtualFiles) -> int:
-    hasher = xxhash.xxh3_64()
-    places = [Path("/")]
-    while places:
-        place = places.pop()
-        for name in sorted(files.names(place)):
-            hasher.update(f"{place / name}\0".encode())
-            if files.is_directory(place / name):
-                places.append(place / name)
-            else:
-                hasher.update(files.read_bytes(place / name).rstrip(b"\0"))
-    return hasher.intdigest()
 
 
 def told(spec: RunSpec) -> list[State]:

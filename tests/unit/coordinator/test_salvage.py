@@ -8,17 +8,18 @@ import pytest
 import stored_runs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from power_cuts import extremes, image_of
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.damage import read_damaged
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
 from farloop.coordinator.recovery import refusal
-from farloop.coordinator.salvage import carry_out, salvage
+from farloop.coordinator.salvage import carry_out, finish, is_unfinished, salvage
 from farloop.coordinator.segment import segment_numbers, segment_path
 from farloop.coordinator.store import Store
 from farloop.coordinator.verify import verify
-from farloop.sim.virtual_files import AllOrNothing, VirtualFiles
+from farloop.sim.virtual_files import AllOrNothing, Drawn, VirtualFiles
 
 PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10
@@ -157,6 +158,14 @@ def test_verify_tells_damage_that_a_start_passes_over_from_damage_that_it_refuse
     assert report.faults and "journal-" in report.refused
 
 
+def test_verify_looks_at_the_disk_and_not_at_the_cache(stored: Stored) -> None:
+    """Rot on the disk of what this machine wrote itself, and still has in memory."""
+    files = stored.copy()
+    content = files._content(journal_of(files)[-1])
+    content.disk[60] ^= 1
+    assert verify(PLACE, files).faults
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_verify_calls_a_folder_good_only_if_a_start_accepts_it_and_knows_which_it_refuses(
@@ -204,6 +213,79 @@ def test_a_salvaged_run_has_an_epoch_above_all_that_were(stored: Stored) -> None
     store = started(files)
     assert isinstance(store, Store) and store.ledger.epoch == 3
     store.close()
+
+
+def repaired(files: VirtualFiles) -> Path:
+    """What `farloop journal salvage --write` does."""
+    return finish(PLACE, files) if is_unfinished(PLACE, files) else carry_out(PLACE, salvage(PLACE, files), files)
+
+
+def test_a_salvage_that_is_cut_short_at_any_call_is_finished_by_the_next(stored: Stored) -> None:
+    """By a kill, or by a power cut that leaves any part of what was not synced; no start goes on in between."""
+    damaged = stored.copy()
+    flip(damaged, journal_of(damaged)[-1], 60)
+    damaged = damaged.survivor(AllOrNothing(writes=True, names=True))
+    old = {path.name: damaged.read_bytes(path) for path in journal_of(damaged)}
+    versions = list(salvage(PLACE, damaged).versions)
+    draw = random.Random(3)
+    seen: set[int] = set()
+    half = 0
+
+    def check(left: VirtualFiles) -> None:
+        nonlocal half
+        half += is_unfinished(PLACE, left)
+        before = image_of(left)
+        store = started(left.survivor(AllOrNothing(writes=True, names=True)))
+        if isinstance(store, Store):
+            assert goes_on(store, stored) == versions, "it was finished"
+            return
+        assert image_of(left) == before
+        assert refusal(PLACE, left) is not None
+        aside = repaired(left)
+        assert old == {name: left.read_bytes(aside / name) for name in left.names(aside) if name.endswith(".log")}
+        assert (verify(PLACE, left).faults, is_unfinished(PLACE, left)) == ([], False)
+        assert goes_on(started(left), stored) == versions
+
+    def cut_here(what: str = "", path: Path = PLACE) -> bool:
+        for fate in [*extremes(), Drawn(draw.randrange)]:
+            left = files.survivor(fate)
+            if (image := image_of(left)) not in seen:
+                seen.add(image)
+                check(left)
+        return True
+
+    files = damaged
+    files.on_call = cut_here
+    carry_out(PLACE, salvage(PLACE, files), files)
+    cut_here()
+    assert len(seen) > 30 and half > 10
+
+
+def test_nothing_but_salvage_goes_on_in_a_folder_that_is_half_salvaged(stored: Stored) -> None:
+    files = stored.copy()
+    flip(files, journal_of(files)[-1], 60)
+
+    class Killed(Exception):
+        pass
+
+    def on_call(what: str, path: Path) -> bool:
+        if (what, path) == ("mkdir", PLACE / "before-salvage-1" / "snapshots"):
+            raise Killed
+        return True
+
+    found = salvage(PLACE, files)
+    files.on_call = on_call
+    with pytest.raises(Killed):
+        carry_out(PLACE, found, files)
+    files = files.killed()
+    assert not journal_of(files), "an empty folder for who does not look"
+    for go_on in (started, lambda files: carry_out(PLACE, found, files), lambda files: verify(PLACE, files)):
+        with pytest.raises(StateMismatch, match="salvage /state --write"):
+            result = go_on(files)
+            if isinstance(result, StorageError):
+                raise result
+    assert finish(PLACE, files) == PLACE / "before-salvage-1"
+    assert goes_on(started(files), stored) == list(found.versions)
 
 
 def test_salvage_says_where_nothing_can_be_had(stored: Stored) -> None:

@@ -1,0 +1,254 @@
+"""Too many open files, of this process or of the machine (EMFILE, ENFILE): whatever needs one is tried again, and the
+coordinator goes on. At every place that opens a file it is refused, in a run of the store over the real disk.
+"""
+
+import errno
+import os
+import shutil
+import traceback
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stored_runs
+
+from farloop.algo.digest import digest
+from farloop.algo.spec import RunSpec
+from farloop.coordinator import durable, snapshots
+from farloop.coordinator.epoch import claim_epoch
+from farloop.coordinator.errors import Fenced, NoDescriptor, NoRoom, StorageError
+from farloop.coordinator.recovery import refusal
+from farloop.coordinator.salvage import salvage
+from farloop.coordinator.store import Store
+from farloop.coordinator.timeline import Timeline
+from farloop.coordinator.verify import verify
+from farloop.monitoring.status import NodeEvent
+
+SEGMENT_BYTES = 12 << 10
+_COORDINATOR = str(Path(durable.__file__).parent)
+
+
+class Refusals:
+    """Stands in for `with_spare`: what it refuses is not opened."""
+
+    def __init__(self) -> None:
+        self.asked = self.refused = 0
+        self.at = -1
+        """Which call is refused."""
+        self.for_good = False
+        """All are."""
+        self.once_each: set[tuple[str, ...]] | None = None
+        """The first of every chain of functions is that is not in here yet."""
+        self.code = errno.EMFILE
+
+    def __call__(self, open_one: Callable[[], Any]) -> Any:
+        self.asked += 1
+        new = self.once_each is not None and (chain := _chain()) not in self.once_each
+        if new:
+            self.once_each.add(chain)
+        if self.for_good or new or self.asked == self.at:
+            self.refused += 1
+            raise OSError(self.code, os.strerror(self.code))
+        return open_one()
+
+
+def _chain() -> tuple[str, ...]:
+    frames = traceback.extract_stack()
+    return tuple(f"{Path(f.filename).name}:{f.lineno}" for f in frames if f.filename.startswith(_COORDINATOR))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr("farloop.coordinator.reading.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("farloop.coordinator.store.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("farloop.coordinator.tail._ALLOCATION_STEP", 4096)
+    monkeypatch.setattr("farloop.coordinator.journal.RECORD_ROOM", 4096)
+    monkeypatch.setattr("farloop.coordinator.attachments.HISTORY_VERSIONS", 1)
+    monkeypatch.setattr("farloop.coordinator.ledger.HISTORY_VERSIONS", 1)
+
+
+@pytest.fixture
+def refusals(monkeypatch: pytest.MonkeyPatch) -> Refusals:
+    found = Refusals()
+    monkeypatch.setattr("farloop.coordinator.files.with_spare", found)
+    return found
+
+
+def patiently(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As the coordinator calls its store: what finds no room is tried again."""
+    while True:
+        try:
+            return call(*args, **kwargs)
+        except NoRoom as error:
+            assert isinstance(error, NoDescriptor) and "too many open files" in str(error)
+
+
+class Patient:
+    """A store whose every call is made patiently."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.store, name)
+        return (lambda *args, **kwargs: patiently(found, *args, **kwargs)) if callable(found) else found
+
+
+def story(directory: Path) -> tuple[int, ...]:
+    """A restart, commits, new segments, snapshots, an update that is read, an adoption, an export; what came of it."""
+    store: Any = Patient(patiently(Store.recover, directory, segment_bytes=SEGMENT_BYTES))
+    stored_runs.run_rounds(store, 3)
+    newest = store.ledger.versions[0]
+    source = store.update_source(0, newest)
+    update = bytes(patiently(source.read, 0, source.size))
+    assert len(update) == source.size
+    stored_runs.fetch(store)
+    stored_runs.adopt(store)
+    stored_runs.run_rounds(store, 2)
+    patiently(snapshots.export, directory / "model.safetensors", store.named_anchors())
+    patiently(store.store.close)
+    return tuple(part for b in store.buffers for part in (b.version, digest(b.anchor), digest(b.target)))
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
+def test_whatever_opens_a_file_is_tried_again_and_loses_nothing(
+    tmp_path: Path, spec: RunSpec, refusals: Refusals, code: int
+) -> None:
+    store = stored_runs.begun(tmp_path / "begun", spec, segment_bytes=SEGMENT_BYTES)
+    stored_runs.run_rounds(store, 3)
+    store.close()
+    refusals.code = code
+    places: set[tuple[str, ...]] = set()
+    shutil.copytree(store.directory, tmp_path / "0")
+    expected = story(tmp_path / "0")
+    for number in count(1):
+        directory = tmp_path / str(number)
+        shutil.copytree(store.directory, directory)
+        refusals.refused, refusals.once_each = 0, places
+        assert story(directory) == expected
+        refusals.once_each = None
+        report = verify(directory)
+        assert (report.faults, report.refused) == ([], "")
+        if not refusals.refused:
+            break
+    assert len(places) > 25
+
+
+def touch_at_the_next_sync(monkeypatch: pytest.MonkeyPatch, directory: Path, refusals: Refusals) -> None:
+    """Between the look at the epoch before a write and the one after its sync, the file changes."""
+    real, armed = durable.sync, [True]
+
+    def sync(fd: int, path: Path) -> None:
+        real(fd, path)
+        if armed and path.name.startswith("journal"):
+            armed.clear()
+            os.utime(directory / "epoch", ns=(1, 1))
+            refusals.for_good = True
+
+    monkeypatch.setattr(durable, "sync", sync)
+
+
+def test_a_record_that_is_on_the_disk_is_not_written_twice_for_want_of_a_descriptor(
+    tmp_path: Path, spec: RunSpec, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told of it before it is known whose the folder is; the wait for that is an alarm."""
+    store = stored_runs.begun(tmp_path / "state", spec)
+    touch_at_the_next_sync(monkeypatch, store.directory, refusals)
+    naps: list[dict[str, str]] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(store.alarms)
+        refusals.for_good = len(naps) < 3
+
+    monkeypatch.setattr("farloop.coordinator.store.time.sleep", nap)
+    stored_runs.spool(store, 0, stored_runs.NODES[0])
+    assert [list(alarms) for alarms in naps] == [["epoch of the state folder"]] * 3 and not store.alarms
+    store.close()
+    report = verify(store.directory)
+    assert (report.faults, report.deltas) == ([], 1)
+
+
+def test_a_coordinator_that_is_fenced_while_no_file_can_be_opened_finds_out_when_one_can(
+    tmp_path: Path, spec: RunSpec, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stored_runs.begun(tmp_path / "state", spec)
+    touch_at_the_next_sync(monkeypatch, store.directory, refusals)
+
+    def nap(seconds: float) -> None:
+        refusals.for_good = False
+        claim_epoch(store.directory)
+
+    monkeypatch.setattr("farloop.coordinator.store.time.sleep", nap)
+    with pytest.raises(Fenced):
+        stored_runs.spool(store, 0, stored_runs.NODES[0])
+    store.close()
+
+
+def test_a_stop_without_a_free_descriptor_leaves_all_that_was_told(
+    tmp_path: Path, spec: RunSpec, refusals: Refusals
+) -> None:
+    store = stored_runs.begun(tmp_path / "state", spec)
+    stored_runs.spool(store, 0, stored_runs.NODES[0])
+    os.utime(store.directory / "epoch", ns=(1, 1))
+    refusals.for_good = True
+    store.close()
+    refusals.for_good = False
+    assert verify(store.directory).deltas == 1
+
+
+def test_want_of_a_descriptor_is_not_taken_for_damage(tmp_path: Path, spec: RunSpec, refusals: Refusals) -> None:
+    """A start would go back to an older snapshot, verify call a good folder bad, salvage give up good versions."""
+    store = stored_runs.begun(tmp_path / "state", spec)
+    stored_runs.run_rounds(store, 5)
+    store.close()
+    looks: list[Callable[[], Any]] = [
+        lambda: snapshots.load_latest(store.directory, 0, fingerprint=spec.identity.fingerprint()),
+        lambda: refusal(store.directory),
+        lambda: salvage(store.directory).given_up,
+        lambda: verify(store.directory).faults,
+    ]
+    refusals.at = -1
+    for look in looks[1:]:
+        refusals.asked = 0
+        assert not look()
+        for at in range(1, refusals.asked + 1):
+            refusals.asked, refusals.at = 0, at
+            try:
+                found = look()
+            except StorageError as error:
+                assert isinstance(error, NoDescriptor)
+            else:
+                assert not found, "it was looked at again"
+            refusals.at = -1
+    refusals.for_good = True
+    for look in looks:
+        with pytest.raises(NoDescriptor):
+            look()
+
+
+def test_what_is_told_beside_the_state_is_dropped_and_not_fatal(
+    tmp_path: Path, refusals: Refusals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last status, and lines; parts that were put aside are not overwritten."""
+    line: NodeEvent = {"event": "node", "t": 1.0, "name": "a", "state": "training", "reason": ""}
+    written = Timeline(tmp_path / "metrics.jsonl", part_bytes=1)
+    for _ in range(3):
+        written.write(line)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    real_open, real_listdir = os.open, os.listdir
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        patch.setattr(os, "listdir", refuse)
+        written.write(line)
+    assert (os.open, os.listdir) == (real_open, real_listdir)
+    assert written.dropped == 1 and sorted(path.name for path in tmp_path.iterdir()) == before
+    written.write(line)
+    written.close()
+    assert written.dropped == 1 and "lines are dropped" in caplog.text
