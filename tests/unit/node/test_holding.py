@@ -22,6 +22,7 @@ from farloop.node.holding import Holding
 from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
 from farloop.node.memory import Memory
+from farloop.node.moved import Moved
 from farloop.node.replica import Replica
 from farloop.node.reports import Reports, anchors_of
 from farloop.wire import messages as msg
@@ -186,5 +187,4 @@ def test_a_greeting_says_what_is_held_and_a_report_of_no_samples(tmp_path: Path)
     machine = begun((1,), num_samples=100)
     reports = Reports(machine, Clock(), LeaseCursor(), Memory.claim(tmp_path), Cluster(), None)
     assert reports.hello().holds == (1,)
-    moved = type("Moved", (), {"up": 0, "down": 0, "state": 0})()
-    assert reports.progress(moved, None, 0.0).samples_left is None  # type: ignore[arg-type]
+    assert reports.progress(Moved(), None, 0.0).samples_left is None
