@@ -346,6 +346,15 @@ NewRun = Callable[..., Run]
 """Makes runs of a test: `new_run(steps=100, method="diloco")`."""
 
 
+def own_run(new_run: "NewRun", **settings: object) -> Run:
+    """A run of a model that farloop does not know; `start_own_node` takes part in it."""
+    run = new_run(**settings)
+    run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
+    del run.tables["run"]["model"], run.tables["data"]
+    assert run.until_ended(run.start("init", str(OWN_NODE), "init", "own.safetensors")) == 0
+    return run
+
+
 def node_of(status: Status, name: str) -> NodeStatus:
     """One node of the run, of which the coordinator has heard."""
     (node,) = (node for node in status["nodes"] if node["name"] == name)

@@ -1,13 +1,15 @@
 """A user's own model and loop, which can be made to misbehave.
 
     python own_node.py init FILE
-    python own_node.py train tcp://HOST:PORT NAME [--width W] [--poison STEP]
+    python own_node.py train tcp://HOST:PORT NAME [--width W] [--poison STEP] [--batch B] [--pace-s S]
 
-`--width` builds another model than the run's. `--poison` writes a NaN into a weight before that inner step.
+`--width` builds another model than the run's. `--poison` writes a NaN into a weight before that inner step. `--batch`
+is the number of samples, and of tokens, of an inner step. `--pace-s` is the least time that a step takes.
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -33,17 +35,19 @@ class Model(nn.Module):
         return y
 
 
-def train(coordinator: str, name: str, width: int, poison: int | None) -> None:
+def train(coordinator: str, name: str, width: int, poison: int | None, batch: int, pace_s: float) -> None:
     with join(coordinator, Model(width), name=name, state_dir=Path(name)) as node:
         steps = 0
         while node.running:
-            x = torch.randn(8, 16)
+            due = time.monotonic() + pace_s
+            x = torch.randn(batch, 16)
             loss = nn.functional.mse_loss(node.model(x), 2 * x)
             torch.autograd.backward(loss)
             if steps == poison:
                 with torch.no_grad():
                     node.module.get_parameter("outward.bias")[3] = torch.nan
-            node.step(loss=loss.item(), tokens=8)
+            time.sleep(max(0.0, due - time.monotonic()))
+            node.step(loss=loss.item(), tokens=batch)
             steps += 1
 
 
@@ -56,13 +60,15 @@ def main() -> int:
     trains.add_argument("name")
     trains.add_argument("--width", type=int, default=WIDTH)
     trains.add_argument("--poison", type=int)
+    trains.add_argument("--batch", type=int, default=8)
+    trains.add_argument("--pace-s", type=float, default=0.0)
     given = parser.parse_args()
     torch.manual_seed(0)
     if given.command == "init":
         save_file(dict(Model(WIDTH).state_dict()), given.file)
         return 0
     try:
-        train(given.coordinator, given.name, given.width, given.poison)
+        train(given.coordinator, given.name, given.width, given.poison, given.batch, given.pace_s)
     except NodeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from loopback import OWN_NODE, NewRun, Run, assert_all_agree, assert_one_line, merged_since
+from loopback import NewRun, assert_all_agree, assert_one_line, merged_since, own_run
 from safetensors.torch import load_file
 
 from farloop.cli.exit_codes import ExitCode
@@ -64,12 +64,3 @@ def test_a_node_whose_weights_break_ends_and_one_with_another_model_never_begins
     assert merged[3] == merged[12] == ["whole"]
     left = [record.reason for record in run.records() if isinstance(record, NodeLeft) and record.node == "broken"]
     assert left == [Reason.NON_FINITE], "the coordinator is told why, and does not wait for it"
-
-
-def own_run(new_run: NewRun, **settings: object) -> Run:
-    """A run of a model that farloop does not know."""
-    run = new_run(**settings)
-    run.tables["run"] |= {"init": str(run.folder / "own.safetensors")}
-    del run.tables["run"]["model"], run.tables["data"]
-    assert run.until_ended(run.start("init", str(OWN_NODE), "init", "own.safetensors")) == 0
-    return run
