@@ -14,6 +14,11 @@ from farloop.coordinator.admin import NAME, ask
 TIMEOUT_S = 60.0
 """For an answer: it comes once the change is durable, and a disk may have to be emptied first."""
 
+DisbelievedNodes = Annotated[
+    list[str] | None,
+    typer.Option("--node", show_default=False, help="A node that is wrong; once for each by which the run is held."),
+]
+
 
 def set_terms(
     words: Annotated[
@@ -41,15 +46,19 @@ def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping
     return asked({"do": "set", "given": _given(words), "dry_run": dry_run}, state)
 
 
-def release(state: StateFolder = STATE) -> None:
+def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
     """Go on with a run that is held because a node says it has seen more than the state folder holds.
 
-    After that only this node is refused, until it claims something else. Use it when you know that the node is wrong.
+    The node is kept out until it takes that back; the run goes on with the first other node. Use it when you know that
+    the node is wrong. Where several nodes say so, the state folder is probably an old copy, and each has to be named.
 
     Example: farloop release --state state
     """
     with ended_in_one_line():
-        typer.echo(f"the run goes on; it was held: {asked({'do': 'release'}, state)['held']}")
+        answer = asked({"do": "release", **({"nodes": node} if node else {})}, state)
+        typer.echo(f"not believed any more: {answer['held']}")
+        still = answer.get("still")
+        typer.echo(f"the run is still held: {still}" if still else "the run goes on")
 
 
 def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:

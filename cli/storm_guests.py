@@ -5,13 +5,14 @@ after it.
 """
 
 import random
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from farloop.cli import storm_files as files
 from farloop.cli.change import asked
@@ -141,15 +142,22 @@ class Guests:
         self._held_since = (self._held_since if self._held_since is not None else now) if held else None
         if self._held_since is not None and now - self._held_since > RELEASE_S:
             self._held_since = None
-            try:
-                asked({"do": "release"}, state)
-                self.released += 1
-            except CommandError as error:
-                if error.code != ExitCode.UNREACHABLE:  # else it is dead now, and holds nothing when it is back
-                    self.wrong(f"a held run cannot be released: {error}")
+            self._release(state, {"do": "release"})
         for trial in tuple(self._trials):
             if next(trial, _OVER) is _OVER:
                 self._trials.remove(trial)
+
+    def _release(self, state: Path, request: Mapping[str, Any]) -> None:
+        try:
+            asked(request, state)
+            self.released += 1
+        except CommandError as error:
+            if error.code == ExitCode.UNREACHABLE:  # it is dead now, and holds nothing when it is back
+                return
+            liars = re.findall(r"--node (\S+)", str(error))
+            if "nodes" not in request and liars and all(name.startswith("x-") for name in liars):
+                return self._release(state, {**request, "nodes": liars})
+            self.wrong(f"a held run cannot be released: {error}")
 
     @property
     def busy(self) -> bool:

@@ -16,7 +16,8 @@ node's claim does not stop the others any more: it is kept out alone, with an al
 
 A hold by the word of one node alone ends after the same time, if another node contradicts it: one that was there at
 this state's last commits and has met nothing newer. A hold by several nodes, or by one that nobody contradicts, ends
-when a person decides: by another start, or with `farloop release`.
+when a person decides: by another start, or with `farloop release`. The released run still waits for a node that is
+not kept out: where all nodes have seen more, the state is an old copy, and to commit anything would fork the run.
 """
 
 import dataclasses
@@ -48,6 +49,10 @@ WAYS_OUT: Final = (
     "farloop coordinator RUN.toml --adopt-from-nodes, which goes on from the newest versions that nodes hold; or with "
     "farloop coordinator RUN.toml --rewind, which takes this one for the truth and gives up what came after it; or, if "
     "you know that the node is wrong, farloop release, which goes on without it"
+)
+
+IF_RIGHT: Final = (
+    "if it is right, stop the coordinator and put the newer state folder back, or start once with --adopt-from-nodes"
 )
 
 
@@ -129,6 +134,8 @@ class Doubts:
         """What the nodes prove by which it is held."""
         self._against: set[NodeId] = set()
         """Nodes that contradict them."""
+        self._disbelieved: set[NodeId] = set()
+        """Nodes that are kept out whatever they claim, since a hold by their word was released."""
 
     def refusal(self, node: NodeId, hello: Hello, now: float) -> Refused | None:
         """Why this node is not let in now, having held the run if it has to be; None lets it in."""
@@ -138,13 +145,19 @@ class Doubts:
         self._weigh(node, hello, standing, now)
         if standing.is_in_doubt:
             self._remember(epoch_met(hello))
-            if self.holding is None and self._trusted_at is not None and now >= self._trusted_at:
+            trusted = self.holding is None and self._trusted_at is not None and now >= self._trusted_at
+            if trusted or node in self._disbelieved:
+                self._keep_out(node, standing.detail, "another history of this run goes on")
                 detail = f"node {node} {standing.detail}"
-                self._alarms[_of(node)] = f"it is kept out: it {standing.detail}; another history of this run goes on"
                 return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
-            if self.holding is None:
-                self.holding, self._held_at = f"node {node} {standing.detail}", now
+            if self.holding is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
+                self._held_at = now if self.holding is None else self._held_at
+                self.holding = f"node {node} {standing.detail}"
                 self._alarms[ALARM] = f"the run is held: {self.holding}; {WAYS_OUT}"
+        else:
+            self._disbelieved.discard(node)
+            if self.holding is not None and not self._claims and self._disbelieved:
+                self._end_hold(now, trusted_at=None)  # it was released, and this is the first node to go on with
         if self.holding is not None:
             return Refused(reason=Reason.HOLDING, detail=f"{self.holding}; {WAYS_OUT}", retriable=True)
         if self._trusted_at is None:
@@ -152,21 +165,39 @@ class Doubts:
         self._alarms.pop(_of(node), None)
         return None
 
+    @property
+    def claims(self) -> dict[NodeId, str]:
+        """The nodes by which the run is held, and what each of them proves."""
+        return dict(self._claims) if self.holding is not None else {}
+
     def release(self, now: float, why: str) -> None:
-        """Go on without the nodes by which the run is held: they are kept out alone, until they come with another
-        claim. Nothing where no node holds it."""
+        """Keep out the nodes by which the run is held, until they take their word back, and go on without them: at
+        once where a node contradicts them, else with the first node that has seen nothing newer. Nothing where no node
+        holds the run."""
         if self.holding is None:
             return
-        del self._alarms[ALARM]
         for node, detail in self._claims.items():
-            self._alarms[_of(node)] = f"it is kept out: it {detail}; {why}"
-        self.holding, self.held_s, self._trusted_at, self._claims = None, now - self._held_at, now, {}
+            self._keep_out(node, detail, why)
+        self._disbelieved |= self._claims.keys()
+        self._claims = {}
+        if self._against:
+            return self._end_hold(now, trusted_at=now)
+        self.holding = f"{_names(self._disbelieved)} kept out, and no other node has come yet"
+        self._alarms[ALARM] = f"the run is held: {self.holding}; it goes on with the first other node"
+
+    def _end_hold(self, now: float, *, trusted_at: float | None) -> None:
+        del self._alarms[ALARM]
+        self.holding, self.held_s, self._trusted_at = None, now - self._held_at, trusted_at
+
+    def _keep_out(self, node: NodeId, detail: str, why: str) -> None:
+        self._alarms[_of(node)] = f"it is kept out: it {detail}; {why}; {IF_RIGHT}"
 
     def _weigh(self, node: NodeId, hello: Hello, standing: Standing, now: float) -> None:
         """Count the node's word, and end a hold by one alone that others contradict."""
         if standing.is_in_doubt:
             self._against.discard(node)
-            if self._trusted_at is None or now < self._trusted_at:
+            trusted = self._trusted_at is not None and now >= self._trusted_at
+            if node not in self._disbelieved and not trusted:
                 self._claims[node] = standing.detail
         elif self._was_here_last(hello, standing):
             self._against.add(node)
@@ -195,6 +226,13 @@ class Doubts:
         """Durably: a start that winds the run back has to claim a higher one before it meets anybody."""
         if epoch > max(self._ledger.epoch, self._ledger.epoch_seen):
             self._decisions.record(rec.EpochSeen(epoch=epoch))
+
+
+def _names(nodes: set[NodeId], most: int = 4) -> str:
+    """As the subject of a sentence whose verb follows."""
+    more = [f"{len(nodes) - most} more"] if len(nodes) > most else []
+    names = [*sorted(nodes)[:most], *more]
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _of(node: NodeId) -> str:

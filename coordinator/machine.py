@@ -159,6 +159,11 @@ class CoordinatorMachine:
         trains = member is not None and member.stage == "training"
         return trains and self._evaluations.asked(node, message.versions, message.position) is not None
 
+    @property
+    def hold_claims(self) -> dict[NodeId, str]:
+        """The nodes that say this state is an old copy, and what each of them proves; empty where none holds it."""
+        return self._doubts.claims if self._adoption is None else {}
+
     def revision_for(self, given: Mapping[str, str]) -> Revision:
         """What the run would have from its next windows and round on. Raises ValueError, one sentence, if it cannot."""
         if self.holding is not None:

@@ -12,7 +12,6 @@ from typing import Any, Final
 from farloop.algo.spec import Revision
 from farloop.coordinator import events as ev
 from farloop.coordinator.admin import Handler
-from farloop.coordinator.history import ALARM as HELD
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.revising import described
@@ -67,13 +66,30 @@ class Release:
         self._machine, self._happened = machine, happened
 
     async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Why the run was held; it is not any more. Raises ValueError, one sentence, where no node held it."""
-        held = self._machine.holding
-        if HELD not in self._machine.alarms:
+        """What held the run, by node, and what still holds it, if anything does.
+
+        `nodes` names those that are not believed: all by which the run is held. It may be left out where that is one.
+
+        Raises:
+            ValueError: no node holds the run, or other nodes than the named ones; one sentence.
+        """
+        claims = self._machine.hold_claims
+        if not claims:
             raise ValueError("the run is not held by what a node says of another history: there is nothing to release")
+        named = request.get("nodes") or []
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise ValueError("release needs nodes: a list of names")
+        said = "; ".join(f"node {node} {claim}" for node, claim in sorted(claims.items()))
+        options = " ".join(f"--node {node}" for node in sorted(claims))
+        if set(named) != set(claims) and (named or len(claims) > 1):
+            raise ValueError(
+                f"this is what holds the run: {said}. Where several nodes have seen more, the state folder is probably "
+                "an old copy: put the newer one back, or start once with --adopt-from-nodes. If you know that all of "
+                f"them are wrong: farloop release {options}"
+            )
         self._happened(ev.HoldReleased())
-        _log.warning("hold released held=%r", held)
-        return {"held": held}
+        _log.warning("hold released held=%r", said)
+        return {"held": said, "still": self._machine.holding}
 
 
 class Setting:

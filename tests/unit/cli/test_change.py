@@ -33,7 +33,7 @@ class Fake:
     async def __call__(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         self.asked.append(request)
         if request["do"] == "release":
-            return {"held": "node b has met epoch 1000, this start has 7"}
+            return {"held": "node b has met epoch 1000, this start has 7", "still": request.get("nodes") and "waits"}
         if "seed" in request["given"]:
             raise ValueError("seed is part of the run's identity")
         return {**ANSWER, "dry_run": request["dry_run"]}
@@ -123,5 +123,7 @@ def test_the_state_folder_is_state_unless_given(tmp_path: Path, monkeypatch: pyt
 def test_a_run_that_is_held_by_a_node_s_word_is_released_by_one_command(fake: Fake, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["release", "--state", str(tmp_path)])
     assert result.exit_code == ExitCode.DONE
-    assert result.stdout == "the run goes on; it was held: node b has met epoch 1000, this start has 7\n"
-    assert fake.asked == [{"do": "release"}]
+    assert result.stdout == "not believed any more: node b has met epoch 1000, this start has 7\nthe run goes on\n"
+    result = CliRunner().invoke(app, ["release", "--state", str(tmp_path), "--node", "b", "--node", "c"])
+    assert result.exit_code == ExitCode.DONE and result.stdout.endswith("\nthe run is still held: waits\n")
+    assert fake.asked == [{"do": "release"}, {"do": "release", "nodes": ["b", "c"]}]

@@ -160,7 +160,9 @@ def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(
     assert doubts.refusal(NodeId("n0"), hello(), 100.0 + TRUSTED_AFTER_S) is None, "whoever lives has come by then"
     assert doubts.holding is None and ALARM not in alarms and doubts.held_s == TRUSTED_AFTER_S
     assert alarms[f"{ALARM} of a"] == (
-        "it is kept out: it has met epoch 1000, this start has 7; n0 contradicts it, and the run goes on"
+        "it is kept out: it has met epoch 1000, this start has 7; n0 contradicts it, and the run goes on; "
+        "if it is right, stop the coordinator and put the newer state folder back, or start once with "
+        "--adopt-from-nodes"
     )
     refused = doubts.refusal(A, hello(epoch_seen=1000), 101.0 + TRUSTED_AFTER_S)
     assert refused is not None and refused.reason is Reason.FENCED and doubts.holding is None
@@ -195,6 +197,26 @@ def test_two_nodes_that_have_seen_more_hold_the_run_until_a_person_decides(
     assert doubts.refusal(NodeId("n0"), hello(), 1001.0) is None
     refused = doubts.refusal(B, hello(anchors=(ref(0, 9), ref(1, 4))), 1002.0)
     assert refused is not None and refused.reason is Reason.FENCED
+
+
+def test_a_released_run_waits_for_a_node_that_is_not_kept_out(doubts: Doubts, alarms: dict[str, str]) -> None:
+    """Where all nodes have seen more, a release would otherwise commit stored deltas: a fork."""
+    held_by_one(doubts)
+    doubts.release(200.0, "the run was released, and goes on without it")
+    assert doubts.claims == {} and doubts.holding == "a is kept out, and no other node has come yet"
+    refused = doubts.refusal(A, hello(epoch_seen=1000), 201.0)
+    assert refused is not None and refused.reason is Reason.FENCED and doubts.holding is not None
+    ahead = hello(anchors=(ref(0, 9), ref(1, 4)))
+    refused = doubts.refusal(B, ahead, 202.0)
+    assert refused is not None and refused.reason is Reason.HOLDING, "another node proves the same"
+    assert set(doubts.claims) == {B} and "node b holds version 9" in alarms[ALARM] and "--rewind" in alarms[ALARM]
+    doubts.release(203.0, "the run was released, and goes on without it")
+    assert doubts.holding == "a, b are kept out, and no other node has come yet"
+    assert doubts.refusal(NodeId("n0"), hello(), 204.0) is None and doubts.holding is None
+    assert doubts.held_s == 104.0 and set(alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
+    refused = doubts.refusal(B, ahead, 205.0)
+    assert refused is not None and refused.reason is Reason.FENCED and doubts.holding is None
+    assert doubts.refusal(B, hello(), 206.0) is None, "it has taken its word back"
 
 
 def test_a_node_whose_newer_start_is_as_this_state_takes_its_word_back(doubts: Doubts) -> None:

@@ -1,5 +1,6 @@
 """A coordinator over an old copy of its state holds the run; one that winds it back lets nothing of the lost in (S)."""
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -12,6 +13,7 @@ from farloop.coordinator import records as rec
 from farloop.coordinator.history import ALARM
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.setting import Release
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -188,6 +190,25 @@ def test_a_run_that_is_released_goes_on_where_it_was_held_and_no_deadline_came_n
     assert isinstance(refuse, ev.Refuse) and refuse.refused.reason is Reason.FENCED
     assert any(isinstance(command, ev.Accept) for command in run.greet(B, 5, round=0))
     assert stored(run, A, 3) and stored(run, B, 5), "both take part again"
+
+
+def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(run: Run) -> None:
+    """`farloop release` on a genuine old copy kept out every node, and named one."""
+    run.begin(rec.EpochClaimed(epoch=2))
+    release = Release(run.machine, lambda event: run.handle(event))
+    with pytest.raises(ValueError, match="there is nothing to release"):
+        asyncio.run(release({"do": "release"}))
+    run.greet(A, 1, round=0, epoch_seen=900)
+    run.greet(B, 2, round=0, epoch_seen=1000)
+    for given in ({}, {"nodes": ["b"]}, {"nodes": ["a", "b", "c"]}):
+        with pytest.raises(ValueError, match=r"--adopt-from-nodes.*farloop release --node a --node b"):
+            asyncio.run(release({"do": "release", **given}))
+    assert set(run.machine.hold_claims) == {A, B}
+    answer = asyncio.run(release({"do": "release", "nodes": ["b", "a"]}))
+    assert answer["held"].startswith("node a has met epoch 900") and "node b has met epoch 1000" in answer["held"]
+    assert answer["still"] == "a, b are kept out, and no other node has come yet" == run.machine.holding
+    run.now += 1000.0
+    assert not [c for c in run.machine.handle_timer(run.now) if isinstance(c, ev.Commit)]
 
 
 def test_one_node_that_claims_an_epoch_and_is_contradicted_stops_nobody_for_longer_than_a_minute(run: Run) -> None:
