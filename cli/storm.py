@@ -367,13 +367,13 @@ class Storm:
             self._down.add(child.name)
             full = child.name == COORDINATOR and code == ExitCode.STORAGE and self._ballast.lies
             # One of two coordinators on a folder without a lock has to stop: the end of the fault starts it again.
-            fenced = (
-                child.name == COORDINATOR and code in (ExitCode.REFUSED, ExitCode.STORAGE) and self._guests.unlocked
-            )
+            stops = child.name == COORDINATOR and code in (ExitCode.REFUSED, ExitCode.STORAGE)
+            fenced = stops and (self._guests.unlocked or child.process.pid == self._guests.lockless)
             if fenced:
                 self._tell(f"{child.name} has noticed the second start: {child.last_words()}")
-                continue
-            if not full:  # where there is no room to begin, code 6 says to try again
+                if self._guests.unlocked:
+                    continue
+            if not full and not fenced:  # where there is no room to begin, code 6 says to try again
                 self._found(f"{child.name} ended by itself with {code}: {child.last_words()}")
             if len(self._problems) > MAX_SURPRISES:
                 raise CommandError(f"given up: {self._problems[0]} (logs: {self.out})", ExitCode.UNEXPECTED)

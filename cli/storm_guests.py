@@ -78,6 +78,8 @@ class Guests:
     """In front of joiners; to be run by the storm."""
     unlocked: bool = field(init=False, default=False)
     """Whether a second start goes on without the lock: then either coordinator may stop."""
+    lockless: int | None = field(init=False, default=None)
+    """Process id of the coordinator whose lock was removed. It stops at its next append: after the fault, maybe."""
     released: int = field(init=False, default=0)
     """Holds that ended by `farloop release`."""
     _held_since: float | None = field(init=False, default=None)
@@ -102,6 +104,7 @@ class Guests:
                 self.unlocked = number % 2 == 0
                 if self.unlocked:
                     (self.out.parent / "state" / "lock").unlink(missing_ok=True)
+                    self.lockless = coordinator().process.pid
                 http = free_port()
                 toml = self._toml(self.out.parent / "state", http)
                 trial = second_start(
