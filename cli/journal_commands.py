@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from farloop.cli.exit_codes import ended_in_one_line
+from farloop.cli.exit_codes import CommandError, ended_in_one_line
 
 journal_app = typer.Typer(
     help="Look into a coordinator's state folder, running or not; nothing but salvage --write changes it.",
@@ -62,7 +62,13 @@ def verify_journal(state: StateFolder = STATE, as_json: AsJson = False) -> None:
 
 @journal_app.command("salvage")
 def salvage_journal(
-    state: Annotated[Path, typer.Argument(metavar="DIR", help="The coordinator's state_dir.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", show_default=False, help="The same as --state DIR.")
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", metavar="DIR", show_default="state", help="The coordinator's state_dir."),
+    ] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Carry it out: move the old files into DIR/before-salvage-N, write the new.")
     ] = False,
@@ -72,12 +78,14 @@ def salvage_journal(
 
     Changes nothing without --write. Stop the coordinator first. Ends with 6 where no consistent state is left.
 
-    Example: farloop journal salvage state --write
+    Example: farloop journal salvage --state state --write
     """
     with ended_in_one_line():
         from farloop.cli.journal import repair
 
-        repair(state, Console(highlight=False), write=write, as_json=as_json)
+        if folder is not None and state is not None:
+            raise CommandError(f"the folder is given twice: {folder} and --state {state}; give one")
+        repair(folder or state or STATE, Console(highlight=False), write=write, as_json=as_json)
 
 
 @journal_app.command("replay")

@@ -224,6 +224,21 @@ class Journal:
         """From now on nothing is written without a look whether that epoch is still the newest (protocol S)."""
         self._claim = claim
 
+    @property
+    def segment(self) -> int:
+        """Number of the segment that is being written."""
+        return self._tail.number
+
+    def roll(self) -> None:
+        """Finish the segment and begin the next with what all records say, unless nothing was written to this one.
+
+        Reservations move along. Raises as `append`.
+        """
+        assert self._summarise is not None
+        self.require_ours()
+        if not self._tail.is_empty:
+            self._rotate(0)
+
     def prune(self, before_segment: int) -> None:
         """Delete the segments before this one, which begins with what they said.
 

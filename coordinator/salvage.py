@@ -98,7 +98,9 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
     raise StateMismatch(
         directory,
         "no consistent state can be found in it: there is no place in the journal up to which good snapshots and whole "
-        "records give every fragment. Use a copy of the folder, or --restore URL",
+        "records give every fragment. What is left: start with --restore URL and an empty --state DIR, to go on from "
+        "the newest copy in an object store, or with --state on a copy of this folder; add --adopt-from-nodes to go on "
+        "from what the nodes hold",
     )
 
 

@@ -61,6 +61,8 @@ class Store:
         """The epoch of an adoption that is not durable yet."""
         self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
         """Versions of the last two snapshots of each fragment that are known to be good."""
+        self._saved_in: dict[int, int] = {}
+        """Segment of the last record of a snapshot, by fragment; only of snapshots that this process took."""
         journal.begin_segments_with(ledger.saved)
 
     # --- ways in
@@ -281,6 +283,9 @@ class Store:
     def _snapshot(self, fragment: int) -> None:
         """Save the fragment as it is, and delete the segments that nobody can ask for any more.
 
+        Once every fragment has a snapshot newer than the segment's beginning, a new segment is begun. It repeats the
+        ledger, so damage in an older segment does not make the records after it useless (`recovery.py`).
+
         A full disk here costs nothing but time: the next restart has more to repeat.
         """
         buffers, what = self.buffers[fragment], f"snapshot of fragment {fragment}"
@@ -288,7 +293,10 @@ class Store:
             _save_snapshot(self.directory, self.ledger.spec, fragment, buffers, self._files)
             self.append(rec.SnapshotTaken(fragment=fragment, version=buffers.version))
             self._restart_from[fragment] = (self._restart_from[fragment][1], buffers.version)
+            self._saved_in[fragment] = self._journal.segment
             self._journal.prune(self._attachments.forget(self.ledger, [older for older, _ in self._restart_from]))
+            if all(self._saved_in.get(other) == self._journal.segment for other in range(len(self.buffers))):
+                self._journal.roll()
         except NoRoom as error:
             _log.warning("alarm what=%r why=%r", what, str(error))
             self.alarms = {**self.alarms, what: str(error)}

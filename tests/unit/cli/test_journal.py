@@ -82,7 +82,7 @@ def test_show_lists_the_last_records_and_says_what_it_left_out(folder: Path) -> 
     assert result.exit_code == 0
     *_, foot = result.stdout.splitlines()
     assert (
-        result.stdout.count("000000:") == 3 and "commit" in result.stdout and "without tromso (silent)" in result.stdout
+        result.stdout.count("000001:") == 3 and "commit" in result.stdout and "without tromso (silent)" in result.stdout
     )
     total = len(rows(call(folder, "journal", "show", "--all", "--json")))
     assert foot.strip() == f"{total} records of {total}; {total - 3} earlier ones are left out, --all shows them"
@@ -150,7 +150,7 @@ def test_verify_says_that_all_is_whole(folder: Path) -> None:
 
 
 def test_damage_ends_with_one_line_that_says_where_and_the_code_of_storage(folder: Path) -> None:
-    (path,) = segment_paths(folder).values()
+    *_, path = segment_paths(folder).values()
     whole = path.read_bytes()
     path.write_bytes(whole[:3000] + bytes([whole[3000] ^ 1]) + whole[3001:])
     try:
@@ -160,10 +160,7 @@ def test_damage_ends_with_one_line_that_says_where_and_the_code_of_storage(folde
     for result in (verify, show):
         assert result.exit_code == ExitCode.STORAGE
         assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) == 1
-    assert (
-        f"{folder} is damaged: journal-000000.log byte " in verify.stderr
-        and "is damaged, and was durable" in verify.stderr
-    )
+    assert f"{folder} is damaged: {path.name} byte " in verify.stderr and "is damaged, and was durable" in verify.stderr
 
 
 def test_replay_makes_the_commits_again_that_can_be(folder: Path) -> None:
@@ -220,7 +217,7 @@ def test_explain_says_who_came_when_who_did_not_and_why(folder: Path) -> None:
     for said in (
         f"f0:{ROUNDS}", "open for 12s", "12m 34s into the run", "all 2 expected came, 1 removed",
         "bergen, oslo, tromso", "+3.5s", "+4.2s", "0.500", "silent", "nothing was heard for the liveness time-out",
-        "+1.5s", "a flipped bit", "H 10", "record at 000000:",
+        "+1.5s", "a flipped bit", "H 10", "record at 000001:",
     ):  # fmt: skip
         assert said in result.stdout, said
 
@@ -265,13 +262,17 @@ def test_a_window_that_nothing_is_known_of_ends_in_one_line(folder: Path, window
 
 def test_salvage_says_what_it_gives_up_and_changes_nothing_unless_told_to(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "state"))
-    (path,) = segment_paths(copy).values()
+    *_, path = segment_paths(copy).values()
     os.truncate(path, path.stat().st_size * 9 // 10)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1000] + bytes([whole[-1000] ^ 1]) + whole[-999:])
     runner = CliRunner()
     plan = runner.invoke(app, ["journal", "salvage", str(copy)])
     assert plan.exit_code == 0, plan.output
+    by_option = call(copy, "journal", "salvage")
+    assert by_option.exit_code == 0 and "nothing was changed" in by_option.stdout, "--state DIR, as for its siblings"
+    twice = call(copy, "journal", "salvage", str(copy))
+    assert twice.exit_code == ExitCode.USAGE and "given twice" in twice.stderr
     assert "nothing was changed" in plan.stdout and "goes on" in plan.stdout
     assert path.exists() and not (copy / "before-salvage-1").exists()
     (done,) = rows(runner.invoke(app, ["journal", "salvage", str(copy), "--write", "--json"]))
@@ -282,10 +283,11 @@ def test_salvage_says_what_it_gives_up_and_changes_nothing_unless_told_to(folder
 
 def test_salvage_says_that_it_was_interrupted_and_finishes(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "state"))
-    (path,) = segment_paths(copy).values()
+    paths = segment_paths(copy).values()
     aside = copy / "before-salvage-1"
     shutil.copytree(copy, aside / "new")
-    shutil.move(path, aside / path.name)
+    for path in paths:
+        shutil.move(path, aside / path.name)
     (copy / "salvage-unfinished").write_bytes(b"farloop-salvage 1 out before-salvage-1\n")
     for command in (["journal", "verify"], ["journal", "show"]):
         refused = call(copy, *command)
@@ -296,7 +298,7 @@ def test_salvage_says_that_it_was_interrupted_and_finishes(folder: Path, tmp_pat
     done = runner.invoke(app, ["journal", "salvage", str(copy), "--write"])
     assert done.exit_code == 0 and "finished" in done.stdout, done.output
     (report,) = rows(call(copy, "journal", "verify", "--json"))
-    assert report["good"] and report["starts"] and (aside / path.name).exists()
+    assert report["good"] and report["starts"] and all((aside / path.name).exists() for path in paths)
 
 
 def test_salvage_of_a_folder_without_a_journal_ends_in_one_line(tmp_path: Path) -> None:

@@ -136,6 +136,42 @@ def test_one_bit_anywhere_in_the_journal_never_ends_the_run(stored: Stored) -> N
     assert passed_over + salvaged == 60 and passed_over > 5 and salvaged > 5
 
 
+def test_one_bit_never_ends_a_run_whose_journal_is_far_below_the_size_of_a_segment(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the sizes and intervals of a real run. Damage before the older set of snapshots gives up no version."""
+    monkeypatch.setattr("farloop.coordinator.store.SNAPSHOT_EVERY", 8)
+    monkeypatch.setattr("farloop.coordinator.attachments.HISTORY_VERSIONS", 16)
+    monkeypatch.setattr("farloop.coordinator.ledger.HISTORY_VERSIONS", 16)
+    files = VirtualFiles()
+    store = stored_runs.begun(PLACE, spec, files=files)
+    history = {(fragment, 0): digest(buffers.anchor) for fragment, buffers in enumerate(store.buffers)}
+    for _ in range(23):
+        for fragment in (0, 1):
+            stored_runs.commit(store, fragment)
+            history[fragment, store.buffers[fragment].version] = digest(store.buffers[fragment].anchor)
+    store.close()
+    run = Stored(files=files, history=history, versions=[23, 23])
+    paths = journal_of(files)
+    assert len(paths) == 3, "a new segment follows each set of snapshots"
+    lengths = {path: len(files.read_bytes(path)) for path in paths}
+    draw = random.Random(5)
+    for index in range(60):
+        at = sum(lengths.values()) * (2 * index + 1) // 120
+        path = next(path for path in paths if at < (end := sum(lengths[p] for p in paths[: paths.index(path) + 1])))
+        copy = run.copy()
+        flip(copy, path, at - end + lengths[path], draw.randrange(8))
+        store_or_refusal = started(copy)
+        if isinstance(store_or_refusal, Store):
+            assert goes_on(store_or_refusal, run) == run.versions
+            continue
+        found = salvage(PLACE, copy)
+        if path == paths[0]:
+            assert found.given_up == (), "every fragment has two snapshots behind the damage"
+        carry_out(PLACE, found, copy)
+        assert goes_on(started(copy), run) == list(found.versions)
+
+
 def test_damage_that_snapshots_make_needless_is_passed_over_with_an_alarm(stored: Stored) -> None:
     files = stored.copy()
     first = journal_of(files)[0]
@@ -292,7 +328,9 @@ def test_salvage_says_where_nothing_can_be_had(stored: Stored) -> None:
     files = stored.copy()
     for name in files.names(PLACE / "snapshots"):
         cut(files, PLACE / "snapshots" / name, 100)
-    with pytest.raises(StateMismatch, match="no consistent state"):
+    with pytest.raises(
+        StateMismatch, match=r"no consistent state.*--restore URL.*copy of this folder.*--adopt-from-nodes"
+    ):
         salvage(PLACE, files)
 
 
