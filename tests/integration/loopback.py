@@ -122,7 +122,7 @@ class Run:
         self.port, self.http = free_port(), free_port()
         self.daemons: list[Daemon] = []
         self.on_tape = False
-        """Whether the machines of daemons that are started from now on keep tapes, in NAME.tape: see tapes.py."""
+        """Whether daemons that are started from now on keep tapes, in NAME.tape (tapes.py), and every journal segment."""
         self._coordinator: Daemon | None = None
         self.tables: Tables = {
             "run": {**SMALL, **settings},
@@ -275,7 +275,7 @@ class Run:
     # --- waiting
 
     def records(self) -> list[Record]:
-        """Everything in the journal of a coordinator that has ended."""
+        """The journal of a coordinator that has ended: from its oldest segment on, all of it only when `on_tape`."""
         journal, found = Journal.open(self.state_dir)
         journal.close()
         return [entry.record for entry in found.entries]

@@ -1,4 +1,4 @@
-"""A daemon as its command starts it, but for its machine, which keeps a tape.
+"""A daemon as its command starts it, but its machine keeps a tape, and its journal every segment.
 
 The tape is written when the daemon ends; one that is killed leaves none.
 
@@ -8,14 +8,16 @@ The tape is written when the daemon ends; one that is killed leaves none.
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 from tapes import recording
 
 from farloop.cli.main import main
+from farloop.coordinator.journal import Journal
 
 
 def record(file: Path, *command: str) -> None:
-    with recording() as tapes:
+    with recording() as tapes, mock.patch.object(Journal, "prune", lambda *_: None):
         sys.argv = ["farloop", *command]
         try:
             main()

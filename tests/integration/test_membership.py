@@ -28,6 +28,7 @@ SILENT_S = Timing().liveness_s + CLOSED_S
 
 def test_a_node_told_to_stop_leaves_cleanly_and_one_that_comes_late_takes_part(new_run: NewRun) -> None:
     run = new_run(steps=180, **PACED)
+    run.on_tape = True
     coordinator, a, b = run.start_coordinator(), run.start_metronome("a"), run.start_node("b")
     run.until("b's work is merged", lambda status: merged_since(status, [0, 0, 0], "b"))
 

@@ -63,6 +63,7 @@ def test_two_nodes_train_by_diloco_to_the_end(new_run: NewRun) -> None:
 def test_data_parallel_is_one_adamw_over_both_batches(new_run: NewRun) -> None:
     """Protocol K: M nodes with batch B equal one torch process with batch M·B, to 1e-5."""
     run = new_run(steps=25, method="data-parallel", lr=1e-3, min_lr=1e-4)
+    run.on_tape = True
     run.start_coordinator(), run.start_node("a"), run.start_node("b")
     status = run.until_done()
     assert_all_agree(run, status, "a", "b")
