@@ -122,7 +122,7 @@ class Run:
         self.port, self.http = free_port(), free_port()
         self.daemons: list[Daemon] = []
         self.on_tape = False
-        """Whether daemons that are started from now on keep tapes, in NAME.tape (tapes.py), and every journal segment."""
+        """Whether daemons started from now on keep tapes, in NAME.tape (tapes.py), and all journal segments."""
         self._coordinator: Daemon | None = None
         self.tables: Tables = {
             "run": {**SMALL, **settings},
