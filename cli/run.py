@@ -1,8 +1,9 @@
 """From a run's settings to a run: the agreed spec and the first anchors, before any coordinator is started."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import load_file
@@ -16,8 +17,17 @@ from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.replay import arrivals
 from farloop.algo.schedule import num_rounds
 from farloop.algo.schedule_check import check_learning_rate, check_rounds
-from farloop.algo.spec import Identity, InnerOptimizer, RoundRule, RunSpec, Screen, Terms
-from farloop.cli.run_schedule import learning_rate_of
+from farloop.algo.spec import (
+    Identity,
+    InnerOptimizer,
+    LearningRate,
+    LearningRateShape,
+    Rewarm,
+    RoundRule,
+    RunSpec,
+    Screen,
+    Terms,
+)
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.corpus import Corpus, CorpusError, load_corpus
 from farloop.node.data import EvaluationSet, num_samples
@@ -336,3 +346,48 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
     buffer = outer.buffer if config.outer_buffer is None else config.outer_buffer
     settled = replace(terms, outer_lr=outer_lr, outer_momentum=outer_momentum, outer_clip=clip, outer_buffer=buffer)
     return settled, notes
+
+
+def learning_rate_of(config: RunConfig) -> LearningRate:
+    """The run's learning rate. Raises ValueError, one sentence, for text that names no positions."""
+    infinite = config.schedule == "infinite"
+    constant = (config.lr + config.min_lr) / 2 if infinite and config.constant_lr is None else config.constant_lr
+    cooldown = config.steps // 4 if infinite and config.cooldown_steps is None else config.cooldown_steps
+    return LearningRate(
+        peak=config.lr,
+        minimum=config.min_lr,
+        warmup_steps=min(100, config.steps // 10) if config.warmup_steps is None else config.warmup_steps,
+        shape=cast(LearningRateShape, config.schedule),  # whether it is one is asked by `check_learning_rate`
+        drops=tuple(_position(word, "drops", "300,450") for word in _words(config.drops)),
+        drop_factor=config.drop_factor,
+        decay_share=config.decay_share,
+        decay=cast(Literal["sqrt", "linear"], config.decay),
+        constant=constant or 0.0,
+        cooldown_steps=cooldown or 0,
+        anneal_at=config.anneal_at,
+        rewarms=tuple(_rewarm(word) for word in _words(config.rewarms)),
+    )
+
+
+def _words(text: str | None) -> Iterator[str]:
+    return (word.strip() for word in text.split(",")) if text else iter(())
+
+
+def _position(word: str, key: str, example: str) -> int:
+    if not word.isdecimal():
+        raise ValueError(f"[run] {key}: schedule positions are wanted, as {example}, not {word!r}")
+    return int(word)
+
+
+def _rewarm(word: str) -> Rewarm:
+    start, _, rest = word.partition(":")
+    peak, brings, replay = rest.partition(":")
+    try:
+        return Rewarm(
+            start=_position(start, "rewarms", "600:1e-3"), peak=float(peak), replay=float(replay) if brings else None
+        )
+    except ValueError:
+        raise ValueError(
+            "[run] rewarms: position and peak of each re-warm are wanted, as 600:1e-3,900:5e-4, and the replay of one "
+            f"that brings new data, as 600:1e-3:0.05, not {word!r}"
+        ) from None
