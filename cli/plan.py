@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from farloop.cli.exit_codes import CommandError, ended_in_one_line
-from farloop.monitoring.units import NOTHING, percent_text
+from farloop.monitoring.units import NOTHING, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -247,17 +247,6 @@ def show(console: "Console", inventory: "Inventory", plan: "Plan", plan_s: float
             console.print(f" {words}: {', '.join(names)}", soft_wrap=True)
     for note in plan.notes:
         console.print(f" {note}", style="dim", soft_wrap=True)
-
-
-def seconds_text(seconds: float) -> str:
-    """Three digits: `1.03 s`, `33.4 s`, `15.2 ms`, `2 h 5 min`."""
-    if seconds >= 3600.0:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
-    if seconds >= 600.0:
-        return f"{seconds / 60.0:.1f} min"
-    if seconds >= 1.0:
-        return f"{seconds:#.3g}".rstrip(".") + " s"
-    return "0 s" if seconds == 0.0 else f"{1e3 * seconds:.3g} ms"
 
 
 def _or_nothing(value: float | None, text: Callable[[float], str]) -> str:

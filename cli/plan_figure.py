@@ -16,9 +16,9 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
 
 from farloop.bench.figures import GOOD, GRID, INK, MUTED, SERIES, STYLE
-from farloop.cli.plan import seconds_text
 from farloop.coordinator.routing.inventory import Inventory
 from farloop.coordinator.routing.plan import Plan
+from farloop.monitoring.units import seconds_text
 
 _LINES: Final = (*SERIES, "#0e7490", "#7c5800", "#be185d", "#4d7c0f")
 """As many paths have a colour of their own; of more, only the slowest have."""

@@ -12,13 +12,13 @@ from typing import Any
 
 from farloop.algo.layout import Layout
 from farloop.cli.exit_codes import CommandError
-from farloop.cli.plan import seconds_text
 from farloop.cli.toml import dump_toml
 from farloop.coordinator.files import DISK
 from farloop.coordinator.routing.hysteresis import WORTH, worth_switching
 from farloop.coordinator.routing.inventory import COORDINATOR, Inventory, Node
 from farloop.coordinator.routing.plan import Plan
 from farloop.coordinator.routing.present import NotPredicted, present_step_s
+from farloop.monitoring.units import seconds_text
 from farloop.node.pipeline.errors import LayoutError
 from farloop.node.pipeline.layout_file import layout_json, read_layout
 

@@ -37,6 +37,17 @@ def duration_text(seconds: float) -> str:
     return f"{whole}s"
 
 
+def seconds_text(seconds: float) -> str:
+    """Three digits: `1.03 s`, `33.4 s`, `15.2 ms`, `2 h 5 min`."""
+    if seconds >= 3600.0:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 600.0:
+        return f"{seconds / 60.0:.1f} min"
+    if seconds >= 1.0:
+        return f"{seconds:#.3g}".rstrip(".") + " s"
+    return "0 s" if seconds == 0.0 else f"{1e3 * seconds:.3g} ms"
+
+
 def percent_text(share: float) -> str:
     """A share of one: `97.4%`; whole numbers at the ends. Never rounds up to 100."""
     if share >= 1 or share <= 0:
