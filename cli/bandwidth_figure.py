@@ -14,9 +14,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from farloop.bench.figures import INK, MUTED, SERIES, STYLE
-from farloop.cli.simulate_bandwidth import gbit_text, model_lines, model_text, short_name
 from farloop.monitoring.units import factor_text, plural
-from farloop.sim.bandwidth import Training, required_gbit_s, utilization
+from farloop.sim.bandwidth import (
+    Training,
+    gbit_text,
+    model_lines,
+    model_text,
+    required_gbit_s,
+    short_name,
+    utilization,
+)
 
 POINTS = 400
 """Of a curve."""

@@ -250,50 +250,14 @@ def curve_json(curve: Curve) -> dict[str, Any]:
     }
 
 
-def model_text(training: "Training") -> str:
-    """`1B parameters, 24 layers, 0.1 s of compute per inner step`."""
-    size, unit = next(
-        ((size, unit) for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if training.params >= size),
-        (1.0, ""),
-    )
-    layers = "1 layer" if training.layers == 1 else f"{training.layers} layers"
-    return f"{training.params / size:.4g}{unit} parameters, {layers}, {training.step_s:g} s of compute per inner step"
-
-
-def model_lines(trainings: "Sequence[Training]") -> list[str]:
-    """Which model was simulated, a line each; of the yardstick beside farloop's methods too."""
-    said = {
-        "farloop": "Model farloop: upload, wait for all nodes, download, at step boundaries",
-        "published": "Model published: layers queue on one link, overlapped with backward passes",
-    }
-    models = dict.fromkeys(training.model for training in trainings)
-    if len(models) == 1:
-        return [said[model] for model in models]
-    return [said["farloop"], "Model published for data-parallel: its gradients overlap the backward pass"]
-
-
-def gbit_text(gbit_s: float) -> str:
-    """Three digits: `0.348`, `1.60`, `97.0`, `1,230`."""
-    if gbit_s >= 99.95:
-        return f"{gbit_s:,.0f}"
-    return f"{gbit_s:.1f}" if gbit_s >= 9.995 else f"{gbit_s:.2f}" if gbit_s >= 0.9995 else f"{gbit_s:#.3g}"
-
-
-def short_name(training: "Training", before: "Training | None") -> str:
-    """Its method, or what it adds to the one before, where that has the same method."""
-    if before is None or before.method != training.method:
-        return training.method
-    if before.overlap != training.overlap:
-        return f"+ overlap {training.overlap}"
-    return f"+ {training.bits:g} bit"
-
-
 def _whole(value: float) -> float:
     return int(value) if value.is_integer() else value
 
 
 def _show(curves: Sequence[Curve], plot: Path | None) -> None:
     from rich.console import Console
+
+    from farloop.sim.bandwidth import model_lines, model_text
 
     console = Console(highlight=False)
     console.print(f"\n {model_text(curves[0].training)}", soft_wrap=True)
@@ -309,6 +273,8 @@ def _show(curves: Sequence[Curve], plot: Path | None) -> None:
 
 def required_table(curves: Sequence[Curve]) -> "Table":
     """A row per training: its settings, and the bandwidth for each utilisation."""
+    from farloop.sim.bandwidth import gbit_text
+
     targets = list(curves[0].required_gbit_s)
     table = _table()
     for column in ("method", "H", "τ", "bits", "parts", *(f"{100 * target:g}%" for target in targets)):
@@ -331,6 +297,8 @@ def utilization_table(curves: Sequence[Curve]) -> "Table":
 
 
 def _names(curves: Sequence[Curve]) -> list[str]:
+    from farloop.sim.bandwidth import short_name
+
     trainings = [curve.training for curve in curves]
     return [short_name(training, before) for training, before in zip(trainings, [None, *trainings], strict=False)]
 

@@ -267,3 +267,44 @@ def _stall(events: Sequence[_Event], period: float, transfers: Floats, training:
 
 def _plural(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+# --- text
+
+
+def model_text(training: Training) -> str:
+    """`1B parameters, 24 layers, 0.1 s of compute per inner step`."""
+    size, unit = next(
+        ((size, unit) for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if training.params >= size),
+        (1.0, ""),
+    )
+    layers = "1 layer" if training.layers == 1 else f"{training.layers} layers"
+    return f"{training.params / size:.4g}{unit} parameters, {layers}, {training.step_s:g} s of compute per inner step"
+
+
+def model_lines(trainings: Sequence[Training]) -> list[str]:
+    """Which model was simulated, a line each; of the yardstick beside farloop's methods too."""
+    said = {
+        "farloop": "Model farloop: upload, wait for all nodes, download, at step boundaries",
+        "published": "Model published: layers queue on one link, overlapped with backward passes",
+    }
+    models = dict.fromkeys(training.model for training in trainings)
+    if len(models) == 1:
+        return [said[model] for model in models]
+    return [said["farloop"], "Model published for data-parallel: its gradients overlap the backward pass"]
+
+
+def gbit_text(gbit_s: float) -> str:
+    """Three digits: `0.348`, `1.60`, `97.0`, `1,230`."""
+    if gbit_s >= 99.95:
+        return f"{gbit_s:,.0f}"
+    return f"{gbit_s:.1f}" if gbit_s >= 9.995 else f"{gbit_s:.2f}" if gbit_s >= 0.9995 else f"{gbit_s:#.3g}"
+
+
+def short_name(training: Training, before: Training | None) -> str:
+    """Its method, or what it adds to the one before, where that has the same method."""
+    if before is None or before.method != training.method:
+        return training.method
+    if before.overlap != training.overlap:
+        return f"+ overlap {training.overlap}"
+    return f"+ {training.bits:g} bit"
