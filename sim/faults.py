@@ -1,6 +1,6 @@
 """Further things that go wrong, beside those of `scenario.py`: finer, nastier, or several at a time. Plain values.
 
-`at` is in virtual seconds. How each is done to a world is in `havoc.py`.
+`at` is in virtual seconds. How each is done to a world is in `world.py`.
 """
 
 from dataclasses import dataclass

@@ -7,21 +7,23 @@ and session is checked after every event.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import assert_never
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
 from farloop.coordinator import adopting, history
 from farloop.coordinator import events as coordinator_ev
 from farloop.coordinator import records as rec
-from farloop.sim import havoc
+from farloop.coordinator.errors import StateLocked
+from farloop.sim import faults as ft
 from farloop.sim import scenario as sc
 from farloop.sim.agenda import Agenda, Process
 from farloop.sim.coordinator import CoordinatorActor
 from farloop.sim.disk import Disk, MemoryStore, PowerCut
 from farloop.sim.hostile import Board
-from farloop.sim.network import CONNECT_TIMEOUT_S, Cable, Connection, Side, Weather
+from farloop.sim.network import CONNECT_TIMEOUT_S, STORM, Cable, Connection, Side, Weather
 from farloop.sim.node import NodeActor
 from farloop.sim.outcome import NodeOutcome, Outcome, commit_of
 from farloop.wire.messages import Progress
@@ -31,6 +33,9 @@ KNOCK_S = 1.0
 
 ADOPTS_AFTER_S, GIVES_UP_S = 20.0, 45.0
 """How patient a coordinator that goes on from what nodes hold is with those that are away, and a person with it."""
+
+_LOOKS_S = 0.2
+"""Seconds between two looks at whether a leaving node has stopped."""
 
 TAIL = 40
 """Last things that a stuck world tells."""
@@ -324,8 +329,115 @@ class World:
                 agenda.at(at, lambda: self._change_terms(dict(given)))
             case sc.SpoilAnchor(node=node, at=at, fragment=fragment):
                 agenda.at(at, lambda: self.actor(node, lambda actor: actor.spoil(fragment)))
+            case ft.CrashAtWrite():
+                self.disk.at_write.append(self._crash_at_write(fault))
+            case ft.ReadOnlyDisk(at=at, for_s=for_s):
+                agenda.at(at, lambda: setattr(self.disk, "read_only", True))
+                agenda.at(at + for_s, lambda: setattr(self.disk, "read_only", False))
+            case ft.NarrowDisk(at=at, for_s=for_s, room=room):
+                agenda.at(at, lambda: setattr(self.disk, "room", room))
+                agenda.at(at + for_s, lambda: setattr(self.disk, "room", None))
+            case ft.ClockJump(at=at):
+                agenda.at(at, lambda: self._jump_clock(fault.node, fault.by_s))
+            case ft.OneWayCut(node=node, at=at, for_s=for_s, to=to):
+                cable, side = self.hosts[node].cable, Side.NODE if to == "node" else Side.COORDINATOR
+                agenda.at(at, lambda: cable.blocked.add(side))
+                agenda.at(at + for_s, cable.mend)
+            case ft.Squall(at=at, for_s=for_s):
+                agenda.at(at, lambda: self._start_squall(fault))
+            case ft.ComeAndGo(at=at):
+                agenda.at(at, lambda: self._leave_and_return(fault))
+            case ft.SlowLink(at=at, for_s=for_s):
+                agenda.at(at, lambda: self._slow_link(fault.node, fault.factor))
+                agenda.at(at + for_s, lambda: self._slow_link(fault.node, 1.0))
+            case ft.SlowNode(at=at, for_s=for_s):
+                agenda.at(at, lambda: self.actor(fault.node, lambda actor: actor.slow_down(fault.factor)))
+                agenda.at(at + for_s, lambda: self.actor(fault.node, lambda actor: actor.slow_down(1.0)))
+            case ft.SecondCoordinator(at=at):
+                agenda.at(at, self._start_second_coordinator)
             case _:
-                havoc.enter(self, fault)
+                assert_never(fault)
+
+    def _crash_at_write(self, fault: ft.CrashAtWrite) -> Callable[[int, bool], None]:
+        def look(write: int, durable: bool) -> None:
+            if (write, durable) == (fault.write, fault.durable):
+                self.crash_coordinator(fault.down_s)
+                raise PowerCut(fault.down_s)
+
+        return look
+
+    def _jump_clock(self, node: NodeId | None, by_s: float) -> None:
+        if node is None:
+            process = self.coordinator.process if self.coordinator else None
+        else:
+            process = None if self.hosts[node].down else self.hosts[node].actor.process
+        if process is not None:
+            process.ahead_s += by_s
+
+    def _slow_link(self, node: NodeId, factor: float) -> None:
+        """Change the rate of the node's open connections, and of its next ones."""
+        host = self.hosts[node]
+        usual = host.setup.weather or self.scenario.weather
+        slow = replace(usual, bytes_per_s=usual.bytes_per_s / factor)
+        host.weather = None if factor == 1.0 else slow
+        for connection in host.connections:
+            connection.change(slow)
+
+    def _start_squall(self, fault: ft.Squall) -> None:
+        host = self.hosts[fault.node]
+        host.weather = replace(STORM, duplication=0.3, reordering=0.3)
+
+        def reset() -> None:
+            for connection in host.connections:
+                connection.reset()
+            host.connections.clear()
+
+        def calm() -> None:
+            host.weather = None
+            reset()  # open connections would keep the squall's weather
+
+        for number in range(fault.resets):
+            self.agenda.after(number * fault.for_s / fault.resets, reset)
+        self.agenda.after(fault.for_s, calm)
+
+    def _leave_and_return(self, fault: ft.ComeAndGo) -> None:
+        """Stop the node, and start it again as soon as it has stopped."""
+        host = self.hosts[fault.node]
+        if self.coordinator is not None and self.coordinator.finished:
+            return
+        if host.down or not host.actors:
+            return self.agenda.after(_LOOKS_S, lambda: self._leave_and_return(fault))
+        if fault.gently:
+            self.actor(fault.node, NodeActor.drain)
+        else:
+            self.crash_node(fault.node)
+        leaving = host.actor
+
+        def look() -> None:
+            if host.actor is not leaving:
+                return  # started again by another fault
+            if not (host.down or leaving.gone):
+                return self.agenda.after(_LOOKS_S, look)
+            if self.coordinator is not None and self.coordinator.finished:
+                return
+            leaving.process.kill()
+            self.start_node(fault.node)
+            if fault.times > 1:
+                again = replace(fault, times=fault.times - 1)
+                self.agenda.after(fault.stays_s, lambda: self._leave_and_return(again))
+
+        self.agenda.after(_LOOKS_S, look)
+
+    def _start_second_coordinator(self) -> None:
+        if self.coordinator is None:
+            return
+        before = self.disk.epoch, len(self.disk.entries)
+        try:
+            MemoryStore(self.disk, self.spec)
+        except StateLocked:
+            assert before == (self.disk.epoch, len(self.disk.entries)), "who is refused changes nothing"
+        else:
+            raise AssertionError("two coordinators have one state")
 
     def _change_terms(self, given: dict[str, str]) -> None:
         if (coordinator := self.coordinator) is not None:
