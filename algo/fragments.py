@@ -5,15 +5,11 @@ parallelism. When a fragment is sent, and what is done to it, is decided elsewhe
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TENSOR_ALIGN, TILE, Fragment, Layout, TensorSlot
-
-Pattern = Literal["whole", "sequential", "strided", "balanced"]
-"""What decides the fragment of a tensor: nothing, its block's place in the stack, block mod P, or sizes alone."""
+from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TENSOR_ALIGN, TILE, Fragment, Layout, Pattern, TensorSlot
 
 NamedShape = tuple[str, tuple[int, ...]]
 

@@ -1,26 +1,14 @@
-"""The training methods that a run can name, each a row of choices, and the check that a run's terms make sense.
+"""The training methods that a run can name, each a row of choices.
 
-Codec names are checked where codecs live; here only what the mathematics demands. Free of torch: state machines read
-this table, and so does a command line that only prints help.
+Free of torch: state machines read this table, and so does a command line that only prints help. Whether a run's terms
+fit its method, `validation.py` checks.
 """
 
 import difflib
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
-from farloop.algo.admission_check import check_admission
-from farloop.algo.of_nodes import check_of_nodes
-from farloop.algo.outer_check import check_inner, check_outer
-from farloop.algo.require import require
-from farloop.algo.schedule import initial_h
-from farloop.algo.schedule_check import check_learning_rate, check_rounds
-from farloop.algo.spec import LateUpdatePolicy, Layout, Terms
-from farloop.algo.variates_check import check_variates
-
-if TYPE_CHECKING:
-    from farloop.algo.fragments import Pattern
-    from farloop.algo.outer import OuterKind
+from farloop.algo.spec import LateUpdatePolicy, OuterKind, Pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +17,7 @@ class Method:
 
     name: str
     summary: str
-    pattern: "Pattern"
+    pattern: Pattern
     """How the model is cut."""
     h: int
     tau: int
@@ -43,7 +31,7 @@ class Method:
     """Names of the terms that must keep the values given here."""
     merge: str = "mean"
     """Name of its merge rule."""
-    outer: "OuterKind" = "nesterov"
+    outer: OuterKind = "nesterov"
     inner: bool = True
     """Nodes run an optimizer; without one their delta is the gradient (protocol K)."""
     weights: Literal["tokens", "quality"] = "tokens"
@@ -159,10 +147,6 @@ METHODS: Final = {
 }
 
 
-_MOST_STALE: Final = 16
-"""Versions; as many commits as the coordinator remembers."""
-
-
 def method_named(name: str) -> Method:
     """The method of that name. Raises ValueError that names the nearest one."""
     if name in METHODS:
@@ -188,84 +172,3 @@ def max_tau(method: Method, h: int, slots: int) -> int:
     """
     undecided = slots if method.in_flight is None else min(method.in_flight, slots)
     return undecided * h // slots - 1
-
-
-def check(terms: Terms, layout: Layout) -> None:
-    """Raise ValueError, one sentence with the nearest valid value, unless a run of this layout can have these terms."""
-    method = method_named(terms.method)
-    for name in sorted(method.fixed):
-        wanted, value = getattr(method, name), getattr(terms, name)
-        require(value == wanted, f"{method.name} runs with {name} = {wanted} only, not {value}")
-    _check_layout(method, layout)
-    _check_schedule(method, terms, layout.slots)
-    _check_optimizers(terms)
-    _check_windows(terms)
-    check_of_nodes(terms, method, layout)
-    check_variates(terms, method)
-    check_admission(terms, method)
-
-
-def _check_layout(method: Method, layout: Layout) -> None:
-    if method.pattern == "whole":
-        require(layout.slots == 1, f"{method.name} sends the whole model in 1 slot, but the layout has {layout.slots}")
-    if method.outer == "adamw":
-        count = len(layout.fragments)
-        require(count == 1, f"{method.name} needs the model in 1 fragment, but it takes {count}: it is too large")
-
-
-def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
-    for name in ("steps", "h", "batch_sequences", "sequence_tokens", "evaluate_every_rounds"):
-        require(getattr(terms, name) >= 1, f"{name} is {getattr(terms, name)}; the least is 1")
-    require(slots <= terms.h, f"h is {terms.h}, too short for {slots} slots of one step or more; the least is {slots}")
-    check_learning_rate(terms)
-    rule, fixed = terms.h_rule, "h" in method.fixed
-    require(not fixed or rule == "constant", f"{method.name} runs with h_rule = constant only, not {rule}")
-    check_rounds(terms, slots)
-    name, shortest = min((terms.h, "h"), (initial_h(terms), "h_init"))[::-1]
-    most = max_tau(method, shortest, slots)
-    require(0 <= terms.tau <= most, f"tau is {terms.tau}; {method.name} with {name} = {shortest} takes 0 to {most}")
-    _check_lag(method, terms)
-    require(0.0 <= terms.mix <= 1.0, f"mix is {terms.mix}; it lies between 0 (the anchor) and 1 (the local weights)")
-
-
-def _check_lag(method: Method, terms: Terms) -> None:
-    most = f"at most {method.max_lag}" if method.max_lag else "0 only"
-    require(0 <= terms.lag <= method.max_lag, f"lag is {terms.lag}; {method.name} takes {most}")
-    require(bool(terms.lag) or not terms.eager, "eager needs an update that is a round late; set lag = 1")
-    if not terms.lag:
-        return
-    # What has been sent must leave the local weights, or the next delta, which has the same base, would hold it again.
-    require(terms.mix == 0.0, f"mix is {terms.mix}; with lag = 1 it is 0, for what stayed would be sent twice")
-    require(terms.tau == 0, f"tau is {terms.tau}; with lag = 1 it is 0, for the overlap is a whole round")
-    require(terms.on_late_update == "wait", "on_late_update is continue; with lag = 1 it is wait")
-
-
-def _check_optimizers(terms: Terms) -> None:
-    method = method_named(terms.method)
-    check_outer(terms, method.outer)
-    check_inner(terms, has_inner=method.inner)
-    require(
-        math.isfinite(terms.clip) and terms.clip > 0.0,
-        f"clip is {terms.clip}; it must be a number above 0 (a large one switches clipping off)",
-    )
-
-
-def _check_windows(terms: Terms) -> None:
-    for name, least in (("max_stale_rounds", 0), ("floor", 1), ("min_nodes", 1)):
-        require(getattr(terms, name) >= least, f"{name} is {getattr(terms, name)}; the least is {least}")
-    # Elsewhere the sum of a window is over deltas of one base.
-    most = _MOST_STALE if method_named(terms.method).max_staleness else 0
-    require(
-        0 <= terms.max_staleness <= most, f"max_staleness is {terms.max_staleness}; {terms.method} takes 0 to {most}"
-    )
-    closes_at = terms.min_nodes
-    if terms.quorum is not None:
-        require(
-            1 <= terms.quorum <= terms.min_nodes,
-            f"quorum is {terms.quorum}; the run starts with min_nodes = {terms.min_nodes}, so it can be 1 to that",
-        )
-        closes_at = terms.quorum
-    require(
-        terms.floor <= closes_at,
-        f"floor is {terms.floor}, but a window can close with {closes_at} contributions: at most {closes_at}",
-    )

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from farloop.algo.fragments import tiles
 from farloop.algo.outer_settings import PLAIN_AVERAGE as PLAIN_AVERAGE
-from farloop.algo.outer_settings import OuterKind as OuterKind
 from farloop.algo.outer_settings import OuterSettings as OuterSettings
 from farloop.algo.outer_settings import default_outer as default_outer
 from farloop.algo.spec import Fragment

@@ -13,7 +13,8 @@ from torch import Tensor
 from farloop.algo.fragments import tiles
 from farloop.algo.outer import outer_step_
 from farloop.algo.outer_co2 import co2_step_
-from farloop.algo.outer_settings import OuterKind, OuterSettings
+from farloop.algo.outer_settings import OuterSettings
+from farloop.algo.spec import OuterKind
 
 
 def state_names(kind: OuterKind, momentum: float) -> tuple[str, ...]:

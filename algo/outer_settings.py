@@ -6,10 +6,9 @@ replay repeats the step without asking anew. The steps themselves are in `outer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-OuterKind = Literal["sgd", "nesterov", "heavy-ball", "delayed-nesterov", "co2", "adamw"]
-"""What steps a target: one of `outer_rules.py`, or the AdamW of `data-parallel`."""
+from farloop.algo.spec import OuterKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

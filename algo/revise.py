@@ -11,10 +11,9 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from farloop.algo.methods import check
-from farloop.algo.of_nodes import OF_NODES, given_as
 from farloop.algo.revisions import BELONG_TO_ROUNDS, composed
 from farloop.algo.spec import Identity, Layout, LearningRate, Terms
+from farloop.algo.validation import OF_NODES, check, given_as
 
 BELONG_TO_WINDOWS: Final = frozenset(
     {

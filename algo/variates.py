@@ -28,7 +28,7 @@ downlink has by itself, 1 − α is left.
 
 Limits. Every node must be in every merge (quorum = all): who was absent would need the change of c. A node must know Δ̄:
 with an outer optimizer without momentum the update says it; with momentum it does not, and nothing here guesses. With
-AdamW inside there is no theorem. Which runs can have it: `variates_check.py`; who does it when: `node/drift.py`.
+AdamW inside there is no theorem. Which runs can have it: `validation.py`; who does it when: `node/drift.py`.
 """
 
 import torch

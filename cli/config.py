@@ -14,10 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from farloop.algo.admission_check import ROBUST_RULES, SCREENS
 from farloop.algo.methods import METHODS
-from farloop.algo.outer_check import INNER_OPTIMIZERS
-from farloop.algo.schedule_check import RULES, SHAPES
+from farloop.algo.validation import INNER_OPTIMIZERS, ROBUST_RULES, RULES, SCREENS, SHAPES
 from farloop.cli.address import parse_host_port, parse_tcp
 from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
 from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA, Key, Schema

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors, uncompiled_name
-from farloop.algo.methods import Method, check, default_mix, method_named
-from farloop.algo.of_nodes import given_as
+from farloop.algo.methods import Method, default_mix, method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.replay import arrivals
 from farloop.algo.schedule import num_rounds
-from farloop.algo.schedule_check import check_learning_rate, check_rounds
 from farloop.algo.spec import (
     Identity,
     InnerOptimizer,
@@ -28,6 +26,7 @@ from farloop.algo.spec import (
     Screen,
     Terms,
 )
+from farloop.algo.validation import check, check_learning_rate, check_rounds, given_as
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.corpus import Corpus, CorpusError, load_corpus
 from farloop.node.data import EvaluationSet, num_samples

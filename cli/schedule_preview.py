@@ -185,9 +185,10 @@ def config_of(file: Path | None, flags: Iterable[str]) -> "RunConfig":
 
 def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
     """The rounds that the coordinator will plan, and what else a person should know of. Raises CommandError."""
-    from farloop.algo.methods import check, method_named
+    from farloop.algo.methods import method_named
     from farloop.algo.schedule import first_rounds, learning_rate
     from farloop.algo.spec import Fragment, Layout
+    from farloop.algo.validation import check
     from farloop.cli.run import terms_of
 
     one_slot = Layout(slots=1, fragments=(Fragment(index=0, slot=0, numel=256, tensors=()),))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from farloop.algo import schedule
-from farloop.algo.admission_check import ROBUST_RULES
 from farloop.algo.digest import canonicalise_, combine, digest
 from farloop.algo.fragments import flatten_into, tiles
 from farloop.algo.merge import MERGE_RULES, Pieces, radial_into
@@ -22,6 +21,7 @@ from farloop.algo.outer_co2 import staleness_gap
 from farloop.algo.outer_rules import restarts, state_names, step_
 from farloop.algo.robust import Gram, coordinates_into, gram
 from farloop.algo.spec import Fragment, RoundPlan, Terms
+from farloop.algo.validation import ROBUST_RULES
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Codec

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, zeros
 
-from farloop.algo.admission_check import ROBUST_RULES
 from farloop.algo.correction import usual
 from farloop.algo.digest import digest
 from farloop.algo.methods import method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE
 from farloop.algo.robust import cosines, weights_by
 from farloop.algo.spec import BlobId, BlobKind, Fragment, Terms
+from farloop.algo.validation import ROBUST_RULES
 from farloop.coordinator import aggregator, bits
 from farloop.coordinator.aggregator import Buffers, Result, Step
 from farloop.coordinator.ledger import Ledger

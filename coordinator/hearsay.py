@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
-from farloop.algo import methods
+from farloop.algo import validation
 from farloop.algo.revise import LEARNING_RATE_STAYS, STAY, changes
 from farloop.algo.spec import Revision, RoundPlan, WindowTerms
 from farloop.coordinator import records as rec
@@ -72,7 +72,7 @@ def _of_revision(revision: Revision, ledger: Ledger) -> Iterator[str]:
         if change.key in STAY or change.key.removeprefix("lr.") in LEARNING_RATE_STAYS:
             yield f"{name} changes {change.key}, which stays"
     try:
-        methods.check(revision.terms, layout)
+        validation.check(revision.terms, layout)
         check_codecs(revision.terms)
     except ValueError as error:
         yield f"{name}: {error}"

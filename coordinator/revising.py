@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from farloop.algo import schedule
-from farloop.algo.of_nodes import OF_NODES
 from farloop.algo.revise import Change, changes, nodes_must_hear, revised
 from farloop.algo.spec import NodeId, Revision, RoundPlan, Terms
+from farloop.algo.validation import OF_NODES
 from farloop.coordinator.ledger import Ledger
 from farloop.wire.messages import OWN_CODECS_SINCE, SINCE, Revised
 

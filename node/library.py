@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from farloop.algo.methods import method_named
-from farloop.algo.overlap import check_own_tau
 from farloop.algo.parts import Part, is_source
 from farloop.algo.spec import RunSpec
+from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.errors import DataError, TermsMismatch

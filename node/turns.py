@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from farloop.algo import schedule
-from farloop.algo.overlap import at_most
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms, WindowTerms
+from farloop.algo.validation import at_most
 from farloop.node.fragment_state import FragmentState
 
 if TYPE_CHECKING:

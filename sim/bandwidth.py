@@ -28,8 +28,8 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from farloop.algo.require import require
 from farloop.algo.schedule import due_step
+from farloop.algo.validation import require
 
 MethodName = Literal["data-parallel", "diloco", "streaming"]
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import get_args
 
 from farloop.algo.methods import max_tau, method_named
-from farloop.algo.overlap import at_most
 from farloop.algo.schedule import POWERS, steps_by_share
 from farloop.algo.spec import LearningRate, NodeId, Rewarm, Terms
+from farloop.algo.validation import at_most
 from farloop.coordinator.roster import EXPIRE_S
 from farloop.sim import faults as ft
 from farloop.sim import problem

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from farloop.algo.methods import METHODS
-from farloop.algo.require import require
+from farloop.algo.validation import require
 
 MethodName = Literal["data-parallel", "elastic", "diloco", "streaming", "decoupled"]
 

@@ -88,7 +88,7 @@ def test_the_wire_needs_little(path: Path) -> None:
 
 
 def test_the_spec_and_the_endpoint_need_the_standard_library_alone() -> None:
-    pure = [ROOT / f"algo/{name}.py" for name in ("spec", "schedule", "learning_rate", "schedule_check", "correction")]
+    pure = [ROOT / f"algo/{name}.py" for name in ("spec", "schedule", "learning_rate", "validation", "correction")]
     pure += [ROOT / f"algo/{name}.py" for name in ("weights", "bits", "residual")]
     ours = [path for path in sources("monitoring") if path.parent.name != "dashboards"]  # a tool of its own
     for path in [*pure, *ours]:
@@ -133,6 +133,7 @@ def test_the_environment_is_read_where_settings_come_from() -> None:
         "farloop.wire.session",
         "farloop.algo.schedule",
         "farloop.algo.methods",
+        "farloop.algo.validation",
         "farloop.algo.bits",
         "farloop.algo.residual",
         "farloop.node.machine",

@@ -9,17 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from farloop.algo.fragments import (
-    NamedShape,
-    Pattern,
-    flatten_into,
-    partition,
-    tiles,
-    trainable_tensors,
-    view,
-    zero_padding_,
-)
-from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Fragment
+from farloop.algo.fragments import NamedShape, flatten_into, partition, tiles, trainable_tensors, view, zero_padding_
+from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Fragment, Pattern
 
 LAYERED: list[Pattern] = ["sequential", "strided", "balanced"]
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from farloop.algo.delta import fragment_delta_into, mix_fragment_into
 from farloop.algo.digest import digest
-from farloop.algo.fragments import Pattern, flatten_into, partition, trainable_tensors, view
+from farloop.algo.fragments import flatten_into, partition, trainable_tensors, view
 from farloop.algo.merge import add_, radial_into
 from farloop.algo.outer import PLAIN_AVERAGE, OuterSettings, outer_step_
 from farloop.algo.outer_rules import state_names, step_
 from farloop.algo.schedule import due_step
-from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Layout, NodeId
+from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Layout, NodeId, Pattern
 from farloop.algo.weights import sum_key, token_weights
 
 NESTEROV = OuterSettings(lr=0.7, momentum=0.9)

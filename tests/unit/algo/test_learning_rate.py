@@ -12,8 +12,8 @@ from plain_runs import plain_terms
 
 from farloop.algo import schedule
 from farloop.algo.learning_rate import learning_rate, phases, warms_up
-from farloop.algo.schedule_check import SHAPES, check_learning_rate
 from farloop.algo.spec import LearningRate, Rewarm, Terms
+from farloop.algo.validation import SHAPES, check_learning_rate
 
 PEAK, LOW = 8e-3, 1e-3
 

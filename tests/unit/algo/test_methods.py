@@ -11,9 +11,10 @@ from plain_runs import plain_terms
 
 from farloop.algo.fragments import NamedShape, partition
 from farloop.algo.merge import MERGE_RULES
-from farloop.algo.methods import METHODS, Method, check, default_mix, max_tau, method_named
+from farloop.algo.methods import METHODS, Method, default_mix, max_tau, method_named
 from farloop.algo.schedule import due_step
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout, LearningRate, Terms
+from farloop.algo.validation import check
 
 
 def terms_of(method: Method, /, **changes: Any) -> Terms:

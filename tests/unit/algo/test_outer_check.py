@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from plain_runs import plain_terms
 
-from farloop.algo.outer_check import check_inner, check_outer
-from farloop.algo.outer_settings import OuterKind
+from farloop.algo.spec import OuterKind
+from farloop.algo.validation import check_inner, check_outer
 
 TERMS = plain_terms(method="diloco", steps=100, h=10, weight_decay=0.1, batch_sequences=4, sequence_tokens=16)
 

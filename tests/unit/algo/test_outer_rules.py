@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from farloop.algo.outer import outer_step_
 from farloop.algo.outer_rules import delayed_nesterov_step_, heavy_ball_step_, restarts, state_names, step_
-from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterKind, OuterSettings
+from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterSettings
+from farloop.algo.spec import OuterKind
 
 KINDS: tuple[OuterKind, ...] = tuple(kind for kind in get_args(OuterKind) if kind != "adamw")
 

@@ -1,11 +1,11 @@
-"""Covers `algo/overlap.py`: the τ that a node may choose for itself (arXiv 2501.18512)."""
+"""Covers `algo/validation.py`: the τ that a node may choose for itself (arXiv 2501.18512)."""
 
 import pytest
 from plain_runs import plain_terms
 
 from farloop.algo.methods import METHODS, max_tau
-from farloop.algo.overlap import check_own_tau
 from farloop.algo.spec import Terms
+from farloop.algo.validation import check_own_tau
 
 
 def terms_of(name: str, **changes: object) -> Terms:

@@ -8,7 +8,6 @@ import pytest
 from plain_runs import plain_terms
 
 from farloop.algo.methods import method_named
-from farloop.algo.of_nodes import check_of_nodes
 from farloop.algo.revise import (
     BELONG_TO_WINDOWS,
     LEARNING_RATE_STAYS,
@@ -22,6 +21,7 @@ from farloop.algo.revise import (
 )
 from farloop.algo.revisions import BELONG_TO_ROUNDS
 from farloop.algo.spec import Fragment, Layout, LearningRate, Terms
+from farloop.algo.validation import check_of_nodes
 
 LAYOUT = Layout(slots=2, fragments=tuple(Fragment(index=i, slot=i, numel=256, tensors=()) for i in range(2)))
 TERMS = plain_terms(steps=400, h=10, tau=2, mix=0.5, lr=LearningRate(peak=1e-2, minimum=1e-3, warmup_steps=4))

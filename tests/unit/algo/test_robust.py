@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farloop.algo.admission_check import ROBUST_RULES
 from farloop.algo.robust import coordinates_into, cosines, gram, hostile, krum_scores, weights_by
+from farloop.algo.validation import ROBUST_RULES
 
 NUMEL = 50
 COUNTS = st.integers(5, 9)

@@ -7,8 +7,8 @@ import pytest
 from plain_runs import plain_terms
 
 from farloop.algo.schedule import POWERS, first_rounds, initial_h
-from farloop.algo.schedule_check import RULES, check_rounds
 from farloop.algo.spec import LearningRate
+from farloop.algo.validation import RULES, check_rounds
 
 TERMS = plain_terms(
     steps=900,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from plain_runs import plain_terms
 
-from farloop.algo.methods import METHODS, check, method_named
+from farloop.algo.methods import METHODS, method_named
 from farloop.algo.spec import Layout, Terms
-from farloop.algo.variates_check import check_variates
+from farloop.algo.validation import check, check_variates
 from farloop.quant.codec import flat
 
 LAYOUT = Layout(slots=1, fragments=(flat(256),))

@@ -15,9 +15,9 @@ from farloop.algo.fragments import partition, zero_padding_
 from farloop.algo.merge import radial_into
 from farloop.algo.methods import METHODS
 from farloop.algo.outer_rules import state_names, step_
-from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterKind, OuterSettings
+from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterSettings
 from farloop.algo.schedule import learning_rate
-from farloop.algo.spec import Fragment, RoundPlan, RunSpec, TensorSlot, Terms
+from farloop.algo.spec import Fragment, OuterKind, RoundPlan, RunSpec, TensorSlot, Terms
 from farloop.coordinator import aggregator
 from farloop.coordinator.aggregator import Buffers, Result, Step
 from farloop.coordinator.snapshots import Snapshot, load, save

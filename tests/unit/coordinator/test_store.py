@@ -20,8 +20,7 @@ from farloop.algo.digest import digest
 from farloop.algo.merge import MERGE_RULES
 from farloop.algo.methods import METHODS
 from farloop.algo.outer_rules import state_names
-from farloop.algo.outer_settings import OuterKind
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, OuterKind, RunSpec, WindowTerms
 from farloop.coordinator import commits, snapshots
 from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers

@@ -1,0 +1,526 @@
+"""Whether a run can have its terms: each refusal is one sentence that names the nearest valid value.
+
+`check` asks everything that follows from the terms, their method and the layout. Codec names are checked where codecs
+live; here a codec is a word. Free of torch: the state machines check the revisions of a run by it.
+
+What some nodes have of their own (the codec of their deltas, their share of a round's steps) is in the terms a tuple of
+(node, value), sorted by node, without the nodes that have what all have; as text it is
+`rome=q4 oslo=q4r:step=0.7,rounding=nearest`, with blanks between nodes, because codecs have commas.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+from farloop.algo.learning_rate import phases
+from farloop.algo.methods import Method, max_tau, method_named
+from farloop.algo.schedule import POWERS, initial_h, steps_by_share
+from farloop.algo.spec import (
+    InnerOptimizer,
+    Layout,
+    LearningRateShape,
+    NodeId,
+    OuterKind,
+    RoundRule,
+    Screen,
+    Terms,
+)
+
+INNER_OPTIMIZERS: Final[tuple[str, ...]] = get_args(InnerOptimizer)
+RULES: Final[tuple[str, ...]] = get_args(RoundRule)
+SCREENS: Final[tuple[str, ...]] = get_args(Screen)
+SHAPES: Final[tuple[str, ...]] = get_args(LearningRateShape)
+
+_MOST_STALE: Final = 16
+"""Versions; as many commits as the coordinator remembers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RobustRule:
+    """A way to merge deltas of which some may be hostile; the arithmetic is in `robust.py`."""
+
+    name: str
+    summary: str
+    least: int
+    """Deltas below which it protects from nothing: then they are averaged."""
+    weighted: bool
+    """It is a weighted mean, by weights that follow from lengths and distances."""
+
+
+ROBUST_RULES: Final = {
+    rule.name: rule
+    for rule in (
+        RobustRule(name="clipped", summary="The mean of deltas cut to the median length.", least=3, weighted=True),
+        RobustRule(name="median", summary="The median of every coordinate.", least=3, weighted=False),
+        RobustRule(name="trimmed", summary="The mean of every coordinate but its extremes.", least=3, weighted=False),
+        RobustRule(name="krum", summary="The mean of the deltas closest to others.", least=5, weighted=True),
+    )
+}
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise ValueError with the sentence unless it holds."""
+    if not holds:
+        raise ValueError(sentence)
+
+
+def check(terms: Terms, layout: Layout) -> None:
+    """Raise ValueError, one sentence with the nearest valid value, unless a run of this layout can have these terms."""
+    method = method_named(terms.method)
+    for name in sorted(method.fixed):
+        wanted, value = getattr(method, name), getattr(terms, name)
+        require(value == wanted, f"{method.name} runs with {name} = {wanted} only, not {value}")
+    _check_layout(method, layout)
+    _check_schedule(method, terms, layout.slots)
+    _check_optimizers(terms)
+    _check_windows(terms)
+    check_of_nodes(terms, method, layout)
+    check_variates(terms, method)
+    check_admission(terms, method)
+
+
+def _check_layout(method: Method, layout: Layout) -> None:
+    if method.pattern == "whole":
+        require(layout.slots == 1, f"{method.name} sends the whole model in 1 slot, but the layout has {layout.slots}")
+    if method.outer == "adamw":
+        count = len(layout.fragments)
+        require(count == 1, f"{method.name} needs the model in 1 fragment, but it takes {count}: it is too large")
+
+
+def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
+    for name in ("steps", "h", "batch_sequences", "sequence_tokens", "evaluate_every_rounds"):
+        require(getattr(terms, name) >= 1, f"{name} is {getattr(terms, name)}; the least is 1")
+    require(slots <= terms.h, f"h is {terms.h}, too short for {slots} slots of one step or more; the least is {slots}")
+    check_learning_rate(terms)
+    rule, fixed = terms.h_rule, "h" in method.fixed
+    require(not fixed or rule == "constant", f"{method.name} runs with h_rule = constant only, not {rule}")
+    check_rounds(terms, slots)
+    name, shortest = min((terms.h, "h"), (initial_h(terms), "h_init"))[::-1]
+    most = max_tau(method, shortest, slots)
+    require(0 <= terms.tau <= most, f"tau is {terms.tau}; {method.name} with {name} = {shortest} takes 0 to {most}")
+    _check_lag(method, terms)
+    require(0.0 <= terms.mix <= 1.0, f"mix is {terms.mix}; it lies between 0 (the anchor) and 1 (the local weights)")
+
+
+def _check_lag(method: Method, terms: Terms) -> None:
+    most = f"at most {method.max_lag}" if method.max_lag else "0 only"
+    require(0 <= terms.lag <= method.max_lag, f"lag is {terms.lag}; {method.name} takes {most}")
+    require(bool(terms.lag) or not terms.eager, "eager needs an update that is a round late; set lag = 1")
+    if not terms.lag:
+        return
+    # What has been sent must leave the local weights, or the next delta, which has the same base, would hold it again.
+    require(terms.mix == 0.0, f"mix is {terms.mix}; with lag = 1 it is 0, for what stayed would be sent twice")
+    require(terms.tau == 0, f"tau is {terms.tau}; with lag = 1 it is 0, for the overlap is a whole round")
+    require(terms.on_late_update == "wait", "on_late_update is continue; with lag = 1 it is wait")
+
+
+def _check_optimizers(terms: Terms) -> None:
+    method = method_named(terms.method)
+    check_outer(terms, method.outer)
+    check_inner(terms, has_inner=method.inner)
+    require(
+        math.isfinite(terms.clip) and terms.clip > 0.0,
+        f"clip is {terms.clip}; it must be a number above 0 (a large one switches clipping off)",
+    )
+
+
+def _check_windows(terms: Terms) -> None:
+    for name, least in (("max_stale_rounds", 0), ("floor", 1), ("min_nodes", 1)):
+        require(getattr(terms, name) >= least, f"{name} is {getattr(terms, name)}; the least is {least}")
+    # Elsewhere the sum of a window is over deltas of one base.
+    most = _MOST_STALE if method_named(terms.method).max_staleness else 0
+    require(
+        0 <= terms.max_staleness <= most, f"max_staleness is {terms.max_staleness}; {terms.method} takes 0 to {most}"
+    )
+    closes_at = terms.min_nodes
+    if terms.quorum is not None:
+        require(
+            1 <= terms.quorum <= terms.min_nodes,
+            f"quorum is {terms.quorum}; the run starts with min_nodes = {terms.min_nodes}, so it can be 1 to that",
+        )
+        closes_at = terms.quorum
+    require(
+        terms.floor <= closes_at,
+        f"floor is {terms.floor}, but a window can close with {closes_at} contributions: at most {closes_at}",
+    )
+
+
+# --- learning rate and rounds
+
+
+_SHAPE_ONLY_FOR: Final[Mapping[str, tuple[str, object]]] = {
+    "drops": ("step", ()),
+    "cooldown_steps": ("infinite", 0),
+    "constant": ("infinite", 0.0),
+    "anneal_at": ("infinite", None),
+}
+"""Fields of a learning rate that one shape alone reads, and their value where it is another."""
+
+
+def check_learning_rate(terms: Terms) -> None:
+    """Raise ValueError unless the learning rate can be followed from the first step to the last."""
+    lr, steps = terms.lr, terms.steps
+    _known(lr.shape, SHAPES, "lr.shape")
+    for name, value in (("lr.peak", lr.peak), ("lr.minimum", lr.minimum)):
+        require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
+    require(lr.minimum <= lr.peak, f"lr.minimum = {lr.minimum} is above lr.peak; at most {lr.peak}")
+    warmup = lr.warmup_steps
+    require(0 <= warmup <= steps, f"lr.warmup_steps is {warmup}; the run has {steps} steps, so 0 to that")
+    for name, (shape, unset) in _SHAPE_ONLY_FOR.items():
+        value, strange = getattr(lr, name), lr.shape != shape and getattr(lr, name) != unset
+        require(not strange, f"lr.{name} is {value}, but lr.shape is {lr.shape}: only {shape} has it")
+    _check_phases(terms)
+    match lr.shape:
+        case "step":
+            _check_steps(terms)
+        case "wsd":
+            most = min(1 - warmup / (phase.end - phase.start) for phase in phases(terms))
+            require(
+                0.0 < lr.decay_share <= most,
+                f"lr.decay_share is {lr.decay_share}; above 0, and with the warm-up at most {most:g}",
+            )
+        case "infinite":
+            _check_infinite(terms)
+        case _:
+            pass
+
+
+def _check_phases(terms: Terms) -> None:
+    lr = terms.lr
+    for phase, rewarm in zip(phases(terms), lr.rewarms, strict=False):
+        least = phase.start + lr.warmup_steps + 1
+        require(
+            least <= rewarm.start < terms.steps,
+            f"lr.rewarms has one at {rewarm.start}; after the warm-up before it and within the run is "
+            f"{least} to {terms.steps - 1}",
+        )
+        require(
+            math.isfinite(rewarm.peak) and rewarm.peak >= max(lr.minimum, lr.constant),
+            f"lr.rewarms has a peak of {rewarm.peak}; the least is {max(lr.minimum, lr.constant)}",
+        )
+        require(
+            rewarm.replay is None or 0.0 <= rewarm.replay < 1.0,
+            f"lr.rewarms has a replay of {rewarm.replay}; the share of samples from the data before is at least 0 and "
+            "below 1, as 0.05 is",
+        )
+    require(
+        0.0 <= terms.rewarm_momentum <= 1.0,
+        f"rewarm_momentum is {terms.rewarm_momentum}; it lies between 0 (forget) and 1 (keep)",
+    )
+
+
+def _check_steps(terms: Terms) -> None:
+    lr, third = terms.lr, terms.steps // 3
+    require(len(lr.drops) > 0, f"lr.drops is empty; lr.shape = step falls there, as at {third},{2 * third}")
+    inside = all(0 < drop < terms.steps for drop in lr.drops) and list(lr.drops) == sorted(set(lr.drops))
+    require(inside, f"lr.drops is {list(lr.drops)}; positions from 1 to {terms.steps - 1} in rising order are wanted")
+    require(0.0 < lr.drop_factor < 1.0, f"lr.drop_factor is {lr.drop_factor}; it is above 0 and below 1, as 0.1 is")
+
+
+def _check_infinite(terms: Terms) -> None:
+    lr, last = terms.lr, phases(terms)[-1]
+    require(
+        lr.minimum <= lr.constant <= lr.peak,
+        f"lr.constant is {lr.constant}; it lies between lr.minimum = {lr.minimum} and lr.peak = {lr.peak}",
+    )
+    room = min(phase.end - phase.start for phase in phases(terms)) - lr.warmup_steps
+    require(0 <= lr.cooldown_steps <= room, f"lr.cooldown_steps is {lr.cooldown_steps}; there is room for 0 to {room}")
+    if lr.anneal_at is not None:
+        held = last.start + lr.warmup_steps + lr.cooldown_steps
+        require(
+            held <= lr.anneal_at < terms.steps,
+            f"lr.anneal_at is {lr.anneal_at}; from the end of the cool-down it is {held} to {terms.steps - 1}",
+        )
+        require(lr.minimum > 0.0, "lr.minimum is 0, which an exponential anneal never reaches; a good one is 1e-6")
+
+
+def check_rounds(terms: Terms, slots: int) -> None:
+    """Raise ValueError unless rounds of these lengths are possible, whatever the learning rate does."""
+    rule, h = terms.h_rule, terms.h
+    _known(rule, RULES, "h_rule")
+    if rule in POWERS:
+        _check_alpha(terms)
+    else:
+        require(
+            terms.h_alpha == 0.0,
+            f"h_alpha is {terms.h_alpha}, but h_rule is {rule}, which does not follow the learning rate; qsr does",
+        )
+    if rule == "post-local":
+        require(
+            0 < terms.h_switch < terms.steps,
+            f"h_switch is {terms.h_switch}; h_rule = post-local switches to h = {h} at 1 to {terms.steps - 1}",
+        )
+    else:
+        require(terms.h_switch == 0, f"h_switch is {terms.h_switch}, but h_rule is {rule}: only post-local has it")
+    if rule == "constant":
+        for name in ("h_init", "h_max"):
+            value = getattr(terms, name)
+            require(value is None, f"{name} is {value}, but with h_rule = constant every round has h = {h}; qsr varies")
+        return
+    first = initial_h(terms)
+    require(first >= slots, f"h_init is {first}, too short for {slots} slots of one step or more; the least is {slots}")
+    most = max(h, first)
+    require(
+        terms.h_max is None or terms.h_max >= most,
+        f"h_max is {terms.h_max}, below the {most} steps that a round has anyway; the least is {most}",
+    )
+
+
+def _check_alpha(terms: Terms) -> None:
+    rule, h, alpha, lr = terms.h_rule, terms.h, terms.h_alpha, terms.lr
+    falls = lr.shape != "constant" and lr.minimum < lr.peak
+    require(
+        falls,
+        f"h_rule is {rule}: rounds grow as the learning rate falls, and here it never does; use constant, "
+        "or another lr.shape",
+    )
+    good = lr.peak * h ** (1 / POWERS[rule])
+    require(
+        math.isfinite(alpha) and alpha > 0.0,
+        f"h_alpha is {alpha or 'missing'}; h_rule = {rule} needs one above 0; {good:.3g} gives rounds of h = {h} at "
+        "the peak of the learning rate, and longer ones as it falls",
+    )
+
+
+def _known(name: str, names: tuple[str, ...], what: str) -> None:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+    require(name in names, f"{what}: there is no {name!r}; {hint}")
+
+
+# --- a node's own overlap
+
+
+def at_most(terms: Terms, slots: int) -> int:
+    """Longest overlap that the run's shortest rounds have room for."""
+    return max_tau(method_named(terms.method), min(terms.h, initial_h(terms)), slots)
+
+
+def check_own_tau(tau: int, terms: Terms, slots: int) -> None:
+    """Raise ValueError, one sentence, unless a node of this run can merge `tau` inner steps after it sends.
+
+    `slots`: of the run's layout.
+    """
+    method = method_named(terms.method)
+    own = f"this node's own tau is {tau}"
+    if "tau" in method.fixed:
+        raise ValueError(f"{own}, but {method.name} has the same for all nodes, {terms.tau}: leave the node's open")
+    if terms.control_variates:
+        raise ValueError(f"{own}, but with control_variates it is {terms.tau}: leave the node's open")
+    if terms.lag:
+        raise ValueError(f"{own}, but with lag = {terms.lag} the overlap is a whole round: leave the node's open")
+    shortest, most = min(terms.h, initial_h(terms)), at_most(terms, slots)
+    if not 0 <= tau <= most:
+        raise ValueError(f"{own}; {method.name} with rounds of {shortest} steps and slots = {slots} takes 0 to {most}")
+
+
+# --- optimizers
+
+
+_OUTER_ONLY_FOR: Final[dict[str, tuple[OuterKind, object]]] = {
+    "outer_clip": ("co2", None),
+    "outer_buffer": ("delayed-nesterov", 1),
+    "outer_spread": ("delayed-nesterov", 0.0),
+}
+"""Terms that one outer optimizer alone reads, and their value where it is another."""
+
+
+def check_outer(terms: Terms, kind: OuterKind) -> None:
+    """Raise ValueError unless the method's outer optimizer can run by these terms."""
+    for name, value in (("outer_lr", terms.outer_lr), ("weight_decay", terms.weight_decay)):
+        require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
+    momentum = terms.outer_momentum
+    require(0.0 <= momentum < 1.0, f"outer_momentum is {momentum}; it must be in [0, 1), as 0.9 is")
+    require(kind != "sgd" or momentum == 0.0, f"outer_momentum is {momentum}; {terms.method} takes 0 alone")
+    for name, (reader, neutral) in _OUTER_ONLY_FOR.items():
+        value = getattr(terms, name)
+        require(
+            kind == reader or value == neutral, f"{name} is for the optimizer {reader}, which {terms.method} has not"
+        )
+    clip, buffer, spread = terms.outer_clip, terms.outer_buffer, terms.outer_spread
+    if clip is not None:
+        require(math.isfinite(clip) and clip > 0.0, f"outer_clip is {clip}; it must be above 0, or left out")
+    require(buffer >= 1, f"outer_buffer is {buffer}; the least is 1, where every delta steps the momentum")
+    most = 1.0 / buffer
+    require(0.0 <= spread <= most, f"outer_spread is {spread}; with outer_buffer = {buffer} it is 0 to {most:g}")
+    require(terms.outer_restart >= 0, f"outer_restart is {terms.outer_restart}; the least is 0, for never")
+
+
+def check_inner(terms: Terms, *, has_inner: bool) -> None:
+    """Raise ValueError unless nodes can run the inner optimizer; `has_inner`: the method lets them run one at all."""
+    name = terms.inner_optimizer
+    require(name in INNER_OPTIMIZERS, f"there is no inner_optimizer {name!r}; there are {', '.join(INNER_OPTIMIZERS)}")
+    require(
+        has_inner or name == "adamw", f"{terms.method} has no inner optimizer: its coordinator runs adamw, not {name}"
+    )
+
+
+# --- control variates
+
+
+_NEEDED: Final[tuple[tuple[str, object, str], ...]] = (
+    ("outer_momentum", 0.0, "with momentum an update does not say what the mean of the deltas was"),
+    ("lag", 0, "a node must know the mean of all deltas before it begins the next"),
+    ("tau", 0, "a node must know the mean of all deltas before it begins the next"),
+    ("mix", 0.0, "the next delta must hold nothing that an earlier one held"),
+    ("on_late_update", "wait", "a node must know the mean of all deltas before it begins the next"),
+    ("quorum", None, "every node must be part of every merge"),
+    ("max_staleness", 0, "all deltas of a merge must have one base"),
+)
+"""Terms, the one value of each, and why."""
+
+
+def check_variates(terms: Terms, method: Method) -> None:
+    """Raise ValueError unless the run can have control variates, or does without; `method` is that of the terms."""
+    if not terms.control_variates:
+        return
+    name = method.name
+    require(method.inner, f"control_variates correct the steps of the nodes, and with {name} nodes make none")
+    require(
+        method.merge == "mean" and not method.alone and method.outer != "co2",
+        f"control_variates need updates that are made of the mean of all deltas, which those of {name} are not; "
+        "take diloco",
+    )
+    for term, needed, why in _NEEDED:
+        value, shown = getattr(terms, term), "left out" if needed is None else needed
+        require(value == needed, f"{term} is {value}; with control_variates it must be {shown}, for {why}")
+    require(terms.outer_lr > 0.0, "outer_lr is 0, so updates say nothing of the deltas; control_variates need them to")
+
+
+# --- screens and merge rules
+
+
+def check_admission(terms: Terms, method: Method) -> None:
+    """Raise ValueError, one sentence with the nearest valid value."""
+    if terms.screen not in SCREENS:
+        near = difflib.get_close_matches(terms.screen, SCREENS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(SCREENS)}"
+        raise ValueError(f"screen is {terms.screen!r}; {hint}")
+    if not 2.0 <= terms.norm_band < float("inf"):
+        raise ValueError(f"norm_band is {terms.norm_band}; the least is 2.0, for honest nodes differ")
+    if terms.merge is None:
+        return
+    if terms.merge not in ROBUST_RULES:
+        near = difflib.get_close_matches(terms.merge, ROBUST_RULES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(ROBUST_RULES)}"
+        raise ValueError(f"merge is {terms.merge!r}; {hint}")
+    rule = ROBUST_RULES[terms.merge]
+    if method.alone:
+        raise ValueError(f"merge is {rule.name}, but {method.name} makes a step of every delta by itself; leave it out")
+    closes_at = terms.min_nodes if terms.quorum is None else terms.quorum
+    if closes_at < rule.least:
+        what = "min_nodes" if terms.quorum is None else "quorum"
+        raise ValueError(
+            f"merge is {rule.name}, which needs {rule.least} deltas in a window to choose from; {what} is {closes_at}"
+        )
+
+
+# --- what some nodes have of their own
+
+
+OwnCodecs = tuple[tuple[NodeId, str], ...]
+OwnShares = tuple[tuple[NodeId, float], ...]
+
+OF_NODES: Final[Mapping[str, str]] = {"codec_up_of": "codec_up", "h_share_of": "h"}
+"""Terms of this kind, and the term of all nodes that each stands in the place of."""
+
+
+def own_codecs(text: str) -> OwnCodecs:
+    """`rome=q4 oslo=q8` → what the terms have. Raises ValueError, one sentence."""
+    return _sorted({node: codec(value) for node, value in _pairs(text, "rome=q4").items()})
+
+
+def own_shares(text: str) -> OwnShares:
+    """`rome=0.5 oslo=0.86` → what the terms have; who does all steps is left out. Raises ValueError, one sentence."""
+    given = {node: share(value) for node, value in _pairs(text, "rome=0.5").items()}
+    return _sorted({node: value for node, value in given.items() if value != 1.0})
+
+
+def codec(word: str) -> str:
+    """A codec's spelling, as far as one can say here. Raises ValueError."""
+    if not word:
+        raise ValueError("a codec is wanted")
+    return word
+
+
+def share(word: str) -> float:
+    """A share of the steps, above 0 and at most 1. Raises ValueError."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"a share of a round's steps above 0 and at most 1 is wanted, not {word!r}")
+    return value
+
+
+_READ: Final[Mapping[str, Callable[[str], Any]]] = {"codec_up_of": codec, "h_share_of": share}
+_READ_ALL: Final[Mapping[str, Callable[[str], Any]]] = {"codec_up_of": own_codecs, "h_share_of": own_shares}
+
+
+def given_as(key: str, text: str, held: tuple[tuple[NodeId, Any], ...]) -> tuple[tuple[NodeId, Any], ...]:
+    """The term's value where `text` is given: under `codec_up_of` for all nodes, under `codec_up_of.rome` for one,
+    the others as `held` has them. `none` gives a node what all have.
+
+    Raises:
+        ValueError: one sentence that begins with the key.
+    """
+    name, dot, node = key.partition(".")
+    none = text.strip().lower() in ("", "none")
+    try:
+        if not dot:
+            return () if none else tuple(_READ_ALL[name](text))
+        if not node:
+            raise ValueError(f"a node is wanted behind the point, as {name}.rome")
+        others = {one: value for one, value in held if one != node}
+        value = None if none else _READ[name](text.strip())
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    return _sorted(others if value is None or value == 1.0 else {**others, NodeId(node): value})
+
+
+def check_of_nodes(terms: Terms, method: Method, layout: Layout) -> None:
+    """Raise ValueError, one sentence, unless nodes of such a run can have these of their own."""
+    for name, of_all in OF_NODES.items():
+        pairs = getattr(terms, name)
+        names = [node for node, _ in pairs]
+        require(names == sorted(set(names)), f"{name} names a node twice, or not in the order of the names")
+        if pairs and of_all in method.fixed:
+            kept = getattr(method, of_all)
+            raise ValueError(f"{name}: {names[0]} cannot have its own, for {method.name} runs with {of_all} = {kept}")
+    slots = layout.slots
+    for node, own in terms.h_share_of:
+        require(0.0 < own < 1.0, f"h_share_of: {node} has {own}; a share is above 0 and below 1")
+        steps = steps_by_share(terms.h, own)
+        require(
+            steps >= slots,
+            f"h_share_of: {node} would do {steps} of h = {terms.h} steps, too few for {slots} slots of one step or "
+            f"more; the least is {math.ceil(1000 * slots / terms.h) / 1000:g}",
+        )
+    require(
+        not terms.h_share_of or layout.num_stages == 1,
+        "h_share_of: the model is cut in stages, whose steps are one another's; leave it out",
+    )
+    require(
+        not (terms.control_variates and terms.h_share_of),
+        "h_share_of: with control_variates all nodes do the same number of steps, or the corrections would not sum to "
+        "zero; leave it out",
+    )
+
+
+def _pairs(text: str, example: str) -> dict[NodeId, str]:
+    found: dict[NodeId, str] = {}
+    for word in text.split():
+        node, equals, value = word.partition("=")
+        if not node or not equals:
+            raise ValueError(f"NODE=VALUE with blanks between nodes is wanted, as {example}, not {word!r}")
+        if node in found:
+            raise ValueError(f"{node} is given twice")
+        found[NodeId(node)] = value
+    return found
+
+
+def _sorted(values: Mapping[NodeId, Any]) -> tuple[tuple[NodeId, Any], ...]:
+    return tuple(sorted(values.items()))
