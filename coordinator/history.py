@@ -38,6 +38,9 @@ Kind = Literal["same", "behind", "lost", "ahead", "forked"]
 ALARM: Final = "history"
 """The alarm that says who proves what, and what a person can do, for as long as the run is held."""
 
+FORGOTTEN_S: Final = 600.0
+"""After which the alarm of a node ends that was kept out and does not dial any more."""
+
 TRUSTED_AFTER_S: Final = 60.0
 """Many times the longest pause of a node that dials again."""
 
@@ -134,6 +137,8 @@ class Doubts:
         """What the nodes prove by which it is held."""
         self._against: set[NodeId] = set()
         """Nodes that contradict them."""
+        self._kept_out_at: dict[NodeId, float] = {}
+        """When each node that is kept out was last heard of."""
         self._disbelieved: set[NodeId] = set()
         """Nodes that are kept out whatever they claim, since a hold by their word was released."""
 
@@ -147,7 +152,7 @@ class Doubts:
             self._remember(epoch_met(hello))
             trusted = self.holding is None and self._trusted_at is not None and now >= self._trusted_at
             if trusted or node in self._disbelieved:
-                self._keep_out(node, standing.detail, "another history of this run goes on")
+                self._keep_out(node, standing.detail, "another history of this run goes on", now)
                 detail = f"node {node} {standing.detail}"
                 return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
             if self.holding is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
@@ -162,7 +167,7 @@ class Doubts:
             return Refused(reason=Reason.HOLDING, detail=f"{self.holding}; {WAYS_OUT}", retriable=True)
         if self._trusted_at is None:
             self._trusted_at = now + TRUSTED_AFTER_S
-        self._alarms.pop(_of(node), None)
+        self._end_alarm(node)
         return None
 
     @property
@@ -177,7 +182,7 @@ class Doubts:
         if self.holding is None:
             return
         for node, detail in self._claims.items():
-            self._keep_out(node, detail, why)
+            self._keep_out(node, detail, why, now)
         self._disbelieved |= self._claims.keys()
         self._claims = {}
         if self._against:
@@ -189,7 +194,17 @@ class Doubts:
         del self._alarms[ALARM]
         self.holding, self.held_s, self._trusted_at = None, now - self._held_at, trusted_at
 
-    def _keep_out(self, node: NodeId, detail: str, why: str) -> None:
+    def pass_time(self, now: float) -> None:
+        """End the alarm of a node that was kept out and does not come any more. It stays kept out."""
+        for node in [node for node, at in self._kept_out_at.items() if at + FORGOTTEN_S <= now]:
+            self._end_alarm(node)
+
+    def _end_alarm(self, node: NodeId) -> None:
+        self._kept_out_at.pop(node, None)
+        self._alarms.pop(_of(node), None)
+
+    def _keep_out(self, node: NodeId, detail: str, why: str, now: float) -> None:
+        self._kept_out_at[node] = now
         self._alarms[_of(node)] = f"it is kept out: it {detail}; {why}; {IF_RIGHT}"
 
     def _weigh(self, node: NodeId, hello: Hello, standing: Standing, now: float) -> None:
@@ -219,6 +234,7 @@ class Doubts:
     def clock_jumped(self, seconds: float) -> None:
         """This process stood still, and nobody could come (protocol C)."""
         self._held_at += seconds
+        self._kept_out_at = {node: at + seconds for node, at in self._kept_out_at.items()}
         if self._trusted_at is not None:
             self._trusted_at += seconds
 

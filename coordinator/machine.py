@@ -16,7 +16,7 @@ from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
 from farloop.coordinator.admission import delta_refusal, progress_untrue, samples_untrue
 from farloop.coordinator.adopting import Adopt, Adoption
-from farloop.coordinator.closing import Closing
+from farloop.coordinator.closing import QUARANTINE, Closing
 from farloop.coordinator.decisions import Decisions
 from farloop.coordinator.evaluations import Evaluations
 from farloop.coordinator.grace import Grace
@@ -30,6 +30,9 @@ from farloop.coordinator.roster import EXPIRE_S, Member
 from farloop.coordinator.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
+
+REPORT, ANCHOR = "report of ", "anchor of "
+"""Alarms of one node that its next report, or delta, ends."""
 
 
 class CoordinatorMachine:
@@ -183,6 +186,7 @@ class CoordinatorMachine:
             case ev.Greeted():
                 if self._membership.is_new(event):
                     self._mend(event.node, set())
+                    self.alarms.pop(f"{REPORT}{event.node}", None)
                     self._closing.node_deadlines.restarted(event.node)
                 self._membership.greeted(event, now)
             case ev.Heard(node=node, session=session, message=message):
@@ -214,6 +218,7 @@ class CoordinatorMachine:
             case _:
                 assert_never(event)
         self._look_at_hold(held)
+        self._forget_the_gone()
         self._closing.look()
         self._look_after_stages()
         return self._decisions.take()
@@ -242,6 +247,7 @@ class CoordinatorMachine:
         if self._stands_still:
             return []
         self._membership.remove_overdue(now)
+        self._forget_the_gone()
         self._closing.pass_time()
         self._membership.start_ready(now, "none")
         self._look_after_stages()
@@ -281,8 +287,6 @@ class CoordinatorMachine:
                     self._mend(member.name, self._mending.get(member.name, set()) | wrong)
                     self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
             case msg.Leave():
-                self._mend(member.name, set())
-                self.alarms.pop(f"report of {member.name}", None)
                 self._membership.left(member, message, now)
             case _:
                 pass  # the session's own business
@@ -300,11 +304,11 @@ class CoordinatorMachine:
         """A report that cannot be true counts for nothing, not even as a sign of progress."""
         untrue = progress_untrue(progress, self.ledger, member.holds)
         if untrue is not None:
-            self.alarms[f"report of {member.name}"] = untrue
+            self.alarms[f"{REPORT}{member.name}"] = untrue
             return
-        self.alarms.pop(f"report of {member.name}", None)
+        self.alarms.pop(f"{REPORT}{member.name}", None)
         if more := samples_untrue(progress, member, self.ledger):
-            self.alarms[f"report of {member.name}"] = more
+            self.alarms[f"{REPORT}{member.name}"] = more
         self._membership.reported(member, progress, now)
 
     def _evaluated(self, member: Member, evaluation: msg.Evaluation) -> None:
@@ -321,11 +325,26 @@ class CoordinatorMachine:
     def _mend(self, node: NodeId, fragments: set[int]) -> None:
         """These anchors of a node did not match, and are not known to be mended."""
         self._mending.pop(node, None)
-        self.alarms.pop(f"anchor of {node}", None)
+        self.alarms.pop(f"{ANCHOR}{node}", None)
         if fragments:
             self._mending[node] = fragments
             which = ", ".join(str(fragment) for fragment in sorted(fragments))
-            self.alarms[f"anchor of {node}"] = f"fragment {which} did not match its digest"
+            self.alarms[f"{ANCHOR}{node}"] = f"fragment {which} did not match its digest"
+
+    def _forget_the_gone(self) -> None:
+        """What is wrong in a node that is gone concerns nobody: it left, or was waited for and did not come back.
+
+        One that comes back says it again. A node whose session has just ended may come back to the same alarm.
+        """
+        self._doubts.pass_time(self._now)
+        awaited = set(self.awaited)
+        for node in self._mending.keys() - awaited:
+            self._mend(node, set())
+        for alarm in [alarm for alarm in self.alarms if alarm.startswith(REPORT)]:
+            if alarm.removeprefix(REPORT) not in awaited:
+                del self.alarms[alarm]
+        if any(a.startswith(QUARANTINE) and a.removeprefix(QUARANTINE) not in self.ledger.started for a in self.alarms):
+            self._closing.show_quarantine()
 
     def _look_after_stages(self) -> None:
         if self._cut_in_stages and self.begun:

@@ -916,6 +916,37 @@ def test_the_alarm_of_a_lost_anchor_ends_when_it_is_mended(make_run: MakeRun, me
     assert run.machine.alarms == {}
 
 
+@pytest.mark.parametrize("gone", ["left", "dead", "excluded", "another start"])
+def test_alarms_of_a_node_that_is_gone_end_with_it(make_run: MakeRun, gone: str) -> None:
+    """They stayed in the status for ever: nobody could mend them any more."""
+    run = make_run(A, B)
+    run.say(A, msg.Fetch(fragment=0))
+    run.say(A, dataclasses.replace(progress(4), tokens=-1))
+    assert set(run.machine.alarms) == {"anchor of a", "report of a"}
+    match gone:
+        case "left":
+            run.say(A, msg.Leave(reason=Reason.DRAINED))
+        case "dead":
+            run.part(A, Reason.SILENT)
+            run.pass_time(0.0)
+        case "excluded":
+            run.part(A, Reason.WRONG_KEY)
+            run.pass_time(0.0)
+        case _:
+            run.greet(A, 9, incarnation=2)
+    assert run.machine.alarms == {}
+
+
+def test_alarms_of_a_node_that_may_be_back_at_once_stay(make_run: MakeRun) -> None:
+    run = make_run(A, B)
+    run.say(A, msg.Fetch(fragment=0))
+    run.say(A, dataclasses.replace(progress(4), tokens=-1))
+    run.part(A, Reason.CLOSED)
+    assert set(run.machine.alarms) == {"anchor of a", "report of a"}
+    run.pass_time(CLOSED_GRACE_S + 1.0)
+    assert run.machine.alarms == {}
+
+
 # --- what cannot be true
 
 

@@ -10,7 +10,7 @@ from plain_runs import plain_hello
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import events as ev
 from farloop.coordinator import records as rec
-from farloop.coordinator.history import ALARM
+from farloop.coordinator.history import ALARM, FORGOTTEN_S
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.machine import CoordinatorMachine
 from farloop.coordinator.setting import Release
@@ -222,3 +222,21 @@ def test_one_node_that_claims_an_epoch_and_is_contradicted_stops_nobody_for_long
     run.now += 20.0
     commands = run.machine.handle_timer(run.now)
     assert any(isinstance(command, ev.Commit) for command in commands), "without b"
+
+
+def test_the_alarm_of_a_node_that_was_kept_out_ends_when_it_does_not_dial_any_more(run: Run) -> None:
+    run.begin(rec.EpochClaimed(epoch=2))
+    run.greet(A, 1, round=0)
+    run.greet(B, 2, round=0, epoch_seen=1000)
+    run.handle(ev.HoldReleased())
+    run.now += FORGOTTEN_S - 1.0
+    (refuse,) = run.greet(B, 3, round=0, epoch_seen=1000)
+    assert isinstance(refuse, ev.Refuse) and f"{ALARM} of b" in run.machine.alarms
+    run.now += FORGOTTEN_S - 1.0
+    run.greet(A, 4, round=0)
+    assert f"{ALARM} of b" in run.machine.alarms, "it still dials"
+    run.now += 1.0
+    run.greet(A, 5, round=0)
+    assert f"{ALARM} of b" not in run.machine.alarms
+    (refuse,) = run.greet(B, 6, round=0, epoch_seen=1000)
+    assert isinstance(refuse, ev.Refuse) and f"{ALARM} of b" in run.machine.alarms, "and is kept out all the same"
