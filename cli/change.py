@@ -62,9 +62,10 @@ def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
 
 
 def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
-    """What the coordinator of this state folder answers. Raises CommandError, as `change_terms`."""
-    if not state.is_dir():
-        raise CommandError(f"there is no state folder {state}; give the coordinator's state_dir with --state")
+    """What the coordinator of this state folder answers. Raises CommandError, as `change_terms`; NoFolder."""
+    from farloop.coordinator.reading import state_folder
+
+    state_folder(state)
     try:
         answer = ask(state, request, TIMEOUT_S)
     except TimeoutError as error:

@@ -55,7 +55,7 @@ class CommandError(Exception):
 def explain(error: BaseException) -> tuple[ExitCode, str] | None:
     """Code and line of an expected error, also one inside a group; None for a surprise."""
     # Imported when something failed, not before: `farloop --help` has no use for the daemons.
-    from farloop.coordinator.errors import Fenced, StorageError
+    from farloop.coordinator.errors import Fenced, NoFolder, StorageError
     from farloop.monitoring.endpoint import EndpointError
     from farloop.node.corpus import CorpusError
     from farloop.node.errors import NodeError
@@ -71,6 +71,8 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
             return ExitCode(error.exit_code), str(error)
         case Fenced():
             return ExitCode.REFUSED, str(error)
+        case NoFolder():
+            return ExitCode.USAGE, str(error)
         case StorageError():
             return ExitCode.STORAGE, str(error)
         case CorpusError() | KeyFileError() | EndpointError():

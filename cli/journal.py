@@ -15,7 +15,15 @@ from rich.text import Text
 
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.journal_words import KINDS, fragment_of, kind_of, nodes_of, plain, words
-from farloop.coordinator.reading import LOOK_AGAIN_S, Placed, journal_folder, placed, read_journal, steadily
+from farloop.coordinator.reading import (
+    LOOK_AGAIN_S,
+    Placed,
+    journal_folder,
+    placed,
+    read_journal,
+    state_folder,
+    steadily,
+)
 from farloop.coordinator.replay import Replayed, replay, span
 from farloop.coordinator.salvage import Salvage, carry_out, finish, is_unfinished, salvage
 from farloop.coordinator.segment import Scan, scan, segment_paths
@@ -166,6 +174,7 @@ def _print_report(report: Report, console: Console) -> None:
 
 def repair(directory: Path, console: Console, *, write: bool, as_json: bool) -> None:
     """Say what can be saved of a damaged folder; with `write`, save it. Raises CommandError where nothing can be."""
+    state_folder(directory)
     finished = finish(directory) if write and is_unfinished(directory) else None
     journal_folder(directory)
     found = salvage(directory)

@@ -14,6 +14,7 @@ StorageError
 ├── FolderChanged      lock or journal are not as this coordinator left them; stop
 ├── SnapshotCorrupt    a snapshot is not what was saved
 └── StateMismatch      the parts of the directory do not belong together, or are another run's
+    └── NoFolder       there is no such directory
 """
 
 from pathlib import Path
@@ -133,3 +134,10 @@ class StateMismatch(StorageError):
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(path, detail)
         self.detail = detail
+
+
+class NoFolder(StateMismatch):
+    """There is no state directory where a command was told to look for one."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "there is no such folder; give the coordinator's state_dir with --state")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from farloop.coordinator import records as rec
 from farloop.coordinator.damage import refuse_half_salvaged
-from farloop.coordinator.errors import StateMismatch, StorageError
+from farloop.coordinator.errors import NoFolder, StateMismatch, StorageError
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.records import Record
@@ -56,8 +56,16 @@ class Placed:
         return f"{self.segment:06d}:{self.offset}"
 
 
+def state_folder(directory: Path, files: Files = DISK) -> Path:
+    """The folder itself, if there is one. Raises NoFolder."""
+    if not files.is_directory(directory):
+        raise NoFolder(directory)
+    return directory
+
+
 def journal_folder(directory: Path, files: Files = DISK) -> Path:
-    """The folder itself, if there is a journal in it. Raises StateMismatch."""
+    """The folder itself, if there is a journal in it. Raises NoFolder, StateMismatch."""
+    state_folder(directory, files)
     try:
         found = any(name.startswith("journal-") and name.endswith(".log") for name in files.names(directory))
         refuse_half_salvaged(directory, files)

@@ -77,7 +77,10 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
         NoRoom: no file can be opened now.
         StorageFailed: the disk refused a read.
     """
-    items, ends = _candidates(directory, read_damaged(directory, files), files)
+    try:
+        items, ends = _candidates(directory, read_damaged(directory, files), files)
+    except (JournalCorrupt, StateMismatch) as error:  # no record says which run it is
+        raise _nothing_left(directory, str(error)) from error
     for end in reversed(ends):
         found = _taken(directory, items[:end], files)
         try:
@@ -95,12 +98,16 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
             deltas=len(found.ledger.inputs),
             damage=tuple(str(item.fault) for item in items if isinstance(item, Gap)),
         )
-    raise StateMismatch(
+    why = "there is no place in the journal up to which good snapshots and whole records give every fragment"
+    raise _nothing_left(directory, why)
+
+
+def _nothing_left(directory: Path, why: str) -> StateMismatch:
+    return StateMismatch(
         directory,
-        "no consistent state can be found in it: there is no place in the journal up to which good snapshots and whole "
-        "records give every fragment. What is left: start with --restore URL and an empty --state DIR, to go on from "
-        "the newest copy in an object store, or with --state on a copy of this folder; add --adopt-from-nodes to go on "
-        "from what the nodes hold",
+        f"no consistent state can be found in it: {why}. What is left: start with --restore URL and an empty --state "
+        "DIR, to go on from the newest copy in an object store, or with --state on a copy of this folder; add "
+        "--adopt-from-nodes to go on from what the nodes hold",
     )
 
 

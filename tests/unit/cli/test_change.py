@@ -107,14 +107,14 @@ def test_what_cannot_even_be_asked_is_said(words: list[str], code: ExitCode, lin
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = call("h=3", "--state", str(tmp_path / "nowhere"))
-    assert result.exit_code == ExitCode.USAGE and "there is no state folder" in result.stderr
+    assert result.exit_code == ExitCode.USAGE and "nowhere: there is no such folder" in result.stderr
 
 
 def test_the_state_folder_is_state_unless_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of all commands that read one, and as the line has it that a plan ends with."""
     monkeypatch.chdir(tmp_path)
     result = call("h=3")
-    assert result.exit_code == ExitCode.USAGE and "there is no state folder state; give" in result.stderr
+    assert result.exit_code == ExitCode.USAGE and "state: there is no such folder; give" in result.stderr
     (tmp_path / "state").mkdir()
     result = call("h=3")
     assert result.exit_code == ExitCode.UNREACHABLE and "no coordinator at state/admin.sock" in result.stderr

@@ -205,9 +205,31 @@ def test_a_commit_that_does_not_come_out_ends_with_the_code_of_storage(
     assert "does not come out: update, anchor, target" in result.stderr
 
 
+EVERY_COMMAND_OF_A_STATE_FOLDER = [
+    ("journal", "show"),
+    ("journal", "verify"),
+    ("journal", "salvage"),
+    ("journal", "salvage", "--write"),
+    ("journal", "replay"),
+    ("explain", "1"),
+    ("release",),
+    ("set", "h=3"),
+]
+
+
+@pytest.mark.parametrize("words", EVERY_COMMAND_OF_A_STATE_FOLDER, ids=" ".join)
+def test_a_state_folder_that_is_not_there_is_bad_usage_of_every_command(words: tuple[str, ...], tmp_path: Path) -> None:
+    """`release` ended with 2 and `journal verify` with 6."""
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "file"):
+        result = call(tmp_path / name, *words)
+        assert result.exit_code == ExitCode.USAGE and len(result.stderr.splitlines()) == 1
+        assert f"{name}: there is no such folder; give the coordinator's state_dir with --state" in result.stderr
+
+
 def test_a_folder_without_a_journal_ends_in_one_line(tmp_path: Path) -> None:
     for words in (("journal", "show"), ("journal", "verify"), ("journal", "replay"), ("explain", "1")):
-        result = call(tmp_path / "nowhere", *words)
+        result = call(tmp_path, *words)
         assert result.exit_code == ExitCode.STORAGE and len(result.stderr.splitlines()) == 1
 
 

@@ -16,7 +16,7 @@ from farloop.coordinator.damage import read_damaged
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
 from farloop.coordinator.recovery import refusal
 from farloop.coordinator.salvage import carry_out, finish, is_unfinished, salvage
-from farloop.coordinator.segment import segment_numbers, segment_path
+from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, segment_numbers, segment_path
 from farloop.coordinator.store import Store
 from farloop.coordinator.verify import verify
 from farloop.sim.virtual_files import AllOrNothing, Drawn, VirtualFiles
@@ -332,6 +332,21 @@ def test_salvage_says_where_nothing_can_be_had(stored: Stored) -> None:
         StateMismatch, match=r"no consistent state.*--restore URL.*copy of this folder.*--adopt-from-nodes"
     ):
         salvage(PLACE, files)
+
+
+def test_salvage_says_what_is_left_where_the_only_record_that_names_the_run_is_damaged(spec: RunSpec) -> None:
+    """A journal of one segment whose first record is damaged: every other command points to salvage."""
+    files = VirtualFiles()
+    store = stored_runs.begun(PLACE, spec, files=files)
+    stored_runs.run_rounds(store, 1)
+    store.close()
+    path = segment_path(PLACE, 0)
+    data = bytearray(files.read_bytes(path))
+    data[SEGMENT_HEADER_BYTES + 40] ^= 1
+    files.write_bytes(path, bytes(data))
+    with pytest.raises(StateMismatch, match=r"000000\.log: at byte .*--restore URL.*--adopt-from-nodes") as raised:
+        salvage(PLACE, files)
+    assert isinstance(raised.value.__cause__, JournalCorrupt)
 
 
 def test_salvage_does_not_touch_a_folder_in_use(stored: Stored) -> None:
