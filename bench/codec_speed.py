@@ -176,7 +176,7 @@ def settled(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
 def codec_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[SpeedRow]:
     """A row for each of `ops` that the codec has."""
     x, y, fragment, name = bench.x, bench.y, bench.fragment, spelling_of(codec)
-    fast = fast_path(codec, x.device)
+    fast = fast_path(codec.kernel_key(), x.device) if isinstance(codec, BlockCodec) else None
     path = "torch" if fast is None else ("triton" if bench.where.device == "cuda" else "numba")
     payload = torch.empty(codec.payload_bytes(fragment), dtype=torch.uint8, device=x.device)
     if "encode" in ops:
@@ -242,7 +242,7 @@ def _outer_row(bench: Bench, name: str, path: str, fast: BlockKernels, out: Tens
 
 def reference_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[SpeedRow]:
     """The plain torch that a faster path must equal, for codecs that have one."""
-    if not isinstance(codec, BlockCodec) or fast_path(codec, bench.x.device) is None:
+    if not isinstance(codec, BlockCodec) or fast_path(codec.kernel_key(), bench.x.device) is None:
         return
     name = f"{spelling_of(codec)} reference"
     payload = codec.encode(bench.x, bench.fragment, seed=1)

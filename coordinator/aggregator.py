@@ -250,7 +250,7 @@ def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down
     # The kernels know Nesterov and, without momentum, SGD: the last step of every run whose nodes have an optimizer.
     known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")
     known = known and not restarts(step.outer, step.version)
-    if not known or not isinstance(codec, BlockCodec) or (fast := fast_path(codec, delta.device)) is None:
+    if not known or not isinstance(codec, BlockCodec) or (fast := fast_path(codec.kernel_key(), delta.device)) is None:
         gap = _gap(buffers, step)
         return replace(publish(_advanced(buffers, delta, step, terms, gap), step, codec_down, delta), gap=gap)
     header, update = _header(codec, step), bytearray(blob_bytes(codec, step.fragment))

@@ -85,7 +85,7 @@ class Replica:
         plain = all(tensor.is_contiguous() and tensor.dtype in dtypes for _, tensor in tensors)
         if start.device.type != "cpu" or not plain:
             return False
-        if (fast := fast_path(codec, start.device)) is None:
+        if (fast := fast_path(codec.kernel_key(), start.device)) is None:
             return False
         steps = codec.steps(fragment)
         for slot, tensor in tensors:

@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
-from farloop.quant.codec import Codec, Traits, finite_magnitude, finite_weight, require_flat, require_payload_size
+from farloop.quant.codec import (
+    Codec,
+    KernelKey,
+    Traits,
+    finite_magnitude,
+    finite_weight,
+    require_flat,
+    require_payload_size,
+)
 from farloop.quant.errors import BadPayload, NonFiniteError
 from farloop.quant.kernels.choice import fast_path
-
-CODES_ALIGN = 64
-"""The codes start on a multiple of this many bytes: one cache line, and the widest vector load there is."""
+from farloop.quant.packing import CODES_ALIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +69,7 @@ class BlockCodec(Codec):
     ) -> None:
         """As `Codec.encode_into`, by the fastest path there is for where x lies."""
         self._require_encodable(x, out, fragment)
-        fast = fast_path(self, x.device, out.device)
+        fast = fast_path(self.kernel_key(), x.device, out.device)
         if fast is None:
             self.encode_by_reference(x, out, fragment, seed=seed)
             return
@@ -91,7 +97,7 @@ class BlockCodec(Codec):
         numel = fragment.numel
         require_flat(out, torch.float32, "out", numel=numel)
         require_flat(payload, torch.uint8, "payload", numel=self.payload_bytes(fragment))
-        if (fast := fast_path(self, payload.device, out.device)) is not None:
+        if (fast := fast_path(self.kernel_key(), payload.device, out.device)) is not None:
             fast.decode_into(payload, out, numel=numel)
             return
         self.decode_by_reference(payload, out)
@@ -113,7 +119,7 @@ class BlockCodec(Codec):
         require_flat(payload, torch.uint8, "payload", numel=self.payload_bytes(fragment))
         padded = self._num_blocks(numel) * self.block
         buffer = torch.empty(min(TILE, padded), dtype=torch.float32, device=device or payload.device)
-        fast = fast_path(self, payload.device, buffer.device)
+        fast = fast_path(self.kernel_key(), payload.device, buffer.device)
         for start in range(0, numel, TILE):
             tile = buffer[: min(TILE, numel - start)]
             if fast is not None:
@@ -148,7 +154,7 @@ class BlockCodec(Codec):
         """As `Codec.encode_feedback_`, in one pass where there is a fast path."""
         self._require_encodable(x, out, fragment)
         require_flat(residual, torch.float32, "residual", numel=fragment.numel)
-        fast = fast_path(self, x.device, residual.device, out.device)
+        fast = fast_path(self.kernel_key(), x.device, residual.device, out.device)
         if fast is None:
             Codec.encode_feedback_(self, x, residual, out, fragment, seed=seed)
             return
@@ -159,7 +165,7 @@ class BlockCodec(Codec):
 
     def decode_add_(self, payload: Tensor, acc: Tensor, weight: float, fragment: Fragment, *, seed: int = 0) -> None:
         """As `Codec.decode_add_`, by the fastest path there is for where acc lies."""
-        fast = fast_path(self, payload.device, acc.device)
+        fast = fast_path(self.kernel_key(), payload.device, acc.device)
         if fast is None:
             Codec.decode_add_(self, payload, acc, weight, fragment, seed=seed)
             return
@@ -176,7 +182,7 @@ class BlockCodec(Codec):
         seeds: Sequence[int],
     ) -> None:
         """As `Codec.sum_into`; a fast path reads all payloads of a tile while its sum is in the cache."""
-        fast = fast_path(self, acc.device, *(payload.device for payload in payloads)) if payloads else None
+        fast = fast_path(self.kernel_key(), acc.device, *(payload.device for payload in payloads)) if payloads else None
         if fast is None:
             Codec.sum_into(self, payloads, weights, acc, fragment, seeds=seeds)
             return
@@ -184,6 +190,10 @@ class BlockCodec(Codec):
         if not len(payloads) == len(weights) == len(seeds):
             raise ValueError(f"{len(payloads)} payloads, but {len(weights)} weights and {len(seeds)} seeds")
         fast.add(payloads, [finite_weight(weight) for weight in weights], acc, overwrite=True)
+
+    def kernel_key(self) -> KernelKey:
+        """What chooses its kernels."""
+        return KernelKey(name=self.name)
 
     def steps(self, fragment: Fragment) -> Tensor | None:
         """What the encoder multiplies each block's own scale with, fp32 [num_blocks]; None: nothing."""

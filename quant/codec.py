@@ -180,6 +180,19 @@ class Codec(ABC):
             self.decode_add_(payload, acc, weight, fragment, seed=seed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelKey:
+    """What of a block codec decides which kernels serve it. All but the name is of `q4r` alone."""
+
+    name: str
+    stochastic: bool = False
+    """How codes are rounded."""
+    absolute: bool = False
+    """Steps are scales, not multiples of a block's rms."""
+    step: float | None = 1.0
+    """Of every block, where a call brings no steps of its own; None: it must."""
+
+
 def flat(numel: int) -> Fragment:
     """A fragment that is one plain vector: for who has no model."""
     return Fragment(index=0, slot=0, numel=numel, tensors=(TensorSlot(name="x", shape=(numel,), offset=0),))

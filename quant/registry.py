@@ -109,7 +109,7 @@ def warm_for(terms: Terms) -> None:
     To be called before training begins (see `kernels/choice.py`). Raises as `codec_named`.
     """
     up = dict.fromkeys((terms.codec_up, *(codec for _, codec in terms.codec_up_of)))
-    seconds = warm(codec_named(spelling) for spelling in (*up, terms.codec_down, "fp32"))
+    seconds = warm(codec_named(spelling).name for spelling in (*up, terms.codec_down, "fp32"))
     _log.info("kernels ready codecs=%s/%s seconds=%.1f", " ".join(up), terms.codec_down, seconds)
 
 

@@ -2,13 +2,12 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from farloop.quant.codec import Codec
+from farloop.quant.codec import KernelKey
 
 _log = logging.getLogger(__name__)
 
@@ -67,17 +66,17 @@ class BlockKernels(Protocol):
         """out = the decoded elements [start, start + len(out)) of a fragment of `numel`, every bit of them."""
 
 
-def fast_path(codec: "Codec", *devices: torch.device) -> BlockKernels | None:
-    """The kernels for this codec where all operands lie on one device; None: the reference serves."""
+def fast_path(key: KernelKey, *devices: torch.device) -> BlockKernels | None:
+    """The kernels of this key where all operands lie on one device; None: the reference serves."""
     if any(device != devices[0] for device in devices):
         return None
     if devices[0].type == "cpu":
-        return _cpu(codec)
-    return _gpu(codec) if devices[0].type == "cuda" else None
+        return _cpu(key)
+    return _gpu(key) if devices[0].type == "cuda" else None
 
 
-def warm(codecs: Iterable["Codec"]) -> float:
-    """Compile what runs with these codecs need on the CPU, or load it from disk; seconds that it took.
+def warm(names: Iterable[str]) -> float:
+    """Compile what runs with these formats need on the CPU, or load it from disk; seconds that it took.
 
     To be called before training begins: the first call of a kernel would stall for as long.
     """
@@ -86,7 +85,7 @@ def warm(codecs: Iterable["Codec"]) -> float:
     except ImportError:
         _log.warning("numba is not installed: codecs run in plain torch, several times slower")
         return 0.0
-    return formats.warm(codec.name for codec in codecs)
+    return formats.warm(names)
 
 
 def fast_tile_sums(device: torch.device) -> Callable[[Tensor], list[float]] | None:
@@ -100,23 +99,18 @@ def fast_tile_sums(device: torch.device) -> Callable[[Tensor], list[float]] | No
     return tile_sums
 
 
-def _cpu(codec: "Codec") -> BlockKernels | None:
-    from farloop.quant.reference.q4r import Q4rCodec  # which imports this module
-
+def _cpu(key: KernelKey) -> BlockKernels | None:
     try:
         from farloop.quant.kernels.cpu.formats import cpu_kernels
     except ImportError:
         return None
-    if isinstance(codec, Q4rCodec):
-        rounding, policy = codec.rounding, codec.policy
-        return cpu_kernels(codec.name, stochastic=rounding == "stochastic", absolute=policy == "absolute")
-    return cpu_kernels(codec.name)
+    return cpu_kernels(key.name, stochastic=key.stochastic, absolute=key.absolute)
 
 
-def _gpu(codec: "Codec") -> BlockKernels | None:
+def _gpu(key: KernelKey) -> BlockKernels | None:
     try:
         from farloop.quant.kernels.gpu.path import gpu_kernels
     except ImportError:
         _log.warning("triton is not installed: codecs run in plain torch on the GPU, several times slower")
         return None
-    return gpu_kernels(codec)
+    return gpu_kernels(key)

@@ -9,7 +9,8 @@ from farloop.algo.spec import Fragment
 from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Traits
 from farloop.quant.errors import BadPayload
-from farloop.quant.reference.scales import BF16_LARGEST, from_bf16, to_bf16
+from farloop.quant.packing import BF16_LARGEST
+from farloop.quant.reference.scales import from_bf16, to_bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,9 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Traits
+from farloop.quant.packing import BF16_LARGEST, E3M0_BLOCK
 from farloop.quant.reference import nibbles
-from farloop.quant.reference.scales import BF16_LARGEST, check_scales, from_bf16, to_scale
-
-BLOCK = 64
+from farloop.quant.reference.scales import check_scales, from_bf16, to_scale
 
 _THRESHOLDS = (2.0**-7, *(1.5 * 2.0**-j for j in range(6, 0, -1)))
 """In units of the scale: midway between neighbours of 0, 2⁻⁶, 2⁻⁵, …, 2⁰. Times a scale they are exact in fp32."""
@@ -29,11 +28,11 @@ class E3m0Codec(BlockCodec):
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """Nearest in linear space, ties away from zero: 0, or m + 8·(x < 0) for ±s·2^(m−7), m = 1…7."""
-        absmax = magnitude.view(-1, BLOCK).amax(dim=1).view(torch.float32)  # [m]
+        absmax = magnitude.view(-1, E3M0_BLOCK).amax(dim=1).view(torch.float32)  # [m]
         scales = to_scale(absmax, BF16_LARGEST)
         s = from_bf16(scales).unsqueeze(1)  # [m, 1]
         reach = torch.where(s == 0, torch.inf, s)
-        blocks, size = x.view(-1, BLOCK), magnitude.view(torch.float32).view(-1, BLOCK)
+        blocks, size = x.view(-1, E3M0_BLOCK), magnitude.view(torch.float32).view(-1, E3M0_BLOCK)
         codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=x.device)
         for threshold in _THRESHOLDS:
             codes += size >= reach * threshold
@@ -42,11 +41,11 @@ class E3m0Codec(BlockCodec):
 
     def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
         """±2^(m−7)·s, exact: the power of two is made of its bits. 8, which no encoder writes, is −0."""
-        nibble = torch.empty(out.numel() // BLOCK, BLOCK, dtype=torch.int32, device=out.device)
+        nibble = torch.empty(out.numel() // E3M0_BLOCK, E3M0_BLOCK, dtype=torch.int32, device=out.device)
         nibbles.unpack_into(codes, nibble)
         m = nibble & 7
         power = torch.where(m == 0, 0, (m + 120) << 23) | ((nibble & 8) << 28)
-        torch.mul(power.view(torch.float32), from_bf16(scales).unsqueeze(1), out=out.view(-1, BLOCK))
+        torch.mul(power.view(torch.float32), from_bf16(scales).unsqueeze(1), out=out.view(-1, E3M0_BLOCK))
 
     def check_tile(self, scales: Tensor, codes: Tensor) -> None:
         """Every code is good; scales must be."""
@@ -56,7 +55,7 @@ class E3m0Codec(BlockCodec):
 E3M0 = E3m0Codec(
     name="e3m0",
     code=5,
-    block=BLOCK,
+    block=E3M0_BLOCK,
     code_bits=4,
     scale_bits=16,
     declared=Traits(

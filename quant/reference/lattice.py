@@ -15,9 +15,9 @@ from torch import Tensor
 
 from farloop.algo.spec import Fragment
 from farloop.quant.codec import Traits
+from farloop.quant.packing import SMALLEST_SCALE, mix32
 from farloop.quant.reference import nibbles
-from farloop.quant.reference.noise import mix32
-from farloop.quant.reference.scales import SMALLEST_SCALE, check_scales, from_bf16
+from farloop.quant.reference.scales import check_scales, from_bf16
 from farloop.quant.reference.zeroless import ZerolessCodec
 
 BLOCK = 256

@@ -22,9 +22,10 @@ from torch import Tensor
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TILE, Fragment
 from farloop.quant.codec import Codec, Traits, require_flat, require_payload_size
 from farloop.quant.errors import BadPayload
+from farloop.quant.packing import BF16_LARGEST, largest_scale
 from farloop.quant.parameters import Parameter, whole
 from farloop.quant.reference.noise import uniform16
-from farloop.quant.reference.scales import BF16_LARGEST, from_bf16, largest_scale, to_bf16
+from farloop.quant.reference.scales import from_bf16, to_bf16
 from farloop.quant.reference.tensors import largest_bits, spans
 
 _ONE = 0x3F80

@@ -14,8 +14,9 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Traits
+from farloop.quant.packing import BF16_LARGEST
 from farloop.quant.reference import nibbles
-from farloop.quant.reference.scales import BF16_LARGEST, check_scales, from_bf16, to_scale
+from farloop.quant.reference.scales import check_scales, from_bf16, to_scale
 
 BLOCK = 64
 

@@ -7,17 +7,10 @@ constants of the hash-prospector project; every word serves two elements with 16
 import torch
 from torch import Tensor
 
+from farloop.quant.packing import mix32
+
 _MASK = 0xFFFFFFFF
 _ODD = 0x9E3779B1  # 2³² ÷ golden ratio: neighbouring counters differ in many bits
-
-
-def mix32(x: int) -> int:
-    """A bijection of 32 bits in which every output bit depends on every input bit."""
-    x ^= x >> 16
-    x = x * 0x21F0AAAD & _MASK
-    x ^= x >> 15
-    x = x * 0x735A2D97 & _MASK
-    return x ^ (x >> 15)
 
 
 def words(seed: int, first: int, count: int, device: torch.device | None = None) -> Tensor:

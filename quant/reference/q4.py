@@ -12,10 +12,10 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Traits
+from farloop.quant.packing import Q4_BLOCK, largest_scale
 from farloop.quant.reference import nibbles
-from farloop.quant.reference.scales import check_scales, from_bf16, largest_scale, to_scale
+from farloop.quant.reference.scales import check_scales, from_bf16, to_scale
 
-BLOCK = 64
 _LARGEST_SCALE = largest_scale(8)
 
 
@@ -27,19 +27,19 @@ class Q4Codec(BlockCodec):
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """k = clamp(round(x ÷ s), −8, 7), ties to even, with s as it is stored; k + 8 is written."""
-        absmax = magnitude.view(-1, BLOCK).amax(dim=1)  # [m]
+        absmax = magnitude.view(-1, Q4_BLOCK).amax(dim=1)  # [m]
         # As integers, positive floats have their own order and lie above all negative ones. +a goes before −a in a tie.
-        positive = x.view(torch.int32).view(-1, BLOCK).amax(dim=1) == absmax
+        positive = x.view(torch.int32).view(-1, Q4_BLOCK).amax(dim=1) == absmax
         a = absmax.view(torch.float32)
         scales = to_scale(torch.where(positive, -a, a) * 0.125, _LARGEST_SCALE)
         s = from_bf16(scales).unsqueeze(1)  # [m, 1]
-        ratio = x.view(-1, BLOCK) / torch.where(s == 0, 1.0, s)
+        ratio = x.view(-1, Q4_BLOCK) / torch.where(s == 0, 1.0, s)
         codes = ratio.clamp_(-8, 7).round_().add_(8).to(torch.uint8)
         return scales, nibbles.pack(codes)
 
     def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
         """k·s, exact: 4 and 8 significant bits."""
-        blocks = out.view(-1, BLOCK)
+        blocks = out.view(-1, Q4_BLOCK)
         nibbles.unpack_into(codes, blocks)
         blocks.sub_(8).mul_(from_bf16(scales).unsqueeze(1))
 
@@ -51,7 +51,7 @@ class Q4Codec(BlockCodec):
 Q4 = Q4Codec(
     name="q4",
     code=4,
-    block=BLOCK,
+    block=Q4_BLOCK,
     code_bits=4,
     scale_bits=16,
     declared=Traits(

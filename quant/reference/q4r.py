@@ -22,20 +22,20 @@ from torch import Tensor
 
 from farloop.algo.spec import Fragment
 from farloop.quant.blocks import BlockCodec
-from farloop.quant.codec import Traits
+from farloop.quant.codec import KernelKey, Traits
+from farloop.quant.packing import (
+    Q4R_BLOCK,
+    Q4R_GROUP,
+    Q4R_LEAST_SCALE,
+    Q4R_SMALLEST_MAGNITUDE,
+    largest_scale,
+)
 from farloop.quant.parameters import Parameter, float_text, numbers, one_of
 from farloop.quant.reference import nibbles
 from farloop.quant.reference.noise import uniform16
-from farloop.quant.reference.scales import SMALLEST_SCALE, check_scales, from_bf16, largest_scale, to_scale
+from farloop.quant.reference.scales import check_scales, from_bf16, to_scale
 
-BLOCK = 256
-GROUP = 64
-"""Elements whose codes are packed together, as `q4` packs its blocks."""
-LARGEST_SCALE = largest_scale(8)
-LEAST_SCALE = 0.144
-"""Of a block's largest magnitude: a little over 1/7, so that the rounding of the scale to bf16 cannot make it less."""
-SMALLEST_MAGNITUDE = SMALLEST_SCALE << 16
-"""Bits of 2⁻¹⁰⁰: blocks in which all is smaller are written as zeros."""
+_LARGEST_SCALE = largest_scale(8)
 
 L_GRECO_FACTORS = (1.0, 0.5, 0.6, 0.7, 0.84, 1.19, 1.41, 1.68, 2.0)
 """Of the step, among which the coordinator may choose for a tensor. The first is the uniform choice."""
@@ -90,6 +90,15 @@ class Q4rCodec(BlockCodec):
         largest = max(self.step) * (max(L_GRECO_FACTORS) if self.policy == "l-greco" else 1.0)
         return max(0.0, 1 - max(largest * largest / 4, 0.76) - 0.01)
 
+    def kernel_key(self) -> KernelKey:
+        """As `BlockCodec.kernel_key`."""
+        return KernelKey(
+            name=self.name,
+            stochastic=self.rounding == "stochastic",
+            absolute=self.policy == "absolute",
+            step=self.step[0] if len(self.step) == 1 else None,
+        )
+
     def steps(self, fragment: Fragment) -> Tensor:
         """fp32 [num_blocks]: blocks never cross tensors.
 
@@ -102,24 +111,24 @@ class Q4rCodec(BlockCodec):
             raise ValueError(f"{len(self.step)} steps for {len(fragment.tensors)} tensors")
         steps = torch.empty(self._num_blocks(fragment.numel))
         for tensor, step in zip(fragment.tensors, self.step, strict=True):
-            steps[tensor.offset // BLOCK :] = step
+            steps[tensor.offset // Q4R_BLOCK :] = step
         return steps
 
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """k = clamp(round(x ÷ s), −8, 7) with s as it is stored; k + 8 is written."""
-        first = start // BLOCK
-        steps = self.steps(fragment)[first : first + x.numel() // BLOCK].to(x.device)  # [m]
-        scales = self._scales(x.view(-1, BLOCK), magnitude.view(-1, BLOCK).amax(dim=1), steps)
+        first = start // Q4R_BLOCK
+        steps = self.steps(fragment)[first : first + x.numel() // Q4R_BLOCK].to(x.device)  # [m]
+        scales = self._scales(x.view(-1, Q4R_BLOCK), magnitude.view(-1, Q4R_BLOCK).amax(dim=1), steps)
         s = from_bf16(scales).unsqueeze(1)  # [m, 1]
-        ratio = x.view(-1, BLOCK) / torch.where(s == 0, 1.0, s)
+        ratio = x.view(-1, Q4R_BLOCK) / torch.where(s == 0, 1.0, s)
         if self.rounding == "nearest":
             codes = ratio.round_()
         else:
-            codes = ratio.add_(uniform16(seed, start, x.numel(), x.device).view(-1, BLOCK)).floor_()
+            codes = ratio.add_(uniform16(seed, start, x.numel(), x.device).view(-1, Q4R_BLOCK)).floor_()
         codes.clamp_(-8, 7).masked_fill_(s == 0, 0.0)
-        return scales, nibbles.pack(codes.add_(8).to(torch.uint8).view(-1, GROUP))
+        return scales, nibbles.pack(codes.add_(8).to(torch.uint8).view(-1, Q4R_GROUP))
 
     def _scales(self, blocks: Tensor, absmax: Tensor, steps: Tensor) -> Tensor:
         """Stored scales, int16 [m], of blocks fp32 [m, 256]; absmax is the bits of the largest magnitudes, int32 [m].
@@ -137,17 +146,17 @@ class Q4rCodec(BlockCodec):
             # rms = √(total ÷ 256)·2^(e−10), and the product with a power of two is exact.
             root = torch.sqrt(total.to(torch.float32)) * steps
             wanted = root * _power(exponent - 14)
-        scales = to_scale(torch.maximum(wanted, absmax.view(torch.float32) * LEAST_SCALE), LARGEST_SCALE)
-        return torch.where(absmax < SMALLEST_MAGNITUDE, 0, scales).to(torch.int16)
+        scales = to_scale(torch.maximum(wanted, absmax.view(torch.float32) * Q4R_LEAST_SCALE), _LARGEST_SCALE)
+        return torch.where(absmax < Q4R_SMALLEST_MAGNITUDE, 0, scales).to(torch.int16)
 
     def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
         """k·s, exact: 4 and 8 significant bits."""
-        nibbles.unpack_into(codes, out.view(-1, GROUP))
-        out.view(-1, BLOCK).sub_(8).mul_(from_bf16(scales).unsqueeze(1))
+        nibbles.unpack_into(codes, out.view(-1, Q4R_GROUP))
+        out.view(-1, Q4R_BLOCK).sub_(8).mul_(from_bf16(scales).unsqueeze(1))
 
     def check_tile(self, scales: Tensor, codes: Tensor) -> None:
         """Every code is good; scales must be."""
-        check_scales(scales, LARGEST_SCALE, signed=False)
+        check_scales(scales, _LARGEST_SCALE, signed=False)
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -158,7 +167,7 @@ def _power(exponent: Tensor) -> Tensor:
 Q4R = Q4rCodec(
     name="q4r",
     code=6,
-    block=BLOCK,
+    block=Q4R_BLOCK,
     code_bits=4,
     scale_bits=16,
     declared=Traits(

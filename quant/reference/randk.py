@@ -19,9 +19,10 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant.codec import Traits, require_flat, require_payload_size
 from farloop.quant.errors import BadPayload
+from farloop.quant.packing import BF16_LARGEST
 from farloop.quant.parameters import Parameter, float_text, number
 from farloop.quant.reference.noise import words
-from farloop.quant.reference.scales import BF16_LARGEST, from_bf16
+from farloop.quant.reference.scales import from_bf16
 from farloop.quant.reference.sparse import Chunks, SparseCodec, cut, require_finite
 
 BLOCK = 256

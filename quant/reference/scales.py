@@ -7,19 +7,7 @@ import torch
 from torch import Tensor
 
 from farloop.quant.errors import BadPayload
-
-BF16_LARGEST = 0x7F7F
-"""Bits of the largest finite bf16, (2 − 2⁻⁷)·2¹²⁷."""
-
-SMALLEST_SCALE = 0x0D80
-"""Bits of 2⁻¹⁰⁰. Smaller scales are written as 0, so that no decoder meets a subnormal product, whatever its code."""
-
-
-def largest_scale(largest_code: int) -> int:
-    """Bits of the largest bf16 scale that a code of magnitude `largest_code`, a power of two, times it is finite."""
-    halvings = largest_code.bit_length() - 1
-    assert largest_code == 1 << halvings
-    return BF16_LARGEST - (halvings << 7)
+from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE
 
 
 def to_bf16(x: Tensor, largest: int = BF16_LARGEST) -> Tensor:

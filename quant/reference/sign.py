@@ -19,8 +19,9 @@ from torch import Tensor
 
 from farloop.algo.spec import Fragment
 from farloop.quant.codec import Traits
+from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE
 from farloop.quant.reference import fields
-from farloop.quant.reference.scales import BF16_LARGEST, SMALLEST_SCALE, check_scales, from_bf16, to_scale
+from farloop.quant.reference.scales import check_scales, from_bf16, to_scale
 from farloop.quant.reference.tensors import padding, within
 from farloop.quant.reference.zeroless import ZerolessCodec
 

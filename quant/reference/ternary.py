@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
-from farloop.quant.blocks import CODES_ALIGN
 from farloop.quant.codec import Codec, Traits, require_flat, require_payload_size
 from farloop.quant.errors import BadPayload
 from farloop.quant.norm import norm_sq
+from farloop.quant.packing import BF16_LARGEST, CODES_ALIGN, SMALLEST_SCALE
 from farloop.quant.parameters import Parameter, float_text, number
 from farloop.quant.reference import fields
 from farloop.quant.reference.noise import uniform16
-from farloop.quant.reference.scales import BF16_LARGEST, SMALLEST_SCALE, check_scales, from_bf16
+from farloop.quant.reference.scales import check_scales, from_bf16
 from farloop.quant.reference.tensors import largest_bits, spans
 
 GROUP = 64

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.quant.blocks import CODES_ALIGN
 from farloop.quant.codec import Traits, require_flat, require_payload_size
 from farloop.quant.errors import BadPayload
+from farloop.quant.packing import BF16_LARGEST, CODES_ALIGN
 from farloop.quant.parameters import Parameter, whole
-from farloop.quant.reference.scales import BF16_LARGEST, check_scales, from_bf16, to_scale
+from farloop.quant.reference.scales import check_scales, from_bf16, to_scale
 from farloop.quant.reference.sparse import PIECE, Chunks, SparseCodec, cut, require_finite
 
 CHUNK = 4096

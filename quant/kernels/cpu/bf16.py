@@ -6,7 +6,7 @@ from farloop.quant.kernels.cpu.drivers import BLOCK, block_loops
 from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
 from farloop.quant.kernels.cpu.memory import bits, load_u16, store_u16
 from farloop.quant.kernels.cpu.scales import from_scale, to_bf16
-from farloop.quant.reference.scales import BF16_LARGEST
+from farloop.quant.packing import BF16_LARGEST
 
 _LARGEST = np.int32(BF16_LARGEST)
 _SIGN = np.int32(0x8000)

@@ -7,13 +7,12 @@ from farloop.quant.kernels.cpu.drivers import block_loops
 from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
 from farloop.quant.kernels.cpu.memory import bits, from_bits, load_u16, store_u16
 from farloop.quant.kernels.cpu.scales import MAGNITUDE, from_scale, to_scale
-from farloop.quant.reference.e3m0 import BLOCK
-from farloop.quant.reference.scales import BF16_LARGEST
+from farloop.quant.packing import BF16_LARGEST, E3M0_BLOCK
 
 _LARGEST_SCALE = np.int32(BF16_LARGEST)
-_GROUPS = np.uint64(drivers.BLOCK // BLOCK)
-_B = np.uint64(BLOCK)
-_HALF = np.uint64(BLOCK // 2)
+_GROUPS = np.uint64(drivers.BLOCK // E3M0_BLOCK)
+_B = np.uint64(E3M0_BLOCK)
+_HALF = np.uint64(E3M0_BLOCK // 2)
 _TWO = np.uint64(2)
 _INFINITY = np.float32(np.inf)
 _T1, _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(t) for t in (2.0**-7, *(1.5 * 2.0**-j for j in range(6, 0, -1))))
@@ -81,4 +80,6 @@ def restore(t: Numbers, scales: Numbers, scale_at: Number, codes: Numbers, at: N
             t[first + _HALF + i] = value_of(np.int32(pair >> 4), s)
 
 
-E3M0 = block_loops("e3m0", quantise, restore, scale_bytes=2 * drivers.BLOCK // BLOCK, code_bytes=drivers.BLOCK // 2)
+E3M0 = block_loops(
+    "e3m0", quantise, restore, scale_bytes=2 * drivers.BLOCK // E3M0_BLOCK, code_bytes=drivers.BLOCK // 2
+)

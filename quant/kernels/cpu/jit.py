@@ -16,6 +16,8 @@ import numba
 from llvmlite import binding  # type: ignore[import-untyped]
 from numba.extending import register_jitable
 
+from farloop.quant import packing
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 Number = Any
@@ -70,14 +72,17 @@ def warm_up(kernels: Iterable[Kernel]) -> float:
     return time.monotonic() - started
 
 
+def sources() -> list[Path]:
+    """What kernels are made of: this folder, and the formats' constants."""
+    return [*sorted(Path(__file__).parent.glob("*.py")), Path(packing.__file__)]
+
+
 @cache
 def _fingerprint() -> str:
     """Of the sources, of numba and of the CPU."""
     digest = hashlib.blake2b(digest_size=6)
-    here = Path(__file__).parent
-    for folder in (here, here.parent.parent / "reference"):  # the formats' constants are the reference's
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
+    for path in sources():
+        digest.update(path.read_bytes())
     digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())
     digest.update(binding.get_host_cpu_features().flatten().encode())
     return digest.hexdigest()

@@ -22,11 +22,11 @@ from farloop.quant.kernels.cpu.drivers import (
     BlockLoops,
 )
 from farloop.quant.kernels.cpu.threads import on_parts
+from farloop.quant.packing import CODES_ALIGN
 
 _LOCAL_KINDS = {torch.float32: LOCAL_FP32, torch.bfloat16: LOCAL_BF16, torch.float16: LOCAL_FP16}
 _NO_STEPS = torch.zeros(1)
 _SEED_MASK = 0xFFFFFFFF
-_CODES_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class CpuKernels:
 
     def codes_start(self, numel: int) -> int:
         """Where the codes begin."""
-        return -(-self.scale_bytes(numel) // _CODES_ALIGN) * _CODES_ALIGN
+        return -(-self.scale_bytes(numel) // CODES_ALIGN) * CODES_ALIGN
 
     def _read(
         self,

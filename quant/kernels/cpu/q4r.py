@@ -8,22 +8,21 @@ from farloop.quant.kernels.cpu.memory import as_halves, from_bits, load_u16, sto
 from farloop.quant.kernels.cpu.nibbles import fill, pack_nearest, pack_random, unpack
 from farloop.quant.kernels.cpu.noise import random_words
 from farloop.quant.kernels.cpu.scales import from_scale, to_scale
-from farloop.quant.reference.q4r import BLOCK, GROUP, LEAST_SCALE, SMALLEST_MAGNITUDE
-from farloop.quant.reference.scales import largest_scale
+from farloop.quant.packing import Q4R_BLOCK, Q4R_GROUP, Q4R_LEAST_SCALE, Q4R_SMALLEST_MAGNITUDE, largest_scale
 
 # Bits of the mode.
 STOCHASTIC, ABSOLUTE = 1, 2
 
 _LARGEST_SCALE = np.int32(largest_scale(8))
-_LEAST_SCALE = np.float32(LEAST_SCALE)
-_SMALLEST_MAGNITUDE = np.int32(SMALLEST_MAGNITUDE)
+_LEAST_SCALE = np.float32(Q4R_LEAST_SCALE)
+_SMALLEST_MAGNITUDE = np.int32(Q4R_SMALLEST_MAGNITUDE)
 _EIGHT_TWICE = np.uint8(0x88)
-_B = np.uint64(BLOCK)
-_WORDS = np.uint64(BLOCK // 2)
-_GROUP = np.uint64(GROUP)
-_GROUPS = np.uint64(BLOCK // GROUP)
-_GROUP_BYTES = np.uint64(GROUP // 2)
-_BLOCK_BYTES = np.uint64(BLOCK // 2)
+_B = np.uint64(Q4R_BLOCK)
+_WORDS = np.uint64(Q4R_BLOCK // 2)
+_GROUP = np.uint64(Q4R_GROUP)
+_GROUPS = np.uint64(Q4R_BLOCK // Q4R_GROUP)
+_GROUP_BYTES = np.uint64(Q4R_GROUP // 2)
+_BLOCK_BYTES = np.uint64(Q4R_BLOCK // 2)
 
 
 @inlined
@@ -79,4 +78,4 @@ def restore(t: Numbers, scales: Numbers, scale_at: Number, codes: Numbers, at: N
         unpack(t, group * _GROUP, s, codes, at + group * _GROUP_BYTES)
 
 
-Q4R = block_loops("q4r", quantise, restore, scale_bytes=2, code_bytes=BLOCK // 2)
+Q4R = block_loops("q4r", quantise, restore, scale_bytes=2, code_bytes=Q4R_BLOCK // 2)

@@ -6,12 +6,11 @@ from farloop.quant.kernels.cpu.drivers import block_loops
 from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
 from farloop.quant.kernels.cpu.memory import bits, from_bits, load_u16, store_u16
 from farloop.quant.kernels.cpu.scales import from_scale, to_scale
-from farloop.quant.reference.q8 import BLOCK
-from farloop.quant.reference.scales import largest_scale
+from farloop.quant.packing import Q8_BLOCK, largest_scale
 
 _LARGEST_SCALE = np.int32(largest_scale(128))
 _LARGEST_CODE = np.float32(127.0)
-_B = np.uint64(BLOCK)
+_B = np.uint64(Q8_BLOCK)
 
 _SHIFT = np.float32(1.5 * 2**23)
 """Added to k of −127…127 it rounds to the nearest whole number, ties to even, whose lowest byte then is k's."""
@@ -46,4 +45,4 @@ def restore(t: Numbers, scales: Numbers, scale_at: Number, codes: Numbers, at: N
         t[i] = np.float32(np.int8(codes[at + i])) * s
 
 
-Q8 = block_loops("q8", quantise, restore, scale_bytes=2, code_bytes=BLOCK)
+Q8 = block_loops("q8", quantise, restore, scale_bytes=2, code_bytes=Q8_BLOCK)

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from farloop.quant.blocks import BlockCodec
 from farloop.quant.kernels.gpu.launch import OPTIONS, Launch
 from farloop.quant.kernels.gpu.layout import LAYOUTS
 from farloop.quant.kernels.gpu.path import GpuKernels, gpu_kernels
@@ -67,7 +68,8 @@ def launches() -> dict[tuple[str, str], Launch]:
     """(spelling of a codec, operation) → what would be launched; the tensors are small and on the CPU."""
     found: dict[tuple[str, str], Launch] = {}
     for spelling in (*LAYOUTS, *_ENCODERS_OF_Q4R):
-        path = gpu_kernels(codec_named(spelling))
+        codec = codec_named(spelling)
+        path = gpu_kernels(codec.kernel_key()) if isinstance(codec, BlockCodec) else None
         assert path is not None
         operations = _encoders(path)
         if spelling in LAYOUTS:

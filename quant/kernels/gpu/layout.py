@@ -5,8 +5,7 @@ from types import ModuleType
 from typing import Final
 
 from farloop.quant.kernels.gpu import bf16, e3m0, fp32, q4, q4r, q8
-
-_CODES_ALIGN = 64  # as `farloop.quant.blocks`, which imports the choice of paths and so cannot be imported here
+from farloop.quant.packing import CODES_ALIGN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,7 @@ class Layout:
         return 2 * self.num_blocks(numel) if self.block > 1 else 0
 
     def codes_start(self, numel: int) -> int:
-        return -(-self.scale_bytes(numel) // _CODES_ALIGN) * _CODES_ALIGN
+        return -(-self.scale_bytes(numel) // CODES_ALIGN) * CODES_ALIGN
 
     def padded(self, numel: int) -> int:
         """Elements up to the end of the last block."""

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farloop.quant.codec import Codec
+from farloop.quant.codec import KernelKey
 from farloop.quant.kernels.gpu.kernels import add_kernel, decode_kernel, encode_kernel, outer_kernel
 from farloop.quant.kernels.gpu.launch import Launch
 from farloop.quant.kernels.gpu.layout import LAYOUTS, Layout
-from farloop.quant.reference.noise import mix32
-from farloop.quant.reference.q4r import Q4rCodec
+from farloop.quant.packing import mix32
 
 PAYLOADS_PER_LAUNCH = 16
 """Of a weighted sum; more go in several launches, which add in the same order."""
@@ -26,17 +25,12 @@ _TENSOR_ALIGN = 256  # elements: tensors of a fragment start on multiples of thi
 _NONE_BAD = 2**63 - 1
 
 
-def gpu_kernels(codec: Codec) -> "GpuKernels | None":
-    """The kernels of a codec with its parameters, or None where it is not a format of blocks."""
-    layout = LAYOUTS.get(codec.name)
-    if layout is None or not isinstance(codec, Q4rCodec):
-        return GpuKernels(layout=layout) if layout else None
-    return GpuKernels(
-        layout=layout,
-        step=codec.step[0] if len(codec.step) == 1 else None,
-        absolute=codec.policy == "absolute",
-        stochastic=codec.rounding == "stochastic",
-    )
+def gpu_kernels(key: KernelKey) -> "GpuKernels | None":
+    """The kernels of this key, or None where its format has none on a GPU."""
+    layout = LAYOUTS.get(key.name)
+    if layout is None:
+        return None
+    return GpuKernels(layout=layout, step=key.step, absolute=key.absolute, stochastic=key.stochastic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

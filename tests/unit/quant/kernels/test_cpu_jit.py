@@ -1,11 +1,15 @@
 """Kernels are compiled when they are needed, and once."""
 
+import ast
+import importlib
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numba
 import pytest
 
+from farloop.quant.kernels.cpu import jit
 from farloop.quant.kernels.cpu.formats import warm
 from farloop.quant.kernels.cpu.jit import Kernel
 
@@ -46,3 +50,15 @@ def test_warming_up_compiles_what_a_run_needs_and_nothing_twice(monkeypatch: pyt
     assert warm(["q4", "no format of this folder"]) >= 0
     monkeypatch.setattr(Kernel, "_compile", lambda self: pytest.fail(f"{self.name} was not warm"))
     assert warm(["q4"]) < 1
+
+
+def test_the_kernels_kept_on_disk_are_those_of_all_sources_that_they_are_made_of() -> None:
+    sources = set(jit.sources())
+    for path in sources:
+        for part in ast.walk(ast.parse(path.read_text())):
+            if isinstance(part, ast.ImportFrom) and part.module and part.module.startswith("farloop."):
+                module = importlib.import_module(part.module)
+                of_package = hasattr(module, "__path__")
+                names = [f"{part.module}.{alias.name}" for alias in part.names] if of_package else [part.module]
+                for name in names:
+                    assert Path(str(importlib.import_module(name).__file__)) in sources, f"{path.name}: {name}"

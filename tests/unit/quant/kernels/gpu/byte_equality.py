@@ -50,7 +50,7 @@ def codec(request: pytest.FixtureRequest) -> BlockCodec:
 
 @pytest.fixture
 def kernels(codec: BlockCodec) -> GpuKernels:
-    found = gpu_kernels(codec)
+    found = gpu_kernels(codec.kernel_key())
     assert found is not None
     return found
 
@@ -291,7 +291,7 @@ def test_an_outer_step_that_is_not_finite_says_where(kernels: GpuKernels, codec:
 def test_blocks_may_have_steps_of_their_own(spelling: str) -> None:
     codec = codec_named(spelling)
     assert isinstance(codec, BlockCodec)
-    kernels = gpu_kernels(codec)
+    kernels = gpu_kernels(codec.kernel_key())
     assert kernels is not None
     slots = tuple(TensorSlot(name=str(start), shape=(512,), offset=start) for start in (0, 512, 1024))
     fragment = Fragment(index=0, slot=0, numel=1536, tensors=slots)
@@ -316,7 +316,7 @@ def test_rows_count_beyond_31_bits() -> None:
         pytest.skip("a payload of 1 GiB for three blocks: not where memory is everyone's")
     codec = codec_named("q4r:step=1")
     assert isinstance(codec, BlockCodec)
-    kernels = gpu_kernels(codec)
+    kernels = gpu_kernels(codec.kernel_key())
     assert kernels is not None
     numel, start = 2**31 + 1024, 2**31 + 256
     out = torch.empty(kernels.layout.payload_bytes(numel), dtype=torch.uint8, device=DEVICE)

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import flat
 from farloop.quant.kernels.gpu.path import GpuKernels, gpu_kernels
 from farloop.quant.registry import codec_named
@@ -47,7 +48,9 @@ def test_triton_is_not_loaded_before_it_is_asked_for() -> None:
 
 
 def kernels(spelling: str = "q4") -> GpuKernels:
-    found = gpu_kernels(codec_named(spelling))
+    codec = codec_named(spelling)
+    assert isinstance(codec, BlockCodec)
+    found = gpu_kernels(codec.kernel_key())
     assert found is not None
     return found
 
