@@ -23,11 +23,11 @@ from farloop.cli.waiting import Waiting
 from farloop.coordinator.adopting import PATIENCE_S, Adopt
 from farloop.coordinator.bucket import Bucket, CopyFailed
 from farloop.coordinator.closing import RETRY_S
+from farloop.coordinator.connections import BindError
 from farloop.coordinator.copies import read_manifest, restore
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.hearsay import adoption_of
-from farloop.coordinator.link import BindError
 from farloop.coordinator.store import Store
 from farloop.monitoring import descriptors, page
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response

@@ -6,6 +6,7 @@ no session speaks are strangers, which are closed, the oldest first, where there
 too many connections in all, and those that stay strangers for long.
 """
 
+import errno
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,21 @@ STRANGERS_OF_AN_ADDRESS: Final = 256
 STRANGER_S: Final = 30.0
 """A connection by which no session has spoken for so long is closed: a thin link takes seconds for a greeting."""
 
+DEAD_TCP_MS = 60_000
+"""A connection that acknowledges nothing for this long is closed: its peer is gone without a word (half-open)."""
+
+HEARTBEAT_MS = 30_000
+"""ZeroMQ asks each peer this often whether it is there, and hangs up ..."""
+
+HEARTBEAT_TIMEOUT_MS = 120_000
+"""... after this: an answer waits behind what a thin link has yet to carry. Sessions have a shorter time-out."""
+
+LOOK_S = 5.0
+"""Between two looks at connections by which nobody speaks."""
+
+BACKLOG = 1024
+"""Connections that the system keeps until ZeroMQ accepts them; it may keep fewer (net.core.somaxconn)."""
+
 MOST: Final = 8192
 """Connections in all: twice those of as many sessions as there may be, and the strangers of some addresses."""
 
@@ -25,6 +41,18 @@ RESERVE: Final = 256
 
 FEWEST: Final = 64
 """Connections in all, however few descriptors there are: a budget of none would serve nobody."""
+
+
+class BindError(OSError):
+    """The port cannot be had; one line for the person who chose it."""
+
+    def __init__(self, endpoint: str, error: Exception) -> None:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            super().__init__(
+                f"{endpoint} is in use; stop the other process, or choose another port in [coordinator] bind"
+            )
+        else:
+            super().__init__(f"cannot bind {endpoint}: {error}; choose another address in [coordinator] bind")
 
 
 def most_connections(descriptors: int | None) -> int:

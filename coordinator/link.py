@@ -19,11 +19,21 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator.connections import Connection, Connections, most_connections
+from farloop.coordinator.connections import (
+    BACKLOG,
+    DEAD_TCP_MS,
+    HEARTBEAT_MS,
+    HEARTBEAT_TIMEOUT_MS,
+    LOOK_S,
+    BindError,
+    Connection,
+    Connections,
+    most_connections,
+)
 from farloop.coordinator.egress import Egress
 from farloop.coordinator.errors import MachineBroken, NoRoom, StorageError
 from farloop.coordinator.gate import Gate
-from farloop.coordinator.peers import Lane, Peer, Peers
+from farloop.coordinator.peers import Lane, Peer, Peers, Unread
 from farloop.monitoring import descriptors
 from farloop.monitoring.connection import choose_congestion, end_of, hang_up
 from farloop.wire.errors import LimitReached, LocalProtocolError, OutOfBounds, RemoteProtocolError
@@ -32,7 +42,6 @@ from farloop.wire.frames import Buffer
 from farloop.wire.handshake import State
 from farloop.wire.keys import AllowList, KeyFileError, load_secret
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
-from farloop.wire.messages import Leave
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
@@ -57,29 +66,9 @@ PROBE_DELAY_S = 0.1
 """From a connection's end to the probe of all sessions: ROUTER has let go of its lane by then, and of others that ended
 at once with it."""
 
-DEAD_TCP_MS = 60_000
-"""A connection that acknowledges nothing for this long is closed: its peer is gone without a word (half-open)."""
-
-HEARTBEAT_MS = 30_000
-"""ZeroMQ asks each peer this often whether it is there, and hangs up ..."""
-
-HEARTBEAT_TIMEOUT_MS = 120_000
-"""... after this: an answer waits behind what a thin link has yet to carry. Sessions have a shorter time-out."""
-
-
 OF_THE_PROCESS = (StorageError, MachineBroken)
 """Errors that concern the coordinator as a whole, whoever's work they came up in, but for `NoRoom`, which a read has
 for want of a descriptor. Any other ends one session."""
-
-LOOK_S = 5.0
-"""Between two looks at connections by which nobody speaks."""
-
-BACKLOG = 1024
-"""Connections that the system keeps until ZeroMQ accepts them; it may keep fewer (net.core.somaxconn)."""
-
-
-class BindError(OSError):
-    """The port cannot be had; one line for the person who chose it."""
 
 
 class RouterLink:
@@ -130,7 +119,7 @@ class RouterLink:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise BindError(explain_bind(endpoint, error)) from error
+            raise BindError(endpoint, error) from error
         except BaseException:
             self.close()
             raise
@@ -208,7 +197,8 @@ class RouterLink:
             detail,
             exc_info=trace,
         )
-        session.close(reason, str(error) if reason is Reason.BEHIND else reason.sentence)
+        told = reason.sentence if reason is Reason.FAULT else str(error)
+        self._end(peer, reason, told)
 
     def flush(self, peer: Peer) -> None:
         """Let out what the peer's session wants to send, and hand on what has happened in it."""
@@ -341,7 +331,7 @@ class RouterLink:
                 peer.bad_frames += 1
                 _log.warning("bad frame session=%d lane=%d reason=%r", peer.number, lane.number, str(error))
                 if peer.bad_frames >= BAD_FRAMES or isinstance(error, OutOfBounds):
-                    session.close(Reason.MALFORMED, Reason.MALFORMED.sentence)
+                    self._end(peer, Reason.MALFORMED, str(error))
             else:
                 peer.bad_frames = 0
 
@@ -370,7 +360,9 @@ class RouterLink:
             self._turned_away(Reason.WRONG_KEY, address)
             return None
         met = self._peers.meet(route, parts, owner, address, time.monotonic())
-        if met is None:
+        if isinstance(met, Unread):
+            self._answer(route, met)
+        if met is None or isinstance(met, Unread):
             return None
         descriptor = _descriptor(frame)
         self._peers.speaks_by(met if isinstance(met, Peer) else met.peer, descriptor)
@@ -464,12 +456,26 @@ class RouterLink:
                     left = left or bool(backlog)
         return left
 
+    def _end(self, peer: Peer, reason: Reason, detail: str) -> None:
+        """End a session now. Its node is told why, if it can be told: nobody waits for the acknowledgement."""
+        try:
+            for lane, parts in peer.session.last_word(reason, detail, time.monotonic()):
+                self._transmit(peer, lane, parts)
+        except Exception as error:  # noqa: BLE001 - the session ends in any case, and the log has the reason
+            _log.debug("not told session=%d reason=%s error=%r", peer.number, reason.name, str(error))
+        peer.session.close(reason, detail if reason is Reason.BEHIND else reason.sentence)
+
+    def _answer(self, route: bytes, unread: Unread) -> None:
+        """Tell a node that its greeting cannot be read: there is no session that could."""
+        sent = self._socket.send_multipart([route, *unread.answer()], flags=zmq.DONTWAIT)
+        assert isinstance(sent, asyncio.Future) and sent.done()  # DONTWAIT is decided at once
+        if error := sent.exception():
+            _log.debug("not told route=%s reason=%s error=%r", route.hex(), Reason.MALFORMED.name, str(error))
+
     def _dismiss(self, peer: Peer, reason: Reason) -> None:
         """End a session, and say why."""
-        with self.working_for(peer) as session:
-            if session.state is State.OPEN:
-                session.send(Leave(reason=reason), time.monotonic())
-        self.closed_by_us(peer, reason)
+        with self.working_for(peer):
+            self._end(peer, reason, "")
 
     # --- connections
 
@@ -590,10 +596,3 @@ def _address(frame: zmq.Frame) -> str:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:
         return "?"
-
-
-def explain_bind(endpoint: str, error: Exception) -> str:
-    """One line for a person whose coordinator could not take its port."""
-    if isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE:
-        return f"{endpoint} is in use; stop the other process, or choose another port in [coordinator] bind"
-    return f"cannot bind {endpoint}: {error}"

@@ -12,12 +12,24 @@ from dataclasses import dataclass, field
 from farloop.algo.spec import NodeId
 from farloop.coordinator.gate import SESSIONS_OF_A_KEY, Gate
 from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.frames import Buffer, parse_control
+from farloop.wire.frames import Buffer, ControlFrame, parse_control
 from farloop.wire.handshake import Role
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Hello, LaneHello, decode
+from farloop.wire.messages import Hello, LaneHello, Refused, decode, encode
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """An intact first frame whose message cannot be read here: its sender's version of farloop may be another."""
+
+    why: str
+
+    def answer(self) -> list[Buffer]:
+        """The frame that tells its sender: there is no session that could."""
+        refused = Refused(reason=Reason.MALFORMED, detail=self.why, retriable=True)
+        return ControlFrame(run=0, epoch=0, seq=0, ack=1, body=encode(refused)).parts()
 
 
 @dataclass(slots=True)
@@ -105,17 +117,22 @@ class Peers:
 
     def meet(
         self, route: bytes, parts: Sequence[Buffer], owner: NodeId | None, address: str, now: float
-    ) -> Lane | Peer | None:
+    ) -> Lane | Peer | Unread | None:
         """The first frame of a lane.
 
         Returns:
             The control lane of a new session, which must yet receive the frame; the session that the lane has joined;
-            or None: it came to nothing, and is forgotten.
+            what cannot be read, where its sender is to hear of that; or None: it came to nothing, and is forgotten.
         """
+        message, unread = None, None
         try:
-            message = decode(parse_control(parts, self._limits).body)
+            frame = parse_control(parts, self._limits)
+            try:
+                message = decode(frame.body)
+            except RemoteProtocolError as error:
+                unread = Unread(str(error))
         except RemoteProtocolError:
-            message = None
+            pass
         match message:
             case LaneHello(lane_token=token):
                 peer = self._tokens.get(token)
@@ -130,6 +147,9 @@ class Peers:
                 self._turned_away(refused, owner or f"{name} at {address}")
             case _:
                 self._turned_away(Reason.MALFORMED, owner or address)
+                where = address if owner is None else None
+                if unread is not None and self._gate.greets(owner or "unread", where, now) is None:
+                    return unread
         return None
 
     def too_many_of(self, peer: Peer) -> list[Peer]:

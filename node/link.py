@@ -42,6 +42,10 @@ BACKOFF_S = (0.1, 5.0)
 TOLD_EVERY_S = 60.0
 """An outage is told of when it begins, and again once in so long: somebody may have to do something."""
 
+BAD_SESSIONS = 8
+"""So many sessions in a row that end because one end does not understand the other, without a delta of this node being
+taken in between, end the node: the next one would end the same way."""
+
 
 class Link:
     """Runs from `start` to `close`. Every public call may be made from any thread."""
@@ -71,6 +75,10 @@ class Link:
         """Something is to be sent, or the session's state has changed."""
         self._ended_by = ""
         """Why the last session, or attempt, ended."""
+        self._misunderstood = 0
+        """Sessions in a row that ended because one end did not understand the other."""
+        self._hurt = False
+        """Whether the last session ended by an error: the next one may, too, and the pause grows."""
         self._over = False
         """No further session is wanted."""
         self._closing = asyncio.Event()
@@ -180,8 +188,9 @@ class Link:
     async def _keep_connected(self) -> None:
         attempt, since, told_at = 0, time.monotonic(), float("-inf")
         while not self._over:
+            self._hurt = False
             opened = await self._one_session()
-            attempt = 0 if opened else attempt + 1
+            attempt = 0 if opened and not self._hurt else attempt + 1
             if opened:
                 since, told_at = time.monotonic(), float("-inf")
             if self._over:
@@ -229,6 +238,28 @@ class Link:
             return True
         return False
 
+    def _ended(self, reason: Reason, detail: str) -> None:
+        """A session, or an attempt at one, is over."""
+        self._ended_by = detail or reason.sentence
+        self._hurt = reason in (Reason.MALFORMED, Reason.FAULT)
+        opened = self._dialogue is not None and self._dialogue.opened
+        if reason is Reason.SILENT and not opened and self._session is not None and self._session.traffic.connections:
+            self._ended_by += "; it takes the connection and does not answer: it is busy, or of another version"
+        if self._over:
+            return
+        if reason is not Reason.MALFORMED:
+            self._misunderstood = 0 if opened else self._misunderstood
+            return
+        self._misunderstood += 1
+        why = f"the coordinator at {self._config.coordinator} and this node do not understand each other: {detail}"
+        mend = "install the same version of farloop on both"
+        _log.warning("session refused times=%d of=%d why=%r mend=%r", self._misunderstood, BAD_SESSIONS, why, mend)
+        if self._misunderstood >= BAD_SESSIONS:
+            self._over = True
+            told = f"{why} ({self._misunderstood} sessions in a row ended so). Their versions may differ: {mend}"
+            refused = msg.Refused(reason=Reason.MALFORMED, detail=told, retriable=False)
+            self._deliver(wire_ev.MessageReceived(message=refused))
+
     def _key_refused(self) -> None:
         self._over = True
         detail = "the coordinator does not know this node's key; add its .pub file to the allow-list"
@@ -261,8 +292,10 @@ class Link:
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
                     self._downloads.ended(session, blob, time.monotonic())
+                case wire_ev.MessageReceived(message=msg.Stored()):
+                    self._misunderstood = 0
                 case wire_ev.SessionClosed(reason=reason, detail=detail):
-                    self._ended_by = detail or reason.sentence
+                    self._ended(reason, detail)
                 case _:
                     pass
             self._deliver(event)

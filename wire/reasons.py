@@ -69,7 +69,7 @@ _SENTENCES = {
     Reason.WRONG_KEY: "the key is not on the coordinator's allow-list",
     Reason.NAME_TAKEN: "a node of this name is connected, and its incarnation is newer",
     Reason.FENCED: "the coordinator's state is older than one this node has seen (lower epoch)",
-    Reason.MALFORMED: "the peer broke the protocol",
+    Reason.MALFORMED: "a message was damaged, or is not one that the protocol allows",
     Reason.OLD_INCARNATION: "a newer start of this node has taken its place",
     Reason.LATE: "the window had closed before the delta came",
     Reason.STALE_BASE: "the delta was taken from a version too far behind",

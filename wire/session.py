@@ -192,6 +192,19 @@ class Session:
         """Have something to send now, if only a heartbeat: some links notice a broken connection by that alone."""
         self._control.speak()
 
+    def last_word(self, reason: Reason, detail: str, now: float) -> list[tuple[int, list[Buffer]]]:
+        """A coordinator's farewell before `close`, with all that is to be transmitted before it; nothing after an end.
+
+        Raises:
+            LocalProtocolError: it cannot be said any more, or not yet.
+        """
+        match self.state:
+            case State.OPENING:
+                self.send(Refused(reason=reason, detail=detail, retriable=True), now)
+            case State.OPEN:
+                self.send(Leave(reason=reason, detail=detail), now)
+        return self.outgoing(now, max_chunks=0)
+
     def close(self, reason: Reason, detail: str) -> None:
         """End here and now without a word to the peer, as when the connection is lost."""
         if self.state is not State.CLOSED:

@@ -239,6 +239,64 @@ def test_a_session_that_ended_without_a_detail_is_told_with_its_reason(
     assert len(told) == 1 and repr(Reason.COORDINATOR_STOPPING.sentence) in told[0]
 
 
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dials again at once, and gives up early."""
+    monkeypatch.setattr("farloop.node.link.BACKOFF_S", (0.01, 0.02))
+    monkeypatch.setattr("farloop.node.link.BAD_SESSIONS", 4)
+
+
+def refused_for_good(delivered: Delivered) -> str:
+    """What the node ends with."""
+    while True:
+        told = wait_for(delivered, msg.Refused)
+        assert isinstance(told, wire_ev.MessageReceived) and isinstance(told.message, msg.Refused)
+        if not told.message.retriable:
+            assert told.message.reason is Reason.MALFORMED
+            return told.message.detail
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_node_whose_greeting_cannot_be_read_is_told_why_and_gives_up(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """T: a node of another version heard nothing, said so once a minute, and dialled for ever."""
+    delivered: Delivered = queue.SimpleQueue()
+    with station(endpoint) as there:
+        link = Link(LinkConfig(coordinator=endpoint), lambda: plain_hello(incarnation=1 << 63), delivered.put)
+        link.start()
+        try:
+            detail = refused_for_good(delivered)
+        finally:
+            link.close()
+        assert there.heard.empty(), "no session was begun"
+    assert "Hello.incarnation is 9223372036854775808" in detail and endpoint in detail
+    assert "4 sessions in a row" in detail and "install the same version of farloop on both" in detail
+    lines = [record.getMessage() for record in caplog.records if "session refused" in record.getMessage()]
+    assert [line.split()[2] for line in lines] == ["times=1", "times=2", "times=3", "times=4"]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_node_whose_messages_are_refused_gives_up_unless_its_deltas_are_taken_in(endpoint: str) -> None:
+    """T."""
+    stored = msg.Stored(blob=BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1))
+    bad = msg.Fetch(fragment=1 << 63)
+    with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
+        for _ in range(5):
+            wait_for(delivered, msg.Welcome)
+            there.say(stored)
+            wait_for(delivered, msg.Stored)
+            link.send(bad)
+            told = wait_for(delivered, msg.Leave)
+            assert isinstance(told, wire_ev.MessageReceived) and isinstance(told.message, msg.Leave)
+            assert told.message.reason is Reason.MALFORMED and "Fetch.fragment is" in told.message.detail
+        for _ in range(3):
+            wait_for(delivered, msg.Welcome)
+            link.send(bad)
+            wait_for(delivered, msg.Leave)
+        assert "4 sessions in a row" in refused_for_good(delivered)
+
+
 def test_flushing_a_link_without_a_session_does_not_wait(endpoint: str) -> None:
     with linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
         wait_for(delivered, wire_ev.SessionClosed)

@@ -21,7 +21,7 @@ from farloop.wire.events import BlobSent, MessageReceived, SessionClosed, Sessio
 from farloop.wire.frames import Buffer
 from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Committed, Fetch, Finished, Hello, Offer, Ready, Welcome
+from farloop.wire.messages import Committed, Fetch, Finished, Hello, Leave, Offer, Ready, Welcome
 from farloop.wire.reasons import Reason
 from farloop.wire.session import Session
 
@@ -64,6 +64,7 @@ class Hall:
         self.sent: list[tuple[str, BlobId]] = []
         self.away: list[Reason] = []
         self.on_event: Callable[[str, SessionEvent], None] = lambda name, event: None
+        self.on_node_event: Callable[[str, SessionEvent], None] = lambda name, event: None
         self.nodes = {name: Session(Role.NODE, 0.0, limits=limits) for name in ("a", "b")}
         for name, node in self.nodes.items():
             node.send(plain_hello(node=NodeId(name)), 0.0)
@@ -103,11 +104,14 @@ class Hall:
 
     def _act(self, name: str, node: Session) -> None:
         for event in node.events():
+            self.on_node_event(name, event)
             match event:
                 case MessageReceived(message=Welcome()):
                     self.link._take([Frame(f"{name}1".encode()), *map(Frame, node.lane_hello())])  # type: ignore[arg-type,list-item]
                     node.lane_opened(1)
-                case MessageReceived(message=Committed(version=version, size=size, digest=digest)):
+                case MessageReceived(message=Committed(version=version, size=size, digest=digest)) if (
+                    node.state is State.OPEN
+                ):
                     node.expect(update(version), size, digest, None, 0.0)
                 case _:
                     pass
@@ -239,6 +243,22 @@ def test_whatever_raises_in_the_work_for_a_session_ends_that_session_alone(
     lines = [record for record in caplog.records if "session ended" in record.getMessage()]
     if error is RuntimeError:
         assert lines and lines[0].exc_info, "an unexpected error is told with its traceback"
+
+
+def test_a_node_whose_message_is_refused_hears_which_and_why() -> None:
+    """It heard nothing for ten seconds, and never why."""
+
+    def story(hall: Hall) -> None:
+        heard: list[object] = []
+        hall.on_node_event = lambda name, event: heard.append(event) if name == "a" else None
+        hall.nodes["a"].send(Fetch(fragment=1 << 63), 0.0)
+        hall.turn()
+        why = f"Fetch.fragment is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted"
+        assert MessageReceived(message=Leave(reason=Reason.MALFORMED, detail=why)) in heard
+        assert hall.nodes["a"].state is State.CLOSED and hall.nodes["b"].state is State.OPEN
+        assert [(name, end.reason) for name, end in hall.ends] == [("a", Reason.MALFORMED)]
+
+    asyncio.run(in_hall(story))
 
 
 @pytest.mark.parametrize("kind", [MessageReceived, BlobSent])

@@ -7,7 +7,7 @@ from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.gate import GREETINGS_OF_A_KEY, SESSIONS, Gate
-from farloop.coordinator.peers import Lane, Peer, Peers
+from farloop.coordinator.peers import Lane, Peer, Peers, Unread
 from farloop.wire.frames import Buffer, ControlFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, Message, Ready, encode
@@ -34,7 +34,7 @@ class Door:
 
     def meets(
         self, parts: list[Buffer], owner: NodeId | None, *, at: str = "there", now: float = 0.0
-    ) -> Lane | Peer | None:
+    ) -> Lane | Peer | Unread | None:
         self.routes += 1
         return self.peers.meet(self.routes.to_bytes(5), parts, owner, at, now)
 
@@ -69,6 +69,16 @@ def test_what_is_no_greeting_begins_nothing_however_often_it_comes(parts: list[B
     assert len(door.peers) == 0
     assert set(door.away) == {(Reason.MALFORMED, "there")}
     door.greeted(None)
+
+
+@pytest.mark.parametrize("owner", [None, A])
+def test_who_sends_a_greeting_that_cannot_be_read_hears_why_as_often_as_it_may_greet(owner: NodeId | None) -> None:
+    """A node of another version heard nothing, and dialled for ever. No session is begun for it."""
+    door = Door()
+    met = [door.meets(frame(greeting(incarnation=1 << 63)), owner) for _ in range(2 * int(GREETINGS_OF_A_KEY.burst))]
+    assert met[0] == Unread(f"Hello.incarnation is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted")
+    assert sum(answer is not None for answer in met) == GREETINGS_OF_A_KEY.burst
+    assert len(door.peers) == 0 and set(door.away) == {(Reason.MALFORMED, owner or "there")}
 
 
 def test_a_greeting_that_comes_too_often_is_passed_over_until_there_is_room_again() -> None:
