@@ -1,0 +1,139 @@
+"""Every message, every record and a run's specification with every field set: their bytes, as released.
+
+The golden frames and records beside the modules have one sample each, most fields at their defaults, and a field that
+came later is left out at its default. Here every field has another value. `full_forms.txt` names each class with its
+bytes: what they are decoded to must be encoded to the same bytes, whatever the classes look like inside.
+
+`numbers.txt` has the numbers of reasons and blob kinds, which stand on the wire and in the journal.
+
+A new field or message: python tests/unit/golden/test_full_forms.py adds the classes that are not in the file. A class
+that has a new field is written anew under a second name, as in `message.Hello.2`: a released line never changes.
+"""
+
+import dataclasses
+import enum
+import types
+import typing
+import zlib
+from pathlib import Path
+from typing import Any, Literal, NewType, get_args, get_origin
+
+import pytest
+
+from farloop.algo.spec import BlobKind, RunSpec, to_plain
+from farloop.coordinator import records as rec
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+GOLDEN = Path(__file__).with_name("full_forms.txt")
+NUMBERS = Path(__file__).with_name("numbers.txt")
+
+CLASSES: dict[str, type[Any]] = {
+    "RunSpec": RunSpec,
+    **{f"message.{cls.__name__}": cls for cls in msg.NUMBERS},
+    **{f"record.{cls.__name__}": cls for cls in rec.KINDS},
+}
+
+WORDS = {"kind": "ethernet", "source": "sysfs"}
+"""Text fields of which a reader takes some words alone."""
+
+
+def encoded(value: Any) -> bytes:
+    """The bytes that are sent or written; a record's kind stands before them."""
+    if type(value) in rec.KINDS:
+        kind, data = rec.encode(value)
+        return bytes([kind]) + data
+    return msg.encode(value) if type(value) in msg.NUMBERS else msg.pack(value)
+
+
+def decoded(name: str, data: bytes) -> Any:
+    match name.split("."):
+        case ["RunSpec", *_]:
+            return msg.validate(RunSpec, msg.unpack(data))
+        case ["record", *_]:
+            return rec.decode(data[0], data[1:])
+        case _:
+            return msg.decode(data)
+
+
+def filled(kind: Any, name: str = "") -> Any:
+    """A value of this type that is no default, found by the name of its field alone."""
+    number = 2 + zlib.crc32(name.encode()) % 100
+    if isinstance(kind, NewType):
+        return filled(kind.__supertype__, name)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        return kind(**{field.name: filled(hints[field.name], field.name) for field in dataclasses.fields(kind)})
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return list(kind)[-1]
+    if kind in (int, float, str, bytes, bool):
+        return {
+            int: number,
+            float: number / 128,
+            str: WORDS.get(name, name) or "name",
+            bytes: bytes(range(8)),
+            bool: True,
+        }[kind]
+    if get_origin(kind) is Literal:
+        return get_args(kind)[-1]
+    if get_origin(kind) in (typing.Union, types.UnionType):
+        return filled(next(option for option in get_args(kind) if option is not type(None)), name)
+    if get_origin(kind) is tuple:
+        options = get_args(kind)
+        return tuple(filled(option, name) for option in options if option is not Ellipsis)
+    raise TypeError(f"{name}: no value for {kind}")
+
+
+def fields_of(value: Any, prefix: str = "") -> set[str]:
+    """The names in plain values, as `terms.lr.peak`."""
+    if isinstance(value, dict):
+        return {prefix}.union(*(fields_of(item, f"{prefix}.{key}") for key, item in value.items()))
+    return {prefix}.union(*(fields_of(item, prefix) for item in value)) if isinstance(value, list) else {prefix}
+
+
+def released() -> dict[str, bytes]:
+    """The bytes of the file, by the name of the class."""
+    lines = GOLDEN.read_text().splitlines() if GOLDEN.exists() else []
+    return {name: bytes.fromhex(digits) for name, digits in (line.split() for line in lines)}
+
+
+@pytest.mark.parametrize("name", released())
+def test_released_bytes_are_decoded_and_encoded_to_the_same_bytes(name: str) -> None:
+    assert encoded(decoded(name, released()[name])).hex() == released()[name].hex()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_field_of_a_class_is_set_in_its_newest_released_bytes(name: str) -> None:
+    newest = [line for line in released() if line == name or line.startswith(f"{name}.")]
+    assert newest, f"not in the file: python {__file__}"
+    found = fields_of(to_plain(decoded(name, released()[newest[-1]])))
+    assert found == fields_of(to_plain(filled(CLASSES[name]))), f"add the new fields as {name}.{len(newest) + 1}"
+
+
+def test_a_released_specification_has_its_fingerprint() -> None:
+    spec = decoded("RunSpec", released()["RunSpec"])
+    assert spec.identity.fingerprint() == "be382b1ae0f0dc18"
+    assert spec.identity.layout.digest() == "ee7c1c24f8832cd6"
+
+
+def numbers() -> list[str]:
+    """The numbers of today."""
+    return [f"{kind.__name__}.{member.name} {member.value}" for kind in (Reason, BlobKind) for member in kind]
+
+
+def test_a_released_number_keeps_its_meaning() -> None:
+    assert NUMBERS.read_text().splitlines() == numbers()
+
+
+def add_missing() -> None:
+    for name, cls in CLASSES.items():
+        lines = released()
+        older = [line for line in lines if line == name or line.startswith(f"{name}.")]
+        if not older or fields_of(to_plain(decoded(name, lines[older[-1]]))) != fields_of(to_plain(filled(cls))):
+            lines[f"{name}.{len(older) + 1}" if older else name] = encoded(filled(cls))
+            GOLDEN.write_text("".join(f"{line} {data.hex()}\n" for line, data in lines.items()))
+    NUMBERS.write_text("".join(f"{line}\n" for line in numbers()))
+
+
+if __name__ == "__main__":
+    add_missing()
