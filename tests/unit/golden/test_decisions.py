@@ -20,13 +20,14 @@ from typing import Any
 import pytest
 import torch
 
-from farloop.algo.spec import to_plain
+from farloop.algo.methods import method_named
+from farloop.algo.spec import LearningRate, NodeId, to_plain
 from farloop.coordinator import records as rec
 from farloop.sim.chaos import parted_scenario, random_scenario, restored_scenario
 from farloop.sim.faults import CrashAtWrite
 from farloop.sim.outcome import Outcome
 from farloop.sim.problem import terms_of
-from farloop.sim.scenario import CrashCoordinator, Scenario
+from farloop.sim.scenario import CrashCoordinator, NodeSetup, Scenario
 from farloop.sim.world import run
 from farloop.wire.messages import pack
 
@@ -39,7 +40,7 @@ EXACT, COMPUTED = ("kinds", "decisions", "nodes"), ("commits", "records", "ancho
 COMPUTED_FIELDS = {"payload", "norm_sq", "loss", "cosine", "weight", "reach", "delta_scale", "gap", "norm", "detail"}
 """Fields of records that follow from weights, as all do that are called a digest."""
 
-METHODS = ("diloco", "streaming", "co2", "data-parallel", "decoupled", "async")
+METHODS = ("diloco", "streaming", "co2", "data-parallel", "decoupled", "async", "sparse")
 
 
 def calm(method: str, *faults: CrashAtWrite | CrashCoordinator) -> Scenario:
@@ -47,15 +48,25 @@ def calm(method: str, *faults: CrashAtWrite | CrashCoordinator) -> Scenario:
     return Scenario(terms=terms_of(method, steps=24, min_nodes=2), faults=faults, num_samples=50, patience_s=120.0)
 
 
+def varied(method: str) -> Scenario:
+    """Terms that the other runs leave at simple values: a learning rate that changes, weight decay, a share kept."""
+    lr = LearningRate(peak=0.03, minimum=0.002, warmup_steps=5)
+    mix = {} if "mix" in method_named(method).fixed else {"mix": 0.25}
+    terms = terms_of(method, steps=24, min_nodes=2, lr=lr, clip=0.5, weight_decay=0.1, outer_lr=0.6, **mix)
+    nodes = tuple(NodeSetup(name=NodeId(name), seed=ord(name), step_s=0.1 + 0.05 * (name == "c")) for name in "abc")
+    return Scenario(terms=terms, nodes=nodes, patience_s=120.0)
+
+
 SCENARIOS: dict[str, Scenario] = {
     **{f"calm-{method}": calm(method) for method in METHODS},
+    **{f"varied-{method}": varied(method) for method in METHODS},
     "crash-at-write-9": calm("streaming", CrashAtWrite(write=9, durable=False)),
     "crash-after-write-9": calm("streaming", CrashAtWrite(write=9, durable=True)),
     **{f"random-{seed}": random_scenario(seed, faults=seed % 6) for seed in range(40)},
     **{f"parted-{seed}": parted_scenario(seed, faults=seed % 6) for seed in range(10)},
     **{f"restored-{seed}": restored_scenario(seed) for seed in (22, 39, 49, 66, 96, 109, 119, 128, 182, 217)},
 }
-DEFAULT = [name for number, name in enumerate(SCENARIOS) if number < 8 or number % 4 == 0]
+DEFAULT = [name for number, name in enumerate(SCENARIOS) if number < 16 or number % 4 == 0]
 """The runs that are compared in the default suite; the others are marked slow."""
 
 
