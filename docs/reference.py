@@ -34,7 +34,7 @@ _SORTS = {
     tuple[Path, ...]: "list of paths",
 }
 
-_SAME_DATA = "As in the RUN.toml, and the same text on every node: its digest is compared when a node joins."
+_SAME_DATA = "As in the RUN.toml, with the same text on every node: its digest is compared when a node joins."
 
 _PANELS = ("Train", "Look", "Set up")
 
@@ -45,10 +45,10 @@ def configuration() -> str:
         _MADE
         + f"""# Configuration
 
-Two files: a RUN.toml on the coordinator says what is trained and how, a NODE.toml on each node who takes part. A node
-is told the run's settings when it joins, so that they cannot differ from place to place.
+There are two settings files: a RUN.toml on the coordinator defines the training run, a NODE.toml on each node defines
+the node. A node receives the run's settings when it joins, so all nodes have the same settings.
 
-Every key can be given in three places, of which the later wins:
+Every key can be set in three places; a later one overrides an earlier one:
 
 | where | how |
 | --- | --- |
@@ -56,15 +56,15 @@ Every key can be given in three places, of which the later wins:
 | the environment | `{PREFIX}RUN__STEPS=2000`: section and key in capitals, two underscores between them |
 | a flag | `--set run.steps=2000`; may be repeated |
 
-A key that does not exist is an error that names the nearest one. Relative paths in a file start at the file's folder,
-others at the working folder. An empty text in the environment or a flag leaves a key open that may be open.
+An unknown key is an error that names the nearest key. Relative paths in a file are relative to the file's folder, all
+other paths to the working folder. An empty value in the environment or a flag leaves an optional key open.
 
 ```sh
-farloop config check examples/run.toml   # is it good, and what does it come to
-farloop config show examples/run.toml    # every key with its value, its meaning, and who gave it
+farloop config check examples/run.toml   # validates it and prints the resulting run
+farloop config show examples/run.toml    # every key with its value, meaning and source
 ```
 
-What stands as *open* follows from the method (`farloop methods`) or is as its meaning says.
+An *open* key takes its value from the method (`farloop methods`), or as its meaning says.
 
 ## RUN.toml
 

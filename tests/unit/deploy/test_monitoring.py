@@ -147,7 +147,7 @@ def test_an_alert_asks_for_what_the_daemons_show_and_has_a_runbook(rule: dict[st
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
     assert rule["annotations"]["runbook"] == f"monitoring/runbooks/{rule['alert']}.md"
     text = (ROOT / rule["annotations"]["runbook"]).read_text()
-    assert re.findall(r"^#+ (.*)$", text, re.MULTILINE) == [rule["alert"], "Meaning", "First look", "Mend"]
+    assert re.findall(r"^#+ (.*)$", text, re.MULTILINE) == [rule["alert"], "Meaning", "First look", "Fix"]
 
 
 def test_every_runbook_has_its_alert_and_names_commands_files_and_panels_that_exist() -> None:
