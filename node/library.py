@@ -11,11 +11,12 @@ the same call.
 """
 
 import dataclasses
+import inspect
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
@@ -32,7 +33,7 @@ from farloop.algo.spec import RunSpec
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.errors import DataError, TermsMismatch
+from farloop.node.errors import DataError, LoopError, TermsMismatch
 from farloop.node.inner import InnerStep, Whose, default_optimizer
 from farloop.node.leader import Leader
 from farloop.node.link_config import LinkConfig
@@ -138,10 +139,14 @@ class Node:
             ValueError: `tokens` is no whole number, below 0, or more than a step can have, or `loss` is no number;
                 nothing was done.
             NonFiniteDelta: the weights are broken; nothing of them was sent.
-            LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient.
+            LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient; or the run is over.
             Refused: the coordinator ended this node's part for good.
         """
-        assert self.running, "the run has ended, or this node was asked to leave: look at node.running"
+        if not self.running:
+            raise LoopError(
+                "step was called though node.running is False: the run has ended, or this node was asked to leave. "
+                "Loop while node.running, then call node.leave()"
+            )
         trained = self._batch_tokens() if tokens is None else self._checked(tokens)
         seen = None if loss is None else _number("loss", loss)
         clock = self.leader.clock if self.leader is not None else None
@@ -281,7 +286,8 @@ def join(
         scaler: the loop's gradient scaler. `step` unscales, steps and updates it; the loop only scales the loss.
 
     Raises:
-        NodeError: refused, unreachable, or the model is not the run's; the text says which, and the mend.
+        NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
+            which, and the mend.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
         ValueError: `name` is no node name, only one of `key` and `server_key` was given, or `rate` or `clip` is neither
@@ -290,6 +296,7 @@ def join(
     for argument, value in (("rate", rate), ("clip", clip)):
         if value not in get_args(Whose):
             raise ValueError(f"{argument} is {value!r}: take 'run' or 'own'")
+    _check_types(locals())
     node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
     config = dataclasses.replace(
         link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
@@ -306,7 +313,7 @@ def join(
         _check_batch(spec, cluster, part)
         _check_tau(spec, tau)
         _check_ranks(spec, cluster)
-        module = (model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
+        module = _bare(model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
         inner = _inner_optimizer(optimizer, module, spec)
         node = Node(cluster, leader, spec, module, inner, part, rate=rate, clip=clip, scaler=scaler)
         node.endpoint = endpoint
@@ -368,4 +375,83 @@ def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Modul
         return None
     if optimizer is None:
         return default_optimizer(module, spec.terms)
-    return optimizer if isinstance(optimizer, Optimizer) else optimizer(module, spec)
+    built = optimizer if isinstance(optimizer, Optimizer) else optimizer(module, spec)
+    if not isinstance(built, Optimizer):
+        raise LoopError(f"the function given as join(optimizer=…) returned {_a(built)}: return a torch.optim.Optimizer")
+    return built
+
+
+_OF_THE_SPEC = "or a function of the run's spec that builds one, as lambda spec: Model()"
+_WANTED: dict[str, tuple[tuple[type, ...], str]] = {
+    "coordinator": ((str,), "its address, as 'tcp://coordinator:7700'"),
+    "model": ((nn.Module,), f"a torch.nn.Module, {_OF_THE_SPEC}"),
+    "optimizer": ((Optimizer,), "a torch.optim.Optimizer, a function (module, spec) that builds one, or None"),
+    "name": ((str,), "this node's name, as 'oslo'"),
+    "key": ((Path,), "a pathlib.Path, or None"),
+    "server_key": ((Path,), "a pathlib.Path, or None"),
+    "state_dir": ((Path,), "a pathlib.Path, or None"),
+    "fingerprint": ((str,), "16 hex digits in a str, or None"),
+    "evaluate": ((), "a function of the module that returns its loss, or None"),
+    "http": ((str,), "'host:port', or '' for no pages"),
+    "http_names": ((str,), "host names in one str, or ''"),
+    "link": ((LinkConfig,), "a farloop.node.link_config.LinkConfig, or None"),
+    "tau": ((int,), "a whole number of inner steps, or None for the run's"),
+    "holds": ((), "the numbers of pipeline stages, as (0, 1), or None for all"),
+    "timeout_s": ((int, float), "seconds, as 60.0, or None to wait for ever"),
+    "scaler": ((GradScaler,), "a torch.amp.GradScaler, or None"),
+}
+"""By argument of `join`: its types, None apart, and in words what to give."""
+
+_NEEDED = frozenset({"coordinator", "model", "name", "http", "http_names"})
+_BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
+"""Arguments that may be functions, and of what."""
+
+
+def _check_types(given: Mapping[str, object]) -> None:
+    """Raises LoopError for an argument of `join` of a wrong type: it would fail far from here."""
+    for argument, (types, wanted) in _WANTED.items():
+        value = given[argument]
+        if (value is None and argument not in _NEEDED) or (isinstance(value, types) and not isinstance(value, bool)):
+            continue
+        if argument == "holds" and isinstance(value, Sequence) and all(type(stage) is int for stage in value):
+            continue
+        told = _a(value)
+        if argument in _BUILDERS and callable(value):
+            if _takes(value, len(_BUILDERS[argument])):
+                continue
+            told = f"{getattr(value, '__name__', told)}, which cannot be called with ({', '.join(_BUILDERS[argument])})"
+        raise LoopError(f"join({argument}=…) got {told}: {wanted} is wanted")
+    if isinstance(model := given["model"], nn.Module):
+        _bare(model)
+
+
+def _takes(function: Callable[..., object], count: int) -> bool:
+    """Whether it can be called with so many arguments, as far as it says."""
+    if isinstance(function, type) and issubclass(function, Optimizer):
+        return False  # it takes parameters, not a module
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # of a built-in, which does not say
+        pass
+    return True
+
+
+def _a(value: object) -> str:
+    kind = type(value).__name__
+    return "None" if value is None else f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _bare(module: object) -> nn.Module:
+    """The model without a wrapper that averages gradients. Raises LoopError."""
+    if not isinstance(module, nn.Module):
+        raise LoopError(f"the function given as join(model=…) returned {_a(module)}: return a torch.nn.Module")
+    inner = getattr(module, "_orig_mod", module)
+    if isinstance(inner, nn.DataParallel | DistributedDataParallel):
+        raise LoopError(
+            f"join(model=…) got a model in {type(inner).__name__}: give the module inside it, model.module, and call "
+            "node.model in the forward pass; for several GPUs start one process for each (torchrun, or farloop node "
+            "--nproc): farloop averages their gradients"
+        )
+    return module

@@ -4,7 +4,7 @@ take a delta, apply an update to an anchor, merge an anchor into the local weigh
 decides; here nothing knows of windows or sessions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -221,10 +221,33 @@ def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) ->
     for name, shape in there.items():
         if name not in here:
             part = "; say what it holds, if it is a part" if holds is None and layout.num_stages > 1 else ""
-            raise LayoutMismatch(f"{whose} has a parameter {name!r} of shape {shape}, this one has not{part}")
+            why = _why_missing(name, module, here) or part
+            raise LayoutMismatch(f"{whose} has a parameter {name!r} of shape {shape}, this one has not{why}")
         if tuple(here[name].shape) != shape:
             raise LayoutMismatch(f"parameter {name!r} has shape {tuple(here[name].shape)} here, {shape} in the run")
     for name in here:
         if name not in there:
-            raise LayoutMismatch(f"this model has a trainable parameter {name!r} that {whose} has not")
+            raise LayoutMismatch(
+                f"this model has a trainable parameter {name!r} that {whose} has not: freeze it before join, or "
+                "begin a run whose weights file has it"
+            )
     return here
+
+
+def _why_missing(name: str, module: nn.Module, here: Mapping[str, nn.Parameter]) -> str:
+    """Why a parameter of the run is not among the module's, and what to do; empty where that is not known."""
+    wrapped = next((other for other in here if other.endswith(f".{name}")), None)
+    if wrapped is not None:
+        return f": here it is {wrapped!r}. Give join the module inside the wrapper, as model.module"
+    all_names = dict(module.named_parameters(remove_duplicate=False))
+    parameter = next((p for other, p in all_names.items() if uncompiled_name(other) == name), None)
+    if parameter is None:
+        return ""
+    first = next((other for other, p in here.items() if p.data_ptr() == parameter.data_ptr()), None)
+    save = "save_file({name: p.detach() for name, p in model.named_parameters()}, FILE)"
+    if first is not None and parameter.requires_grad:
+        return (
+            f": here it is tied to {first!r}. A run has tied parameters once, under their first name: make its weights "
+            f"file with {save}, and begin the run with that"
+        )
+    return ": here it is frozen. Set requires_grad_(True) before join, or begin a run whose weights file is without it"

@@ -1,15 +1,19 @@
 """What `join` says when it cannot: one line each, and no thread is left behind."""
 
+import inspect
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
+from torch.optim import AdamW
 
 from farloop.monitoring.endpoint import EndpointError
-from farloop.node.errors import BadAddress, StateUnusable, Unreachable
-from farloop.node.library import join
+from farloop.node.errors import BadAddress, LoopError, StateUnusable, Unreachable
+from farloop.node.library import _WANTED, join
 from farloop.wire.keys import KeyFileError
 
 pytestmark = pytest.mark.integration
@@ -39,6 +43,49 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StateUnusable):
         join(NOWHERE, model, name="a", state_dir=tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"coordinator": 7700}, "join(coordinator=…) got an int: its address, as 'tcp://coordinator:7700' is wanted"),
+        ({"model": [nn.Linear(1, 1)]}, "join(model=…) got a list: a torch.nn.Module, or a function"),
+        ({"model": None}, "join(model=…) got None"),
+        ({"model": lambda: nn.Linear(1, 1)}, "<lambda>, which cannot be called with (spec)"),
+        ({"optimizer": 3}, "join(optimizer=…) got an int: a torch.optim.Optimizer"),
+        ({"optimizer": AdamW}, "AdamW, which cannot be called with (module, spec)"),
+        ({"optimizer": lambda module: None}, "<lambda>, which cannot be called with (module, spec)"),
+        ({"name": 3}, "join(name=…) got an int"),
+        ({"name": None}, "join(name=…) got None"),
+        ({"key": "a.key"}, "join(key=…) got a str: a pathlib.Path"),
+        ({"server_key": b"c.pub"}, "join(server_key=…) got a bytes: a pathlib.Path"),
+        ({"state_dir": "state"}, "join(state_dir=…) got a str: a pathlib.Path"),
+        ({"fingerprint": 7}, "join(fingerprint=…) got an int: 16 hex digits"),
+        ({"evaluate": 0.5}, "join(evaluate=…) got a float: a function of the module"),
+        ({"http": 9710}, "join(http=…) got an int: 'host:port'"),
+        ({"http_names": ["a"]}, "join(http_names=…) got a list"),
+        ({"link": {}}, "join(link=…) got a dict: a farloop.node.link_config.LinkConfig"),
+        ({"tau": 1.5}, "join(tau=…) got a float: a whole number"),
+        ({"tau": True}, "join(tau=…) got a bool: a whole number"),
+        ({"holds": 1}, "join(holds=…) got an int: the numbers of pipeline stages, as (0, 1)"),
+        ({"holds": "01"}, "join(holds=…) got a str"),
+        ({"timeout_s": "60"}, "join(timeout_s=…) got a str: seconds, as 60.0"),
+        ({"scaler": 3}, "join(scaler=…) got an int: a torch.amp.GradScaler"),
+        ({"model": nn.DataParallel(nn.Linear(1, 1))}, "in DataParallel: give the module inside it, model.module"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_argument_of_a_wrong_type_is_one_line_that_says_what_to_give(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    arguments = {"model": nn.Linear(1, 1), "name": "a", "state_dir": tmp_path / "s", "timeout_s": 0.1}
+    with pytest.raises(LoopError, match=re.escape(words)) as caught:
+        join(**{"coordinator": NOWHERE, **arguments, **given})  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value) and not (tmp_path / "s").exists()
+
+
+def test_every_argument_of_join_is_checked() -> None:
+    assert {*inspect.signature(join).parameters} == {*_WANTED, "rate", "clip"}
 
 
 def test_a_coordinator_that_does_not_answer_in_time_is_one_line_and_may_be_tried_again(tmp_path: Path) -> None:

@@ -233,6 +233,29 @@ def test_a_model_that_is_not_the_run_s_is_refused_by_the_name_of_the_first_diffe
         matched_parameters(more, layout)
 
 
+class Wrapped(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_a_model_whose_parameters_are_tied_frozen_or_wrapped_is_refused_with_the_mend() -> None:
+    """The line said only that a parameter was not there."""
+    layout = layout_of(Tied())
+    with pytest.raises(LayoutMismatch, match=r"here it is 'module\..*Give join the module inside the wrapper"):
+        matched_parameters(Wrapped(Tied()), layout)
+    frozen = Tied()
+    frozen.blocks[1].requires_grad_(False)
+    with pytest.raises(LayoutMismatch, match=r"here it is frozen\. Set requires_grad_\(True\) before join"):
+        matched_parameters(frozen, layout)
+    untied = nn.ModuleDict({"embed": nn.Linear(3, 4, bias=False), "head": nn.Linear(3, 4, bias=False)})
+    tied = nn.ModuleDict({"embed": nn.Linear(3, 4, bias=False), "head": nn.Linear(3, 4, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    with pytest.raises(LayoutMismatch, match=r"tied to 'embed\.weight'.*save_file\(.*model\.named_parameters\(\)"):
+        matched_parameters(tied, layout_of(untied))
+    assert set(matched_parameters(tied, layout_of(tied))) == {"embed.weight"}
+
+
 def test_an_eager_merge_goes_on_from_the_anchor_with_the_own_delta_in_it_and_measures_from_there() -> None:
     replica = anchored(replica_of(Tied()))
     fragment = replica.layout.fragments[0]

@@ -21,7 +21,7 @@ from farloop.node.cluster import Cluster, Decision
 from farloop.node.errors import LoopError
 from farloop.node.inner import default_optimizer
 from farloop.node.leader import Leader
-from farloop.node.library import Node, _inner_optimizer, join
+from farloop.node.library import Node, _bare, _inner_optimizer, join
 
 RATE = 0.25
 """The run's, at the first step; half of it at the second, and so on."""
@@ -451,3 +451,18 @@ def test_a_loss_that_is_no_number_is_refused_in_one_line_before_anything_is_done
     with pytest.raises(ValueError, match=r"^step\(loss=…\) got a str: a number is wanted$"):
         loop.node.step(loss="low")  # type: ignore[arg-type]
     assert loop.notes.steps == [] and loop.weights == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_a_step_after_the_end_is_refused_in_one_line() -> None:
+    loop = Loop(plain)
+    loop.node._decision = Decision(running=False, lr=0.0)
+    with pytest.raises(LoopError, match=r"node\.running is False.*Loop while node\.running"):
+        loop.step(1.0)
+
+
+def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
+    with pytest.raises(LoopError, match=r"join\(model=…\) returned a list: return a torch\.nn\.Module"):
+        _bare([nn.Linear(1, 1)])
+    loop = Loop(plain)
+    with pytest.raises(LoopError, match=r"join\(optimizer=…\) returned None: return a torch\.optim\.Optimizer"):
+        _inner_optimizer(lambda module, spec: None, loop.module, loop.node.spec)  # type: ignore[arg-type,return-value]
