@@ -114,7 +114,9 @@ def restored(directory: Path, plan: Plan, url: str) -> None:
         wanted = plan.spec.identity.fingerprint()
         if manifest is not None and manifest["fingerprint"] != wanted:
             held = f"run {manifest['name']} (fingerprint {manifest['fingerprint']}, the file's is {wanted})"
-            raise CommandError(f"{url} holds copies of another run, {held}", ExitCode.REFUSED)
+            raise CommandError(
+                f"{url} holds copies of another run, {held}; give that run's file, or its own URL", ExitCode.REFUSED
+            )
         ledger = restore(bucket, directory)
     except CopyFailed as error:
         raise CommandError(str(error)) from error

@@ -8,8 +8,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from farloop.coordinator.errors import StorageError
 
 
 class ExitCode(IntEnum):
@@ -70,17 +74,21 @@ def explain(error: BaseException) -> tuple[ExitCode, str] | None:
         case NodeError():
             return ExitCode(error.exit_code), str(error)
         case Fenced():
-            return ExitCode.REFUSED, str(error)
+            return ExitCode.REFUSED, _with_next_step(error)
         case NoFolder():
             return ExitCode.USAGE, str(error)
         case StorageError():
-            return ExitCode.STORAGE, str(error)
+            return ExitCode.STORAGE, _with_next_step(error)
         case CorpusError() | KeyFileError() | EndpointError():
             return ExitCode.USAGE, str(error)
         case UnknownCodec() | BadParameter() | UnsoundPairing() | UnsupportedHost():
             return ExitCode.USAGE, str(error)
         case _:
             return None
+
+
+def _with_next_step(error: "StorageError") -> str:
+    return f"{error}; {error.next_step}" if error.next_step else str(error)
 
 
 @contextmanager

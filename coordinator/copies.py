@@ -138,7 +138,7 @@ def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerS
     """
     refuse_half_salvaged(directory, files)
     if directory.is_dir() and segment_paths(directory):
-        raise StateMismatch(directory, "holds a run already; a copy is restored into an empty folder")
+        raise StateMismatch(directory, "holds a run already; a copy is restored into an empty folder: --state DIR")
     manifest = read_manifest(bucket)
     if manifest is None:
         raise CopyFailed(f"{bucket.url}: there is no copy of a run")

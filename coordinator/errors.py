@@ -14,11 +14,17 @@ StorageError
 ├── FolderChanged      lock or journal are not as this coordinator left them; stop
 ├── SnapshotCorrupt    a snapshot is not what was saved
 └── StateMismatch      the parts of the directory do not belong together, or are another run's
+    ├── Inconsistent   its records and snapshots do not fit together
     └── NoFolder       there is no such directory
 """
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
+
+_SALVAGE: Final = (
+    "farloop journal salvage --state DIR says what can be saved and changes nothing; files of another format "
+    "version are read by the farloop that wrote them"
+)
 
 
 class MachineBroken(Exception):
@@ -30,6 +36,8 @@ class StorageError(Exception):
 
     retriable: ClassVar[bool] = False
     """Whether the same call, made again later in this process, may succeed."""
+    next_step: ClassVar[str] = ""
+    """What a person does about it, where the message does not say it: shown behind it when a command ends."""
 
     def __init__(self, path: Path, message: str) -> None:
         super().__init__(f"{path}: {message}")
@@ -38,6 +46,8 @@ class StorageError(Exception):
 
 class JournalCorrupt(StorageError):
     """Bytes that were once durable are damaged, or were written by another version. Nothing was changed."""
+
+    next_step = _SALVAGE
 
     def __init__(self, path: Path, offset: int, detail: str) -> None:
         super().__init__(path, f"at byte {offset}: {detail}")
@@ -51,7 +61,9 @@ class StateLocked(StorageError):
     retriable = True
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "another coordinator holds this state directory; stop it, or give this one its own")
+        super().__init__(
+            path, "another coordinator holds this state directory; stop it, or give this one its own: --state DIR"
+        )
 
 
 class NoRoom(StorageError):
@@ -66,6 +78,7 @@ class DiskFull(NoRoom):
     """Room was asked for and is not there."""
 
     mend = "free space on its file system"
+    next_step = f"{mend}, then start again"
 
     def __init__(self, path: Path, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(path, f"{needed_bytes} bytes more are needed, {free_bytes} are free")
@@ -77,6 +90,7 @@ class ReadOnly(NoRoom):
     """The file system may only be read, as Linux makes one that found an error in itself."""
 
     mend = "find out why, and mount its file system for writing"
+    next_step = f"{mend}, then start again"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "the file system is read-only")
@@ -86,6 +100,7 @@ class NoDescriptor(NoRoom):
     """The process, or the machine, has as many files and connections open as it may."""
 
     mend = "raise the limit of open files (ulimit -n), or find out who opens so many connections"
+    next_step = f"{mend}, then start again"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "too many open files: no file can be opened now")
@@ -94,6 +109,8 @@ class NoDescriptor(NoRoom):
 class StorageFailed(StorageError):
     """The disk refused a read, a write or a sync. After a failed sync nobody knows what is durable: never retried."""
 
+    next_step = "check the disk and the permissions of the file, then start again: what is durable is recovered"
+
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(path, detail)
         self.detail = detail
@@ -101,6 +118,8 @@ class StorageFailed(StorageError):
 
 class Fenced(StorageError):
     """A later start of a coordinator has taken this state over. Nothing was written."""
+
+    next_step = "leave this one stopped while the other one runs; the nodes reconnect to the port that answers"
 
     def __init__(self, path: Path, own: int, found: int) -> None:
         super().__init__(
@@ -123,6 +142,8 @@ class FolderChanged(StorageError):
 class SnapshotCorrupt(StorageError):
     """A snapshot that cannot be read, or does not hold what its metadata says."""
 
+    next_step = _SALVAGE
+
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(path, detail)
         self.detail = detail
@@ -134,6 +155,12 @@ class StateMismatch(StorageError):
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(path, detail)
         self.detail = detail
+
+
+class Inconsistent(StateMismatch):
+    """The journal's records and the snapshots do not fit together."""
+
+    next_step = _SALVAGE
 
 
 class NoFolder(StateMismatch):

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from farloop.coordinator import records as rec
 from farloop.coordinator.damage import refuse_half_salvaged
-from farloop.coordinator.errors import NoFolder, StateMismatch, StorageError
+from farloop.coordinator.errors import Inconsistent, NoFolder, StateMismatch, StorageError
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.records import Record
@@ -70,7 +70,8 @@ def journal_folder(directory: Path, files: Files = DISK) -> Path:
         found = any(name.startswith("journal-") and name.endswith(".log") for name in files.names(directory))
         refuse_half_salvaged(directory, files)
     except OSError as error:
-        raise StateMismatch(directory, f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        why = (error.strerror or str(error)).lower()
+        raise StateMismatch(directory, f"cannot be read: {why}; check its permissions") from error
     if not found:
         raise StateMismatch(directory, "holds no journal; --state names the coordinator's state_dir")
     return directory
@@ -121,4 +122,4 @@ def ledger_of(directory: Path, first: Record) -> Ledger:
         case rec.LedgerSaved():
             return Ledger.resume(first)
         case _:
-            raise StateMismatch(directory, "its journal does not begin with a run's start")
+            raise Inconsistent(directory, "its journal does not begin with a run's start")

@@ -16,7 +16,7 @@ from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.attachments import Attachments
 from farloop.coordinator.damage import Gap, read_all, refuse_half_salvaged
 from farloop.coordinator.epoch import claimed_epoch
-from farloop.coordinator.errors import JournalCorrupt, NoRoom, StateMismatch, StorageError
+from farloop.coordinator.errors import Inconsistent, JournalCorrupt, NoRoom, StateMismatch, StorageError
 from farloop.coordinator.files import DISK, Files
 from farloop.coordinator.ledger import Ledger
 from farloop.coordinator.segment import Attachment, Entry, read_attachment, segment_numbers
@@ -73,13 +73,13 @@ class Recovery:
                 case Entry(record=rec.LedgerSaved() as saved):
                     return cls(directory=directory, files=files, ledger=Ledger.resume(saved), lost=lost)
                 case Entry() if not any(isinstance(other, Gap) for other in items):
-                    raise StateMismatch(directory, "its journal does not begin with a run's start")
+                    raise Inconsistent(directory, "its journal does not begin with a run's start")
                 case _:
                     pass
         for item in items:
             if isinstance(item, Gap):
                 raise item.fault
-        raise StateMismatch(directory, "its journal does not begin with a run's start")
+        raise Inconsistent(directory, "its journal does not begin with a run's start")
 
     def take(self, item: Entry | Gap) -> None:
         """The next of the journal.
@@ -106,7 +106,7 @@ class Recovery:
         except (AssertionError, LookupError) as error:
             kind = type(record).__name__
             what = f"record {item.sequence} ({kind}) does not fit the records before it"
-            raise StateMismatch(self.directory, what) from error
+            raise Inconsistent(self.directory, what) from error
 
     def require_all(self) -> None:
         """See that nothing that anybody can ask for was in a gap. Raises the damage that matters."""
@@ -148,7 +148,7 @@ class Recovery:
             at_most=newest if self.older else None,
         )
         if snapshot is None:
-            raise StateMismatch(self.directory, f"there is no snapshot of fragment {index}")
+            raise Inconsistent(self.directory, f"there is no snapshot of fragment {index}")
         if snapshot.version < self.adopted.get(index, 0):  # it died before there was one
             buffers = fetched(self.directory, self.ledger, self.attachments, index, self.adopted[index], read)
         else:
@@ -160,7 +160,7 @@ class Recovery:
             if self.fault is not None:
                 raise self.fault
             found = f"snapshot and journal lead to version {buffers.version} of fragment {index}"
-            raise StateMismatch(self.directory, f"{found}, the last commit is {newest}")
+            raise Inconsistent(self.directory, f"{found}, the last commit is {newest}")
         self.buffers.append(buffers)
         self.restart_from.append((snapshot.version, snapshot.version))
 
@@ -174,7 +174,7 @@ class Recovery:
         try:
             restored, same = commits.repeat(self.ledger, buffers, record, update, inputs, commit.codecs)
         except (commits.WrongAnchor, BadBlob) as error:
-            raise StateMismatch(self.directory, str(error)) from error
+            raise Inconsistent(self.directory, str(error)) from error
         if not same:
             what = f"optimizer of fragment {record.fragment}"
             why = f"its state of version {record.version} came out different at the restart"
@@ -260,5 +260,5 @@ def fetched(directory: Path, ledger: Ledger, attachments: Attachments, index: in
     try:
         anchor = commits.fetched_anchor(read(attachment), ledger.spec.identity.layout.fragments[index], record.anchor)
     except BadBlob as error:
-        raise StateMismatch(directory, f"the anchor that {record.node} brought: {error}") from error
+        raise Inconsistent(directory, f"the anchor that {record.node} brought: {error}") from error
     return commits.adopted(anchor, record.anchor.version, ledger.spec.terms)

@@ -90,5 +90,5 @@ class LinkFailed(NodeError):
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
         self.error = error
-        super().__init__(f"the link to the coordinator failed: {type(error).__name__}: {error}")
+        super().__init__(f"the link to the coordinator failed: {type(error).__name__}: {error}; start the node again")
         self.__cause__ = error

@@ -428,6 +428,21 @@ class Leader:
         self.link.send(self._reports.farewell(leave))
 
 
+_MENDS = {
+    Reason.PROTOCOL_VERSION: "install the same version of farloop on both",
+    Reason.WRONG_RUN: "check the coordinator's address, and the fingerprint: without one a node takes any run",
+    Reason.WRONG_LAYOUT: "build the model that the run began with, or begin a new run with this one",
+    Reason.WRONG_PART: "give the stages that the run's layout has",
+    Reason.WRONG_KEY: "on the coordinator: farloop keys authorize NAME.pub, and give the node that name",
+    Reason.NAME_TAKEN: "stop the other process of this name, or give this node another name",
+    Reason.OLD_INCARNATION: "stop the newer process of this name, or give this node another name",
+    Reason.FENCED: "the coordinator runs on an old copy of its state: see its alarms, then start this node again",
+}
+"""What a person does about it. Other details say it themselves."""
+
+
 def _stop_error(reason: Reason, detail: str) -> NodeError:
     text = f"{reason.sentence}: {detail}"
+    if mend := _MENDS.get(reason):
+        text = f"{text}; {mend}"
     return LayoutMismatch(text) if reason in (Reason.WRONG_LAYOUT, Reason.WRONG_PART) else Refused(text)

@@ -13,10 +13,11 @@ from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import Identity, NodeId, RunSpec
 from farloop.node import leader as leader_module
 from farloop.node.cluster import Cluster
-from farloop.node.leader import Leader
+from farloop.node.leader import Leader, _stop_error
 from farloop.node.link_config import LinkConfig
 from farloop.node.memory import Memory
 from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
 
 TERMS = plain_terms(method="diloco", steps=8, h=2, weight_decay=0.1, batch_sequences=4, sequence_tokens=8)
 
@@ -53,3 +54,21 @@ def test_weights_below_fp32_without_masters_are_warned_of(
         leader.attach(module)
     leader.close()
     assert any("without fp32 masters" in record.message for record in caplog.records) == warned
+
+
+@pytest.mark.parametrize(
+    ("reason", "step"),
+    [
+        (Reason.PROTOCOL_VERSION, "install the same version of farloop on both"),
+        (Reason.WRONG_RUN, "check the coordinator's address, and the fingerprint"),
+        (Reason.WRONG_LAYOUT, "build the model that the run began with"),
+        (Reason.WRONG_PART, "give the stages that the run's layout has"),
+        (Reason.WRONG_KEY, "farloop keys authorize NAME.pub"),
+        (Reason.NAME_TAKEN, "stop the other process of this name"),
+        (Reason.OLD_INCARNATION, "stop the newer process of this name"),
+        (Reason.FENCED, "the coordinator runs on an old copy of its state"),
+    ],
+)
+def test_a_refusal_for_good_names_the_next_step(reason: Reason, step: str) -> None:
+    error = _stop_error(reason, "detail")
+    assert f"{reason.sentence}: detail; " in str(error) and step in str(error) and "\n" not in str(error)
