@@ -99,6 +99,25 @@ class FragmentState:
         """Whether the base is too old for any window."""
         return max(self.pending, default=0) > self.version + terms.max_staleness + terms.lag
 
+    def is_free(self, lag: int) -> bool:
+        """Whether no delta is in the way of another one: the local weights hold nothing of what was sent."""
+        return not self.lost and (self.last is None or (self.last.merged and len(self.sent) <= lag))
+
+    def pass_by(self, inner_steps: int, *, behind: bool) -> None:
+        """A turn comes at which the fragment cannot be sent, and updates are not waited for.
+
+        It is merged all the same, or a base that has become too old would stay so: work on it is lost.
+        """
+        if self.merge_at is None and not self.sent:
+            self.merge_at, self.discard = inner_steps, behind
+
+    def stand_still(self, inner_steps: int, *, behind: bool) -> None:
+        """No step is done until something comes: neither a turn nor the end of the overlap would ever be reached."""
+        if self.merge_at is not None:
+            self.merge_at = min(self.merge_at, inner_steps)
+        elif behind:
+            self.pass_by(inner_steps, behind=True)
+
     @property
     def is_final(self) -> bool:
         """Whether the run's last version is held."""

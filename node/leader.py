@@ -167,7 +167,7 @@ class Leader:
         machine = self.machine
         trains = machine.running and machine.inner_steps > 0
         return self._alone.how(
-            trains=trains, connected=machine.connected, round_index=machine.round, now=time.monotonic()
+            trains=trains, connected=machine.connected, round_index=machine.schedule.round, now=time.monotonic()
         )
 
     @contextlib.contextmanager
@@ -239,7 +239,7 @@ class Leader:
             case Exception():
                 raise event
             case wire_ev.MessageReceived(message=message):
-                self._alone.heard(message, self.machine.round)
+                self._alone.heard(message, self.machine.schedule.round)
                 if self._drift is not None:
                     self._drift.heard(message)
                 self._do(self.machine.handle(ev.Received(message=message)))

@@ -110,8 +110,8 @@ class Node:
     def closes_round(self) -> bool:
         """Whether the next inner step is the last of its round; False on a node's other ranks."""
         machine = self.leader.machine if self.leader is not None else None
-        plan = machine.rounds.get(machine.round) if machine is not None else None
-        return machine is not None and plan is not None and machine.step + 1 >= plan.steps_of(machine.name)
+        plan = machine.schedule.plan if machine is not None else None
+        return machine is not None and plan is not None and machine.schedule.step + 1 >= plan.steps_of(machine.name)
 
     @property
     def lr(self) -> float:

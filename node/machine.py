@@ -8,30 +8,22 @@
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal, assert_never
 
-from farloop.algo import schedule
 from farloop.algo.parts import Part, fault_of, is_source
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, Terms
 from farloop.node import events as ev
-from farloop.node.beginning_again import begin_again
-from farloop.node.finishing import farewell, last_sends
+from farloop.node.fragment_set import FragmentSet
 from farloop.node.fragment_state import FragmentState, Undecided
-from farloop.node.holding import Holding
 from farloop.node.merging import merge_command, merging_when_going_on, merging_when_waiting
-from farloop.node.outcomes import decided, forgotten, overtaken, settled
-from farloop.node.recalled import asked, recalled
-from farloop.node.rounds import end_round, jump
-from farloop.node.turns import Turn
-from farloop.node.waiting import waits_for
+from farloop.node.outcomes import decided, dropped, forgotten, overtaken, settled
+from farloop.node.send_schedule import SendSchedule
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 Stage = Literal["joining", "ready", "training", "finishing", "draining", "finished", "left", "stopped"]
-
-RAMP_STEPS = 20
-"""Inner steps over which a late joiner's learning rate grows to the schedule's: its moments are empty (protocol I)."""
 
 
 class NodeMachine:
@@ -56,22 +48,14 @@ class NodeMachine:
         """Inner step from which samples of the leases are counted."""
         self.stage: Stage = "joining"
         self.connected = False
-        self.fragments = Holding()
-        self.rounds: dict[int, RoundPlan] = {}
-        self.start_round: int | None = None
-        self.start_slot = 0
-        self.round = 0
-        self.step = 0
-        """Own steps done in the current round."""
+        self.fragments = FragmentSet()
+        self.schedule = SendSchedule(name, slots=1)
+        """Where the node stands in the run's rounds; of the run's slots once there is a spec."""
         self.inner_steps = 0
         self.tokens = 0
         self.lost_steps = 0
         self.skipped_turns = 0
         """Turns at which a fragment was due and not sent, for too many of its deltas were undecided (protocol D)."""
-        self.skipped_positions = 0
-        """Schedule positions jumped over while behind (protocol A)."""
-        self.reached = 0.0
-        """Schedule position where the last round ended."""
         self._seq = 0
         self._sessions = 0
         self._commands: list[ev.Command] = []
@@ -90,23 +74,35 @@ class NodeMachine:
     @property
     def position(self) -> float:
         """Schedule position of the next inner step (protocol A)."""
-        if self.spec is None or self.start_round is None:
-            return 0.0
-        if self.round not in self.rounds:
-            return self.reached
-        return schedule.position_in(self.rounds[self.round], self.name, self.step)
+        return self.schedule.position
 
     @property
     def lr(self) -> float:
         """Learning rate of the next inner step: the schedule's, ramped for a late joiner."""
-        assert self.spec is not None
-        ramp = 1.0 if not (self.start_round or self.start_slot) else min(1.0, (self.inner_steps + 1) / RAMP_STEPS)
-        return ramp * schedule.learning_rate(self.terms_in(self.round), self.position)
+        return self.schedule.lr(self._round_terms, self.inner_steps)
 
     @property
     def waiting(self) -> str | None:
         """What training stands still for, in words; None when it may go on."""
-        return waits_for(self)
+        if self.ended:
+            return None
+        if self.stage == "joining":
+            return "the first snapshot" if self.connected else "the coordinator"
+        if self.stage == "ready":
+            return "the start"
+        if self.stage == "training":
+            for state in self.fragments:
+                if state.pending and self.inner_steps == state.joined_at:
+                    return f"fragment {state.fragment.index}, version {max(state.pending)}"
+            if self.schedule.plan is None:
+                return f"the plan of round {self.schedule.round}"
+        terms = self._round_terms if self.stage == "training" else None  # at the end, all that was sent is waited for
+        for state in self.fragments:
+            if state.lost and self.stage in ("training", "finishing"):
+                return f"a snapshot of fragment {state.fragment.index}"
+            if self.schedule.holds_up(state, terms, self.inner_steps) if terms is not None else state.sent:
+                return f"fragment {state.fragment.index}, window {state.awaited()}"
+        return "the last windows" if self.stage == "finishing" else None
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -116,6 +112,10 @@ class NodeMachine:
     def takes_samples(self) -> bool:
         """Whether the coordinator grants it the samples that it trains on; else they come from elsewhere."""
         return self.spec is not None and bool(self.spec.identity.num_samples) and is_source(self.holds)
+
+    @property
+    def _round_terms(self) -> Terms:
+        return self.terms_in(self.schedule.round)
 
     def terms_in(self, round_index: int) -> Terms:
         """What belongs to this round, by the run's terms."""
@@ -165,8 +165,7 @@ class NodeMachine:
         for state in self.fragments:
             state.check()
         if self.stage == "training":
-            assert self.start_round is not None
-            assert self.round not in self.rounds or self.step < self.rounds[self.round].steps_of(self.name)
+            self.schedule.check()
 
     def _do(self, *commands: ev.Command) -> None:
         self._commands += commands
@@ -182,7 +181,7 @@ class NodeMachine:
             case msg.Grant(lease=lease):
                 self._do(ev.UseSamples(lease=lease))
             case msg.Committed():
-                self._learn_rounds(message.rounds)
+                self.schedule.learn(message.rounds)
                 self.fragments[message.fragment].announce(message)
                 self._decide(self.fragments[message.fragment])
             case msg.Stored(blob=blob):
@@ -198,7 +197,7 @@ class NodeMachine:
             case msg.Revised(revision=revision):
                 self._revised(revision)
             case msg.Recall(fragment=fragment):
-                self._do(*asked(self, fragment))
+                self._recalled(fragment)
             case msg.Finished():
                 if self.stage in ("joining", "ready"):
                     self.stage = "finished"
@@ -215,14 +214,12 @@ class NodeMachine:
                 pass  # the session's own business
 
     def _start(self, plan: RoundPlan, slot: int) -> None:
-        assert self.spec is not None
-        self.stage, self.start_round, self.round, self.start_slot = "training", plan.index, plan.index, slot
-        self.step = schedule.first_step(slot, self.spec.identity.layout.slots, plan.steps_of(self.name))
-        self._learn_rounds((plan,))
+        self.stage = "training"
+        self.schedule.start(plan, slot)
 
     def _welcomed(self, welcome: msg.Welcome) -> None:
         if welcome.recalls:
-            return self._do(*recalled(self))
+            return self._survey()
         if welcome.epoch < self.epoch:
             return self._stop(Reason.FENCED, f"epoch {welcome.epoch} after {self.epoch}")
         if self.spec is not None and self.spec.identity.fingerprint() != welcome.spec.identity.fingerprint():
@@ -232,17 +229,18 @@ class NodeMachine:
         if self.spec is None:
             if fault := fault_of(self.holds, welcome.spec.identity.layout):
                 return self._stop(Reason.WRONG_PART, f"this node {fault}")
-            self.fragments, self.history = Holding.begin(welcome.spec, self.holds), welcome.history
+            self.fragments, self.history = FragmentSet.begin(welcome.spec, self.holds), welcome.history
+            self.schedule = SendSchedule(self.name, welcome.spec.identity.layout.slots)
             self._do(ev.Adopt())
         self.spec, self.revisions = welcome.spec, Revisions.of(welcome.spec, welcome.revisions)
         if self.ended:  # the good-bye was lost with the last session
             reason = Reason.RUN_FINISHED if self.stage == "finished" else Reason.DRAINED
             return self._do(ev.Tell(message=msg.Leave(reason=reason)))
         if welcome.history != self.history:
-            self._do(*begin_again(self, welcome.history))
-        if welcome.leases is not None and self.start_round is not None:
+            self._begin_again(welcome.history)
+        if welcome.leases is not None and self.schedule.start_round is not None:
             self._do(ev.KeepSamples(leases=welcome.leases))
-        self._learn_rounds(welcome.rounds)
+        self.schedule.learn(welcome.rounds)
         self.fragments.learn(welcome)
         for state in self.fragments:
             current = welcome.versions[state.fragment.index]
@@ -261,9 +259,6 @@ class NodeMachine:
             self.spec = dataclasses.replace(self.spec, terms=revision.terms, revision=revision.number)
             self.revisions = self.revisions.and_then(revision)
 
-    def _learn_rounds(self, plans: tuple[RoundPlan, ...]) -> None:
-        self.rounds |= {plan.index: plan for plan in plans}
-
     def _encoded(self, offer: msg.Offer, *, offered: bool) -> None:
         if undecided := self.fragments[offer.blob.fragment].named(offer.blob):
             undecided.offer = offer
@@ -280,19 +275,22 @@ class NodeMachine:
 
     def _step_done(self, tokens: int) -> None:
         self.inner_steps += 1
-        self.step += 1
+        self.schedule.step_done()
         self.tokens += tokens
         if self.stage != "training":
             return
-        turn = Turn.of(self)
+        terms = self._round_terms
         for state in self.fragments:
-            if turn.is_due(state):
-                if turn.may_send(state):
+            if self.schedule.is_due(state, terms):
+                if self._may_send(state):
                     self._send(state)
                 elif self._goes_on:
                     self.skipped_turns += bool(state.sent)
-                    turn.pass_by(state, self.inner_steps)
-        end_round(self)
+                    state.pass_by(self.inner_steps, behind=self._is_behind(state))
+        assert self.spec is not None
+        newest = self.fragments.newest_round(self.spec.identity.layout.slots)
+        if self.schedule.finish_round(newest, self.spec.terms) == "last":
+            self.stage = "finishing"
 
     def _send_overdue(self) -> bool:
         """While training stands still no turn comes: what others may be waiting for is sent now, or all would wait.
@@ -301,14 +299,21 @@ class NodeMachine:
         """
         if self.stage != "training" or self.inner_steps == self.fragments.joined_at or self.waiting is None:
             return False
-        turn, before = Turn.of(self), self._seq
+        before = self._seq
         for state in self.fragments:
             if self._goes_on:
-                turn.stand_still(state, self.inner_steps)
+                state.stand_still(self.inner_steps, behind=self._is_behind(state))
                 self._merge(state)
-            if turn.is_over(state) and turn.may_send(state):
+            if self.schedule.is_over(state) and self._may_send(state):
                 self._send(state)
         return self._seq > before
+
+    def _may_send(self, state: FragmentState) -> bool:
+        return self.schedule.may_send(state, self._round_terms, behind=self._is_behind(state))
+
+    def _is_behind(self, state: FragmentState) -> bool:
+        """Whether the base is too old for the window that is open, and those after it."""
+        return state.is_behind(self.terms_at(state))
 
     def _send(self, state: FragmentState) -> None:
         terms = state.terms
@@ -325,12 +330,11 @@ class NodeMachine:
             seq=self._seq,
         )
         steps, tokens = self.inner_steps - state.counted_from, self.tokens - state.tokens_from
-        turn = Turn.of(self)
-        tau = turn.overlap(terms.tau if self.tau is None else turn.own_overlap(self.tau))
+        tau = self.schedule.overlap(terms.tau if self.tau is None else self._own_tau(self.tau))
         state.sent.append(
             Undecided(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
         )
-        state.merge_at, state.sent_round = self.inner_steps + tau, self.round
+        state.merge_at, state.sent_round = self.inner_steps + tau, self.schedule.round
         if terms.mix == 1.0:  # nothing of the anchor will be mixed in: the next delta's work begins here (protocol H)
             state.counted_from, state.tokens_from = self.inner_steps, self.tokens
         self._do(
@@ -344,6 +348,9 @@ class NodeMachine:
                 history=self.history,
             )
         )
+
+    def _own_tau(self, tau: int) -> int:
+        return self.schedule.own_overlap(tau, self._round_terms, self.terms_in(self.schedule.round + 1))
 
     @property
     def _samples_used(self) -> int | None:
@@ -362,7 +369,7 @@ class NodeMachine:
     def _settle(self) -> None:
         """Merge what is due, then see whether the stage changes."""
         self._flush()
-        jump(self)
+        self._catch_up()
         for state in self.fragments:
             self._merge(state)
         if self._send_overdue():
@@ -375,6 +382,10 @@ class NodeMachine:
         if end := farewell(self.stage, self.fragments):
             self.stage, reason = end
             self._do(ev.Tell(message=msg.Leave(reason=reason)))
+
+    def _catch_up(self) -> None:
+        if self.spec is not None and self.stage == "training" and self.schedule.plan is None:
+            self.schedule.catch_up(self.fragments.newest_round(self.spec.identity.layout.slots))
 
     def _merge(self, state: FragmentState) -> None:
         if self.stands_by:
@@ -435,7 +446,81 @@ class NodeMachine:
         self._do(ev.Merge(fragment=state.fragment.index, mix=0.0))
         self._merge(state)
 
+    # --- ends
+
     def _flush(self) -> None:
         if self.stage == "finishing":
-            for state in last_sends(self):
+            for state in self._last_sends():
                 self._send(state)
+
+    def _last_sends(self) -> list[FragmentState]:
+        """At the run's end: the fragments of which what is left can be sent, once what was sent before is merged or
+        only late.
+
+        A regular window that is still open here had no other node to serve it (this one started late in the run): it is
+        sent as well, or the run would never end.
+        """
+        assert self.spec is not None
+        free, lag = self._round_terms.lag, self.spec.terms.lag
+        return [
+            state
+            for state in self.fragments
+            if state.is_free(free) and state.terms and state.final is None and len(state.pending) <= lag
+        ]
+
+    # --- another history
+
+    def _survey(self) -> None:
+        """A coordinator over an old copy of its state asks what this node holds (protocol, Adoption).
+
+        The node tells it, and stands by its anchors for as long as the session lasts: what it said it held, it can
+        send. What it follows does not change by that: only the Welcome of a coordinator that goes on can do this.
+        Anchors and samples are the shell's to fill in: it has them.
+        """
+        if self.revisions is None:  # it holds nothing
+            return
+        self.connected, self.stands_by = False, True  # nothing but this is wanted of it
+        windows = (state.terms_of.get(state.version + 1) for state in self.fragments)
+        held = msg.Held(
+            anchors=(),
+            windows=tuple(terms for terms in windows if terms is not None),
+            final=tuple(state.fragment.index for state in self.fragments if state.is_final),
+            rounds=tuple(self.schedule.plans.values()),
+            revisions=self.revisions.kept,
+        )
+        self._do(ev.Tell(message=held))
+
+    def _recalled(self, fragment: int) -> None:
+        """The anchor of this fragment is to be sent."""
+        if self.stands_by and fragment in self.fragments and self.fragments[fragment].version >= 0:
+            self._do(ev.SendAnchor(fragment=fragment))
+
+    def _begin_again(self, history: int) -> None:
+        """Follow a run that was wound back, or went on from what nodes held, from its snapshots on.
+
+        Nothing of the history that is over is ever merged. All fragments begin anew from snapshots, those included
+        whose anchor may be the same in both histories: of one that is merged while the greeting is on its way, the
+        coordinator could not know. The node joins as one that comes late, under the same name and incarnation; its own
+        counts of steps and tokens go on.
+        """
+        for state in self.fragments:
+            self._do(*dropped(state))
+        self.fragments = self.fragments.begun_again(self.inner_steps)
+        self.schedule.restart()
+        self.history, self.samples_from = history, self.inner_steps
+        if self.stage in ("ready", "training", "finishing"):
+            self.stage = "joining"
+        self._do(ev.BeginAgain(history=history))
+
+
+def farewell(stage: Stage, fragments: Iterable[FragmentState]) -> tuple[Stage, Reason] | None:
+    """How a node's part ends, with the reason to give; None while something is still to come.
+
+    A run ends where its last version of every fragment is held; a drain, once nothing that was sent is undecided.
+    """
+    undecided = any(state.sent for state in fragments)
+    if stage == "finishing" and not undecided and all(state.is_final for state in fragments):
+        return "finished", Reason.RUN_FINISHED
+    if stage == "draining" and not undecided:
+        return "left", Reason.DRAINED
+    return None

@@ -59,3 +59,12 @@ def overtaken(state: FragmentState, version: int, terms: Terms) -> list[ev.Comma
         state.last.merged = version >= state.last.terms.window - terms.lag
     skipped = sorted(arrived for arrived in state.arrived if arrived <= version)
     return [*commands, *(forgotten(state, BlobKind.UPDATE, update) for update in skipped)]
+
+
+def dropped(state: FragmentState) -> list[ev.Command]:
+    """Another history begins: deltas without an outcome go, and bytes that came and were not used yet."""
+    commands: list[ev.Command] = [ev.ForgetBlob(blob=undecided.blob) for undecided in state.sent]
+    commands += [forgotten(state, BlobKind.UPDATE, version) for version in sorted(state.arrived)]
+    if state.snapshot is not None:
+        commands.append(forgotten(state, BlobKind.SNAPSHOT, state.snapshot))
+    return commands

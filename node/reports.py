@@ -119,7 +119,7 @@ class Reports:
             layout=self.layout,
             epoch_seen=max(self._memory.epoch, machine.epoch),
             anchors=anchors,
-            round=machine.round if machine.start_round is not None else self._starts_in,
+            round=machine.schedule.round if machine.schedule.start_round is not None else self._starts_in,
             device=self._cluster.describe(),
             history=history,
             announced=announced,
@@ -146,7 +146,7 @@ class Reports:
         return msg.Progress(
             state=self._state(waiting),
             position=machine.position,
-            round=machine.round,
+            round=machine.schedule.round,
             inner_steps=machine.inner_steps,
             tokens=machine.tokens,
             loss=self.loss,

@@ -31,14 +31,15 @@ class Transitions:
         if machine.connected != self._connected:
             self._connected = machine.connected
             if machine.connected:  # its end is told where the reason is known
-                _log.info("session open epoch=%d stage=%s round=%d", machine.epoch, machine.stage, machine.round)
+                told = machine.epoch, machine.stage, machine.schedule.round
+                _log.info("session open epoch=%d stage=%s round=%d", *told)
         if machine.stage != self._stage:
             before, self._stage = self._stage, machine.stage
             _log.info(
                 "stage is=%s was=%s round=%d step=%d why=%r",
                 machine.stage,
                 before,
-                machine.round,
-                machine.step,
+                machine.schedule.round,
+                machine.schedule.step,
                 _WHY[machine.stage],
             )

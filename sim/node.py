@@ -398,7 +398,7 @@ class NodeActor:
             layout=None if self.replica is None else self.replica.layout.digest(),
             epoch_seen=max(self.epoch_seen, machine.epoch),
             anchors=anchors,
-            round=machine.round if machine.start_round is not None else None,
+            round=machine.schedule.round if machine.schedule.start_round is not None else None,
             history=history,
             announced=announced,
             holds=machine.holds,
@@ -414,7 +414,7 @@ class NodeActor:
         return msg.Progress(
             state="waiting" if self.waiting else "training",
             position=machine.position,
-            round=machine.round,
+            round=machine.schedule.round,
             inner_steps=machine.inner_steps,
             tokens=machine.tokens,
             loss=None,

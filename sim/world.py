@@ -116,8 +116,8 @@ class World:
                 undecided = [(s.fragment.index, u.terms.window) for s in machine.fragments for u in s.sent]
                 lines.append(
                     f"node {name}: {'down' if host.down else machine.stage}, waits for {host.actor.waiting}, round "
-                    f"{machine.round} step {machine.step}, connected {machine.connected}, versions {machine.versions}, "
-                    f"undecided {undecided}"
+                    f"{machine.schedule.round} step {machine.schedule.step}, connected {machine.connected}, "
+                    f"versions {machine.versions}, undecided {undecided}"
                 )
             else:
                 lines.append(f"node {name}: not here yet")

@@ -386,10 +386,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _of(
         "a delta is taken before a node has held its fragment for a period",
-        "node/turns.py",
-        "return terms.final or first <= self.round",
+        "node/send_schedule.py",
+        "return window.final or first <= self.round",
         "return True",
-        "unit/node/test_turns.py",
+        "unit/node/test_send_schedule.py",
         "unit/node/test_machine.py",
     ),
     _of(

@@ -31,7 +31,7 @@ def test_what_is_undecided_or_not_merged_is_forgotten_and_the_node_joins_anew(ma
     (undecided,) = machine.fragments[0].sent
     commands = hear(machine, welcome(epoch=8, history=8, version=3))
     assert commands == [ev.ForgetBlob(blob=undecided.blob), ev.ForgetBlob(blob=update(4)), ev.BeginAgain(history=8)]
-    assert (machine.stage, machine.versions, machine.start_round) == ("joining", (-1,), None)
+    assert (machine.stage, machine.versions, machine.schedule.start_round) == ("joining", (-1,), None)
     assert machine.waiting == "the first snapshot" and machine.incarnation == 1 and machine.inner_steps == 4
     installed = machine.handle(snapshot(3))
     assert installed == [

@@ -18,7 +18,7 @@ from farloop.node import events as ev
 from farloop.node.clock import Clock
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LayoutMismatch
-from farloop.node.holding import Holding
+from farloop.node.fragment_set import FragmentSet
 from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
 from farloop.node.memory import Memory
@@ -63,7 +63,7 @@ def begun(holds: Part, **changes: int) -> NodeMachine:
     for state in machine.fragments:
         snapshot = BlobId(kind=BlobKind.SNAPSHOT, fragment=state.fragment.index, version=0)
         machine.handle(ev.BlobArrived(blob=snapshot))
-    machine.handle(ev.Received(message=msg.Start(round=machine.rounds[0], lease=None)))
+    machine.handle(ev.Received(message=msg.Start(round=machine.schedule.plans[0], lease=None)))
     machine.check()
     assert machine.running
     return machine
@@ -142,7 +142,7 @@ def test_a_run_that_is_wound_back_is_begun_again_with_the_same_part() -> None:
 
 
 def test_fragments_are_found_by_their_number_and_others_are_not() -> None:
-    holding = Holding.begin(spec_of(), (1,))
+    holding = FragmentSet.begin(spec_of(), (1,))
     assert [holding[index].fragment.index for index in (2, 3)] == [2, 3]
     assert 2 in holding and 0 not in holding
     with pytest.raises(KeyError):

@@ -21,7 +21,8 @@ from farloop.algo.spec import (
     TensorSlot,
 )
 from farloop.node import events as ev
-from farloop.node.machine import RAMP_STEPS, NodeMachine
+from farloop.node.machine import NodeMachine
+from farloop.node.send_schedule import RAMP_STEPS
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -207,10 +208,11 @@ def test_a_node_can_start_within_a_round() -> None:
     plan = story.rounds[1]
     story.hear(msg.Start(round=plan, lease=None, slot=1))
     half = plan.length // 2
-    assert (story.machine.step, story.machine.position) == (half, plan.start + half)
+    assert (story.machine.schedule.step, story.machine.position) == (half, plan.start + half)
     assert story.machine.lr < schedule.learning_rate(story.machine.terms_in(1), plan.start + half)
     assert [type(command) for command in story.steps(half)] == []
-    assert (story.machine.round, story.machine.step) == (2, 0), "its first send comes a full period from its start"
+    place = story.machine.schedule
+    assert (place.round, place.step) == (2, 0), "its first send comes a full period from its start"
     sent = story.steps(half)[0]
     assert isinstance(sent, ev.Encode) and (sent.blob.fragment, sent.steps) == (0, plan.length)
 
@@ -558,7 +560,7 @@ def test_position_and_learning_rate_follow_the_round_of_the_run() -> None:
     story.machine.inner_steps = RAMP_STEPS
     assert story.machine.lr == pytest.approx(0.5)
     plan = dataclasses.replace(story.rounds[5], node_steps=((A, 8),))
-    story.machine.rounds[5] = plan
+    story.machine.schedule.plans[5] = plan
     story.steps(2)
     assert story.machine.position == 21.0, "eight own steps to four positions"
 
@@ -593,8 +595,8 @@ def test_a_node_that_is_behind_jumps_to_the_current_round_at_its_boundary() -> N
     for _ in range(5):
         story.receive(story.commit(0, merged=[B]))
     story.steps(4)
-    assert (story.machine.round, story.machine.position) == (5, 20.0)
-    assert story.machine.skipped_positions == 12, "rounds 2, 3 and 4"
+    assert (story.machine.schedule.round, story.machine.position) == (5, 20.0)
+    assert story.machine.schedule.skipped_positions == 12, "rounds 2, 3 and 4"
 
 
 def test_without_the_plan_of_the_next_round_training_waits_where_it_is() -> None:
@@ -602,7 +604,7 @@ def test_without_the_plan_of_the_next_round_training_waits_where_it_is() -> None
     story = Story(h=4, steps=40)
     story.rounds = {0: story.rounds[0], 1: story.rounds[1], 2: story.rounds[2]}
     story.begin()
-    story.machine.rounds = {0: story.rounds[0]}
+    story.machine.schedule.plans = {0: story.rounds[0]}
     story.steps(4)
     assert (story.machine.waiting, story.machine.position) == ("the plan of round 1", 4.0)
     story.receive(story.commit(0))
@@ -612,7 +614,7 @@ def test_without_the_plan_of_the_next_round_training_waits_where_it_is() -> None
 def test_a_node_whose_round_went_by_before_it_heard_of_its_plan_jumps_to_the_run_s() -> None:
     """A: cut off at the end of a round for so long that the coordinator tells of its next one no more."""
     story = Story(h=4, steps=40).begin()
-    story.machine.rounds = {0: story.rounds[0]}
+    story.machine.schedule.plans = {0: story.rounds[0]}
     story.steps(4)
     story.handle(ev.Disconnected(reason=Reason.SILENT))
     missed = [story.commit(0, merged=[B]) for _ in range(6)]
@@ -620,10 +622,10 @@ def test_a_node_whose_round_went_by_before_it_heard_of_its_plan_jumps_to_the_run
     story.hear(story.welcome())
     for committed in missed:
         story.receive(dataclasses.replace(committed, rounds=()))
-    assert (story.machine.round, story.machine.position) == (6, 24.0)
-    assert story.machine.skipped_positions == 20, "rounds 1 to 5"
+    assert (story.machine.schedule.round, story.machine.position) == (6, 24.0)
+    assert story.machine.schedule.skipped_positions == 20, "rounds 1 to 5"
     story.steps(4)
-    assert story.machine.round == 7
+    assert story.machine.schedule.round == 7
 
 
 # --- the end
@@ -728,7 +730,7 @@ def test_a_plan_of_a_round_is_learnt_from_any_commit() -> None:
     story = Story().begin()
     plan = RoundPlan(index=99, start=396, length=4)
     story.hear(dataclasses.replace(story.commit(0), rounds=(plan,)))
-    assert story.machine.rounds[99] == plan
+    assert story.machine.schedule.plans[99] == plan
 
 
 # --- terms of windows

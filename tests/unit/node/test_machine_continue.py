@@ -154,7 +154,7 @@ def test_training_goes_on_for_the_rounds_that_the_terms_allow_and_then_waits() -
     story = Story()
     assert story.steps(H) == [encode(0, 1, steps=4)]
     assert story.steps(2 * H) == []
-    assert (story.machine.round, story.machine.waiting) == (3, "fragment 0, window 1")
+    assert (story.machine.schedule.round, story.machine.waiting) == (3, "fragment 0, window 1")
     assert story.receive(story.commit(A)) == [forgotten(0, 1, merged_in=1), applied(1), merged()]
     assert story.machine.waiting is None
 
@@ -179,7 +179,7 @@ def test_bytes_that_do_not_come_hold_it_up_as_well() -> None:
 def test_what_stands_still_does_not_wait_for_steps_of_its_own() -> None:
     """The end of an overlap is counted in steps: it would never come, and others would wait for the next delta."""
     story = Story(tau=3, max_stale_rounds=8)
-    story.machine.rounds = {0: story.rounds[0]}
+    story.machine.schedule.plans = {0: story.rounds[0]}
     story.steps(H)
     assert story.machine.waiting == "the plan of round 1"
     late = dataclasses.replace(story.commit(A), rounds=(), next_window=dataclasses.replace(story.window, window=2))
@@ -190,7 +190,7 @@ def test_what_stands_still_does_not_wait_for_steps_of_its_own() -> None:
 def test_what_stands_still_too_far_behind_begins_anew_without_a_turn() -> None:
     """D: the window may wait for this node."""
     story = Story(max_stale_rounds=8)
-    story.machine.rounds = {0: story.rounds[0]}
+    story.machine.schedule.plans = {0: story.rounds[0]}
     story.steps(H)
     story.hear(dataclasses.replace(story.commit(A), rounds=()))
     assert story.arrive(1) == [applied(1), merged()]
@@ -325,7 +325,7 @@ def test_a_node_that_fell_too_far_behind_begins_anew_at_its_turn() -> None:
         assert story.receive(story.commit(B)) == []
     assert story.steps(3) == [applied(2), applied(3), applied(4), merged(0.0)]
     assert story.machine.lost_steps == 3
-    assert story.machine.round == 4, "the run's, at the boundary"
+    assert story.machine.schedule.round == 4, "the run's, at the boundary"
     assert story.steps(H) == [encode(4, 2, steps=4)]
 
 
@@ -421,7 +421,7 @@ def test_a_clean_run_ends_with_its_last_window() -> None:
     finished(story)
     assert story.machine.stage == "finishing" and story.machine.inner_steps == 40
     assert story.receive(story.commit(A))[-1] == ev.Tell(message=msg.Leave(reason=Reason.RUN_FINISHED))
-    assert (story.machine.lost_steps, story.machine.skipped_positions) == (0, 0)
+    assert (story.machine.lost_steps, story.machine.schedule.skipped_positions) == (0, 0)
 
 
 def test_a_node_that_drains_waits_for_the_outcome_of_what_it_has_sent() -> None:

@@ -121,8 +121,8 @@ def test_a_longer_run_does_not_end_where_it_would_have() -> None:
     machine = begun(known=range(3))
     longer = new(steps=48)
     hear(machine, msg.Revised(revision=longer))
-    machine.rounds |= {9: ROUNDS[9]}
-    machine.round, machine.step = 9, 3
+    machine.schedule.plans |= {9: ROUNDS[9]}
+    machine.schedule.round, machine.schedule.step = 9, 3
     machine.handle(ev.StepDone(tokens=1))
     assert machine.running, "position 40 was the end"
 
@@ -156,5 +156,5 @@ def test_a_node_whose_next_round_is_long_over_goes_on_with_the_runs() -> None:
     assert machine.waiting == "the plan of round 2"
     machine.handle(ev.Disconnected(reason=Reason.CLOSED))
     hear(machine, welcome(known=range(5, 8)))
-    assert (machine.round, machine.step, machine.position) == (5, 0, 20.0)
-    assert machine.skipped_positions == 12 and machine.waiting is None
+    assert (machine.schedule.round, machine.schedule.step, machine.position) == (5, 0, 20.0)
+    assert machine.schedule.skipped_positions == 12 and machine.waiting is None

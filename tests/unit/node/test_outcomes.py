@@ -1,4 +1,4 @@
-"""Covers `node/outcomes.py` and `node/finishing.py` on a state alone; in the machine's hands: `test_machine*.py`."""
+"""Covers `node/outcomes.py` and `farewell` on a state alone; in the machine's hands: `test_machine*.py`."""
 
 import dataclasses
 
@@ -7,9 +7,8 @@ from plain_runs import plain_terms
 
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, TensorSlot, WindowTerms
 from farloop.node import events as ev
-from farloop.node.finishing import farewell
 from farloop.node.fragment_state import FragmentState, Undecided
-from farloop.node.machine import Stage
+from farloop.node.machine import Stage, farewell
 from farloop.node.outcomes import decided, overtaken, settled
 from farloop.wire.messages import Committed, Share
 from farloop.wire.reasons import Reason

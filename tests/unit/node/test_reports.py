@@ -71,7 +71,7 @@ def test_a_start_that_the_machine_has_not_heard_of_is_told_all_the_same(machine:
     assert reports.hello().round is None
     reports.starts_in(3)
     assert (reports.hello().round, reports.hello().fingerprint) == (3, "of the run")
-    machine.start_round = machine.round = 4
+    machine.schedule.start_round = machine.schedule.round = 4
     assert reports.hello().round == 4
 
 

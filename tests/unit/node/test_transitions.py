@@ -11,7 +11,7 @@ from farloop.node.transitions import Transitions
 
 
 def machine(**state: Any) -> NodeMachine:
-    known = {"stage": "joining", "connected": False, "epoch": 2, "round": 4, "step": 7}
+    known = {"stage": "joining", "connected": False, "epoch": 2, "schedule": SimpleNamespace(round=4, step=7)}
     return cast(NodeMachine, SimpleNamespace(**(known | state)))
 
 

@@ -1,0 +1,175 @@
+"""Where a node stands in the run's rounds, and when it is to send a fragment by that (protocol A, D, F)."""
+
+from collections.abc import Iterable
+from typing import Final, Literal
+
+from farloop.algo import schedule
+from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms, WindowTerms
+from farloop.algo.validation import at_most
+from farloop.node.fragment_state import FragmentState
+
+RAMP_STEPS: Final = 20
+"""Inner steps over which a late joiner's learning rate grows to the schedule's: its moments are empty (protocol I)."""
+
+ROUNDS_KEPT: Final = 4
+"""Past rounds that are remembered: windows of them may be open, and a coordinator may have to be told (protocol S)."""
+
+
+class SendSchedule:
+    """A node's place in the run: `step` of its own steps of `round` are done.
+
+    The terms that a question depends on are arguments: those of the round, unless said otherwise.
+    """
+
+    def __init__(self, node: NodeId, slots: int) -> None:
+        """`slots`: of the run's layout."""
+        self._node, self._slots = node, slots
+        self.plans: dict[int, RoundPlan] = {}
+        """Of the rounds that are known, by index."""
+        self.start_round: int | None = None
+        """None before the start."""
+        self.start_slot = 0
+        self.round = 0
+        self.step = 0
+        """Own steps done in the current round."""
+        self.reached = 0.0
+        """Schedule position where the last round ended."""
+        self.skipped_positions = 0
+        """Schedule positions jumped over while behind (protocol A)."""
+
+    # --- from one boundary to the next
+
+    def start(self, plan: RoundPlan, slot: int) -> None:
+        """Begin at this slot of this round."""
+        self.start_round, self.round, self.start_slot = plan.index, plan.index, slot
+        self.step = schedule.first_step(slot, self._slots, plan.steps_of(self._node))
+        self.learn((plan,))
+
+    def restart(self) -> None:
+        """Forget the rounds and wait for another start; what counts positions goes on."""
+        self.plans = {}
+        self.start_round, self.start_slot, self.round, self.step = None, 0, 0, 0
+
+    def learn(self, plans: Iterable[RoundPlan]) -> None:
+        """Remember plans that were told."""
+        self.plans |= {plan.index: plan for plan in plans}
+
+    def step_done(self) -> None:
+        """One inner step more."""
+        self.step += 1
+
+    def finish_round(self, newest: int, terms: Terms) -> Literal["same", "next", "last"]:
+        """Begin the next round where this one is over: the run's `newest`, where this node is behind.
+
+        `terms` are the run's newest, which say where it ends. Returns which round this node is in: "last" once the
+        run's last one is over.
+        """
+        plan = self.plans[self.round]
+        if self.step < plan.steps_of(self._node):
+            return "same"
+        if schedule.is_last(terms, plan):
+            return "last"
+        following = max(self.round + 1, newest)
+        skipped = sum(p.length for r, p in self.plans.items() if self.round < r < following)
+        self.skipped_positions += skipped
+        self.reached = float(plan.start + plan.length) + skipped
+        self.round, self.step = following, 0
+        self.plans = {r: p for r, p in self.plans.items() if r >= following - ROUNDS_KEPT}
+        return "next"
+
+    def catch_up(self, newest: int) -> None:
+        """Leave a round whose plan will not come any more: the run went on and this node heard nothing (protocol A)."""
+        if self.plan is None and newest > self.round and (plan := self.plans.get(newest)):
+            self.skipped_positions += plan.start - int(self.reached)
+            self.round = newest
+
+    def check(self) -> None:
+        """What holds between inner steps of a node that trains."""
+        assert self.start_round is not None
+        assert self.plan is None or self.step < self.plan.steps_of(self._node)
+
+    # --- where the node stands
+
+    @property
+    def plan(self) -> RoundPlan | None:
+        """Of the current round; None while it is not known."""
+        return self.plans.get(self.round)
+
+    @property
+    def position(self) -> float:
+        """Schedule position of the next inner step (protocol A)."""
+        if self.start_round is None:
+            return 0.0
+        return self.reached if self.plan is None else schedule.position_in(self.plan, self._node, self.step)
+
+    def lr(self, terms: Terms, inner_steps: int) -> float:
+        """Learning rate of the next inner step: the schedule's, ramped for a late joiner."""
+        ramp = 1.0 if not (self.start_round or self.start_slot) else min(1.0, (inner_steps + 1) / RAMP_STEPS)
+        return ramp * schedule.learning_rate(terms, self.position)
+
+    def overlap(self, tau: int) -> int:
+        """τ in steps of this node: they are longer where there are fewer of them in a round. Where the next round has
+        fewer yet, they are counted in those, or the next turn would come before the merge."""
+        plans = [plan for plan in (self.plan, self.plans.get(self.round + 1)) if plan is not None]
+        return min((tau * plan.steps_of(self._node) // plan.length for plan in plans), default=tau)
+
+    def own_overlap(self, tau: int, terms: Terms, following: Terms) -> int:
+        """A node's own τ, as far as its own steps have room for it in rounds that were made shorter since.
+
+        `following`: terms of the next round.
+        """
+        return min(tau, *(self.overlap(at_most(each, self._slots)) for each in (terms, following)))
+
+    # --- when a fragment is sent
+
+    def is_due(self, state: FragmentState, terms: Terms) -> bool:
+        """Whether this step boundary is the one at which the fragment's delta is taken, if there can be one.
+
+        A window whose round has passed is still served, at the slot's next turn: a node that starts or comes back late
+        may be the only one left that can.
+        """
+        window, plan = state.terms, self.plan
+        if window is None or plan is None or window.round > self.round:
+            return False
+        if self.step != self._due_step(window, state.fragment, plan):
+            return False
+        return not window.final or schedule.is_last(terms, plan)
+
+    def may_send(self, state: FragmentState, terms: Terms, *, behind: bool) -> bool:
+        """Whether a delta of the fragment can be of use now: no window is known that could not take it, and the node
+        has held the fragment for a full period. `behind`: its base is too old for the window that is open."""
+        window = state.terms
+        if window is None or state.discard or not state.is_free(terms.lag) or state.version < state.owed or behind:
+            return False
+        assert self.start_round is not None
+        first = schedule.first_send_round(self.start_round, state.fragment.slot, self._slots, self.start_slot)
+        return window.final or first <= self.round
+
+    def is_over(self, state: FragmentState) -> bool:
+        """Whether the due step of the fragment's window has passed."""
+        window = state.terms
+        if window is None or window.final or window.round > self.round:
+            return False
+        if window.round < self.round or self.plan is None:
+            return window.round < self.round
+        return self.step >= self._due_step(window, state.fragment, self.plan)
+
+    def holds_up(self, state: FragmentState, terms: Terms, inner_steps: int) -> bool:
+        """Whether training waits for what became of the last delta: at the end of the overlap, or rounds later."""
+        last = state.last
+        if terms.on_late_update == "wait":
+            if last is not None and last.merged:
+                return self._has_come_again(state.fragment, last.terms)
+            return last is not None and last.is_due(inner_steps)
+        if self.round <= state.sent_round + terms.max_stale_rounds:
+            return False
+        return last is not None or (state.owed > state.version and inner_steps >= (state.merge_at or 0))
+
+    def _has_come_again(self, fragment: Fragment, sent: WindowTerms) -> bool:
+        """Whether the turn after that of a delta's own window has come."""
+        if self.plan is None or self.round != sent.round + 1:
+            return self.round > sent.round + 1
+        return self.step >= schedule.due_step(fragment.slot, self._slots, self.plan.steps_of(self._node))
+
+    def _due_step(self, window: WindowTerms, fragment: Fragment, plan: RoundPlan) -> int:
+        return schedule.due_in(window, fragment, self._slots, plan.steps_of(self._node))
