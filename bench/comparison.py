@@ -130,3 +130,10 @@ def report(
         machine=machine,
         commit=commit,
     )
+
+
+def difference_text(comparison: Comparison) -> str:
+    """`+0.12 ± 0.20 %`."""
+    if comparison.high_percent is None:
+        return f"{comparison.mean_percent:+.2f} %"
+    return f"{comparison.mean_percent:+.2f} ± {comparison.high_percent - comparison.mean_percent:.2f} %"

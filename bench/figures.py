@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from farloop.bench.comparison import Comparison
+from farloop.bench.comparison import Comparison, difference_text
 from farloop.bench.trial import RunResult
 
 INK, MUTED, GRID, GOOD = "#1b1e23", "#646b75", "#e3e4e1", "#0b7d55"
@@ -113,13 +113,6 @@ def _differences(axes: Axes, comparisons: Sequence[Comparison], within_percent: 
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
     axes.set_xlabel("paired difference in final validation loss, mean and 95 % interval, %")
     axes.set_title(f"cost against {baseline.label}, {len(baseline.losses)} seeds")
-
-
-def difference_text(comparison: Comparison) -> str:
-    """`+0.12 ± 0.20 %`."""
-    if comparison.high_percent is None:
-        return f"{comparison.mean_percent:+.2f} %"
-    return f"{comparison.mean_percent:+.2f} ± {comparison.high_percent - comparison.mean_percent:.2f} %"
 
 
 def _curves(axes: Axes, results: Mapping[str, Sequence[RunResult]]) -> None:

@@ -8,8 +8,7 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from farloop.bench.comparison import Comparison, Report
-from farloop.bench.figures import difference_text
+from farloop.bench.comparison import Comparison, Report, difference_text
 from farloop.bench.quality import QualityPlan, RunFailed, Watch
 from farloop.bench.trial import RunResult
 from farloop.bench.tuning import Tuned, settings_text

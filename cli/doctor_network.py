@@ -18,7 +18,7 @@ from farloop.cli.findings import Finding
 from farloop.coordinator.connections import most_connections
 from farloop.monitoring import descriptors
 from farloop.monitoring.status import InventoryStatus
-from farloop.monitoring.units import size_text
+from farloop.monitoring.units import rate_text, size_text
 from farloop.node.surroundings import Limits
 from farloop.wire.inventory import RDMA, Inventory, Nic
 
@@ -209,9 +209,3 @@ def as_the_coordinator_sees(name: str, seen: InventoryStatus | None) -> Sequence
         detail = f"{link['from']} → {link['to']}: {rate_text(8 * rate)} by {link['measured_by']}{rtt}"
         findings.append(Finding(level="ok", what="link", detail=detail, data=dict(link)))
     return findings
-
-
-def rate_text(bits_per_s: float) -> str:
-    """`25 Gbit/s`."""
-    unit, size = next(((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bits_per_s >= s), ("kbit/s", 1e3))
-    return f"{bits_per_s / size:.3g} {unit}"

@@ -6,12 +6,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from farloop.cli.doctor_network import rate_text
 from farloop.cli.screen import MARGIN
 from farloop.coordinator.routing.inventory import COORDINATOR
 from farloop.monitoring.gist import anomaly_lines
 from farloop.monitoring.status import LinkStatus, MachineStatus, NicStatus, Status
-from farloop.monitoring.units import NOTHING, duration_text, size_text
+from farloop.monitoring.units import NOTHING, duration_text, rate_text, size_text
 
 _STALE_S = 1800.0
 

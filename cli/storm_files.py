@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from farloop.cli.change import change_terms
+from farloop.cli.admin_client import change_terms
 from farloop.cli.exit_codes import CommandError
 from farloop.cli.toml import dump_toml
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from farloop.cli import storm_files as files
-from farloop.cli.change import asked
+from farloop.cli.admin_client import asked
 from farloop.cli.children import Child, Children, free_port
 from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.relay import Link, Relay

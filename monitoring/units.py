@@ -14,6 +14,12 @@ def size_text(num_bytes: float) -> str:
     return _scaled(num_bytes, _SIZES) if num_bytes >= 999.5 else f"{num_bytes:.0f} B"
 
 
+def rate_text(bits_per_s: float) -> str:
+    """`25 Gbit/s`."""
+    unit, size = next(((u, s) for u, s in (("Gbit/s", 1e9), ("Mbit/s", 1e6)) if bits_per_s >= s), ("kbit/s", 1e3))
+    return f"{bits_per_s / size:.3g} {unit}"
+
+
 def count_text(count: float) -> str:
     """A number of things: `1,240` up to ten thousand, then `12.4 k`, `3.10 M`."""
     return _scaled(count, _COUNTS) if count >= 9_999.5 else f"{count:,.0f}"

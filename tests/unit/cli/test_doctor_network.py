@@ -10,11 +10,11 @@ from farloop.cli.doctor_network import (
     buffers,
     limits,
     machine,
-    rate_text,
     way_of,
 )
 from farloop.cli.findings import Finding
 from farloop.monitoring.status import InventoryStatus, LinkStatus
+from farloop.monitoring.units import rate_text
 from farloop.node.surroundings import Limits, Operator, look_around
 from farloop.wire.inventory import Inventory, Nic
 
