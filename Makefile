@@ -47,7 +47,7 @@ types: $(VENV)/.dev
 	mkdir -p .cache/tree && ln -sfn "$(CURDIR)" .cache/tree/farloop
 	cd .cache/tree && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
 		-p farloop.algo -p farloop.quant -p farloop.wire -p farloop.node -p farloop.coordinator -p farloop.monitoring \
-		-p farloop.sim -p farloop.bench -p farloop.cli
+		-p farloop.sim -p farloop.bench -p farloop.config -p farloop.chaos -p farloop.plots -p farloop.cli
 
 check: lint types test
 

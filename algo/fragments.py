@@ -1,15 +1,41 @@
-"""How a model is cut into fragments, and how a fragment lies in its flat buffer (protocol G, N).
-
-Arithmetic over names and shapes, so every node that builds the same model cuts it the same way, whatever its
-parallelism. When a fragment is sent, and what is done to it, is decided elsewhere.
-"""
+"""How a model is cut into fragments, and their layout in a flat buffer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TENSOR_ALIGN, TILE, Fragment, Layout, Pattern, TensorSlot
+
+# --- What a tensor is for, as far as its name and shape tell: which ones are the matrices inside a model's layers.
+#
+# They are stepped and averaged by rules of their own (Muon, the radial average); all else is not.
+
+
+_OUTSIDE: Final = frozenset({"head", "lm_head", "output", "shared", "wte", "wpe"})
+"""Parts of the names that embeddings and heads have in common models, besides all with `embed` in them."""
+
+
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether the tensor maps one layer's features to another's: two dimensions or more, and no embedding or head.
+
+    A row of an embedding or a head belongs to one token, and moves when that token comes: the rows are not one map. In
+    a numbered block only `embed` tells one, as `output` and `head` are names of attention's parts there.
+    """
+    if len(shape) < 2:
+        return False
+    parts = name.lower().split(".")
+    if any("embed" in part for part in parts):
+        return False
+    return any(part.isdecimal() for part in parts) or not _OUTSIDE.intersection(parts)
+
+
+# --- How a model is cut into fragments, and how a fragment lies in its flat buffer (protocol G, N).
+#
+# Arithmetic over names and shapes, so every node that builds the same model cuts it the same way, whatever its
+# parallelism. When a fragment is sent, and what is done to it, is decided elsewhere.
+
 
 NamedShape = tuple[str, tuple[int, ...]]
 

@@ -1,13 +1,18 @@
-"""The revisions of a run's terms that somebody may still need, and which of them a window or a round runs under.
-
-Both daemons ask here, so that the terms of a window are the same on all machines, whenever they heard of a change.
-"""
+"""Which terms may change in a live run, and from which window or round."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Final
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from farloop.algo.spec import Revision, RunSpec, Terms
+from farloop.algo.spec import Identity, Layout, LearningRate, Revision, RunSpec, Terms
+from farloop.algo.validation import OF_NODES, check, given_as
+
+# --- The revisions of a run's terms that somebody may still need, and which of them a window or a round runs under.
+#
+# Both daemons ask here, so that the terms of a window are the same on all machines, whenever they heard of a change.
+
 
 BELONG_TO_ROUNDS: Final = frozenset(
     {
@@ -103,3 +108,220 @@ class Revisions:
 def composed(of_window: Terms, of_round: Terms) -> Terms:
     """The terms of a window in a round of another revision: each by what belongs to it."""
     return dataclasses.replace(of_window, **{name: getattr(of_round, name) for name in BELONG_TO_ROUNDS})
+
+
+# --- Which terms of a run may change while it goes on, and from where on. Pure; the coordinator says from which window.
+#
+# Every field of `Terms` is here once: those that belong to rounds in `revisions.py`, to windows in `BELONG_TO_WINDOWS`,
+# and with a reason in `STAY` what could not change without making bytes unreadable that exist, or what a node built
+# from it wrong. A refusal is a ValueError of one sentence, with the nearest that can be had.
+
+
+BELONG_TO_WINDOWS: Final = frozenset(
+    {
+        "tau",
+        "mix",
+        "codec_up",
+        "codec_up_of",
+        "codec_down",
+        "outer_lr",
+        "outer_momentum",
+        "outer_clip",
+        "outer_restart",
+        "outer_correction",
+        "rewarm_momentum",
+        "quorum",
+        "floor",
+        "min_nodes",
+        "max_staleness",
+        "screen",
+        "norm_band",
+        "merge",
+    }
+)
+"""Terms that hold from a fragment's next window on."""
+
+STAY: Final[Mapping[str, str]] = {
+    "method": "what nodes and coordinator keep of a fragment depends on it",
+    "lag": "deltas on their way would change their base",
+    "eager": "what nodes added to their weights would not be taken out again",
+    "clip": "it belongs to the nodes' inner optimizers, which are built once",
+    "weight_decay": "it belongs to the nodes' inner optimizers, which are built once",
+    "inner_optimizer": "the nodes' inner optimizers are built once",
+    "batch_sequences": "the samples of granted leases are counted in it",
+    "sequence_tokens": "samples are numbered by it",
+    "on_late_update": "what nodes count as sent and merged depends on it",
+    "control_variates": "nodes keep the corrections from their first step on",
+    "outer_buffer": "the outer momentum is half-way through a buffer of this size",
+    "outer_spread": "the outer momentum is half-way through a buffer spread like this",
+}
+"""Terms that never change, and why."""
+
+LEARNING_RATE_STAYS: Final[Mapping[str, str]] = {"rewarms": "the data that they bring are part of the run's identity"}
+"""The same of `LearningRate`, which else belongs to rounds."""
+
+READ_BY_NODES: Final = frozenset({"steps", "lr", "max_stale_rounds", "max_staleness"})
+"""Terms that no window and no round plan carries: who does not hear of a change runs under the old ones."""
+
+READ_BY_SOME: Final = frozenset({"outer_lr", "outer_momentum", "outer_clip", "min_nodes"})
+"""The same, of nodes that are eager or have control variates alone."""
+
+_AS_IN_RUN_TOML: Final[Mapping[str, tuple[str, ...]]] = {
+    "lr": ("lr.peak",),
+    "min_lr": ("lr.minimum",),
+    "schedule": ("lr.shape",),
+    "constant_lr": ("lr.constant",),
+    "rewarms": ("lr.rewarms",),
+    "nodes": ("min_nodes",),
+    **{
+        name: (f"lr.{name}",)
+        for name in ("warmup_steps", "drops", "drop_factor", "decay_share", "decay", "cooldown_steps", "anneal_at")
+    },
+}
+"""What a RUN.toml calls otherwise."""
+
+_IDENTITY: Final = frozenset(field.name for field in dataclasses.fields(Identity)) | {
+    "init",
+    "blocks_per_fragment",
+    "stages",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One term that differs."""
+
+    key: str
+    """As `outer_lr`, `lr.peak` or `codec_up_of.rome`."""
+    before: object
+    after: object
+    """None of what a node has of its own: it has, or had, what all have."""
+
+    @property
+    def of_rounds(self) -> bool:
+        """Whether it holds from a round on, else from every fragment's own window."""
+        return self.key.partition(".")[0] in BELONG_TO_ROUNDS
+
+
+def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
+    """The terms with these values, each given as text under its key (`outer_lr`, `lr.peak`, or as in a RUN.toml). What
+    a node has of its own is given under `codec_up_of.rome`, and that of all nodes at once as in a RUN.toml.
+
+    Raises:
+        ValueError: one of them cannot change, is no such value, or the run cannot have them together; one sentence.
+    """
+    changed: dict[str, Any] = {}
+    for key, text in given.items():
+        for name in _AS_IN_RUN_TOML.get(key, (key,)):
+            _check_key(name, key)
+            if (term := name.partition(".")[0]) in OF_NODES:
+                changed[term] = given_as(name, text, changed.get(term, getattr(terms, term)))
+            else:
+                changed[name] = _parsed(name, text)
+    rate = {name.removeprefix("lr."): changed.pop(name) for name in list(changed) if name.startswith("lr.")}
+    after = dataclasses.replace(terms, **changed, lr=dataclasses.replace(terms.lr, **rate))
+    if after == terms:
+        raise ValueError("nothing would change: " + _as_they_are(terms, given))
+    if 1.0 in (terms.mix, after.mix) and terms.mix != after.mix:
+        least = "stays" if terms.mix == 1.0 else "can be at most 0.99"
+        raise ValueError(f"mix is {terms.mix} and {least}: with 1 the work inside a delta counts from the send before")
+    check(after, layout)
+    try:  # windows change first: some of the new ones lie in rounds of the old length
+        check(composed(after, terms), layout)
+    except ValueError as error:
+        raise ValueError(f"{error}, until the rounds have changed: set what belongs to windows after that") from error
+    return after
+
+
+def changes(before: Terms, after: Terms) -> list[Change]:
+    """What differs, in the order of the fields."""
+    was, now = dict(_flat(before)), dict(_flat(after))
+    keys = dict.fromkeys((*was, *now))
+    return [Change(key=k, before=was.get(k), after=now.get(k)) for k in keys if was.get(k) != now.get(k)]
+
+
+def nodes_must_hear(before: Terms, after: Terms) -> list[str]:
+    """Keys of the changes that a node follows only if it is told of them."""
+    names = READ_BY_NODES | (READ_BY_SOME if before.eager or before.control_variates else frozenset())
+    return [change.key for change in changes(before, after) if change.key.partition(".")[0] in names]
+
+
+def _flat(terms: Terms) -> Iterator[tuple[str, object]]:
+    for field in dataclasses.fields(Terms):
+        if field.name in OF_NODES:
+            yield from ((f"{field.name}.{node}", own) for node, own in getattr(terms, field.name))
+        elif field.name != "lr":
+            yield field.name, getattr(terms, field.name)
+    for field in dataclasses.fields(LearningRate):
+        yield f"lr.{field.name}", getattr(terms.lr, field.name)
+
+
+def _check_key(name: str, key: str) -> None:
+    """Raise ValueError unless the run can change this one."""
+    if key in _IDENTITY:
+        raise ValueError(f"{key} is part of the run's identity, which never changes: begin a new run for another")
+    allowed = sorted(BELONG_TO_WINDOWS | (BELONG_TO_ROUNDS - {"lr"}) | set(_rate_hints()) | set(_AS_IN_RUN_TOML))
+    name = name.partition(".")[0] if name.partition(".")[0] in OF_NODES else name
+    why = STAY.get(name) or (LEARNING_RATE_STAYS.get(name.removeprefix("lr.")) if name.startswith("lr.") else None)
+    if why is None and name not in allowed and name in {field.name for field in dataclasses.fields(Terms)}:
+        why = "nobody has said what would follow"  # a field that is in no class yet
+    if why is not None:
+        raise ValueError(f"{key} stays as the run began: {why}")
+    if name not in allowed:
+        near = difflib.get_close_matches(name, allowed, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(allowed)}"
+        raise ValueError(f"there is no term {key!r} that can change; {hint}")
+
+
+def _rate_hints() -> dict[str, Any]:
+    hints = get_type_hints(LearningRate)
+    return {f"lr.{name}": hint for name, hint in hints.items() if name not in LEARNING_RATE_STAYS}
+
+
+def _parsed(name: str, text: str) -> Any:
+    hint = _rate_hints()[name] if name.startswith("lr.") else get_type_hints(Terms)[name]
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    text = text.strip()
+    if type(None) in kinds and text.lower() in ("", "none"):
+        return None
+    kind = next(kind for kind in kinds if kind is not type(None))
+    if get_origin(kind) is Literal:
+        if text in get_args(kind):
+            return text
+        near = difflib.get_close_matches(text, get_args(kind), n=1)
+        raise ValueError(
+            f"{name} is one of {', '.join(get_args(kind))}" + (f"; did you mean {near[0]}?" if near else "")
+        )
+    wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "positions, as 300,450")
+    try:
+        return _converted(kind, text)
+    except ValueError:
+        none = ", or none" if type(None) in kinds else ""
+        raise ValueError(f"{name} is {wanted}{none}, not {text!r}") from None
+
+
+def _converted(kind: Any, text: str) -> Any:
+    if kind is bool:
+        return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else _no(text)
+    if get_origin(kind) is tuple:
+        return tuple(int(word) for word in text.split(",") if word.strip())
+    return kind(text)
+
+
+def _no(text: str) -> Any:
+    raise ValueError(text)
+
+
+def _as_they_are(terms: Terms, given: Mapping[str, str]) -> str:
+    flat = dict(_flat(terms))
+    names = [name for key in given for name in _AS_IN_RUN_TOML.get(key, (key,))]
+    return ", ".join(f"{name} is {_shown(flat, name)} already" for name in names)
+
+
+def _shown(flat: Mapping[str, object], name: str) -> object:
+    """A term that one of them gives the value of; of what nodes have of their own, all of it."""
+    if name.partition(".")[0] not in OF_NODES:
+        return flat[name]
+    if "." in name:
+        return flat.get(name, "that of all nodes")
+    return " ".join(f"{k.partition('.')[2]}={own}" for k, own in flat.items() if k.startswith(f"{name}.")) or "none"

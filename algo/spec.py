@@ -92,7 +92,7 @@ Pattern = Literal["whole", "sequential", "strided", "balanced"]
 """What decides the fragment of a tensor: nothing, its block's place in the stack, block mod P, or sizes alone."""
 
 OuterKind = Literal["sgd", "nesterov", "heavy-ball", "delayed-nesterov", "co2", "adamw"]
-"""What steps a target: one of `outer_rules.py`, or the AdamW of `data-parallel`."""
+"""What steps a target: one of `outer_optimizers.py`, or the AdamW of `data-parallel`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ class Terms:
     norm_band: float = 8.0
     """Times the median of late that a delta may be long; more is no progress, whatever it is."""
     merge: str | None = None
-    """A merge rule for nodes that are not trusted, in the place of the method's own (`algo/robust.py`)."""
+    """A merge rule for nodes that are not trusted, in the place of the method's own (`algo/merge_rules.py`)."""
     control_variates: bool = False
     """Nodes correct their inner steps for what their data differ from those of all nodes together."""
     codec_up_of: tuple[tuple[NodeId, str], ...] = field(default=(), metadata=LATER)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-from farloop.algo.learning_rate import phases
 from farloop.algo.methods import Method, max_tau, method_named
-from farloop.algo.schedule import POWERS, initial_h, steps_by_share
+from farloop.algo.schedule import POWERS, initial_h, phases, steps_by_share
 from farloop.algo.spec import (
     InnerOptimizer,
     Layout,
@@ -39,7 +38,7 @@ _MOST_STALE: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RobustRule:
-    """A way to merge deltas of which some may be hostile; the arithmetic is in `robust.py`."""
+    """A way to merge deltas of which some may be hostile; the arithmetic is in `merge_rules.py`."""
 
     name: str
     summary: str

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.bench.outer_gradients import OuterGradients
+from farloop.bench.training import OuterGradients
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, pack_blob
 from farloop.quant.codec import Codec
 from farloop.quant.registry import spelling_of

@@ -19,7 +19,6 @@ import numba
 import numpy as np
 import torch
 
-from farloop.bench.codec_memory import MemoryRow, can_measure_memory, measure_memory
 from farloop.bench.codec_peers import PEERS, Peer, Peers, PeerState, peer_quality
 from farloop.bench.codec_quality import (
     DISTRIBUTIONS,
@@ -32,16 +31,18 @@ from farloop.bench.codec_quality import (
 from farloop.bench.codec_speed import (
     STEADY,
     Bench,
+    MemoryRow,
     Pace,
     SpeedRow,
     Where,
+    can_measure_memory,
     codec_rows,
+    measure_memory,
     peer_rows,
     reference_rows,
     settled,
 )
-from farloop.bench.outer_gradients import Settings, outer_gradients
-from farloop.bench.threads import cpu_threads, default_threads
+from farloop.bench.training import Settings, cpu_threads, default_threads, outer_gradients
 from farloop.quant.codec import Codec
 from farloop.quant.registry import spelling_of
 
@@ -122,7 +123,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class CodecReport:
     """All that was found."""
 
     format: int
@@ -149,7 +150,7 @@ class Report:
         return 4 * self.elements.get("cpu", 1 << 60) < 2 * self.machine.cache_bytes
 
 
-def run(plan: Plan, *, watch: Watch | None = None, commit: str | None = None) -> Report:
+def run(plan: Plan, *, watch: Watch | None = None, commit: str | None = None) -> CodecReport:
     """Measure all of it, quality first: it does not mind a busy machine.
 
     Raises:
@@ -163,7 +164,7 @@ def run(plan: Plan, *, watch: Watch | None = None, commit: str | None = None) ->
     memory = tuple(_memory(plan, watch))
     copies = [row for row in speed if row.op == "copy"]
     on_cpu = [row for row in copies if row.device == "cpu"] or copies
-    return Report(
+    return CodecReport(
         format=FORMAT,
         memcpy_gb_per_s=max((row.gb_per_s for row in on_cpu), default=0.0),
         elements={where.device: _elements(plan, where) for where in plan.places},
@@ -176,7 +177,7 @@ def run(plan: Plan, *, watch: Watch | None = None, commit: str | None = None) ->
     )
 
 
-def brief(codecs: Sequence[Codec]) -> Report:
+def brief(codecs: Sequence[Codec]) -> CodecReport:
     """A first impression within seconds: a Gaussian, encode and decode, on one core."""
     plan = Plan(
         codecs=tuple(codecs),

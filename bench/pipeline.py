@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from farloop.algo.layout import Hop, Layout, Stage
-from farloop.algo.layout import Path as Way
+from farloop.algo.stages import Hop, Stage, StageLayout
+from farloop.algo.stages import Path as Way
 from farloop.bench.pipeline_node import MODEL, NodeSettings, Told, batches, seed_of
 from farloop.bench.routing import small_instance
 from farloop.node.model import GPT, build
-from farloop.node.pipeline.layout_file import layout_json
+from farloop.node.pipeline.layout import layout_json
 from farloop.sim.pipeline import Costs, World
 
 Delays = Mapping[tuple[str, str], float]
@@ -82,12 +82,12 @@ class Losses:
     """At the end, of the whole model without skips, on microbatches that nobody trained on."""
 
 
-def example_layout(paths: Sequence[str], layers: int = 4) -> Layout:
+def example_layout(paths: Sequence[str], layers: int = 4) -> StageLayout:
     """The worked example with these paths."""
     return layout_of(("01", "23", "45", "67"), paths, layers)
 
 
-def layout_of(replicas: Sequence[str], paths: Sequence[str], layers: int) -> Layout:
+def layout_of(replicas: Sequence[str], paths: Sequence[str], layers: int) -> StageLayout:
     """Stages of equally many layers, whose nodes have names of one letter."""
     each = layers // len(replicas)
     stages = tuple(
@@ -95,7 +95,7 @@ def layout_of(replicas: Sequence[str], paths: Sequence[str], layers: int) -> Lay
     )
     stage_of = {name: number for number, names in enumerate(replicas) for name in names}
     ways = tuple(Way(hops=tuple(Hop(stage=stage_of[name], node=name) for name in path)) for path in paths)
-    return Layout(epoch=1, stages=stages, paths=ways)
+    return StageLayout(epoch=1, stages=stages, paths=ways)
 
 
 def example_delays(unit_s: float) -> dict[tuple[str, str], float]:
@@ -171,7 +171,7 @@ def _unseen(whole: GPT) -> float:
 
 
 def run_nodes(
-    layout: Layout,
+    layout: StageLayout,
     folder: Path,
     *,
     steps: int,

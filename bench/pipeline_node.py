@@ -13,11 +13,10 @@ from torch import Tensor
 
 from farloop.node.model import ModelConfig, build
 from farloop.node.pipeline.executor import Executor
-from farloop.node.pipeline.layout_file import read_layout
+from farloop.node.pipeline.layout import Settings, read_layout
 from farloop.node.pipeline.link import PeerConfig
-from farloop.node.pipeline.settings import Settings
+from farloop.node.pipeline.messages import Kind, Work
 from farloop.node.pipeline.stage import StageJobs, StagePart
-from farloop.node.pipeline.words import Kind, Work
 
 MODEL = ModelConfig(layers=4, dim=32, heads=2, hidden=48, context=64)
 """A job of a stage takes a millisecond or two on one core: short beside the times that are emulated."""

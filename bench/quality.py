@@ -1,24 +1,202 @@
-"""Does a codec, a method or a setting cost quality? Whole runs of the built-in model, several at a time, kept.
+"""Whole simulated runs, tuned alike and cached."""
 
-Every variant is trained once per seed; runs of one seed begin with the same weights and see the same samples in the
-same steps, so that their difference is the variant's doing and chance that training amplifies. What the differences
-say is in `comparison.py`.
-
-The machines, sessions and codecs are the daemons' own, in one process on virtual time (`farloop.sim`).
-"""
-
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+import os
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from farloop.algo.spec import RunSpec
-from farloop.bench.trial import CPU, Kept, RunResult, run_key, run_one
-from farloop.node.corpus import Corpus, load_corpus
+import torch
+
+from farloop.algo.spec import NodeId, RunSpec, to_plain
+from farloop.bench.training import BuiltIn, OnStep
+from farloop.node.data import Corpus, load_corpus
 from farloop.node.errors import NodeError
+from farloop.sim.network import LinkConditions
+from farloop.sim.scenario import NodeSetup, Scenario
+from farloop.sim.world import World
+from farloop.wire.limits import Limits
+
+# --- One run from a spec to its result, and the folder that keeps results, so that nothing is run twice.
+
+
+FAST_LINK = LinkConditions(latency_s=0.001, bytes_per_s=1e9)
+"""Time is not what is measured: a link on which no node ever waits."""
+
+CPU = "cpu"
+
+FORMAT = 2
+"""Of the kept files; part of a run's key. Goes up, too, when a default of `Terms` or `LearningRate` changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What came out of one run."""
+
+    key: str
+    seed: int
+    nodes: int
+    loss: float
+    """Nats per byte of the final anchors on the evaluation set, the flush included."""
+    curve: tuple[tuple[float, float], ...]
+    """(schedule position, loss) of the evaluations on the way and at the end, on a small part of that set."""
+    bytes_up: int
+    """Of all frames from one node to the coordinator, mean over nodes; snapshots apart."""
+    bytes_down: int
+    moved: tuple[int, ...]
+    """Up and down together, by each point of the curve."""
+    syncs: float
+    """Whole models that a node sent, mean over nodes: a fragment counts as the share of the model that it is."""
+    inner_steps: int
+    """Of all nodes."""
+    tokens: int
+    """Of all nodes."""
+    cpu_s: float
+    """Seconds of one core that the run took, if nothing else ran in its process."""
+
+
+def run_key(spec: RunSpec, device: str = CPU) -> str:
+    """16 hex digits over all that decides the result: the run's settings but for its name, torch's version, the device.
+
+    Terms that are as they always were are left out. So an option that farloop learns later, whose default means "as
+    before", leaves the keys of earlier runs as they are, and hours of kept results stay good.
+    """
+    settings = to_plain(spec)
+    del settings["identity"]["name"]
+    settings["terms"] = _chosen(spec.terms)
+    made_by = [FORMAT, torch.__version__, *([] if device == CPU else [device])]
+    content = json.dumps([*made_by, settings], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _chosen(value: Any) -> Any:
+    """A plain value; of dataclasses, however deep, the fields that differ from their defaults, or have none."""
+    if isinstance(value, tuple):
+        return [_chosen(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    chosen = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+    return {field.name: _chosen(getattr(value, field.name)) for field in chosen}
+
+
+def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, device: str = CPU) -> RunResult:
+    """Train the spec's model with `min_nodes` nodes on virtual time.
+
+    On a CPU equal specs give equal losses, bit for bit; on a GPU nearly equal ones, for sums there have no fixed order.
+    All nodes share the one `device`; the coordinator computes on the CPU, as the daemon does.
+
+    Raises:
+        NodeError: the corpus is not the run's, or its numbers broke.
+    """
+    began = time.process_time()
+    problem = BuiltIn(spec, corpus, on_step, device=torch.device(device))
+    width = len(str(spec.terms.min_nodes))
+    scenario = Scenario(
+        terms=spec.terms,
+        nodes=tuple(
+            NodeSetup(name=NodeId(f"n{number:0{width}}"), seed=number) for number in range(spec.terms.min_nodes)
+        ),
+        problem=problem,
+        weather=FAST_LINK,
+        limits=Limits(),
+        frugal=True,
+    )
+    with _one_thread():
+        outcome = World(scenario).run()
+        loss, glance = problem.losses(outcome.anchors)
+    outcome.check()
+    ends = [starts[-1] for starts in outcome.nodes.values()]
+    position = float(spec.terms.steps)
+    curve = [(taken.position, taken.loss) for taken in outcome.evaluations if taken.position < position]
+    curve.append((position, glance))
+    up, down = (
+        statistics.fmean(column)
+        for column in zip(*((end.moved.up.exchanged, end.moved.down.exchanged) for end in ends), strict=True)
+    )
+    sends = [send for end in ends for send in end.diary.sends]
+    sizes = [fragment.numel for fragment in outcome.layout.fragments]
+
+    def models_sent(by: float) -> float:
+        return sum(sizes[send.fragment] for send in sends if send.position <= by) / (sum(sizes) * len(ends))
+
+    syncs = models_sent(math.inf)
+    return RunResult(
+        key=run_key(spec, device),
+        seed=spec.identity.seed,
+        nodes=len(ends),
+        loss=loss,
+        curve=tuple(curve),
+        bytes_up=round(up),
+        bytes_down=round(down),
+        moved=(*(round((up + down) * models_sent(at) / syncs) for at, _ in curve[:-1]), round(up + down)),
+        syncs=syncs,
+        inner_steps=sum(end.inner_steps for end in ends),
+        tokens=sum(end.tokens for end in ends),
+        cpu_s=time.process_time() - began,
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The grouping of sums follows the number of threads, and with it the last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A folder with one JSON file per finished run, named by its key."""
+
+    folder: Path
+
+    def get(self, key: str) -> RunResult | None:
+        """The result of an earlier run; a file that cannot be read counts as none."""
+        try:
+            fields: dict[str, Any] = json.loads(self._path(key).read_text())["result"]
+            curve = tuple((x, y) for x, y in fields["curve"])
+            result = RunResult(**{**fields, "curve": curve, "moved": tuple(fields["moved"])})
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return result if result.key == key else None
+
+    def put(self, spec: RunSpec, result: RunResult) -> None:
+        """Keep a result, and beside it the settings it came from."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(
+            {"result": dataclasses.asdict(result), "torch": torch.__version__, "terms": to_plain(spec.terms)}, indent=1
+        )
+        path = self._path(result.key)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(text)
+        unfinished.replace(path)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+# --- Does a codec, a method or a setting cost quality? Whole runs of the built-in model, several at a time, kept.
+#
+# Every variant is trained once per seed; runs of one seed begin with the same weights and see the same samples in the
+# same steps, so that their difference is the variant's doing and chance that training amplifies. What the differences
+# say is in `comparison.py`.
+#
+# The machines, sessions and codecs are the daemons' own, in one process on virtual time (`farloop.sim`).
+
 
 POLL_S = 0.5
 """Between two looks at how far the runs are."""
@@ -185,3 +363,135 @@ def _work(plan: QualityPlan, spec: RunSpec, place: int) -> RunResult:
 @lru_cache(maxsize=1)
 def _corpus(data: Path | None, max_bytes: int) -> Corpus:
     return load_corpus(data, max_bytes=max_bytes)
+
+
+# --- An equal number of settings tried for every variant, on a seed of their own, before the runs that count.
+#
+# A method that is tuned beats one that is not, whatever the two are worth. So all get the same number of runs to look
+# for their best: those with an outer optimizer for its ν, data parallel and a single node, which have none, for their
+# learning rate.
+
+
+SEED_OFFSET = 1000
+"""From the first seed to that of the tuning, which no run that counts may have."""
+
+RATE = "lr"
+"""The knob that every variant has: the peak of the inner learning rate."""
+
+REACH = 4.0
+"""Where no learning rates are given but a variant has only that to tune, they lie between 1/4 and 4 of the default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knob:
+    """One setting and what to try for it."""
+
+    name: str
+    values: tuple[float, ...]
+    """In rising order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One point of a variant's search."""
+
+    settings: Mapping[str, float]
+    spec: RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What it came to."""
+
+    settings: Mapping[str, float]
+    loss: float | None
+    """None where the run broke."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """A variant's search."""
+
+    label: str
+    seed: int
+    tried: tuple[Tried, ...]
+    picked: Mapping[str, float]
+    at_edge: tuple[str, ...]
+    """Knobs whose best value was the first or the last that was tried: a better one may lie beyond."""
+
+
+def settings_to_try(
+    knobs: Sequence[Knob], *, without: Collection[str] = (), rate: float | None
+) -> tuple[dict[str, float], ...]:
+    """The points of one variant's search: as many for every variant, the product of all knobs' values.
+
+    `without`: knobs that the variant does not have. In their place it tries more learning rates, spread evenly by ratio
+    over the range of those given, or around `rate`, its default. `rate` is None where the variant's learning rate is
+    not to be tuned; its points are then fewer.
+    """
+    own = {knob.name: knob.values for knob in knobs if knob.name not in without}
+    missing = math.prod(len(knob.values) for knob in knobs if knob.name in without)
+    if missing > 1 and rate is not None:
+        given = own.get(RATE, (rate / REACH, rate * REACH))
+        count = missing * (len(given) if RATE in own else 1)
+        own[RATE] = evenly_by_ratio(given[0], given[-1], count)
+    return tuple(dict(zip(own, point, strict=True)) for point in itertools.product(*own.values())) if own else ()
+
+
+def evenly_by_ratio(low: float, high: float, count: int) -> tuple[float, ...]:
+    """`count` numbers from low to high, each as many times the one before, of three digits."""
+    if count == 1:
+        return (float(f"{math.sqrt(low * high):.3g}"),)
+    return tuple(float(f"{low * (high / low) ** (k / (count - 1)):.3g}") for k in range(count))
+
+
+def plan_of(trials: Mapping[str, Sequence[Trial]], plan: QualityPlan) -> QualityPlan | None:
+    """The runs of all searches; None where there is nothing to try. All else is as in `plan`."""
+    variants = tuple(
+        Variant(label=f"{label}, {settings_text(trial.settings)}", specs=(trial.spec,))
+        for label, some in trials.items()
+        for trial in some
+    )
+    if not variants:
+        return None
+    return dataclasses.replace(plan, variants=variants)
+
+
+def tune(
+    plan: QualityPlan, trials: Mapping[str, Sequence[Trial]], *, jobs: int, watch: Watch | None = None
+) -> tuple[Tuned, ...]:
+    """Run all points of `plan_of(trials, …)` and take every variant's best, by the validation loss at the run's end.
+
+    Raises:
+        RunFailed: of a variant every point broke.
+    """
+    results = run_each(plan, jobs=jobs, watch=watch, broken_is_none=True)
+    losses = {key: result.loss for key, result in results.items()}
+    return tuple(
+        best_of(
+            label,
+            some[0].spec.identity.seed,
+            [Tried(settings=trial.settings, loss=losses.get(plan.key(trial.spec))) for trial in some],
+        )
+        for label, some in trials.items()
+        if some
+    )
+
+
+def best_of(label: str, seed: int, tried: Sequence[Tried]) -> Tuned:
+    """Raises RunFailed where every point broke."""
+    finished = [(one.loss, number) for number, one in enumerate(tried) if one.loss is not None]
+    if not finished:
+        raise RunFailed(f"{label}: not one of the {len(tried)} settings that were tried could be trained", 4)
+    picked = tried[min(finished)[1]].settings
+    at_edge = []
+    for name, value in picked.items():
+        values = sorted({one.settings[name] for one in tried})
+        if len(values) > 1 and value in (values[0], values[-1]):
+            at_edge.append(name)
+    return Tuned(label=label, seed=seed, tried=tuple(tried), picked=picked, at_edge=tuple(at_edge))
+
+
+def settings_text(settings: Mapping[str, float]) -> str:
+    """`outer_lr=0.4 lr=0.004`."""
+    return " ".join(f"{name}={value:g}" for name, value in settings.items())

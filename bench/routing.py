@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from farloop.coordinator.routing.anomalies import Action, Sample, next_step, slow
-from farloop.coordinator.routing.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, Wish
+from farloop.coordinator.routing.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, PlanRequest
 from farloop.coordinator.routing.paths import Work
 from farloop.coordinator.routing.plan import Plan, make_plan
 from farloop.coordinator.routing.simulator import Route, simulate
-from farloop.sim.fluid import Flow, play
+from farloop.sim.bandwidth import Flow, play
 
 Clock = Callable[[], float]
 
@@ -40,7 +40,7 @@ def two_islands(h: int) -> Inventory:
         nodes=tuple(Node(name=name, site=name[0].upper(), layer_s=0.1) for name in ("x0", "x1", "y0", "y1")),
         model=Model(layers=2, activation_bytes=0.05e9, parameter_bytes=0.8e9),
         links={("X", "X"): inside, ("Y", "Y"): inside, ("X", "Y"): across, ("Y", "X"): across},
-        wish=Wish(h=h, stages=2),
+        wish=PlanRequest(h=h, stages=2),
     )
 
 
@@ -85,7 +85,7 @@ def small_instance(unit_s: float = 0.01) -> Inventory:
         nodes=tuple(Node(name=str(node), layer_s=unit_s, stage=node // 2) for node in range(8)),
         model=Model(layers=4),
         links=links,
-        wish=Wish(stages=4, skip=0.25),
+        wish=PlanRequest(stages=4, skip=0.25),
     )
 
 
@@ -130,7 +130,7 @@ def world(count: int, *, stages: int, skip: float, seed: int = 0, sites: int = 1
         nodes=tuple(Node(name=f"n{k}", site=f"s{k % sites}", layer_s=0.1, slots=3) for k in range(count)),
         model=Model(layers=24, activation_bytes=33e6, microbatches=6, gap_s=0.1, overhead_s=0.3),
         links=links,
-        wish=Wish(stages=stages, skip=skip, seed=seed),
+        wish=PlanRequest(stages=stages, skip=skip, seed=seed),
     )
 
 
@@ -176,7 +176,7 @@ def four_sites() -> Inventory:
         model=Model(layers=12, parameter_bytes=800e6),
         links=links,
         hub=Hub(in_bytes_per_s=125e6, out_bytes_per_s=125e6),
-        wish=Wish(bits=(4,)),
+        wish=PlanRequest(bits=(4,)),
     )
 
 
@@ -295,7 +295,7 @@ def _eight() -> Inventory:
         model=Model(layers=12, parameter_bytes=400e6),
         links=links,
         hub=Hub(in_bytes_per_s=1.25e9, out_bytes_per_s=1.25e9),
-        wish=Wish(h=50, bits=(8, 4, 2)),
+        wish=PlanRequest(h=50, bits=(8, 4, 2)),
     )
 
 

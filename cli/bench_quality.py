@@ -11,20 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from farloop.bench.builtin import CURVE_SEQUENCES
 from farloop.bench.comparison import Report, compare, report
-from farloop.bench.figures import plot
-from farloop.bench.quality import run_all
-from farloop.bench.quality_figure import plot_methods
-from farloop.bench.trial import CPU
-from farloop.bench.tuning import Tuned, plan_of, tune
-from farloop.cli.bench_grid import Grid, command_of
-from farloop.cli.bench_plan import picked_of, plan_grid, plan_quality
-from farloop.cli.bench_show import markdown, table, tuning_lines, watched
-from farloop.cli.bench_words import run_settings
-from farloop.cli.outcome import machine, source_commit
-from farloop.cli.run import DataConfig
+from farloop.bench.quality import CPU, Tuned, plan_of, run_all, tune
+from farloop.bench.quality_spec import Grid, command_of, picked_of, plan_grid, plan_quality, run_settings
+from farloop.bench.quality_tables import markdown, table, tuning_lines, watched
+from farloop.bench.training import CURVE_SEQUENCES
+from farloop.cli.run_results import machine, source_commit
+from farloop.config.run_spec import DataConfig
 from farloop.monitoring.units import count_text
+from farloop.plots.quality import plot_methods
+from farloop.plots.style import plot
 
 if TYPE_CHECKING:
     from rich.console import Console

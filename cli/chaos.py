@@ -33,17 +33,16 @@ from matplotlib.ticker import FuncFormatter
 from rich import box
 from rich.table import Table
 
-from farloop.bench.figures import INK, MUTED, SERIES, STYLE
-from farloop.cli.children import stop_on_signals
-from farloop.cli.exit_codes import CommandError, ExitCode
-from farloop.cli.outcome import machine, source_commit
+from farloop.chaos.faults import DATA, RUN, Ballast
+from farloop.chaos.processes import stop_on_signals
+from farloop.chaos.storm import Outcome, Stopped, Storm
+from farloop.chaos.storm_plan import COORDINATOR, KINDS, Kind, plan
 from farloop.cli.progress import progress_console
-from farloop.cli.run import DataConfig, RunConfig, plan_run
-from farloop.cli.storm import Outcome, Stopped, Storm
-from farloop.cli.storm_disk import Ballast
-from farloop.cli.storm_files import DATA, RUN
-from farloop.cli.storm_plan import COORDINATOR, KINDS, Kind, plan
+from farloop.cli.run_results import machine, source_commit
+from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.run_spec import DataConfig, RunConfig, plan_run
 from farloop.monitoring.units import duration_text, size_text
+from farloop.plots.style import INK, MUTED, SERIES, STYLE
 from farloop.quant.registry import warm_for
 
 NODE_BACK: Final = "node_back"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from farloop.algo.schedule import first_rounds
 from farloop.algo.spec import Terms
-from farloop.cli.address import parse_tcp
-from farloop.cli.config import NodeFile, RunFile, load, planned
-from farloop.cli.run import Plan
+from farloop.config.run_spec import Plan
+from farloop.config.settings import NodeFile, RunFile, load, planned
+from farloop.config.sources import parse_tcp
 from farloop.monitoring.units import count_text, percent_text, plural, size_text
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named

@@ -1,4 +1,4 @@
-"""The two daemons as a person starts them: settings in, an exit code out. What they do is decided elsewhere."""
+"""The commands coordinator and node."""
 
 import asyncio
 import dataclasses
@@ -6,29 +6,31 @@ import json
 import logging
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import typer
 import uvloop
 
 from farloop.algo.spec import Identity, RunSpec, Terms
-from farloop.cli.address import parse_host_port
-from farloop.cli.config import NodeFile, RunFile, planned
-from farloop.cli.exit_codes import CommandError, ExitCode, say_error
-from farloop.cli.run import Plan
-from farloop.cli.waiting import Waiting
-from farloop.coordinator.adopting import PATIENCE_S, Adopt
-from farloop.coordinator.bucket import Bucket, CopyFailed
-from farloop.coordinator.closing import RETRY_S
-from farloop.coordinator.connections import BindError
-from farloop.coordinator.copies import read_manifest, restore
+from farloop.config.exit_codes import CommandError, ExitCode, say_error
+from farloop.config.run_spec import Plan
+from farloop.config.settings import NodeFile, RunFile, planned
+from farloop.config.sources import Address, parse_host_port, parse_tcp
+from farloop.coordinator.adoption_checks import adoption_of
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
+from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
+from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.errors import NoRoom
-from farloop.coordinator.hearsay import adoption_of
-from farloop.coordinator.store import Store
+from farloop.coordinator.net.sessions import BindError
+from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
+from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
 from farloop.monitoring.endpoint import HEALTH, METRICS, PAGE, READY, STATUS, Endpoint, Response
 from farloop.node.library import Node
@@ -36,7 +38,64 @@ from farloop.node.pipeline.trainer import PipelineConfig, train_stage
 from farloop.node.trainer import NodeConfig, train
 from farloop.quant.registry import warm_for
 
+# --- Tells a person why a node has not started yet: a silent daemon is the first thing that makes people give up.
+
+
 _log = logging.getLogger(__name__)
+
+FIRST_S = 5.0
+EVERY_S = 30.0
+
+
+class Waiting:
+    """While it is open, says every now and then what is missing."""
+
+    def __init__(self, coordinator: str) -> None:
+        self._address = parse_tcp(coordinator)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
+
+    def over(self) -> None:
+        """Training has begun."""
+        self._over.set()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.over()
+
+    def _watch(self) -> None:
+        pause_s = FIRST_S
+        while not self._over.wait(pause_s):
+            pause_s = EVERY_S
+            _log.warning("waiting coordinator=tcp://%s reason=%r", self._address, why(self._address))
+
+
+def why(address: Address) -> str:
+    """What a plain connection to the coordinator's port tells."""
+    failure = connect(address)
+    if failure is None:
+        return "the port answers; unless the link complains above, the run begins once all of its nodes are there"
+    return f"cannot connect: {failure}; is the coordinator running, and its port open from here?"
+
+
+def connect(address: Address, timeout_s: float = 3.0) -> str | None:
+    """Connect and hang up; what went wrong, or None."""
+    try:
+        with socket.create_connection((address.host, address.port), timeout_s):
+            return None
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+
+
+# --- The two daemons as a person starts them: settings in, an exit code out. What they do is decided elsewhere.
+
 
 STANDSTILL_S = 2.0
 """A loop that has not answered for this long is not healthy."""
@@ -199,7 +258,7 @@ def _flat(terms: Terms) -> dict[str, object]:
     return values | {"lr": rate["peak"], "min_lr": rate["minimum"], "warmup_steps": rate["warmup_steps"]}
 
 
-async def _serve(config: CoordinatorConfig, store: Store, adopt: Adopt | None) -> bool:
+async def _serve(config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None) -> bool:
     """Whether the run came to its end."""
     warm_for(store.ledger.spec.terms)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -20,15 +20,14 @@ import typer
 from rich.console import Console
 from safetensors.torch import load_file
 
-from farloop.cli.children import Children, free_port, stop_on_signals
-from farloop.cli.exit_codes import CommandError, ExitCode
-from farloop.cli.outcome import summarise
+from farloop.chaos.processes import Children, free_port, stop_on_signals
+from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.cli.progress import Display, progress_console
-from farloop.cli.relay import Link, Relay, RelayThread
 from farloop.cli.report import write_report
-from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
-from farloop.cli.summary import Summary, summary_table
-from farloop.cli.toml import dump_toml
+from farloop.cli.run_results import Summary, summarise, summary_table
+from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
+from farloop.config.sources import dump_toml
 from farloop.monitoring.status import Status
 from farloop.node.model import build, from_json
 from farloop.node.trainer import EVALUATION_BATCH

@@ -12,11 +12,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from farloop.cli.exit_codes import CommandError
-from farloop.coordinator.diary import FILE, missing
-from farloop.coordinator.hindsight import Past, look_back, newest_versions
-from farloop.coordinator.reading import read_journal, steadily
-from farloop.coordinator.timeline import files
+from farloop.config.exit_codes import CommandError
+from farloop.coordinator.observe.decision_log import FILE, missing
+from farloop.coordinator.observe.event_log import files
+from farloop.coordinator.observe.window_inspection import ClosedWindow, look_back, newest_versions
+from farloop.coordinator.storage.state_reader import read_journal, steadily
 from farloop.monitoring.units import NOTHING, duration_text, size_text
 
 _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
@@ -77,7 +77,7 @@ def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int],
                 continue  # a line that a crash cut short
 
 
-def _explained(told: dict[str, Any] | None, past: Past | None) -> dict[str, Any]:
+def _explained(told: dict[str, Any] | None, past: ClosedWindow | None) -> dict[str, Any]:
     """Both sources as one; what neither knows is None."""
     facts = {**(_from_journal(past) if past else {}), **(told or {})}
     facts.pop("event", None)
@@ -95,7 +95,7 @@ def _explained(told: dict[str, Any] | None, past: Past | None) -> dict[str, Any]
     return facts
 
 
-def _from_journal(past: Past) -> dict[str, Any]:
+def _from_journal(past: ClosedWindow) -> dict[str, Any]:
     record = past.record
     return {
         "epoch": past.epoch,

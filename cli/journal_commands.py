@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from farloop.cli.exit_codes import CommandError, ended_in_one_line
+from farloop.config.exit_codes import CommandError, ended_in_one_line
 
 journal_app = typer.Typer(
     help="Look into a coordinator's state folder, running or not; nothing but salvage --write changes it.",
@@ -41,7 +41,7 @@ def show_journal(
     Example: farloop journal show --kind commit --fragment 0 --follow
     """
     with ended_in_one_line():
-        from farloop.cli.journal import Filter, show
+        from farloop.cli.journal_view import Filter, show
 
         wanted = Filter(kinds=tuple(kind or ()), fragment=fragment, node=node)
         limit = None if everything else last
@@ -55,7 +55,7 @@ def verify_journal(state: StateFolder = STATE, as_json: AsJson = False) -> None:
     Example: farloop journal verify --state state
     """
     with ended_in_one_line():
-        from farloop.cli.journal import check
+        from farloop.cli.journal_view import check
 
         check(state, Console(highlight=False), as_json=as_json)
 
@@ -81,7 +81,7 @@ def salvage_journal(
     Example: farloop journal salvage --state state --write
     """
     with ended_in_one_line():
-        from farloop.cli.journal import repair
+        from farloop.cli.journal_view import repair
 
         if folder is not None and state is not None:
             raise CommandError(f"the folder is given twice: {folder} and --state {state}; give one")
@@ -104,7 +104,7 @@ def replay_journal(
     Example: farloop journal replay 800:812 --fragment 0
     """
     with ended_in_one_line():
-        from farloop.cli.journal import again
+        from farloop.cli.journal_view import again
 
         again(state, versions, fragment, Console(highlight=False), as_json=as_json)
 

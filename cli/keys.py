@@ -5,8 +5,8 @@ import os
 import secrets
 from pathlib import Path
 
-from farloop.cli.exit_codes import CommandError
-from farloop.node.dialogue import new_key_pair
+from farloop.config.exit_codes import CommandError
+from farloop.node.zmq_dealer import new_key_pair
 from farloop.wire.keys import KeyFileError, check_name, key_files, load_public
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from farloop.cli.exit_codes import CommandError, ended_in_one_line
+from farloop.config.exit_codes import CommandError, ended_in_one_line
 
 keys_app = typer.Typer(
     help="Make the keys of encrypted links, and say who may come in.",

@@ -14,15 +14,15 @@ import typer
 from rich.console import Console
 
 from farloop.cli.bench import bench_app
-from farloop.cli.change import release, set_terms
-from farloop.cli.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line
 from farloop.cli.journal_commands import explain, journal_app
 from farloop.cli.keys_commands import keys_app
-from farloop.cli.logs import LogLevel, set_up
 from farloop.cli.plan import plan
 from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
-from farloop.cli.schedule_preview import schedule
+from farloop.cli.schedule import schedule
+from farloop.cli.set import release, set_terms
 from farloop.cli.simulate import simulate_app
+from farloop.config.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line
+from farloop.config.logs import LogLevel, set_up
 
 _LOOK: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
 
@@ -176,8 +176,8 @@ def coordinator(
     Example: farloop coordinator run.toml --set run.steps=2000
     """
     with ended_in_one_line():
-        from farloop.cli.config import load_run
         from farloop.cli.daemons import adoption, run_coordinator
+        from farloop.config.settings import load_run
 
         set_up(log_level, json_lines=log_json)
         own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
@@ -207,8 +207,8 @@ def node(
     Example: farloop node node.toml --nproc 8
     """
     with ended_in_one_line():
-        from farloop.cli.config import load_node
         from farloop.cli.daemons import run_node
+        from farloop.config.settings import load_node
 
         given = [*(flags or []), *([f"node.nproc={nproc}"] if nproc is not None else [])]
         settings = load_node(file, flags=given, environ=os.environ)
@@ -269,7 +269,7 @@ def throttle(
     Example: farloop throttle 50mbit/50ms --to 127.0.0.1:7700
     """
     with ended_in_one_line():
-        from farloop.cli import throttle as relays
+        from farloop.chaos import relay as relays
 
         set_up(log_level, json_lines=log_json)
         relays.throttle(link, listen=listen, to=to)
@@ -322,7 +322,7 @@ def top(
 @app.command(rich_help_panel="Look")
 def methods(as_json: AsJson = False) -> None:
     """List the training methods and their defaults; docs/methods.md has the equations, and when to take which."""
-    from farloop.cli.catalog import methods_json, methods_table
+    from farloop.cli.methods import methods_json, methods_table
 
     if as_json:
         typer.echo(json.dumps(methods_json()))
@@ -342,8 +342,8 @@ def codecs(
     Example: farloop codecs --no-measure
     """
     with ended_in_one_line():
+        from farloop.bench.codec_tables import TABLE_COLUMNS, codec_list, codec_list_json
         from farloop.bench.codecs import brief
-        from farloop.cli.codec_tables import TABLE_COLUMNS, codec_list, codec_list_json
         from farloop.quant.registry import CODECS
 
         measured = brief(tuple(CODECS.values())) if measure else None
@@ -404,8 +404,7 @@ def show_config(file: AnyToml, flags: SetFlags = None, as_json: AsJson = False) 
     Example: farloop config show run.toml > all.toml
     """
     with ended_in_one_line():
-        from farloop.cli.config import load
-        from farloop.cli.show import json_text, toml_text
+        from farloop.config.settings import json_text, load, toml_text
 
         settings = load(file, flags=flags or [], environ=os.environ).settings
         typer.echo((json_text if as_json else toml_text)(settings))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.cli.exit_codes import CommandError, ended_in_one_line
+from farloop.config.exit_codes import CommandError, ended_in_one_line
 from farloop.monitoring.units import NOTHING, percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def plan(
     """
     with ended_in_one_line():
         from farloop.cli import plan_layout
-        from farloop.cli.inventory_file import load_inventory
-        from farloop.cli.inventory_live import away, live_inventory
+        from farloop.cli.inventory_file import away, live_inventory, load_inventory
         from farloop.coordinator.routing.plan import make_plan
 
         if plot is not None and plot.suffix not in PLOTS:
@@ -119,7 +118,7 @@ def plan(
             where = str(inventory or live)
             laid = plan_layout.write(layout, given, made, now=now, epoch=epoch, where=where, force=force, away=gone)
         if plot is not None:
-            from farloop.cli.plan_figure import draw
+            from farloop.plots.planner import draw
 
             draw(plot, given, made)
         if as_json:
@@ -149,7 +148,7 @@ def _line(words: "Mapping[str, str]") -> str:
 
 def _words(status: "Mapping[str, Any] | None", inventory: "Inventory", plan: "Plan") -> tuple[dict[str, str], str]:
     """What a running coordinator would be given, and why it cannot be."""
-    from farloop.coordinator.routing.own_terms import NotInPlace, settings
+    from farloop.coordinator.routing.sync_plan import NotInPlace, settings
 
     if status is None or plan.sync is None:
         return {}, ""

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from farloop.algo.layout import Layout
-from farloop.cli.exit_codes import CommandError
-from farloop.cli.toml import dump_toml
-from farloop.coordinator.files import DISK
-from farloop.coordinator.routing.hysteresis import WORTH, worth_switching
+from farloop.algo.stages import StageLayout
+from farloop.config.exit_codes import CommandError
+from farloop.config.sources import dump_toml
 from farloop.coordinator.routing.inventory import COORDINATOR, Inventory, Node
+from farloop.coordinator.routing.mode import NotPredicted, present_step_s
 from farloop.coordinator.routing.plan import Plan
-from farloop.coordinator.routing.present import NotPredicted, present_step_s
+from farloop.coordinator.routing.sync_plan import WORTH, worth_switching
+from farloop.coordinator.storage.files import DISK
 from farloop.monitoring.units import seconds_text
-from farloop.node.pipeline.errors import LayoutError
-from farloop.node.pipeline.layout_file import layout_json, read_layout
+from farloop.node.pipeline.events import LayoutError
+from farloop.node.pipeline.layout import layout_json, read_layout
 
 _MARGIN = f"{100 * WORTH:.0f} %"
 
@@ -29,7 +29,7 @@ _MARGIN = f"{100 * WORTH:.0f} %"
 class Present:
     """The layout that a file has, and which a running pipeline may follow."""
 
-    layout: Layout
+    layout: StageLayout
     addresses: Mapping[str, str]
 
 
@@ -80,7 +80,7 @@ def kept(inventory: Inventory, path: Path, now: Present) -> Inventory:
     return replace(inventory, nodes=tuple(nodes), links=links, wish=wish)
 
 
-def runnable(plan: Plan, epoch: int, *, keeps: bool) -> Layout:
+def runnable(plan: Plan, epoch: int, *, keeps: bool) -> StageLayout:
     """The plan's layout as nodes run it.
 
     Replicas without a microbatch are left out, unless `keeps`: the windows of a stage would wait for a node that
@@ -105,7 +105,7 @@ def runnable(plan: Plan, epoch: int, *, keeps: bool) -> Layout:
     return replace(layout, epoch=epoch, stages=stages)
 
 
-def addresses_of(layout: Layout, nodes: tuple[Node, ...], where: str) -> dict[str, str]:
+def addresses_of(layout: StageLayout, nodes: tuple[Node, ...], where: str) -> dict[str, str]:
     """Where every node of the layout is. Raises CommandError: one that has none, or that of another."""
     told = {node.name: node.address for node in nodes}
     found = {node: told[node] for stage in layout.stages for node in stage.replicas}
@@ -127,7 +127,7 @@ class Outcome:
     """What became of a plan."""
 
     path: Path
-    layout: Layout
+    layout: StageLayout
     """That the file has now."""
     keeps: bool
     """Whether the stages are those that the file had before."""
@@ -227,7 +227,7 @@ def write(
     return outcome
 
 
-def _with(away: frozenset[str], layout: Layout, before: Layout) -> Layout:
+def _with(away: frozenset[str], layout: StageLayout, before: StageLayout) -> StageLayout:
     """The layout with these nodes in the stages that they had before, on no path: they can come back to them."""
     stages = tuple(
         replace(stage, replicas=(*stage.replicas, *(node for node in old.replicas if node in away)))

@@ -11,9 +11,9 @@ from typing import Self
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from farloop.cli.screen import draw, fitting
-from farloop.monitoring.gist import reduction
+from farloop.cli.status_view import draw, fitting
 from farloop.monitoring.status import NodeStatus, Status
+from farloop.monitoring.status_summary import reduction
 from farloop.monitoring.units import duration_text, factor_text, loss_text, percent_text, plural, size_text
 
 LINE_EVERY_S = 10.0

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from farloop.cli.exit_codes import CommandError, ExitCode
+from farloop.config.exit_codes import CommandError, ExitCode
 
 _log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from farloop.cli.exit_codes import CommandError
-from farloop.cli.sources import ConfigError, load_tables, nearest
-from farloop.sim.flow_scenario import (
+from farloop.config.exit_codes import CommandError
+from farloop.config.sources import ConfigError, load_tables, nearest
+from farloop.sim.flow.scenario import (
     LOCK_STEP,
     METHOD_NAMES,
     SWEPT,

@@ -1,9 +1,520 @@
-"""`farloop simulate …`: what a run would cost, before there is one. The commands are at home in files of their own."""
+"""The commands simulate run and simulate bandwidth."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.cli.simulate_bandwidth import bandwidth
-from farloop.cli.simulate_run import run
+from farloop.config.exit_codes import CommandError, ended_in_one_line
+from farloop.monitoring.units import NOTHING, count_text, duration_text, percent_text, plural, size_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from farloop.sim.bandwidth import MethodName, ModelName, Training
+    from farloop.sim.flow.scenario import Case, FlowScenario
+    from farloop.sim.flow.sweep import Row
+
+
+# --- `farloop simulate bandwidth`: its words, its tables and its JSON. The simulator is `farloop.sim.bandwidth`.
+
+
+ALL = "all"
+
+GBIT_S = "0.1,0.3,1,3,10,30,100,300,1000"
+
+H, LAYERS_PER_FRAGMENT = 100, 3
+"""Those of Table 4 of Streaming DiLoCo (arXiv 2501.18512)."""
+
+LADDER: "Mapping[ModelName, tuple[int, float]]" = {"farloop": (5, 4.25), "published": (1, 4.0)}
+"""Overlap and bits that the upper steps of `--method all` add: farloop's defaults (`streaming`, `q4`); that table's."""
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A training and what the simulator says of it."""
+
+    training: "Training"
+    required_gbit_s: Mapping[float, float]
+    """By utilisation."""
+    utilization: Mapping[float, float]
+    """By Gbit/s."""
+
+
+def bandwidth(
+    params: Annotated[str, typer.Option(help="Parameters of the model, as 1e9, 1B or 350M.")] = "1B",
+    layers: Annotated[int, typer.Option(help="Layers between which they are divided.")] = 24,
+    step_s: Annotated[float, typer.Option("--step-s", help="Seconds of compute of one inner step.")] = 0.1,
+    method: Annotated[
+        str, typer.Option(help="data-parallel, diloco or streaming; all compares them, one step after the other.")
+    ] = "streaming",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="farloop: what the daemons do. published: the tables of Streaming DiLoCo, which need less bandwidth."
+        ),
+    ] = "farloop",
+    h: Annotated[
+        int | None,
+        typer.Option(
+            "--h",
+            help="Inner steps between two syncs of the same parameters.",
+            show_default=f"{H}; data-parallel has 1",
+        ),
+    ] = None,
+    bits: Annotated[float, typer.Option(help="Sent per parameter and sync; a codec's are in farloop codecs.")] = 16.0,
+    layers_per_fragment: Annotated[
+        int | None,
+        typer.Option("--layers-per-fragment", help="Of streaming.", show_default=str(LAYERS_PER_FRAGMENT)),
+    ] = None,
+    overlap: Annotated[
+        int | None,
+        typer.Option(
+            help="Inner steps that training goes on while a payload is on its way (tau).",
+            show_default=f"0; with all {LADDER['farloop'][0]}, published {LADDER['published'][0]}",
+        ),
+    ] = None,
+    lag: Annotated[int, typer.Option(help="Rounds that an update may come late: 0 or 1, as co2 has.")] = 0,
+    gbit_s: Annotated[str, typer.Option("--gbit-s", metavar="LIST", help="Bandwidths to look at, in Gbit/s.")] = GBIT_S,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+) -> None:
+    """Say how busy nodes stay behind a link, and which bandwidth keeps them busy.
+
+    Model farloop: at the step boundary at which a fragment is due the node uploads
+    all of it, the coordinator waits for all nodes, and the node downloads all of
+    the update. It merges the update --overlap steps after the send, and stands
+    still from there until it has come. With --lag 1 the update may come during
+    the next round. A sync of the model is params × bits in each direction.
+
+    Model published: each layer queues on one link as soon as its backward pass
+    ends, and its next forward pass, or the one --overlap steps later, waits for
+    it. With --method all data-parallel is always of this model: its gradients
+    overlap the backward pass, which farloop's own method data-parallel does not.
+
+    All nodes are alike: give the slowest link and step. Latency, encoding, the
+    commit's own time and what a site does within itself are left out.
+
+    Example: farloop simulate bandwidth --method all --params 10B --layers 48 --step-s 0.8
+    """
+    with ended_in_one_line():
+        from farloop.sim.bandwidth import required_gbit_s, utilization
+
+        if plot is not None and plot.suffix not in (".svg", ".png", ".pdf"):
+            raise CommandError(f"--plot is a file named .svg, .png or .pdf, not {str(plot)!r}")
+        bandwidths = parse_bandwidths(gbit_s)
+        try:
+            trainings = plan(
+                method,
+                params=parse_number(params),
+                layers=layers,
+                step_s=step_s,
+                h=h,
+                bits=bits,
+                layers_per_fragment=layers_per_fragment,
+                overlap=overlap,
+                lag=lag,
+                model=model,
+            )
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        for note in unused(method, h=h, layers_per_fragment=layers_per_fragment, overlap=overlap):
+            typer.echo(f"farloop: {note}", err=True)
+        curves = [
+            Curve(
+                training=training,
+                required_gbit_s=required_gbit_s(training),
+                utilization=dict(zip(bandwidths, utilization(training, bandwidths).tolist(), strict=True)),
+            )
+            for training in trainings
+        ]
+        if plot is not None:
+            from farloop.plots.simulation import draw_bandwidth
+
+            draw_bandwidth(plot, trainings)
+        if as_json:
+            found = [curve_json(curve) for curve in curves]
+            typer.echo(json.dumps({"methods": found} if method == ALL else found[0], indent=1))
+        else:
+            _show(curves, plot)
+
+
+# --- from words to trainings
+
+
+def plan(
+    method: str,
+    *,
+    params: float,
+    layers: int,
+    step_s: float,
+    h: int | None,
+    bits: float,
+    layers_per_fragment: int | None,
+    overlap: int | None,
+    lag: int = 0,
+    model: str = "farloop",
+) -> "list[Training]":
+    """The training that is asked for; of `all` a ladder, whose every step adds one thing to the one before.
+
+    Without an overlap, farloop's streaming waits as long as diloco: the ladder of that model begins with an overlap.
+
+    Raises:
+        ValueError: there can be no such training.
+    """
+    from farloop.sim.bandwidth import METHOD_NAMES, MODEL_NAMES, Training
+
+    known = next((name for name in MODEL_NAMES if name == model), None)
+    if known is None:
+        raise ValueError(f"there is no model {model!r}; there are {' and '.join(MODEL_NAMES)}")
+
+    def training(name: "MethodName", **more: Any) -> Training:
+        period = 1 if name == "data-parallel" else H if h is None else h
+        return Training(**{**shared, **more}, method=name, h=period)
+
+    each = min(LAYERS_PER_FRAGMENT, max(1, layers)) if layers_per_fragment is None else layers_per_fragment
+    shared: dict[str, Any] = {"params": params, "layers": layers, "step_s": step_s, "bits": bits}
+    shared |= {"layers_per_fragment": each, "model": known, "lag": lag}
+    if method != ALL:
+        name = next((name for name in METHOD_NAMES if name == method), None)
+        if name is None:
+            raise ValueError(f"there is no method {method!r} here; there are {', '.join(METHOD_NAMES)} and {ALL}")
+        return [training(name, overlap=0 if name == "data-parallel" else overlap or 0)]
+    few_steps, few_bits = LADDER[known]
+    few_steps = 0 if lag else few_steps if overlap is None else overlap
+    ladder = [training("data-parallel", model="published", lag=0), training("diloco")]
+    if known == "published" or few_steps == 0:
+        ladder.append(training("streaming"))
+    if few_steps != 0:
+        ladder.append(training("streaming", overlap=few_steps))
+    if bits > few_bits:
+        ladder.append(replace(ladder[-1], bits=few_bits))
+    return ladder
+
+
+def unused(method: str, *, h: int | None, layers_per_fragment: int | None, overlap: int | None) -> Iterator[str]:
+    """What was given and does not apply to the method, a sentence each."""
+    if method == "data-parallel" and h not in (None, 1):
+        yield f"data-parallel syncs at every step: --h {h} does not apply to it"
+    if method == "data-parallel" and overlap:
+        yield f"data-parallel waits for its gradients: --overlap {overlap} does not apply to it"
+    if method in ("data-parallel", "diloco") and layers_per_fragment is not None:
+        yield f"{method} sends the model whole: --layers-per-fragment {layers_per_fragment} does not apply to it"
+
+
+def parse_number(text: str) -> float:
+    """`1e9`, `1B`, `350M` or `1_000` as a number. Raises ValueError."""
+    match = re.fullmatch(r"([\d_.]+(?:[eE][+-]?\d+)?) ?([kKmMbBgGtT]?)", text.strip())
+    try:
+        return float(match[1]) * _SCALES[match[2].lower()] if match else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number of parameters, as 1e9, 1B and 350M are") from None
+
+
+def parse_bandwidths(text: str) -> list[float]:
+    """`1,10,100` as numbers above 0, each once. Raises CommandError."""
+    words = text.replace(",", " ").split()
+    try:
+        found = [float(word) for word in words]
+    except ValueError:
+        found = []
+    if not found or not all(math.isfinite(value) and value > 0 for value in found):
+        raise CommandError(f"--gbit-s is a list of numbers above 0, as 1,10,100, not {text!r}")
+    return list(dict.fromkeys(found))
+
+
+# --- from curves to text
+
+
+def curve_json(curve: Curve) -> dict[str, Any]:
+    """For programs; `required_gbit_s` by utilisation, `utilization` by Gbit/s."""
+    training = curve.training
+    return {
+        "method": training.method,
+        "model": training.model,
+        "params": _whole(training.params),
+        "layers": training.layers,
+        "step_s": training.step_s,
+        "h": training.h,
+        "bits": training.bits,
+        "fragments": training.fragments,
+        "overlap": training.overlap,
+        "lag": training.lag,
+        "payload_gbit": training.payload_bits / 1e9,
+        "mean_gbit_s": training.mean_gbit_s,
+        "required_gbit_s": {f"{target:g}": value for target, value in curve.required_gbit_s.items()},
+        "utilization": {f"{gbit_s:.12g}": value for gbit_s, value in curve.utilization.items()},
+    }
+
+
+def _whole(value: float) -> float:
+    return int(value) if value.is_integer() else value
+
+
+def _show(curves: Sequence[Curve], plot: Path | None) -> None:
+    from rich.console import Console
+
+    from farloop.sim.bandwidth import model_lines, model_text
+
+    console = Console(highlight=False)
+    console.print(f"\n {model_text(curves[0].training)}", soft_wrap=True)
+    for line in model_lines([curve.training for curve in curves]):
+        console.print(f" {line}", soft_wrap=True)
+    console.print("\n Gbit/s that so much compute utilisation takes:")
+    console.print(required_table(curves))
+    console.print(" Compute utilisation at so many Gbit/s:")
+    console.print(utilization_table(curves))
+    if plot is not None:
+        console.print(f" figure  {plot}", soft_wrap=True)
+
+
+def required_table(curves: Sequence[Curve]) -> "Table":
+    """A row per training: its settings, and the bandwidth for each utilisation."""
+    from farloop.sim.bandwidth import gbit_text
+
+    targets = list(curves[0].required_gbit_s)
+    table = _table()
+    for column in ("method", "H", "τ", "bits", "parts", *(f"{100 * target:g}%" for target in targets)):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for name, curve in zip(_names(curves), curves, strict=True):
+        training = curve.training
+        settings = [str(training.h), str(training.overlap), f"{training.bits:g}", str(training.fragments)]
+        table.add_row(name, *settings, *(gbit_text(curve.required_gbit_s[target]) for target in targets))
+    return table
+
+
+def utilization_table(curves: Sequence[Curve]) -> "Table":
+    """A row per bandwidth, a column per training."""
+    table = _table()
+    for column in ("Gbit/s", *_names(curves)):
+        table.add_column(column, justify="right", no_wrap=True)
+    for gbit_s in curves[0].utilization:
+        table.add_row(f"{gbit_s:,.12g}", *(percent_text(curve.utilization[gbit_s]) for curve in curves))
+    return table
+
+
+def _names(curves: Sequence[Curve]) -> list[str]:
+    from farloop.sim.bandwidth import short_name
+
+    trainings = [curve.training for curve in curves]
+    return [short_name(training, before) for training, before in zip(trainings, [None, *trainings], strict=False)]
+
+
+def _table() -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
+
+
+# --- `farloop simulate run`: its words, its table and its JSON. The simulator is `farloop.sim.flow.simulator`.
+
+
+def run(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="SCENARIO.toml", show_default=False, help="What is played.")
+    ] = None,
+    example: Annotated[
+        str | None, typer.Option(metavar="NAME", show_default=False, help="Play one that comes with farloop.")
+    ] = None,
+    list_examples: Annotated[bool, typer.Option("--list", help="Name those.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the example's file, to begin one's own with.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, show_default="the scenario's", help="Of everything that is left to chance.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, show_default="the scenario's", help="Seeds that results are means of.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+) -> None:
+    """Play nodes, links and failures on virtual time, and say where the machine-seconds went.
+
+    Goodput is the share of all machine-seconds that ended in a merged delta (of
+    data parallel: in a step that was kept). The rest was idle (waiting, joining),
+    down (broken, or brought back) or lost (computed, and never merged).
+
+    Sizes and durations only: no loss curve comes out, and a second takes
+    thousands of nodes a good step ahead. The same scenario and seed give the
+    same numbers.
+
+    Example: farloop simulate run --example failures --plot failures.svg
+    """
+    with ended_in_one_line():
+        from farloop.sim.flow.simulator import Stuck
+        from farloop.sim.flow.sweep import run_all
+
+        if list_examples:
+            return _list()
+        if plot is not None and plot.suffix not in (".svg", ".png", ".pdf"):
+            raise CommandError(f"--plot is a file named .svg, .png or .pdf, not {str(plot)!r}")
+        scenario = _scenario(file, example, seed, repeats)
+        if show:
+            return typer.echo(_example_text(example))
+        timeline = plot is not None and scenario.sweep is None
+        try:
+            with _watched(scenario, quiet=as_json) as watch:
+                rows = run_all(scenario, timeline=timeline, watch=watch)
+        except Stuck as error:
+            raise CommandError(f"{scenario.name} stands still for good: {error}") from error
+        if plot is not None:
+            from farloop.plots.simulation import draw_flow
+
+            draw_flow(plot, scenario, rows)
+        if as_json:
+            typer.echo(json.dumps(report_json(scenario, rows), indent=1))
+        else:
+            _show_outcome(scenario, rows, plot)
+
+
+def _scenario(file: Path | None, example: str | None, seed: int | None, repeats: int | None) -> "FlowScenario":
+    from farloop.cli.scenario_file import example_names, load_example, load_scenario
+
+    if (file is None) == (example is None):
+        raise CommandError(f"either a SCENARIO.toml or --example is wanted, of {', '.join(example_names())}")
+    scenario = load_scenario(file) if file else load_example(example or "")
+    changes: dict[str, Any] = {"seed": seed, "repeats": repeats}
+    return replace(scenario, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _example_text(example: str | None) -> str:
+    from farloop.cli.scenario_file import example_text
+
+    if example is None:
+        raise CommandError("--show goes with --example: it prints that file")
+    return example_text(example)
+
+
+def _list() -> None:
+    from farloop.cli.scenario_file import example_names, load_example
+
+    names = example_names()
+    for name in names:
+        typer.echo(f"{name:<{max(map(len, names))}}  {load_example(name).about}")
+
+
+@contextmanager
+def _watched(scenario: "FlowScenario", *, quiet: bool) -> "Iterator[Callable[[Case], None]]":
+    """A bar over the cases, on standard error, while they are played."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from farloop.sim.flow.scenario import cases
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(scenario.name, total=len(cases(scenario)))
+        begun = False
+
+        def watch(case: "Case") -> None:
+            nonlocal begun
+            bar.update(task, advance=begun, description=case.variant + (f" {case.value:g}" if case.value else ""))
+            begun = True
+
+        yield watch
+
+
+# --- what is shown
+
+
+def report_json(scenario: "FlowScenario", rows: "Sequence[Row]") -> dict[str, Any]:
+    """For programs."""
+    return {
+        "name": scenario.name,
+        "about": scenario.about,
+        "seed": scenario.seed,
+        "repeats": scenario.repeats,
+        "steps": scenario.steps,
+        "hours": scenario.hours,
+        "swept": scenario.sweep.key if scenario.sweep else None,
+        "rows": [row.figures() for row in rows],
+    }
+
+
+def _show_outcome(scenario: "FlowScenario", rows: "Sequence[Row]", plot: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(f"\n {scenario.name}: {scenario.about}\n" if scenario.about else f"\n {scenario.name}\n")
+    console.print(shares_table(scenario, rows))
+    console.print(work_table(scenario, rows))
+    seeds = plural(scenario.repeats, "seed")
+    console.print(f" Means over {seeds} from {scenario.seed}; shares are of all machine-seconds.", style="dim")
+    if scenario.steps and any(row.time_to_steps_s is None for row in rows):
+        console.print(f" * ended before its {scenario.steps:,} inner steps", style="dim")
+    if plot is not None:
+        console.print(f" figure  {plot}", soft_wrap=True)
+
+
+def shares_table(scenario: "FlowScenario", rows: "Sequence[Row]") -> "Table":
+    """A row per variant and swept value: where its machine-seconds went."""
+    published = any(row.published is not None for row in rows)
+    titles = ["goodput", *(["published"] if published else []), "idle", "down", "lost", "stale"]
+    cells = []
+    for row in rows:
+        figures = row.figures()
+        beside = [NOTHING if row.published is None else percent_text(row.published)] if published else []
+        shares = [percent_text(figures[f"{what}_share"]) for what in ("idle", "down", "lost", "stale")]
+        cells.append([percent_text(figures["goodput"]), *beside, *shares])
+    return _outcome_table(scenario, rows, titles, cells)
+
+
+def work_table(scenario: "FlowScenario", rows: "Sequence[Row]") -> "Table":
+    """A row per variant and swept value: what was done, lost and sent, by all nodes together."""
+    titles = ["rounds", *(["in"] if scenario.steps else []), "lost steps", "up", "down", "state"]
+    cells = []
+    for row in rows:
+        figures = row.figures()
+        late = "" if figures["time_to_steps_s"] is not None else " *"
+        cells.append(
+            [
+                count_text(figures["outer_steps"]),
+                *([duration_text(figures["seconds"]) + late] if scenario.steps else []),
+                count_text(figures["lost_steps"]),
+                *(size_text(figures[f"bytes_{way}"]) for way in ("up", "down", "state")),
+            ]
+        )
+    return _outcome_table(scenario, rows, titles, cells)
+
+
+def _outcome_table(
+    scenario: "FlowScenario", rows: "Sequence[Row]", titles: Sequence[str], cells: Sequence[Sequence[str]]
+) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    found = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
+    if scenario.sweep:
+        found.add_column(scenario.sweep.key, justify="right", no_wrap=True)
+    found.add_column("", overflow="fold", min_width=min(12, max(len(row.variant) for row in rows)))
+    for title in titles:
+        found.add_column(title, justify="right", no_wrap=True)
+    before: float | None = None
+    for row, line in zip(rows, cells, strict=True):
+        begins = row.value != before
+        if begins and before is not None:
+            found.add_section()
+        value = [f"{row.value:,.12g}" if begins else ""] if scenario.sweep and row.value is not None else []
+        found.add_row(*value, row.variant, *line)
+        before = row.value
+    return found
+
+
+# --- `farloop simulate …`: what a run would cost, before there is one. The commands are at home in files of their own.
+
 
 simulate_app = typer.Typer(
     help="See what a link, a method or a failure costs before anything is started.",

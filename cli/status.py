@@ -9,12 +9,11 @@ from typing import cast
 
 from rich.console import Console
 
-from farloop.cli.exit_codes import CommandError, ExitCode
-from farloop.cli.network_screen import draw_network
 from farloop.cli.progress import Display
-from farloop.cli.screen import draw
-from farloop.monitoring.gist import cleaned
+from farloop.cli.status_view import draw, draw_network
+from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.monitoring.status import Status
+from farloop.monitoring.status_summary import cleaned
 
 DEFAULT_URL = "http://127.0.0.1:9700"
 

@@ -48,7 +48,7 @@ def address_of(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-class Door:
+class AdminSocket:
     """Open from `open` to `close`; the state's lock says that nobody else has one here."""
 
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]) -> None:

@@ -14,19 +14,25 @@ from torch import Tensor
 from farloop.algo import schedule
 from farloop.algo.digest import canonicalise_, combine, digest
 from farloop.algo.fragments import flatten_into, tiles
-from farloop.algo.merge import MERGE_RULES, Pieces, radial_into
+from farloop.algo.merge_rules import MERGE_RULES, Gram, Pieces, coordinates_into, gram, radial_into
 from farloop.algo.methods import method_named
-from farloop.algo.outer import AdamWSettings, AdamWState, OuterSettings, adamw_step_
 from farloop.algo.outer_co2 import staleness_gap
-from farloop.algo.outer_rules import restarts, state_names, step_
-from farloop.algo.robust import Gram, coordinates_into, gram
+from farloop.algo.outer_optimizers import (
+    AdamWSettings,
+    AdamWState,
+    OuterSettings,
+    adamw_step_,
+    restarts,
+    state_names,
+    step_,
+)
 from farloop.algo.spec import Fragment, RoundPlan, Terms
 from farloop.algo.validation import ROBUST_RULES
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
-from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Codec
 from farloop.quant.errors import NonFiniteError
-from farloop.quant.kernels.choice import fast_path
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.dispatch import fast_path
 from farloop.quant.norm import norm_sq, tensor_norms
 from farloop.quant.registry import codec_named
 

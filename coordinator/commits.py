@@ -1,32 +1,86 @@
-"""What a commit is made of, between the ledger that decides and the aggregator that computes. Pure.
+"""What a commit is made of, and how many bits each layer gets."""
 
-The daemon, its recovery and the simulator all commit, and repeat a commit, by these same functions.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, zeros
 
-from farloop.algo.correction import usual
+from farloop.algo.bit_allocation import Candidate, budget, by_multiplier
 from farloop.algo.digest import digest
+from farloop.algo.fragments import view
+from farloop.algo.merge_rules import cosines, weights_by
 from farloop.algo.methods import method_named
-from farloop.algo.outer_settings import PLAIN_AVERAGE
-from farloop.algo.robust import cosines, weights_by
-from farloop.algo.spec import BlobId, BlobKind, Fragment, Terms
+from farloop.algo.outer_settings import PLAIN_AVERAGE, usual
+from farloop.algo.spec import BlobId, BlobKind, Fragment, Terms, WindowTerms
 from farloop.algo.validation import ROBUST_RULES
-from farloop.coordinator import aggregator, bits
+from farloop.coordinator import aggregator
 from farloop.coordinator.aggregator import Buffers, Result, Step
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.records import WindowCommitted
-from farloop.quant.anchors import pack_anchor, unpack_anchor
-from farloop.quant.blob import Expected, parse_blob
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.records import WindowCommitted
+from farloop.quant.bit_rates import measure
+from farloop.quant.blob import Expected, pack_anchor, parse_blob, unpack_anchor
 from farloop.quant.errors import BadBlob
+from farloop.quant.formats.q4r import L_GRECO_FACTORS, Q4rCodec
 from farloop.quant.norm import payload_norm_sq
-from farloop.quant.registry import codec_named
+from farloop.quant.registry import codec_named, spelling_of
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import AnchorRef, Share
 from farloop.wire.reasons import Reason
+
+# --- Adaptive bits: a step for every tensor of a fragment, chosen by L-GreCo from what was merged last.
+#
+# `q4r:policy=l-greco` asks for it. Tensors lose unequally at an equal step; the choice spends no more squared error
+# than the uniform step would, and fewer bits. It is published with the terms of the fragment's next window, and
+# journaled with them; decoders need not know, because a payload holds its scales. Nodes with a codec of their own have
+# their own choice where that one asks for it, and none otherwise.
+
+
+def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, str]:
+    """What is chosen for the fragment's next deltas by its merged delta, fp32 [numel]: by the codec that the terms of
+    their window ask for, where it is one that leaves a choice."""
+    asked = dict.fromkeys((terms.codec_up, *(codec for _, codec in terms.codec_up_of)))
+    return {codec: chosen for codec in asked if (chosen := next_codec(codec, delta, fragment)) is not None}
+
+
+def as_chosen(terms: Terms, window: WindowTerms) -> dict[str, str]:
+    """What was chosen for the deltas of an open window, of which `terms` say what was asked for."""
+    own = dict(window.codec_up_of)
+    return {terms.codec_up: window.codec_up} | {codec: own[node] for node, codec in terms.codec_up_of}
+
+
+def with_chosen(following: WindowTerms, chosen: Mapping[str, str]) -> WindowTerms:
+    """The terms of a window with the choice in the place of what was asked for."""
+    own = tuple((node, chosen.get(codec, codec)) for node, codec in following.codec_up_of)
+    return replace(following, codec_up=chosen.get(following.codec_up, following.codec_up), codec_up_of=own)
+
+
+@torch.no_grad()
+def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
+    """How the fragment's next deltas should be encoded, by its merged delta, fp32 [numel]; None: as the terms say."""
+    codec = codec_named(codec_up)
+    if not isinstance(codec, Q4rCodec) or codec.policy != "l-greco":
+        return None
+    plain = replace(codec, policy="relative", step=codec.step[:1])
+    base = codec.step[0]
+    tables = [
+        [
+            Candidate(bits=rate.bits, error=rate.error)
+            for factor in L_GRECO_FACTORS
+            for rate in [measure(replace(plain, step=(base * factor,)), view(delta, tensor).reshape(-1))]
+        ]
+        for tensor in fragment.tensors
+    ]
+    choice = by_multiplier(tables, budget(tables, 0, 1.0))  # no more error than the uniform choice has
+    # Four digits: the spelling travels with every commit.
+    steps = tuple(float(f"{base * L_GRECO_FACTORS[index]:.4g}") for index in choice.indices)
+    return spelling_of(replace(plain, step=steps))
+
+
+# --- What a commit is made of, between the ledger that decides and the aggregator that computes.
+#
+# The daemon, its recovery and the simulator all commit, and repeat a commit, by these same functions.
+
 
 Inputs = Sequence[tuple[bytes | bytearray, float]]
 """Encoded deltas and their weights, in the order of the sum."""
@@ -155,7 +209,7 @@ def compute(
     step = step_of(ledger, draft, codecs.terms)
     if not draft.blobs:  # what the updates before left out of the anchor, and no outer step
         update = aggregator.publish(buffers, step, codecs.down, zeros(1))
-        return replace(update, chosen=bits.as_chosen(codecs.terms, ledger.windows[draft.fragment]))
+        return replace(update, chosen=as_chosen(codecs.terms, ledger.windows[draft.fragment]))
     weights, directions = _measured(ledger, draft, inputs, others, codecs.terms)
     if weights is not None:
         inputs = [(data, weight) for (data, _), weight in zip(inputs, weights, strict=True)]
@@ -164,7 +218,7 @@ def compute(
     result = replace(result, weights=weights, cosines=directions)
     # By the run's terms for the next window: they say how the codec is chosen, those of a window what was chosen.
     following = ledger.terms_of(draft.fragment, draft.version + 1)
-    return replace(result, chosen=bits.next_codecs(following, delta, step.fragment))
+    return replace(result, chosen=next_codecs(following, delta, step.fragment))
 
 
 def longest(ledger: Ledger, draft: WindowCommitted, inputs: Inputs) -> BlobId | None:
@@ -181,7 +235,7 @@ def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
     """The record to be journaled, with the update attached."""
     following = draft.next_window
     if following is not None:
-        following = replace(bits.with_chosen(following, result.chosen), gap=result.gap)
+        following = replace(with_chosen(following, result.chosen), gap=result.gap)
     weights = result.weights or [addend.weight for addend in draft.blobs]
     directions = result.cosines or [None] * (len(draft.blobs) + len(apart(draft)))
     cosine_of = dict(zip([*(addend.blob for addend in draft.blobs), *apart(draft)], directions, strict=True))

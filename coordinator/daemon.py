@@ -1,8 +1,8 @@
 """The coordinator's shell: turns what the link and the store report into events, and carries out the commands.
 
 One loop. Commands run one after the other in the order the machine gave them, so that a record is durable before
-what follows from it is told; commits and inputs (`inputs.py`) run beside them, each ending in exactly one event. The
-disk is touched from one storage thread (`upkeep.py`), the arithmetic runs in one compute thread.
+what follows from it is told; commits and inputs (`uploads.py`) run beside them, each ending in exactly one event. The
+disk is touched from one storage thread (`storage_queue.py`), the arithmetic runs in one compute thread.
 """
 
 import asyncio
@@ -20,32 +20,30 @@ from typing import Any, TypeVar, assert_never
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator import admin, aggregator, commits
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.adopting import Adopt
-from farloop.coordinator.anchors import Anchors
-from farloop.coordinator.copying import Copying
+from farloop.coordinator.change_terms import handlers
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.adoption import AdoptionSettings
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.downloads import Downloads
 from farloop.coordinator.errors import MachineBroken, NoRoom
-from farloop.coordinator.inputs import Inputs
-from farloop.coordinator.link import OF_THE_PROCESS, RouterLink
-from farloop.coordinator.links import Links
-from farloop.coordinator.lookout import Lookout
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.metrics import Metrics
-from farloop.coordinator.observer import Observer
-from farloop.coordinator.peers import Peer
-from farloop.coordinator.prober import PROBE_SHARE, QUIET_S
-from farloop.coordinator.setting import handlers
-from farloop.coordinator.sight import Sight
-from farloop.coordinator.store import Store
-from farloop.coordinator.upkeep import Upkeep
+from farloop.coordinator.net.link_monitor import LinkMonitor
+from farloop.coordinator.net.link_table import PROBE_SHARE, QUIET_S
+from farloop.coordinator.net.router import OF_THE_PROCESS, SessionRouter
+from farloop.coordinator.net.sessions import Peer
+from farloop.coordinator.observe.metrics import Metrics, TrafficMetrics
+from farloop.coordinator.observe.observer import Observer
+from farloop.coordinator.observe.straggler_monitor import StragglerMonitor
+from farloop.coordinator.storage.copies import Copying
+from farloop.coordinator.storage.storage_queue import StorageQueue
+from farloop.coordinator.storage.store import Store
+from farloop.coordinator.uploads import AnchorUploads, DeltaUploads
 from farloop.quant.errors import NonFiniteError
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.handshake import State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
+from farloop.wire.session import State
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -105,7 +103,7 @@ class CoordinatorConfig:
 class Coordinator:
     """One start of the coordinator of one run."""
 
-    def __init__(self, config: CoordinatorConfig, store: Store, adopt: Adopt | None = None) -> None:
+    def __init__(self, config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None = None) -> None:
         """`adopt`: the state is an old copy, and what nodes hold comes first.
 
         Raises KeyFileError, BindError or CopyFailed. To be made on the running loop.
@@ -120,7 +118,7 @@ class Coordinator:
             drops_silent=config.adapt in ("drop", "act"),
             adopt=adopt,
         )
-        self._upkeep = Upkeep(store, self.machine.alarms)
+        self._upkeep = StorageQueue(store, self.machine.alarms)
         self.observer = Observer(store, config.state_dir / "metrics.jsonl", self.metrics, self._upkeep.hold)
         self._copying: Copying | None = None
         if config.copy_to:
@@ -132,14 +130,14 @@ class Coordinator:
         self._peers: dict[int, Peer] = {}
         self._sessions: dict[NodeId, Peer] = {}
         self._downloads = Downloads(store, self.machine.ledger, self._in_compute, self._run_commands)
-        self._inputs = Inputs(store, self._upkeep, self._in_compute)
-        self._anchors = Anchors(store, self._upkeep, self._in_compute)
-        self._door = admin.Door(config.state_dir, handlers(self.machine, store.ledger, self._happened))
+        self._inputs = DeltaUploads(store, self._upkeep, self._in_compute)
+        self._anchors = AnchorUploads(store, self._upkeep, self._in_compute)
+        self._door = admin.AdminSocket(config.state_dir, handlers(self.machine, store.ledger, self._happened))
         self._done = asyncio.Event()
         self._all_left = asyncio.Event()
         """No session is open, and nobody may yet be back."""
         self._jobs: asyncio.TaskGroup | None = None
-        self.link = RouterLink(
+        self.link = SessionRouter(
             endpoint=config.bind,
             key=config.key,
             allow=config.allow,
@@ -149,7 +147,7 @@ class Coordinator:
             congestion=config.congestion,
             turned_away=self.observer.turned_away,
         )
-        self._sight = Sight(
+        self._sight = LinkMonitor(
             config.probe_bytes,
             self.link.working_for,
             time.monotonic(),
@@ -157,7 +155,7 @@ class Coordinator:
             share=config.probe_share,
         )
         self.observer.inventory = self._sight.status
-        self._lookout = Lookout(config.adapt, self.machine, self._sight, self.metrics, self._happened)
+        self._lookout = StragglerMonitor(config.adapt, self.machine, self._sight, self.metrics, self._happened)
         self.observer.watch = self._lookout.status
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -270,7 +268,7 @@ class Coordinator:
                 node = self._node_of(peer)
                 if node is None or self._sight.heard(peer, node, message, self.machine.members, time.monotonic()):
                     return
-                self._happened(ev.Heard(session=peer.number, node=node, message=message))
+                self._happened(ev.NodeMessage(session=peer.number, node=node, message=message))
             case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
                 self._start(self._keep_anchor(blob, data))
             case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
@@ -307,7 +305,7 @@ class Coordinator:
             self.observer.parted(node, reason, detail, self.machine)
         finally:  # the machine hears of it, whatever goes wrong here
             if node is not None:
-                self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
+                self._happened(ev.NodeDisconnected(session=peer.number, node=node, reason=reason))
 
     def _greet(self, peer: Peer, hello: msg.Hello) -> None:
         self._peers[peer.number] = peer
@@ -315,7 +313,7 @@ class Coordinator:
             detail = f"the key is that of {peer.owner}, the node calls itself {hello.node}"
             refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
             return self._run_commands([ev.Refuse(session=peer.number, refused=refused)])
-        self._happened(ev.Greeted(session=peer.number, node=hello.node, hello=hello))
+        self._happened(ev.NodeHello(session=peer.number, node=hello.node, hello=hello))
 
     def _node_of(self, peer: Peer) -> NodeId | None:
         return next((node for node, known in self._sessions.items() if known is peer), None)
@@ -347,7 +345,7 @@ class Coordinator:
             case ev.Refuse(session=number, refused=refused):
                 if peer := self._peers.pop(number, None):
                     self._tell(peer, refused)
-            case ev.Hang(session=number, reason=reason):
+            case ev.CloseSession(session=number, reason=reason):
                 if peer := self._peers.pop(number, None):
                     self._drop_session(peer)
                     self.link.closed_by_us(peer, reason)
@@ -464,7 +462,7 @@ class Coordinator:
         except NonFiniteError as error:  # finite deltas can add up to more than fp32 holds
             await self._upkeep.release(reserved)
             blame = await self._in_compute(commits.longest, self.store.ledger, draft, self._inputs.addends(draft))
-            return self._happened(ev.TooMuch.of(draft, blame, error))
+            return self._happened(ev.SumOverflow.of(draft, blame, error))
         computed = time.monotonic()
         record = await self._upkeep.commit(draft, result, reserved)
         self._inputs.forget([addend.blob for addend in record.blobs])
@@ -492,7 +490,7 @@ class Coordinator:
                 self._run_commands(self.machine.handle_timer(now))
 
     async def _observe(self) -> None:
-        links = Links(self.metrics, self.config.egress_price_per_gb)
+        links = TrafficMetrics(self.metrics, self.config.egress_price_per_gb)
         while True:
             self.observer.refresh(self.machine)
             links.look(self._sessions)

@@ -1,29 +1,213 @@
-"""Snapshots on their way out: what `serving.py` decides, carried out beside the order of commands.
-
-Only the offer itself is a command: it goes out behind the commits that were told before it, so that a node never has
-the bytes of a version that it has not heard of.
-"""
+"""Snapshots on request, one after another."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.coordinator import commits
-from farloop.coordinator import events as ev
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.peers import Peer
-from farloop.coordinator.serving import Copy, Serving
-from farloop.coordinator.store import Store
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.net.sessions import Peer
+from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
-from farloop.wire.blobs import BytesSource
-from farloop.wire.errors import AlreadyUnderWay, LimitReached
-from farloop.wire.handshake import State
-from farloop.wire.messages import Committed, Offer
-from farloop.wire.session import Session
+from farloop.wire.blobs import BlobSource, BytesSource
+from farloop.wire.messages import Committed, Offer, update_id
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached
+from farloop.wire.session import Session, State
+
+# --- Snapshots for who joins, or lost an anchor: whose turn it is, and which encoded copies are held for it.
+#
+# Encoding takes as long as reading the whole fragment, and a copy as much memory: they are made outside the order of
+# commands, one copy for all who may use it, and never more of them than a bound. A session is sent one at a time.
+#
+# Which version a node gets is free within what makes its updates right: it hears of every commit from its welcome on,
+# so any version from the one that stood when it asked will do, and the newest leaves it the least to catch up with.
+#
+# A session that takes its updates more slowly than they come is not pushed more and more of them: beyond a bound those
+# of a fragment are dropped, and a snapshot of it takes their place. It yields to the updates of other fragments, and
+# stands for all that is committed until it is made: so who is slow gets as many fragments up to date as its link
+# carries.
+
+
+MOST_UPDATES: Final = 16
+"""Of one fragment that a session has not taken: as many as are remembered for who comes back (`ledger.py`)."""
+
+MOST_BYTES: Final = 2 << 30
+"""Of copies in memory; one copy is always allowed."""
+
+
+@dataclass(slots=True)
+class EncodedSnapshot:
+    """One fragment at one version, encoded."""
+
+    blob: BlobId
+    data: bytearray
+    digest: int
+    users: set[int] = field(default_factory=set)
+    """Sessions that it is being sent to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRequest:
+    """What to do next: send `copy`, or encode the fragment first where there is none."""
+
+    session: int
+    fragment: int
+    copy: EncodedSnapshot | None
+
+
+class SnapshotService:
+    """Of one coordinator. Sessions are numbers."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._asked: OrderedDict[int, OrderedDict[int, int]] = OrderedDict()
+        """Session → fragment → lowest version that will do; in the order of their turns."""
+        self._under_way: dict[int, int] = {}
+        """Session → the fragment that it is being sent, or that is being encoded for it."""
+        self._copies: dict[tuple[int, int], EncodedSnapshot] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that copies take."""
+        return sum(len(copy.data) for copy in self._copies.values())
+
+    def ask(self, session: int, fragment: int, version: int) -> None:
+        """A session needs this fragment, at `version` (the current one) or later. Asked twice is asked once."""
+        if self._under_way.get(session) != fragment:
+            self._asked.setdefault(session, OrderedDict()).setdefault(fragment, version)
+
+    def push(
+        self,
+        session: Session,
+        number: int,
+        committed: Committed,
+        source: Callable[[], BlobSource],
+        snapshot_bytes: int,
+    ) -> bool:
+        """Send the update of a commit that the node of this session was told of; True where it is too far behind, and
+        a snapshot of this version or a later one takes the place of all updates that it has not taken.
+
+        Too far is more bytes of a fragment than two snapshots of it have, or more versions than are remembered for a
+        node that comes back (protocol R).
+        """
+        fragment, version = committed.fragment, committed.version
+        asked = self._asked.get(number, OrderedDict())
+        if fragment in asked:  # a snapshot that is yet to be made, and will hold this update
+            asked[fragment] = max(version, asked[fragment])
+            return False
+        waiting = {b: n for b, n in session.unacknowledged(BlobKind.UPDATE).items() if b.fragment == fragment}
+        if len(waiting) < MOST_UPDATES and sum(waiting.values()) + committed.size <= 2 * snapshot_bytes:
+            try:
+                session.push_blob(update_id(committed), source())
+            except LimitReached:
+                pass
+            else:
+                return False
+        for blob in waiting:
+            session.cancel(blob)
+        self._asked.setdefault(number, OrderedDict())[fragment] = version  # behind one that is on its way, if any
+        return True
+
+    def next(self, versions: Sequence[int], num_bytes: Callable[[int], int]) -> SnapshotRequest | None:
+        """Whose turn it is; None while nobody asks, all who do are being served, or there is no room for a copy.
+
+        Args:
+            versions: the current one of every fragment.
+            num_bytes: of an encoded copy of a fragment.
+        """
+        for session, wanted in self._asked.items():
+            if session in self._under_way:
+                continue
+            for fragment, at_least in wanted.items():
+                copy = self._usable(fragment, versions[fragment], at_least, num_bytes(fragment))
+                if copy is not None or self._has_room(num_bytes(fragment)):
+                    return self._take_turn(session, fragment, copy, num_bytes(fragment))
+        return None
+
+    def encoded(self, turn: SnapshotRequest, copy: EncodedSnapshot) -> None:
+        """The copy that a turn needed is made. One at a time is being made."""
+        kept = self._copies.setdefault((turn.fragment, copy.blob.version), copy)
+        if self._under_way.get(turn.session) == turn.fragment:
+            kept.users.add(turn.session)
+
+    def copy_for(self, session: int) -> EncodedSnapshot | None:
+        """What a session is being sent."""
+        return next((copy for copy in self._copies.values() if session in copy.users), None)
+
+    def put_off(self, session: int) -> None:
+        """It cannot be sent now: it is asked for again, with the next that ends."""
+        copy = self.copy_for(session)
+        self.done(session)
+        if copy is not None:
+            self.ask(session, copy.blob.fragment, copy.blob.version)
+
+    def done(self, session: int) -> None:
+        """What it was being sent has arrived, was declined, or could not be sent."""
+        self._under_way.pop(session, None)
+        for copy in self._copies.values():
+            copy.users.discard(session)
+
+    def gone(self, session: int) -> None:
+        """It is over."""
+        self._asked.pop(session, None)
+        self.done(session)
+
+    def committed(self, fragment: int, version: int) -> None:
+        """Copies of what was before are of use to nobody new."""
+        old = [key for key, copy in self._copies.items() if key[0] == fragment and key[1] < version and not copy.users]
+        for key in old:
+            del self._copies[key]
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self.held_bytes <= self._most_bytes or len(self._copies) == 1
+        for copy in self._copies.values():
+            assert all(self._under_way[session] == copy.blob.fragment for session in copy.users)
+
+    def _usable(self, fragment: int, current: int, at_least: int, num_bytes: int) -> EncodedSnapshot | None:
+        """The current version's copy; an older one that will do, only where there is no room for a new one."""
+        versions = [version for f, version in self._copies if f == fragment and at_least <= version]
+        newest = max(versions, default=None)
+        if newest is None or (newest < current and self._has_room(num_bytes)):
+            return None
+        return self._copies[fragment, newest]
+
+    def _has_room(self, num_bytes: int) -> bool:
+        used = sum(len(copy.data) for copy in self._copies.values() if copy.users)
+        return not used or used + num_bytes <= self._most_bytes
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Copies that nobody is being sent go, the oldest first, until one more fits."""
+        for key in [key for key, copy in self._copies.items() if not copy.users]:
+            if self.held_bytes + num_bytes > self._most_bytes:
+                del self._copies[key]
+
+    def _take_turn(self, session: int, fragment: int, copy: EncodedSnapshot | None, num_bytes: int) -> SnapshotRequest:
+        wanted = self._asked[session]
+        del wanted[fragment]
+        self._asked.move_to_end(session)
+        if not wanted:
+            del self._asked[session]
+        self._under_way[session] = fragment
+        if copy is not None:
+            copy.users.add(session)
+        else:
+            self._make_room(num_bytes)
+        return SnapshotRequest(session=session, fragment=fragment, copy=copy)
+
+
+# --- Snapshots on their way out: what `downloads.py` decides, carried out beside the order of commands.
+#
+# Only the offer itself is a command: it goes out behind the commits that were told before it, so that a node never has
+# the bytes of a version that it has not heard of.
+
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +224,7 @@ class Downloads:
     ) -> None:
         """`ledger` is the machine's: what has been told; `do` queues commands behind those that wait."""
         self._store, self._ledger, self._in_compute, self._do = store, ledger, in_compute, do
-        self._serving = Serving()
+        self._serving = SnapshotService()
         self._changed, self._told = asyncio.Event(), asyncio.Event()
 
     def ask(self, peer: Peer, fragment: int) -> None:
@@ -89,7 +273,7 @@ class Downloads:
             self._changed.clear()
             while turn := self._serving.next(self._ledger.versions, self._num_bytes):
                 if turn.copy is None:
-                    copy = Copy(*await self._in_compute(self._encode, turn.fragment))
+                    copy = EncodedSnapshot(*await self._in_compute(self._encode, turn.fragment))
                     while self._ledger.versions[turn.fragment] < copy.blob.version:
                         self._told.clear()
                         await self._told.wait()

@@ -47,7 +47,7 @@ WORKDIR /var/lib/farloop
 VOLUME ["/var/lib/farloop"]
 EXPOSE 7700 9700
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python3", "-m", "farloop.monitoring.probe", "127.0.0.1:9700/healthz"]
+    CMD ["python3", "-m", "farloop.monitoring.healthcheck", "127.0.0.1:9700/healthz"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "farloop"]
 CMD ["coordinator", "/etc/farloop/run.toml"]

@@ -50,7 +50,7 @@ VOLUME ["/var/lib/farloop"]
 EXPOSE 9710
 # Alive, not ready: a node that waits for its coordinator is healthy.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
-    CMD ["python3", "-m", "farloop.monitoring.probe", "127.0.0.1:9710/healthz"]
+    CMD ["python3", "-m", "farloop.monitoring.healthcheck", "127.0.0.1:9710/healthz"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "farloop"]
 CMD ["node", "/etc/farloop/node.toml"]

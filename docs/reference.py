@@ -16,10 +16,9 @@ import typer.cli
 import typer.main
 from typer.models import Context
 
-from farloop.cli.config import CHOICES, LEAST
 from farloop.cli.main import app
-from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA, Key, Schema
-from farloop.cli.sources import PREFIX
+from farloop.config.settings import CHOICES, LEAST, NODE_SCHEMA, RUN_SCHEMA, Key, Schema
+from farloop.config.sources import PREFIX
 
 DOCS = Path(__file__).resolve().parent
 

@@ -1,20 +1,22 @@
-"""The page at `/`: a run's status for a person with a browser. A pure function from a status to HTML.
-
-It is whole without scripts. With them it fetches itself again every two seconds and takes over what has changed, so
-that all of it is written in one place, here. It loads nothing from elsewhere, and its policy lets it run nothing but
-its own script: most of what it shows, nodes say about themselves.
-"""
+"""The status page of a run, as one HTML text."""
 
 import base64
 import hashlib
+import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from farloop.monitoring.curve import curve
-from farloop.monitoring.gist import anomaly_lines, ended_well, part_text, reduction, standing, sync_text
-from farloop.monitoring.markup import NONE, Markup, joined, tag
 from farloop.monitoring.status import HappeningStatus, NodeStatus, Status, WindowStatus
+from farloop.monitoring.status_summary import (
+    anomaly_lines,
+    ended_well,
+    part_text,
+    printable,
+    reduction,
+    standing,
+    sync_text,
+)
 from farloop.monitoring.units import (
     NOTHING,
     count_text,
@@ -26,6 +28,127 @@ from farloop.monitoring.units import (
     size_text,
     speed_text,
 )
+
+# --- HTML that cannot be injected into: a text is escaped unless it was made here. Nothing of a page's contents.
+
+
+class Markup(str):
+    """HTML that is right as it stands."""
+
+    __slots__ = ()
+
+
+NONE = Markup()
+
+
+def text(value: str) -> Markup:
+    """A text as HTML, in elements and in attributes alike; what cannot be printed becomes `?`."""
+    return value if isinstance(value, Markup) else Markup(html.escape(printable(value)))
+
+
+def joined(*parts: str) -> Markup:
+    """One after the other; plain texts are escaped."""
+    return Markup("".join(text(part) for part in parts))
+
+
+def tag(name: str, /, *children: str, **attributes: str | bool) -> Markup:
+    """An element. `class_` and the like lose the underscore, others become hyphens; False leaves an attribute out."""
+    shown = "".join(_attribute(key, value) for key, value in attributes.items() if value is not False)
+    inside = joined(*children)
+    return Markup(f"<{name}{shown}>" if name in _VOID else f"<{name}{shown}>{inside}</{name}>")
+
+
+_VOID = frozenset({"meta", "link", "br"})
+
+
+def _attribute(key: str, value: str | bool) -> str:
+    key = key.rstrip("_").replace("_", "-")
+    return f" {key}" if value is True else f' {key}="{text(str(value))}"'
+
+
+# --- The validation-loss curve of the status page, as an SVG that style sheets colour and nothing has to load.
+
+
+WIDTH, HEIGHT = 720, 180
+LEFT, RIGHT, TOP, BOTTOM = 34, 10, 10, 24
+"""Margins, for the numbers at the axes."""
+
+MOST_POINTS = 400
+"""Of a curve; more are thinned out."""
+
+Point = tuple[float, float | None]
+"""A step and a loss; None breaks the line."""
+
+
+def curve(points: Sequence[Point], *, last_step: float) -> Markup:
+    """Loss over steps, from 0 to `last_step`; nothing before there are two losses."""
+    losses = [loss for _, loss in points if loss is not None]
+    if len(losses) < 2 or last_step <= 0:
+        return NONE
+    ticks = _ticks(min(losses), max(losses))
+    low, high = min(ticks[0], *losses), max(ticks[-1], *losses)
+
+    def x_of(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * min(step / last_step, 1.0)
+
+    def y_of(loss: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - (loss - low) / (high - low))
+
+    grid = [_rule(y_of(tick), f"{tick:g}") for tick in ticks]
+    grid += [_below(x_of(step), count_text(step), step / last_step) for step in (0.0, last_step / 2, last_step)]
+    path, pen = [], "M"
+    for step, loss in thinned(points):
+        if loss is None:
+            pen = "M"
+        else:
+            path.append(f"{pen}{x_of(step):.1f} {y_of(loss):.1f}")
+            pen = "L"
+    step, loss = next((step, loss) for step, loss in reversed(points) if loss is not None)
+    words = f"validation loss from {losses[0]:.3f} to {losses[-1]:.3f} at step {step:,.0f} of {last_step:,.0f}"
+    return tag(
+        "svg",
+        *grid,
+        tag("path", class_="line", d=" ".join(path)),
+        tag("circle", class_="tip", cx=f"{x_of(step):.1f}", cy=f"{y_of(loss):.1f}", r="3"),
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        aria_label=words,
+    )
+
+
+def thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """No more than `MOST_POINTS`, first and last kept."""
+    if len(points) <= MOST_POINTS:
+        return points
+    return [points[round(index * (len(points) - 1) / (MOST_POINTS - 1))] for index in range(MOST_POINTS)]
+
+
+def _ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+    """Round numbers from below `low` to above `high`: 1, 2 or 5 times a power of ten apart."""
+    span = max(high - low, 1e-3 * max(abs(low), abs(high), 1e-3))
+    power = 10.0 ** math.floor(math.log10(span / wanted))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= wanted)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    last = max(last, first + 1)  # all losses are one, and that is a round number
+    return [index * step for index in range(first, last + 1)]
+
+
+def _rule(y: float, label: str) -> Markup:
+    line = tag("line", class_="grid", x1=str(LEFT), x2=str(WIDTH - RIGHT), y1=f"{y:.1f}", y2=f"{y:.1f}")
+    return joined(line, tag("text", text(label), class_="y", x=str(LEFT - 6), y=f"{y:.1f}"))
+
+
+def _below(x: float, label: str, share: float) -> Markup:
+    anchor = "start" if share == 0 else "end" if share == 1 else "middle"
+    return tag("text", text(label), class_="x", x=f"{x:.1f}", y=str(HEIGHT - 6), text_anchor=anchor)
+
+
+# --- The page at `/`: a run's status for a person with a browser. A pure function from a status to HTML.
+#
+# It is whole without scripts. With them it fetches itself again every two seconds and takes over what has changed, so
+# that all of it is written in one place, here. It loads nothing from elsewhere, and its policy lets it run nothing but
+# its own script: most of what it shows, nodes say about themselves.
+
 
 MOST_NODES = 200
 MOST_WINDOWS = 128

@@ -1,24 +1,234 @@
-"""From a corpus and positions of the stream to a batch: training samples, and the fixed evaluation set.
-
-The coordinator grants positions of one endless stream of samples (protocol "Data leases"); a node alone turns them into
-tokens. Nothing here knows of the link.
-
-Shape suffixes: B batch, S = L + 1 tokens of a sample of sequence length L (inputs and, shifted by one, targets).
-"""
+"""Corpus, batches and the evaluation set."""
 
 import hashlib
-from collections.abc import Sequence
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farloop.algo.permutation import sample_index
-from farloop.algo.replay import arrivals, source_of
+from farloop.algo.sample_order import arrivals, sample_index, source_of
 from farloop.algo.spec import RunSpec
-from farloop.node.corpus import Corpus, CorpusError
 from farloop.node.model import GPT
+
+# --- Text as bytes: what the built-in trainer learns from, the same on every node that is given the same files.
+#
+# The default is the source text of the running interpreter's standard library: some 12 MB that are already on every
+# machine. A corpus is a value; `farloop.node.data` cuts it into samples.
+#
+# A *document* is a text file or one record of a JSONL file. Documents are de-duplicated, put in the order of the
+# SHA-256 of their bytes and each closed by a byte 0, so neither names nor the order of a directory show in the result.
+
+
+DEFAULT_MAX_BYTES = 16_000_000
+"""Holds the whole standard library and loads in under a second."""
+
+SEPARATOR = b"\0"
+"""Closes each document; a file that contains it counts as binary."""
+
+VALIDATION_SHARE = 0.05
+
+
+class CorpusError(ValueError):
+    """The text cannot be had, in one line for the person who named it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corpus:
+    """Training and validation text; two corpora are the same when their digests are."""
+
+    train: NDArray[np.uint8]
+    """[bytes]; a read-only view, or a memory map."""
+    validation: NDArray[np.uint8]
+    """[bytes]"""
+    digest: str
+    """16 hex digits over both texts."""
+    files: int
+    """Files with text in the corpus."""
+    duplicates: int
+    """Documents left out because their bytes had been seen."""
+    skipped: int
+    """Files left out because they are not UTF-8 text."""
+
+
+def load_corpus(path: Path | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
+    """The corpus of a text file, a JSONL file with a field "text", a folder of those, or the standard library.
+
+    Keeps `max_bytes` at most and reads little more: when a folder holds more, its files are taken in the order of a
+    hash of their relative paths, so that the part is a fair sample of the whole.
+
+    Another version or distribution of Python has another standard library, and so another digest.
+
+    Raises CorpusError when `path` is missing or unreadable, holds no text, or a JSONL record has no text.
+    """
+    reading = _Reading(max_bytes)
+    for file in _standard_library_files() if path is None else _files_under(path):
+        if reading.room <= len(SEPARATOR):
+            break
+        reading.add(file)
+    if not reading.documents:
+        where = "the standard library (name a text with --data)" if path is None else path
+        found = f"{reading.skipped} not UTF-8, the rest empty" if reading.skipped else "nothing, or empty files alone"
+        raise CorpusError(f"no text in {where} ({found}); name a text file, a JSONL file or a folder of those")
+    validation, train = _split([reading.documents[key] for key in sorted(reading.documents)])
+    return Corpus(
+        train=np.frombuffer(train, dtype=np.uint8),
+        validation=np.frombuffer(validation, dtype=np.uint8),
+        digest=_digest(train, validation),
+        files=reading.files,
+        duplicates=reading.duplicates,
+        skipped=reading.skipped,
+    )
+
+
+class _Reading:
+    """The documents found so far, the room left for more, and what was left out."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.documents: dict[bytes, bytes] = {}
+        """SHA-256 → text."""
+        self.room = max_bytes
+        """Bytes, separators included."""
+        self.files = self.duplicates = self.skipped = 0
+
+    def add(self, file: Path) -> None:
+        """Take the documents of a file while there is room. Raises CorpusError when it cannot be read."""
+        found = len(self.documents)
+        try:
+            for text in _documents_of(file, self.room):
+                self._keep(_cut(text, self.room - len(SEPARATOR)))
+                if self.room <= len(SEPARATOR):
+                    break
+        except _NotText:
+            self.skipped += 1
+        except OSError as error:
+            raise CorpusError(f"cannot read {file}: {error.strerror}") from error
+        self.files += len(self.documents) > found
+
+    def _keep(self, text: bytes) -> None:
+        key = hashlib.sha256(text).digest()
+        if key in self.documents:
+            self.duplicates += 1
+        elif text:
+            self.documents[key] = text
+            self.room -= len(text) + len(SEPARATOR)
+
+
+class _NotText(Exception):
+    """A file is binary or in another encoding."""
+
+
+def _documents_of(file: Path, limit: int) -> Iterator[bytes]:
+    """The records of a JSONL file, or the first `limit` bytes of a text file. Raises CorpusError, _NotText, OSError."""
+    with file.open("rb") as stream:
+        if file.suffix == ".jsonl":
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield _text_of(line, f"{file}, line {number}")
+            return
+        text = stream.read(limit + 1)
+    text = _cut(text, limit)
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        raise _NotText from None
+    if SEPARATOR in text:
+        raise _NotText
+    yield text
+
+
+def _text_of(line: bytes, where: str) -> bytes:
+    """A JSONL record's text. One without is an error: skipping it could skip them all, by a misspelt field."""
+    try:
+        # A lone surrogate is legal in JSON and has no UTF-8: UnicodeEncodeError, a ValueError.
+        text: bytes = json.loads(line)["text"].encode("utf-8")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise CorpusError(f'{where}: not a JSON object with a string field "text"') from None
+    return text
+
+
+def _cut(text: bytes, limit: int) -> bytes:
+    """At most `limit` bytes of UTF-8, no character halved."""
+    if len(text) <= limit:
+        return text
+    # A character has at most three continuation bytes; a text with more in a row is not UTF-8, and decoding will tell.
+    for end in range(limit, max(limit - 4, -1), -1):
+        if text[end] & 0xC0 != 0x80:
+            return text[:end]
+    return text[:limit]
+
+
+def _files_under(path: Path) -> list[Path]:
+    """`path` itself, or the files below it without hidden ones, in the order of a hash of their relative paths."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise CorpusError(f"no file or folder {path}")
+    return _by_hashed_path(path, (file for file in _walk(path) if file.is_file()))
+
+
+def _standard_library_files() -> list[Path]:
+    """The interpreter's own modules, without tests, installed packages and what differs from one build to the next."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return _by_hashed_path(root, (file for file in _walk(root) if _is_library_source(file.relative_to(root))))
+
+
+def _is_library_source(relative: Path) -> bool:
+    foreign = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    # Compiler flags, install paths and a distribution's own hooks: two clusters with the same Python would disagree.
+    local = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
+    return relative.suffix == ".py" and foreign.isdisjoint(relative.parts) and not relative.parts[0].startswith(local)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Paths of all entries below `root` that are not folders or hidden; links to folders are not followed."""
+
+    def refuse(error: OSError) -> None:
+        raise CorpusError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _by_hashed_path(root: Path, files: Iterable[Path]) -> list[Path]:
+    return sorted(files, key=lambda file: hashlib.sha256(os.fsencode(file.relative_to(root).as_posix())).digest())
+
+
+def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
+    """(validation, train): about the first `VALIDATION_SHARE` of the bytes, and the rest.
+
+    The cut is at the document border nearest to that share. Where documents are so few or so large that this would
+    halve or double it, the cut goes through a document: a single file has to give both texts.
+    """
+    closed = [document + SEPARATOR for document in documents]
+    text = b"".join(closed)
+    aim = int(VALIDATION_SHARE * len(text))
+    border = min(accumulate(map(len, closed)), key=lambda end: abs(end - aim))
+    cut = border if aim / 2 <= border <= 2 * aim else aim
+    return text[:cut], text[cut:]
+
+
+def _digest(train: bytes, validation: bytes) -> str:
+    content = hashlib.sha256(len(train).to_bytes(8, "little"))
+    content.update(train)
+    content.update(validation)
+    return content.hexdigest()[:16]
+
+
+# --- From a corpus and positions of the stream to a batch: training samples, and the fixed evaluation set.
+#
+# The coordinator grants positions of one endless stream of samples (protocol "Data leases"); a node alone turns them
+# into tokens. Nothing here knows of the link.
+#
+# Shape suffixes: B batch, S = L + 1 tokens of a sample of sequence length L (inputs and, shifted by one, targets).
 
 
 def num_samples(corpus: Corpus, sequence_tokens: int) -> int:
@@ -96,7 +306,7 @@ class EvaluationSet:
         # Sequence k starts at the ⌊k·fitting/count⌋-th of the disjoint places.
         starts = [k * fitting // count * sequence_tokens for k in range(count)]
         self.tokens_BS = _gather(corpus.validation, starts, sequence_tokens)
-        self.digest = _digest(self.tokens_BS)
+        self.digest = _set_digest(self.tokens_BS)
         """16 hex digits over shape and tokens."""
 
     def __len__(self) -> int:
@@ -138,7 +348,7 @@ def _gather(text: NDArray[np.uint8], starts: Sequence[int], sequence_tokens: int
     return torch.from_numpy(rows_BS.astype(np.int64))
 
 
-def _digest(tokens_BS: Tensor) -> str:
+def _set_digest(tokens_BS: Tensor) -> str:
     content = hashlib.sha256(repr(tuple(tokens_BS.shape)).encode())
     content.update(tokens_BS.to(torch.uint8).numpy().tobytes())
     return content.hexdigest()[:16]

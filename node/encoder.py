@@ -14,11 +14,10 @@ from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId
 from farloop.node import events as ev
 from farloop.node.errors import NonFiniteDelta
 from farloop.node.replica import Replica
-from farloop.quant.anchors import pack_anchor
-from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
-from farloop.quant.blocks import BlockCodec
+from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, pack_anchor, seal
 from farloop.quant.codec import Codec
 from farloop.quant.errors import NonFiniteError
+from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.norm import norm_sq, payload_norm_sq
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest

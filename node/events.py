@@ -171,7 +171,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeginAgain:
+class Resync:
     """Another history of the run has begun: anchors, residuals, samples are of one that is over. Snapshots come."""
 
     history: int
@@ -199,6 +199,6 @@ Command = (
     | KeepSamples
     | UseSamples
     | Tell
-    | BeginAgain
+    | Resync
     | Stop
 )

@@ -1,11 +1,404 @@
-"""The fragments that a node holds, each with its state: all of the run's, or those of its part of the model."""
+"""The fragments that a node holds: their state, the fate of its deltas, and when updates are merged."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
-from farloop.algo.parts import Part, fragments_of
-from farloop.algo.spec import RunSpec
-from farloop.node.fragment_state import FragmentState
-from farloop.wire.messages import Welcome
+from farloop.algo.outer_settings import step_gain, usual
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec, Terms, WindowTerms
+from farloop.algo.stages import Part, fragments_of
+from farloop.node import events as ev
+from farloop.wire.messages import Committed, Offer, Welcome
+from farloop.wire.reasons import Reason
+
+# --- What a node's machine knows of one fragment: the version it holds, what has arrived, what it has sent.
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingDelta:
+    """A delta whose outcome is not known yet."""
+
+    blob: BlobId
+    terms: WindowTerms
+    sent_at: int
+    """Inner steps done when it was taken."""
+    tau: int
+    """Overlap, in inner steps of this node."""
+    steps: int
+    """Inner steps inside it."""
+    merged: bool = False
+    """With a lag: the merge that follows it is done, and training goes on while its own commit is awaited."""
+    session: int = 0
+    """Number of the session that was open when it was taken, or of the last one."""
+    offer: Offer | None = None
+    """Set once encoded."""
+    stored: bool = False
+    """It is known to be durable."""
+    dropped: Reason | None = None
+
+    def is_due(self, inner_steps: int) -> bool:
+        """Whether the overlap is over."""
+        return inner_steps >= self.sent_at + self.tau
+
+
+@dataclass(slots=True, kw_only=True)
+class FragmentState:
+    """One fragment on one node. `check` states what always holds."""
+
+    fragment: Fragment
+    lag: int = 0
+    """Of the run's terms."""
+    version: int = -1
+    """The anchor's version, which is also the one last merged (its base); −1 before the first snapshot."""
+    lost: bool = False
+    """The anchor's digest did not fit: nothing is sent or applied until a snapshot comes."""
+    pending: dict[int, Committed] = field(default_factory=dict)
+    """Announced versions that are not merged yet."""
+    arrived: set[int] = field(default_factory=set)
+    """Versions whose bytes are here."""
+    snapshot: int | None = None
+    """Version of an arrived snapshot that is not installed yet."""
+    terms_of: dict[int, WindowTerms] = field(default_factory=dict)
+    """Terms of the windows from version + 1 on."""
+    final: int | None = None
+    """The run's last version of it, once that is known."""
+    sent: list[PendingDelta] = field(default_factory=list)
+    """Deltas without an outcome, the oldest first: one, and one more for each round of lag."""
+    share: float | None = None
+    """What its own delta weighed in the last merge that held one."""
+    merge_at: int | None = None
+    """Where updates are not waited for: inner steps from which what is there is merged; None: after the next send."""
+    owed: int = 0
+    """Version that holds the last delta: until it is merged, another delta would hold the same work again."""
+    discard: bool = False
+    """What was done since the last merge will never be part of a version: at the next one nothing of it stays (protocol
+    E), and nothing is sent before that."""
+    sent_round: int = 0
+    """Round of the last send."""
+    merged_at: int = 0
+    """Inner steps done at the last merge."""
+    joined_at: int = 0
+    """Inner steps done when its first snapshot was asked for: until there are more, all that comes is merged."""
+    counted_from: int = 0
+    """Inner steps done when the work inside the next delta began."""
+    tokens_from: int = 0
+
+    @property
+    def undecided(self) -> PendingDelta | None:
+        """The oldest delta without an outcome."""
+        return self.sent[0] if self.sent else None
+
+    @property
+    def last(self) -> PendingDelta | None:
+        """The newest delta without an outcome."""
+        return self.sent[-1] if self.sent else None
+
+    @property
+    def terms(self) -> WindowTerms | None:
+        """What the next delta runs under; None when the fragment is final, or its terms have not come."""
+        served = self.version
+        if self.lag:  # the base serves the window that is open, even if the versions before that are not here yet
+            served = max([served, *self.pending, *(undecided.terms.window for undecided in self.sent)])
+        return self.terms_of.get(served + 1)
+
+    def is_behind(self, terms: Terms) -> bool:
+        """Whether the base is too old for any window."""
+        return max(self.pending, default=0) > self.version + terms.max_staleness + terms.lag
+
+    def is_free(self, lag: int) -> bool:
+        """Whether no delta is in the way of another one: the local weights hold nothing of what was sent."""
+        return not self.lost and (self.last is None or (self.last.merged and len(self.sent) <= lag))
+
+    def pass_by(self, inner_steps: int, *, behind: bool) -> None:
+        """A turn comes at which the fragment cannot be sent, and updates are not waited for.
+
+        It is merged all the same, or a base that has become too old would stay so: work on it is lost.
+        """
+        if self.merge_at is None and not self.sent:
+            self.merge_at, self.discard = inner_steps, behind
+
+    def stand_still(self, inner_steps: int, *, behind: bool) -> None:
+        """No step is done until something comes: neither a turn nor the end of the overlap would ever be reached."""
+        if self.merge_at is not None:
+            self.merge_at = min(self.merge_at, inner_steps)
+        elif behind:
+            self.pass_by(inner_steps, behind=True)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the run's last version is held."""
+        return self.final is not None and self.version >= self.final
+
+    def awaited(self) -> int:
+        """The window whose commit training waits for, where it does."""
+        if self.last is None:
+            return self.owed
+        return self.last.terms.window - (0 if self.last.merged else self.lag)
+
+    def learn_terms(self, terms: WindowTerms) -> None:
+        """Remember the terms of a window that is still ahead."""
+        if terms.window > self.version:
+            self.terms_of[terms.window] = terms
+
+    def terms_for(self, window: int, run: Terms) -> WindowTerms | Terms:
+        """What a window from the held version on runs under.
+
+        By the run's terms where its own did not come: they are told with the version before, which a snapshot may
+        overtake, and then the link may break. If those are others by now, an anchor's digest will not fit, and a
+        snapshot mends it.
+        """
+        return self.terms_of.get(window, run)
+
+    def announce(self, committed: Committed) -> None:
+        """A commit was announced; one that is held already changes nothing."""
+        if committed.next_window is None:
+            self.final = committed.version
+        else:
+            self.learn_terms(committed.next_window)
+        if committed.version > self.version:
+            self.pending[committed.version] = committed
+
+    def came(self, blob: BlobId) -> BlobId | None:
+        """The bytes of an update or a snapshot are here. Returns those that are of no use now: of an update that is
+        merged already, of the snapshot before."""
+        if blob.kind is not BlobKind.SNAPSHOT:
+            if blob.version <= self.version:
+                return blob
+            self.arrived.add(blob.version)
+            return None
+        before, self.snapshot = self.snapshot, blob.version
+        return None if before in (None, blob.version) else dataclasses.replace(blob, version=before)
+
+    def undecided_is_in(self, undecided: PendingDelta) -> int | None:
+        """The version that an undecided delta is part of, as far as it was announced.
+
+        Announcements name nodes. After a restart the share may be that of the incarnation before, unless this delta is
+        known to have come: a coordinator takes one of them at a time.
+        """
+        blob, window = undecided.blob, undecided.terms.window
+        if undecided.dropped or not (undecided.stored or blob.incarnation == 1):
+            return None
+        for version, committed in sorted(self.pending.items()):
+            if version >= window and any(share.node == blob.node for share in committed.merged):
+                return version
+        return None
+
+    def can_be_taken(self, undecided: PendingDelta, max_staleness: int, newest: int | None = None) -> bool:
+        """Whether a window that is open, or will be, can take it, the fragment being at `newest`: the last version that
+        was announced, unless given.
+
+        One that was refused is given up with the commit of its window, so that it is not made anew for the same one.
+        """
+        newest = max(self.pending, default=self.version) if newest is None else newest
+        if undecided.dropped and newest >= undecided.terms.window:
+            return False
+        is_over = self.final is not None and newest >= self.final
+        return not is_over and newest < undecided.terms.window + max_staleness
+
+    def named(self, blob: BlobId) -> PendingDelta | None:
+        """The undecided delta of that name."""
+        return next((undecided for undecided in self.sent if undecided.blob == blob), None)
+
+    def offer_again(self, newest: int, max_staleness: int, *, restarted: bool) -> list[Offer]:
+        """What a coordinator that holds `newest` may not have got. One that was restarted may have opened the window
+        again that had closed without it, and wait for it; nor does it know whose delta it has refused in one that is
+        open, and would wait for that one for ever."""
+        for undecided in self.sent:
+            if restarted:
+                undecided.dropped = None
+        wanted = [u for u in self.sent if not u.dropped and self.can_be_taken(u, max_staleness, newest)]
+        return [undecided.offer for undecided in wanted if undecided.offer]
+
+    def learn_share(self, version: int, node: NodeId) -> None:
+        """What this node's delta weighed in an announced version: the next one will likely weigh the same."""
+        for share in self.pending[version].merged if version in self.pending else ():
+            if share.node == node:
+                self.share = share.weight
+
+    def give_up(self) -> None:
+        """The oldest undecided delta will never be merged. The work in it goes, unless a snapshot has replaced its
+        base."""
+        self.discard = self.sent.pop(0).blob.version == self.version
+
+    def ready_versions(self) -> list[int]:
+        """Versions that can be applied now, in order, without a gap."""
+        versions: list[int] = []
+        while (
+            not self.lost and (version := self.version + 1 + len(versions)) in self.pending and version in self.arrived
+        ):
+            versions.append(version)
+        return versions
+
+    def advance(self, version: int, inner_steps: int, tokens: int, *, mixed: bool) -> None:
+        """The anchor is at `version` now, and the local weights were merged with it.
+
+        `mixed`: something of the anchor went into them, so that the next delta's work begins here. With a = 1 nothing
+        did: it began at the last send (protocol H).
+        """
+        self.version = version
+        self.pending = {v: c for v, c in self.pending.items() if v > version}
+        self.arrived = {v for v in self.arrived if v > version}
+        self.terms_of = {w: t for w, t in self.terms_of.items() if w > version}
+        self.merged_at = inner_steps
+        if mixed:
+            self.counted_from, self.tokens_from = inner_steps, tokens
+
+    def check(self) -> None:
+        """The invariants."""
+        windows = [undecided.terms.window for undecided in self.sent]
+        assert windows == sorted(set(windows)), "a window takes one delta of a node"
+        assert all(undecided.merged for undecided in self.sent[:-1]), "each send is followed by its merge"
+        assert all(version > self.version for version in self.pending)
+        assert all(version > self.version for version in self.arrived)
+        assert all(window > self.version for window in self.terms_of)
+        assert self.snapshot is None or self.snapshot >= 0
+
+
+# --- What becomes of a node's deltas: part of a version, refused, too late, or overtaken by a snapshot.
+#
+# Each function is asked with the fragment's state as it was before, changes it, and says what the shell is to do.
+
+
+def forgotten(state: FragmentState, kind: BlobKind, version: int) -> ev.ForgetBlob:
+    """Bytes that came, and will not be used."""
+    return ev.ForgetBlob(blob=BlobId(kind=kind, fragment=state.fragment.index, version=version))
+
+
+def settled(state: FragmentState, version: int, node: NodeId, lag: int) -> tuple[list[ev.Command], int]:
+    """The anchor is about to be at `version`: what became of the deltas for the windows up to there is known.
+
+    Returns what is to be done, and how many inner steps are lost; without a lag, that is seen at the merge.
+    """
+    commands, lost_steps = list[ev.Command](), 0
+    for undecided in [u for u in state.sent if u.terms.window <= version]:
+        window = undecided.terms.window
+        merged_in = window if state.undecided_is_in(undecided) == window else None
+        if merged_in is None and lag:
+            lost_steps += undecided.steps
+        commands.append(ev.ForgetBlob(blob=undecided.blob, merged_in=merged_in))
+        state.sent.remove(undecided)
+        state.learn_share(window, node)
+    return commands, lost_steps
+
+
+def decided(state: FragmentState, max_staleness: int) -> list[ev.Command]:
+    """Where updates are not waited for: a commit was announced, or an outcome: of the undecided delta, or one that
+    leaves no way for it.
+
+    Drops do not tell: who was removed from a window may still be merged by a later one.
+    """
+    if (undecided := state.undecided) is None:
+        return []
+    merged_in = state.undecided_is_in(undecided)
+    if merged_in is not None:
+        state.sent.remove(undecided)
+        state.owed = merged_in
+    elif not state.can_be_taken(undecided, max_staleness):
+        state.give_up()
+    else:
+        return []
+    return [ev.ForgetBlob(blob=undecided.blob, merged_in=merged_in)]
+
+
+def overtaken(state: FragmentState, version: int, terms: Terms) -> list[ev.Command]:
+    """A snapshot takes the anchor's place: of what was sent, only what a later window can take is still of use."""
+    commands = list[ev.Command]()
+    for undecided in [u for u in state.sent if not state.can_be_taken(u, terms.max_staleness, version)]:
+        commands.append(ev.ForgetBlob(blob=undecided.blob))
+        state.sent.remove(undecided)
+    if terms.lag and state.last is not None:
+        state.last.merged = version >= state.last.terms.window - terms.lag
+    skipped = sorted(arrived for arrived in state.arrived if arrived <= version)
+    return [*commands, *(forgotten(state, BlobKind.UPDATE, update) for update in skipped)]
+
+
+def dropped(state: FragmentState) -> list[ev.Command]:
+    """Another history begins: deltas without an outcome go, and bytes that came and were not used yet."""
+    commands: list[ev.Command] = [ev.ForgetBlob(blob=undecided.blob) for undecided in state.sent]
+    commands += [forgotten(state, BlobKind.UPDATE, version) for version in sorted(state.arrived)]
+    if state.snapshot is not None:
+        commands.append(forgotten(state, BlobKind.SNAPSHOT, state.snapshot))
+    return commands
+
+
+# --- What is merged now, by either policy for updates that are late (protocol E, F).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DueMerge:
+    """A merge that is due: the anchor is brought up to date, then mixed into the local weights."""
+
+    versions: list[int]
+    """To be applied first, in order; none where the anchor that is held is the one to begin the next round from."""
+    mix: float
+    """Share of the local weights that stays."""
+    loses_steps: bool = False
+    """What was done since the last merge is part of no delta that counts, and goes."""
+
+
+def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *, training: bool) -> DueMerge | None:
+    """Where training waits for updates: once after every send, τ steps later, with the version that it waits for.
+
+    That is the one that holds the delta, or, with a lag, the one before: the delta's own comes during the next round.
+    Who has sent nothing, nor done anything that could be sent, merges what comes when it comes. `training` is False at
+    the end, where nothing is waited for.
+    """
+    last, versions = state.last, state.ready_versions()
+    if training and last is not None and not last.is_due(inner_steps):
+        return None
+    if last is None or last.merged:
+        # With a lag the base of what was done since the last merge still serves the next window.
+        works_on = bool(terms.lag) and (last is not None or inner_steps > state.counted_from)
+        if not versions or (training and works_on and not state.is_behind(terms)):
+            return None
+        return DueMerge(versions=versions, mix=_mix_unsent(state, versions[-1], inner_steps), loses_steps=True)
+    wanted = last.terms.window - terms.lag
+    if (versions[-1] if versions else state.version) < wanted or (terms.eager and last.offer is None):
+        return None
+    if terms.lag:
+        newest = max(state.pending, default=0)
+        if training and newest <= wanted + terms.lag:  # else the next delta would come too late from there
+            versions = [version for version in versions if version <= wanted]
+        return DueMerge(versions=versions, mix=0.0)
+    if state.undecided_is_in(last) == last.terms.window:
+        return DueMerge(versions=versions, mix=last.terms.mix)
+    return DueMerge(versions=versions, mix=0.0, loses_steps=True)
+
+
+def _mix_unsent(state: FragmentState, version: int, inner_steps: int) -> float:
+    """What survives of weights that nobody was told of (protocol E)."""
+    terms = state.terms_of.get(version)
+    return terms.mix if terms and inner_steps > state.joined_at else 0.0
+
+
+def merging_when_going_on(state: FragmentState, terms: Terms, inner_steps: int, *, training: bool) -> DueMerge | None:
+    """Where updates are not waited for: once after every send, τ steps later, or when the delta is decided.
+
+    Earlier, half of it would be in the weights and not in the anchor, and once more in the next delta. More often,
+    others would mix the anchor in at their pace.
+    """
+    versions = state.ready_versions()
+    if not versions or versions[-1] < state.owed or state.sent:
+        return None
+    has_worked = inner_steps > state.joined_at
+    turn_comes = state.merge_at is not None and inner_steps >= state.merge_at
+    if training and has_worked and not turn_comes:
+        return None
+    mix = 0.0 if state.discard or not has_worked else state.terms_for(versions[-1], terms).mix
+    return DueMerge(versions=versions, mix=mix, loses_steps=state.discard)
+
+
+def merge_command(state: FragmentState, terms: Terms, mix: float) -> ev.Merge:
+    """The merge with the held anchor; an eager node adds its own deltas that are not in it yet."""
+    own = tuple((undecided.blob, undecided.terms) for undecided in state.sent if not undecided.dropped)
+    if not terms.eager or not own or state.last is None:
+        return ev.Merge(fragment=state.fragment.index, mix=mix)
+    share = 1 / terms.min_nodes if state.share is None else state.share
+    factor = share * step_gain(usual(terms), state.last.terms.gap)
+    return ev.Merge(fragment=state.fragment.index, mix=mix, own=own, factor=factor)
+
+
+# --- The fragments that a node holds, each with its state: all of the run's, or those of its part of the model.
 
 
 class FragmentSet:

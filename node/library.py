@@ -28,22 +28,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from farloop.algo.methods import method_named
-from farloop.algo.parts import Part, is_source
 from farloop.algo.spec import RunSpec
+from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.errors import DataError, LoopError, TermsMismatch
-from farloop.node.inner import InnerStep, Whose, default_optimizer
-from farloop.node.leader import Leader
-from farloop.node.link_config import LinkConfig
-from farloop.node.memory import Memory
-from farloop.node.pages import serve
+from farloop.node.executor import NodeExecutor
+from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
+from farloop.node.machine_info import OperatorLabels, look_around
+from farloop.node.metrics import serve
 from farloop.node.replica import matched_parameters
-from farloop.node.surroundings import Operator, look_around
+from farloop.node.state_dir import NodeState
+from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.bounds import MOST_TOKENS
-from farloop.wire.inventory import NOTHING, Inventory
 from farloop.wire.keys import check_name
+from farloop.wire.machine_info import NOTHING, Inventory
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Node:
     def __init__(
         self,
         cluster: Cluster,
-        leader: Leader | None,
+        leader: NodeExecutor | None,
         spec: RunSpec,
         module: nn.Module,
         optimizer: Optimizer | None,
@@ -306,8 +306,8 @@ def join(
     try:
         if cluster.leads:
             config = dataclasses.replace(config, inventory=_told(config.inventory, cluster))
-            memory = Memory.claim(state_dir or Path(".farloop") / name)
-            leader = Leader(node_id, config, cluster, memory, fingerprint, tau, part)
+            memory = NodeState.claim(state_dir or Path(".farloop") / name)
+            leader = NodeExecutor(node_id, config, cluster, memory, fingerprint, tau, part)
             endpoint = serve(http, leader.metrics, http_names) if http else None
         spec = cluster.share_spec(leader.wait_for_spec(timeout_s) if leader else None)
         _check_batch(spec, cluster, part)
@@ -333,7 +333,7 @@ def join(
 
 def _told(inventory: Inventory, cluster: Cluster) -> Inventory:
     """What was found of the machine, with the devices that this node trains on."""
-    found = look_around({}, Operator()) if inventory == NOTHING else inventory
+    found = look_around({}, OperatorLabels()) if inventory == NOTHING else inventory
     found = dataclasses.replace(found, cpus=found.cpus or os.cpu_count() or 0)
     if cluster.device.type != "cuda":
         return found
@@ -394,7 +394,7 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "evaluate": ((), "a function of the module that returns its loss, or None"),
     "http": ((str,), "'host:port', or '' for no pages"),
     "http_names": ((str,), "host names in one str, or ''"),
-    "link": ((LinkConfig,), "a farloop.node.link_config.LinkConfig, or None"),
+    "link": ((LinkConfig,), "a farloop.node.zmq_dealer.LinkConfig, or None"),
     "tau": ((int,), "a whole number of inner steps, or None for the run's"),
     "holds": ((), "the numbers of pipeline stages, as (0, 1), or None for all"),
     "timeout_s": ((int, float), "seconds, as 60.0, or None to wait for ever"),

@@ -11,14 +11,23 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal, assert_never
 
-from farloop.algo.parts import Part, fault_of, is_source
 from farloop.algo.revisions import Revisions
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, Terms
+from farloop.algo.stages import Part, fault_of, is_source
 from farloop.node import events as ev
-from farloop.node.fragment_set import FragmentSet
-from farloop.node.fragment_state import FragmentState, Undecided
-from farloop.node.merging import merge_command, merging_when_going_on, merging_when_waiting
-from farloop.node.outcomes import decided, dropped, forgotten, overtaken, settled
+from farloop.node.fragment_set import (
+    FragmentSet,
+    FragmentState,
+    PendingDelta,
+    decided,
+    dropped,
+    forgotten,
+    merge_command,
+    merging_when_going_on,
+    merging_when_waiting,
+    overtaken,
+    settled,
+)
 from farloop.node.send_schedule import SendSchedule
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -332,7 +341,7 @@ class NodeMachine:
         steps, tokens = self.inner_steps - state.counted_from, self.tokens - state.tokens_from
         tau = self.schedule.overlap(terms.tau if self.tau is None else self._own_tau(self.tau))
         state.sent.append(
-            Undecided(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
+            PendingDelta(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
         )
         state.merge_at, state.sent_round = self.inner_steps + tau, self.schedule.round
         if terms.mix == 1.0:  # nothing of the anchor will be mixed in: the next delta's work begins here (protocol H)
@@ -510,7 +519,7 @@ class NodeMachine:
         self.history, self.samples_from = history, self.inner_steps
         if self.stage in ("ready", "training", "finishing"):
             self.stage = "joining"
-        self._do(ev.BeginAgain(history=history))
+        self._do(ev.Resync(history=history))
 
 
 def farewell(stage: Stage, fragments: Iterable[FragmentState]) -> tuple[Stage, Reason] | None:

@@ -1,9 +1,4 @@
-"""Every Prometheus metric of a node, declared once: `farloop_node_` prefix, base units, bounded labels.
-
-The training thread hands in what it also tells the coordinator, once a second; a scrape reads that one value and
-touches nothing that trains. What grows is a counter here. The coordinator shows the same facts of all of its nodes as
-gauges, so that one scrape target is enough where nodes cannot be reached.
-"""
+"""Prometheus metrics, health and status pages of a node."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,9 +11,16 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from farloop.algo.spec import NodeId
-from farloop.node.clock import Activity
-from farloop.wire.messages import Progress
-from farloop.wire.report_messages import moved_by
+from farloop.monitoring.endpoint import HEALTH, METRICS, READY, Endpoint, EndpointError, Response
+from farloop.node.reports import Activity
+from farloop.wire.messages import Progress, moved_by
+
+# --- Every Prometheus metric of a node, declared once: `farloop_node_` prefix, base units, bounded labels.
+#
+# The training thread hands in what it also tells the coordinator, once a second; a scrape reads that one value and
+# touches nothing that trains. What grows is a counter here. The coordinator shows the same facts of all of its nodes as
+# gauges, so that one scrape target is enough where nodes cannot be reached.
+
 
 _STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})
 """States of a node that takes part."""
@@ -164,3 +166,39 @@ class Metrics(Collector):
         family = CounterMetricFamily(f"farloop_node_{name}", meaning, labels=["node"])
         family.add_metric([self._node], value)
         return family
+
+
+# --- What a node shows over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever started it.
+
+
+STANDSTILL_S = 600.0
+"""A training thread that has been silent for this long hangs. Long, for a first step may compile and an evaluation may
+be large, and being killed costs what was trained since the last send."""
+
+
+def serve(address: str, metrics: Metrics, names: str = "") -> Endpoint:
+    """Serve the pages at host:port until the endpoint is closed. `names`: as `Endpoint` has it.
+
+    `/healthz` answers 200 as long as training goes on, or waits for others; `/readyz` once the node has joined and
+    training has begun. 503 otherwise, with the reason.
+
+    Raises:
+        EndpointError: the address is none, or cannot be bound.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isascii() or not port.isdecimal():
+        raise EndpointError(f"http is host:port, as 127.0.0.1:9710, not {address!r}")
+
+    def text() -> Response:
+        return Response(content_type=metrics.content_type, body=metrics.exposition())
+
+    def alive() -> Response:
+        if (silent_s := metrics.silent_s) > STANDSTILL_S:
+            return Response(status=503, body=f"no inner step has ended for {silent_s:.0f} s\n".encode())
+        return Response(body=b"alive\n")
+
+    def ready() -> Response:
+        started, words = metrics.standing
+        return Response(status=200 if started else 503, body=f"{words}\n".encode())
+
+    return Endpoint(host.strip("[]"), int(port), {METRICS: text, HEALTH: alive, READY: ready}, names=names)

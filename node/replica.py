@@ -11,23 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from farloop.algo.delta import fragment_delta_into, mix_fragment_into
 from farloop.algo.digest import canonicalise_, digest
-from farloop.algo.eager import eager_start_into
 from farloop.algo.fragments import flatten_into, trainable_tensors, uncompiled_name
-from farloop.algo.parts import Part, described, fragments_of
+from farloop.algo.local_update import eager_start_into, fragment_delta_into, mix_fragment_into
 from farloop.algo.spec import BlobId, Layout, WindowTerms
+from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.errors import LayoutMismatch
 from farloop.quant.blob import Expected, parse_blob
-from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Codec
 from farloop.quant.errors import BadBlob, NonFiniteError
-from farloop.quant.kernels.choice import fast_path
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.dispatch import fast_path
 from farloop.quant.registry import codec_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
+class OwnDelta:
     """A delta of this replica, as it was encoded."""
 
     blob: BlobId
@@ -147,10 +146,10 @@ class Replica:
         return flat
 
     @torch.no_grad()
-    def merge(self, index: int, mix: float, own: Sequence[Own] = (), factor: float = 0.0, epoch: int = 0) -> None:
+    def merge(self, index: int, mix: float, own: Sequence[OwnDelta] = (), factor: float = 0.0, epoch: int = 0) -> None:
         """local ← mix·local + (1 − mix)·start. The next delta is measured from the start.
 
-        That is the anchor; with deltas of its `own` anchor − factor · Σ decoded (`algo/eager.py`), one more copy.
+        That is the anchor; with deltas of its `own` anchor − factor · Σ decoded (`local_update.py`), one more copy.
         """
         start = self.anchors[index]
         self._starts.pop(index, None)
@@ -158,7 +157,7 @@ class Replica:
             start = self._starts[index] = self._ahead(index, own, factor, epoch)
         mix_fragment_into(self.layout.fragments[index], self.parameters, start, mix)
 
-    def _ahead(self, index: int, own: Sequence[Own], factor: float, epoch: int) -> Tensor:
+    def _ahead(self, index: int, own: Sequence[OwnDelta], factor: float, epoch: int) -> Tensor:
         fragment, anchor = self.layout.fragments[index], self.anchors[index]
         fresh = torch.zeros_like(anchor)
         for delta in own:

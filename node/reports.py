@@ -1,19 +1,168 @@
-"""What a node tells of itself: who it is and what it holds (Hello), how it goes (Progress), and its good-bye.
-
-`hello` and `starts_in` are called in the link's thread. All that they share with the training thread is replaced as a
-whole.
-"""
+"""What a node tells: hello, progress, farewell, isolation, where its time goes."""
 
 import dataclasses
+import logging
+from typing import Final, Literal
 
-from farloop.node.clock import Clock
+from farloop.algo.spec import NodeId
 from farloop.node.cluster import Cluster
-from farloop.node.leases import LeaseCursor
-from farloop.node.machine import NodeMachine
-from farloop.node.memory import Memory
-from farloop.node.moved import Moved
+from farloop.node.link import Traffic
+from farloop.node.machine import NodeMachine, Stage
 from farloop.node.replica import Replica
+from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
+
+# --- Whether a node trains alone, as far as it can tell: its work reaches nobody, or nobody else's reaches it.
+#
+# It goes on all the same, as its method says; but it says so, for its numbers alone look as good as ever.
+
+
+ROUNDS: Final = 3
+"""Without a merge, after which it is worth a word: more than a joiner takes to its first, or a late delta."""
+
+AWAY_S: Final = 10.0
+"""Without a session; shorter ones are dialled again, and cost nothing."""
+
+IsolationKind = Literal["", "without the coordinator", "not merged", "merged alone"]
+
+SENTENCES: Final[dict[IsolationKind, str]] = {
+    "": "",
+    "without the coordinator": "trains without the coordinator: no session",
+    "not merged": f"nothing of it was merged in the last {ROUNDS} rounds",
+    "merged alone": f"nobody else was merged in the last {ROUNDS} rounds",
+}
+
+
+class Isolation:
+    """What one node has seen of the others. `round_index` is the node's own round."""
+
+    def __init__(self, name: NodeId) -> None:
+        self._name = name
+        self._own_round: int | None = None
+        self._others_round: int | None = None
+        self._away_since: float | None = None
+
+    def heard(self, message: msg.Message, round_index: int) -> None:
+        """A commit says who is in it."""
+        if not isinstance(message, msg.Committed):
+            return
+        names = {share.node for share in message.merged}
+        if self._name in names:
+            self._own_round = round_index
+        if names - {self._name}:
+            self._others_round = round_index
+
+    def how(self, *, trains: bool, connected: bool, round_index: int, now: float) -> IsolationKind:
+        """In what way it trains alone now, if it does; to be asked about every second."""
+        if connected or not trains:
+            self._away_since = None
+        elif self._away_since is None:
+            self._away_since = now
+        if not trains:
+            self._own_round = self._others_round = None
+            return ""
+        if self._own_round is None or self._others_round is None:  # it has only just begun
+            self._own_round = round_index if self._own_round is None else self._own_round
+            self._others_round = round_index if self._others_round is None else self._others_round
+        if self._away_since is not None and now - self._away_since >= AWAY_S:
+            return "without the coordinator"
+        if round_index - self._own_round > ROUNDS:
+            return "not merged"
+        if round_index - self._others_round > ROUNDS:
+            return "merged alone"
+        return ""
+
+
+# --- Where a node's wall time goes: training, farloop's own code, standing still, evaluation (protocol, Figures).
+
+
+Activity = Literal["training", "farloop", "blocked", "evaluation"]
+
+
+class TimeAccount:
+    """Adds up the seconds of each activity. It runs from the first `turn` on; `now` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Activity, float] = dict.fromkeys(("training", "farloop", "blocked", "evaluation"), 0.0)
+        self._activity: Activity | None = None
+        self._since = 0.0
+
+    @property
+    def activity(self) -> Activity | None:
+        """What the time goes into now; None before the first step and after the last."""
+        return self._activity
+
+    def turn(self, activity: Activity | None, now: float) -> None:
+        """From now on the time goes into something else, or, with None, is not counted."""
+        if self._activity is not None:
+            self._seconds[self._activity] += now - self._since
+        self._activity, self._since = activity, now
+
+    def seconds(self, activity: Activity, now: float) -> float:
+        """Seconds of it so far, the present stretch included."""
+        running = now - self._since if activity == self._activity else 0.0
+        return self._seconds[activity] + running
+
+    def all_seconds(self, now: float) -> dict[Activity, float]:
+        """Those of every activity."""
+        return {activity: self.seconds(activity, now) for activity in self._seconds}
+
+    def compute_share(self, now: float) -> float:
+        """Share of the time that the training loop had for itself, data loading included; farloop's code, waiting and
+        evaluation are the rest."""
+        wall = sum(self.all_seconds(now).values())
+        return self.seconds("training", now) / wall if wall > 0 else 1.0
+
+
+# --- One log line for every step of a node's way through a run, and why it took it. Decides nothing.
+
+
+_log = logging.getLogger(__name__)
+
+_WHY: Final[dict[Stage, str]] = {
+    "joining": "this node begins anew: it has no anchors of the run",
+    "ready": "all fragments are here",
+    "training": "a round begins that it takes part in",
+    "finishing": "its last round is over: what it has sent is waited for",
+    "draining": "it was asked to leave, and finishes what it has begun",
+    "finished": "the run is over",
+    "left": "nothing that it has sent is open any more",
+    "stopped": "it was refused, or cannot go on",
+}
+
+
+class StageLog:
+    """Of one node. To be shown its machine whenever something may have changed."""
+
+    def __init__(self) -> None:
+        self._stage: Stage = "joining"
+        self._connected = False
+
+    def saw(self, machine: NodeMachine) -> None:
+        """Write what has changed since the last look."""
+        if machine.connected != self._connected:
+            self._connected = machine.connected
+            if machine.connected:  # its end is told where the reason is known
+                told = machine.epoch, machine.stage, machine.schedule.round
+                _log.info("session open epoch=%d stage=%s round=%d", *told)
+        if machine.stage != self._stage:
+            before, self._stage = self._stage, machine.stage
+            _log.info(
+                "stage is=%s was=%s round=%d step=%d why=%r",
+                machine.stage,
+                before,
+                machine.schedule.round,
+                machine.schedule.step,
+                _WHY[machine.stage],
+            )
+
+
+# --- What a node tells of itself: who it is and what it holds (Hello), how it goes (Progress), and its good-bye.
+#
+# `hello` and `starts_in` are called in the link's thread. All that they share with the training thread is replaced as a
+# whole.
+
 
 PROGRESS_S = 1.0
 """Between two reports to the coordinator."""
@@ -70,9 +219,9 @@ class Reports:
     def __init__(
         self,
         machine: NodeMachine,
-        clock: Clock,
+        clock: TimeAccount,
         samples: LeaseCursor,
-        memory: Memory,
+        memory: NodeState,
         cluster: Cluster,
         fingerprint: str | None,
     ) -> None:
@@ -135,10 +284,10 @@ class Reports:
         """That was one; the next will measure from here."""
         self._reported = (now, self._machine.tokens)
 
-    def progress(self, moved: Moved, waiting: str | None, now: float, alone: str = "") -> msg.Progress:
+    def progress(self, moved: Traffic, waiting: str | None, now: float, alone: str = "") -> msg.Progress:
         """How it goes, for the coordinator and the metrics.
 
-        `waiting`: what training stands still for, in words; `alone`: how it trains alone, if it does (`alone.py`).
+        `waiting`: what training stands still for, in words; `alone`: how it trains alone, if it does (`reports.py`).
         """
         machine = self._machine
         since, tokens = self._reported

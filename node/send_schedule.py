@@ -6,7 +6,7 @@ from typing import Final, Literal
 from farloop.algo import schedule
 from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms, WindowTerms
 from farloop.algo.validation import at_most
-from farloop.node.fragment_state import FragmentState
+from farloop.node.fragment_set import FragmentState
 
 RAMP_STEPS: Final = 20
 """Inner steps over which a late joiner's learning rate grows to the schedule's: its moments are empty (protocol I)."""

@@ -12,13 +12,12 @@ from torch import nn
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import RunSpec, Terms
-from farloop.node.corpus import Corpus, load_corpus
-from farloop.node.data import EvaluationSet, Mixture
+from farloop.node.data import Corpus, EvaluationSet, Mixture, load_corpus
 from farloop.node.errors import DataError
 from farloop.node.library import Node, join
-from farloop.node.link_config import LinkConfig
+from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.model import GPT, build, from_json
-from farloop.node.surroundings import Operator, look_around
+from farloop.node.zmq_dealer import LinkConfig
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ def train(
     on_join: Callable[[Node], None] = lambda node: None,
     environ: Mapping[str, str] | None = None,
 ) -> None:
-    """Take part in a run until it ends or SIGTERM comes. `environ` may hold labels of a container (`labels.py`).
+    """Take part in a run until it ends or SIGTERM comes. `environ` may hold labels of a container (`machine_info.py`).
 
     Raises:
         NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node.
@@ -117,7 +116,7 @@ def train(
 
 def link_of(config: NodeConfig, environ: Mapping[str, str]) -> LinkConfig:
     """How its link is kept, and what it tells of its machine. `environ`: as `train` has it."""
-    seen = look_around(environ, Operator.of(config.site, config.address, config.nics))
+    seen = look_around(environ, OperatorLabels.of(config.site, config.address, config.nics))
     return LinkConfig(coordinator=config.coordinator, congestion=config.congestion, inventory=seen)
 
 

@@ -1,26 +1,4 @@
-"""A blob: one encoded fragment that says what it is, a 64-byte header before the payload.
-
- off  type  field
-   0  u32   magic, the bytes "FLBL"
-   4  u8    wire version, 1
-   5  u8    codec's number
-   6  u8    what the fragment's numbers are, 1 = fp32
-   7  u8    flags: bit 0, the payload is one zstd frame
-   8  u16   block of the codec
-  10  u16   0
-  12  u32   fragment
-  16  u64   numel, padding included
-  24  u64   version: of a delta, the version that its window's commit will have; else the version it leads to
-  32  u64   base: the version it is relative to; of a snapshot, its own version
-  40  u32   epoch of the coordinator when the blob was made
-  44  u32   salt: what sets the sender's random numbers apart
-  48  u64   bytes of the payload as it stands here
-  56  u64   xxh3-64 of the bytes [0, 56), seeded with the xxh3-64 of the payload
-
-Little-endian. Shapes are not sent: they follow from the fragment and the layout that both ends agreed on.
-
-Where a codec is entropy coded, its payload becomes a zstd frame, unless that is no shorter.
-"""
+"""Blobs: header, checksum, and the packing of deltas and anchors."""
 
 import struct
 from dataclasses import dataclass
@@ -34,6 +12,31 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant.codec import Codec
 from farloop.quant.errors import BadBlob, BadPayload
+from farloop.quant.registry import codec_named
+
+# --- A blob: one encoded fragment that says what it is, a 64-byte header before the payload.
+#
+#  off  type  field
+#    0  u32   magic, the bytes "FLBL"
+#    4  u8    wire version, 1
+#    5  u8    codec's number
+#    6  u8    what the fragment's numbers are, 1 = fp32
+#    7  u8    flags: bit 0, the payload is one zstd frame
+#    8  u16   block of the codec
+#   10  u16   0
+#   12  u32   fragment
+#   16  u64   numel, padding included
+#   24  u64   version: of a delta, the version that its window's commit will have; else the version it leads to
+#   32  u64   base: the version it is relative to; of a snapshot, its own version
+#   40  u32   epoch of the coordinator when the blob was made
+#   44  u32   salt: what sets the sender's random numbers apart
+#   48  u64   bytes of the payload as it stands here
+#   56  u64   xxh3-64 of the bytes [0, 56), seeded with the xxh3-64 of the payload
+#
+# Little-endian. Shapes are not sent: they follow from the fragment and the layout that both ends agreed on.
+#
+# Where a codec is entropy coded, its payload becomes a zstd frame, unless that is no shorter.
+
 
 HEADER_BYTES = 64
 MAGIC = b"FLBL"
@@ -258,3 +261,25 @@ def _checksum(blob: memoryview) -> int:
     payload = xxhash.xxh3_64_intdigest(blob[HEADER_BYTES:])
     digest: int = xxhash.xxh3_64_intdigest(blob[: _FIELDS.size], seed=payload)
     return digest
+
+
+# --- A snapshot: an anchor as it is, fp32, in a blob that says of which fragment and version it is.
+
+
+_ANY_EPOCH: Final = (1 << 32) - 1
+"""The largest that a blob's header can name."""
+
+
+def pack_anchor(anchor: Tensor, fragment: Fragment, version: int, epoch: int) -> bytearray:
+    """The blob of an anchor, fp32 [numel] on any device."""
+    codec = codec_named("fp32")
+    header = BlobHeader(codec=codec, fragment=fragment, version=version, base=version, epoch=epoch)
+    return pack_blob(header, codec.encode(anchor, fragment))
+
+
+def unpack_anchor(data: bytes | bytearray, fragment: Fragment, version: int) -> Tensor:
+    """The anchor in a blob that was made under whichever epoch, fp32 [numel]. Raises BadBlob."""
+    codec, anchor = codec_named("fp32"), torch.zeros(fragment.numel)
+    expect = Expected(codecs=(codec,), fragment=fragment, version=version, base=version, newest_epoch=_ANY_EPOCH)
+    codec.decode_into(parse_blob(data, expect)[1], anchor, fragment)
+    return anchor

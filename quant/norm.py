@@ -7,7 +7,7 @@ from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
 from farloop.quant.codec import Codec
-from farloop.quant.kernels.choice import fast_tile_sums
+from farloop.quant.kernels.dispatch import fast_tile_sums
 
 NORM_TILE = 4096
 """Elements of one partial sum; a power of two that divides `TILE`."""

@@ -12,25 +12,24 @@ from types import MappingProxyType
 from typing import Any
 
 from farloop.algo.spec import Terms
-from farloop.quant.codec import Codec
+from farloop.quant.codec import BETA, Codec, Parameter
 from farloop.quant.errors import BadParameter, UnknownCodec, UnsupportedHost
-from farloop.quant.kernels.choice import warm
-from farloop.quant.parameters import BETA, Parameter
-from farloop.quant.reference.bf16 import BF16
-from farloop.quant.reference.e2m1 import E2M1
-from farloop.quant.reference.e3m0 import E3M0
-from farloop.quant.reference.fp32 import FP32
-from farloop.quant.reference.lattice import LATTICE
-from farloop.quant.reference.lowrank import LOWRANK
-from farloop.quant.reference.nf4 import NF4
-from farloop.quant.reference.q4 import Q4
-from farloop.quant.reference.q4r import Q4R
-from farloop.quant.reference.q8 import Q8
-from farloop.quant.reference.randk import RANDK
-from farloop.quant.reference.sign import SIGN
-from farloop.quant.reference.sketch import SKETCH
-from farloop.quant.reference.ternary import TERNARY
-from farloop.quant.reference.topk import TOPK
+from farloop.quant.formats.bf16 import BF16
+from farloop.quant.formats.e2m1 import E2M1
+from farloop.quant.formats.e3m0 import E3M0
+from farloop.quant.formats.fp32 import FP32
+from farloop.quant.formats.lattice import LATTICE
+from farloop.quant.formats.lowrank import LOWRANK
+from farloop.quant.formats.nf4 import NF4
+from farloop.quant.formats.q4 import Q4
+from farloop.quant.formats.q4r import Q4R
+from farloop.quant.formats.q8 import Q8
+from farloop.quant.formats.randk import RANDK
+from farloop.quant.formats.sign import SIGN
+from farloop.quant.formats.sketch import SKETCH
+from farloop.quant.formats.ternary import TERNARY
+from farloop.quant.formats.topk import TOPK
+from farloop.quant.kernels.dispatch import warm
 
 _log = logging.getLogger(__name__)
 

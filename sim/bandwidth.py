@@ -1,27 +1,9 @@
-"""How busy a node stays behind a link of a given bandwidth, and which bandwidth keeps it busy.
+"""Compute utilisation against bandwidth."""
 
-Two models. Both send equal layers over a link that carries its rate in each direction, first in, first out.
-
-`farloop`, what the daemons do: at the step boundary at which a fragment is due its node uploads all of it; when the
-deltas of all nodes are there, all of the update is downloaded; the node merges it at the boundary τ steps after the
-send and stands still from there until it has come. With a lag of one round it may come during the next round: at the
-next send the node waits for the commit before it sends, and for the bytes before it trains on (protocol D). All nodes
-are alike; for unequal ones take the slowest link and step, or `farloop.sim.flow`, which plays every node.
-
-`published`, the simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), whose Table 4 it meets within about a
-step of that table's grid: a step is the forward passes of all layers in order, a third of its time, then their backward
-passes in reverse, two thirds. In the step after which a fragment is sent, each of its layers has a reduction, which
-queues on the one link as soon as the layer's backward pass ends. The layer's forward pass of the step τ + 1 later waits
-for it; τ = 0 is the very next one. This is a lower bound for data parallel that overlaps its gradients with the
-backward pass; farloop's daemons need more.
-
-What both leave out: latency, encoding, the commit's own time, links within a site, and the embedding, which counts as
-part of the layers. Messages and machines are simulated elsewhere in this room; here only sizes and durations count.
-"""
-
+import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -30,6 +12,101 @@ from numpy.typing import NDArray
 
 from farloop.algo.schedule import due_step
 from farloop.algo.validation import require
+
+# --- Transfers that share links fairly: fluids in pipes, event by event, no packets.
+#
+# Every transfer runs at the rate that max-min fairness gives it over all the links it crosses; whenever one begins or
+# ends, all rates are dealt anew. What is left out: slow start, loss, and that long paths get less of a shared link.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """A transfer."""
+
+    name: str
+    num_bytes: float
+    links: tuple[str, ...]
+    """It crosses all of them at once."""
+    latency_s: float = 0.0
+    """From its last byte sent to its last byte there."""
+    after: tuple[str, ...] = ()
+    """Flows that must have arrived before it begins."""
+
+
+def play(flows: Sequence[Flow], bytes_per_s: Mapping[str, float]) -> dict[str, float]:
+    """Seconds until each flow has arrived.
+
+    Raises:
+        ValueError: a flow waits for one that does not exist, or for itself.
+    """
+    waits = {flow.name: set(flow.after) for flow in flows}
+    by_name = {flow.name: flow for flow in flows}
+    left = {flow.name: flow.num_bytes for flow in flows}
+    running: set[str] = {name for name, others in waits.items() if not others}
+    arriving: list[tuple[float, str]] = []
+    arrived: dict[str, float] = {}
+    now = 0.0
+    while running or arriving:
+        rates = fair_rates({name: by_name[name].links for name in sorted(running)}, bytes_per_s)
+        ends = min((now + left[name] / rates[name] for name in running), default=math.inf)
+        until = min(ends, arriving[0][0] if arriving else math.inf)
+        for name in sorted(running):
+            left[name] -= rates[name] * (until - now)
+            if left[name] <= 1e-6 * by_name[name].num_bytes + 1e-12:
+                running.discard(name)
+                heapq.heappush(arriving, (until + by_name[name].latency_s, name))
+        now = until
+        while arriving and arriving[0][0] <= now:
+            _, done = heapq.heappop(arriving)
+            arrived[done] = now
+            for name, others in waits.items():
+                if done in others:
+                    others.discard(done)
+                    if not others:
+                        running.add(name)
+    if len(arrived) < len(flows):
+        raise ValueError(f"{len(flows) - len(arrived)} flows wait for what never arrives")
+    return arrived
+
+
+def fair_rates(links: Mapping[str, tuple[str, ...]], bytes_per_s: Mapping[str, float]) -> dict[str, float]:
+    """Max-min fair rates by progressive filling: the most crowded link is shared out first, then what is left."""
+    free = dict(bytes_per_s)
+    open_flows = dict(links)
+    rates: dict[str, float] = {}
+    while open_flows:
+        users: dict[str, int] = {}
+        for crossed in open_flows.values():
+            for link in crossed:
+                users[link] = users.get(link, 0) + 1
+        share, narrow = min((free[link] / count, link) for link, count in users.items())
+        for name in [name for name, crossed in open_flows.items() if narrow in crossed]:
+            rates[name] = share
+            for link in open_flows.pop(name):
+                free[link] = max(0.0, free[link] - share)
+    return rates
+
+
+# --- How busy a node stays behind a link of a given bandwidth, and which bandwidth keeps it busy.
+#
+# Two models. Both send equal layers over a link that carries its rate in each direction, first in, first out.
+#
+# `farloop`, what the daemons do: at the step boundary at which a fragment is due its node uploads all of it; when the
+# deltas of all nodes are there, all of the update is downloaded; the node merges it at the boundary τ steps after the
+# send and stands still from there until it has come. With a lag of one round it may come during the next round: at the
+# next send the node waits for the commit before it sends, and for the bytes before it trains on (protocol D). All nodes
+# are alike; for unequal ones take the slowest link and step, or `farloop.sim.flow.simulator`, which plays every node.
+#
+# `published`, the simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), whose Table 4 it meets within about a
+# step of that table's grid: a step is the forward passes of all layers in order, a third of its time, then their
+# backward passes in reverse, two thirds. In the step after which a fragment is sent, each of its layers has a
+# reduction, which queues on the one link as soon as the layer's backward pass ends. The layer's forward pass of the
+# step τ + 1 later waits for it; τ = 0 is the very next one. This is a lower bound for data parallel that overlaps its
+# gradients with the backward pass; farloop's daemons need more.
+#
+# What both leave out: latency, encoding, the commit's own time, links within a site, and the embedding, which counts as
+# part of the layers. Messages and machines are simulated elsewhere in this room; here only sizes and durations count.
+
 
 MethodName = Literal["data-parallel", "diloco", "streaming"]
 

@@ -13,33 +13,30 @@ from typing import assert_never
 
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, Revision, RunSpec
 from farloop.coordinator import aggregator, commits
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.anchors import Expected
-from farloop.coordinator.closing import RETRY_S
-from farloop.coordinator.delta import Verified, is_measured, verify
+from farloop.coordinator.adoption_checks import adoption_of
+from farloop.coordinator.change_terms import revision_asked_for
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.closing import RETRY_S
+from farloop.coordinator.decide.hold import StorageHold
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.downloads import EncodedSnapshot, SnapshotRequest, SnapshotService
 from farloop.coordinator.errors import NoRoom
-from farloop.coordinator.hearsay import adoption_of
-from farloop.coordinator.hold import Hold
-from farloop.coordinator.intake import Intake, expected_delta
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.serving import Copy, Serving, Turn
-from farloop.coordinator.setting import revision_asked_for
-from farloop.coordinator.watch import Watch
+from farloop.coordinator.observe.straggler_detector import StragglerDetector
+from farloop.coordinator.uploads import DeltaIntake, ExpectedAnchors, Verified, expected_delta, is_measured, verify
 from farloop.quant.blob import blob_bytes
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.registry import codec_named
-from farloop.sim.agenda import Action, Process
 from farloop.sim.disk import Disk, MemoryStore, Worker
 from farloop.sim.router import Peer, Router
 from farloop.sim.scenario import Scenario
+from farloop.sim.virtual_time import Action, Process
 from farloop.sim.watching import LOOK_S, look
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest
-from farloop.wire.errors import AlreadyUnderWay, LimitReached
-from farloop.wire.handshake import State
-from farloop.wire.reasons import Reason
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached, Reason
+from farloop.wire.session import State
 
 JUMP_S = 1.2
 """A deadline that fires this late tells of a stop of our own process (protocol C)."""
@@ -72,7 +69,7 @@ class CoordinatorActor:
             drops_silent=scenario.drops_silent,
             adopt=None if adopt_after_s is None else adoption_of(adopt_after_s, self.store.fetched, newest=True),
         )
-        self.hold = Hold(self.machine.alarms)
+        self.hold = StorageHold(self.machine.alarms)
         self.finished = False
         self._storage = Worker(process, lambda: rng.uniform(*scenario.job_s))
         self._compute = Worker(process, lambda: rng.uniform(*scenario.job_s))
@@ -80,16 +77,16 @@ class CoordinatorActor:
         self._busy = False
         self._peers: dict[int, Peer] = {}
         self._sessions: dict[NodeId, Peer] = {}
-        self._intake = Intake()
+        self._intake = DeltaIntake()
         """Deltas that are here and not durable yet."""
-        self._anchors = Expected()
-        self._serving = Serving()
+        self._anchors = ExpectedAnchors()
+        self._serving = SnapshotService()
         self._encoding = False
         """Whether a snapshot is being made."""
         self._inputs: dict[BlobId, bytes | bytearray] = {b: self.store.read_input(b) for b in self.store.ledger.inputs}
         self.router = Router(process, self._heard, scenario.limits, scenario.timing)
         self._timer: float | None = None
-        self.watch = Watch(scenario.adapt)
+        self.watch = StragglerDetector(scenario.adapt)
         self.machine.check()
         self._run_commands(self.machine.start())
         if scenario.adapt != "off":
@@ -132,12 +129,12 @@ class CoordinatorActor:
         match event:
             case wire_ev.MessageReceived(message=msg.Hello() as hello):
                 self._peers[peer.number] = peer
-                self._happened(ev.Greeted(session=peer.number, node=hello.node, hello=hello))
+                self._happened(ev.NodeHello(session=peer.number, node=hello.node, hello=hello))
             case wire_ev.MessageReceived(message=message):
                 node = self._node_of(peer)
                 if node is None:
                     return
-                self._happened(ev.Heard(session=peer.number, node=node, message=message))
+                self._happened(ev.NodeMessage(session=peer.number, node=node, message=message))
             case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
                 self._compute.submit(lambda: None, partial(self._keep_anchor, blob, data))
             case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
@@ -161,7 +158,7 @@ class CoordinatorActor:
                 if node is not None:
                     self._drop_session(peer)
                     self._intake.parted(node)
-                    self._happened(ev.Parted(session=peer.number, node=node, reason=reason))
+                    self._happened(ev.NodeDisconnected(session=peer.number, node=node, reason=reason))
             case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
                 if blob.kind is BlobKind.SNAPSHOT:
                     self._serving.done(peer.number)
@@ -209,7 +206,7 @@ class CoordinatorActor:
             case ev.Refuse(session=number, refused=refused):
                 if peer := self._peers.pop(number, None):
                     self._tell(peer, refused)
-            case ev.Hang(session=number, reason=reason):
+            case ev.CloseSession(session=number, reason=reason):
                 if peer := self._peers.pop(number, None):
                     self._drop_session(peer)
                     self.router.closed_by_us(peer, reason)
@@ -346,9 +343,9 @@ class CoordinatorActor:
     def _serve(self) -> None:
         """Make and offer the snapshots whose turn it is, beside the order of commands."""
 
-        def made(turn: Turn) -> None:
+        def made(turn: SnapshotRequest) -> None:
             buffers, epoch = self.store.buffers[turn.fragment], self.store.ledger.epoch
-            copy = Copy(*commits.snapshot_blob(buffers, self._fragment(turn.fragment), epoch))
+            copy = EncodedSnapshot(*commits.snapshot_blob(buffers, self._fragment(turn.fragment), epoch))
             assert copy.blob.version <= self.machine.ledger.versions[turn.fragment], "nobody was told of it"
             self._encoding = False
             self._serving.encoded(turn, copy)
@@ -381,7 +378,7 @@ class CoordinatorActor:
     def _commit(self, command: ev.Commit) -> None:
         """Reserve, compute, make durable: three jobs, the last of which is the commit (protocol O)."""
         draft, results, records = command.draft, list[aggregator.Result](), list[rec.WindowCommitted]()
-        too_much: list[ev.TooMuch] = []
+        too_much: list[ev.SumOverflow] = []
 
         def reserved() -> None:
             what = f"the update of fragment {draft.fragment}"
@@ -399,7 +396,7 @@ class CoordinatorActor:
                 results.append(self._compute_commit(command))
             except NonFiniteError as error:
                 blame = commits.longest(self.store.ledger, draft, self._addends(draft))
-                too_much.append(ev.TooMuch.of(draft, blame, error))
+                too_much.append(ev.SumOverflow.of(draft, blame, error))
 
         def computed() -> None:
             if too_much:

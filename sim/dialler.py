@@ -7,18 +7,14 @@ another begun in between.
 import random
 from collections.abc import Callable
 
-from farloop.node.downloads import Downloads
-from farloop.node.moved import Moved, moved_by
-from farloop.node.uploads import Uploads
-from farloop.sim.agenda import Process
+from farloop.node.link import Downloads, Traffic, Uploads, moved_by
 from farloop.sim.network import Connection, Side
+from farloop.sim.virtual_time import Process
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
-from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.reasons import Reason
-from farloop.wire.session import Session
+from farloop.wire.reasons import Reason, RemoteProtocolError
+from farloop.wire.session import Role, Session, State
 
 BACKOFF_S = (0.1, 5.0)
 """First and longest pause between two attempts."""
@@ -57,7 +53,7 @@ class Dialler:
         self._attempt = 0
         self._bad_frames = 0
         """In a row."""
-        self._moved = Moved()
+        self._moved = Traffic()
         """By earlier sessions."""
         self._over = False
         """No further session is wanted."""
@@ -87,7 +83,7 @@ class Dialler:
         return self._session is None or self._session.state is State.CLOSED
 
     @property
-    def moved(self) -> Moved:
+    def moved(self) -> Traffic:
         """By all sessions so far."""
         return self._moved if self._session is None else self._moved + moved_by(self._session)
 

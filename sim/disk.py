@@ -1,7 +1,7 @@
 """The coordinator's memory without files: the journal as a list that outlives a crash, and its recovery.
 
-The same calls as `coordinator/store.py`, and the same arithmetic: anchors come back by decoding updates, target and
-optimizer state by repeating the steps on the spooled inputs (protocol P).
+The same calls as `coordinator/storage/store.py`, and the same arithmetic: anchors come back by decoding updates,
+target and optimizer state by repeating the steps on the spooled inputs (protocol P).
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from torch import Tensor
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, RunSpec
 from farloop.coordinator import commits
-from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import Buffers, Result
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import DiskFull, NoRoom, ReadOnly, StateLocked
-from farloop.coordinator.ledger import Ledger
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
-from farloop.sim.agenda import Action, Process
+from farloop.sim.virtual_time import Action, Process
 from farloop.wire.blobs import BytesSource
 
 

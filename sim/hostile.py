@@ -23,7 +23,7 @@ _FACTORS: Final = {"thousandfold": 1000.0, "flipped": -1.0}
 _NEARLY_INFINITE: Final = 3e38
 
 
-class Board:
+class SharedForgeries:
     """What every node of one world has sent last: where a thief looks."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Board:
 class Forger:
     """What leaves one start of one node in the place of its deltas; an honest one's leave as they are."""
 
-    def __init__(self, deceit: Deceit | None, board: Board, seed: int) -> None:
+    def __init__(self, deceit: Deceit | None, board: SharedForgeries, seed: int) -> None:
         self._deceit, self._board = deceit, board
         self._first: dict[int, Tensor] = {}
         """Payload of the first delta of each fragment."""

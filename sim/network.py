@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from farloop.sim.agenda import Agenda, Process
+from farloop.sim.virtual_time import EventQueue, Process
 from farloop.wire.frames import Buffer
 
 Frame = list[bytes]
@@ -31,7 +31,7 @@ class Side(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weather:
+class LinkConditions:
     """What a pipe does to frames."""
 
     latency_s: float = 0.02
@@ -50,19 +50,21 @@ class Weather:
     """Share of frames that come damaged."""
 
 
-STORM = Weather(jitter_s=0.03, bytes_per_s=2e5, loss=0.05, duplication=0.05, reordering=0.1, garbage=0.03)
+HOSTILE_LINK = LinkConditions(jitter_s=0.03, bytes_per_s=2e5, loss=0.05, duplication=0.05, reordering=0.1, garbage=0.03)
 """Everything at once, and still a link over which a run makes progress."""
 
 
 class Pipe:
     """One direction of one lane."""
 
-    def __init__(self, agenda: Agenda, weather: Weather, rng: random.Random, deliver: Callable[[Frame], None]) -> None:
+    def __init__(
+        self, agenda: EventQueue, weather: LinkConditions, rng: random.Random, deliver: Callable[[Frame], None]
+    ) -> None:
         self._agenda, self._weather, self._rng, self._deliver = agenda, weather, rng, deliver
         self._free_at = 0.0
         self._last_arrival = 0.0
 
-    def change(self, weather: Weather) -> None:
+    def change(self, weather: LinkConditions) -> None:
         """For the frames from now on."""
         self._weather = weather
 
@@ -109,10 +111,10 @@ def damaged(frame: Frame, rng: random.Random) -> Frame:
     return [*frame[:part], data, *frame[part + 1 :]]
 
 
-class Cable:
+class PhysicalLink:
     """The way between one node and the coordinator; while it is cut, frames wait for it to be mended, as TCP's do."""
 
-    def __init__(self, agenda: Agenda) -> None:
+    def __init__(self, agenda: EventQueue) -> None:
         self._agenda = agenda
         self.cut = False
         self.blocked: set[Side] = set()
@@ -142,7 +144,13 @@ class Connection:
     """The sockets of one session: a control lane, a bulk lane once it is opened, and two ends that can let go."""
 
     def __init__(
-        self, agenda: Agenda, cable: Cable, weather: Weather, rng: random.Random, node: Process, coordinator: Process
+        self,
+        agenda: EventQueue,
+        cable: PhysicalLink,
+        weather: LinkConditions,
+        rng: random.Random,
+        node: Process,
+        coordinator: Process,
     ) -> None:
         self._agenda, self._cable, self._weather, self._rng = agenda, cable, weather, rng
         self._processes = {Side.NODE: node, Side.COORDINATOR: coordinator}
@@ -171,7 +179,7 @@ class Connection:
         self._pipes[lane, sender].send(parts, gently=gently)
         return True
 
-    def change(self, weather: Weather) -> None:
+    def change(self, weather: LinkConditions) -> None:
         """The weather of all that is sent from now on."""
         self._weather = weather
         for pipe in self._pipes.values():

@@ -1,4 +1,4 @@
-"""One start of a node on virtual time: what `node/leader.py` and `node/library.py` do, without threads and sockets.
+"""One start of a node on virtual time: what `node/executor.py` and `node/library.py` do, without threads and sockets.
 
 Machine, replica, codecs and sessions are the same. An inner step is a real optimizer step that takes as long as the
 scenario says.
@@ -16,20 +16,20 @@ from torch import nn
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.node import events as ev
-from farloop.node.drift import Drift
+from farloop.node.control_variates import ControlVariates
 from farloop.node.encoder import encode_anchor, encode_delta, finish, pack_at_once
-from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
-from farloop.node.replica import Own, Replica
+from farloop.node.replica import OwnDelta, Replica
 from farloop.node.reports import PROGRESS_S, Announced, all_held, anchors_of
-from farloop.node.residuals import Residuals, run_of
-from farloop.sim.agenda import Process
+from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.state_dir import Residuals, run_of
 from farloop.sim.dialler import Dial, Dialler
-from farloop.sim.diary import Diary, Merged, Send
 from farloop.sim.disk import Worker
-from farloop.sim.hostile import Board, Forger
-from farloop.sim.problem import freeze_all_but
+from farloop.sim.hostile import Forger, SharedForgeries
+from farloop.sim.problems import freeze_all_but
 from farloop.sim.scenario import NodeSetup, Scenario
+from farloop.sim.send_log import Merged, Send, SendLog
+from farloop.sim.virtual_time import Process
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -54,18 +54,18 @@ class NodeActor:
         incarnation: int,
         epoch_seen: int,
         saw: Callable[[ev.Event | ev.Command], None],
-        board: Board,
+        board: SharedForgeries,
     ) -> None:
         self.process, self.setup = process, setup
         self.machine = NodeMachine(name=setup.name, incarnation=incarnation, tau=setup.tau, holds=setup.holds)
         self.replica: Replica | None = None
         self._residuals: Residuals
         """Once the run is known."""
-        self._drift: Drift
+        self._drift: ControlVariates
         """As well."""
-        self.diary = Diary()
+        self.diary = SendLog()
         self.epoch_seen = epoch_seen
-        """Survives a crash, as `node/memory.py` does."""
+        """Survives a crash, as `node/state_dir.py` does."""
         self.stopped_by: tuple[Reason, str] | None = None
         self.gone = False
         """Whether it has said good-bye and closed its link."""
@@ -173,7 +173,7 @@ class NodeActor:
             freeze_all_but(self.machine.holds, self._learner.module, layout)
         self.replica = Replica(self._learner.module, layout, gradients=gradients, holds=self.machine.holds)
         self._optimizer = self._learner.optimizer(spec.terms)
-        self._drift = Drift(self.replica, spec.terms, self.machine.terms_of)
+        self._drift = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
         run = run_of(spec, self.machine.history)
         self._residuals = Residuals(run, layout, None, lambda job: job())
         self._wait_busily(BUILD_S, lambda: None)
@@ -285,7 +285,7 @@ class NodeActor:
                 if isinstance(message, msg.Held):
                     message = all_held(message, self.replica, self._samples)
                 self.link.send(message)
-            case ev.BeginAgain(history=history):
+            case ev.Resync(history=history):
                 self._begin_again(history)
             case ev.Stop(reason=reason, detail=detail):
                 self.stopped_by = (reason, detail)
@@ -351,7 +351,7 @@ class NodeActor:
     def _merge(self, command: ev.Merge) -> None:
         assert self.replica is not None
         fragment, mix = command.fragment, command.mix
-        own = [Own(blob=blob, terms=terms, data=self._blobs[blob]) for blob, terms in command.own]
+        own = [OwnDelta(blob=blob, terms=terms, data=self._blobs[blob]) for blob, terms in command.own]
         self.replica.merge(fragment, mix, own, command.factor, self.machine.epoch)
         self._drift.merged(fragment)
         version = self.machine.fragments[fragment].version
@@ -375,7 +375,7 @@ class NodeActor:
         if self.replica is not None and spec is not None:
             self.replica.begin_again()
             self._residuals.begin_again(run_of(spec, history))
-            self._drift = Drift(self.replica, spec.terms, self.machine.terms_of)
+            self._drift = ControlVariates(self.replica, spec.terms, self.machine.terms_of)
 
     def _evaluate(self, versions: tuple[int, ...]) -> None:
         assert self.replica is not None

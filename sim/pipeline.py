@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
-from farloop.algo.layout import Layout
+from farloop.algo.stages import StageLayout
 from farloop.node.pipeline import events as ev
+from farloop.node.pipeline.layout import Settings
 from farloop.node.pipeline.machine import PipelineMachine
-from farloop.node.pipeline.settings import Settings
-from farloop.node.pipeline.words import Kind, Leave, Message, Word, Work
-from farloop.sim.agenda import Agenda, Process
+from farloop.node.pipeline.messages import Kind, Leave, Message, PipelineMessage, Work
+from farloop.sim.virtual_time import EventQueue, Process
 
 BEAT_S = 2.0
 """Between two words of a node: of jobs that take a second or so."""
@@ -57,7 +57,7 @@ class World:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: StageLayout,
         *,
         steps: int,
         microbatches: int,
@@ -68,7 +68,7 @@ class World:
         checks: bool = True,
     ) -> None:
         """`microbatches` of each source and step; `notice_s` until a death is noticed by the others."""
-        self.agenda = Agenda()
+        self.agenda = EventQueue()
         self.layout, self.steps, self.microbatches = layout, steps, microbatches
         self.nodes = [name for stage in layout.stages for name in stage.replicas]
         self._costs, self._delay = costs or Costs(), delay
@@ -157,7 +157,7 @@ class World:
         elif not record.stopped:
             record.began_at.append(self.agenda.now)
             source = machine.stage == 0 and bool(machine.layout.paths_from(name))
-            self._handle(name, ev.Began(microbatches=self.microbatches if source else 0))
+            self._handle(name, ev.StepBegan(microbatches=self.microbatches if source else 0))
 
     def _beat(self, name: str) -> None:
         machine = self.machines[name]
@@ -166,8 +166,8 @@ class World:
                 self._send(name, other, self._word(name, machine))
         self.processes[name].after(BEAT_S, lambda: self._beat(name))
 
-    def _word(self, name: str, machine: PipelineMachine) -> Word:
-        return Word(
+    def _word(self, name: str, machine: PipelineMachine) -> PipelineMessage:
+        return PipelineMessage(
             incarnation=self._lives[name],
             epoch=machine.epoch,
             ready=machine.ready,
@@ -225,7 +225,7 @@ class World:
         self._handle(name, ev.Computed(work=work))
 
     def _send(self, name: str, to: str, message: Message) -> None:
-        self._deliver(name, to, ev.Told(sender=name, message=message))
+        self._deliver(name, to, ev.MessageArrived(sender=name, message=message))
 
     def _deliver(self, name: str, to: str, event: ev.Event) -> None:
         life = self._lives[to]

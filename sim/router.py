@@ -1,18 +1,16 @@
-"""The coordinator's end of all connections: what `coordinator/link.py` does with its socket, without one."""
+"""The coordinator's end of all connections: what `coordinator/net/router.py` does with its socket, without one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from farloop.sim.agenda import Process
 from farloop.sim.network import Connection, Frame, Side
-from farloop.wire.errors import OutOfBounds, RemoteProtocolError
+from farloop.sim.virtual_time import Process
 from farloop.wire.events import SessionEvent
 from farloop.wire.frames import parse_control
-from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, LaneHello, decode
-from farloop.wire.reasons import Reason
-from farloop.wire.session import Session
+from farloop.wire.reasons import OutOfBounds, Reason, RemoteProtocolError
+from farloop.wire.session import Role, Session, State
 
 BAD_FRAMES = 8
 """Frames in a row that break the protocol before the session is ended."""

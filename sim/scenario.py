@@ -1,16 +1,140 @@
-"""What a simulated run is made of: terms, nodes, weather, and what goes wrong when. Plain values."""
+"""Scenarios and faults, as values."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from farloop.algo.parts import Part
 from farloop.algo.spec import NodeId, Terms
-from farloop.coordinator.roster import EXPIRE_S
-from farloop.sim.faults import More
+from farloop.algo.stages import Part
+from farloop.coordinator.decide.roster import EXPIRE_S
 from farloop.sim.hostile import Deceit
-from farloop.sim.network import Weather
-from farloop.sim.problem import Inner, Problem, Toy
+from farloop.sim.network import LinkConditions
+from farloop.sim.problems import Inner, Problem, Toy
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import PROTOCOL_VERSIONS
+
+# --- Further things that go wrong, beside those of `scenario.py`: finer, nastier, or several at a time. Plain values.
+#
+# `at` is in virtual seconds. How each is done to a world is in `world.py`.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrashAtWrite:
+    """SIGKILL of the coordinator at a write of its disk, and a restart from what is durable.
+
+    Writes are counted over all of its starts, so one may fall into the claim of an epoch: a crash in a recovery.
+    """
+
+    write: int
+    """The how many-th, from 1."""
+    durable: bool
+    """Just behind it, before anybody hears of it; or just before: of what was torn off nothing is left, for a restart
+    cuts it (`coordinator/storage/segment.py`)."""
+    down_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOnlyDisk:
+    """The coordinator's file system takes no writes for a while, as Linux makes one that found an error in itself."""
+
+    at: float
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowDisk:
+    """There is room for small records alone: no delta and no update fits."""
+
+    at: float
+    for_s: float
+    room: int = 64
+    """Bytes of an attachment that still fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockJump:
+    """A process's clock leaps ahead, while nothing else of it stands still; monotonic clocks never go back."""
+
+    node: NodeId | None
+    """None is the coordinator's."""
+    at: float
+    by_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneWayCut:
+    """Frames of one direction wait until the link is whole again, the others come through."""
+
+    node: NodeId
+    at: float
+    for_s: float
+    to: Literal["node", "coordinator"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadLinkPeriod:
+    """Frames of a link are lost, doubled, overtaken and damaged, and its connection is reset again and again."""
+
+    node: NodeId
+    at: float
+    for_s: float
+    resets: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejoin:
+    """A node leaves and is started again under the same name, many times."""
+
+    node: NodeId
+    at: float
+    times: int
+    stays_s: float
+    """Between a start and the next leaving."""
+    gently: bool
+    """It drains each time; else it is killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondCoordinator:
+    """Somebody starts another coordinator on the same state while the first one lives: it is refused."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLink:
+    """A link carries fewer bytes a second, both ways; whatever is on its way already comes as before."""
+
+    node: NodeId
+    at: float
+    for_s: float
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowNode:
+    """A node's inner steps take longer; its link lives on, so with a great factor it hangs."""
+
+    node: NodeId
+    at: float
+    for_s: float
+    factor: float
+
+
+More = (
+    CrashAtWrite
+    | ReadOnlyDisk
+    | LowDisk
+    | ClockJump
+    | OneWayCut
+    | BadLinkPeriod
+    | Rejoin
+    | SecondCoordinator
+    | SlowLink
+    | SlowNode
+)
+
+
+# --- What a simulated run is made of: terms, nodes, weather, and what goes wrong when. Plain values.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +157,7 @@ class NodeSetup:
     """Of the model."""
     protocol: int = PROTOCOL_VERSIONS[1]
     """Newest version of the protocol that it speaks."""
-    weather: Weather | None = None
+    weather: LinkConditions | None = None
     """Of its link; the scenario's unless given."""
     deceit: Deceit | None = None
     """What it sends in the place of its deltas; None for an honest node."""
@@ -165,7 +289,7 @@ class Scenario:
     terms: Terms
     nodes: tuple[NodeSetup, ...] = TWO_NODES
     faults: tuple[Fault, ...] = ()
-    weather: Weather = field(default_factory=Weather)
+    weather: LinkConditions = field(default_factory=LinkConditions)
     seed: int = 0
     """Of everything that varies: latencies, losses, jobs' durations."""
     problem: Problem | None = None

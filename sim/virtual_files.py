@@ -16,9 +16,8 @@ from typing import Protocol
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from farloop.coordinator.durable import Bytes
 from farloop.coordinator.errors import DiskFull, ReadOnly, StateLocked, StorageFailed
-from farloop.coordinator.files import File, Files, Identity, Lock
+from farloop.coordinator.storage.files import Bytes, File, Files, Identity, Lock
 
 SECTOR_BYTES = 512
 

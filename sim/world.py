@@ -13,19 +13,19 @@ from typing import assert_never
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import NodeId
-from farloop.coordinator import adopting, history
-from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator import records as rec
+from farloop.coordinator.decide import adoption, rollback
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import StateLocked
-from farloop.sim import faults as ft
+from farloop.sim import scenario as ft
 from farloop.sim import scenario as sc
-from farloop.sim.agenda import Agenda, Process
 from farloop.sim.coordinator import CoordinatorActor
 from farloop.sim.disk import Disk, MemoryStore, PowerCut
-from farloop.sim.hostile import Board
-from farloop.sim.network import CONNECT_TIMEOUT_S, STORM, Cable, Connection, Side, Weather
+from farloop.sim.hostile import SharedForgeries
+from farloop.sim.network import CONNECT_TIMEOUT_S, HOSTILE_LINK, Connection, LinkConditions, PhysicalLink, Side
 from farloop.sim.node import NodeActor
 from farloop.sim.outcome import NodeOutcome, Outcome, commit_of
+from farloop.sim.virtual_time import EventQueue, Process
 from farloop.wire.messages import Progress
 
 KNOCK_S = 1.0
@@ -50,12 +50,12 @@ class Host:
     """Where a node lives: what survives its crashes."""
 
     setup: sc.NodeSetup
-    cable: Cable
+    cable: PhysicalLink
     actors: list[NodeActor]
     """One for each start; the last one lives, or was the last to live."""
     connections: list[Connection]
     down: bool = True
-    weather: Weather | None = None
+    weather: LinkConditions | None = None
     """For a while, instead of what the scenario says."""
 
     @property
@@ -68,7 +68,7 @@ class World:
 
     def __init__(self, scenario: sc.Scenario) -> None:
         self.scenario = scenario
-        self.agenda = Agenda()
+        self.agenda = EventQueue()
         self.tape: list[tuple[float, str, object]] = []
         """(when, who, what): every event and command of every machine."""
         self._rng = random.Random(scenario.seed)
@@ -77,10 +77,10 @@ class World:
         self.disk = Disk(anchors=anchors, frugal=scenario.frugal)
         self.coordinator: CoordinatorActor | None = None
         self.hosts = {
-            setup.name: Host(setup=setup, cable=Cable(self.agenda), actors=[], connections=[])
+            setup.name: Host(setup=setup, cable=PhysicalLink(self.agenda), actors=[], connections=[])
             for setup in scenario.nodes
         }
-        self._board = Board()
+        self._board = SharedForgeries()
         self._lost: list[rec.WindowCommitted] = []
         """Commits that a restored copy of the state did not have."""
         self._coordinator_events = 0
@@ -225,12 +225,12 @@ class World:
         that is what the person wants and it can be; else it is wound back."""
         coordinator, now = self.coordinator, self.agenda.now
         alarms = coordinator.machine.alarms if coordinator is not None else {}
-        if any(alarm.startswith(history.ALARM) for alarm in alarms):
+        if any(alarm.startswith(rollback.ALARM) for alarm in alarms):
             if fault.adopts and adopting_since is None:
                 adopting_since = now
             patience_s = None if adopting_since is None or now - adopting_since > GIVES_UP_S else ADOPTS_AFTER_S
             self.crash_coordinator(fault.down_s, rewind=patience_s is None, adopt_after_s=patience_s)
-        elif adopting.ALARM in alarms and adopting_since is not None and now - adopting_since > GIVES_UP_S:
+        elif adoption.ALARM in alarms and adopting_since is not None and now - adopting_since > GIVES_UP_S:
             self.crash_coordinator(fault.down_s, rewind=True)
         if coordinator is None or not coordinator.finished:
             self.agenda.after(fault.decides_s, lambda: self._look_after(fault, adopting_since))
@@ -334,7 +334,7 @@ class World:
             case ft.ReadOnlyDisk(at=at, for_s=for_s):
                 agenda.at(at, lambda: setattr(self.disk, "read_only", True))
                 agenda.at(at + for_s, lambda: setattr(self.disk, "read_only", False))
-            case ft.NarrowDisk(at=at, for_s=for_s, room=room):
+            case ft.LowDisk(at=at, for_s=for_s, room=room):
                 agenda.at(at, lambda: setattr(self.disk, "room", room))
                 agenda.at(at + for_s, lambda: setattr(self.disk, "room", None))
             case ft.ClockJump(at=at):
@@ -343,9 +343,9 @@ class World:
                 cable, side = self.hosts[node].cable, Side.NODE if to == "node" else Side.COORDINATOR
                 agenda.at(at, lambda: cable.blocked.add(side))
                 agenda.at(at + for_s, cable.mend)
-            case ft.Squall(at=at, for_s=for_s):
+            case ft.BadLinkPeriod(at=at, for_s=for_s):
                 agenda.at(at, lambda: self._start_squall(fault))
-            case ft.ComeAndGo(at=at):
+            case ft.Rejoin(at=at):
                 agenda.at(at, lambda: self._leave_and_return(fault))
             case ft.SlowLink(at=at, for_s=for_s):
                 agenda.at(at, lambda: self._slow_link(fault.node, fault.factor))
@@ -383,9 +383,9 @@ class World:
         for connection in host.connections:
             connection.change(slow)
 
-    def _start_squall(self, fault: ft.Squall) -> None:
+    def _start_squall(self, fault: ft.BadLinkPeriod) -> None:
         host = self.hosts[fault.node]
-        host.weather = replace(STORM, duplication=0.3, reordering=0.3)
+        host.weather = replace(HOSTILE_LINK, duplication=0.3, reordering=0.3)
 
         def reset() -> None:
             for connection in host.connections:
@@ -400,7 +400,7 @@ class World:
             self.agenda.after(number * fault.for_s / fault.resets, reset)
         self.agenda.after(fault.for_s, calm)
 
-    def _leave_and_return(self, fault: ft.ComeAndGo) -> None:
+    def _leave_and_return(self, fault: ft.Rejoin) -> None:
         """Stop the node, and start it again as soon as it has stopped."""
         host = self.hosts[fault.node]
         if self.coordinator is not None and self.coordinator.finished:
@@ -501,7 +501,7 @@ class World:
 
 def _is_report(what: object) -> bool:
     """A node's report of every second: it changes nothing."""
-    return isinstance(what, coordinator_ev.Heard) and isinstance(what.message, Progress)
+    return isinstance(what, coordinator_ev.NodeMessage) and isinstance(what.message, Progress)
 
 
 def run(scenario: sc.Scenario) -> Outcome:

@@ -2,7 +2,7 @@
 
 The rules go by the type of a field, so that a field that is added is bounded, too; the few exceptions go by its name.
 What a number can be in this run (granted samples, inner steps that were possible) only the coordinator can say
-(`coordinator/admission.py`).
+(`coordinator/decide/admission.py`).
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ import math
 from enum import Enum
 from typing import Any, Final, TypeVar
 
-from farloop.wire.errors import OutOfBounds
-from farloop.wire.inventory import Inventory, printable, trimmed
+from farloop.wire.machine_info import Inventory, printable, trimmed
+from farloop.wire.reasons import OutOfBounds
 
 MOST_NUMBER: Final = (1 << 63) - 1
 """Of all whole numbers but digests. Sums of many fit into the 64 bits of a record only because each was checked."""

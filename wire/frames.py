@@ -31,9 +31,9 @@ from enum import IntEnum
 
 import xxhash
 
-from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.limits import Limits
 from farloop.wire.messages import LaneHello, decode, encode
+from farloop.wire.reasons import RemoteProtocolError
 
 Buffer = bytes | bytearray | memoryview
 

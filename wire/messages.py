@@ -1,11 +1,7 @@
-"""Every control message, typed, and their bytes: the only place where msgpack is used.
-
-A message is a msgpack array [number, must_understand, fields]. Numbers are never reused. A receiver ignores unknown
-fields, and unknown messages unless `must_understand` is set. Byte-level rules: `wire/README.md`.
-"""
+"""All control messages, and their bytes (msgpack maps with numbers for kinds)."""
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
@@ -24,22 +20,232 @@ from farloop.algo.spec import (
     to_plain,
 )
 from farloop.wire.bounds import bounded
-from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.inventory import NOTHING, Inventory
-from farloop.wire.link_messages import Connection as Connection
-from farloop.wire.link_messages import Echo as Echo
-from farloop.wire.link_messages import Echoed as Echoed
-from farloop.wire.link_messages import Observed as Observed
-from farloop.wire.link_messages import Probe as Probe
-from farloop.wire.link_messages import Seen as Seen
-from farloop.wire.reasons import Reason
-from farloop.wire.recall_messages import AnchorRef as AnchorRef
-from farloop.wire.recall_messages import Held as Held
-from farloop.wire.recall_messages import Recall as Recall
-from farloop.wire.report_messages import BytesByKind as BytesByKind
-from farloop.wire.report_messages import Evaluation as Evaluation
-from farloop.wire.report_messages import NodeState as NodeState
-from farloop.wire.report_messages import Progress as Progress
+from farloop.wire.machine_info import NOTHING, Inventory
+from farloop.wire.meter import Burst
+from farloop.wire.reasons import Reason, RemoteProtocolError
+
+# --- What a node reports of itself while it trains: progress, bytes by kind, and the loss of the anchors.
+
+
+NodeState = Literal["joining", "ready", "training", "waiting", "paused", "evaluating", "draining", "finished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesByKind:
+    """Bytes that crossed a link one way, by what they were for (protocol, Figures)."""
+
+    delta: int = 0
+    update: int = 0
+    snapshot: int = 0
+    probe: int = 0
+    control: int = 0
+    """Control messages, greetings of connections, and bulk frames that belong to no blob."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.delta + self.update + self.snapshot + self.probe + self.control
+
+    @property
+    def exchanged(self) -> int:
+        """All but snapshots and probes."""
+        return self.delta + self.update + self.control
+
+    def __add__(self, other: "BytesByKind") -> "BytesByKind":
+        return BytesByKind(
+            delta=self.delta + other.delta,
+            update=self.update + other.update,
+            snapshot=self.snapshot + other.snapshot,
+            probe=self.probe + other.probe,
+            control=self.control + other.control,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Node → coordinator, every second: the three facts of liveness, and what a person wants to see."""
+
+    state: NodeState
+    position: float
+    round: int
+    inner_steps: int
+    tokens: int
+    loss: float | None
+    tokens_per_s: float
+    compute_share: float
+    blocked_s: float
+    lost_steps: int
+    sample_watermark: int
+    """Samples consumed of its leases, counted since its start."""
+    bytes_up: int
+    bytes_down: int
+    bytes_state: int
+    """Snapshots and probes, both directions; not part of the two above."""
+    detail: str = ""
+    """What it waits for, in words."""
+    skipped_turns: int = 0
+    """Due sends that did not take place, for too many deltas of the fragment were undecided (protocol D)."""
+    samples_left: int | None = None
+    """Samples of its leases that it can still use. None where it is not told."""
+    sent: BytesByKind | None = field(default=None, metadata=LATER)
+    """All bytes that it sent since its start; None where they are not told by kind."""
+    received: BytesByKind | None = field(default=None, metadata=LATER)
+    """All bytes that it received since its start; None where they are not told by kind."""
+    skipped_steps: int = field(default=0, metadata=LATER)
+    """Inner steps that stepped nothing, for the gradient held NaN or Inf."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol J)."""
+
+    loss: float
+    versions: tuple[int, ...]
+    position: float
+    seconds: float
+
+
+def moved_by(progress: Progress) -> tuple[BytesByKind, BytesByKind]:
+    """All bytes that a node sent and received. One that does not tell them by kind has its three numbers counted as
+    deltas, updates and snapshots: the sum is right."""
+    if progress.sent is not None and progress.received is not None:
+        return progress.sent, progress.received
+    received = BytesByKind(update=progress.bytes_down, snapshot=progress.bytes_state)
+    return BytesByKind(delta=progress.bytes_up), received
+
+
+# --- What a coordinator over an old copy of its state asks of nodes, and what they answer (protocol, Adoption). From
+# version 4 of the protocol on.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorRef:
+    """An anchor that the sender holds."""
+
+    fragment: int
+    version: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Node → coordinator, in answer to a Welcome that recalls: all that the coordinator's old copy may not know."""
+
+    anchors: tuple[AnchorRef, ...]
+    """What it holds now; no more changes of it come before the session's end."""
+    windows: tuple[WindowTerms, ...]
+    """Terms of the window after each of these versions, as far as they were told."""
+    final: tuple[int, ...]
+    """Fragments of which no window follows."""
+    rounds: tuple[RoundPlan, ...]
+    revisions: tuple[Revision, ...]
+    """Of the run's terms, as of `Welcome`; the last is what it goes by."""
+    unused: tuple[Lease, ...] = ()
+    """What is left of its samples."""
+    granted_to: int = 0
+    """One past the last sample that it was ever granted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Coordinator → node, in such a session: send your anchor of this fragment, as a snapshot."""
+
+    fragment: int
+
+
+# --- What both ends say about the link between them: echoes, probes, and what was seen. From protocol version 3 on.
+#
+# None of it decides anything in a run. A probe's bytes travel as a blob of a kind of its own, in the background:
+# whatever anybody waits for goes first (`link_measurement.py`).
+
+
+MOST_SEEN = 16
+"""Bursts, and links, of one report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """Coordinator → node: say this number back at once. The node's session does, before anybody else hears of it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echoed:
+    """Node → coordinator: here it is."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Coordinator → node: the link is to be measured, one way."""
+
+    number: int
+    upward: bool
+    """Whether the node is to send the bytes; else they come, and the node ends them when it has seen enough."""
+    num_bytes: int
+    """At most; 0: the probe of this number is called off."""
+    rtt_s: float
+    """Round trip of the link, as the coordinator knows it: what "enough" depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """What the kernel of one end knows of a TCP connection (TCP_INFO). Of the first hop alone, where somebody in
+    between ends connections: a relay, a mesh, a load balancer."""
+
+    rtt_s: float
+    """Smoothed."""
+    least_rtt_s: float
+    retransmits: int
+    """Segments sent again since it was opened ..."""
+    segments: int
+    """... of so many."""
+    delivered_bytes_per_s: float = 0.0
+    """Its own estimate of what arrives; 0 where it has none, or was not limited by the link."""
+    congestion: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A message that came whole, from another node."""
+
+    num_bytes: int
+    seconds: float
+    """That its bytes took: beyond what a message of next to no bytes takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a node saw of one link that ends at it."""
+
+    peer: str = ""
+    """The other end; empty: the coordinator."""
+    bursts: tuple[Burst, ...] = ()
+    """What came from there lately, in busy times long enough to tell something."""
+    probe: int = 0
+    """The probe that they were; 0: whatever had to be sent."""
+    rtt_s: float | None = None
+    """Round trip as the node measured it, where the coordinator cannot."""
+    bulk: Connection | None = None
+    """The connection that carries blobs, as this node's kernel sees it."""
+    transfer: Transfer | None = field(default=None, metadata=LATER)
+    """The quickest that came from another node lately."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Node → coordinator, now and then: its links."""
+
+    links: tuple[Seen, ...]
+
+
+# --- Every control message, typed, and their bytes: the only place where msgpack is used.
+#
+# A message is a msgpack array [number, must_understand, fields]. Numbers are never reused. A receiver ignores unknown
+# fields, and unknown messages unless `must_understand` is set. Byte-level rules: `wire/README.md`.
+
 
 _T = TypeVar("_T")
 

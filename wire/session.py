@@ -1,41 +1,363 @@
-"""The protocol state of one node–coordinator link, without I/O: one control lane, any number of bulk lanes.
+"""One session, sans-I/O: handshake, ordered control stream, lanes and blobs."""
 
-A link owns the sockets and turns the crank: it hands in what arrives (`receive`), what its application asks (`send`,
-`send_blob`, …) and the passing of time (`handle_timer`); then it drains `events()`, transmits `outgoing(now)` until
-that is empty or a socket is full, and sleeps until a socket is readable or `next_timer()` has come. All readable
-frames go in before a due timer does (protocol C).
-"""
-
+import math
 from collections import deque
 from collections.abc import Sequence
+from enum import Enum
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BlobSource, Reassembly, blob_key
-from farloop.wire.control import HEARTBEAT, ControlStream
-from farloop.wire.errors import LocalProtocolError
 from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, lane_hello, parse_bulk, parse_control
-from farloop.wire.handshake import Handshake, Role, State
-from farloop.wire.limits import Limits, Timing
+from farloop.wire.limits import AHEAD_FRAMES, Limits, Timing
 from farloop.wire.messages import (
+    FROM_NODES,
+    SINCE,
+    Committed,
     Credit,
     Echo,
     Echoed,
+    Finished,
+    Grant,
     Heartbeat,
+    Hello,
     LaneHello,
     Leave,
     Message,
     Offer,
     Outcome,
+    Probe,
+    Recall,
     Refused,
+    Revised,
+    Start,
     Stored,
+    Welcome,
     decode,
     encode,
 )
 from farloop.wire.meter import Meter
-from farloop.wire.reasons import Reason
+from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.traffic import Traffic
 from farloop.wire.transfer import Transfers
+
+# --- Who may say what, and when. Everything that moves a session's state is in this file.
+#
+#     NODE         OPENING ── Welcome delivered ──► OPEN ── Leave sent ──► CLOSING ── acknowledged ──► CLOSED
+#     COORDINATOR  OPENING ── Welcome sent ───────► OPEN ── Leave sent ──► CLOSING ── acknowledged ──► CLOSED
+#                  OPENING ── Refused sent ───────► CLOSING
+#
+# From every state, the peer's Leave or Refused, its silence, and `Session.close` lead to CLOSED.
+
+
+MAX_EPOCH = (1 << 32) - 1
+"""The epoch's field in a frame."""
+
+
+class Role(Enum):
+    """Which end of the link this is."""
+
+    NODE = "node"
+    COORDINATOR = "coordinator"
+
+
+class State(Enum):
+    """Where a session stands; the chart is in the module's docstring."""
+
+    OPENING = "opening"
+    OPEN = "open"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+_EITHER: frozenset[type[Message]] = frozenset({Offer, Credit, Leave, Heartbeat})
+_SAYS: dict[Role, frozenset[type[Message]]] = {
+    Role.NODE: FROM_NODES,
+    Role.COORDINATOR: _EITHER
+    | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished, Revised, Echo, Probe, Recall},
+}
+"""What each end may say on the control lane."""
+
+_OPENINGS: tuple[type[Message], ...] = (Hello, Welcome, Refused)
+"""What stands first, and only first, in either direction."""
+
+_PEER = {Role.NODE: Role.COORDINATOR, Role.COORDINATOR: Role.NODE}
+
+
+class Handshake:
+    """The state of one end, and the run and epoch that all of its frames must carry once they are known."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.state = State.OPENING
+        self.run = 0
+        """The run's fingerprint as a number; 0, like `epoch`, until the session is open."""
+        self.epoch = 0
+        self.lane_token = b""
+        self.protocol = 0
+        """The version that both ends speak; 0 until the session is open."""
+        self.farewell: Leave | Refused | None = None
+        """The message with which this end leaves."""
+        self._greeted = False
+        """Whether Hello was sent (node) or delivered (coordinator)."""
+
+    def check_open(self) -> None:
+        """Raise LocalProtocolError unless the session is open."""
+        if self.state is not State.OPEN:
+            raise LocalProtocolError(f"the session is {self.state.value}")
+
+    def check_send(self, message: Message) -> None:
+        """Check that this end may say `message` now.
+
+        Raises:
+            LocalProtocolError: another role says it, or it has another place in the session.
+        """
+        name = type(message).__name__
+        if type(message) not in _SAYS[self.role]:
+            raise LocalProtocolError(f"a {self.role.value} does not send {name}")
+        if not isinstance(message, _OPENINGS):
+            self.check_open()
+        elif self.state is not State.OPENING or self._greeted == isinstance(message, Hello):
+            raise LocalProtocolError(f"{name} has its place at the beginning, once")
+        if self.protocol < (since := SINCE.get(type(message), 0)):
+            raise LocalProtocolError(f"{name} needs version {since} of the protocol, the session has {self.protocol}")
+        if isinstance(message, Welcome) and not 0 < message.epoch <= MAX_EPOCH:
+            raise LocalProtocolError(f"epoch {message.epoch}")
+
+    def sent(self, message: Message) -> None:
+        """This end has said `message`."""
+        match message:
+            case Hello():
+                self._greeted = True
+            case Welcome():
+                self._open(message)
+            case Leave() | Refused():
+                self.state = State.CLOSING
+                self.farewell = message
+            case _:
+                pass
+
+    def delivered(self, message: Message) -> None:
+        """The peer's next message is `message`."""
+        match message:
+            case Hello():
+                self._greeted = True
+            case Welcome():
+                self._open(message)
+            case _:
+                pass
+
+    def admit(self, frame: ControlFrame, message: Message | None) -> bool:
+        """Check that the peer may say `message`, in this frame. False for a frame that overtook Welcome: not wrong, but
+        not yet to be judged; it will be sent again. None is a message unknown here, which may be passed over.
+
+        Raises:
+            RemoteProtocolError: it may not.
+        """
+        if message is not None and type(message) not in _SAYS[_PEER[self.role]]:
+            raise RemoteProtocolError(f"a {_PEER[self.role].value} does not send {type(message).__name__}")
+        opens = isinstance(message, _OPENINGS)
+        if (opens or isinstance(message, Heartbeat)) != (frame.seq == 0):
+            raise RemoteProtocolError(f"frame {frame.seq} holds {type(message).__name__}")
+        if opens:
+            self._check_opening(frame, message)
+        elif self.role is Role.NODE and self.state is State.OPENING:
+            return False
+        else:
+            self.check_run(frame.run, frame.epoch)
+        return True
+
+    def check_run(self, run: int, epoch: int) -> None:
+        """Raise RemoteProtocolError unless a frame is of the open session's run and epoch (protocol S)."""
+        if (run, epoch) != (self.run, self.epoch) or epoch == 0:
+            raise RemoteProtocolError(f"run {run:016x} epoch {epoch}, here {self.run:016x} epoch {self.epoch}")
+
+    def _check_opening(self, frame: ControlFrame, message: Message | None) -> None:
+        name = type(message).__name__
+        expected = (run_tag(message), message.epoch) if isinstance(message, Welcome) else (0, 0)
+        if (frame.run, frame.epoch) != expected:
+            raise RemoteProtocolError(f"{name} in a frame of run {frame.run:016x} epoch {frame.epoch}")
+        if isinstance(message, Welcome):
+            if self.state is not State.OPENING:
+                self.check_run(frame.run, frame.epoch)
+            elif frame.epoch == 0:
+                raise RemoteProtocolError("epochs begin at 1")
+        if not isinstance(message, Hello) and frame.ack == 0:
+            raise RemoteProtocolError(f"{name} answers no Hello")
+
+    def _open(self, welcome: Welcome) -> None:
+        self.state = State.OPEN
+        self.run = run_tag(welcome)
+        self.epoch = welcome.epoch
+        self.protocol = welcome.protocol
+        self.lane_token = welcome.lane_token
+
+
+def run_tag(welcome: Welcome) -> int:
+    """The run's fingerprint as the number that frames carry."""
+    return int(welcome.spec.identity.fingerprint(), 16)
+
+
+# --- The control lane's reliable stream: every message in order, exactly once, whatever the pipe does.
+#
+# Each direction numbers its frames from 0. `ack` on every frame says how many have arrived without a gap; what is not
+# acknowledged within a time-out is sent again from the first missing one. Heartbeats have no number: they carry an
+# acknowledgement and a sign of life, and are neither repeated nor acknowledged, or two silent ends would talk for ever.
+
+
+HEARTBEAT = encode(Heartbeat())
+
+
+class ControlStream:
+    """Both directions of one end."""
+
+    def __init__(self, limits: Limits, timing: Timing, traffic: Traffic, now: float) -> None:
+        self._limits = limits
+        self._timing = timing
+        self._traffic = traffic
+        self.heartbeats = False
+        """Off until the session is open: before, no frame but the opening ones may be sent."""
+
+        self._bodies: deque[bytes] = deque()
+        """Encoded messages that are not acknowledged; the first has the number `_acked`."""
+        self._queued_bytes = 0
+        self._acked = 0
+        self._cursor = 0
+        """Number of the next frame to transmit, for the first time or again."""
+        self._highest = 0
+        """Number of the first frame that was never transmitted."""
+        self._rto_s = timing.rto_s
+        self._resend_at: float | None = None
+        self._spoke_at = now
+
+        self.received = 0
+        """Frames delivered: the number of the next one, and the acknowledgement to send."""
+        self._ahead: dict[int, tuple[Message | None, int]] = {}
+        """Messages that overtook number `received`, with their bytes."""
+        self._ahead_bytes = 0
+        self._ack_at: float | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was pushed is acknowledged."""
+        return not self._bodies
+
+    def push(self, body: bytes, *, bounded: bool = True) -> None:
+        """Queue an encoded message.
+
+        Args:
+            body: the message's bytes.
+            bounded: False for the session's own Credits: the queue has room for as many again.
+
+        Raises:
+            LimitReached: too many messages wait for an acknowledgement.
+        """
+        share = 1 if bounded else 2
+        if len(self._bodies) >= share * self._limits.max_queued_messages:
+            raise LimitReached(f"{len(self._bodies)} messages wait for the peer to acknowledge them")
+        if self._bodies and self._queued_bytes + len(body) > share * self._limits.max_queued_bytes:
+            raise LimitReached(f"{self._queued_bytes} bytes of messages wait for the peer to acknowledge them")
+        self._bodies.append(body)
+        self._queued_bytes += len(body)
+
+    def admit(self, seq: int, ack: int) -> None:
+        """Check the numbers of a frame before anything is changed.
+
+        Raises:
+            RemoteProtocolError: no honest peer sends them.
+        """
+        if ack > self._highest:
+            raise RemoteProtocolError(f"{ack} frames acknowledged, {self._highest} were sent")
+        if seq >= self.received + AHEAD_FRAMES:
+            raise RemoteProtocolError(f"frame {seq} while {self.received} is the next: more than {AHEAD_FRAMES} ahead")
+
+    def acknowledge(self, ack: int, now: float) -> None:
+        """The peer has the first `ack` frames."""
+        if ack <= self._acked:
+            return
+        for _ in range(ack - self._acked):
+            self._queued_bytes -= len(self._bodies.popleft())
+        self._acked = ack
+        self._cursor = max(self._cursor, ack)
+        self._rto_s = self._timing.rto_s
+        self._resend_at = now + self._rto_s if self._cursor > ack else None
+
+    def accept(self, seq: int, message: Message | None, num_bytes: int, now: float) -> list[Message]:
+        """Take in an admitted frame; the messages that can now be delivered. None is one unknown here, passed over."""
+        if self._ack_at is None:
+            self._ack_at = now + self._timing.ack_delay_s
+        if seq < self.received or seq in self._ahead:
+            self._traffic.control_duplicates += 1
+            return []
+        if seq > self.received:
+            if self._ahead_bytes + num_bytes <= self._limits.max_ahead_bytes:
+                self._ahead[seq] = (message, num_bytes)
+                self._ahead_bytes += num_bytes
+            return []
+        ready = [message]
+        self.received += 1
+        while self.received in self._ahead:
+            message, num_bytes = self._ahead.pop(self.received)
+            self._ahead_bytes -= num_bytes
+            self.received += 1
+            ready.append(message)
+        return [message for message in ready if message is not None]
+
+    def outgoing(self, now: float) -> list[tuple[int, bytes]]:
+        """(number, body) of the frames to transmit now; each must carry `received` as its acknowledgement."""
+        frames = []
+        for seq in range(self._cursor, min(self._acked + len(self._bodies), self._acked + AHEAD_FRAMES)):
+            frames.append((seq, self._bodies[seq - self._acked]))
+        if frames:
+            self._traffic.control_resends += max(0, min(self._highest, frames[-1][0] + 1) - self._cursor)
+            self._cursor = frames[-1][0] + 1
+            self._highest = max(self._highest, self._cursor)
+            self._resend_at = self._resend_at or now + self._rto_s
+        elif self.heartbeats and now >= self._heartbeat_at():
+            frames.append((0, HEARTBEAT))
+        if frames:
+            self._ack_at = None
+            self._spoke_at = now
+        return frames
+
+    def speak(self) -> None:
+        """Let a heartbeat be due now."""
+        self._spoke_at = -math.inf
+
+    def next_timer(self) -> float | None:
+        """When `handle_timer` and then `outgoing` have something to do."""
+        timers = [self._resend_at, self._heartbeat_at() if self.heartbeats else None]
+        return min((timer for timer in timers if timer is not None), default=None)
+
+    def handle_timer(self, now: float) -> None:
+        """Go back to the first unacknowledged frame when its time is up."""
+        if self._resend_at is not None and now >= self._resend_at:
+            self._cursor = self._acked
+            self._resend_at = None
+            self._rto_s = min(2 * self._rto_s, self._timing.rto_max_s)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self._acked <= self._cursor <= self._highest <= self._acked + AHEAD_FRAMES
+        assert self._highest <= self._acked + len(self._bodies)
+        assert self._queued_bytes == sum(map(len, self._bodies))
+        assert self._resend_at is None or self._cursor > self._acked
+        assert all(self.received < seq < self.received + AHEAD_FRAMES for seq in self._ahead)
+        assert self._ahead_bytes == sum(num_bytes for _, num_bytes in self._ahead.values())
+        assert self._ahead_bytes <= self._limits.max_ahead_bytes
+
+    def _heartbeat_at(self) -> float:
+        silent_until = self._spoke_at + self._timing.heartbeat_s
+        return silent_until if self._ack_at is None else min(silent_until, self._ack_at)
+
+
+# --- The protocol state of one node–coordinator link, without I/O: one control lane, any number of bulk lanes.
+#
+# A link owns the sockets and turns the crank: it hands in what arrives (`receive`), what its application asks (`send`,
+# `send_blob`, …) and the passing of time (`handle_timer`); then it drains `events()`, transmits `outgoing(now)` until
+# that is empty or a socket is full, and sleeps until a socket is readable or `next_timer()` has come. All readable
+# frames go in before a due timer does (protocol C).
+
 
 ROUND_TRIPS = 10
 """Echoes that a round trip is known by: one alone may have waited behind something."""

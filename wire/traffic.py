@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from farloop.algo.spec import BlobKind
 from farloop.wire.frames import Buffer
-from farloop.wire.report_messages import BytesByKind
+from farloop.wire.messages import BytesByKind
 
 GREETING_BYTES = 64 + 43
 """Of a connection in the clear, each way: ZMTP 3.1's greeting, and READY with socket type and an empty identity."""

@@ -181,7 +181,7 @@ class Hub:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class PlanRequest:
     """What is asked of the planner."""
 
     stages: int | None = None
@@ -228,7 +228,7 @@ class Inventory:
     of their sites. Two places without one cannot reach each other; only nodes of one site have LOCAL between them."""
     hub: Hub | None = None
     """None: nothing is known of the coordinator's end."""
-    wish: Wish = Wish()
+    wish: PlanRequest = PlanRequest()
     name: str = ""
     about: str = ""
 

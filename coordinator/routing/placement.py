@@ -1,20 +1,183 @@
-"""Which nodes replicate which stage, judged as DT-FM does (arXiv 2206.01288): data parallel plus twice the pipeline.
+"""Which nodes replicate which stage (Holmes)."""
 
-The cost of a step is DP/H + 2·PP. DP is the slowest node of the slowest stage that exchanges gradients with all other
-replicas; PP is the cheapest order of the stages, where two stages are joined by the perfect matching of their replicas
-whose slowest pair is the fastest. Both are bottlenecks: the slowest sets the pace.
-"""
-
+import heapq
 import itertools
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from farloop.coordinator.routing.fabric import Fabric
+from farloop.coordinator.routing.inventory import CardKind
+
+# --- How many layers each stage gets: the exact min-max rule, and Holmes' floor rule to compare it with.
+
+
+def min_max_split(layers: int, speeds: Sequence[float], caps: Sequence[int | None] | None = None) -> tuple[int, ...]:
+    """Layers per stage so that the slowest stage, max nᵢ/sᵢ, is as fast as it can be.
+
+    Every stage gets one; each further one goes to the stage that is then the least slow, (nᵢ + 1)/sᵢ, ties to the
+    first. That is exact: a stage is only given a layer when no other would take less time with it. `speeds` are layers
+    per second, measured; `caps` is what the memory of a stage holds.
+
+    Raises:
+        ValueError: fewer layers than stages, a speed that is not above 0, or caps that do not hold all layers.
+    """
+    _check(layers, speeds)
+    room = [layers if cap is None else cap for cap in (caps or [None] * len(speeds))]
+    if len(room) != len(speeds):
+        raise ValueError(f"there are {len(speeds)} speeds and {len(room)} caps; one of each per stage is wanted")
+    if min(room) < 1 or sum(room) < layers:
+        raise ValueError(f"the stages hold {sum(room)} layers at most; {layers} have to fit, and one in each")
+    counts = [1] * len(speeds)
+    heap = [(2 / speed, stage) for stage, speed in enumerate(speeds) if room[stage] > 1]
+    heapq.heapify(heap)
+    for _ in range(layers - len(speeds)):
+        _, stage = heapq.heappop(heap)
+        counts[stage] += 1
+        if counts[stage] < room[stage]:
+            heapq.heappush(heap, ((counts[stage] + 1) / speeds[stage], stage))
+    return tuple(counts)
+
+
+def floor_split(layers: int, speeds: Sequence[float], alpha: float = 1.0) -> tuple[int, ...]:
+    """Holmes' rule: stage i gets ⌊α·L·sᵢ/Σs⌋, what is left goes to the last stage.
+
+    α = 1 gives the splits that are published with its code (30 layers at 197 : 160 → 16, 14). A stage may end up
+    with no layer, which is this rule's fault and not mended here.
+
+    Raises:
+        ValueError: fewer layers than stages, or a speed that is not above 0.
+    """
+    _check(layers, speeds)
+    total = sum(speeds)
+    counts = [math.floor(alpha * layers * speed / total) for speed in speeds]
+    counts[-1] += layers - sum(counts)
+    return tuple(counts)
+
+
+def slowest_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
+    """max nᵢ/sᵢ: what a split is judged by."""
+    return max(count / speed for count, speed in zip(counts, speeds, strict=True))
+
+
+def offsets(counts: Sequence[int]) -> tuple[int, ...]:
+    """The first layer of each stage."""
+    return tuple(sum(counts[:stage]) for stage in range(len(counts)))
+
+
+def _check(layers: int, speeds: Sequence[float]) -> None:
+    if not speeds or layers < len(speeds):
+        raise ValueError(
+            f"{layers} layers cannot be cut into {len(speeds)} stages; from 1 to {layers} stages are possible"
+        )
+    if slow := next((speed for speed in speeds if not (math.isfinite(speed) and speed > 0.0)), None):
+        raise ValueError(f"a stage has speed {slow}; a number above 0 is wanted")
+    if 0.0 in speeds:
+        raise ValueError("a stage has speed 0; a number above 0 is wanted")
+
+
+# --- Ranks, and who shares a collective with whom: Holmes' layout (arXiv 2312.03549).
+#
+# Ranks are sorted by the kind of their network card and cut into a mesh of p pipeline stages, d replicas and t tensor
+# shards, tensor fastest. A stage is d·t consecutive ranks, so that its data-parallel groups have one kind of card
+# wherever every kind has a multiple of d·t ranks; only pipeline edges cross kinds.
+
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+class Transport(StrEnum):
+    """What the collectives of a group may use."""
+
+    INFINIBAND = "infiniband"
+    ROCE = "roce"
+    SOCKET = "socket"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Groups of physical ranks; every rank stands in one of each sort."""
+
+    tensor: tuple[tuple[int, ...], ...]
+    data: tuple[tuple[int, ...], ...]
+    pipeline: tuple[tuple[int, ...], ...]
+
+
+def logical_order(kinds: Sequence[Kind], preference: Sequence[Kind]) -> tuple[int, ...]:
+    """Physical ranks by (place of their kind in `preference`, rank): the logical rank is the place in this order.
+
+    Raises:
+        ValueError: a kind that `preference` does not name.
+    """
+    place = {kind: index for index, kind in enumerate(preference)}
+    if unknown := next((kind for kind in kinds if kind not in place), None):
+        raise ValueError(f"there is no {unknown!r} in the order of kinds; it has {', '.join(map(str, preference))}")
+    return tuple(sorted(range(len(kinds)), key=lambda rank: (place[kinds[rank]], rank)))
+
+
+def mesh(kinds: Sequence[Kind], preference: Sequence[Kind], *, t: int, p: int, d: int) -> Mesh:
+    """The groups of t·p·d ranks.
+
+    Logical rank r has the coordinates pp = r // (d·t), dp = (r // t) mod d, tp = r mod t.
+
+    Raises:
+        ValueError: t·p·d is not the number of ranks.
+    """
+    if min(t, p, d) < 1 or t * p * d != len(kinds):
+        raise ValueError(f"t·p·d = {t}·{p}·{d} = {t * p * d}; there are {len(kinds)} ranks, it has to be as many")
+    at = logical_order(kinds, preference)
+    block = d * t
+    return Mesh(
+        tensor=tuple(tuple(at[first : first + t]) for first in range(0, len(at), t)),
+        data=tuple(
+            tuple(at[stage * block + k * t + shard] for k in range(d)) for stage in range(p) for shard in range(t)
+        ),
+        pipeline=tuple(
+            tuple(at[stage * block + replica * t + shard] for stage in range(p))
+            for replica in range(d)
+            for shard in range(t)
+        ),
+    )
+
+
+def transport(kinds: Sequence[CardKind]) -> Transport:
+    """RDMA when all ranks of a group have the same RDMA fabric, sockets otherwise."""
+    fabrics = {kind.fabric for kind in kinds}
+    if len(fabrics) > 1 or not fabrics:
+        return Transport.SOCKET
+    match fabrics.pop():
+        case CardKind.INFINIBAND:
+            return Transport.INFINIBAND
+        case CardKind.ROCE_V2 | CardKind.ROCE_V1:
+            return Transport.ROCE
+        case _:
+            return Transport.SOCKET
+
+
+def blocks(order: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
+    """Logical ranks cut into stages of consecutive ones; where they do not divide, the first stages get one more."""
+    size, more = divmod(len(order), stages)
+    found, first = [], 0
+    for stage in range(stages):
+        last = first + size + (stage < more)
+        found.append(tuple(order[first:last]))
+        first = last
+    return tuple(found)
+
+
+# --- Which nodes replicate which stage, judged as DT-FM does (arXiv 2206.01288): data parallel plus twice the pipeline.
+#
+# The cost of a step is DP/H + 2·PP. DP is the slowest node of the slowest stage that exchanges gradients with all other
+# replicas; PP is the cheapest order of the stages, where two stages are joined by the perfect matching of their
+# replicas whose slowest pair is the fastest. Both are bottlenecks: the slowest sets the pace.
+
 
 Groups = tuple[tuple[int, ...], ...]
 """[stage][replica] → node"""

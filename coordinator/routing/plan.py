@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from farloop.algo.layout import Hop, Layout, Path, Stage
-from farloop.coordinator.routing.deciding import Decision, decide
-from farloop.coordinator.routing.fabric import UNREACHABLE_S, Fabric, fabric_of
-from farloop.coordinator.routing.groups import Transport, transport
+from farloop.algo.stages import Hop, Path, Stage, StageLayout
+from farloop.coordinator.routing.fabric import UNREACHABLE_S, Fabric, Island, fabric_of, islands_of
 from farloop.coordinator.routing.inventory import LOCAL, Inventory, Mode, Provenance
-from farloop.coordinator.routing.islands import Island, islands_of
-from farloop.coordinator.routing.partition import floor_split, slowest_s
-from farloop.coordinator.routing.placement import dp_s
-from farloop.coordinator.routing.rates import utilization
+from farloop.coordinator.routing.mode import Decision, decide
+from farloop.coordinator.routing.placement import Transport, dp_s, floor_split, slowest_s, transport
 from farloop.coordinator.routing.routes import Paths
 from farloop.coordinator.routing.simulator import Outcome, simulate
-from farloop.coordinator.routing.syncing import Sync, plan_sync
+from farloop.coordinator.routing.sync_plan import Sync, plan_sync, utilization
 
 LEAST_COVERAGE = 0.5
 """Share of the microbatches that should visit a stage; of less a plan tells."""
@@ -35,7 +31,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class PlanOption:
     """A plan that lost, or what this one is measured by."""
 
     name: str
@@ -53,7 +49,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class StepInterval:
     """A piece of work of the slowest source in a step: a forward pass (F), a loss (L) or a backward pass (B)."""
 
     node: str
@@ -71,7 +67,7 @@ class Plan:
     mode: Mode
     why: str
     islands: tuple[tuple[str, ...], ...]
-    layout: Layout
+    layout: StageLayout
     groups: tuple[Group, ...]
     makespan_s: float
     """Of a step's microbatches, by the simulator."""
@@ -89,7 +85,7 @@ class Plan:
     """Of a round's inner steps."""
     busy_share: float
     """Of the nodes' time in a step that is compute, mean over nodes with work."""
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[PlanOption, ...]
     suspects: tuple[tuple[str, str], ...]
     """Links that are too slow to be believed, left out until they are probed again."""
     standby: tuple[str, ...]
@@ -97,7 +93,7 @@ class Plan:
     idle: tuple[str, ...]
     """Nodes without a stage: their island does not hold the model."""
     notes: tuple[str, ...]
-    beats: tuple[Beat, ...]
+    beats: tuple[StepInterval, ...]
     """A step of the slowest source."""
     source_s: tuple[tuple[str, float], ...]
     """Seconds of a step of every source."""
@@ -185,11 +181,11 @@ def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
     )
 
 
-def _beats(inventory: Inventory, fabric: Fabric, paths: Paths, outcome: Outcome) -> tuple[Beat, ...]:
+def _beats(inventory: Inventory, fabric: Fabric, paths: Paths, outcome: Outcome) -> tuple[StepInterval, ...]:
     slowest = max(outcome.source_s, key=lambda source: outcome.source_s[source])
     kept = simulate(paths.routes, paths.work, fabric.message_s, keep=True)
     return tuple(
-        Beat(
+        StepInterval(
             node=inventory.nodes[piece.node].name,
             stage=paths.stage_of[piece.node],
             kind=piece.kind,
@@ -202,7 +198,7 @@ def _beats(inventory: Inventory, fabric: Fabric, paths: Paths, outcome: Outcome)
     )
 
 
-def _layout(inventory: Inventory, paths: Paths, epoch: int) -> Layout:
+def _layout(inventory: Inventory, paths: Paths, epoch: int) -> StageLayout:
     names = [node.name for node in inventory.nodes]
     first, stages = 0, []
     for number, layers in enumerate(paths.work.layers):
@@ -213,7 +209,7 @@ def _layout(inventory: Inventory, paths: Paths, epoch: int) -> Layout:
         Path(hops=tuple(Hop(stage=s, node=names[n]) for n, s in zip(route.nodes, route.stages, strict=True)))
         for route in paths.routes
     )
-    layout = Layout(epoch=epoch, stages=tuple(stages), paths=ways)
+    layout = StageLayout(epoch=epoch, stages=tuple(stages), paths=ways)
     faults = list(layout.faults())
     assert not faults, faults
     return layout
@@ -251,18 +247,18 @@ def _synced(
     return sync, sync.star.round_s, compute
 
 
-def _alternatives(decision: Decision, sync: Sync | None, outcome: Outcome) -> tuple[Alternative, ...]:
+def _alternatives(decision: Decision, sync: Sync | None, outcome: Outcome) -> tuple[PlanOption, ...]:
     found = [
-        Alternative(name=name, seconds=seconds, chosen_s=decision.cost_s, of="communication of a step")
+        PlanOption(name=name, seconds=seconds, chosen_s=decision.cost_s, of="communication of a step")
         for name, seconds in decision.lost
     ]
     found += [
-        Alternative(name=name, seconds=seconds, chosen_s=outcome.makespan_s, of="step")
+        PlanOption(name=name, seconds=seconds, chosen_s=outcome.makespan_s, of="step")
         for name, seconds in decision.compared
     ]
     if sync is not None:
         found += [
-            Alternative(name=one.name, seconds=one.round_s, chosen_s=sync.star.round_s, of="sync, against the star")
+            PlanOption(name=one.name, seconds=one.round_s, chosen_s=sync.star.round_s, of="sync, against the star")
             for one in sync.topologies[1:]
         ]
     return tuple(found)

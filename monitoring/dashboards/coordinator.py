@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from farloop.monitoring.dashboards.panels import GOOD_IF_HIGH, GOOD_IF_ZERO, Line, Page
-from farloop.monitoring.dashboards.words import HAPPENED, C, some
+from farloop.monitoring.dashboards.panels import GOOD_IF_HIGH, GOOD_IF_ZERO, HAPPENED, C, Line, Page, some
 
 RUNBOOKS = Path(__file__).parents[1] / "runbooks"
 

@@ -1,7 +1,6 @@
 """Network: every link between the coordinator and a node, as the coordinator sees it."""
 
-from farloop.monitoring.dashboards.panels import GOOD_IF_ZERO, Column, Line, Page
-from farloop.monitoring.dashboards.words import HAPPENED, C
+from farloop.monitoring.dashboards.panels import GOOD_IF_ZERO, HAPPENED, C, Column, Line, Page
 
 
 def network() -> Page:

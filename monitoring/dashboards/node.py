@@ -1,7 +1,6 @@
 """Node: where one cluster's time goes, with its GPUs beside it."""
 
-from farloop.monitoring.dashboards.panels import GOOD_IF_HIGH, Line, Page
-from farloop.monitoring.dashboards.words import CN, HAPPENED, G, N
+from farloop.monitoring.dashboards.panels import CN, GOOD_IF_HIGH, HAPPENED, G, Line, N, Page
 
 
 def node() -> Page:

@@ -1,7 +1,6 @@
 """Run: is it learning, how fast, at what cost."""
 
-from farloop.monitoring.dashboards.panels import GOOD_IF_HIGH, Line, Page
-from farloop.monitoring.dashboards.words import HAPPENED, C, some
+from farloop.monitoring.dashboards.panels import GOOD_IF_HIGH, HAPPENED, C, Line, Page, some
 
 
 def run() -> Page:

@@ -1,13 +1,42 @@
-"""What the machine of a pipeline is told, and what it asks for. Plain values; tensors stay with the shell."""
+"""Events, commands and errors of a pipeline node."""
 
 from dataclasses import dataclass
 
-from farloop.algo.layout import Layout
-from farloop.node.pipeline.words import Message, Trip, Work
+from farloop.algo.stages import StageLayout
+from farloop.node.errors import NodeError
+from farloop.node.pipeline.messages import Message, MicrobatchRoute, Work
+
+# --- What ends a node of a pipeline, in one line each.
+#
+# NodeError ├── LayoutError the layout is none, or has no place for this node (do not retry) ├── PeerBindError the
+# address cannot be listened at (do not retry) └── PipelineBroken the sources that this stage follows are gone (retry: a
+# new layout, or they come back)
+
+
+class LayoutError(NodeError):
+    """Names the file and the fault."""
+
+    exit_code = 2
+
+
+class PeerBindError(NodeError):
+    """Names the address."""
+
+    exit_code = 2
+
+
+class PipelineBroken(NodeError):
+    """Says who is gone."""
+
+    exit_code = 5
+    retriable = True
+
+
+# --- What the machine of a pipeline is told, and what it asks for. Plain values; tensors stay with the shell.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Began:
+class StepBegan:
     """The shell is ready for the next step."""
 
     microbatches: int = 0
@@ -32,7 +61,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class MessageArrived:
     """A message came."""
 
     sender: str
@@ -57,11 +86,11 @@ class Down:
 class Offered:
     """Somebody wants this layout to be followed by all: this node is to conduct the switch."""
 
-    layout: Layout
+    layout: StageLayout
     addresses: dict[str, str]
 
 
-Event = Began | Arrived | Computed | Told | Up | Down | Offered
+Event = StepBegan | Arrived | Computed | MessageArrived | Up | Down | Offered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +120,7 @@ class Tell:
 class Discard:
     """Nothing of this trip is wanted any more."""
 
-    trip: Trip
+    trip: MicrobatchRoute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +141,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """The step is over: divide the gradients, let the optimizer step, then `Began`."""
+    """The step is over: divide the gradients, let the optimizer step, then `StepBegan`."""
 
     summary: Summary
 
@@ -128,7 +157,7 @@ class Meet:
 class Adopt:
     """The machine follows this layout from here on."""
 
-    layout: Layout
+    layout: StageLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,18 +16,16 @@ from typing import assert_never
 
 from torch import Tensor
 
-from farloop.algo.layout import Layout
+from farloop.algo.stages import StageLayout
 from farloop.node.pipeline import events as ev
-from farloop.node.pipeline import frames
-from farloop.node.pipeline.errors import LayoutError, PipelineBroken
-from farloop.node.pipeline.frames import Parcel
+from farloop.node.pipeline import messages
+from farloop.node.pipeline.events import LayoutError, PipelineBroken
+from farloop.node.pipeline.layout import Settings
 from farloop.node.pipeline.link import PeerConfig, PeerLink
 from farloop.node.pipeline.machine import PipelineMachine
-from farloop.node.pipeline.settings import Settings
-from farloop.node.pipeline.stage import Normalise, StageJobs, Trained
-from farloop.node.pipeline.tensors import from_bytes, to_bytes
-from farloop.node.pipeline.words import Leave, Message, Trip, Word, Work
-from farloop.wire.errors import RemoteProtocolError
+from farloop.node.pipeline.messages import FramedMessage, Leave, Message, MicrobatchRoute, PipelineMessage, Work
+from farloop.node.pipeline.stage import Normalise, StageJobs, Trained, from_bytes, to_bytes
+from farloop.wire.reasons import RemoteProtocolError
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ class Executor:
     def __init__(
         self,
         *,
-        layout: Layout,
+        layout: StageLayout,
         addresses: Mapping[str, str],
         jobs: StageJobs,
         peer: PeerConfig,
@@ -76,11 +74,11 @@ class Executor:
         """Of tensors sent, by receiver."""
         self._addresses, self._incarnation, self._run = dict(addresses), incarnation, run
         self._codec, self._normalise, self._wanted = codec, normalise, wanted
-        self._inbox: queue.SimpleQueue[tuple[str, Parcel | Message | bool]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[str, FramedMessage | Message | bool]] = queue.SimpleQueue()
         self._events: deque[ev.Event] = deque()
         self._tensors: dict[Work, Tensor] = {}
         """What came, until it is worked on."""
-        self._results: dict[Trip, Tensor] = {}
+        self._results: dict[MicrobatchRoute, Tensor] = {}
         """What goes on, until it is sent or worked on here."""
         self._summary: ev.Summary | None = None
         self._finished = False
@@ -96,7 +94,7 @@ class Executor:
     def close(self) -> None:
         """Say good-bye and stop the link's thread."""
         for name in self._addresses:
-            self.link.send(name, frames.message(Leave(start=self._incarnation), self._run))
+            self.link.send(name, messages.message(Leave(start=self._incarnation), self._run))
         self.link.close()
 
     def step(self, microbatches: Sequence[Tensor] = (), *, closes_round: bool = True) -> Step | None:
@@ -112,7 +110,7 @@ class Executor:
         began = time.monotonic()
         self.jobs.load(microbatches)
         self._summary = None
-        self._handle(ev.Began(microbatches=len(microbatches), closes_round=closes_round))
+        self._handle(ev.StepBegan(microbatches=len(microbatches), closes_round=closes_round))
         while self._summary is None and not self._finished:
             self._turn()
             if self._summary is None and self.machine.waiting and not self._wanted():
@@ -122,7 +120,7 @@ class Executor:
         trained = self.jobs.finish(self._share(self._summary), self._normalise)
         return Step(trained=trained, summary=self._summary, seconds=time.monotonic() - began)
 
-    def offer(self, layout: Layout, addresses: Mapping[str, str]) -> None:
+    def offer(self, layout: StageLayout, addresses: Mapping[str, str]) -> None:
         """Conduct the switch to another layout."""
         self._events.append(ev.Offered(layout=layout, addresses=dict(addresses)))
 
@@ -151,18 +149,18 @@ class Executor:
         if timer is not None and time.monotonic() >= timer:
             self._do(self.machine.handle_timer(time.monotonic()))
 
-    def _take(self, name: str, come: Parcel | Message | bool) -> None:
+    def _take(self, name: str, come: FramedMessage | Message | bool) -> None:
         match come:
             case bool():
                 self._handle(ev.Up(peer=name) if come else ev.Down(peer=name))
-            case Parcel(work=work, info=info, data=data):
+            case FramedMessage(work=work, info=info, data=data):
                 try:
                     self._tensors[work] = from_bytes(info, data, self.jobs.device, self._codec)
                 except RemoteProtocolError as error:
                     return _log.warning("bad tensor of %s reason=%r", name, str(error))
                 self._handle(ev.Arrived(sender=name, work=work))
             case _:
-                self._handle(ev.Told(sender=name, message=come))
+                self._handle(ev.MessageArrived(sender=name, message=come))
 
     def _handle(self, event: ev.Event) -> None:
         self._do(self.machine.handle(event, time.monotonic()))
@@ -186,9 +184,9 @@ class Executor:
                 info, data = to_bytes(self._results.pop(work.trip), self._codec)
                 self.bytes_by_hop[to] = self.bytes_by_hop.get(to, 0) + info.size
                 stamped = replace(info, sent_s=time.monotonic())
-                self.link.send(to, frames.parcel(work, stamped, data, self._run))
+                self.link.send(to, messages.parcel(work, stamped, data, self._run))
             case ev.Tell(to=to, message=message):
-                self.link.send(to, frames.message(message, self._run))
+                self.link.send(to, messages.message(message, self._run))
             case ev.Discard(trip=trip):
                 self._discard(trip)
             case ev.Over(summary=summary):
@@ -207,16 +205,16 @@ class Executor:
             case _:
                 assert_never(command)
 
-    def _discard(self, trip: Trip) -> None:
+    def _discard(self, trip: MicrobatchRoute) -> None:
         self.jobs.forget(trip)
         self._results.pop(trip, None)
         for work in [work for work in self._tensors if work.trip == trip]:
             del self._tensors[work]
 
-    def _word(self) -> Word:
+    def _word(self) -> PipelineMessage:
         """In the link's thread."""
         epoch, ready, queued, job_s, busy_at, over = self._told
-        return Word(
+        return PipelineMessage(
             incarnation=self._incarnation,
             epoch=epoch,
             ready=ready,

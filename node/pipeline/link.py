@@ -1,9 +1,4 @@
-"""The sockets between the nodes of a pipeline: one ROUTER that all others dial, one DEALER to each of them.
-
-A background thread with a loop of its own. Nothing here decides: what comes goes to the training thread through
-`deliver`, what that wants to send comes back through thread-safe calls. A peer is up while its words come and the
-connection to it stands; a broken connection is noticed at once and dialled again, a silent one after `liveness_s`.
-"""
+"""Sockets between pipeline nodes, and what they measure of links."""
 
 import asyncio
 import logging
@@ -15,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Final
 
 import uvloop
 import zmq
@@ -22,15 +18,104 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from farloop.node.pipeline import frames
-from farloop.node.pipeline.errors import PeerBindError
-from farloop.node.pipeline.frames import Parcel
-from farloop.node.pipeline.sight import Echo, Sight
-from farloop.node.pipeline.words import Message, Word
-from farloop.wire.errors import RemoteProtocolError
+from farloop.node.pipeline import messages
+from farloop.node.pipeline.events import PeerBindError
+from farloop.node.pipeline.messages import FramedMessage, Message, PipelineMessage
 from farloop.wire.frames import Buffer
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
-from farloop.wire.link_messages import Seen
+from farloop.wire.messages import Seen, Transfer
+from farloop.wire.reasons import RemoteProtocolError
+
+# --- What a node sees of the link to another stage, without a byte more than has to be sent: round trip and rate.
+#
+# Every frame tells when its sender made it, by the sender's own clock; a word says the last time back that came, and
+# how long ago. So a round trip needs one clock alone; and what a tensor took longer than the quickest word is the time
+# of its bytes, whatever the two clocks differ by. A tensor is one ZeroMQ message, which arrives whole: its arrival
+# alone would tell how often its sender has work, and nothing of the link (`wire/meter.py`).
+
+
+LOOKS_BACK_S: Final = 8.0
+"""Words and tensors that are older say nothing any more: long beside the half second between words."""
+
+LEAST_S: Final = 1e-3
+"""What threads and loops of the two machines take: a tensor that took less took so long, as far as can be told."""
+
+_MOST: Final = 1024
+"""Of each kind that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """What the next word to the peer gives back."""
+
+    sent_s: float
+    """Of its newest word; 0 before there is one."""
+    held_s: float
+    """Since that came."""
+
+
+class LinkEstimate:
+    """Of one peer. Times of its clock are `sent_s`, of this node's `now`."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[float, float] | None = None
+        """Of its newest word: (sent_s, when it came)."""
+        self._round_trips: deque[tuple[float, float]] = deque(maxlen=_MOST)
+        """(when, seconds)"""
+        self._offsets: deque[tuple[float, float]] = deque(maxlen=_MOST)
+        """(when, now − sent_s) of words: the way here, and what the clocks differ by."""
+        self._tensors: deque[tuple[float, int, float]] = deque(maxlen=_MOST)
+        """(when, bytes, now − sent_s)"""
+
+    def word(self, sent_s: float, echo: Echo, now: float) -> None:
+        """A word came; one of an older node tells no time."""
+        if not sent_s:
+            return
+        self._newest = sent_s, now
+        self._offsets.append((now, now - sent_s))
+        round_trip_s = now - echo.sent_s - echo.held_s
+        if echo.sent_s and round_trip_s > 0.0:
+            self._round_trips.append((now, round_trip_s))
+
+    def tensor(self, num_bytes: int, sent_s: float, now: float) -> None:
+        """A tensor came."""
+        if sent_s:
+            self._tensors.append((now, num_bytes, now - sent_s))
+
+    def echo(self, now: float) -> Echo:
+        """For the next word to the peer."""
+        if self._newest is None:
+            return Echo(sent_s=0.0, held_s=0.0)
+        sent_s, came_at = self._newest
+        return Echo(sent_s=sent_s, held_s=now - came_at)
+
+    def seen(self, peer: str, now: float) -> Seen | None:
+        """What to report; None before there is a round trip.
+
+        The shortest of each counts: what takes longer stood in a queue.
+        """
+        for times in (self._round_trips, self._offsets, self._tensors):
+            while times and times[0][0] < now - LOOKS_BACK_S:
+                times.popleft()
+        if not self._round_trips:
+            return None
+        return Seen(peer=peer, rtt_s=min(seconds for _, seconds in self._round_trips), transfer=self._transfer())
+
+    def _transfer(self) -> Transfer | None:
+        if not self._tensors or not self._offsets:
+            return None
+        least_s = min(seconds for _, seconds in self._offsets)
+        took = [(num_bytes, max(LEAST_S, seconds - least_s)) for _, num_bytes, seconds in self._tensors]
+        num_bytes, seconds = max(took, key=lambda one: one[0] / one[1])
+        return Transfer(num_bytes=num_bytes, seconds=seconds)
+
+
+# --- The sockets between the nodes of a pipeline: one ROUTER that all others dial, one DEALER to each of them.
+#
+# A background thread with a loop of its own. Nothing here decides: what comes goes to the training thread through
+# `deliver`, what that wants to send comes back through thread-safe calls. A peer is up while its words come and the
+# connection to it stands; a broken connection is noticed at once and dialled again, a silent one after `liveness_s`.
+
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +133,7 @@ MOST_QUEUED = 4096
 
 ZAP_DOMAIN = "farloop"
 
-Come = Callable[[str, Parcel | Message | bool], None]
+Come = Callable[[str, FramedMessage | Message | bool], None]
 """Who, and what: work, a message, or whether it can be reached from now on."""
 
 
@@ -81,13 +166,13 @@ class _Peer:
     heard_at: float | None = None
     incarnation: int | None = None
     up: bool = False
-    sight: Sight = field(default_factory=Sight)
+    sight: LinkEstimate = field(default_factory=LinkEstimate)
 
 
 class PeerLink:
     """Runs from `start` to `close`. Every public call may be made from any thread."""
 
-    def __init__(self, config: PeerConfig, run: int, deliver: Come, word: Callable[[], Word]) -> None:
+    def __init__(self, config: PeerConfig, run: int, deliver: Come, word: Callable[[], PipelineMessage]) -> None:
         """`run`: the run's fingerprint. `deliver` must not block; it and `word` are called in the link's thread.
 
         Raises:
@@ -202,7 +287,7 @@ class PeerLink:
             (zmq.SNDHWM, 64),
             (zmq.RCVHWM, 256),
             (zmq.HANDSHAKE_IVL, 5000),
-            (zmq.MAXMSGSIZE, max(self._config.max_tensor_bytes, frames.MAX_HEADER_BYTES)),
+            (zmq.MAXMSGSIZE, max(self._config.max_tensor_bytes, messages.MAX_HEADER_BYTES)),
             (zmq.TCP_KEEPALIVE, 1),
         ):
             socket.setsockopt(option, value)
@@ -223,22 +308,22 @@ class PeerLink:
                 _log.warning("bad frame of a peer reason=%r", str(error))
 
     def _take(self, parts: list[zmq.Frame]) -> None:
-        name = parts[0].bytes.partition(b"/")[0].decode(errors="replace")[: frames.MAX_NAME]
+        name = parts[0].bytes.partition(b"/")[0].decode(errors="replace")[: messages.MAX_NAME]
         if len(parts) < 2 or (self._allow is not None and self._owner(parts[1]) != name):
             raise RemoteProtocolError(f"{name!r} is not who sent it")
         if (peer := self._peers.get(name)) is None:
             raise RemoteProtocolError(f"no node {name!r} is expected")
         now = time.monotonic()
         buffers = [part.buffer for part in parts[1:]]
-        come = frames.parse(buffers, self._run, self._config.max_tensor_bytes)
+        come = messages.parse(buffers, self._run, self._config.max_tensor_bytes)
         self.bytes_received += sum(len(part) for part in buffers)
         peer.heard_at = now
-        if isinstance(come, Parcel):
+        if isinstance(come, FramedMessage):
             peer.sight.tensor(come.info.size, come.info.sent_s, now)
-        if isinstance(come, Word):
+        if isinstance(come, PipelineMessage):
             if peer.incarnation not in (None, come.incarnation):
                 self._is_up(name, peer, up=False)
-                peer.sight = Sight()
+                peer.sight = LinkEstimate()
             peer.incarnation = come.incarnation
             peer.sight.word(come.sent_s, Echo(sent_s=come.echo_s, held_s=come.held_s), now)
             self._judge(name, peer)
@@ -261,7 +346,7 @@ class PeerLink:
         if up != peer.up:
             peer.up = up
             if not up:
-                peer.incarnation, peer.sight = None, Sight()  # another start has another clock
+                peer.incarnation, peer.sight = None, LinkEstimate()  # another start has another clock
                 peer.queue.clear()
             _log.info("peer %s name=%s", "up" if up else "down", name)
             self._deliver(name, up)
@@ -358,7 +443,7 @@ class PeerLink:
         now = time.monotonic()
         echo = peer.sight.echo(now)
         word = replace(self._word(), sent_s=now, echo_s=echo.sent_s, held_s=echo.held_s)
-        self._send(name, frames.message(word, self._run), now)
+        self._send(name, messages.message(word, self._run), now)
 
     async def _watch_keys(self, allow: AllowList) -> None:
         """A key that leaves the folder is not believed from then on."""

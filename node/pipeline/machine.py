@@ -1,40 +1,148 @@
-"""The decisions of one node of a pipeline: which job is next, where its result goes, when a step is over. Pure.
+"""Decisions of one pipeline node: its job queue, admission of microbatches, steps."""
 
-One job at a time, first come first served. A forward is admitted while the node keeps fewer inputs than its memory
-allows; a source sends while it has credit. The shell (`executor.py`) and the simulator carry the commands out.
-
-    Began ──▶ forward, loss and backward work, as it comes ──▶ Over ──▶ the optimizer steps ──▶ Began …
-"""
-
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import assert_never
 
-from farloop.algo.layout import Hop, Layout
+from farloop.algo.stages import Hop, StageLayout
 from farloop.node.pipeline import events as ev
-from farloop.node.pipeline.arrivals import Held, fault_of, fits
-from farloop.node.pipeline.desk import Desk
-from farloop.node.pipeline.flights import Flights
-from farloop.node.pipeline.homes import Homes
-from farloop.node.pipeline.hops import onward
-from farloop.node.pipeline.peers import Peers, others
-from farloop.node.pipeline.settings import Settings
-from farloop.node.pipeline.switching import Letters, Switching, why_not
-from farloop.node.pipeline.words import (
+from farloop.node.pipeline.layout import Letters, Settings, Switching, why_not
+from farloop.node.pipeline.messages import (
     Ended,
     Forget,
     Kind,
     Leave,
     Lost,
     Message,
+    MicrobatchRoute,
+    PipelineMessage,
     Prepare,
     Prepared,
     Switch,
-    Trip,
-    Word,
     Work,
 )
+from farloop.node.pipeline.routing import InFlight, Peers, Sources, onward, others
+
+# --- What a node believes of work that came: whether it can be done here, or fits a trip that is known.
+
+
+@dataclass(slots=True, kw_only=True)
+class AdmittedWork:
+    """A trip whose input is kept here."""
+
+    visited: tuple[Hop, ...]
+    """Up to this node."""
+    next: str | None = None
+    """Where its output was sent; None while it is computed."""
+    looped: tuple[Hop, ...] | None = None
+    """At its source: all its visits, once its loss is asked for."""
+
+
+def fault_of(work: Work, layout: StageLayout, stage: int) -> str:
+    """Why forward work cannot be done on a node of this stage; an empty text when it can."""
+    if work.epoch != layout.epoch:
+        return f"layout {work.epoch}, here it is {layout.epoch}"
+    paths = layout.paths_from(work.trip.source)
+    if not work.path < len(paths) or not 0 < work.position < len(paths[work.path].hops):
+        return "no such path"
+    if paths[work.path].hops[work.position].stage != stage:
+        return "another stage's"
+    if not work.visited or work.visited[0] != Hop(stage=0, node=work.trip.source):
+        return "it does not begin at its source"
+    stages = [hop.stage for hop in work.visited]
+    if stage in stages or len(set(stages)) != len(stages) or not exist(work.visited, layout):
+        return "visits that cannot be"
+    return ""
+
+
+def fits(work: Work, held: AdmittedWork | None, layout: StageLayout, *, at_source: bool) -> bool:
+    """Whether loss or backward work is of a trip that is known here and waits for it."""
+    if held is None or held.next is None or work.visited[: len(held.visited)] != held.visited:
+        return False
+    if work.kind is Kind.LOSS:
+        return at_source and held.looped is None and exist(work.visited, layout)
+    if at_source:
+        return held.looped == work.visited and work.position == 0
+    return work.position == len(held.visited) - 1
+
+
+def exist(hops: Sequence[Hop], layout: StageLayout) -> bool:
+    """Whether the layout has all of these nodes in these stages."""
+    return all(hop.stage < len(layout.stages) and hop.node in layout.stages[hop.stage].replicas for hop in hops)
+
+
+# --- The work of one node: what waits, what is done now, what came too early, and the inputs that are kept.
+
+
+GONE = 256
+"""Trips that ended early and are remembered: far more than are on their way at any time."""
+
+
+class JobQueue:
+    """One job at a time, first come first served; forward work waits while too many inputs are kept."""
+
+    def __init__(self) -> None:
+        self.queue: list[Work] = []
+        self.running: Work | None = None
+        self.held: dict[MicrobatchRoute, AdmittedWork] = {}
+        """Trips whose input is kept here."""
+        self.early: list[tuple[str, Work]] = []
+        """Work of a step or layout to come, and who sent it."""
+        self.gone: deque[MicrobatchRoute] = deque(maxlen=GONE)
+        """Trips that ended early, the newest last: work of them may still be on its way."""
+
+    def next(self, *, full: bool, here: Hop) -> Work | None:
+        """Begin the next job; None while one runs or none can begin. `full`: no further input can be kept."""
+        if self.running is not None:
+            return None
+        for place, work in enumerate(self.queue):
+            if work.kind is not Kind.FORWARD or not full:
+                self.running = self.queue.pop(place)
+                if work.kind is Kind.FORWARD:
+                    self.held.setdefault(work.trip, AdmittedWork(visited=(*work.visited, here)))
+                return work
+        return None
+
+    def knows(self, trip: MicrobatchRoute) -> bool:
+        """Whether work of this trip came already."""
+        return trip in self.held or self.waits(trip)
+
+    def waits(self, trip: MicrobatchRoute) -> bool:
+        return any(work.trip == trip for work in self.queue) or any(work.trip == trip for _, work in self.early)
+
+    def runs(self, trip: MicrobatchRoute) -> bool:
+        return self.running is not None and self.running.trip == trip
+
+    def forget(self, trip: MicrobatchRoute) -> bool:
+        """Nothing of it is wanted any more; whether nothing of it is under way either."""
+        self.held.pop(trip, None)
+        self.gone.append(trip)
+        self.queue = [work for work in self.queue if work.trip != trip]
+        self.early = [(sender, work) for sender, work in self.early if work.trip != trip]
+        return not self.runs(trip)
+
+    def trips(self, of: Callable[[MicrobatchRoute], bool]) -> list[MicrobatchRoute]:
+        """All such trips that it knows of, in order."""
+        known = {*self.held, *(work.trip for work in self.queue), *(work.trip for _, work in self.early)}
+        return sorted(trip for trip in known if of(trip))
+
+    def check(self, epoch: int) -> None:
+        """A trip has one job at a time, of the present layout, and its input is kept until the last."""
+        trips = [work.trip for work in self.queue]
+        assert len(trips) == len(set(trips)), "a trip waits twice"
+        assert self.running is None or self.running.trip not in trips, "a trip waits while it is computed"
+        for work in self.queue:
+            assert work.epoch == epoch and (work.kind is Kind.FORWARD or work.trip in self.held)
+
+
+# --- The decisions of one node of a pipeline: which job is next, where its result goes, when a step is over.
+#
+# One job at a time, first come first served. A forward is admitted while the node keeps fewer inputs than its memory
+# allows; a source sends while it has credit. The shell (`executor.py`) and the simulator carry the commands out.
+#
+#     Began ──▶ forward, loss and backward work, as it comes ──▶ Over ──▶ the optimizer steps ──▶ Began …
+
 
 EMA = 0.1
 """Of the seconds a job takes (SWARM's α)."""
@@ -43,7 +151,9 @@ EMA = 0.1
 class PipelineMachine:
     """Of one node. `waiting` tells what it stands still for, if anything."""
 
-    def __init__(self, *, name: str, layout: Layout, incarnation: int = 0, settings: Settings | None = None) -> None:
+    def __init__(
+        self, *, name: str, layout: StageLayout, incarnation: int = 0, settings: Settings | None = None
+    ) -> None:
         """Raises ValueError where the layout has a fault, or no stage for this node."""
         if fault := next(layout.faults(), ""):
             raise ValueError(f"layout {layout.epoch}: {fault}")
@@ -52,14 +162,14 @@ class PipelineMachine:
         self.name, self.layout, self.stage = name, layout, stage
         self.settings = settings or Settings()
         self.peers = Peers(others(layout, name))
-        self.homes = Homes(name, layout)
-        self.flights: Flights | None = None
+        self.homes = Sources(name, layout)
+        self.flights: InFlight | None = None
         """Of a source."""
         if stage == 0:
             credit, attempts = self.settings.credit, self.settings.attempts
-            self.flights = Flights(source=name, start=incarnation, credit=credit, attempts=attempts)
+            self.flights = InFlight(source=name, start=incarnation, credit=credit, attempts=attempts)
         self.switching = Switching()
-        self.desk = Desk()
+        self.desk = JobQueue()
         self.counted: Counter[str] = Counter()
         """Since the start: completed, dropped, reissued (of a source); rerouted, skipped, repeated."""
         self.job_s = 0.0
@@ -107,13 +217,13 @@ class PipelineMachine:
         """Take one event; return what is to be done, in order."""
         self._now = now
         match event:
-            case ev.Began():
+            case ev.StepBegan():
                 self._begin(event)
             case ev.Arrived(sender=sender, work=work):
                 self._arrived(sender, work)
             case ev.Computed(work=work):
                 self._computed(work)
-            case ev.Told():
+            case ev.MessageArrived():
                 self._told(event)
             case ev.Up(peer=peer):
                 self.peers.set(peer, "up")
@@ -162,7 +272,7 @@ class PipelineMachine:
 
     # --- a step
 
-    def _begin(self, began: ev.Began) -> None:
+    def _begin(self, began: ev.StepBegan) -> None:
         assert not self._open, "the last step is not over"
         self._assemble_by = self._now + self.settings.assemble_s if self._assemble_by is None else self._assemble_by
         self.step += 1
@@ -213,7 +323,7 @@ class PipelineMachine:
         elif self._orphan_since is None:
             self._orphan_since = self._now
 
-    def _close_source(self, flights: Flights) -> None:
+    def _close_source(self, flights: InFlight) -> None:
         self._goes_over = self.switching.committed and self._closes_round
         next_epoch = self.switching.epoch if self._goes_over and self.switching.epoch is not None else self.epoch
         ended = Ended(start=flights.start, step=flights.step, microbatches=flights.microbatches, next_epoch=next_epoch)
@@ -283,7 +393,7 @@ class PipelineMachine:
             case _:
                 assert_never(work.kind)
 
-    def _go_on(self, work: Work, held: Held) -> None:
+    def _go_on(self, work: Work, held: AdmittedWork) -> None:
         """Forward: to the next stage, or back to the source for the loss."""
         path = self.layout.paths_from(work.trip.source)[work.path]
         late_s, limits = self.settings.late_s, self.settings.limits
@@ -313,7 +423,7 @@ class PipelineMachine:
 
     # --- losses
 
-    def _lose(self, trip: Trip, reason: str) -> None:
+    def _lose(self, trip: MicrobatchRoute, reason: str) -> None:
         """The trip ends here. Its source decides what becomes of the microbatch."""
         self._forget(trip)
         if self.flights is None or trip.source != self.name:
@@ -325,11 +435,11 @@ class PipelineMachine:
             for peer in others(self.layout, self.name):
                 self._tell(peer, Forget(trip=trip))
 
-    def _forget(self, trip: Trip) -> None:
+    def _forget(self, trip: MicrobatchRoute) -> None:
         if self.desk.forget(trip):
             self._do(ev.Discard(trip=trip))
 
-    def _forget_all(self, of: Callable[[Trip], bool]) -> None:
+    def _forget_all(self, of: Callable[[MicrobatchRoute], bool]) -> None:
         for trip in self.desk.trips(of):
             self._forget(trip)
 
@@ -342,10 +452,10 @@ class PipelineMachine:
 
     # --- messages
 
-    def _told(self, told: ev.Told) -> None:
+    def _told(self, told: ev.MessageArrived) -> None:
         sender = told.sender
         match told.message:
-            case Word() as word:
+            case PipelineMessage() as word:
                 self.peers.heard(sender, word, self._now)
                 self._forget_all(self.peers.is_over)
                 if word.epoch > self.epoch:
@@ -379,12 +489,12 @@ class PipelineMachine:
 
     # --- another layout
 
-    def _offered(self, layout: Layout, addresses: dict[str, str]) -> None:
+    def _offered(self, layout: StageLayout, addresses: dict[str, str]) -> None:
         if refusal := self._prepare(layout, addresses):
             return self._do(ev.Note(text=f"layout {layout.epoch} is not followed: {refusal}"))
         self._post(self.switching.conduct(self._reachable()))
 
-    def _prepare(self, layout: Layout, addresses: dict[str, str]) -> str:
+    def _prepare(self, layout: StageLayout, addresses: dict[str, str]) -> str:
         """Make it ready; or why not, in words."""
         refusal = why_not(layout, self.layout, self.name)
         if not refusal:

@@ -1,12 +1,6 @@
-"""The torch of one stage: its part of the model, and the jobs that microbatches bring.
+"""A stage's module and its jobs; tensors as bytes."""
 
-A stage keeps the input of every microbatch until its gradient comes back, and computes the forward pass again then:
-activation checkpointing at the stage's boundary. So a step of the optimizer between the two does no harm to a guest.
-A skipped stage is the identity, for the residual stream passes it by: nothing is computed for it anywhere.
-
-Shape suffixes as in `node/model.py`: B batch, T time (tokens), S = T + 1, D model width.
-"""
-
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +10,70 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farloop.algo.layout import Stage
+from farloop.algo.stages import Stage
 from farloop.node.model import GPT
-from farloop.node.pipeline.words import Kind, Trip, Work
+from farloop.node.pipeline.messages import Kind, MicrobatchRoute, TensorInfo, Work, as_fragment, checksum
+from farloop.quant.errors import BadPayload
+from farloop.quant.registry import codec_named
+from farloop.wire.frames import Buffer
+from farloop.wire.reasons import RemoteProtocolError
+
+# --- Activations and gradients as bytes, and back: raw, or written by a codec of `quant/`.
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def to_bytes(x: Tensor, codec: str = "") -> tuple[TensorInfo, Buffer]:
+    """The tensor as bytes of its own dtype, or in the codec's payload; where it can, without a copy.
+
+    Raises:
+        NonFiniteError: a codec met NaN or infinity: the model is broken.
+    """
+    x = x.detach()
+    if codec:
+        fragment = as_fragment(x.shape)
+        flat = torch.zeros(fragment.numel, device=x.device)
+        flat[: x.numel()] = x.flatten()
+        raw = codec_named(codec).encode(flat, fragment).cpu()
+    else:
+        raw = x.cpu().contiguous().flatten().view(torch.uint8)
+    data = raw.numpy().data
+    dtype = str(x.dtype).removeprefix("torch.")
+    info = TensorInfo(shape=tuple(x.shape), dtype=dtype, codec=codec, size=data.nbytes, checksum=checksum(data))
+    return info, data
+
+
+def from_bytes(info: TensorInfo, data: Buffer, device: torch.device, codec: str = "") -> Tensor:
+    """The tensor again. `codec`: the one that is used here; bytes of another are not believed.
+
+    Raises:
+        RemoteProtocolError: bytes that no such encoder can have written.
+    """
+    if info.codec != codec:
+        raise RemoteProtocolError(f"a tensor written by {info.codec or 'no codec'!r}, here it is {codec or 'none'!r}")
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if not codec:
+        return raw.view(DTYPES[info.dtype]).view(info.shape).to(device)
+    fragment, how = as_fragment(info.shape), codec_named(codec)
+    if len(raw) != how.payload_bytes(fragment):
+        raise RemoteProtocolError(f"{len(raw)} bytes of {codec} for shape {info.shape}")
+    try:
+        how.validate(raw, fragment)
+    except BadPayload as error:
+        raise RemoteProtocolError(str(error)) from error
+    flat = how.decode(raw, fragment)
+    return flat[: math.prod(info.shape)].view(info.shape).to(device, DTYPES[info.dtype])
+
+
+# --- The torch of one stage: its part of the model, and the jobs that microbatches bring.
+#
+# A stage keeps the input of every microbatch until its gradient comes back, and computes the forward pass again then:
+# activation checkpointing at the stage's boundary. So a step of the optimizer between the two does no harm to a guest.
+# A skipped stage is the identity, for the residual stream passes it by: nothing is computed for it anywhere.
+#
+# Shape suffixes as in `node/model.py`: B batch, T time (tokens), S = T + 1, D model width.
+
 
 Normalise = Literal["visits", "share"]
 """What a stage's gradient sum is divided by.
@@ -92,7 +147,7 @@ class StageJobs:
         self.device = device or torch.device("cpu")
         self._mixed = mixed or torch.autocast("cpu", enabled=False)
         self._tokens_BS: Sequence[Tensor] = ()
-        self._inputs: dict[Trip, Tensor] = {}
+        self._inputs: dict[MicrobatchRoute, Tensor] = {}
         self._visits: Counter[Kind] = Counter()
         self._num_tokens = 0
         self._losses: list[float] = []
@@ -117,7 +172,7 @@ class StageJobs:
                 assert given is not None
                 return self._backward(work.trip, given)
 
-    def forget(self, trip: Trip) -> None:
+    def forget(self, trip: MicrobatchRoute) -> None:
         """Its gradient will not come."""
         self._inputs.pop(trip, None)
 
@@ -139,14 +194,14 @@ class StageJobs:
         self._num_tokens = 0
         return trained
 
-    def _forward(self, trip: Trip, given: Tensor | None) -> Tensor:
+    def _forward(self, trip: MicrobatchRoute, given: Tensor | None) -> Tensor:
         with torch.no_grad(), self._mixed:
             if given is None:
                 return self.part.begin(self._tokens_BS[trip.index])
             self._inputs[trip] = given
             return self.part.run(given)
 
-    def _loss(self, trip: Trip, given: Tensor) -> Tensor:
+    def _loss(self, trip: MicrobatchRoute, given: Tensor) -> Tensor:
         x_BTD = given.requires_grad_()
         with self._mixed:
             loss = self.part.loss(x_BTD, self._tokens_BS[trip.index])
@@ -156,7 +211,7 @@ class StageJobs:
         assert x_BTD.grad is not None
         return x_BTD.grad
 
-    def _backward(self, trip: Trip, gradient_BTD: Tensor) -> Tensor | None:
+    def _backward(self, trip: MicrobatchRoute, gradient_BTD: Tensor) -> Tensor | None:
         given = self._inputs.pop(trip, None)
         with self._mixed:
             if given is None:

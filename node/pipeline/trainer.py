@@ -14,22 +14,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from farloop.algo.layout import Layout
 from farloop.algo.spec import RunSpec
-from farloop.node.corpus import Corpus, load_corpus
-from farloop.node.data import Mixture
+from farloop.algo.stages import StageLayout
+from farloop.node.data import Corpus, Mixture, load_corpus
 from farloop.node.errors import DataError
 from farloop.node.library import Node, join
+from farloop.node.link import LOOK_S
 from farloop.node.model import GPT, build, from_json
-from farloop.node.pipeline.errors import LayoutError
+from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.executor import Executor
-from farloop.node.pipeline.layout_file import read_layout
+from farloop.node.pipeline.layout import Settings, read_layout
 from farloop.node.pipeline.link import PeerConfig
-from farloop.node.pipeline.settings import Settings
 from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
-from farloop.node.probing import LOOK_S
 from farloop.node.trainer import NodeConfig, check_data, link_of, mixed_precision
-from farloop.wire.link_messages import MOST_SEEN, Observed
+from farloop.wire.messages import MOST_SEEN, Observed
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +122,7 @@ def train_stage(
 
 
 def _executor(
-    node: Node, config: NodeConfig, pipeline: PipelineConfig, layout: Layout, addresses: dict[str, str]
+    node: Node, config: NodeConfig, pipeline: PipelineConfig, layout: StageLayout, addresses: dict[str, str]
 ) -> Executor:
     spec, module, device = node.spec, node.module, node.cluster.device
     assert isinstance(module, StagePart) and node.leader is not None
@@ -211,7 +209,7 @@ class _Watch:
         return found.st_mtime_ns, found.st_size
 
 
-def _whole(spec: RunSpec, layout: Layout) -> GPT:
+def _whole(spec: RunSpec, layout: StageLayout) -> GPT:
     model = build(from_json(spec.identity.model), spec.identity.seed)
     if layout.stages[-1].stop != model.config.layers:
         raise LayoutError(f"the layout has {layout.stages[-1].stop} layers, the run's model {model.config.layers}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from farloop.algo.layout import Hop, Layout, Path, Stage
+from farloop.algo.stages import Hop, Path, Stage, StageLayout
 
 _FROM_SOURCES = {"0": (1, 5, 2, 6, 4, 3), "1": (4, 1, 5, 2, 2, 6)}
 _BETWEEN = {"24": 1, "25": 3, "26": 2, "27": 5, "34": 4, "35": 1, "36": 6, "37": 2, "46": 3, "47": 1, "56": 1, "57": 4}
@@ -10,7 +10,7 @@ _BETWEEN = {"24": 1, "25": 3, "26": 2, "27": 5, "34": 4, "35": 1, "36": 6, "37":
 
 def layout_of(
     replicas: Sequence[Sequence[str]], paths: Sequence[Sequence[str]], *, layers: int = 0, epoch: int = 1
-) -> Layout:
+) -> StageLayout:
     """`layout_of(["a", "bc"], ["ab", "ac"])`: one layer a stage, or `layers` in all, evenly."""
     each = max(1, layers // len(replicas))
     stages = tuple(
@@ -18,10 +18,10 @@ def layout_of(
     )
     stage_of = {name: number for number, names in enumerate(replicas) for name in names}
     ways = tuple(Path(hops=tuple(Hop(stage=stage_of[name], node=name) for name in path)) for path in paths)
-    return Layout(epoch=epoch, stages=stages, paths=ways)
+    return StageLayout(epoch=epoch, stages=stages, paths=ways)
 
 
-def example(*paths: str) -> Layout:
+def example(*paths: str) -> StageLayout:
     """Four stages of two nodes, sources 0 and 1: with one job of 1 s each the best chains are 024 and 135."""
     return layout_of(["01", "23", "45", "67"], paths)
 

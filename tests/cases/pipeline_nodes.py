@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from farloop.algo.layout import Layout
+from farloop.algo.stages import StageLayout
 from farloop.node.model import GPT, ModelConfig, build
 from farloop.node.pipeline.executor import Executor, Step
+from farloop.node.pipeline.layout import Settings
 from farloop.node.pipeline.link import PeerConfig
-from farloop.node.pipeline.settings import Settings
 from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
 
 Steps = dict[str, list[Step]]
@@ -39,7 +39,7 @@ class Nodes:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: StageLayout,
         *,
         settings: Settings | None = None,
         codec: str = "",

@@ -1,6 +1,6 @@
 """Inventories that several tests plan with."""
 
-from farloop.coordinator.routing.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, Wish
+from farloop.coordinator.routing.inventory import COORDINATOR, Hub, Inventory, Link, Model, Node, PlanRequest
 
 INSIDE = Link(latency_s=1e-3, bytes_per_s=1.25e9)
 ACROSS = Link(latency_s=0.05, bytes_per_s=0.0625e9)
@@ -12,7 +12,7 @@ def two_islands(*, h: int) -> Inventory:
         nodes=tuple(Node(name=name, site=name[0].upper(), layer_s=0.1) for name in ("x0", "x1", "y0", "y1")),
         model=Model(layers=2, activation_bytes=0.05e9, parameter_bytes=0.8e9),
         links={("X", "X"): INSIDE, ("Y", "Y"): INSIDE, ("X", "Y"): ACROSS, ("Y", "X"): ACROSS},
-        wish=Wish(h=h, stages=2),
+        wish=PlanRequest(h=h, stages=2),
     )
 
 
@@ -30,7 +30,7 @@ def four_sites() -> Inventory:
         model=Model(layers=12, parameter_bytes=800e6),
         links=links,
         hub=Hub(in_bytes_per_s=125e6, out_bytes_per_s=125e6),
-        wish=Wish(bits=(4,)),
+        wish=PlanRequest(bits=(4,)),
     )
 
 
@@ -67,5 +67,5 @@ def world(count: int, *, stages: int, skip: float, seed: int = 0, sites: int = 1
         nodes=tuple(Node(name=f"n{k}", site=f"s{k % sites}", layer_s=0.1, slots=3) for k in range(count)),
         model=Model(layers=24, activation_bytes=33e6, microbatches=6, gap_s=0.1, overhead_s=0.3),
         links=links,
-        wish=Wish(stages=stages, skip=skip, seed=seed),
+        wish=PlanRequest(stages=stages, skip=skip, seed=seed),
     )

@@ -10,9 +10,9 @@ from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator import commits
-from farloop.coordinator import records as rec
-from farloop.coordinator.files import DISK, Files
-from farloop.coordinator.store import Store
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest

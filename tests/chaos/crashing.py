@@ -24,10 +24,11 @@ from typing import Any
 from plain_node import train
 
 from farloop.cli.main import main
-from farloop.coordinator import daemon, durable, files, journal, snapshots, store, tail
-from farloop.coordinator import records as rec
+from farloop.coordinator import daemon
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.storage import files, journal, snapshots, store
 from farloop.node import events as node_ev
-from farloop.node import leader, link, machine, memory, replica
+from farloop.node import executor, link, machine, replica, state_dir
 from farloop.wire import messages as msg
 
 SEGMENT_BYTES = 80 << 10
@@ -80,7 +81,7 @@ def after(owner: Any, name: str, when: When = _always) -> Callable[[Strike], Non
 
 def torn(strike: Strike) -> None:
     """A record of which only a part reaches the file."""
-    whole = durable.write_all
+    whole = files.write_all
 
     def half(fd: int, path: Path, parts: Any, offset: int) -> None:
         data = b"".join(bytes(part) for part in parts)
@@ -88,7 +89,7 @@ def torn(strike: Strike) -> None:
         strike()
         whole(fd, path, [data], offset)
 
-    durable.write_all = half
+    files.write_all = half
 
 
 def durable_before_memory(strike: Strike) -> None:
@@ -146,14 +147,14 @@ def _appends(kind: type[Any]) -> When:
 
 
 POINTS: dict[str, Callable[[Strike], None]] = {
-    "record-write-before": before(tail.Tail, "write"),
+    "record-write-before": before(journal.Tail, "write"),
     "record-write-torn": torn,
-    "record-write-after": after(tail.Tail, "write"),
-    "journal-sync-before": before(tail.Tail, "sync"),
-    "journal-sync-after": after(tail.Tail, "sync"),
+    "record-write-after": after(journal.Tail, "write"),
+    "journal-sync-before": before(journal.Tail, "sync"),
+    "journal-sync-after": after(journal.Tail, "sync"),
     "delta-spooled": after(store.Store, "append", _appends(rec.InputStored)),
-    "allocate-before": before(durable, "allocate"),
-    "allocate-after": after(durable, "allocate"),
+    "allocate-before": before(files, "allocate"),
+    "allocate-after": after(files, "allocate"),
     "segment-begin-before": before(journal, "create_tail"),
     "segment-rename-before": before(os, "replace", _names("journal-*.log")),
     "segment-rename-after": after(os, "replace", _names("journal-*.log")),
@@ -183,7 +184,7 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "begin-epoch-before": before(store, "claim_epoch"),
     "begin-epoch-after": after(store, "claim_epoch"),
     "restart-settled": after(journal, "settle"),
-    "restart-tail-cut": after(tail.Tail, "cut"),
+    "restart-tail-cut": after(journal.Tail, "cut"),
     "restart-epoch-before": before(store, "claim_epoch"),
     "restart-epoch-written": before(os, "replace", _names("epoch")),
     "restart-epoch-renamed": after(os, "replace", _names("epoch")),
@@ -209,18 +210,18 @@ def _hears(kind: type[Any]) -> When:
 
 
 NODE_POINTS: dict[str, Callable[[Strike], None]] = {
-    "node-start-counted-before": before(memory.Memory, "_save"),
-    "node-start-counted-after": after(memory.Memory, "_save"),
+    "node-start-counted-before": before(state_dir.NodeState, "_save"),
+    "node-start-counted-after": after(state_dir.NodeState, "_save"),
     "node-snapshot-installed": after(replica.Replica, "install"),
-    "node-delta-encoded": before(leader.Leader, "_encoded"),
-    "node-delta-queued": after(link.Link, "send_blob"),
+    "node-delta-encoded": before(executor.NodeExecutor, "_encoded"),
+    "node-delta-queued": after(link.NodeLink, "send_blob"),
     "node-delta-stored": before(machine.NodeMachine, "handle", _hears(msg.Stored)),
     "node-commit-heard": before(machine.NodeMachine, "handle", _hears(msg.Committed)),
     "node-update-before": before(replica.Replica, "apply"),
     "node-update-after": after(replica.Replica, "apply"),
     "node-merge-before": before(replica.Replica, "merge"),
     "node-merge-after": after(replica.Replica, "merge"),
-    "node-good-bye-before": before(leader.Leader, "_say_good_bye"),
+    "node-good-bye-before": before(executor.NodeExecutor, "_say_good_bye"),
 }
 
 NODE_ONCE = (*list(NODE_POINTS)[:3], "node-good-bye-before")
@@ -262,7 +263,7 @@ def _arm_after_first(owner: Any, name: str, count: Count) -> None:
 
 def crash_at(point: str, hit: int) -> None:
     """From here on this process will not live beyond that."""
-    assert durable.os is os  # what is wrapped is what is called
+    assert files.os is os  # what is wrapped is what is called
     count = Count(hit, armed=point in ONCE)
     (POINTS | ADOPT_POINTS | NODE_POINTS)[point](count)
     _arm_after_first(store.Store, "commit", count)

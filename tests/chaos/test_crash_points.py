@@ -18,9 +18,9 @@ from loopback import Daemon, Run, node_of
 from plain_node import model, train
 from safetensors.torch import save_file
 
-from farloop.cli.storm_journal import read_journal
-from farloop.cli.storm_watch import History
-from farloop.coordinator.verify import verify
+from farloop.chaos.journal_referee import read_journal
+from farloop.chaos.recovery_watch import History
+from farloop.coordinator.storage.verify import verify
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]

@@ -7,12 +7,12 @@ faults=N)).check()` plays it again.
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import records as rec
-from farloop.sim import faults as ft
-from farloop.sim import problem
+from farloop.coordinator.decide import records as rec
+from farloop.sim import problems
+from farloop.sim import scenario as ft
 from farloop.sim import scenario as sc
-from farloop.sim.chaos import parted_scenario, random_scenario
 from farloop.sim.outcome import Outcome
+from farloop.sim.random_scenarios import parted_scenario, random_scenario
 from farloop.sim.world import run
 
 RUNS, PARTED_RUNS, BATCH = 300, 200, 20
@@ -24,7 +24,7 @@ def play(first: int, past: int) -> None:
         try:
             run(random_scenario(seed, faults=seed % 6)).check()
         except Exception as error:
-            error.add_note(f"farloop.sim.chaos.random_scenario({seed}, faults={seed % 6})")
+            error.add_note(f"farloop.sim.random_scenarios.random_scenario({seed}, faults={seed % 6})")
             raise
 
 
@@ -59,7 +59,7 @@ def test_whatever_goes_wrong_among_nodes_that_hold_a_part_each_the_same_is_true(
         try:
             run(parted_scenario(seed, faults=seed % 6)).check()
         except Exception as error:
-            error.add_note(f"farloop.sim.chaos.parted_scenario({seed}, faults={seed % 6})")
+            error.add_note(f"farloop.sim.random_scenarios.parted_scenario({seed}, faults={seed % 6})")
             raise
 
 
@@ -67,7 +67,7 @@ def test_whatever_goes_wrong_among_nodes_that_hold_a_part_each_the_same_is_true(
 
 
 def calm(*faults: sc.Fault, steps: int = 24) -> sc.Scenario:
-    terms = problem.terms_of("streaming", steps=steps, h=6, tau=1, mix=0.5, min_nodes=2)
+    terms = problems.terms_of("streaming", steps=steps, h=6, tau=1, mix=0.5, min_nodes=2)
     return sc.Scenario(terms=terms, faults=faults, patience_s=120.0)
 
 
@@ -105,7 +105,7 @@ def test_a_crash_in_a_recovery_is_recovered_from() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [ft.ReadOnlyDisk(at=1.0, for_s=20.0), ft.NarrowDisk(at=1.0, for_s=20.0, room=10)],
+    [ft.ReadOnlyDisk(at=1.0, for_s=20.0), ft.LowDisk(at=1.0, for_s=20.0, room=10)],
     ids=["read-only", "narrow"],
 )
 def test_a_disk_that_takes_nothing_holds_the_run_and_loses_nothing(undisturbed: Outcome, fault: sc.Fault) -> None:
@@ -138,7 +138,7 @@ def test_a_link_that_is_cut_one_way_is_given_up_and_healed(to: str) -> None:
 def test_a_node_that_heard_nothing_for_rounds_of_a_run_that_does_not_wait_goes_on_with_the_run() -> None:
     """A: it stood before a round of which the coordinator tells no more."""
     nodes = tuple(sc.NodeSetup(name=NodeId(name), seed=ord(name), step_s=0.3) for name in "abc")
-    terms = problem.terms_of("decoupled", steps=56, h=5, tau=2, quorum=1, min_nodes=3)
+    terms = problems.terms_of("decoupled", steps=56, h=5, tau=2, quorum=1, min_nodes=3)
     fault = ft.OneWayCut(node=nodes[0].name, at=1.16, for_s=15.0, to="node")
     outcome = run(sc.Scenario(terms=terms, nodes=nodes, faults=(fault,), patience_s=60.0))
     outcome.check()
@@ -147,7 +147,7 @@ def test_a_node_that_heard_nothing_for_rounds_of_a_run_that_does_not_wait_goes_o
 
 def test_a_link_in_a_squall_that_is_reset_again_and_again_brings_everything_once(undisturbed: Outcome) -> None:
     """Q, W, B19: doubled, overtaken, damaged and cut off, and still the result of a quiet run."""
-    outcome = run(calm(ft.Squall(node=sc.TWO_NODES[0].name, at=0.5, for_s=6.0, resets=12)))
+    outcome = run(calm(ft.BadLinkPeriod(node=sc.TWO_NODES[0].name, at=0.5, for_s=6.0, resets=12)))
     outcome.check()
     assert len({blob for commit in outcome.commits for blob in commit.blobs}) == sum(
         len(c.blobs) for c in outcome.commits
@@ -158,7 +158,7 @@ def test_a_link_in_a_squall_that_is_reset_again_and_again_brings_everything_once
 @pytest.mark.parametrize("gently", [True, False])
 def test_a_node_may_come_and_go_a_dozen_times_under_one_name(gently: bool) -> None:
     """I, L: every start is another incarnation that begins from what it received."""
-    fault = ft.ComeAndGo(node=sc.TWO_NODES[0].name, at=0.5, times=12, stays_s=0.2, gently=gently)
+    fault = ft.Rejoin(node=sc.TWO_NODES[0].name, at=0.5, times=12, stays_s=0.2, gently=gently)
     outcome = run(calm(fault, steps=720))  # a node that is told to leave while snapshots come takes seconds for it
     outcome.check()
     assert len(outcome.nodes[sc.TWO_NODES[0].name]) >= 10

@@ -32,7 +32,7 @@ def test_an_image_says_what_it_is_and_how_it_is_run(podman: Engine, image: str) 
     assert config["Entrypoint"] == ["tini", "--", "farloop"]
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert {"title", "version", "revision"} <= {name.rpartition(".")[2] for name in config["Labels"]}
-    assert "farloop.monitoring.probe" in " ".join(
+    assert "farloop.monitoring.healthcheck" in " ".join(
         told["HealthCheck" if "HealthCheck" in told else "Healthcheck"]["Test"]
     )
 

@@ -16,9 +16,9 @@ import atheris
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "cases")]
 
 with atheris.instrument_imports(include=["farloop"]):
-    import farloop.coordinator.machine
-    import farloop.coordinator.segment
-    import farloop.coordinator.snapshots
+    import farloop.coordinator.decide.machine
+    import farloop.coordinator.storage.segment
+    import farloop.coordinator.storage.snapshots
     import farloop.quant.blob
     import farloop.wire.session  # noqa: F401
 

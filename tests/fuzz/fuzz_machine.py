@@ -23,13 +23,12 @@ from farloop.algo.spec import (
     RunSpec,
     TensorSlot,
 )
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.wire import messages as msg
-from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.reasons import Reason
+from farloop.wire.reasons import Reason, RemoteProtocolError
 
 HOSTILE, HONEST = NodeId("a"), NodeId("b")
 _HELLO, _PART, _TIME, _SETTLE, _FAIL = 1, 2, 3, 4, 5
@@ -120,7 +119,7 @@ class Run:
     def greeted(self, node: NodeId, hello: msg.Hello) -> None:
         self.sessions += 1
         self.open[node] = self.sessions
-        self.happens(ev.Greeted(session=self.sessions, node=node, hello=hello))
+        self.happens(ev.NodeHello(session=self.sessions, node=node, hello=hello))
 
     def settled(self, *, well: bool) -> None:
         """What is under way comes to its end: every delta and every commit."""
@@ -153,7 +152,7 @@ def check_machine(data: bytes) -> str:
         node = HONEST if kind & 8 else HOSTILE
         match kind & 7:
             case 2 if session := run.open.pop(node, None):
-                run.happens(ev.Parted(session=session, node=node, reason=Reason.CLOSED))
+                run.happens(ev.NodeDisconnected(session=session, node=node, reason=Reason.CLOSED))
             case 3:
                 run.time_passes(len(body) / 10)
             case 4 | 5 as way:
@@ -166,7 +165,7 @@ def check_machine(data: bytes) -> str:
                 if isinstance(message, msg.Hello):
                     run.greeted(node, message)
                 elif isinstance(message, _SAYS) and node in run.open:
-                    run.happens(ev.Heard(session=run.open[node], node=node, message=message))
+                    run.happens(ev.NodeMessage(session=run.open[node], node=node, message=message))
             case _:
                 pass
     assert run.machine.ledger.versions == run.journal.versions

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, Final
 
-from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.messages import pack, unpack
+from farloop.wire.reasons import RemoteProtocolError
 
 _BREAKERS = (
     b"\xff" * 4,

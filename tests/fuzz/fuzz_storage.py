@@ -16,11 +16,11 @@ from fuzz_target import Target
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
-from farloop.coordinator import records as rec
-from farloop.coordinator import segment, snapshots
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.segment import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
+from farloop.coordinator.storage import segment, snapshots
+from farloop.coordinator.storage.segment import RECORD_HEADER_BYTES, SEGMENT_HEADER_BYTES
 
 _GOLDEN = Path(__file__).parents[1] / "unit" / "coordinator" / "golden"
 _RECORD_START = b"\x89FLR"
@@ -46,7 +46,7 @@ def written(name: str, data: bytes) -> Path:
 
 def check_segment(data: bytes) -> None:
     """Raises JournalCorrupt, or tells what the segment holds: within the file, and no more than that."""
-    found = segment.scan(written("journal-000000.log", data), 0, None)
+    found = segment.scan_segment(written("journal-000000.log", data), 0, None)
     assert SEGMENT_HEADER_BYTES <= found.end <= found.size == len(data)
     assert 0 <= found.torn_bytes <= found.size - found.end
     assert all(entry.attachment.offset + entry.attachment.size <= found.end for entry in found.entries)
@@ -113,7 +113,7 @@ def check_ledger(data: bytes) -> None:
 def folds() -> list[bytes]:
     golden = json.loads((_GOLDEN / "records-v1.json").read_text())
     kinds = {name: (kind, bytes.fromhex(body)) for name, (kind, body) in golden.items()}
-    scan = segment.scan(_GOLDEN / "state-v1" / "journal-000000.log", 0, None)
+    scan = segment.scan_segment(_GOLDEN / "state-v1" / "journal-000000.log", 0, None)
     run = [rec.encode(entry.record) for entry in scan.entries]
     return [join(run), join(run[:6]), *(join([first, *kinds.values()]) for first in (kinds["RunStarted"], run[0]))]
 

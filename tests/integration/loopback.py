@@ -21,13 +21,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from farloop.cli.exit_codes import ExitCode
-from farloop.cli.relay import Link, Relay, RelayThread
-from farloop.cli.toml import dump_toml
-from farloop.coordinator.journal import Journal
-from farloop.coordinator.records import Record
-from farloop.monitoring.gist import left_with_the_last
+from farloop.chaos.relay import Link, Relay, RelayThread
+from farloop.config.exit_codes import ExitCode
+from farloop.config.sources import dump_toml
+from farloop.coordinator.decide.records import Record
+from farloop.coordinator.storage.journal import Journal
 from farloop.monitoring.status import NodeStatus, Status
+from farloop.monitoring.status_summary import left_with_the_last
 
 TEXT = Path(argparse.__file__)
 """What the nodes learn: one source file, the same for every process of this interpreter."""

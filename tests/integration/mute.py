@@ -9,8 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
-from farloop.cli.config import load_node
-from farloop.cli.logs import LogLevel, set_up
+from farloop.config.logs import LogLevel, set_up
+from farloop.config.settings import load_node
 from farloop.node import encoder
 from farloop.node.trainer import train
 

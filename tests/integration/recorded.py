@@ -13,7 +13,7 @@ from unittest import mock
 from tapes import recording
 
 from farloop.cli.main import main
-from farloop.coordinator.journal import Journal
+from farloop.coordinator.storage.journal import Journal
 
 
 def record(file: Path, *command: str) -> None:

@@ -11,8 +11,8 @@ import sys
 
 from farloop.algo.methods import METHODS
 from farloop.algo.spec import NodeId
-from farloop.sim.network import STORM
-from farloop.sim.problem import terms_of
+from farloop.sim.network import HOSTILE_LINK
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, NodeSetup, Scenario
 from farloop.sim.world import run
 
@@ -23,7 +23,7 @@ def digest_of(method: str) -> str:
     nodes = tuple(NodeSetup(name=NodeId(name), seed=seed, step_s=0.1 + 0.02 * seed) for seed, name in enumerate(NAMES))
     faults = (CrashNode(node=NodeId("lima"), at=2.0, down_s=1.0), CrashCoordinator(at=4.0))
     terms = terms_of(method, steps=16, min_nodes=len(nodes))
-    outcome = run(Scenario(terms=terms, nodes=nodes, faults=faults, weather=STORM, seed=1, num_samples=1000))
+    outcome = run(Scenario(terms=terms, nodes=nodes, faults=faults, weather=HOSTILE_LINK, seed=1, num_samples=1000))
     outcome.check()
     return hashlib.sha256(repr((outcome.tape, outcome.anchor_digests)).encode()).hexdigest()
 

@@ -17,12 +17,12 @@ from typing import Any
 from unittest import mock
 
 from farloop.coordinator import daemon
-from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.records import LedgerSaved
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.records import LedgerSaved
 from farloop.node import events as node_ev
-from farloop.node import leader
+from farloop.node import executor
 from farloop.node.machine import NodeMachine
 from farloop.sim import coordinator as simulated_coordinator
 from farloop.sim import node as simulated_node
@@ -171,7 +171,7 @@ def recording() -> Iterator[list[Tape]]:
     with ExitStack() as stack:
         for shell in (daemon, simulated_coordinator):
             stack.enter_context(mock.patch.object(shell, "CoordinatorMachine", partial(TapedCoordinator, tapes)))
-        for shell in (leader, simulated_node):
+        for shell in (executor, simulated_node):
             stack.enter_context(mock.patch.object(shell, "NodeMachine", partial(TapedNode, tapes)))
         yield tapes
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from loopback import FARLOOP, PACED, NewRun, Run, assert_all_agree
 
-from farloop.cli.exit_codes import ExitCode
+from farloop.config.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -12,10 +12,10 @@ import pytest
 import statuses
 from typer.testing import CliRunner, Result
 
-from farloop.cli.address import Address
+from farloop.cli.daemons import connect, why
 from farloop.cli.doctor import port, wall_clock
 from farloop.cli.main import app
-from farloop.cli.waiting import connect, why
+from farloop.config.sources import Address
 from farloop.monitoring.endpoint import Endpoint, Response
 from farloop.monitoring.status import Status
 

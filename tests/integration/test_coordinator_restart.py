@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from loopback import PACED, NewRun, assert_all_agree, assert_one_line
 
-from farloop.cli.exit_codes import ExitCode
-from farloop.coordinator.verify import verify
+from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.storage.verify import verify
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

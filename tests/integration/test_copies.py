@@ -13,9 +13,8 @@ from urllib.request import Request, urlopen
 import pytest
 from loopback import PACED, NewRun, assert_all_agree, assert_one_line, free_port
 
-from farloop.cli.exit_codes import ExitCode
-from farloop.coordinator.bucket import Bucket, CopyFailed
-from farloop.coordinator.copies import read_manifest
+from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest
 
 pytestmark = [
     pytest.mark.integration,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from loopback import NewRun, alone_since, node_of
 
-from farloop.coordinator.deadlines import ALARM, FLOOR_S
+from farloop.coordinator.decide.deadlines import ALARM, FLOOR_S
 
 MUTE = Path(__file__).with_name("mute.py")
 BUSY_S = 120.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from loopback import FARLOOP, TEXT, NewRun, Run, environment
 
-from farloop.cli.exit_codes import ExitCode
+from farloop.config.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from farloop.cli.address import Address
-from farloop.cli.doctor_network import dial_back
-from farloop.coordinator.sight import reaches
+from farloop.cli.doctor import dial_back
+from farloop.config.sources import Address
+from farloop.coordinator.net.link_monitor import reaches
 
 pytestmark = pytest.mark.integration
 

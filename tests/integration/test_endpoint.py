@@ -15,8 +15,7 @@ from loopback import NewRun
 from farloop.algo.spec import NodeId
 from farloop.monitoring import endpoint as endpoint_module
 from farloop.monitoring.endpoint import Endpoint, EndpointError, Response
-from farloop.node.metrics import Metrics
-from farloop.node.pages import serve
+from farloop.node.metrics import Metrics, serve
 
 pytestmark = pytest.mark.integration
 

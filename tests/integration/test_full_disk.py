@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from loopback import PACED, NewRun, assert_all_agree
 
-from farloop.cli.exit_codes import ExitCode
-from farloop.cli.storm_disk import Ballast
-from farloop.coordinator import records as rec
-from farloop.coordinator.journal import Journal
-from farloop.coordinator.upkeep import Upkeep
+from farloop.chaos.faults import Ballast
+from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.monitoring.status import Status
 
 pytestmark = [
@@ -69,7 +69,7 @@ def test_records_of_any_size_wait_for_room_and_none_is_lost_or_cut(tmp_path: Pat
 
         async def story() -> int:
             alarms = dict[str, str]()
-            upkeep = Upkeep(journal, alarms)  # type: ignore[arg-type]
+            upkeep = StorageQueue(journal, alarms)  # type: ignore[arg-type]
             appended = 0
             while not upkeep.hold:
                 waits = asyncio.create_task(upkeep.append(rec.EpochClaimed(epoch=appended + 1)))

@@ -64,7 +64,7 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
         ({"evaluate": 0.5}, "join(evaluate=…) got a float: a function of the module"),
         ({"http": 9710}, "join(http=…) got an int: 'host:port'"),
         ({"http_names": ["a"]}, "join(http_names=…) got a list"),
-        ({"link": {}}, "join(link=…) got a dict: a farloop.node.link_config.LinkConfig"),
+        ({"link": {}}, "join(link=…) got a dict: a farloop.node.zmq_dealer.LinkConfig"),
         ({"tau": 1.5}, "join(tau=…) got a float: a whole number"),
         ({"tau": True}, "join(tau=…) got a bool: a whole number"),
         ({"holds": 1}, "join(holds=…) got an int: the numbers of pipeline stages, as (0, 1)"),

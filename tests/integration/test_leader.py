@@ -17,14 +17,14 @@ from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Identity, Lease, NodeId, RunSpec, Terms
 from farloop.node import events as ev
-from farloop.node import leader as leader_module
+from farloop.node import executor as leader_module
 from farloop.node import link as link_module
 from farloop.node.cluster import Cluster
-from farloop.node.drift import ALPHA
+from farloop.node.control_variates import ALPHA
 from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable
-from farloop.node.leader import Leader
-from farloop.node.link_config import LinkConfig
-from farloop.node.memory import Memory
+from farloop.node.executor import NodeExecutor
+from farloop.node.state_dir import NodeState
+from farloop.node.zmq_dealer import LinkConfig
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire import events as wire_ev
@@ -59,9 +59,9 @@ class Play:
         self.spec = RunSpec(identity=identity, terms=terms)
         self.rounds = schedule.first_rounds(terms, count=4)
         [self.window] = schedule.first_windows(terms, layout)
-        self.memory = Memory.claim(folder)
+        self.memory = NodeState.claim(folder)
         link = LinkConfig(coordinator="tcp://127.0.0.1:1")
-        self.leader = Leader(NodeId("a"), link, Cluster(), self.memory, None)
+        self.leader = NodeExecutor(NodeId("a"), link, Cluster(), self.memory, None)
         failed = self.leader._inbox.get(timeout=10)
         assert isinstance(failed, wire_ev.SessionClosed)
 

@@ -25,12 +25,11 @@ from farloop.algo.spec import (
     Contribution,
     NodeId,
 )
-from farloop.coordinator.link import RouterLink
-from farloop.coordinator.peers import Peer
-from farloop.node.dialogue import new_key_pair
+from farloop.coordinator.net.router import SessionRouter
+from farloop.coordinator.net.sessions import Peer
 from farloop.node.errors import LinkFailed
-from farloop.node.link import Link
-from farloop.node.link_config import LinkConfig
+from farloop.node.link import NodeLink
+from farloop.node.zmq_dealer import LinkConfig, new_key_pair
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import blob_digest
@@ -65,7 +64,7 @@ class Station:
         assert self._up.wait(10)
 
     async def _serve(self) -> None:
-        self._link = link = RouterLink(
+        self._link = link = SessionRouter(
             endpoint=self._endpoint,
             key=self._key,
             allow=self._allow,
@@ -126,9 +125,9 @@ def station(
 
 
 @contextlib.contextmanager
-def linked(config: LinkConfig) -> Iterator[tuple[Link, Delivered]]:
+def linked(config: LinkConfig) -> Iterator[tuple[NodeLink, Delivered]]:
     delivered: Delivered = queue.SimpleQueue()
-    link = Link(config, hello, delivered.put)
+    link = NodeLink(config, hello, delivered.put)
     link.start()
     try:
         yield link, delivered
@@ -263,7 +262,7 @@ def test_a_node_whose_greeting_cannot_be_read_is_told_why_and_gives_up(
     """T: a node of another version heard nothing, said so once a minute, and dialled for ever."""
     delivered: Delivered = queue.SimpleQueue()
     with station(endpoint) as there:
-        link = Link(LinkConfig(coordinator=endpoint), lambda: plain_hello(incarnation=1 << 63), delivered.put)
+        link = NodeLink(LinkConfig(coordinator=endpoint), lambda: plain_hello(incarnation=1 << 63), delivered.put)
         link.start()
         try:
             detail = refused_for_good(delivered)
@@ -436,7 +435,7 @@ def test_a_hello_that_cannot_be_said_reaches_the_one_who_waits(endpoint: str) ->
     def broken() -> msg.Hello:
         raise KeyError("anchors")
 
-    link = Link(LinkConfig(coordinator=endpoint), broken, delivered.put)
+    link = NodeLink(LinkConfig(coordinator=endpoint), broken, delivered.put)
     link.start()
     assert isinstance(wait_for(delivered, LinkFailed), LinkFailed)
     link.close()
@@ -451,7 +450,7 @@ def test_closing_is_quick_and_calls_after_it_do_nothing(endpoint: str) -> None:
         link.send(msg.Ready())
         assert link.flushed(5.0)
         assert time.monotonic() - started < 4.0
-    never_started = Link(LinkConfig(coordinator=endpoint), hello, delivered.put)
+    never_started = NodeLink(LinkConfig(coordinator=endpoint), hello, delivered.put)
     never_started.close()
 
 
@@ -462,7 +461,7 @@ def test_64_nodes_that_come_back_at_once_are_all_let_in_promptly(endpoint: str) 
         delivered: list[Delivered] = []
         for name in nodes:
             inbox: Delivered = queue.SimpleQueue()
-            link = Link(LinkConfig(coordinator=endpoint), partial(named_hello, name), inbox.put)
+            link = NodeLink(LinkConfig(coordinator=endpoint), partial(named_hello, name), inbox.put)
             link.start()
             stack.callback(link.close)
             delivered.append(inbox)

@@ -9,15 +9,15 @@ import pytest
 import tiny_run
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import events as ev
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
+from farloop.coordinator.decide import events as ev
 from farloop.coordinator.errors import MachineBroken
 from farloop.wire.messages import Finished
 from farloop.wire.reasons import Reason
 
 pytestmark = pytest.mark.integration
 
-PARTED = ev.Parted(session=1, node=NodeId("a"), reason=Reason.CLOSED)
+PARTED = ev.NodeDisconnected(session=1, node=NodeId("a"), reason=Reason.CLOSED)
 DECIDED = ev.Tell(node=NodeId("a"), message=Finished())
 
 

@@ -9,8 +9,8 @@ import pytest
 from loopback import PACED, Daemon, NewRun, Run, alone_since, assert_all_agree, merged_since, node_of
 
 from farloop.algo.schedule import first_step
-from farloop.cli.exit_codes import ExitCode
-from farloop.coordinator.records import NodeStarted
+from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.decide.records import NodeStarted
 from farloop.monitoring.status import Status
 from farloop.wire.limits import Timing
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from farloop.algo.fragments import trainable_tensors
 from farloop.algo.methods import METHODS
 from farloop.algo.spec import NodeId, RunSpec, Terms
-from farloop.coordinator import records as rec
 from farloop.coordinator.aggregator import first_anchor
+from farloop.coordinator.decide import records as rec
 from farloop.monitoring.status import Status
-from farloop.node.corpus import load_corpus
-from farloop.node.data import EvaluationSet, Samples
-from farloop.node.inner import default_optimizer
+from farloop.node.data import EvaluationSet, Samples, load_corpus
+from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.model import GPT, PRESETS, build
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.sim.outcome import commit_of

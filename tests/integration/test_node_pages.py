@@ -6,8 +6,7 @@ import pytest
 
 from farloop.algo.spec import NodeId
 from farloop.monitoring.endpoint import EndpointError
-from farloop.node.metrics import Metrics
-from farloop.node.pages import STANDSTILL_S, serve
+from farloop.node.metrics import STANDSTILL_S, Metrics, serve
 from farloop.wire.messages import NodeState, Progress
 
 pytestmark = pytest.mark.integration

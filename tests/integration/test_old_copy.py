@@ -6,8 +6,8 @@ import signal
 import pytest
 from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, further_than, node_of
 
-from farloop.cli.exit_codes import ExitCode
-from farloop.coordinator.verify import verify
+from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.storage.verify import verify
 from farloop.monitoring.status import Status
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

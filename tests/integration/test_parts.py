@@ -6,7 +6,7 @@ import pytest
 from loopback import NewRun, Run, assert_all_agree, merged_since
 from safetensors.torch import load_file
 
-from farloop.cli.exit_codes import ExitCode
+from farloop.config.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -7,10 +7,10 @@ import torch
 from pipeline_layouts import layout_of
 from pipeline_nodes import SMALL, Nodes, Steps, microbatches, model
 
-from farloop.node.dialogue import new_key_pair
 from farloop.node.model import GPT
 from farloop.node.pipeline.executor import Executor
 from farloop.node.pipeline.stage import StagePart
+from farloop.node.zmq_dealer import new_key_pair
 
 pytestmark = pytest.mark.integration
 

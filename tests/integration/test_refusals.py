@@ -7,8 +7,8 @@ import torch
 from loopback import NewRun, assert_all_agree, assert_one_line, merged_since, own_run
 from safetensors.torch import load_file
 
-from farloop.cli.exit_codes import ExitCode
-from farloop.coordinator.records import NodeLeft
+from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.decide.records import NodeLeft
 from farloop.wire.reasons import Reason
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

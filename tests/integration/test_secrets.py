@@ -9,7 +9,7 @@ from keyring import authorize, keys_of, new_keys
 from loopback import FARLOOP, PACED, NewRun, Run, free_port, merged_since
 from zmq.utils import z85
 
-from farloop.cli.toml import dump_toml
+from farloop.config.sources import dump_toml
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

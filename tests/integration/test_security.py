@@ -9,7 +9,7 @@ import pytest
 from keyring import authorize, keys_of, new_keys, revoke
 from loopback import PACED, NewRun, Run, assert_all_agree, assert_one_line, merged_since, node_of
 
-from farloop.cli.exit_codes import ExitCode
+from farloop.config.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

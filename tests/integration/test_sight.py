@@ -12,12 +12,12 @@ import tiny_run
 from machines import Machine
 
 from farloop.algo.spec import NodeId
-from farloop.cli.relay import Link as ThinLink
-from farloop.cli.relay import Relay, RelayThread
+from farloop.chaos.relay import Link as ThinLink
+from farloop.chaos.relay import Relay, RelayThread
 from farloop.coordinator.daemon import Coordinator
-from farloop.node.link import Link
-from farloop.node.link_config import LinkConfig
-from farloop.node.surroundings import Operator, look_around
+from farloop.node.link import NodeLink
+from farloop.node.machine_info import OperatorLabels, look_around
+from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire.messages import Hello
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -39,8 +39,8 @@ def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
             machine.netdev("eth0", speed=25_000, pci="0000:01:00.0")
             machine.port("mlx5_0", layer="InfiniBand")
             declared = f"tcp://127.0.0.1:{passes.port}"  # somebody answers there
-            told = look_around({}, Operator.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
-            link = Link(
+            told = look_around({}, OperatorLabels.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
+            link = NodeLink(
                 LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told),
                 lambda name=name: Hello(  # type: ignore[misc]
                     protocol_min=1,

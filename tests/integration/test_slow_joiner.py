@@ -12,7 +12,7 @@ import torch
 from loopback import PACED, NewRun, merged_since
 from torch import nn
 
-from farloop.cli.relay import Link, Relay, RelayThread
+from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.coordinator.daemon import Coordinator
 from farloop.node.library import join
 from farloop.wire.limits import Limits

@@ -12,9 +12,9 @@ import pytest
 from loopback import FARLOOP, NewRun, Run, environment, free_port, node_of
 from test_stages import LONG_S
 
-from farloop.cli.toml import dump_toml
+from farloop.config.sources import dump_toml
 from farloop.monitoring.status import Status
-from farloop.node.pipeline.layout_file import read_layout
+from farloop.node.pipeline.layout import read_layout
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]  # five processes, and times are compared
 

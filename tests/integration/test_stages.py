@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from loopback import FARLOOP, NewRun, Run, environment, free_port, node_of
 
-from farloop.algo.layout import Layout
-from farloop.node.pipeline.layout_file import read_layout
+from farloop.algo.stages import StageLayout
+from farloop.node.pipeline.layout import read_layout
 
 pytestmark = pytest.mark.integration
 
@@ -44,7 +44,7 @@ def planned(folder: Path) -> tuple[Path, dict[str, object]]:
     return layout, found["run"]
 
 
-def started(new_run: NewRun, folder: Path, **settings: object) -> tuple[Run, Layout]:
+def started(new_run: NewRun, folder: Path, **settings: object) -> tuple[Run, StageLayout]:
     """A run of what was planned."""
     file, cut = planned(folder)
     layout, _ = read_layout(file)

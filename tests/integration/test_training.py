@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from farloop.algo import schedule
 from farloop.algo.spec import Terms
-from farloop.coordinator.records import LeaseGranted, NodeStarted, Record, RunStarted
+from farloop.coordinator.decide.records import LeaseGranted, NodeStarted, Record, RunStarted
 from farloop.monitoring.status import Status
-from farloop.node.corpus import load_corpus
-from farloop.node.data import EvaluationSet, Samples
+from farloop.node.data import EvaluationSet, Samples, load_corpus
 from farloop.node.model import PRESETS, build
 
 pytestmark = pytest.mark.integration

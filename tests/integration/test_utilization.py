@@ -1,6 +1,6 @@
 """How busy a thin link keeps a node: what is predicted, what the flow simulator plays, and what a real run does, agree.
 
-Real coordinator, nodes, sessions and sockets; each node is behind an emulated link (cli/relay.py). In an inner step the
+Real coordinator, nodes, sessions and sockets; each node is behind an emulated link. In an inner step the
 node sleeps for a known time, so a loaded machine hardly changes it. The runs go on side by side.
 """
 
@@ -18,13 +18,13 @@ from torch import nn
 from farloop.algo.digest import digest
 from farloop.algo.fragments import partition
 from farloop.algo.spec import Identity, RunSpec
-from farloop.cli.relay import Link, Relay, RelayThread
+from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.coordinator.aggregator import first_anchor
-from farloop.coordinator.store import Store
+from farloop.coordinator.storage.store import Store
 from farloop.node.library import join
 from farloop.sim.bandwidth import Training, utilization
-from farloop.sim.flow import play
-from farloop.sim.flow_scenario import Choice, FlowScenario, Group, Model, Variant, cases
+from farloop.sim.flow.scenario import Choice, FlowScenario, Group, Model, Variant, cases
+from farloop.sim.flow.simulator import play
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -18,7 +18,7 @@ from farloop.algo.digest import digest
 from farloop.algo.spec import Fragment, Identity, Layout, LearningRate, RunSpec, TensorSlot, Terms
 from farloop.coordinator.aggregator import first_anchor
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
-from farloop.coordinator.store import Store
+from farloop.coordinator.storage.store import Store
 from farloop.node.library import join
 
 PATIENCE_S = 60.0

@@ -13,8 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    "cli": 6,
-    "bench": 5,
+    "cli": 8,
+    "plots": 7,
+    "bench": 6,
+    "chaos": 6,
+    "config": 5,
     "sim": 4,
     "node": 3,
     "coordinator": 3,
@@ -35,7 +38,20 @@ def sources(*folders: str) -> list[Path]:
     return found
 
 
-ROOMS = ("algo", "quant", "wire", "node", "coordinator", "sim", "bench", "cli", "monitoring")
+ROOMS = (
+    "algo",
+    "quant",
+    "wire",
+    "node",
+    "coordinator",
+    "sim",
+    "config",
+    "chaos",
+    "bench",
+    "plots",
+    "cli",
+    "monitoring",
+)
 ALL = sources(*ROOMS)
 
 
@@ -95,8 +111,8 @@ def test_the_wire_needs_little(path: Path) -> None:
 
 
 def test_the_spec_and_the_endpoint_need_the_standard_library_alone() -> None:
-    pure = [ROOT / f"algo/{name}.py" for name in ("spec", "schedule", "learning_rate", "validation", "correction")]
-    pure += [ROOT / f"algo/{name}.py" for name in ("weights", "bits", "residual")]
+    pure = [ROOT / f"algo/{name}.py" for name in ("spec", "schedule", "validation", "outer_settings")]
+    pure += [ROOT / f"algo/{name}.py" for name in ("weights", "bit_allocation", "error_feedback")]
     ours = [path for path in sources("monitoring") if path.parent.name != "dashboards"]  # a tool of its own
     for path in [*pure, *ours]:
         for module in imports(path):
@@ -109,10 +125,10 @@ def test_the_spec_and_the_endpoint_need_the_standard_library_alone() -> None:
     ("package", "places"),
     [
         # A storm's peers break what a session keeps, and its referee reads what the product wrote: both without it.
-        ("zmq", {"node/dialogue.py", "node/pipeline/link.py", "coordinator/link.py", "cli/storm_peers.py"}),
-        ("msgpack", {"wire/messages.py", "cli/storm_journal.py"}),
-        ("obstore", {"coordinator/bucket.py"}),
-        ("prometheus_client", {"node/metrics.py", "coordinator/metrics.py"}),
+        ("zmq", {"node/zmq_dealer.py", "node/pipeline/link.py", "coordinator/net/router.py", "chaos/lying_peers.py"}),
+        ("msgpack", {"wire/messages.py", "chaos/journal_referee.py"}),
+        ("obstore", {"coordinator/storage/copies.py"}),
+        ("prometheus_client", {"node/metrics.py", "coordinator/observe/metrics.py"}),
         ("grafana_foundation_sdk", {"monitoring/dashboards/generate.py", "monitoring/dashboards/panels.py"}),
         ("triton", {path.relative_to(ROOT).as_posix() for path in sources("quant/kernels/gpu")}),
     ],
@@ -123,7 +139,7 @@ def test_some_packages_are_used_in_one_place_only(package: str, places: set[str]
 
 def test_uvloop_and_signals_belong_to_the_daemons_and_the_command_line() -> None:
     for package in ("uvloop", "signal"):
-        assert all(user.startswith(("node/", "coordinator/", "cli/")) for user in users_of(package))
+        assert all(user.startswith(("node/", "coordinator/", "chaos/", "cli/")) for user in users_of(package))
 
 
 def test_the_environment_is_read_where_settings_come_from() -> None:
@@ -131,7 +147,7 @@ def test_the_environment_is_read_where_settings_come_from() -> None:
     for path in ALL:
         place = path.relative_to(ROOT).as_posix()
         if "os.environ" in path.read_text() or "getenv" in path.read_text():
-            assert place.startswith("cli/") or place in allowed, place
+            assert place.startswith(("cli/", "config/", "chaos/")) or place in allowed, place
 
 
 @pytest.mark.parametrize(
@@ -141,12 +157,12 @@ def test_the_environment_is_read_where_settings_come_from() -> None:
         "farloop.algo.schedule",
         "farloop.algo.methods",
         "farloop.algo.validation",
-        "farloop.algo.bits",
-        "farloop.algo.residual",
+        "farloop.algo.bit_allocation",
+        "farloop.algo.error_feedback",
         "farloop.node.machine",
         "farloop.node.pipeline.machine",
-        "farloop.coordinator.machine",
-        "farloop.coordinator.ledger",
+        "farloop.coordinator.decide.machine",
+        "farloop.coordinator.decide.ledger",
         "farloop.coordinator.routing.plan",
     ],
 )
@@ -275,7 +291,7 @@ def test_what_does_not_pickle_is_let_be(line: str) -> None:
 
 @pytest.mark.parametrize("path", ALL, ids=name_of)
 def test_a_file_is_one_sitting_long(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 600, "look twice: does this room have two jobs?"
+    assert len(path.read_text().splitlines()) <= 800, "look twice: does this module have two jobs?"
 
 
 def test_the_packages_are_those_of_the_tree() -> None:
@@ -303,16 +319,15 @@ def test_rounds_are_planned_by_the_coordinator_alone() -> None:
         assert not called & planners, name_of(path)
 
 
-PIPELINE_DECISIONS = ("machine", "arrivals", "flights", "homes", "hops", "peers", "switching", "words", "frames")
+PIPELINE_DECISIONS = ("machine", "routing", "layout", "messages")
 
 
 def test_decisions_read_no_clock() -> None:
-    decide = ("machine", "fragment_state", "fragment_set", "send_schedule", "merging", "outcomes")
+    decide = ("machine", "fragment_set", "send_schedule")
     pure = [f"node/{n}.py" for n in decide]
-    pure += [f"coordinator/{n}.py" for n in ("machine", "membership", "decisions", "ledger", "roster")]
+    pure += [path.relative_to(ROOT).as_posix() for path in sources("coordinator/decide")]
     pure += [f"node/pipeline/{n}.py" for n in PIPELINE_DECISIONS]
-    pure += ["coordinator/windows.py", "coordinator/leases.py", "coordinator/admission.py"]
-    pure += [f"coordinator/{n}.py" for n in ("watch", "pacing", "places", "matrix", "prober")]
+    pure += ["coordinator/observe/straggler_detector.py", "coordinator/net/link_table.py"]
     pure += [path.relative_to(ROOT).as_posix() for path in sources("wire", "algo", "sim", "coordinator/routing")]
     for place in pure:
         used = set(imports(ROOT / place))
@@ -338,7 +353,7 @@ INSIDE_A_SESSION = {
 
 
 def test_the_coordinator_enters_a_session_by_one_door() -> None:
-    """`RouterLink.working_for` is where whatever goes wrong becomes the end of that session, and of no other."""
+    """`SessionRouter.working_for` is where whatever goes wrong becomes the end of that session, and of no other."""
     found = {
         f"{path.name}: {ast.unparse(call.func)}"
         for path in sources("coordinator")
@@ -349,4 +364,4 @@ def test_the_coordinator_enters_a_session_by_one_door() -> None:
         and isinstance(call.func.value, ast.Attribute)
         and call.func.value.attr == "session"
     }
-    assert {place.partition(":")[0] for place in found} <= {"link.py"}, found
+    assert {place.partition(":")[0] for place in found} <= {"router.py"}, found

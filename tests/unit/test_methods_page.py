@@ -30,7 +30,7 @@ def row_of(method: Method) -> list[str]:
 def defined() -> set[str]:
     """Functions as module.name, methods as Class.name."""
     names: set[str] = set()
-    for path in [path for room in ("algo", "node", "coordinator", "quant") for path in (ROOT / room).glob("*.py")]:
+    for path in [path for room in ("algo", "node", "coordinator", "quant") for path in (ROOT / room).rglob("*.py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef):
                 names.add(f"{path.stem}.{node.name}")

@@ -2,10 +2,17 @@
 
 import numpy as np
 
-from farloop.quant.kernels.cpu.drivers import BLOCK, block_loops
-from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
-from farloop.quant.kernels.cpu.memory import bits, load_u16, store_u16
-from farloop.quant.kernels.cpu.scales import from_scale, to_bf16
+from farloop.quant.kernels.cpu.loops import BLOCK, block_loops
+from farloop.quant.kernels.cpu.primitives import (
+    Number,
+    Numbers,
+    bits,
+    from_scale,
+    inlined,
+    load_u16,
+    store_u16,
+    to_bf16,
+)
 from farloop.quant.packing import BF16_LARGEST
 
 _LARGEST = np.int32(BF16_LARGEST)

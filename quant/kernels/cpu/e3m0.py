@@ -2,15 +2,24 @@
 
 import numpy as np
 
-from farloop.quant.kernels.cpu import drivers
-from farloop.quant.kernels.cpu.drivers import block_loops
-from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
-from farloop.quant.kernels.cpu.memory import bits, from_bits, load_u16, store_u16
-from farloop.quant.kernels.cpu.scales import MAGNITUDE, from_scale, to_scale
+from farloop.quant.kernels.cpu import loops
+from farloop.quant.kernels.cpu.loops import block_loops
+from farloop.quant.kernels.cpu.primitives import (
+    MAGNITUDE,
+    Number,
+    Numbers,
+    bits,
+    from_bits,
+    from_scale,
+    inlined,
+    load_u16,
+    store_u16,
+    to_scale,
+)
 from farloop.quant.packing import BF16_LARGEST, E3M0_BLOCK
 
 _LARGEST_SCALE = np.int32(BF16_LARGEST)
-_GROUPS = np.uint64(drivers.BLOCK // E3M0_BLOCK)
+_GROUPS = np.uint64(loops.BLOCK // E3M0_BLOCK)
 _B = np.uint64(E3M0_BLOCK)
 _HALF = np.uint64(E3M0_BLOCK // 2)
 _TWO = np.uint64(2)
@@ -80,6 +89,4 @@ def restore(t: Numbers, scales: Numbers, scale_at: Number, codes: Numbers, at: N
             t[first + _HALF + i] = value_of(np.int32(pair >> 4), s)
 
 
-E3M0 = block_loops(
-    "e3m0", quantise, restore, scale_bytes=2 * drivers.BLOCK // E3M0_BLOCK, code_bytes=drivers.BLOCK // 2
-)
+E3M0 = block_loops("e3m0", quantise, restore, scale_bytes=2 * loops.BLOCK // E3M0_BLOCK, code_bytes=loops.BLOCK // 2)

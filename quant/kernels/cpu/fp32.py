@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from farloop.quant.kernels.cpu.drivers import BLOCK, block_loops
-from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
-from farloop.quant.kernels.cpu.memory import bits, from_bits, load_i32, store_i32
+from farloop.quant.kernels.cpu.loops import BLOCK, block_loops
+from farloop.quant.kernels.cpu.primitives import Number, Numbers, bits, from_bits, inlined, load_i32, store_i32
 
 _B = np.uint64(BLOCK)
 _FOUR = np.uint64(4)

@@ -2,17 +2,27 @@
 
 import numpy as np
 
-from farloop.quant.kernels.cpu import drivers
-from farloop.quant.kernels.cpu.drivers import block_loops
-from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
-from farloop.quant.kernels.cpu.memory import bits, from_bits, load_u16, store_u16
-from farloop.quant.kernels.cpu.nibbles import pack_nearest, unpack
-from farloop.quant.kernels.cpu.scales import MAGNITUDE, from_scale, to_scale
+from farloop.quant.kernels.cpu import loops
+from farloop.quant.kernels.cpu.loops import block_loops
+from farloop.quant.kernels.cpu.primitives import (
+    MAGNITUDE,
+    Number,
+    Numbers,
+    bits,
+    from_bits,
+    from_scale,
+    inlined,
+    load_u16,
+    pack_nearest,
+    store_u16,
+    to_scale,
+    unpack,
+)
 from farloop.quant.packing import Q4_BLOCK, largest_scale
 
 _LARGEST_SCALE = np.int32(largest_scale(8))
 _NEGATIVE = np.int32(0x8000)
-_GROUPS = np.uint64(drivers.BLOCK // Q4_BLOCK)
+_GROUPS = np.uint64(loops.BLOCK // Q4_BLOCK)
 _B = np.uint64(Q4_BLOCK)
 _CODE_BYTES = np.uint64(Q4_BLOCK // 2)
 _TWO = np.uint64(2)
@@ -60,4 +70,4 @@ def restore(t: Numbers, scales: Numbers, scale_at: Number, codes: Numbers, at: N
         unpack(t, group * _B, s, codes, at + group * _CODE_BYTES)
 
 
-Q4 = block_loops("q4", quantise, restore, scale_bytes=2 * drivers.BLOCK // Q4_BLOCK, code_bytes=drivers.BLOCK // 2)
+Q4 = block_loops("q4", quantise, restore, scale_bytes=2 * loops.BLOCK // Q4_BLOCK, code_bytes=loops.BLOCK // 2)

@@ -2,12 +2,23 @@
 
 import numpy as np
 
-from farloop.quant.kernels.cpu.drivers import block_loops
-from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
-from farloop.quant.kernels.cpu.memory import as_halves, from_bits, load_u16, store_u16
-from farloop.quant.kernels.cpu.nibbles import fill, pack_nearest, pack_random, unpack
-from farloop.quant.kernels.cpu.noise import random_words
-from farloop.quant.kernels.cpu.scales import from_scale, to_scale
+from farloop.quant.kernels.cpu.loops import block_loops
+from farloop.quant.kernels.cpu.primitives import (
+    Number,
+    Numbers,
+    as_halves,
+    fill,
+    from_bits,
+    from_scale,
+    inlined,
+    load_u16,
+    pack_nearest,
+    pack_random,
+    random_words,
+    store_u16,
+    to_scale,
+    unpack,
+)
 from farloop.quant.packing import Q4R_BLOCK, Q4R_GROUP, Q4R_LEAST_SCALE, Q4R_SMALLEST_MAGNITUDE, largest_scale
 
 # Bits of the mode.

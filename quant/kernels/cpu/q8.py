@@ -2,10 +2,18 @@
 
 import numpy as np
 
-from farloop.quant.kernels.cpu.drivers import block_loops
-from farloop.quant.kernels.cpu.jit import Number, Numbers, inlined
-from farloop.quant.kernels.cpu.memory import bits, from_bits, load_u16, store_u16
-from farloop.quant.kernels.cpu.scales import from_scale, to_scale
+from farloop.quant.kernels.cpu.loops import block_loops
+from farloop.quant.kernels.cpu.primitives import (
+    Number,
+    Numbers,
+    bits,
+    from_bits,
+    from_scale,
+    inlined,
+    load_u16,
+    store_u16,
+    to_scale,
+)
 from farloop.quant.packing import Q8_BLOCK, largest_scale
 
 _LARGEST_SCALE = np.int32(largest_scale(128))

@@ -17,10 +17,10 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from farloop.quant.blocks import BlockCodec
-from farloop.quant.kernels.gpu.launch import OPTIONS, Launch
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels
+from farloop.quant.kernels.gpu.kernels import OPTIONS, Launch
 from farloop.quant.kernels.gpu.layout import LAYOUTS
-from farloop.quant.kernels.gpu.path import GpuKernels, gpu_kernels
 from farloop.quant.registry import codec_named
 
 SM_90 = GPUTarget("cuda", 90, 32)

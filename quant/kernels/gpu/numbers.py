@@ -1,7 +1,7 @@
 """Device functions on numbers that all formats share: rounding on integer bits, division, scales.
 
 Nothing here depends on how a compiler or an interpreter casts: rounding to bf16 is integer arithmetic, rounding to an
-integer an exact addition. Kernels are compiled without contraction (`launch.py`), and never with fast-math.
+integer an exact addition. Kernels are compiled without contraction (`kernels.py`), and never with fast-math.
 """
 
 import triton

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.algo.bits import Candidate, Choice, budget, by_dynamic_programme, by_multiplier
+from farloop.algo.bit_allocation import Candidate, Choice, budget, by_dynamic_programme, by_multiplier
 
 Tables = list[list[Candidate]]
 Solver = Callable[[Tables, float], Choice]

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_runs import plain_terms
 
-from farloop.algo.correction import LEAST_WORK, corrected, is_corrected, settings_of
-from farloop.algo.outer import outer_step_
-from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterSettings
+from farloop.algo.outer_optimizers import outer_step_
+from farloop.algo.outer_settings import LEAST_WORK, PLAIN_AVERAGE, OuterSettings, corrected, is_corrected, settings_of
 from farloop.algo.schedule import first_rounds, first_windows, learning_rate, window_after
 from farloop.algo.spec import Fragment, Layout, LearningRate, Rewarm, Terms, WindowTerms
 

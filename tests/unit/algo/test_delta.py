@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farloop.algo import delta as delta_module
-from farloop.algo.delta import delta_into, fragment_delta_into, mix_fragment_into, mix_into
+from farloop.algo import local_update as delta_module
 from farloop.algo.fragments import partition, view
+from farloop.algo.local_update import delta_into, fragment_delta_into, mix_fragment_into, mix_into
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

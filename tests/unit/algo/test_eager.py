@@ -7,8 +7,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farloop.algo.eager import eager_start_into
-from farloop.algo.outer_rules import state_names, step_
+from farloop.algo.local_update import eager_start_into
+from farloop.algo.outer_optimizers import state_names, step_
 from farloop.algo.outer_settings import OuterSettings, step_gain
 
 SETTINGS = [

@@ -18,12 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farloop.algo.delta import fragment_delta_into, mix_fragment_into
 from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors, view
-from farloop.algo.merge import add_, radial_into
-from farloop.algo.outer import PLAIN_AVERAGE, OuterSettings, outer_step_
-from farloop.algo.outer_rules import state_names, step_
+from farloop.algo.local_update import fragment_delta_into, mix_fragment_into
+from farloop.algo.merge_rules import add_, radial_into
+from farloop.algo.outer_optimizers import PLAIN_AVERAGE, OuterSettings, outer_step_, state_names, step_
 from farloop.algo.schedule import due_step
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Layout, NodeId, Pattern
 from farloop.algo.weights import sum_key, token_weights

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plain_runs import plain_terms
 
 from farloop.algo import schedule
-from farloop.algo.learning_rate import learning_rate, phases, warms_up
+from farloop.algo.schedule import learning_rate, phases, warms_up
 from farloop.algo.spec import LearningRate, Rewarm, Terms
 from farloop.algo.validation import SHAPES, check_learning_rate
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from farloop.algo.matrices import is_hidden_matrix
+from farloop.algo.fragments import is_hidden_matrix
 
 
 @pytest.mark.parametrize(

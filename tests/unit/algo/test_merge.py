@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farloop.algo.fragments import tiles, view, zero_padding_
-from farloop.algo.merge import MERGE_RULES, Pieces, add_, radial_into
+from farloop.algo.merge_rules import MERGE_RULES, Pieces, add_, radial_into
 from farloop.algo.spec import Fragment, TensorSlot
 
 

@@ -10,7 +10,7 @@ import pytest
 from plain_runs import plain_terms
 
 from farloop.algo.fragments import NamedShape, partition
-from farloop.algo.merge import MERGE_RULES
+from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import METHODS, Method, default_mix, max_tau, method_named
 from farloop.algo.schedule import due_step
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout, LearningRate, Terms

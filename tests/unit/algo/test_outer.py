@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, view
-from farloop.algo.outer import (
+from farloop.algo.outer_optimizers import (
     PLAIN_AVERAGE,
     AdamWSettings,
     AdamWState,

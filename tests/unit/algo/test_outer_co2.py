@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farloop.algo.outer_co2 import co2_step_, staleness_gap
-from farloop.algo.outer_rules import heavy_ball_step_
+from farloop.algo.outer_optimizers import heavy_ball_step_
 from farloop.algo.outer_settings import OuterSettings
 
 lengths = st.floats(1e-6, 1e6)

@@ -10,8 +10,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farloop.algo.outer import outer_step_
-from farloop.algo.outer_rules import delayed_nesterov_step_, heavy_ball_step_, restarts, state_names, step_
+from farloop.algo.outer_optimizers import (
+    delayed_nesterov_step_,
+    heavy_ball_step_,
+    outer_step_,
+    restarts,
+    state_names,
+    step_,
+)
 from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterSettings
 from farloop.algo.spec import OuterKind
 

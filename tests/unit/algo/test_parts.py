@@ -1,9 +1,9 @@
-"""Covers `algo/parts.py`: what a part of the model is, and what is wrong with one that is none (protocol G)."""
+"""Covers `algo/stages.py`: what a part of the model is, and what is wrong with one that is none (protocol G)."""
 
 import pytest
 
 from farloop.algo.fragments import partition
-from farloop.algo.parts import Part, described, fault_of, fragments_of, is_source, is_whole
+from farloop.algo.stages import Part, described, fault_of, fragments_of, is_source, is_whole
 
 BLOCKS = [(f"blocks.{number}.weight", (16,)) for number in range(6)]
 CUT = partition([("embed", (16,)), *BLOCKS], pattern="strided", blocks_per_fragment=1, stages=(2, 4))

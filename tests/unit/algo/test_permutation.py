@@ -1,4 +1,4 @@
-"""Covers `algo/permutation.py` (protocol "Data leases")."""
+"""Covers `algo/sample_order.py` (protocol "Data leases")."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.algo.permutation import permute, sample_index, splitmix64
+from farloop.algo.sample_order import permute, sample_index, splitmix64
 
 keys = st.integers(0, 2**64 - 1)
 

@@ -1,4 +1,4 @@
-"""Covers `algo/replay.py`: which corpus a sample comes from once re-warms bring new data."""
+"""Covers `algo/sample_order.py`: which corpus a sample comes from once re-warms bring new data."""
 
 import math
 from collections import Counter
@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.algo.permutation import sample_index
-from farloop.algo.replay import arrivals, source_of
+from farloop.algo.sample_order import arrivals, sample_index, source_of
 from farloop.algo.spec import LearningRate, Rewarm
 
 seeds = st.integers(0, 2**63 - 1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from farloop.algo.residual import (
+from farloop.algo.error_feedback import (
     R_STALE,
     Command,
     Empty,

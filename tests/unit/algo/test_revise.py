@@ -8,7 +8,8 @@ import pytest
 from plain_runs import plain_terms
 
 from farloop.algo.methods import method_named
-from farloop.algo.revise import (
+from farloop.algo.revisions import (
+    BELONG_TO_ROUNDS,
     BELONG_TO_WINDOWS,
     LEARNING_RATE_STAYS,
     READ_BY_NODES,
@@ -19,7 +20,6 @@ from farloop.algo.revise import (
     nodes_must_hear,
     revised,
 )
-from farloop.algo.revisions import BELONG_TO_ROUNDS
 from farloop.algo.spec import Fragment, Layout, LearningRate, Terms
 from farloop.algo.validation import check_of_nodes
 
@@ -194,7 +194,7 @@ def test_a_longer_overlap_waits_for_the_longer_rounds_that_have_room_for_it() ->
 
 
 def test_a_field_in_no_class_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farloop.algo.revise.STAY", {k: why for k, why in STAY.items() if k != "clip"})
+    monkeypatch.setattr("farloop.algo.revisions.STAY", {k: why for k, why in STAY.items() if k != "clip"})
     assert refusal(clip="2") == "clip stays as the run began: nobody has said what would follow"
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farloop.algo.robust import coordinates_into, cosines, gram, hostile, krum_scores, weights_by
+from farloop.algo.merge_rules import coordinates_into, cosines, gram, hostile, krum_scores, weights_by
 from farloop.algo.validation import ROBUST_RULES
 
 NUMEL = 50

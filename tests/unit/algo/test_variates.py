@@ -9,7 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farloop.algo.variates import correct_, learn_, merged_by_plain_step
+from farloop.algo.local_update import correct_, learn_, merged_by_plain_step
 
 DIM, NODES, STEPS, LR = 10, 4, 20, 0.05
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from farloop.algo.spec import RunSpec
-from farloop.cli.run import DataConfig, RunConfig, plan_run
-from farloop.node.corpus import Corpus, load_corpus
+from farloop.config.run_spec import DataConfig, RunConfig, plan_run
+from farloop.node.data import Corpus, load_corpus
 from farloop.node.model import PRESETS, ModelConfig
 
 SpecOf = Callable[..., RunSpec]

@@ -1,4 +1,4 @@
-"""Covers `bench/builtin.py` where a re-warm brings new data; what else it does is seen in whole runs."""
+"""Covers `bench/training.py` where a re-warm brings new data; what else it does is seen in whole runs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,9 +8,8 @@ import pytest
 from torch import Tensor
 
 from farloop.algo.spec import LearningRate, NodeId, Rewarm, RunSpec
-from farloop.bench.builtin import BuiltIn
-from farloop.node.corpus import Corpus, load_corpus
-from farloop.node.data import Mixture, Samples
+from farloop.bench.training import BuiltIn
+from farloop.node.data import Corpus, Mixture, Samples, load_corpus
 from farloop.node.errors import DataError
 from farloop.node.model import GPT
 from farloop.node.trainer import data_name

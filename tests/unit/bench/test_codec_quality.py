@@ -15,7 +15,7 @@ from farloop.bench.codec_quality import (
     outer_sample,
     random_sample,
 )
-from farloop.bench.outer_gradients import OuterGradients
+from farloop.bench.training import OuterGradients
 from farloop.quant.registry import CODECS, codec_named
 
 # On a Gaussian of 4 Mi numbers (measured); a matrix of 256² is within a few percent.

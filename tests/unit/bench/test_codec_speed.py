@@ -17,7 +17,7 @@ from farloop.bench.codec_speed import (
     reference_rows,
     settled,
 )
-from farloop.bench.threads import cpu_threads, default_threads
+from farloop.bench.training import cpu_threads, default_threads
 from farloop.quant.registry import CODECS, codec_named
 
 BRIEF = Pace(budget_s=0.0, least=2)

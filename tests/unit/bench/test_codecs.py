@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from farloop.bench.codec_peers import PEERS
-from farloop.bench.codec_plots import plot_quality, plot_speed
 from farloop.bench.codec_speed import Pace, Where
-from farloop.bench.codecs import OPS, Plan, Report, Watch, describe_machine, places, run
-from farloop.bench.outer_gradients import Settings
+from farloop.bench.codecs import OPS, CodecReport, Plan, Watch, describe_machine, places, run
+from farloop.bench.training import Settings
+from farloop.plots.codecs import plot_quality, plot_speed
 from farloop.quant.registry import codec_named
 
 TINY = Settings(model="nano", nodes=2, h=1, rounds=2, batch_sequences=1, sequence_tokens=16)
@@ -19,7 +19,7 @@ TORCH = tuple(peer for peer in PEERS if peer.package == "torch")
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def report(tmp_path_factory: pytest.TempPathFactory) -> CodecReport:
     plan = Plan(
         codecs=tuple(map(codec_named, CODECS)),
         places=(Where(device="cpu", threads=1), Where(device="cpu", threads=2)),
@@ -33,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return run(plan, commit="abc")
 
 
-def test_speed_has_a_row_for_every_codec_operation_and_place(report: Report) -> None:
+def test_speed_has_a_row_for_every_codec_operation_and_place(report: CodecReport) -> None:
     found = {(row.codec, row.op, row.threads) for row in report.speed}
     for codec in CODECS:
         for threads in (1, 2):
@@ -41,13 +41,13 @@ def test_speed_has_a_row_for_every_codec_operation_and_place(report: Report) -> 
     assert {("memcpy", "copy", 1), ("memcpy", "copy", 2), ("torch eager q4", "decode", 2)} <= found
 
 
-def test_quality_has_a_row_for_every_codec_and_kind_of_data(report: Report) -> None:
+def test_quality_has_a_row_for_every_codec_and_kind_of_data(report: CodecReport) -> None:
     found = {(row.codec, row.data) for row in report.quality}
     names = (*CODECS, *(peer.name for peer in TORCH))
     assert found == {(name, data) for name in names for data in ("gauss", "laplace", "student3", "outer")}
 
 
-def test_the_json_has_what_is_promised(report: Report) -> None:
+def test_the_json_has_what_is_promised(report: CodecReport) -> None:
     plain = json.loads(json.dumps(report.plain()))
     copies = [row["gb_per_s"] for row in plain["speed"] if row["op"] == "copy"]
     assert plain["memcpy_gb_per_s"] == max(copies) > 0
@@ -60,7 +60,7 @@ def test_the_json_has_what_is_promised(report: Report) -> None:
     assert [peer["state"] for peer in plain["peers"]] == ["measured"] * len(TORCH)
 
 
-def test_small_vectors_are_told_from_memory(report: Report) -> None:
+def test_small_vectors_are_told_from_memory(report: CodecReport) -> None:
     large = dataclasses.replace(report.machine, cache_bytes=1 << 20)
     assert dataclasses.replace(report, machine=large).fits_cache
     small = dataclasses.replace(report.machine, cache_bytes=0)
@@ -68,7 +68,7 @@ def test_small_vectors_are_told_from_memory(report: Report) -> None:
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
-def test_plots_are_written(report: Report, kind: str, tmp_path: Path) -> None:
+def test_plots_are_written(report: CodecReport, kind: str, tmp_path: Path) -> None:
     for plot in (plot_quality, plot_speed):
         path = tmp_path / "made" / f"{plot.__name__}.{kind}"
         plot(path, report)

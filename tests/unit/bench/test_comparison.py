@@ -8,9 +8,8 @@ import pytest
 
 from farloop.algo.spec import RunSpec
 from farloop.bench.comparison import compare, report
-from farloop.bench.figures import plot
-from farloop.bench.quality import QualityPlan, Variant
-from farloop.bench.trial import RunResult
+from farloop.bench.quality import QualityPlan, RunResult, Variant
+from farloop.plots.style import plot
 
 SpecOf = Callable[..., RunSpec]
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from farloop.bench.intervals import mean_interval, student_t, student_within
+from farloop.bench.comparison import mean_interval, student_t, student_within
 
 
 @pytest.mark.parametrize(

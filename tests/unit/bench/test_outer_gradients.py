@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farloop.bench.outer_gradients import Settings, outer_gradients
+from farloop.bench.training import Settings, outer_gradients
 
 TINY = Settings(model="nano", nodes=2, h=2, rounds=2, batch_sequences=1, sequence_tokens=16)
 

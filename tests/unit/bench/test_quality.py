@@ -10,9 +10,8 @@ import pytest
 
 from farloop.algo.spec import RunSpec
 from farloop.bench import quality
-from farloop.bench.quality import QualityPlan, RunFailed, Variant, Watch, run_all, run_each
-from farloop.bench.trial import RunResult, run_key, run_one
-from farloop.node.corpus import Corpus
+from farloop.bench.quality import QualityPlan, RunFailed, RunResult, Variant, Watch, run_all, run_each, run_key, run_one
+from farloop.node.data import Corpus
 from farloop.node.errors import DataError
 
 SpecOf = Callable[..., RunSpec]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from farloop.bench.quality_figure import course_of, plot_methods
-from farloop.bench.trial import RunResult
+from farloop.bench.quality import RunResult
+from farloop.plots.quality import course_of, plot_methods
 
 
 def result(loss: float, *, nodes: int = 2, seed: int = 0, moved: tuple[int, ...] = (0, 50, 100)) -> RunResult:

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from farloop.algo.layout import Layout
+from farloop.algo.stages import StageLayout
 from farloop.bench import pipeline, routing_processes
 from farloop.bench.pipeline_node import MODEL, Told
 from farloop.bench.routing import modes, planning, relaying, slow_link, small_paths
@@ -65,7 +65,7 @@ def test_sizes_that_are_none_are_refused() -> None:
     assert ended.exit_code == 2 and "--nodes is a list of numbers of at least 12" in ended.output
 
 
-def told_by_nobody(layout: Layout, folder: Path, *, steps: int, microbatches: int, **_: object) -> dict[str, Told]:
+def told_by_nobody(layout: StageLayout, folder: Path, *, steps: int, microbatches: int, **_: object) -> dict[str, Told]:
     """As `run_nodes`: processes of which each step takes a second, and whose loss falls, faster without skips."""
     files = {}
     for stage in layout.stages:

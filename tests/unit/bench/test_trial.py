@@ -10,13 +10,12 @@ import torch
 
 from farloop.algo import schedule
 from farloop.algo.spec import NodeId, RunSpec
-from farloop.bench import builtin
-from farloop.bench.builtin import BuiltIn
-from farloop.bench.trial import Kept, RunResult, run_key, run_one
-from farloop.node.corpus import Corpus
-from farloop.node.data import Samples
+from farloop.bench import training
+from farloop.bench.quality import Kept, RunResult, run_key, run_one
+from farloop.bench.training import BuiltIn
+from farloop.node.data import Corpus, Samples
 from farloop.node.errors import DataError
-from farloop.node.inner import default_optimizer
+from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.model import build, from_json
 from farloop.node.trainer import EVALUATION_BATCH, check_data
 
@@ -96,7 +95,7 @@ def test_a_node_sees_the_same_samples_whatever_the_codec(spec_of: SpecOf, corpus
 
 def test_a_curve_ends_where_the_run_does(spec_of: SpecOf, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a small set curve and end look at the same sequences, on a large one only the end looks at all."""
-    monkeypatch.setattr(builtin, "CURVE_SEQUENCES", 8)
+    monkeypatch.setattr(training, "CURVE_SEQUENCES", 8)
     small, large = (run_one(spec_of(evaluation_sequences=count), corpus) for count in (4, 40))
     assert small.curve[-1] == (4.0, small.loss)
     assert large.curve[-1][1] == pytest.approx(large.loss, rel=0.01)

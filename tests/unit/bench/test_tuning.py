@@ -6,10 +6,22 @@ from pathlib import Path
 import pytest
 
 from farloop.algo.spec import RunSpec
-from farloop.bench import tuning
-from farloop.bench.quality import QualityPlan, RunFailed, Variant
-from farloop.bench.trial import RunResult, run_key
-from farloop.bench.tuning import Knob, Trial, Tried, best_of, evenly_by_ratio, plan_of, settings_to_try, tune
+from farloop.bench import quality
+from farloop.bench.quality import (
+    Knob,
+    QualityPlan,
+    RunFailed,
+    RunResult,
+    Trial,
+    Tried,
+    Variant,
+    best_of,
+    evenly_by_ratio,
+    plan_of,
+    run_key,
+    settings_to_try,
+    tune,
+)
 
 SpecOf = Callable[..., RunSpec]
 
@@ -89,7 +101,7 @@ def test_a_search_takes_its_best_and_survives_a_run_that_breaks(
             for key, loss in losses.items()
         }
 
-    monkeypatch.setattr(tuning, "run_each", fake)
+    monkeypatch.setattr(quality, "run_each", fake)
     (found,) = tune(searches, trials, jobs=1)
     assert [one.loss for one in found.tried] == [3.0, 2.0, None]
     assert found.picked == {"outer_lr": 0.8}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from farloop.cli.address import Address, parse_host_port, parse_tcp
+from farloop.config.sources import Address, parse_host_port, parse_tcp
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "localhost", "[::1]"])

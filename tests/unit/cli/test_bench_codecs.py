@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from farloop.cli.bench_codecs import QUICK_ELEMENTS, parse_count, parse_threads, plan_codecs
-from farloop.cli.codec_tables import codec_list_json, error_text, fits_downlink, summary_of
-from farloop.cli.exit_codes import CommandError
+from farloop.bench.codec_tables import codec_list_json, error_text, fits_downlink, summary_of
+from farloop.cli.bench import QUICK_ELEMENTS, parse_count, parse_threads, plan_codecs
 from farloop.cli.main import app
+from farloop.config.exit_codes import CommandError
 from farloop.quant.registry import CODECS
 
 

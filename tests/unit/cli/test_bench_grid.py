@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 
 from farloop.algo.methods import METHODS
-from farloop.cli.bench_grid import Grid, asked_for, command_of, default_variants, load_grid, share_of, with_baseline
-from farloop.cli.bench_words import parse_variant
-from farloop.cli.exit_codes import CommandError
+from farloop.bench.quality_spec import (
+    Grid,
+    asked_for,
+    command_of,
+    default_variants,
+    load_grid,
+    parse_variant,
+    share_of,
+    with_baseline,
+)
+from farloop.config.exit_codes import CommandError
 
 NO_LISTS: dict[str, list[str] | None] = {"variants": None, "tune": None, "settings": None}
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from farloop.bench.quality import QualityPlan
-from farloop.cli.bench_plan import plan_quality
-from farloop.cli.exit_codes import CommandError
-from farloop.cli.run import DataConfig
+from farloop.bench.quality_spec import plan_quality
+from farloop.config.exit_codes import CommandError
+from farloop.config.run_spec import DataConfig
 
 SMALLEST = {"model": "nano", "nodes": 2, "steps": 60, "h": 30, "sequence_tokens": 16, "evaluation_sequences": 4}
 

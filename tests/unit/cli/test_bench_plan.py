@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from farloop.algo.methods import METHODS
-from farloop.bench.tuning import SEED_OFFSET
-from farloop.cli.bench_grid import Grid
-from farloop.cli.bench_plan import GridPlan, plan_grid
-from farloop.cli.exit_codes import CommandError
-from farloop.cli.run import DataConfig
+from farloop.bench.quality import SEED_OFFSET
+from farloop.bench.quality_spec import Grid, GridPlan, plan_grid
+from farloop.config.exit_codes import CommandError
+from farloop.config.run_spec import DataConfig
 
 SMALLEST = ("sequence_tokens=16", "evaluation_sequences=4")
 

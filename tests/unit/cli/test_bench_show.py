@@ -5,8 +5,8 @@ import io
 from rich.console import Console
 
 from farloop.bench.comparison import Comparison, Report
-from farloop.bench.tuning import Tried, Tuned
-from farloop.cli.bench_show import markdown, table, tuning_lines
+from farloop.bench.quality import Tried, Tuned
+from farloop.bench.quality_tables import markdown, table, tuning_lines
 
 
 def comparison(label: str, mean: float, half: float, *, nodes: int = 2, fewer: float | None = 1.0) -> Comparison:

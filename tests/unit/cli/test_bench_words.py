@@ -3,8 +3,8 @@
 import pytest
 
 from farloop.algo.methods import METHODS
-from farloop.cli.bench_words import parse_knobs, parse_variant, run_settings
-from farloop.cli.exit_codes import CommandError
+from farloop.bench.quality_spec import parse_knobs, parse_variant, run_settings
+from farloop.config.exit_codes import CommandError
 
 
 def test_a_variant_is_a_pair_of_codecs_settings_or_both() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from farloop.cli.exit_codes import ExitCode
 from farloop.cli.main import app
-from farloop.coordinator.admin import Door
+from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.admin import AdminSocket
 
 ANSWER = {
     "revision": 2,
@@ -44,7 +44,7 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
     coordinator, loop, stop, opened = Fake(), asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def serve() -> None:
-        door = Door(tmp_path, {"set": coordinator, "release": coordinator})
+        door = AdminSocket(tmp_path, {"set": coordinator, "release": coordinator})
         await door.open()
         opened.set()
         await stop.wait()

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from farloop.chaos.faults import Ballast
+from farloop.chaos.storm import Outcome
 from farloop.cli import chaos
-from farloop.cli.exit_codes import ExitCode
 from farloop.cli.main import app
-from farloop.cli.storm import Outcome
-from farloop.cli.storm_disk import Ballast
+from farloop.config.exit_codes import ExitCode
 
 GOOD = Outcome(
     seconds=60.0,

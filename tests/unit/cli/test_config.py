@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from farloop.cli.config import NodeFile, RunFile, load, load_node, load_run, planned
-from farloop.cli.run import RunConfig
-from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA
-from farloop.cli.show import json_text, toml_text
-from farloop.cli.sources import ConfigError
+from farloop.config.run_spec import RunConfig
+from farloop.config.settings import (
+    NODE_SCHEMA,
+    RUN_SCHEMA,
+    NodeFile,
+    RunFile,
+    json_text,
+    load,
+    load_node,
+    load_run,
+    planned,
+    toml_text,
+)
+from farloop.config.sources import ConfigError
 
 COORDINATOR = "[coordinator]\nstate_dir = 'state'\n"
 NODE = "[node]\nname = 'oslo'\n"

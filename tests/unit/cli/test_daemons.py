@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from farloop.cli.daemons import adoption, different_identity, different_terms, open_run
-from farloop.cli.exit_codes import CommandError, ExitCode
-from farloop.cli.run import DataConfig, Plan, RunConfig, plan_run
-from farloop.coordinator.adopting import PATIENCE_S
+from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
+from farloop.coordinator.decide.adoption import PATIENCE_S
 
 DATA = DataConfig(max_bytes=300_000)
 

@@ -4,19 +4,11 @@ from pathlib import Path
 
 from machines import Machine
 
-from farloop.cli.doctor_network import (
-    Way,
-    as_the_coordinator_sees,
-    buffers,
-    limits,
-    machine,
-    way_of,
-)
-from farloop.cli.findings import Finding
+from farloop.cli.doctor import Finding, Way, as_the_coordinator_sees, buffers, limit_findings, machine, way_of
 from farloop.monitoring.status import InventoryStatus, LinkStatus
 from farloop.monitoring.units import rate_text
-from farloop.node.surroundings import Limits, Operator, look_around
-from farloop.wire.inventory import Inventory, Nic
+from farloop.node.machine_info import Limits, OperatorLabels, look_around
+from farloop.wire.machine_info import Inventory, Nic
 
 LIMITS = Limits(
     memory_bytes=1 << 34,
@@ -51,7 +43,7 @@ def test_every_card_is_a_line_with_who_says_so(tmp_path: Path) -> None:
     made = Machine(tmp_path)
     made.netdev("eth0", speed=25_000, pci="0000:01:00.0")
     made.port("mlx5_0", layer="InfiniBand", verbs=False)
-    told = look_around({"FARLOOP_LABELS": "site=oslo"}, Operator.of("", "", "eth0=10gbit"), root=tmp_path)
+    told = look_around({"FARLOOP_LABELS": "site=oslo"}, OperatorLabels.of("", "", "eth0=10gbit"), root=tmp_path)
     port, card, site = machine(told)
     assert port.level == "warn" and "/dev/infiniband" in port.mend
     assert card.detail == "eth0: ethernet, 10 Gbit/s (operator), sysfs says 2.5e+10"
@@ -65,9 +57,9 @@ def test_a_machine_without_cards_is_told_how_to_name_one() -> None:
 
 
 def test_few_files_are_a_warning_and_locked_memory_matters_with_rdma_alone() -> None:
-    assert [finding.what for finding in limits(LIMITS, Inventory())] == ["files"]
+    assert [finding.what for finding in limit_findings(LIMITS, Inventory())] == ["files"]
     few = Limits(**{name: getattr(LIMITS, name) for name in LIMITS.__slots__} | {"nofile": 512, "nofile_hard": 1024})
-    files, memlock = limits(few, Inventory(nics=(Nic(name="mlx5_0:1", kind="infiniband"),)))
+    files, memlock = limit_findings(few, Inventory(nics=(Nic(name="mlx5_0:1", kind="infiniband"),)))
     assert files.level == "warn" and "ulimit -Hn 4096" in files.mend
     assert (
         "1,024 files" in files.detail and "soft limit 512" in files.detail and "takes 704 connections" in files.detail

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from farloop.cli.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line, explain
+from farloop.config.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line, explain
 from farloop.coordinator import errors
 from farloop.coordinator.errors import StateLocked, StorageError, StorageFailed
 from farloop.monitoring.endpoint import EndpointError
-from farloop.node.corpus import CorpusError
+from farloop.node.data import CorpusError
 from farloop.node.errors import DataError, LayoutMismatch, NonFiniteDelta, Refused, Unreachable
 from farloop.quant.errors import UnknownCodec
 from farloop.wire.keys import KeyFileError

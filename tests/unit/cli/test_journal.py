@@ -13,12 +13,12 @@ from plain_runs import plain_terms
 from typer.testing import CliRunner, Result
 
 from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, TensorSlot
-from farloop.cli.exit_codes import ExitCode
-from farloop.cli.journal_words import KINDS
+from farloop.cli.journal_view import KINDS
 from farloop.cli.main import app
-from farloop.coordinator import records as rec
-from farloop.coordinator.segment import segment_paths
-from farloop.coordinator.store import SNAPSHOT_EVERY, Store
+from farloop.config.exit_codes import ExitCode
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.storage.segment import segment_paths
+from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
 
 ROUNDS = SNAPSHOT_EVERY + 2
 
@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farloop.coordinator.reading.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -101,7 +101,7 @@ def test_show_can_go_on_with_what_comes(folder: Path, tmp_path: Path, monkeypatc
         assert store is not None
         store.close()
 
-    monkeypatch.setattr("farloop.cli.journal.time.sleep", pause)
+    monkeypatch.setattr("farloop.cli.journal_view.time.sleep", pause)
     result = call(copy, "journal", "show", "--json", "--last", "1", "--follow")
     assert result.exit_code == ExitCode.INTERRUPTED
     assert [row["words"] for row in rows(result)[1:] if row["kind"] == "epoch"] == [

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from farloop.cli.exit_codes import CommandError
 from farloop.cli.keys import authorize, listed, revoke, write_pair
+from farloop.config.exit_codes import CommandError
 from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
 
 

@@ -8,7 +8,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.cli.logs import JsonLines, KeyValueLines, pairs_of
+from farloop.config.logs import JsonLines, KeyValueLines, pairs_of
 
 
 def record(message: str, *args: object, exc_info: object = None) -> logging.LogRecord:

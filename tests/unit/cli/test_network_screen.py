@@ -6,9 +6,9 @@ import pytest
 import statuses
 from rich.console import Console
 
-from farloop.cli.network_screen import draw_network
-from farloop.monitoring.gist import cleaned
+from farloop.cli.status_view import draw_network
 from farloop.monitoring.status import InventoryStatus, LinkStatus, MachineStatus, NicStatus, Status
+from farloop.monitoring.status_summary import cleaned
 
 NIC: NicStatus = {
     "name": "mlx5_0:1",

@@ -1,4 +1,4 @@
-"""Covers `cli/outcome.py`: the figures of a run, from its status and its metrics (protocol, Figures)."""
+"""Covers `cli/run_results.py`: the figures of a run, from its status and its metrics (protocol, Figures)."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,7 @@ import pytest
 from plain_runs import plain_terms
 
 from farloop.algo.spec import Identity, Layout, RunSpec
-from farloop.cli.outcome import summarise
-from farloop.cli.summary import Summary
+from farloop.cli.run_results import Summary, summarise
 from farloop.monitoring.status import Status
 from farloop.quant.blob import blob_bytes
 from farloop.quant.codec import flat

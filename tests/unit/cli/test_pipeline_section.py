@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from pipeline_layouts import layout_of
 
-from farloop.cli.config import NodeFile, load_node
-from farloop.cli.sources import ConfigError
-from farloop.node.pipeline.layout_file import layout_json
+from farloop.config.settings import NodeFile, load_node
+from farloop.config.sources import ConfigError
+from farloop.node.pipeline.layout import layout_json
 
 LAYOUT = layout_of(["ab", ("rome", "d")], [("a", "rome"), "bd"])
 

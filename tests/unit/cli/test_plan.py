@@ -16,16 +16,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from farloop.algo.schedule import steps_by_share
-from farloop.cli.exit_codes import ExitCode
-from farloop.cli.inventory_file import inventory_of, load_inventory
-from farloop.cli.inventory_live import live_inventory
+from farloop.cli.inventory_file import inventory_of, live_inventory, load_inventory
 from farloop.cli.main import app
 from farloop.cli.plan import plan_json, show
-from farloop.cli.plan_figure import draw
-from farloop.cli.sources import ConfigError
-from farloop.coordinator.routing.own_terms import CODEC_OF, NotInPlace, settings, share_text
+from farloop.config.exit_codes import ExitCode
+from farloop.config.sources import ConfigError
 from farloop.coordinator.routing.plan import make_plan
-from farloop.coordinator.routing.rates import Rate
+from farloop.coordinator.routing.sync_plan import CODEC_OF, NotInPlace, Rate, settings, share_text
+from farloop.plots.planner import draw
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/plans"
 

@@ -10,16 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from farloop.algo.layout import Layout
+from farloop.algo.stages import StageLayout
 from farloop.cli import plan_layout
-from farloop.cli.exit_codes import CommandError, ExitCode
-from farloop.cli.inventory_file import inventory_of
-from farloop.cli.inventory_live import away, live_inventory
+from farloop.cli.inventory_file import away, inventory_of, live_inventory
 from farloop.cli.main import app
+from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.coordinator.routing.mode import present_step_s
 from farloop.coordinator.routing.plan import make_plan
-from farloop.coordinator.routing.present import present_step_s
-from farloop.node.pipeline.layout_file import read_layout
-from farloop.node.pipeline.switching import why_not
+from farloop.node.pipeline.layout import read_layout, why_not
 
 NEAR = {"latency_ms": 0.1, "gbit_s": 10.0}
 
@@ -319,7 +317,7 @@ def test_whatever_is_planned_is_read_back_and_can_be_followed_by_another(tables:
     assert all(why_not(again, layout, node) == "" for node in addresses)
 
 
-def _planned_again(path: Path, inventory: Any) -> Layout:
+def _planned_again(path: Path, inventory: Any) -> StageLayout:
     now = plan_layout.present(path)
     assert now is not None
     kept = plan_layout.kept(inventory, path, now)

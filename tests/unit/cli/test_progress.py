@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from farloop.cli.progress import LINE_EVERY_S, Display, Pace, PlainLines, progress_console
-from farloop.cli.screen import draw, sparkline
-from farloop.monitoring.gist import reduction, sync_text
+from farloop.cli.status_view import draw, sparkline
 from farloop.monitoring.status import NodeStatus, Status, WindowState, WindowStatus
+from farloop.monitoring.status_summary import reduction, sync_text
 
 
 def node(name: str, **changes: Any) -> NodeStatus:

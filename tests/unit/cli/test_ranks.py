@@ -3,8 +3,8 @@
 import pytest
 
 from farloop.cli import ranks
-from farloop.cli.exit_codes import CommandError, ExitCode
 from farloop.cli.ranks import follows_rank_0, outcome, rank_of
+from farloop.config.exit_codes import CommandError, ExitCode
 
 
 @pytest.mark.parametrize(

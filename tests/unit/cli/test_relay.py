@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.cli.relay import BUFFER_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Link, LinkError
+from farloop.chaos.relay import BUFFER_BYTES, MAX_SLICE_BYTES, MIN_SLICE_BYTES, Link, LinkError
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from farloop.cli.figures import MAX_POINTS, SERIES, loss_figure, traffic_figure
-from farloop.cli.history import History, Traffic, read_history
-from farloop.cli.report import write_report
-from farloop.cli.summary import Summary, summary_table
+from farloop.cli.report import MAX_POINTS, SERIES, loss_figure, traffic_figure, write_report
+from farloop.cli.run_results import History, Summary, Traffic, read_history, summary_table
 from farloop.monitoring.status import BytesStatus
 
 DIGESTS = ["9f3a1c77d02be481", "03bb5519ee7ac020"]

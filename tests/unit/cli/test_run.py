@@ -1,4 +1,4 @@
-"""Covers `cli/run.py` where no file can say it: which codecs a run takes (protocol M), its rates and its rounds."""
+"""Covers `config/run_spec.py`: which codecs a run takes, its rates and its rounds."""
 
 import dataclasses
 from pathlib import Path
@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from farloop.algo.methods import method_named
 from farloop.algo.schedule import num_rounds
 from farloop.algo.spec import Identity, LearningRate, Rewarm, Terms
-from farloop.cli.run import DataConfig, RunConfig, plan_run, terms_of
-from farloop.node.corpus import CorpusError, load_corpus
-from farloop.quant import soundness
-from farloop.quant.blocks import BlockCodec
+from farloop.config.run_spec import DataConfig, RunConfig, plan_run, terms_of
+from farloop.node.data import CorpusError, load_corpus
+from farloop.quant import codec_checks
 from farloop.quant.codec import Codec
+from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.registry import codec_named
 
 
@@ -27,7 +27,7 @@ def test_only_a_codec_that_decodes_exactly_may_be_the_downlink(monkeypatch: pyte
         assert isinstance(codec, BlockCodec)
         return dataclasses.replace(codec, declared=dataclasses.replace(codec.declared, exact_decode=name != "q8"))
 
-    monkeypatch.setattr(soundness, "codec_named", with_a_rounding_q8)
+    monkeypatch.setattr(codec_checks, "codec_named", with_a_rounding_q8)
     with pytest.raises(ValueError, match="codec_down 'q8' does not decode exactly"):
         plan_run(RunConfig(model="nano", codec_down="q8"), DataConfig())
 

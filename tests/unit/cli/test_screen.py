@@ -7,9 +7,9 @@ import pytest
 import statuses
 from rich.console import Console
 
-from farloop.cli.screen import draw, fitting
-from farloop.monitoring.gist import cleaned
+from farloop.cli.status_view import draw, fitting
 from farloop.monitoring.status import Status
+from farloop.monitoring.status_summary import cleaned
 
 
 def picture(status: Status | None, width: int, **options: int) -> str:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from farloop.cli.exit_codes import CommandError
 from farloop.cli.main import app
-from farloop.cli.simulate_bandwidth import parse_bandwidths, parse_number
+from farloop.cli.simulate import parse_bandwidths, parse_number
+from farloop.config.exit_codes import CommandError
 from farloop.sim.bandwidth import gbit_text
 
 MODEL = ("--params", "1e9", "--layers", "24", "--step-s", "0.1")

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from farloop.cli.main import app
 from farloop.cli.scenario_file import example_names, load_example, load_scenario
-from farloop.sim.flow_scenario import Group
+from farloop.sim.flow.scenario import Group
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from farloop.cli.sources import ConfigError, nearest, read_environment, read_file, read_flags
+from farloop.config.sources import ConfigError, nearest, read_environment, read_file, read_flags
 
 SECTIONS = {"run": ["steps", "h"], "data": ["path"]}
 

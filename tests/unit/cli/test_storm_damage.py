@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from farloop.cli import storm_damage
-from farloop.cli.exit_codes import ExitCode
-from farloop.cli.storm_damage import copy_truncated, examine, second_start
-from farloop.cli.storm_journal import Journal, Unreadable
+from farloop.chaos import faults
+from farloop.chaos.faults import copy_truncated, examine, second_start
+from farloop.chaos.journal_referee import Journal, Unreadable
+from farloop.config.exit_codes import ExitCode
 
 WHOLE = Journal({(0, 0): "aa", (0, 1): "bb", (0, 2): "cc"}, (2,))
 SHORT = Journal({(0, 0): "aa", (0, 1): "bb"}, (1,))
@@ -72,8 +72,8 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise Unreadable("damaged")
             return left
 
-        monkeypatch.setattr(storm_damage, "read_journal", read)
-        monkeypatch.setattr(storm_damage, "page", lambda http: page)
+        monkeypatch.setattr(faults, "read_journal", read)
+        monkeypatch.setattr(faults, "page", lambda http: page)
         wrong: list[str] = []
         children: Any = Children(tmp_path, codes)
         trial = examine(children, "t", tmp_path / "copy", cut, WHOLE, lambda state, http: state, wrong.append)
@@ -129,8 +129,8 @@ def test_a_traceback_is_told(judged: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, *, locked: bool) -> Iterator[str]:
     """What is found of a second start that ends with a code, or whose page answers."""
-    monkeypatch.setattr(storm_damage, "page", lambda http: at(1, "bb") if code is None else None)
-    monkeypatch.setattr(storm_damage, "SEEN_S", 0.0)
+    monkeypatch.setattr(faults, "page", lambda http: at(1, "bb") if code is None else None)
+    monkeypatch.setattr(faults, "SEEN_S", 0.0)
     children: Any = Children(tmp_path, {"second": code})
     first: Any = Child("first", None, tmp_path / "first.log")
     wrong: list[str] = []

@@ -10,10 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.cli import storm_journal
-from farloop.cli.storm_journal import Tail, Unreadable, read_journal
-from farloop.coordinator import records as rec
-from farloop.coordinator.segment import read_segments, record_header, segment_header
+from farloop.chaos import journal_referee
+from farloop.chaos.journal_referee import Tail, Unreadable, read_journal
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.storage.segment import read_segments, record_header, segment_header
 
 GOLDEN = Path(__file__).parents[1] / "coordinator" / "golden" / "state-v1"
 SALT = 7
@@ -59,17 +59,17 @@ def test_it_finds_what_the_coordinators_reader_finds() -> None:
 
 
 def test_it_shares_no_code_with_the_coordinator() -> None:
-    source = Path(storm_journal.__file__).read_text()
+    source = Path(journal_referee.__file__).read_text()
     assert "from farloop" not in source and "import farloop" not in source
 
 
 def test_numbers_on_disk_are_those_of_the_records() -> None:
     theirs = tuple(rec.KINDS[kind] for kind in (rec.RunStarted, rec.WindowCommitted, rec.LedgerSaved, rec.Adopted))
     ours = (
-        storm_journal._RUN_STARTED,
-        storm_journal._WINDOW_COMMITTED,
-        storm_journal._LEDGER_SAVED,
-        storm_journal._ADOPTED,
+        journal_referee._RUN_STARTED,
+        journal_referee._WINDOW_COMMITTED,
+        journal_referee._LEDGER_SAVED,
+        journal_referee._ADOPTED,
     )
     assert ours == theirs
 

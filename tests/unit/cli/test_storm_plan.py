@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.cli.storm_plan import (
+from farloop.chaos.storm_plan import (
     COORDINATOR,
     DISK,
     EVERY_S,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from farloop.cli.storm_journal import Journal
-from farloop.cli.storm_watch import Book, History, Memory, Recoveries, resident_bytes
+from farloop.chaos.journal_referee import Journal
+from farloop.chaos.recovery_watch import Book, History, Memory, Recoveries, resident_bytes
 from farloop.monitoring.status import Status
 
 

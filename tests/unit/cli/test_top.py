@@ -19,16 +19,16 @@ import statuses
 from typer.testing import CliRunner
 
 from farloop.cli import top as command
-from farloop.cli.exit_codes import CommandError
 from farloop.cli.main import app as front_door
-from farloop.monitoring.gist import cleaned
+from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import Status
+from farloop.monitoring.status_summary import cleaned
 
 pytest.importorskip("textual", reason="textual is not installed: pip install 'farloop[top]'")
 
 from textual.widgets import DataTable
 
-from farloop.cli.top_screen import DARK, LIGHT, ON_LIGHT, SORTS, Top
+from farloop.cli.top import DARK, LIGHT, ON_LIGHT, SORTS, Top
 
 GOLDEN = Path(__file__).with_name("golden")
 SIZES = ((80, 24), (120, 32))

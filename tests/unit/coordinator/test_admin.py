@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from farloop.coordinator.admin import MAX_BYTES, NAME, Door, address_of, ask
+from farloop.coordinator.admin import MAX_BYTES, NAME, AdminSocket, address_of, ask
 
 
 async def echo(request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -31,7 +31,7 @@ def talk(folder: Path, *requests: bytes) -> list[bytes]:
             return b"".join(iter(lambda: client.recv(4096), b""))
 
     async def serve() -> list[bytes]:
-        door = Door(folder, {"echo": echo})
+        door = AdminSocket(folder, {"echo": echo})
         await door.open()
         try:
             return [await asyncio.to_thread(say, request) for request in requests]
@@ -69,7 +69,7 @@ def test_nothing_said_to_it_keeps_it_from_the_next_who_comes(tmp_path: Path) -> 
 
 def test_only_the_owner_of_the_folder_has_a_key(tmp_path: Path) -> None:
     async def modes() -> tuple[int, bool]:
-        door = Door(tmp_path, {})
+        door = AdminSocket(tmp_path, {})
         await door.open()
         mode = (tmp_path / NAME).stat().st_mode
         await door.close()
@@ -98,7 +98,7 @@ def test_a_folder_may_be_deeper_than_a_sockets_address_is_long(tmp_path: Path) -
 
 def test_without_a_door_the_run_goes_on_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def open_and_close() -> None:
-        door = Door(tmp_path / "nowhere", {})
+        door = AdminSocket(tmp_path / "nowhere", {})
         await door.open()
         await door.close()
 
@@ -108,7 +108,7 @@ def test_without_a_door_the_run_goes_on_and_says_so(tmp_path: Path, caplog: pyte
 
 def test_who_asks_gets_the_answer(tmp_path: Path) -> None:
     async def serve() -> Mapping[str, Any]:
-        door = Door(tmp_path, {"echo": echo})
+        door = AdminSocket(tmp_path, {"echo": echo})
         await door.open()
         try:
             return await asyncio.to_thread(ask, tmp_path, {"do": "echo", "n": 2}, 30.0)

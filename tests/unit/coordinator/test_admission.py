@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RoundPlan, RunSpec
-from farloop.coordinator import records as rec
-from farloop.coordinator.admission import delta_refusal, progress_untrue, refusal, steps_at_most
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.roster import Member
-from farloop.coordinator.windows import Window
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.admission import delta_refusal, progress_untrue, refusal, steps_at_most
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.roster import Member
+from farloop.coordinator.decide.windows import Window
 from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, BytesByKind, Committed, Hello, Offer, Progress
 from farloop.wire.reasons import Reason
 

@@ -8,12 +8,12 @@ from plain_runs import plain_hello
 
 from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.adopting import ALARM, LISTEN_S, Adopt
-from farloop.coordinator.hearsay import untrue
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.adoption_checks import untrue
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.adoption import ALARM, LISTEN_S, AdoptionSettings
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -41,7 +41,7 @@ class Start:
             self.ledger.apply(rec.NodeStarted(node=node, incarnation=1, round=0))
         self.now = 100.0
         self.plans = schedule.first_rounds(spec.terms, count=5)
-        adopt = Adopt(untrue=untrue, patience_s=PATIENCE_S, fetched=fetched or {}, newest=newest)
+        adopt = AdoptionSettings(untrue=untrue, patience_s=PATIENCE_S, fetched=fetched or {}, newest=newest)
         self.machine = CoordinatorMachine(self.ledger, now=self.now, liveness_s=10.0, adopt=adopt)
         assert self.machine.start() == []
 
@@ -63,7 +63,7 @@ class Start:
 
     def greet(self, node: NodeId, session: int, *anchors: msg.AnchorRef, **changes: Any) -> list[ev.Command]:
         hello = plain_hello(node=node, anchors=anchors, epoch_seen=3, round=1, protocol_max=4)
-        return self.handle(ev.Greeted(session=session, node=node, hello=dataclasses.replace(hello, **changes)))
+        return self.handle(ev.NodeHello(session=session, node=node, hello=dataclasses.replace(hello, **changes)))
 
     def tell(self, node: NodeId, session: int, *anchors: msg.AnchorRef, **changes: Any) -> list[ev.Command]:
         windows = tuple(
@@ -74,7 +74,7 @@ class Start:
         )
         held = msg.Held(anchors=anchors, windows=windows, final=(), rounds=self.plans[:3], revisions=())
         message = dataclasses.replace(held, **changes)
-        return self.handle(ev.Heard(session=session, node=node, message=message))
+        return self.handle(ev.NodeMessage(session=session, node=node, message=message))
 
     def both(self) -> None:
         """a holds all that is new, b nothing of it."""
@@ -87,7 +87,7 @@ class Start:
         """From the node's offer to the disk."""
         blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=anchor.fragment, version=anchor.version, node=node)
         offer = msg.Offer(blob=blob, size=10, digest=1)
-        (receive,) = self.handle(ev.Heard(session=session, node=node, message=offer))
+        (receive,) = self.handle(ev.NodeMessage(session=session, node=node, message=offer))
         assert receive == ev.ReceiveAnchor(offer=offer, anchor=anchor)
         return self.handle(ev.AnchorStored(record=rec.AnchorFetched(anchor=anchor, node=node, blob_digest=1)))
 
@@ -163,7 +163,7 @@ def test_what_is_adopted_is_recorded_once_all_of_it_is_here(start: Start, spec: 
     assert start.machine.holding is None and not start.machine.alarms
     assert {window.terms.window for window in start.machine.windows.values()} == {3, 2}
     assert start.machine.members[A].gone_at == start.now + 10.0, "nobody could come before"
-    start.handle(ev.Parted(session=1, node=A, reason=Reason.HOLDING))
+    start.handle(ev.NodeDisconnected(session=1, node=A, reason=Reason.HOLDING))
     for session, node in ((3, A), (4, B)):  # they dial again, and begin anew from snapshots
         commands = start.greet(node, session, *NEW)
         (accept,) = [command for command in commands if isinstance(command, ev.Accept)]
@@ -192,11 +192,11 @@ def test_spoiled_bytes_are_asked_of_somebody_else_or_the_version_is_lost(start: 
 def test_who_goes_away_with_the_newest_is_waited_for_as_long_as_any(start: Start) -> None:
     start.both()
     start.at(LISTEN_S)
-    start.handle(ev.Parted(session=1, node=A, reason=Reason.CLOSED))
+    start.handle(ev.NodeDisconnected(session=1, node=A, reason=Reason.CLOSED))
     assert "node a" in start.waits and start.machine.next_timer() is not None
     start.greet(A, 3, *NEW)
     assert asked(start.tell(A, 3, *NEW)) == [(A, 0)]
-    start.handle(ev.Parted(session=3, node=A, reason=Reason.CLOSED))
+    start.handle(ev.NodeDisconnected(session=3, node=A, reason=Reason.CLOSED))
     record = adopted(start.at(LISTEN_S + PATIENCE_S))
     assert record.anchors == () and record.lost == NEW, "b alone is here, and has nothing that the copy has not"
 
@@ -253,8 +253,8 @@ def test_a_coordinator_that_stops_asks_for_nothing(start: Start) -> None:
 
 def test_a_node_that_leaves_is_not_waited_for(start: Start) -> None:
     start.both()
-    start.handle(ev.Heard(session=2, node=B, message=msg.Leave(reason=Reason.DRAINED)))
-    start.handle(ev.Parted(session=2, node=B, reason=Reason.DRAINED))
+    start.handle(ev.NodeMessage(session=2, node=B, message=msg.Leave(reason=Reason.DRAINED)))
+    start.handle(ev.NodeDisconnected(session=2, node=B, reason=Reason.DRAINED))
     assert asked(start.at(LISTEN_S)) == [(A, 0)]
 
 
@@ -263,7 +263,7 @@ def test_an_anchor_that_nobody_asked_for_is_not_taken(start: Start) -> None:
     start.at(LISTEN_S)
     other = BlobId(kind=BlobKind.SNAPSHOT, fragment=1, version=1, node=A)
     for blob in (other, dataclasses.replace(other, fragment=0, version=9), dataclasses.replace(other, node=B)):
-        assert start.handle(ev.Heard(session=1, node=A, message=msg.Offer(blob=blob, size=1, digest=1))) == []
+        assert start.handle(ev.NodeMessage(session=1, node=A, message=msg.Offer(blob=blob, size=1, digest=1))) == []
 
 
 def test_samples_beyond_belief_are_not_believed(start: Start) -> None:
@@ -315,7 +315,7 @@ def test_a_holder_whose_anchor_stops_coming_is_not_asked_before_another(start: S
     if how == "it stands still":
         commands = start.handle(ev.AnchorFailed(node=A, anchor=NEW[0], spoiled=False))
     else:
-        start.handle(ev.Parted(session=1, node=A, reason=Reason.CLOSED))
+        start.handle(ev.NodeDisconnected(session=1, node=A, reason=Reason.CLOSED))
         start.greet(A, 4, *NEW)
         commands = start.tell(A, 4, *NEW)
     assert asked(commands) == [(C, 0)]
@@ -327,18 +327,18 @@ def test_an_anchor_has_one_name_so_that_no_node_can_have_many_on_their_way(start
     start.at(LISTEN_S)
     blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=0, version=2, node=A)
     for other in (dataclasses.replace(blob, incarnation=1), dataclasses.replace(blob, seq=1)):
-        assert start.handle(ev.Heard(session=1, node=A, message=msg.Offer(blob=other, size=10, digest=1))) == []
+        assert start.handle(ev.NodeMessage(session=1, node=A, message=msg.Offer(blob=other, size=10, digest=1))) == []
 
 
 def test_what_a_node_takes_away_with_it_is_told_as_lost(start: Start) -> None:
     start.both()
-    start.handle(ev.Heard(session=1, node=A, message=msg.Leave(reason=Reason.DRAINED)))
+    start.handle(ev.NodeMessage(session=1, node=A, message=msg.Leave(reason=Reason.DRAINED)))
     record = adopted(start.at(LISTEN_S))
     assert (record.anchors, record.lost, record.missing) == ((), NEW, ())
 
 
 def test_names_without_end_are_not_remembered(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farloop.coordinator.adopting.MOST_MEMBERS", 4)
+    monkeypatch.setattr("farloop.coordinator.decide.adoption.MOST_MEMBERS", 4)
     start.both()
     start.greet(NodeId("old"), 3, ref(0, 9), protocol_max=3)
     start.at(LISTEN_S)

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from farloop.algo.digest import combine, digest
 from farloop.algo.fragments import partition, zero_padding_
-from farloop.algo.merge import radial_into
+from farloop.algo.merge_rules import radial_into
 from farloop.algo.methods import METHODS
-from farloop.algo.outer_rules import state_names, step_
+from farloop.algo.outer_optimizers import state_names, step_
 from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterSettings
 from farloop.algo.schedule import learning_rate
 from farloop.algo.spec import Fragment, OuterKind, RoundPlan, RunSpec, TensorSlot, Terms
 from farloop.coordinator import aggregator
 from farloop.coordinator.aggregator import Buffers, Result, Step
-from farloop.coordinator.snapshots import Snapshot, load, save
+from farloop.coordinator.storage.snapshots import Snapshot, load, save
 from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.norm import norm_sq, tensor_norms

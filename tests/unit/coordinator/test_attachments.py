@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
-from farloop.coordinator import records as rec
-from farloop.coordinator.attachments import Attachments
-from farloop.coordinator.journal import Journal
-from farloop.coordinator.ledger import HISTORY_VERSIONS, Ledger
-from farloop.coordinator.segment import Attachment, Entry
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, Ledger
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.recovery import Attachments
+from farloop.coordinator.storage.segment import Attachment, Entry
 from farloop.wire.messages import Offer
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")

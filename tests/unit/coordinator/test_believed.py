@@ -11,17 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Lease, NodeId
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.decisions import Decisions
-from farloop.coordinator.journal import Journal
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.reading import ledger_of, read_journal
-from farloop.coordinator.roster import EXPIRE_S
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.decisions import Decisions
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.roster import EXPIRE_S
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.state_reader import ledger_of, read_journal
 from farloop.wire import messages as msg
-from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.reasons import Reason
+from farloop.wire.reasons import Reason, RemoteProtocolError
 
 MOST = (1 << 64) - 1
 ANCHORS = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
@@ -106,17 +105,17 @@ class Told(Run):
         if isinstance(heard, msg.Hello):
             self.greeted(HOSTILE, heard)
         elif heard is not None and HOSTILE in self.open:
-            self.happens(ev.Heard(session=self.open[HOSTILE], node=HOSTILE, message=heard))
+            self.happens(ev.NodeMessage(session=self.open[HOSTILE], node=HOSTILE, message=heard))
 
     def loses(self, node: NodeId) -> None:
         if session := self.open.pop(node, None):
-            self.happens(ev.Parted(session=session, node=node, reason=Reason.CLOSED))
+            self.happens(ev.NodeDisconnected(session=session, node=node, reason=Reason.CLOSED))
 
     def begin(self) -> None:
         """Both nodes train."""
         for node in (HOSTILE, HONEST):
             self.greeted(node, greeting(node=node))
-            self.happens(ev.Heard(session=self.open[node], node=node, message=msg.Ready()))
+            self.happens(ev.NodeMessage(session=self.open[node], node=node, message=msg.Ready()))
 
     def comes_back_after_its_samples_went_to_others(self) -> None:
         self.loses(HOSTILE)
@@ -145,7 +144,7 @@ def test_a_node_that_greets_twice_with_a_watermark_of_64_bits_leaves_a_ledger_th
     for _ in range(2):
         run.comes_back_after_its_samples_went_to_others()
         session = run.open[HOSTILE]
-        run.happens(ev.Heard(session=session, node=HOSTILE, message=report(sample_watermark=MOST)))
+        run.happens(ev.NodeMessage(session=session, node=HOSTILE, message=report(sample_watermark=MOST)))
         assert "it claims to have used 18446744073709551615 samples" in run.machine.alarms[f"report of {HOSTILE}"]
     assert run.machine.ledger.leases.granted_total < 10_000 > run.machine.ledger.leases.uncertain_total
     run.recovers()
@@ -190,7 +189,7 @@ def test_a_round_that_nobody_was_told_of_is_not_the_one_that_a_node_began_with(r
 def test_a_name_that_is_none_is_refused_in_one_line(run: Told, name: str) -> None:
     run.sessions += 1
     hello = greeting(node=NodeId(name))
-    (refuse,) = run.machine.handle(ev.Greeted(session=run.sessions, node=hello.node, hello=hello), run.now)
+    (refuse,) = run.machine.handle(ev.NodeHello(session=run.sessions, node=hello.node, hello=hello), run.now)
     assert isinstance(refuse, ev.Refuse) and refuse.refused.reason is Reason.MALFORMED and not refuse.refused.retriable
     assert "is no node name: letters, digits" in refuse.refused.detail and "\n" not in refuse.refused.detail
     assert NodeId(name) not in run.machine.members

@@ -8,10 +8,10 @@ from plain_runs import plain_terms
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, NodeId, TensorSlot, WindowTerms
-from farloop.coordinator.bits import as_chosen, next_codec, next_codecs, with_chosen
+from farloop.coordinator.commits import as_chosen, next_codec, next_codecs, with_chosen
+from farloop.quant.bit_rates import measure
 from farloop.quant.codec import Codec
-from farloop.quant.rates import measure
-from farloop.quant.reference.q4r import Q4rCodec
+from farloop.quant.formats.q4r import Q4rCodec
 from farloop.quant.registry import codec_named
 
 SHAPES = ((64, 64), (128, 64), (100,))

@@ -1,9 +1,9 @@
-"""Covers `coordinator/connections.py`: strangers are many, and nodes stay connected."""
+"""Covers `coordinator/net/sessions.py`: strangers are many, and nodes stay connected."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farloop.coordinator.connections import (
+from farloop.coordinator.net.sessions import (
     FEWEST,
     MOST,
     RESERVE,

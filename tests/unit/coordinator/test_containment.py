@@ -1,4 +1,4 @@
-"""Whatever goes wrong while the coordinator works for a session ends that session alone (`coordinator/link.py`)."""
+"""An error while the coordinator works for a session ends that session alone (`coordinator/net/router.py`)."""
 
 import asyncio
 import dataclasses
@@ -13,17 +13,15 @@ from plain_runs import plain_hello, plain_spec
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.errors import MachineBroken, NoDescriptor, StorageError, StorageFailed
-from farloop.coordinator.link import OF_THE_PROCESS, RouterLink
-from farloop.coordinator.peers import Peer
+from farloop.coordinator.net.router import OF_THE_PROCESS, SessionRouter
+from farloop.coordinator.net.sessions import Peer
 from farloop.wire.blobs import BytesSource, blob_digest
-from farloop.wire.errors import LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.events import BlobSent, MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer
-from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Committed, Fetch, Finished, Hello, Leave, Offer, Ready, Welcome
-from farloop.wire.reasons import Reason
-from farloop.wire.session import Session
+from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
+from farloop.wire.session import Role, Session, State
 
 DATA = bytes(1000)
 WELCOME = Welcome(protocol=1, epoch=3, spec=plain_spec(), lane_token=b"", versions=(0,), windows=(), rounds=())
@@ -55,7 +53,7 @@ class Wire:
 class Hall:
     """A link with two nodes, a and b, and what the coordinator heard of them."""
 
-    def __init__(self, link: RouterLink, limits: Limits | None = None) -> None:
+    def __init__(self, link: SessionRouter, limits: Limits | None = None) -> None:
         self.link, self.wire = link, Wire()
         setattr(link, "_socket", self.wire)  # noqa: B010 - not the type's
         self.peers: dict[str, Peer] = {}
@@ -141,7 +139,7 @@ def delta(name: str) -> BlobId:
 
 async def in_hall(story: Callable[[Hall], None], limits: Limits | None = None) -> None:
     halls: list[Hall] = []
-    link = RouterLink(
+    link = SessionRouter(
         endpoint="inproc://hall",
         key=None,
         allow=None,

@@ -16,12 +16,18 @@ from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Identity, Layout, NodeId, RunSpec
 from farloop.coordinator import commits
-from farloop.coordinator import records as rec
-from farloop.coordinator.bucket import Bucket, CopyFailed
-from farloop.coordinator.copies import Cut, read_manifest, restore, write_copy
-from farloop.coordinator.copying import Copying
+from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import StateMismatch
-from farloop.coordinator.store import Store
+from farloop.coordinator.storage.copies import (
+    Bucket,
+    CopyFailed,
+    Copying,
+    StateCopy,
+    read_manifest,
+    restore,
+    write_copy,
+)
+from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
@@ -250,7 +256,7 @@ def test_a_manifest_is_json_that_names_all(store: Store) -> None:
 
 
 def copying(store: Store, shelf: Shelf, alarms: dict[str, str]) -> Copying:
-    async def cut() -> Cut:
+    async def cut() -> StateCopy:
         return store.cut()
 
     made = Copying("file:///nowhere", 600.0, cut, alarms, open_bucket=lambda url: shelf)

@@ -12,13 +12,13 @@ import pytest
 from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.closing import SILENT
-from farloop.coordinator.deadlines import ALARM, FIRST_S, FLOOR_S, MULTIPLE, UNKNOWN_S
-from farloop.coordinator.hold import ALARM as STORAGE
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.closing import SILENT
+from farloop.coordinator.decide.deadlines import ALARM, FIRST_S, FLOOR_S, MULTIPLE, UNKNOWN_S
+from farloop.coordinator.decide.hold import ALARM as STORAGE
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -62,10 +62,10 @@ class World:
             for f, v in enumerate(self.ledger.versions)
         )
         hello = plain_hello(node=node, anchors=refs, round=round_, incarnation=self.incarnations[node])
-        self.handle(ev.Greeted(session=self.sessions[node], node=node, hello=hello))
+        self.handle(ev.NodeHello(session=self.sessions[node], node=node, hello=hello))
 
     def say(self, node: NodeId, message: msg.Message) -> None:
-        self.handle(ev.Heard(session=self.sessions[node], node=node, message=message))
+        self.handle(ev.NodeMessage(session=self.sessions[node], node=node, message=message))
 
     def report(self, node: NodeId, **changes: Any) -> None:
         self.say(node, dataclasses.replace(REPORT, **changes))
@@ -367,7 +367,7 @@ def test_a_run_that_nobody_is_connected_to_says_who_is_missing(spec: RunSpec) ->
     world = World(spec, {A: 2.0, B: 2.0})
     world.run(60.0)
     for node in (A, B):
-        world.handle(ev.Parted(session=world.sessions[node], node=node, reason=Reason.CLOSED))
+        world.handle(ev.NodeDisconnected(session=world.sessions[node], node=node, reason=Reason.CLOSED))
     world.run(FLOOR_S)
     world.handle(ev.InputFailed(offer=world.offer(A, 0), reason=Reason.CORRUPT, detail=""))
     assert "a owes" in world.machine.alarms[ALARM] and "it is not connected" in world.machine.alarms[ALARM]

@@ -10,12 +10,12 @@ from plain_runs import plain_hello
 from stored_runs import NODES
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.diary import Diary
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.monitoring.decisions import ArrivedDelta, DecisionEvent
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.observe.decision_log import DecisionLog
+from farloop.monitoring.status import ArrivedDelta, DecisionEvent
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -28,15 +28,15 @@ class Scene:
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         self.file = folder / "decisions.jsonl"
-        self.diary = Diary(self.file)
+        self.diary = DecisionLog(self.file)
         self.now = 100.0
         spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, min_nodes=3))
         self.machine = CoordinatorMachine(Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), now=self.now)
         for session, node in enumerate((BERGEN, OSLO, TROMSO)):
             hello = plain_hello(node=node, device="cpu")
-            self.handle(ev.Greeted(session=session, node=node, hello=hello))
+            self.handle(ev.NodeHello(session=session, node=node, hello=hello))
         for session, node in enumerate((BERGEN, OSLO, TROMSO)):
-            self.handle(ev.Heard(session=session, node=node, message=msg.Ready()))
+            self.handle(ev.NodeMessage(session=session, node=node, message=msg.Ready()))
 
     def handle(self, event: ev.Event) -> None:
         self.diary.saw(event, self.machine, self.now - 50.0, self.now)
@@ -92,7 +92,7 @@ def test_who_is_missing_and_who_was_refused_is_there_with_the_reason(scene: Scen
     scene.now += 4.0
     scene.handle(ev.InputFailed(offer=scene.offer(OSLO, 1), reason=Reason.CORRUPT, detail="a flipped bit"))
     scene.now += 1.0
-    scene.handle(ev.Parted(session=2, node=TROMSO, reason=Reason.SILENT))
+    scene.handle(ev.NodeDisconnected(session=2, node=TROMSO, reason=Reason.SILENT))
     for command in scene.machine.handle_timer(scene.now):
         scene.diary.carries_out(command, scene.now)
         if isinstance(command, ev.Commit):
@@ -117,7 +117,7 @@ def test_a_delta_of_an_earlier_start_of_the_coordinator_has_no_age(scene: Scene,
     scene.deliver(BERGEN)
     scene.deliver(OSLO)
     scene.machine = CoordinatorMachine(scene.machine.ledger.copy(), now=scene.now)
-    scene.diary = Diary(scene.file)
+    scene.diary = DecisionLog(scene.file)
     scene.deliver(TROMSO)
     (line,) = scene.lines()
     assert [row["after_s"] for row in line["arrived"]] == [None, None, 0.0]

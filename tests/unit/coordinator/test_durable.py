@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from farloop.coordinator import durable
 from farloop.coordinator.errors import DiskFull, ReadOnly, StorageFailed
-from farloop.coordinator.files import DISK
+from farloop.coordinator.storage import files
+from farloop.coordinator.storage.files import DISK
 
 
 def failing(code: int) -> OSError:
@@ -29,7 +29,7 @@ def test_a_replacement_is_synced_renamed_and_its_directory_synced(
         calls.append(f"{source.name} -> {target.name}")
         replace(source, target)
 
-    monkeypatch.setattr(durable, "sync", record_sync)
+    monkeypatch.setattr(files, "sync", record_sync)
     monkeypatch.setattr(os, "replace", record_replace)
     path = tmp_path / "state"
     path.write_text("old")
@@ -77,7 +77,7 @@ def test_short_writes_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for most in range(1, 10):
         monkeypatch.setattr(os, "pwritev", lambda fd, views, at, most=most: pwritev(fd, [b"".join(views)[:most]], at))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        durable.write_all(fd, path, parts, 2)
+        files.write_all(fd, path, parts, 2)
         os.close(fd)
         assert path.read_bytes() == b"\0\0abcdefghi"
 
@@ -87,7 +87,7 @@ def test_a_write_that_is_refused_is_storage_failed(tmp_path: Path) -> None:
     path.touch()
     fd = os.open(path, os.O_RDONLY)
     with pytest.raises(StorageFailed, match="write"):
-        durable.write_all(fd, path, [b"x"], 0)
+        files.write_all(fd, path, [b"x"], 0)
     os.close(fd)
 
 
@@ -95,7 +95,7 @@ def test_allocated_room_reads_as_zeros_and_has_blocks(tmp_path: Path) -> None:
     path = tmp_path / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     os.write(fd, b"abc")
-    durable.allocate(fd, path, 3, 100_000)
+    files.allocate(fd, path, 3, 100_000)
     assert path.read_bytes() == b"abc" + bytes(100_000)
     assert os.fstat(fd).st_blocks * 512 >= 100_000
     os.close(fd)
@@ -112,7 +112,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
     os.write(fd, b"abc")
     monkeypatch.setattr(os, "posix_fallocate", half)
     with pytest.raises(DiskFull) as caught:
-        durable.allocate(fd, path, 3, 1000)
+        files.allocate(fd, path, 3, 1000)
     os.close(fd)
     assert caught.value.needed_bytes == 1000
     assert path.read_bytes() == b"abc"
@@ -128,10 +128,10 @@ def test_a_read_only_disk_is_told_from_a_full_one(tmp_path: Path, monkeypatch: p
         for call in ("posix_fallocate", "ftruncate"):
             patch.setattr(os, call, refuse)
         with pytest.raises(ReadOnly):
-            durable.allocate(fd, path, 0, 1000)
+            files.allocate(fd, path, 0, 1000)
         patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY, f_bavail=1, f_frsize=4096))
         with pytest.raises(ReadOnly):
-            durable.require_free(tmp_path, 1)
+            files.require_free(tmp_path, 1)
     os.close(fd)
 
 
@@ -155,15 +155,15 @@ def test_a_file_system_that_cannot_allocate_is_asked_for_its_free_space(
     path = tmp_path / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
-    durable.allocate(fd, path, 0, 1)
+    files.allocate(fd, path, 0, 1)
     with pytest.raises(DiskFull):
-        durable.allocate(fd, path, 0, 1 << 60)
+        files.allocate(fd, path, 0, 1 << 60)
     os.close(fd)
 
 
 def test_a_deletion_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(durable, "sync", lambda fd, path: synced.append(path))
+    monkeypatch.setattr(files, "sync", lambda fd, path: synced.append(path))
     path = tmp_path / "file"
     path.touch()
     DISK.delete(path)
@@ -189,6 +189,6 @@ def test_what_is_read_after_a_settling_sync_is_what_was_written(tmp_path: Path) 
     path = tmp_path / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     os.write(fd, b"abc" * 10_000)
-    durable.sync_and_forget(fd, path)
+    files.sync_and_forget(fd, path)
     assert os.pread(fd, 30_000, 0) == b"abc" * 10_000
     os.close(fd)

@@ -1,8 +1,8 @@
-"""Covers `coordinator/egress.py`: a joiner's download never starves live traffic, and is never starved."""
+"""Covers `coordinator/net/router.py`: a joiner's download never starves live traffic, and is never starved."""
 
 import pytest
 
-from farloop.coordinator.egress import (
+from farloop.coordinator.net.router import (
     AHEAD_BYTES,
     AHEAD_S,
     LATELY_S,

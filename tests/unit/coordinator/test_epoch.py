@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from farloop.coordinator.epoch import claim_epoch, require_epoch
 from farloop.coordinator.errors import Fenced, StorageFailed
+from farloop.coordinator.storage.epoch import claim_epoch, require_epoch
 
 
 def test_every_claim_is_one_higher(tmp_path: Path) -> None:

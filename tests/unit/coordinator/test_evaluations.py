@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from farloop.algo.spec import NodeId, RunSpec
-from farloop.coordinator import records as rec
-from farloop.coordinator.evaluations import Evaluations
-from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import Evaluations
 
 A, B = NodeId("a"), NodeId("b")
 

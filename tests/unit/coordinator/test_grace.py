@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec, WindowTerms
-from farloop.coordinator.grace import Grace
-from farloop.coordinator.windows import Window
+from farloop.coordinator.decide.closing import StragglerGrace
+from farloop.coordinator.decide.windows import Window
 from farloop.wire.messages import Offer
 
 ROUND_S = 10.0
@@ -25,7 +25,7 @@ class Arrivals:
 
     def __init__(self, spec: RunSpec, *, method: str = "decoupled", quorum: int | None = 1) -> None:
         terms = dataclasses.replace(spec.terms, method=method, quorum=quorum, max_staleness=4)
-        self.grace = Grace(terms)
+        self.grace = StragglerGrace(terms)
         self.number = 0
         self.open()
 

@@ -7,11 +7,11 @@ import pytest
 from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.guard import ALARM, ROUNDS
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.closing import ALARM, ROUNDS
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -44,10 +44,10 @@ class Run:
 
     def greet(self, node: NodeId, round_index: int | None, session: int = 0) -> None:
         hello = plain_hello(node=node, round=round_index, device="cpu")
-        self.handle(ev.Greeted(session=session or NODES.index(node) + 1, node=node, hello=hello))
+        self.handle(ev.NodeHello(session=session or NODES.index(node) + 1, node=node, hello=hello))
 
     def say(self, node: NodeId, message: msg.Message) -> None:
-        self.handle(ev.Heard(session=NODES.index(node) + 1, node=node, message=message))
+        self.handle(ev.NodeMessage(session=NODES.index(node) + 1, node=node, message=message))
 
     def handle(self, event: ev.Event) -> None:
         for command in self.machine.handle(event, self.now):
@@ -127,7 +127,7 @@ def test_a_run_goes_on_when_who_was_left_out_is_merged_again(spec: RunSpec) -> N
     assert run.held
     before = run.round
     for node in (OSLO, TROMSO):  # back with fresh sessions: the windows that were held take them in again
-        run.handle(ev.Parted(session=NODES.index(node) + 1, node=node, reason=Reason.CLOSED))
+        run.handle(ev.NodeDisconnected(session=NODES.index(node) + 1, node=node, reason=Reason.CLOSED))
         run.greet(node, run.round, session=NODES.index(node) + 1)
     run.rounds(4, BERGEN, OSLO, TROMSO)
     assert not run.held and not run.alarm and run.round > before
@@ -148,7 +148,7 @@ def test_when_nobody_is_left_nothing_is_wrong_any_more(spec: RunSpec) -> None:
     run.rounds(12, BERGEN)
     assert run.held
     for node in NODES:
-        run.handle(ev.Parted(session=NODES.index(node) + 1, node=node, reason=Reason.CLOSED))
+        run.handle(ev.NodeDisconnected(session=NODES.index(node) + 1, node=node, reason=Reason.CLOSED))
     assert not run.held and not run.alarm
 
 
@@ -165,7 +165,7 @@ def test_who_is_gone_is_not_missed(spec: RunSpec) -> None:
     """A run may shrink to one node."""
     run = Run(spec)
     for node in (OSLO, TROMSO, PARIS):
-        run.handle(ev.Parted(session=NODES.index(node) + 1, node=node, reason=Reason.SILENT))
+        run.handle(ev.NodeDisconnected(session=NODES.index(node) + 1, node=node, reason=Reason.SILENT))
     run.machine.handle_timer(run.now)
     run.rounds(12, BERGEN)
     assert run.round >= 10 and not run.held and not run.alarm
@@ -203,7 +203,7 @@ def test_the_share_can_be_chosen(spec: RunSpec, share: float, held: bool) -> Non
 def test_a_window_that_lacks_nothing_any_more_says_nothing(spec: RunSpec) -> None:
     run = Run(spec, (BERGEN, OSLO), floor=2)
     run.handle(ev.InputStored(offer=run.offer(BERGEN, 1)))
-    run.handle(ev.Parted(session=2, node=OSLO, reason=Reason.SILENT))
+    run.handle(ev.NodeDisconnected(session=2, node=OSLO, reason=Reason.SILENT))
     run.machine.handle_timer(run.now)
     lacking = "window 1 is held with 1 of the 2 contributions it needs, without oslo (silent)"
     assert run.machine.alarms["floor of fragment 1"] == lacking and run.machine.ledger.versions == [0, 0]

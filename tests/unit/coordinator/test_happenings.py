@@ -10,15 +10,15 @@ from plain_runs import plain_hello
 from rich.console import Console
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
-from farloop.cli.screen import draw
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
+from farloop.cli.status_view import draw
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.hold import StorageHold
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.errors import DiskFull
-from farloop.coordinator.happenings import KEEP, Happenings
-from farloop.coordinator.hold import Hold
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.metrics import Metrics
+from farloop.coordinator.observe.event_log import KEEP, EventLog
+from farloop.coordinator.observe.metrics import Metrics
 from farloop.monitoring.status import Status
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -33,7 +33,7 @@ class Scene:
     def __init__(self, spec: RunSpec) -> None:
         self.machine = CoordinatorMachine(Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), now=0.0)
         self.metrics = Metrics()
-        self.happenings = Happenings(self.metrics)
+        self.happenings = EventLog(self.metrics)
 
     def value(self, kind: str, code: str) -> float:
         return self.metrics.registry.get_sample_value("farloop_happenings_total", {"kind": kind, "reason": code}) or 0.0
@@ -46,7 +46,7 @@ class Scene:
 
     def greet(self, session: int = 1, node: NodeId = A, **changes: object) -> None:
         hello = plain_hello(node=node, device="cpu")
-        self.handle(ev.Greeted(session=session, node=node, hello=dataclasses.replace(hello, **changes)))  # type: ignore[arg-type]
+        self.handle(ev.NodeHello(session=session, node=node, hello=dataclasses.replace(hello, **changes)))  # type: ignore[arg-type]
 
     def handle(self, event: ev.Event) -> None:
         self.happenings.saw(event, self.machine, 0.0)
@@ -54,7 +54,7 @@ class Scene:
             self.happenings.carries_out(command, 0.0)
 
 
-def a_status(happenings: Happenings) -> Status:
+def a_status(happenings: EventLog) -> Status:
     return {
         "run": {
             "name": "small", "fingerprint": "0", "method": "streaming", "codec_up": "q4", "codec_down": "q4",
@@ -160,7 +160,7 @@ def test_a_node_that_is_refused_is_named(scene: Scene) -> None:
 def test_a_delta_that_comes_from_a_node_that_has_not_started_says_so(scene: Scene) -> None:
     scene.greet()
     offer = msg.Offer(blob=dataclasses.replace(BLOB, version=0, seq=1), size=1, digest=1, window=1, contributors=())
-    scene.handle(ev.Heard(session=1, node=A, message=offer))
+    scene.handle(ev.NodeMessage(session=1, node=A, message=offer))
     (told,) = scene.happenings.recent(0.0)
     assert (told["kind"], told["node"], told["code"]) == ("delta", "oslo", "corrupt")
     assert told["detail"] == "fragment 1, base 0: the offer does not fit its sender"
@@ -170,8 +170,8 @@ def test_a_delta_that_comes_from_a_node_that_has_not_started_says_so(scene: Scen
 def test_a_leave_is_told_once_whether_the_node_had_started_or_not(scene: Scene, started: bool) -> None:
     scene.greet()
     if started:
-        scene.handle(ev.Heard(session=1, node=A, message=msg.Ready()))
-    scene.handle(ev.Heard(session=1, node=A, message=msg.Leave(reason=Reason.DRAINED)))
+        scene.handle(ev.NodeMessage(session=1, node=A, message=msg.Ready()))
+    scene.handle(ev.NodeMessage(session=1, node=A, message=msg.Leave(reason=Reason.DRAINED)))
     scene.happenings.parted(A, Reason.DRAINED, Reason.DRAINED.sentence, scene.machine, 0.0)
     assert [(told["kind"], told["code"]) for told in scene.happenings.recent(0.0)] == [("left", "drained")]
 
@@ -207,14 +207,16 @@ def test_what_repeats_itself_is_one_line_with_a_count_and_no_more_than_so_many_a
 
 def test_what_a_node_says_reaches_the_terminal_without_control_characters(scene: Scene) -> None:
     scene.greet()
-    scene.handle(ev.Heard(session=1, node=A, message=msg.Leave(reason=Reason.NONE, detail="\x1b[2J\nbye " + "x" * 999)))
+    scene.handle(
+        ev.NodeMessage(session=1, node=A, message=msg.Leave(reason=Reason.NONE, detail="\x1b[2J\nbye " + "x" * 999))
+    )
     (told,) = scene.happenings.recent(0.0)
     assert told["detail"].startswith("?[2J?bye xxx") and len(told["detail"]) < 400
 
 
 def test_every_alarm_has_a_metric_and_its_end_is_told(scene: Scene) -> None:
     alarms = scene.machine.alarms
-    hold = Hold(alarms)
+    hold = StorageHold(alarms)
     hold.begin("a record", DiskFull(Path("disk"), 10, 0))
     alarms.update({"commit of fragment 1": "no", "anchor of oslo": "no", "anchor of bergen": "no"})
     scene.happenings.alarms(alarms, 0.0)
@@ -235,6 +237,6 @@ def test_every_alarm_has_a_metric_and_its_end_is_told(scene: Scene) -> None:
 
 def test_an_anchor_that_did_not_match_is_told(scene: Scene) -> None:
     scene.greet()
-    scene.handle(ev.Heard(session=1, node=A, message=msg.Fetch(fragment=1)))
+    scene.handle(ev.NodeMessage(session=1, node=A, message=msg.Fetch(fragment=1)))
     (told,) = scene.happenings.recent(0.0)
     assert (told["kind"], told["node"], told["code"]) == ("anchor", "oslo", "anchor_mismatch")

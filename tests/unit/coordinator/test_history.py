@@ -1,4 +1,4 @@
-"""Covers `coordinator/history.py`: what greetings prove of the state, and when that holds the run (protocol S)."""
+"""Covers `coordinator/decide/rollback.py`: what greetings prove of the state, and when they hold the run."""
 
 import dataclasses
 from typing import Any
@@ -7,11 +7,19 @@ import pytest
 from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.decisions import Decisions
-from farloop.coordinator.history import ALARM, MOST_STARTS, TRUSTED_AFTER_S, Doubts, Kind, as_newcomer, standing_of
-from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.decisions import Decisions
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.rollback import (
+    ALARM,
+    MOST_STARTS,
+    TRUSTED_AFTER_S,
+    Kind,
+    RollbackGuard,
+    as_newcomer,
+    standing_of,
+)
 from farloop.wire.messages import AnchorRef, Committed, Hello
 from farloop.wire.reasons import Reason
 
@@ -52,8 +60,8 @@ def alarms() -> dict[str, str]:
 
 
 @pytest.fixture
-def doubts(ledger: Ledger, decisions: Decisions, alarms: dict[str, str]) -> Doubts:
-    return Doubts(ledger, decisions, alarms)
+def doubts(ledger: Ledger, decisions: Decisions, alarms: dict[str, str]) -> RollbackGuard:
+    return RollbackGuard(ledger, decisions, alarms)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +106,9 @@ def test_a_node_of_a_lost_history_comes_as_a_newcomer() -> None:
     assert as_newcomer(known) == dataclasses.replace(known, anchors=(), announced=(), round=None)
 
 
-def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(doubts: Doubts, alarms: dict[str, str]) -> None:
+def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(
+    doubts: RollbackGuard, alarms: dict[str, str]
+) -> None:
     assert doubts.refusal(B, hello(), 1.0) is None and not alarms
     for node, greeting in ((A, hello(anchors=(ref(0, 9), ref(1, 4)))), (B, hello())):
         refused = doubts.refusal(node, greeting, 2.0)
@@ -109,14 +119,14 @@ def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(doubts: Do
     assert "put the newer one back" in alarms[ALARM] and "--rewind" in alarms[ALARM]
 
 
-def test_an_epoch_that_was_met_elsewhere_is_remembered_durably(doubts: Doubts, decisions: Decisions) -> None:
+def test_an_epoch_that_was_met_elsewhere_is_remembered_durably(doubts: RollbackGuard, decisions: Decisions) -> None:
     """Whoever winds the run back must claim a higher one, before meeting anybody."""
     for epoch in (9, 12, 10):
         doubts.refusal(A, hello(epoch_seen=epoch), 1.0)
     assert decisions.take() == [ev.Record(record=rec.EpochSeen(epoch=epoch)) for epoch in (9, 12)]
 
 
-def test_nobody_stops_a_run_that_has_gone_on_for_a_while(doubts: Doubts, alarms: dict[str, str]) -> None:
+def test_nobody_stops_a_run_that_has_gone_on_for_a_while(doubts: RollbackGuard, alarms: dict[str, str]) -> None:
     """Whoever lives is back by then: one claim keeps out one node, until it comes with another."""
     assert doubts.refusal(B, hello(), 10.0) is None
     doubts.clock_jumped(5.0)
@@ -130,19 +140,19 @@ def test_nobody_stops_a_run_that_has_gone_on_for_a_while(doubts: Doubts, alarms:
     assert TRUSTED_AFTER_S > 10 * 5.0, "many times the longest pause between two attempts"
 
 
-def test_a_coordinator_that_nobody_came_to_for_long_is_no_more_trusted(doubts: Doubts) -> None:
+def test_a_coordinator_that_nobody_came_to_for_long_is_no_more_trusted(doubts: RollbackGuard) -> None:
     doubts.refusal(A, hello(epoch_seen=9), 100.0 * TRUSTED_AFTER_S)
     assert doubts.holding is not None
 
 
-def test_an_epoch_that_no_run_can_have_reached_is_a_lie(doubts: Doubts, decisions: Decisions) -> None:
+def test_an_epoch_that_no_run_can_have_reached_is_a_lie(doubts: RollbackGuard, decisions: Decisions) -> None:
     """It would use up the epochs."""
     refused = doubts.refusal(A, hello(epoch_seen=7 + MOST_STARTS + 1), 1.0)
     assert refused is not None and (refused.reason, refused.retriable) == (Reason.MALFORMED, False)
     assert doubts.holding is None and decisions.take() == []
 
 
-def held_by_one(doubts: Doubts, *others: Hello) -> None:
+def held_by_one(doubts: RollbackGuard, *others: Hello) -> None:
     """a claims an epoch in the minute after a restart; the others come again and again, as who is refused for now."""
     assert doubts.refusal(A, hello(epoch_seen=1000), 100.0) is not None
     for later in (101.0, 99.0 + TRUSTED_AFTER_S):
@@ -152,7 +162,7 @@ def held_by_one(doubts: Doubts, *others: Hello) -> None:
 
 
 def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(
-    doubts: Doubts, alarms: dict[str, str]
+    doubts: RollbackGuard, alarms: dict[str, str]
 ) -> None:
     """A greeting with epoch_seen = 1000 in the minute after a restart held the run for ever."""
     held_by_one(doubts, hello())
@@ -179,7 +189,9 @@ def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(
     ],
     ids=["a newcomer", "of a part", "away for long", "another version", "of a lost history"],
 )
-def test_who_was_not_there_at_the_last_commits_contradicts_nobody(doubts: Doubts, ledger: Ledger, other: Hello) -> None:
+def test_who_was_not_there_at_the_last_commits_contradicts_nobody(
+    doubts: RollbackGuard, ledger: Ledger, other: Hello
+) -> None:
     if other.anchors[1:] == (ref(1, 3, digest=9),):
         del ledger.commits[1, 3]  # so long ago that its digest is not remembered
     held_by_one(doubts, other)
@@ -187,7 +199,7 @@ def test_who_was_not_there_at_the_last_commits_contradicts_nobody(doubts: Doubts
 
 
 def test_two_nodes_that_have_seen_more_hold_the_run_until_a_person_decides(
-    doubts: Doubts, alarms: dict[str, str]
+    doubts: RollbackGuard, alarms: dict[str, str]
 ) -> None:
     doubts.refusal(B, hello(anchors=(ref(0, 9), ref(1, 4))), 100.0)
     held_by_one(doubts, hello())
@@ -199,7 +211,7 @@ def test_two_nodes_that_have_seen_more_hold_the_run_until_a_person_decides(
     assert refused is not None and refused.reason is Reason.FENCED
 
 
-def test_a_released_run_waits_for_a_node_that_is_not_kept_out(doubts: Doubts, alarms: dict[str, str]) -> None:
+def test_a_released_run_waits_for_a_node_that_is_not_kept_out(doubts: RollbackGuard, alarms: dict[str, str]) -> None:
     """Where all nodes have seen more, a release would otherwise commit stored deltas: a fork."""
     held_by_one(doubts)
     doubts.release(200.0, "the run was released, and goes on without it")
@@ -219,7 +231,7 @@ def test_a_released_run_waits_for_a_node_that_is_not_kept_out(doubts: Doubts, al
     assert doubts.refusal(B, hello(), 206.0) is None, "it has taken its word back"
 
 
-def test_a_node_whose_newer_start_is_as_this_state_takes_its_word_back(doubts: Doubts) -> None:
+def test_a_node_whose_newer_start_is_as_this_state_takes_its_word_back(doubts: RollbackGuard) -> None:
     held_by_one(doubts)
     assert doubts.refusal(A, hello(incarnation=2), 101.0) is not None
     assert doubts.refusal(A, hello(incarnation=2), 100.0 + TRUSTED_AFTER_S) is None and doubts.holding is None

@@ -1,4 +1,4 @@
-"""Covers `coordinator/inputs.py`: every delta ends in one event, and its bytes are kept until then (protocol P, Q)."""
+"""Covers `coordinator/uploads.py`: every delta ends in one event, and its bytes are kept until then (protocol P, Q)."""
 
 import asyncio
 import dataclasses
@@ -11,12 +11,12 @@ import torch
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.inputs import Inputs
-from farloop.coordinator.store import Store
-from farloop.coordinator.upkeep import Upkeep
-from farloop.coordinator.windows import Window
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.windows import Window
+from farloop.coordinator.storage.storage_queue import StorageQueue
+from farloop.coordinator.storage.store import Store
+from farloop.coordinator.uploads import DeltaUploads
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly, blob_digest
@@ -58,12 +58,12 @@ def delta(spec: RunSpec, codec: str, *, window: int = 1) -> tuple[Offer, bytearr
     return offer, data
 
 
-def play(folder: Path, spec: RunSpec, story: Callable[[Store, Inputs], Any]) -> None:
+def play(folder: Path, spec: RunSpec, story: Callable[[Store, DeltaUploads], Any]) -> None:
     async def whole() -> None:
         store = Store.create(folder, spec, ANCHORS)
-        upkeep = Upkeep(store, {})
+        upkeep = StorageQueue(store, {})
         try:
-            await story(store, Inputs(store, upkeep, in_place))
+            await story(store, DeltaUploads(store, upkeep, in_place))
         finally:
             await upkeep.close()
 
@@ -74,7 +74,7 @@ def test_a_delta_is_let_in_verified_durable_and_kept_until_it_is_forgotten(tmp_p
     """P: durable before it counts."""
     offer, data = delta(run, run.terms.codec_up)
 
-    async def story(store: Store, inputs: Inputs) -> None:
+    async def story(store: Store, inputs: DeltaUploads) -> None:
         session = Asked()
         window = Window(terms=store.ledger.windows[0], expected={A})
         assert inputs.let_in(session, offer, window) is None  # type: ignore[arg-type]
@@ -99,9 +99,9 @@ def test_a_delta_is_let_in_verified_durable_and_kept_until_it_is_forgotten(tmp_p
 def test_what_is_durable_without_an_outcome_is_here_after_a_restart(tmp_path: Path, run: RunSpec) -> None:
     offer, data = delta(run, run.terms.codec_up)
 
-    async def story(store: Store, inputs: Inputs) -> None:
+    async def story(store: Store, inputs: DeltaUploads) -> None:
         await inputs.keep(offer, data)
-        again = Inputs(store, Upkeep(store, {}), in_place)
+        again = DeltaUploads(store, StorageQueue(store, {}), in_place)
         assert list(again._bytes.items()) == [(offer.blob, bytes(data))]
 
     play(tmp_path / "state", run, story)
@@ -111,7 +111,7 @@ def test_wrong_bytes_are_dropped_with_a_reason_and_leave_no_trace(tmp_path: Path
     offer, data = delta(run, run.terms.codec_up)
     data[-1] ^= 1
 
-    async def story(store: Store, inputs: Inputs) -> None:
+    async def story(store: Store, inputs: DeltaUploads) -> None:
         kept, told = await inputs.keep(offer, data), inputs.corrupt(offer)
         for event in (kept, told):
             assert isinstance(event, ev.InputFailed) and event.reason is Reason.CORRUPT
@@ -128,7 +128,7 @@ def test_a_delta_is_read_as_the_window_says_that_it_names(tmp_path: Path, run: R
     """B: its codec is that of the window's own terms, whatever the run's are by now."""
     terms = dataclasses.replace(run.terms, codec_up="q8")
 
-    async def story(store: Store, inputs: Inputs) -> None:
+    async def story(store: Store, inputs: DeltaUploads) -> None:
         session = Asked()
         store.ledger.windows[0] = dataclasses.replace(store.ledger.windows[0], codec_up="fp32")
         window = Window(terms=store.ledger.windows[0], expected={A})

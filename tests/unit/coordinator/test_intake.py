@@ -6,15 +6,14 @@ import pytest
 
 from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, NodeId, RunSpec
-from farloop.coordinator.intake import Intake, expected_delta
-from farloop.coordinator.windows import Window
+from farloop.coordinator.decide.windows import Window
+from farloop.coordinator.uploads import DeltaIntake, expected_delta
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly
-from farloop.wire.errors import AlreadyUnderWay, LimitReached
-from farloop.wire.handshake import Role, State
 from farloop.wire.messages import Offer
-from farloop.wire.session import Session
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached
+from farloop.wire.session import Role, Session, State
 
 A = NodeId("a")
 
@@ -60,13 +59,13 @@ def open_with(session: Session) -> None:
     session._handshake.epoch = 1
 
 
-def let_in(intake: Intake, session: Asked, offer: Offer, window: Window | None, fragment: Fragment) -> str | None:
+def let_in(intake: DeltaIntake, session: Asked, offer: Offer, window: Window | None, fragment: Fragment) -> str | None:
     codec_up = window.terms.codec_up if window else "q4"
     return intake.let_in(session, offer, window, fragment, codec_up, 0.0)  # type: ignore[arg-type]
 
 
 def test_a_delta_of_the_open_window_may_come(offer: Offer, window: Window, fragment: Fragment) -> None:
-    intake, session = Intake(), Asked()
+    intake, session = DeltaIntake(), Asked()
     assert let_in(intake, session, offer, window, fragment) is None
     assert session.expected == [(offer.blob, None)]
     assert intake.arrived(offer.blob) == offer
@@ -75,7 +74,7 @@ def test_a_delta_of_the_open_window_may_come(offer: Offer, window: Window, fragm
 def test_a_wrong_size_is_told_before_a_byte_is_taken(offer: Offer, window: Window, fragment: Fragment) -> None:
     session = Asked()
     large = dataclasses.replace(offer, size=offer.size + 1)
-    told = let_in(Intake(), session, large, window, fragment)
+    told = let_in(DeltaIntake(), session, large, window, fragment)
     assert told is not None and f"{offer.size + 1} bytes offered, {offer.size} are a" in told
     assert session.expected == []
 
@@ -87,7 +86,7 @@ def test_of_a_compressed_blob_the_size_is_bounded_from_above_alone(
     most = blob_bytes(codec_named("q4r"), fragment)
     for size, taken in ((most + 1, False), (most, True), (most // 2, True)):
         session = Asked()
-        told = let_in(Intake(), session, dataclasses.replace(offer, size=size), window, fragment)
+        told = let_in(DeltaIntake(), session, dataclasses.replace(offer, size=size), window, fragment)
         assert (told is None, bool(session.expected)) == (taken, taken)
 
 
@@ -95,7 +94,7 @@ def test_nothing_is_asked_for_once_the_window_is_over(offer: Offer, window: Wind
     session = Asked()
     later = Window(terms=dataclasses.replace(window.terms, window=2))
     for over in (None, later):
-        assert let_in(Intake(), session, offer, over, fragment) is None
+        assert let_in(DeltaIntake(), session, offer, over, fragment) is None
     assert session.expected == []
 
 
@@ -103,7 +102,7 @@ def test_a_transfer_goes_on_in_the_next_session_where_it_stopped(
     offer: Offer, window: Window, fragment: Fragment
 ) -> None:
     """Q."""
-    intake, first, second = Intake(), Asked(), Asked()
+    intake, first, second = DeltaIntake(), Asked(), Asked()
     let_in(intake, first, offer, window, fragment)
     let_in(intake, second, offer, window, fragment)
     (_, kept) = second.expected[0]
@@ -111,14 +110,14 @@ def test_a_transfer_goes_on_in_the_next_session_where_it_stopped(
 
 
 def test_an_offer_made_twice_in_a_session_is_taken_once(offer: Offer, window: Window, fragment: Fragment) -> None:
-    intake, session = Intake(), Asked()
+    intake, session = DeltaIntake(), Asked()
     assert [let_in(intake, session, offer, window, fragment) for _ in range(2)] == [None, None]
     assert len(session.expected) == 1
 
 
 def test_what_a_node_began_before_is_void(offer: Offer, window: Window, fragment: Fragment) -> None:
     """Q: it has one delta of a fragment under way."""
-    intake, session = Intake(), Asked()
+    intake, session = DeltaIntake(), Asked()
     let_in(intake, session, offer, window, fragment)
     newer = dataclasses.replace(offer, blob=dataclasses.replace(offer.blob, incarnation=2, seq=1))
     let_in(intake, session, newer, window, fragment)
@@ -130,7 +129,7 @@ def test_what_a_node_began_before_is_void(offer: Offer, window: Window, fragment
 
 def test_the_memory_of_what_is_void_is_given_back(offer: Offer, window: Window, fragment: Fragment) -> None:
     """R, W: by deltas that nobody wants any more a node could make the coordinator hold hundreds of each fragment."""
-    intake, session = Intake(), Session(Role.COORDINATOR, 0.0)
+    intake, session = DeltaIntake(), Session(Role.COORDINATOR, 0.0)
     open_with(session)
     for seq in range(1, 5):
         blob = dataclasses.replace(offer.blob, seq=seq)
@@ -142,14 +141,14 @@ def test_the_memory_of_what_is_void_is_given_back(offer: Offer, window: Window, 
 
 
 def test_a_transfer_that_goes_on_is_not_cancelled(offer: Offer, window: Window, fragment: Fragment) -> None:
-    intake, session, again = Intake(), Asked(), Asked()
+    intake, session, again = DeltaIntake(), Asked(), Asked()
     let_in(intake, session, offer, window, fragment)
     let_in(intake, again, offer, window, fragment)
     assert session.cancelled == again.cancelled == []
 
 
 def test_while_it_is_made_durable_it_is_not_asked_for_again(offer: Offer, window: Window, fragment: Fragment) -> None:
-    intake, session = Intake(), Asked()
+    intake, session = DeltaIntake(), Asked()
     let_in(intake, session, offer, window, fragment)
     intake.arrived(offer.blob)
     let_in(intake, again := Asked(), offer, window, fragment)
@@ -168,7 +167,7 @@ def offer_of(offer: Offer, node: str, fragment: int = 0, seq: int = 1) -> Offer:
 def test_a_delta_beyond_the_memory_for_all_waits_for_its_credit_and_is_not_refused(
     offer: Offer, window: Window, fragment: Fragment
 ) -> None:
-    intake, session = Intake(most_bytes=2 * offer.size), Asked()
+    intake, session = DeltaIntake(most_bytes=2 * offer.size), Asked()
     a, b, c, d = (offer_of(offer, name) for name in "abcd")
     for one in (a, b, c, d):
         assert let_in(intake, session, one, window, fragment) is None
@@ -184,7 +183,7 @@ def test_a_delta_beyond_the_memory_for_all_waits_for_its_credit_and_is_not_refus
 def test_one_node_has_a_memory_of_its_own_and_does_not_take_that_of_others(
     offer: Offer, window: Window, fragment: Fragment
 ) -> None:
-    intake, session = Intake(most_bytes_of_a_node=offer.size), Asked()
+    intake, session = DeltaIntake(most_bytes_of_a_node=offer.size), Asked()
     let_in(intake, session, offer_of(offer, "a"), window, fragment)
     second = offer_of(offer, "a", fragment=1)
     let_in(intake, session, second, window, fragment)
@@ -195,7 +194,7 @@ def test_one_node_has_a_memory_of_its_own_and_does_not_take_that_of_others(
 
 
 def test_one_delta_may_always_come_however_large(offer: Offer, window: Window, fragment: Fragment) -> None:
-    intake, session = Intake(most_bytes=1, most_bytes_of_a_node=1), Asked()
+    intake, session = DeltaIntake(most_bytes=1, most_bytes_of_a_node=1), Asked()
     let_in(intake, session, offer, window, fragment)
     assert len(session.expected) == 1
     intake.check()
@@ -203,7 +202,7 @@ def test_one_delta_may_always_come_however_large(offer: Offer, window: Window, f
 
 def test_what_a_gone_session_left_half_done_makes_room(offer: Offer, window: Window, fragment: Fragment) -> None:
     """It would go on where it stopped, and nobody waits for that."""
-    intake, session = Intake(most_bytes=offer.size), Asked()
+    intake, session = DeltaIntake(most_bytes=offer.size), Asked()
     let_in(intake, session, offer_of(offer, "a"), window, fragment)
     let_in(intake, session, offer_of(offer, "b"), window, fragment)
     intake.parted(NodeId("b"))
@@ -217,7 +216,7 @@ def test_what_a_gone_session_left_half_done_makes_room(offer: Offer, window: Win
 def test_what_a_gone_session_left_of_a_window_that_is_over_is_let_go(
     offer: Offer, window: Window, fragment: Fragment
 ) -> None:
-    intake, session = Intake(), Asked()
+    intake, session = DeltaIntake(), Asked()
     let_in(intake, session, offer_of(offer, "a"), window, fragment)
     intake.parted(NodeId("a"))
     later = Window(terms=dataclasses.replace(window.terms, window=2), expected={A})
@@ -245,7 +244,7 @@ def test_a_delta_beyond_what_a_session_takes_at_once_comes_later_and_is_not_take
     offer: Offer, spec: RunSpec, fragment: Fragment
 ) -> None:
     """It was never asked for again, and its window waited for it for ever."""
-    intake, session = Intake(), Crowded()
+    intake, session = DeltaIntake(), Crowded()
     other = spec.identity.layout.fragments[1]
     terms = schedule.first_windows(spec.terms, spec.identity.layout)
     first, second = (Window(terms=terms[index], expected={A}) for index in (0, 1))
@@ -267,7 +266,7 @@ def test_a_delta_beyond_what_a_session_takes_at_once_comes_later_and_is_not_take
 
 
 def test_what_waits_for_a_crowded_session_ends_with_it(offer: Offer, window: Window, fragment: Fragment) -> None:
-    intake, session = Intake(), Crowded()
+    intake, session = DeltaIntake(), Crowded()
     session.expected.append((dataclasses.replace(offer.blob, seq=99), None))
     let_in(intake, session, offer, window, fragment)
     intake.parted(A)

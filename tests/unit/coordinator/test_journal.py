@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.coordinator import records
+from farloop.coordinator.decide import records
+from farloop.coordinator.decide.records import EpochClaimed, InputStored, LedgerSaved, Record
 from farloop.coordinator.errors import DiskFull, JournalCorrupt, NoRoom, ReadOnly, StateLocked, StorageFailed
-from farloop.coordinator.files import Files, OsFile
-from farloop.coordinator.journal import RECORD_ROOM, Journal
-from farloop.coordinator.records import EpochClaimed, InputStored, LedgerSaved, Record
-from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, Scan, read_segments, segment_path, segment_paths
+from farloop.coordinator.storage.files import Files, OsFile
+from farloop.coordinator.storage.journal import RECORD_ROOM, Journal
+from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, Scan, read_segments, segment_path, segment_paths
 
 RECORDS = json.loads((Path(__file__).parent / "golden" / "records-v1.json").read_text())
 SUMMARY = cast(LedgerSaved, records.decode(RECORDS["LedgerSaved"][0], bytes.fromhex(RECORDS["LedgerSaved"][1])))
@@ -210,8 +210,8 @@ def test_what_a_dead_coordinator_had_not_synced_is_durable_once_it_was_found(
         order.append("read")
         return read_segments(directory, files)
 
-    monkeypatch.setattr("farloop.coordinator.journal.settle", note_settle)
-    monkeypatch.setattr("farloop.coordinator.damage.read_segments", note_read)
+    monkeypatch.setattr("farloop.coordinator.storage.journal.settle", note_settle)
+    monkeypatch.setattr("farloop.coordinator.storage.segment.read_segments", note_read)
     assert reopened(tmp_path) == [EpochClaimed(epoch=1)]
     assert order == ["settle journal-000000.log", "read"]
 
@@ -450,7 +450,7 @@ def test_a_second_process_finds_the_directory_locked(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
         "from farloop.coordinator.errors import StateLocked\n"
-        "from farloop.coordinator.journal import Journal\n"
+        "from farloop.coordinator.storage.journal import Journal\n"
         "try:\n    Journal.open(pathlib.Path(sys.argv[1]))[0].close()\n"
         "except StateLocked:\n    sys.exit(7)\n"
     )

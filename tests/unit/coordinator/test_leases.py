@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from farloop.algo.spec import Lease, NodeId
-from farloop.coordinator.leases import ENDED_KEPT, Leases
+from farloop.coordinator.decide.leases import ENDED_KEPT, Leases
 
 A, B = NodeId("a"), NodeId("b")
 

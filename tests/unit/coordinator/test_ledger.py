@@ -22,8 +22,8 @@ from farloop.algo.spec import (
     RoundPlan,
     RunSpec,
 )
-from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import HISTORY_VERSIONS, ROUNDS_KEPT, Ledger
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, ROUNDS_KEPT, Ledger
 from farloop.wire.messages import AnchorRef, Drop, Offer, Share
 from farloop.wire.reasons import Reason
 

@@ -1,4 +1,4 @@
-"""Covers `coordinator/link.py` where no other process is needed (protocol C)."""
+"""Covers `coordinator/net/router.py` where no other process is needed (protocol C)."""
 
 import asyncio
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import zmq
 
-from farloop.coordinator.link import BURST_FRAMES, RouterLink
+from farloop.coordinator.net.router import BURST_FRAMES, SessionRouter
 from farloop.wire.limits import Limits, Timing
 
 
@@ -32,7 +32,7 @@ def test_every_frame_of_a_burst_is_taken_once_and_in_order(frames: int, monkeypa
     """C: all that is readable goes in before a timer fires, in bursts that give the others their turn."""
 
     async def story() -> list[Any]:
-        link = RouterLink(
+        link = SessionRouter(
             endpoint="inproc://burst",
             key=None,
             allow=None,

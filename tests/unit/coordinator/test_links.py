@@ -1,4 +1,4 @@
-"""Covers `coordinator/links.py`: bytes become counters and a price."""
+"""Covers `coordinator/observe/metrics.py`: bytes become counters and a price."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -6,9 +6,8 @@ from typing import Any, cast
 import pytest
 
 from farloop.algo.spec import BlobKind, NodeId
-from farloop.coordinator.links import Links
-from farloop.coordinator.metrics import Metrics
-from farloop.coordinator.peers import Peer
+from farloop.coordinator.net.sessions import Peer
+from farloop.coordinator.observe.metrics import Metrics, TrafficMetrics
 from farloop.wire.traffic import Traffic
 
 A = NodeId("a")
@@ -28,7 +27,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 def test_bytes_are_counted_once_by_direction_and_kind_over_all_sessions() -> None:
     metrics, traffic = Metrics(), Traffic()
-    links = Links(metrics, 2.0)
+    links = TrafficMetrics(metrics, 2.0)
     traffic.sent_blobs[BlobKind.UPDATE].add(1000)
     traffic.received_blobs[BlobKind.DELTA].add(500)
     for _ in range(2):
@@ -45,7 +44,7 @@ def test_bytes_are_counted_once_by_direction_and_kind_over_all_sessions() -> Non
 
 def test_what_was_sent_again_is_counted_apart_from_bytes() -> None:
     metrics, traffic = Metrics(), Traffic()
-    links = Links(metrics, 0.0)
+    links = TrafficMetrics(metrics, 0.0)
     traffic.rewinds, traffic.control_resends = 2, 1
     links.look({A: peer(1, traffic)})
     assert value(metrics, "farloop_link_resends_total", node="a") == 3
@@ -54,7 +53,7 @@ def test_what_was_sent_again_is_counted_apart_from_bytes() -> None:
 
 def test_a_node_without_a_session_has_nothing_on_its_way() -> None:
     metrics = Metrics()
-    links = Links(metrics, 0.0)
+    links = TrafficMetrics(metrics, 0.0)
     links.look({A: peer(1, Traffic(), in_flight=7)})
     links.look({})
     assert value(metrics, "farloop_link_in_flight_bytes", node="a") == 0

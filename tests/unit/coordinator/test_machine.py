@@ -13,13 +13,13 @@ from plain_runs import plain_hello
 
 from farloop.algo import schedule
 from farloop.algo.spec import BlobId, BlobKind, Contribution, LearningRate, Lease, NodeId, RoundPlan, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.closing import RETRY_S
-from farloop.coordinator.deadlines import FIRST_S
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, SLOW_TASKS, STALL_S
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.closing import RETRY_S
+from farloop.coordinator.decide.deadlines import FIRST_S
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, SLOW_TASKS, STALL_S
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -72,13 +72,13 @@ class Run:
         """A hello of a node that holds version 0 and was never started."""
         plain = plain_hello(node=node, anchors=FIRST_ANCHORS)
         self.sessions[node] = session
-        return self.handle(ev.Greeted(session=session, node=node, hello=dataclasses.replace(plain, **changes)))
+        return self.handle(ev.NodeHello(session=session, node=node, hello=dataclasses.replace(plain, **changes)))
 
     def say(self, node: NodeId, message: msg.Message) -> list[ev.Command]:
-        return self.handle(ev.Heard(session=self.sessions[node], node=node, message=message))
+        return self.handle(ev.NodeMessage(session=self.sessions[node], node=node, message=message))
 
     def part(self, node: NodeId, reason: Reason = Reason.CLOSED) -> list[ev.Command]:
-        return self.handle(ev.Parted(session=self.sessions[node], node=node, reason=reason))
+        return self.handle(ev.NodeDisconnected(session=self.sessions[node], node=node, reason=reason))
 
     def offer(
         self,
@@ -755,7 +755,7 @@ def test_a_newer_incarnation_takes_the_place_of_the_older(make_run: MakeRun) -> 
     run.say(B, progress(70))
     commands = run.greet(B, 9, incarnation=2)
     assert commands[:2] == [
-        ev.Hang(session=2, reason=Reason.SUPERSEDED),
+        ev.CloseSession(session=2, reason=Reason.SUPERSEDED),
         ev.Record(record=rec.NodeLeft(node=B, reason=Reason.OLD_INCARNATION, consumed=70, stored=40)),
     ]
     assert run.missing(1) == {A}
@@ -767,11 +767,11 @@ def test_a_newer_incarnation_takes_the_place_of_the_older(make_run: MakeRun) -> 
 def test_a_second_session_of_the_same_incarnation_takes_over(make_run: MakeRun) -> None:
     run = make_run(A, B)
     hang, accept = run.greet(B, 9, round=0)
-    assert hang == ev.Hang(session=2, reason=Reason.SUPERSEDED) and isinstance(accept, ev.Accept)
+    assert hang == ev.CloseSession(session=2, reason=Reason.SUPERSEDED) and isinstance(accept, ev.Accept)
     assert run.missing(1) == {A, B}
-    assert run.handle(ev.Parted(session=2, node=B, reason=Reason.CLOSED)) == [], "the old session is nobody's"
+    assert run.handle(ev.NodeDisconnected(session=2, node=B, reason=Reason.CLOSED)) == [], "the old session is nobody's"
     assert run.machine.members[B].session == 9
-    assert run.handle(ev.Heard(session=2, node=B, message=run.offer(B, 1))) == []
+    assert run.handle(ev.NodeMessage(session=2, node=B, message=run.offer(B, 1))) == []
 
 
 def test_a_node_that_leaves_is_not_waited_for(make_run: MakeRun) -> None:
@@ -797,8 +797,8 @@ def test_when_the_clock_jumps_deadlines_move(make_run: MakeRun) -> None:
 
 def test_strangers_are_not_heard(make_run: MakeRun) -> None:
     run = make_run(A)
-    assert run.handle(ev.Heard(session=8, node=C, message=msg.Ready())) == []
-    assert run.handle(ev.Parted(session=8, node=C, reason=Reason.CLOSED)) == []
+    assert run.handle(ev.NodeMessage(session=8, node=C, message=msg.Ready())) == []
+    assert run.handle(ev.NodeDisconnected(session=8, node=C, reason=Reason.CLOSED)) == []
 
 
 # --- what nodes ask for and report

@@ -8,12 +8,12 @@ import pytest
 from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.history import ALARM, FORGOTTEN_S
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.setting import Release
+from farloop.coordinator.change_terms import Release
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.rollback import ALARM, FORGOTTEN_S
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -49,7 +49,7 @@ class Run:
 
     def greet(self, node: NodeId, session: int, **changes: Any) -> list[ev.Command]:
         plain = plain_hello(node=node, anchors=FIRST)
-        return self.handle(ev.Greeted(session=session, node=node, hello=dataclasses.replace(plain, **changes)))
+        return self.handle(ev.NodeHello(session=session, node=node, hello=dataclasses.replace(plain, **changes)))
 
     def back_from_the_lost(self) -> None:
         """Both come with more than the ledger knows, and begin again."""
@@ -59,7 +59,7 @@ class Run:
             self.hear(node, session, msg.Ready(history=8))
 
     def hear(self, node: NodeId, session: int, message: msg.Message) -> list[ev.Command]:
-        return self.handle(ev.Heard(session=session, node=node, message=message))
+        return self.handle(ev.NodeMessage(session=session, node=node, message=message))
 
     def join(self, node: NodeId, session: int) -> list[ev.Command]:
         return self.greet(node, session) + self.hear(node, session, msg.Ready())
@@ -92,7 +92,7 @@ def test_who_is_ahead_holds_the_run_and_nothing_is_committed_any_more(run: Run) 
     assert (refuse.refused.reason, refuse.refused.retriable) == (Reason.HOLDING, True)
     assert leave == ev.Tell(node=A, message=msg.Leave(reason=Reason.HOLDING, detail=run.machine.holding or ""))
     assert "node b has met epoch 5" in run.machine.alarms[ALARM]
-    assert run.handle(ev.Parted(session=1, node=A, reason=Reason.HOLDING)) == []
+    assert run.handle(ev.NodeDisconnected(session=1, node=A, reason=Reason.HOLDING)) == []
     run.now += 50.0  # beyond every deadline: a's delta alone would close the window else
     assert run.machine.next_timer() is None and run.machine.handle_timer(run.now) == []
     (again,) = run.greet(A, 3, round=0)
@@ -179,7 +179,7 @@ def test_a_run_that_is_released_goes_on_where_it_was_held_and_no_deadline_came_n
     run.greet(A, 1, round=0)
     run.greet(B, 2, round=0, epoch_seen=1000)
     assert run.machine.holding is not None and "node b has met epoch 1000" in run.machine.alarms[ALARM]
-    run.handle(ev.Parted(session=1, node=A, reason=Reason.HOLDING))
+    run.handle(ev.NodeDisconnected(session=1, node=A, reason=Reason.HOLDING))
     run.now += 1000.0
     run.handle(ev.HoldReleased())
     assert run.machine.holding is None and "kept out" in run.machine.alarms[f"{ALARM} of b"]

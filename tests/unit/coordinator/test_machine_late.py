@@ -11,10 +11,10 @@ from plain_runs import plain_hello
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -38,7 +38,7 @@ class Run:
         for session, node in enumerate(names, 1):
             self.greet(node, session)
         for session, node in enumerate(names, 1):
-            self.handle(ev.Heard(session=session, node=node, message=msg.Ready()))
+            self.handle(ev.NodeMessage(session=session, node=node, message=msg.Ready()))
 
     def begin(self) -> list[ev.Command]:
         self.machine = CoordinatorMachine(self.ledger, now=self.now, liveness_s=10.0)
@@ -53,7 +53,7 @@ class Run:
     def greet(self, node: NodeId, session: int, round_: int | None = None) -> list[ev.Command]:
         anchors = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
         hello = plain_hello(node=node, anchors=anchors, round=round_)
-        return self.handle(ev.Greeted(session=session, node=node, hello=hello))
+        return self.handle(ev.NodeHello(session=session, node=node, hello=hello))
 
     def handle(self, event: ev.Event) -> list[ev.Command]:
         commands = self.machine.handle(event, self.now)
@@ -76,7 +76,7 @@ class Run:
         node = offer.blob.node
         session = self.machine.members[node].session
         assert session is not None
-        return self.handle(ev.Heard(session=session, node=node, message=offer))
+        return self.handle(ev.NodeMessage(session=session, node=node, message=offer))
 
     def store(self, node: NodeId, window: int | None = None, *, steps: int = 10) -> list[ev.Command]:
         """A delta is offered, comes and is durable."""
@@ -298,7 +298,7 @@ def test_a_dead_node_holds_the_last_window_until_it_is_removed(spec: RunSpec) ->
     run = Run(spec, steps=10)
     run.store(A)
     run.store(B)
-    run.handle(ev.Parted(session=3, node=C, reason=Reason.CLOSED))
+    run.handle(ev.NodeDisconnected(session=3, node=C, reason=Reason.CLOSED))
     assert merged(run.pass_time(2.0)) == [[A, B]]
 
 
@@ -338,7 +338,7 @@ def test_a_round_lasts_until_all_that_are_expected_have_served_it(spec: RunSpec)
 def test_a_round_does_not_wait_for_whom_it_lost(spec: RunSpec) -> None:
     run = Run(spec, "async")
     run.done(run.store(A))
-    run.handle(ev.Parted(session=3, node=C, reason=Reason.SILENT))
+    run.handle(ev.NodeDisconnected(session=3, node=C, reason=Reason.SILENT))
     run.pass_time(0.0)
     run.done(run.store(B))
     assert run.window.terms.round == 1
@@ -415,7 +415,7 @@ def test_slow_nodes_do_fewer_steps_in_the_rounds_that_are_fixed_from_then_on(
             done = second * (4 if node == A else 2)
             tokens = done * (250 if node == C else 1000)
             report = progress(steps=done, tokens=tokens, blocked_s=second * (0.5 if node == C else 0.0))
-            run.handle(ev.Heard(session=session, node=node, message=report))
+            run.handle(ev.NodeMessage(session=session, node=node, message=report))
     for _ in range(2):
         run.store(A)
         run.store(B)

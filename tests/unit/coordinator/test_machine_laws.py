@@ -7,11 +7,11 @@ import pytest
 from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.roster import EXPIRE_S
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.roster import EXPIRE_S
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -92,11 +92,11 @@ class Storm:
         self.sessions += 1
         hello = plain_hello(node=node, incarnation=self.incarnations[node], round=self.rounds.get(node))
         self.open[node] = self.sessions
-        self.handle(ev.Greeted(session=self.sessions, node=node, hello=hello))
+        self.handle(ev.NodeHello(session=self.sessions, node=node, hello=hello))
 
     def heard(self, node: NodeId, message: msg.Message) -> None:
         if node in self.open:
-            self.handle(ev.Heard(session=self.open[node], node=node, message=message))
+            self.handle(ev.NodeMessage(session=self.open[node], node=node, message=message))
 
     def send(self, node: NodeId, fragment: int) -> None:
         """Offer a delta for the open window."""
@@ -149,7 +149,7 @@ class Storm:
                 self.heard(node, msg.Ready())
             case 3 if session := self.open.pop(node, None):
                 reason = self.draw.choice((Reason.CLOSED, Reason.SILENT))
-                self.handle(ev.Parted(session=session, node=node, reason=reason))
+                self.handle(ev.NodeDisconnected(session=session, node=node, reason=reason))
             case 4:
                 self.now += self.draw.choice((0.5, 3.0, 3.0, EXPIRE_S))
                 due = self.machine.next_timer()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.coordinator.matrix import COORDINATOR, MOST_LINKS, Matrix, retransmit_ratio, suspects
-from farloop.wire.link_messages import Connection, Transfer
+from farloop.coordinator.net.link_table import COORDINATOR, MOST_LINKS, LinkTable, retransmit_ratio, suspects
+from farloop.wire.messages import Connection, Transfer
 from farloop.wire.meter import Burst, Insufficient, Measured
 
 UP, DOWN = ("oslo", COORDINATOR), (COORDINATOR, "oslo")
@@ -28,7 +28,7 @@ def burst(bytes_per_s: float, seconds: float = 4.0) -> Burst:
 
 
 def test_each_direction_has_its_own_rate_and_both_one_round_trip() -> None:
-    matrix = Matrix()
+    matrix = LinkTable()
     matrix.round_trips("oslo", COORDINATOR, [0.05, 0.04, 0.09])
     assert isinstance(matrix.burst(UP, burst(1e6), 10.0, probe=True), Measured)
     matrix.burst(DOWN, burst(5e6), 20.0, probe=False)
@@ -40,7 +40,7 @@ def test_each_direction_has_its_own_rate_and_both_one_round_trip() -> None:
 
 
 def test_nothing_is_made_up() -> None:
-    matrix = Matrix()
+    matrix = LinkTable()
     assert matrix.burst(UP, burst(1e6), 0.0, probe=False) == Insufficient(why="the round trip is not known yet")
     matrix.round_trips("oslo", COORDINATOR, [0.04])
     (down, up) = matrix.rows(0.0)
@@ -49,7 +49,7 @@ def test_nothing_is_made_up() -> None:
 
 
 def test_a_measurement_that_is_not_believed_leaves_its_reason_and_the_rate_as_it_was() -> None:
-    matrix = Matrix()
+    matrix = LinkTable()
     matrix.round_trips("oslo", COORDINATOR, [0.04])
     matrix.burst(UP, burst(1e6), 0.0, probe=True)
     assert isinstance(matrix.burst(UP, burst(9e6, seconds=0.05), 5.0, probe=False), Insufficient)
@@ -60,7 +60,7 @@ def test_a_measurement_that_is_not_believed_leaves_its_reason_and_the_rate_as_it
 
 
 def test_transfers_move_a_rate_and_a_probe_replaces_it() -> None:
-    matrix = Matrix()
+    matrix = LinkTable()
     matrix.round_trips("oslo", COORDINATOR, [0.01])
     matrix.burst(UP, burst(1e6), 0.0, probe=True)
     matrix.burst(UP, burst(1.2e6), 1.0, probe=False)
@@ -70,7 +70,7 @@ def test_transfers_move_a_rate_and_a_probe_replaces_it() -> None:
 
 
 def test_a_link_that_changed_is_worth_a_probe_until_it_had_one() -> None:
-    matrix = Matrix()
+    matrix = LinkTable()
     matrix.round_trips("oslo", COORDINATOR, [0.01])
     for now, rate in enumerate((4e6, 1e6, 1e6, 1e6)):
         assert not matrix.changed(UP)
@@ -81,7 +81,7 @@ def test_a_link_that_changed_is_worth_a_probe_until_it_had_one() -> None:
 
 
 def test_who_is_forgotten_leaves_no_link() -> None:
-    matrix = Matrix()
+    matrix = LinkTable()
     for node in ("oslo", "bergen"):
         matrix.round_trips(node, COORDINATOR, [0.01])
         matrix.burst((node, COORDINATOR), burst(1e6), 0.0, probe=False)
@@ -90,7 +90,7 @@ def test_who_is_forgotten_leaves_no_link() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    matrix = Matrix()
+    matrix = LinkTable()
     for index in range(MOST_LINKS + 100):
         matrix.connection((f"n{index}", COORDINATOR), Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=0, segments=1))
     assert len(matrix.rows(0.0)) == MOST_LINKS
@@ -100,7 +100,7 @@ def test_retransmits_are_a_share_of_what_was_sent() -> None:
     connection = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=25, segments=1000, congestion="bbr")
     assert retransmit_ratio(connection) == 0.025
     assert retransmit_ratio(None) is None
-    matrix = Matrix()
+    matrix = LinkTable()
     matrix.connection(UP, connection)
     assert [(row["retransmit_ratio"], row["congestion"]) for row in matrix.rows(0.0)] == [(0.025, "bbr")]
     matrix.connection(DOWN, Connection(rtt_s=math.nan, least_rtt_s=0.1, retransmits=0, segments=1))
@@ -127,7 +127,7 @@ def test_raising_a_rate_never_makes_it_more_suspect(rates: dict[tuple[str, str],
 
 
 def test_what_a_message_took_between_two_nodes_is_a_rate() -> None:
-    matrix, ends = Matrix(), ("oslo", "bergen")
+    matrix, ends = LinkTable(), ("oslo", "bergen")
     for _ in range(3):
         matrix.transfer(ends, Transfer(num_bytes=4_000_000, seconds=0.5), 10.0)
     (row,) = matrix.rows(15.0)
@@ -139,6 +139,6 @@ def test_what_a_message_took_between_two_nodes_is_a_rate() -> None:
     ("num_bytes", "seconds"), [(0, 1.0), (-1, 1.0), (9, 0.0), (9, -1.0), (9, math.nan), (9, math.inf), (2**63, 1e-308)]
 )
 def test_what_no_message_can_have_taken_is_passed_over(num_bytes: int, seconds: float) -> None:
-    matrix = Matrix()
+    matrix = LinkTable()
     matrix.transfer(("oslo", "bergen"), Transfer(num_bytes=num_bytes, seconds=seconds), 10.0)
     assert matrix.rows(15.0) == []

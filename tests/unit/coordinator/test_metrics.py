@@ -1,4 +1,4 @@
-"""Covers `coordinator/metrics.py`: what alerts and dashboards rest on."""
+"""Covers `coordinator/observe/metrics.py`: what alerts and dashboards rest on."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from farloop.algo.spec import RunSpec
-from farloop.coordinator.metrics import Metrics
-from farloop.monitoring.decisions import DecisionEvent
-from farloop.monitoring.status import NodeStatus
+from farloop.coordinator.observe.metrics import Metrics
+from farloop.monitoring.status import DecisionEvent, NodeStatus
 from farloop.wire.reasons import Reason
 
 LINE: DecisionEvent = {

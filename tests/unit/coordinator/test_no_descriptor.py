@@ -16,18 +16,18 @@ import stored_runs
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
-from farloop.coordinator import durable, snapshots
-from farloop.coordinator.epoch import claim_epoch
 from farloop.coordinator.errors import Fenced, NoDescriptor, NoRoom, StorageError
-from farloop.coordinator.recovery import refusal
-from farloop.coordinator.salvage import salvage
-from farloop.coordinator.store import Store
-from farloop.coordinator.timeline import Timeline
-from farloop.coordinator.verify import verify
+from farloop.coordinator.observe.event_log import MetricsLog
+from farloop.coordinator.storage import files, snapshots
+from farloop.coordinator.storage.epoch import claim_epoch
+from farloop.coordinator.storage.recovery import refusal
+from farloop.coordinator.storage.salvage import salvage
+from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.verify import verify
 from farloop.monitoring.status import NodeEvent
 
 SEGMENT_BYTES = 12 << 10
-_COORDINATOR = str(Path(durable.__file__).parent)
+_COORDINATOR = str(Path(files.__file__).parent)
 
 
 class Refusals:
@@ -62,18 +62,18 @@ def _chain() -> tuple[str, ...]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr("farloop.coordinator.reading.LOOK_AGAIN_S", 0.0)
-    monkeypatch.setattr("farloop.coordinator.store.SNAPSHOT_EVERY", 2)
-    monkeypatch.setattr("farloop.coordinator.tail._ALLOCATION_STEP", 4096)
-    monkeypatch.setattr("farloop.coordinator.journal.RECORD_ROOM", 4096)
-    monkeypatch.setattr("farloop.coordinator.attachments.HISTORY_VERSIONS", 1)
-    monkeypatch.setattr("farloop.coordinator.ledger.HISTORY_VERSIONS", 1)
+    monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("farloop.coordinator.storage.journal._ALLOCATION_STEP", 4096)
+    monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
+    monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 1)
+    monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 1)
 
 
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch) -> Refusals:
     found = Refusals()
-    monkeypatch.setattr("farloop.coordinator.files.with_spare", found)
+    monkeypatch.setattr("farloop.coordinator.storage.files.with_spare", found)
     return found
 
 
@@ -139,7 +139,7 @@ def test_whatever_opens_a_file_is_tried_again_and_loses_nothing(
 
 def touch_at_the_next_sync(monkeypatch: pytest.MonkeyPatch, directory: Path, refusals: Refusals) -> None:
     """Between the look at the epoch before a write and the one after its sync, the file changes."""
-    real, armed = durable.sync, [True]
+    real, armed = files.sync, [True]
 
     def sync(fd: int, path: Path) -> None:
         real(fd, path)
@@ -148,7 +148,7 @@ def touch_at_the_next_sync(monkeypatch: pytest.MonkeyPatch, directory: Path, ref
             os.utime(directory / "epoch", ns=(1, 1))
             refusals.for_good = True
 
-    monkeypatch.setattr(durable, "sync", sync)
+    monkeypatch.setattr(files, "sync", sync)
 
 
 def test_a_record_that_is_on_the_disk_is_not_written_twice_for_want_of_a_descriptor(
@@ -163,7 +163,7 @@ def test_a_record_that_is_on_the_disk_is_not_written_twice_for_want_of_a_descrip
         naps.append(store.alarms)
         refusals.for_good = len(naps) < 3
 
-    monkeypatch.setattr("farloop.coordinator.store.time.sleep", nap)
+    monkeypatch.setattr("farloop.coordinator.storage.store.time.sleep", nap)
     stored_runs.spool(store, 0, stored_runs.NODES[0])
     assert [list(alarms) for alarms in naps] == [["epoch of the state folder"]] * 3 and not store.alarms
     store.close()
@@ -181,7 +181,7 @@ def test_a_coordinator_that_is_fenced_while_no_file_can_be_opened_finds_out_when
         refusals.for_good = False
         claim_epoch(store.directory)
 
-    monkeypatch.setattr("farloop.coordinator.store.time.sleep", nap)
+    monkeypatch.setattr("farloop.coordinator.storage.store.time.sleep", nap)
     with pytest.raises(Fenced):
         stored_runs.spool(store, 0, stored_runs.NODES[0])
     store.close()
@@ -234,7 +234,7 @@ def test_what_is_told_beside_the_state_is_dropped_and_not_fatal(
 ) -> None:
     """The last status, and lines; parts that were put aside are not overwritten."""
     line: NodeEvent = {"event": "node", "t": 1.0, "name": "a", "state": "training", "reason": ""}
-    written = Timeline(tmp_path / "metrics.jsonl", part_bytes=1)
+    written = MetricsLog(tmp_path / "metrics.jsonl", part_bytes=1)
     for _ in range(3):
         written.write(line)
     before = sorted(path.name for path in tmp_path.iterdir())

@@ -16,14 +16,14 @@ import torch
 from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
 from farloop.coordinator.aggregator import Buffers, Result
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide.hold import StorageHold
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.errors import DiskFull
-from farloop.coordinator.hold import Hold
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.metrics import Metrics
-from farloop.coordinator.observer import Observer
-from farloop.coordinator.store import Store
+from farloop.coordinator.observe.metrics import Metrics
+from farloop.coordinator.observe.observer import Observer
+from farloop.coordinator.storage.store import Store
 from farloop.monitoring.status import NodeStatus, Status, WindowStatus
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
@@ -37,10 +37,10 @@ class Scene:
     def __init__(self, store: Store, file: Path, patch: pytest.MonkeyPatch) -> None:
         self.store, self.file = store, file
         self.now = 1000.0
-        patch.setattr("farloop.coordinator.observer.time", SimpleNamespace(monotonic=lambda: self.now))
+        patch.setattr("farloop.coordinator.observe.observer.time", SimpleNamespace(monotonic=lambda: self.now))
         self.metrics = Metrics()
         self.machine = CoordinatorMachine(store.ledger.copy(), now=self.now)
-        self.hold = Hold(self.machine.alarms)
+        self.hold = StorageHold(self.machine.alarms)
         self.observer = Observer(store, file, self.metrics, self.hold)
         self.machine.start()
 
@@ -50,10 +50,10 @@ class Scene:
 
     def join(self, node: NodeId, session: int = 1, *, epoch_seen: int = 0) -> list[ev.Command]:
         hello = plain_hello(node=node, epoch_seen=epoch_seen, device="cpu")
-        return self.handle(ev.Greeted(session=session, node=node, hello=hello))
+        return self.handle(ev.NodeHello(session=session, node=node, hello=hello))
 
     def say(self, node: NodeId, message: msg.Message, session: int = 1) -> list[ev.Command]:
-        return self.handle(ev.Heard(session=session, node=node, message=message))
+        return self.handle(ev.NodeMessage(session=session, node=node, message=message))
 
     def commit(self, fragment: int) -> None:
         """The window closes with a delta of node a alone."""
@@ -295,7 +295,7 @@ def test_coming_starting_and_going_are_told_once_each_with_the_reason(
     scene.say(A, msg.Ready())
     scene.observer.refresh(scene.machine)
     assert scene.value("farloop_nodes", state="connected") == scene.value("farloop_nodes", state="training") == 1
-    scene.handle(ev.Parted(session=1, node=A, reason=Reason.SILENT))
+    scene.handle(ev.NodeDisconnected(session=1, node=A, reason=Reason.SILENT))
     for _ in range(2):
         scene.observer.refresh(scene.machine)
     assert not scene.observer.joined

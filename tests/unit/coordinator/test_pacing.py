@@ -6,7 +6,7 @@ import random
 import pytest
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.coordinator.pacing import LEAST_ROUNDS, Pacing
+from farloop.coordinator.observe.straggler_detector import LEAST_ROUNDS, RoundTimes
 from farloop.coordinator.routing.anomalies import Kind, Sample, slow
 
 A = NodeId("a")
@@ -16,13 +16,13 @@ def delta(seq: int, fragment: int = 0) -> BlobId:
     return BlobId(kind=BlobKind.DELTA, fragment=fragment, version=seq, node=A, incarnation=1, seq=seq)
 
 
-def paced() -> Pacing:
-    pacing = Pacing()
+def paced() -> RoundTimes:
+    pacing = RoundTimes()
     pacing.keep({A: 1})
     return pacing
 
 
-def a_round(pacing: Pacing, number: int, *, step_s: float = 0.5, byte_s: float = 0.001) -> None:
+def a_round(pacing: RoundTimes, number: int, *, step_s: float = 0.5, byte_s: float = 0.001) -> None:
     """Ten steps and a thousand bytes, ten seconds from the round before."""
     begin = 10.0 * number
     pacing.reported(A, blocked_s=10.0 * number, inner_steps=10 * number, now=2 * begin)
@@ -115,7 +115,7 @@ def test_no_alarm_in_a_thousand_rounds_that_vary_by_a_fifth() -> None:
     """Four nodes, five runs: fewer than one false alarm in a thousand rounds."""
     nodes = [NodeId(name) for name in "abcd"]
     for seed in range(5):
-        rand, pacing, rounds = random.Random(seed), Pacing(), list[dict[str, Sample]]()
+        rand, pacing, rounds = random.Random(seed), RoundTimes(), list[dict[str, Sample]]()
         pacing.keep(dict.fromkeys(nodes, 1))
         now = 0.0
         for number in range(200):

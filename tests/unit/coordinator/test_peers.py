@@ -1,4 +1,4 @@
-"""Covers `coordinator/peers.py`: whose first frame begins a session, or joins one (protocol T, U)."""
+"""Covers `coordinator/net/sessions.py`: whose first frame begins a session, or joins one (protocol T, U)."""
 
 import os
 
@@ -6,8 +6,7 @@ import pytest
 from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator.gate import GREETINGS_OF_A_KEY, SESSIONS, Gate
-from farloop.coordinator.peers import Lane, Peer, Peers, Unread
+from farloop.coordinator.net.sessions import GREETINGS_OF_A_KEY, SESSIONS, Lane, Peer, Peers, RateLimiter, Unread
 from farloop.wire.frames import Buffer, ControlFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, Message, Ready, encode
@@ -29,7 +28,7 @@ class Door:
 
     def __init__(self) -> None:
         self.away: list[tuple[Reason, str]] = []
-        self.peers = Peers(Gate(), Limits(), Timing(), lambda reason, who: self.away.append((reason, who)))
+        self.peers = Peers(RateLimiter(), Limits(), Timing(), lambda reason, who: self.away.append((reason, who)))
         self.routes = 0
 
     def meets(

@@ -1,8 +1,7 @@
 """Where links became slow, beside what each of them was."""
 
-from farloop.coordinator.matrix import COORDINATOR, Ends, Matrix
-from farloop.coordinator.pacing import LEAST_ROUNDS, USUAL_AFTER
-from farloop.coordinator.places import Places
+from farloop.coordinator.net.link_table import COORDINATOR, Ends, LinkTable
+from farloop.coordinator.observe.straggler_detector import LEAST_ROUNDS, USUAL_AFTER, SlowLinks
 from farloop.wire.meter import Burst
 
 NODES = ["a", "b", "c", "d"]
@@ -10,8 +9,8 @@ RATES = {"a": 1e6, "b": 2e6, "c": 8e6, "d": 0.5e6}
 """Unequal from the beginning."""
 
 
-def measured(slow: dict[Ends, float]) -> Matrix:
-    matrix = Matrix()
+def measured(slow: dict[Ends, float]) -> LinkTable:
+    matrix = LinkTable()
     for node, usual in RATES.items():
         matrix.round_trips(node, COORDINATOR, [0.01])
         for ends in ((node, COORDINATOR), (COORDINATOR, node)):
@@ -24,8 +23,8 @@ def measured(slow: dict[Ends, float]) -> Matrix:
     return matrix
 
 
-def places(slow: dict[Ends, float]) -> Places:
-    known = Places()
+def places(slow: dict[Ends, float]) -> SlowLinks:
+    known = SlowLinks()
     for _ in range(LEAST_ROUNDS):
         known.round_over(measured({}), NODES)
         assert not any(known.of(place) for place in [*NODES, COORDINATOR])

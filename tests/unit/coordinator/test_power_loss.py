@@ -19,10 +19,10 @@ from power_cuts import extremes, image_of
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
-from farloop.coordinator.epoch import claimed_epoch
 from farloop.coordinator.errors import StorageError, StorageFailed
-from farloop.coordinator.store import Store
-from farloop.coordinator.verify import verify
+from farloop.coordinator.storage.epoch import claimed_epoch
+from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.verify import verify
 from farloop.sim.virtual_files import Drawn, VirtualFiles
 
 PLACE = Path("/state")
@@ -37,11 +37,11 @@ State = tuple[Any, ...]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything happens within a few commits."""
-    monkeypatch.setattr("farloop.coordinator.store.SNAPSHOT_EVERY", 2)
-    monkeypatch.setattr("farloop.coordinator.tail._ALLOCATION_STEP", 4096)
-    monkeypatch.setattr("farloop.coordinator.journal.RECORD_ROOM", 4096)
-    monkeypatch.setattr("farloop.coordinator.attachments.HISTORY_VERSIONS", 1)
-    monkeypatch.setattr("farloop.coordinator.ledger.HISTORY_VERSIONS", 1)
+    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 2)
+    monkeypatch.setattr("farloop.coordinator.storage.journal._ALLOCATION_STEP", 4096)
+    monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
+    monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 1)
+    monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 1)
 
 
 def state_of(store: Store) -> State:

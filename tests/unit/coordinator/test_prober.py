@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.coordinator.prober import AGAIN_S, FIRST_BYTES, FRESH_S, PROBES_AN_HOUR, QUIET_S, Candidate, Prober
+from farloop.coordinator.net.link_table import (
+    AGAIN_S,
+    FIRST_BYTES,
+    FRESH_S,
+    PROBES_AN_HOUR,
+    QUIET_S,
+    BandwidthProbe,
+    Candidate,
+)
 
 BUDGET = 32 << 20
 
@@ -17,14 +25,14 @@ def candidate(
     return Candidate(node=node, upward=upward, rtt_s=rtt_s, age_s=age_s, changed=changed)
 
 
-def quiet(budget: int = BUDGET) -> tuple[Prober, float]:
+def quiet(budget: int = BUDGET) -> tuple[BandwidthProbe, float]:
     """A prober and a time at which it may begin."""
     return rich(budget), QUIET_S + 1.0
 
 
-def rich(budget: int = BUDGET, *, run_bytes: int = 1 << 50) -> Prober:
+def rich(budget: int = BUDGET, *, run_bytes: int = 1 << 50) -> BandwidthProbe:
     """The run has moved more than any probe costs."""
-    prober = Prober(budget, 0.0)
+    prober = BandwidthProbe(budget, 0.0)
     for node in ("oslo", "rome", "a", "b", "c"):
         prober.has_moved(node, run_bytes, 0)
     return prober
@@ -123,7 +131,7 @@ def test_what_somebody_asks_for_is_next_however_fresh_until_it_is_known() -> Non
 
 
 def test_each_direction_has_one_small_probe_before_the_run_has_moved_anything() -> None:
-    prober, now = Prober(BUDGET, 0.0), QUIET_S + 1.0
+    prober, now = BandwidthProbe(BUDGET, 0.0), QUIET_S + 1.0
     sizes = []
     for second in range(1000):
         running = prober.next([candidate(upward=True), candidate(upward=False)], now + 100 * second)
@@ -142,7 +150,7 @@ def test_probes_take_at_most_one_percent_of_what_the_run_moves(
     steps: list[tuple[int, bool, bool]], budget: int
 ) -> None:
     """But for the first of each direction."""
-    prober, now, moved, probed = Prober(budget, 0.0), QUIET_S + 1.0, 0, 0
+    prober, now, moved, probed = BandwidthProbe(budget, 0.0), QUIET_S + 1.0, 0, 0
     for run_bytes, learned, called_off in steps:
         now += 2 * AGAIN_S[1]
         moved += run_bytes
@@ -159,7 +167,7 @@ def test_probes_take_at_most_one_percent_of_what_the_run_moves(
 
 
 def test_a_probe_that_told_nothing_is_repeated_only_with_more_bytes() -> None:
-    prober, now = Prober(BUDGET, 0.0), QUIET_S + 1.0
+    prober, now = BandwidthProbe(BUDGET, 0.0), QUIET_S + 1.0
     first = prober.next([candidate()], now)
     assert first is not None
     prober.over(now, learned=False)

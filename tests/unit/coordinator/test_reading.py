@@ -11,17 +11,17 @@ import stored_runs
 import torch
 
 from farloop.algo.spec import RunSpec
-from farloop.coordinator import commits, snapshots
-from farloop.coordinator import records as rec
+from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
-from farloop.coordinator.journal import Journal
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.reading import placed, read_journal, steadily
-from farloop.coordinator.replay import replay, span
-from farloop.coordinator.segment import segment_path, segment_paths
-from farloop.coordinator.store import SNAPSHOT_EVERY, Store
-from farloop.coordinator.verify import verify
+from farloop.coordinator.storage import snapshots
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.segment import segment_path, segment_paths
+from farloop.coordinator.storage.state_reader import placed, read_journal, steadily
+from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
+from farloop.coordinator.storage.verify import replay, span, verify
 
 ROUNDS = SNAPSHOT_EVERY + 3
 GOLDEN = Path(__file__).parent / "golden" / "state-v1"
@@ -30,7 +30,7 @@ GOLDEN = Path(__file__).parent / "golden" / "state-v1"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr("farloop.coordinator.reading.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
 
 
 @pytest.fixture
@@ -308,6 +308,6 @@ def test_another_state_to_begin_from_does_not_come_out_and_says_what_differs(fol
 def test_without_stored_deltas_the_anchor_alone_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K"""
     hidden: Callable[[object], object] = lambda record: None  # noqa: E731
-    monkeypatch.setattr("farloop.coordinator.replay._spooled", hidden)
+    monkeypatch.setattr("farloop.coordinator.storage.verify._spooled", hidden)
     again = list(replay(folder, read_journal(folder), {0: (ROUNDS, ROUNDS)}))
     assert [(r.from_deltas, r.same, len(r.compared)) for r in again] == [(False, True, 2)]

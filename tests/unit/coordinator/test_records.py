@@ -29,7 +29,7 @@ from farloop.algo.spec import (
     Terms,
     WindowTerms,
 )
-from farloop.coordinator import records as rec
+from farloop.coordinator.decide import records as rec
 from farloop.wire.messages import AnchorRef, Committed, Drop, Share, pack
 from farloop.wire.reasons import Reason
 

@@ -1,17 +1,17 @@
-"""Covers `coordinator/refusals.py`: everything is counted, and the log stays readable."""
+"""Covers `coordinator/observe/event_log.py`: everything is counted, and the log stays readable."""
 
 import logging
 
 import pytest
 
-from farloop.coordinator.metrics import Metrics
-from farloop.coordinator.refusals import Refusals
+from farloop.coordinator.observe.event_log import RejectionCounter
+from farloop.coordinator.observe.metrics import Metrics
 from farloop.wire.reasons import Reason
 
 
 def test_everything_is_counted_by_its_reason_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     metrics = Metrics()
-    refusals = Refusals(metrics)
+    refusals = RejectionCounter(metrics)
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
             refusals(Reason.MALFORMED, "10.6.6.6")
@@ -26,7 +26,7 @@ def test_everything_is_counted_by_its_reason_and_told_once(caplog: pytest.LogCap
 
 
 def test_a_crowd_of_strangers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    refusals = Refusals(Metrics())
+    refusals = RejectionCounter(Metrics())
     with caplog.at_level(logging.WARNING):
         for i in range(10_000):
             refusals(Reason.WRONG_KEY, f"key-{i}")

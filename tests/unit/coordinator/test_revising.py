@@ -12,13 +12,13 @@ from plain_runs import plain_hello
 
 from farloop.algo.schedule import window_after
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
+from farloop.coordinator.change_terms import revision_asked_for
 from farloop.coordinator.commits import codecs_of
-from farloop.coordinator.ledger import HISTORY_VERSIONS, Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.revising import MOST, described, last_change
-from farloop.coordinator.setting import revision_asked_for
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.revising import MOST, described, last_change
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -51,11 +51,11 @@ class Run:
 
     def greet(self, node: NodeId, *, protocol: int = 2, round_index: int | None = None) -> list[ev.Command]:
         hello = plain_hello(protocol_max=protocol, node=node, round=round_index)
-        return self.handle(ev.Greeted(session=ord(node), node=node, hello=hello))
+        return self.handle(ev.NodeHello(session=ord(node), node=node, hello=hello))
 
     def join(self, node: NodeId, *, protocol: int = 2) -> None:
         self.greet(node, protocol=protocol)
-        self.handle(ev.Heard(session=ord(node), node=node, message=msg.Ready()))
+        self.handle(ev.NodeMessage(session=ord(node), node=node, message=msg.Ready()))
 
     def send(self, node: NodeId, fragment: int) -> list[ev.Command]:
         window = self.machine.windows[fragment].terms.window
@@ -65,7 +65,7 @@ class Run:
         )
         share = Contribution(node=node, incarnation=1, base=window - 1, steps=1, tokens=1, norm_sq=1.0)
         offer = msg.Offer(blob=blob, size=1, digest=1, window=window, contributors=(share,))
-        self.handle(ev.Heard(session=ord(node), node=node, message=offer))
+        self.handle(ev.NodeMessage(session=ord(node), node=node, message=offer))
         self.journal.apply(rec.InputStored.of(offer))
         return self.handle(ev.InputStored(offer=offer))
 
@@ -159,7 +159,7 @@ def test_quorum_and_floor_are_those_of_the_window(spec: RunSpec) -> None:
     for node in (A, B):
         run.greet(node)
     for node in (A, B):
-        run.handle(ev.Heard(session=ord(node), node=node, message=msg.Ready()))
+        run.handle(ev.NodeMessage(session=ord(node), node=node, message=msg.Ready()))
     run.set(quorum="2")
     run.finish(run.close(1))
     assert not [command for command in run.send(A, 1) if isinstance(command, ev.Commit)]
@@ -195,7 +195,7 @@ def test_an_older_node_is_told_nothing_and_follows_what_windows_carry(run: Run) 
 def test_what_an_older_node_could_not_follow_is_refused_and_names_it(run: Run) -> None:
     run.greet(B, protocol=1)
     assert run.refused(lr="0.005").startswith("lr.peak is what nodes follow by themselves, and b cannot be told")
-    run.handle(ev.Heard(session=ord(B), node=B, message=msg.Leave(reason=Reason.DRAINED)))
+    run.handle(ev.NodeMessage(session=ord(B), node=B, message=msg.Leave(reason=Reason.DRAINED)))
     run.set(lr="0.005")
 
 

@@ -6,7 +6,7 @@ import pytest
 from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator.roster import Member
+from farloop.coordinator.decide.roster import Member
 from farloop.wire.messages import NodeState, Progress
 from farloop.wire.reasons import Reason
 

@@ -12,13 +12,12 @@ from power_cuts import extremes, image_of
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
-from farloop.coordinator.damage import read_damaged
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
-from farloop.coordinator.recovery import refusal
-from farloop.coordinator.salvage import carry_out, finish, is_unfinished, salvage
-from farloop.coordinator.segment import SEGMENT_HEADER_BYTES, segment_numbers, segment_path
-from farloop.coordinator.store import Store
-from farloop.coordinator.verify import verify
+from farloop.coordinator.storage.recovery import refusal
+from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
+from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, read_damaged, segment_numbers, segment_path
+from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.verify import verify
 from farloop.sim.virtual_files import AllOrNothing, Drawn, VirtualFiles
 
 PLACE = Path("/state")
@@ -28,12 +27,12 @@ A, B = stored_runs.NODES
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farloop.coordinator.store.SNAPSHOT_EVERY", 4)
-    monkeypatch.setattr("farloop.coordinator.tail._ALLOCATION_STEP", 4096)
-    monkeypatch.setattr("farloop.coordinator.journal.RECORD_ROOM", 4096)
-    monkeypatch.setattr("farloop.coordinator.attachments.HISTORY_VERSIONS", 2)
-    monkeypatch.setattr("farloop.coordinator.ledger.HISTORY_VERSIONS", 2)
-    monkeypatch.setattr("farloop.coordinator.reading.LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 4)
+    monkeypatch.setattr("farloop.coordinator.storage.journal._ALLOCATION_STEP", 4096)
+    monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
+    monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 2)
+    monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 2)
+    monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,9 +139,9 @@ def test_one_bit_never_ends_a_run_whose_journal_is_far_below_the_size_of_a_segme
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the sizes and intervals of a real run. Damage before the older set of snapshots gives up no version."""
-    monkeypatch.setattr("farloop.coordinator.store.SNAPSHOT_EVERY", 8)
-    monkeypatch.setattr("farloop.coordinator.attachments.HISTORY_VERSIONS", 16)
-    monkeypatch.setattr("farloop.coordinator.ledger.HISTORY_VERSIONS", 16)
+    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 8)
+    monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 16)
+    monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 16)
     files = VirtualFiles()
     store = stored_runs.begun(PLACE, spec, files=files)
     history = {(fragment, 0): digest(buffers.anchor) for fragment, buffers in enumerate(store.buffers)}

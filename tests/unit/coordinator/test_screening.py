@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RoundPlan, RunSpec, WindowTerms
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.screening import AGAINST, ENOUGH, MEMORY, STRIKES, WAY_BACK, Screening, rate_of
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.screening import AGAINST, ENOUGH, MEMORY, STRIKES, WAY_BACK, Screening, rate_of
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -273,9 +273,9 @@ class Run:
         anchors = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
         for session, node in enumerate(nodes):
             hello = plain_hello(node=node, anchors=anchors)
-            self.handle(ev.Greeted(session=session, node=node, hello=hello))
+            self.handle(ev.NodeHello(session=session, node=node, hello=hello))
         for session, node in enumerate(nodes):
-            self.handle(ev.Heard(session=session, node=node, message=msg.Ready()))
+            self.handle(ev.NodeMessage(session=session, node=node, message=msg.Ready()))
 
     def begin(self) -> list[ev.Command]:
         self.machine = CoordinatorMachine(self.ledger, now=self.now)
@@ -360,7 +360,7 @@ def test_a_sum_that_fp32_does_not_hold_leaves_out_the_longest_delta_and_is_tried
     commands = [*stored(run, A, 1.0), *stored(run, B, 1.0), *stored(run, C, 20.0)]
     commit = commit_in(commands)
     longest = commit.draft.blobs[2].blob
-    too_much = ev.TooMuch.of(commit.draft, longest, ValueError("element 0 is not finite"))
+    too_much = ev.SumOverflow.of(commit.draft, longest, ValueError("element 0 is not finite"))
     (again,) = run.handle(too_much)
     assert isinstance(again, ev.Commit) and [share.node for share in again.draft.merged] == [A, B]
     assert again.draft.refused[0].reason is Reason.TOO_MUCH and run.machine.next_timer() != run.now + 1.0
@@ -376,7 +376,7 @@ def test_a_window_whose_every_delta_is_refused_ends_and_the_run_goes_on(spec: Ru
         commit = commit_in(commands)
         if not commit.draft.blobs:
             break
-        commands = run.handle(ev.TooMuch.of(commit.draft, commit.draft.blobs[0].blob, ValueError("too much")))
+        commands = run.handle(ev.SumOverflow.of(commit.draft, commit.draft.blobs[0].blob, ValueError("too much")))
     assert commit.draft.merged == () == commit.draft.blobs and commit.draft.next_window is not None
     assert commit.draft.drops == (msg.Drop(node=A, reason=Reason.TOO_MUCH),)
     assert commit.draft.why == "0 of 1 deltas that a merge needs, refused: a (too_much)"

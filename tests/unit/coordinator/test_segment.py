@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.coordinator import records
+from farloop.coordinator.decide import records
+from farloop.coordinator.decide.records import EpochClaimed, InputStored, Record, SnapshotTaken
 from farloop.coordinator.errors import JournalCorrupt, StorageFailed
-from farloop.coordinator.records import EpochClaimed, InputStored, Record, SnapshotTaken
-from farloop.coordinator.segment import (
+from farloop.coordinator.storage.segment import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     Attachment,
@@ -28,7 +28,7 @@ from farloop.coordinator.segment import (
     read_attachment,
     read_segments,
     record_header,
-    scan,
+    scan_segment,
     segment_header,
     segment_path,
     segment_paths,
@@ -84,7 +84,7 @@ def flipped(data: bytes, at: int) -> bytes:
 def scanned(directory: Path, data: bytes, *, number: int = 0, first: int = 0) -> Scan:
     path = segment_path(directory, number)
     path.write_bytes(data)
-    return scan(path, number, first)
+    return scan_segment(path, number, first)
 
 
 @contextmanager

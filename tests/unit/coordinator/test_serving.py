@@ -1,13 +1,13 @@
-"""Covers `coordinator/serving.py`: many joiners, few copies, and no version that leaves a gap (protocol R)."""
+"""Covers `coordinator/downloads.py`: many joiners, few copies, and no version that leaves a gap (protocol R)."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farloop.algo.spec import BlobId, BlobKind
-from farloop.coordinator.serving import MOST_UPDATES, Copy, Serving, Turn
+from farloop.coordinator.downloads import MOST_UPDATES, EncodedSnapshot, SnapshotRequest, SnapshotService
 from farloop.wire.blobs import BlobSource, BytesSource
-from farloop.wire.errors import LimitReached
 from farloop.wire.messages import Committed
+from farloop.wire.reasons import LimitReached
 
 SIZE = 100
 
@@ -16,12 +16,12 @@ def size_of(fragment: int) -> int:
     return SIZE
 
 
-def copy_of(fragment: int, version: int) -> Copy:
+def copy_of(fragment: int, version: int) -> EncodedSnapshot:
     blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=fragment, version=version)
-    return Copy(blob=blob, data=bytearray(SIZE), digest=0)
+    return EncodedSnapshot(blob=blob, data=bytearray(SIZE), digest=0)
 
 
-def take(serving: Serving, versions: list[int]) -> Turn | None:
+def take(serving: SnapshotService, versions: list[int]) -> SnapshotRequest | None:
     """The next turn, encoded where it must be."""
     turn = serving.next(versions, size_of)
     if turn is not None and turn.copy is None:
@@ -31,7 +31,7 @@ def take(serving: Serving, versions: list[int]) -> Turn | None:
 
 
 def test_joiners_of_one_moment_share_one_copy() -> None:
-    serving = Serving()
+    serving = SnapshotService()
     for session in range(50):
         serving.ask(session, 0, 7)
     made = [take(serving, [7]) for _ in range(50)]
@@ -40,7 +40,7 @@ def test_joiners_of_one_moment_share_one_copy() -> None:
 
 
 def test_a_session_is_sent_one_snapshot_at_a_time_and_sessions_take_turns() -> None:
-    serving = Serving()
+    serving = SnapshotService()
     for fragment in (0, 1):
         for session in (1, 2):
             serving.ask(session, fragment, 0)
@@ -58,7 +58,7 @@ def test_a_session_is_sent_one_snapshot_at_a_time_and_sessions_take_turns() -> N
 
 def test_what_is_asked_for_again_and_again_is_sent_once() -> None:
     """A Fetch can be repeated at will."""
-    serving = Serving()
+    serving = SnapshotService()
     for _ in range(1000):
         serving.ask(1, 0, 0)
     assert take(serving, [0]) is not None
@@ -71,7 +71,7 @@ def test_what_is_asked_for_again_and_again_is_sent_once() -> None:
 
 def test_copies_are_bounded_and_a_joiner_that_is_late_takes_an_older_one() -> None:
     """The version that stood when it asked, or any after: it hears of all commits from its welcome on."""
-    serving = Serving(most_bytes=2 * SIZE)
+    serving = SnapshotService(most_bytes=2 * SIZE)
     for session in range(5):
         serving.ask(session, 0, 0)
     first, second, third, fourth = (take(serving, [version]) for version in range(4))
@@ -87,7 +87,7 @@ def test_copies_are_bounded_and_a_joiner_that_is_late_takes_an_older_one() -> No
 
 
 def test_one_copy_is_allowed_however_large() -> None:
-    serving = Serving(most_bytes=1)
+    serving = SnapshotService(most_bytes=1)
     serving.ask(1, 0, 0)
     serving.ask(2, 1, 0)
     assert take(serving, [0, 0]) is not None
@@ -97,7 +97,7 @@ def test_one_copy_is_allowed_however_large() -> None:
 
 
 def test_a_copy_is_kept_for_the_next_joiner_until_its_version_is_old() -> None:
-    serving = Serving()
+    serving = SnapshotService()
     serving.ask(1, 0, 3)
     take(serving, [3])
     serving.done(1)
@@ -107,7 +107,7 @@ def test_a_copy_is_kept_for_the_next_joiner_until_its_version_is_old() -> None:
 
 
 def test_what_cannot_be_sent_now_is_sent_after_the_next_that_ends() -> None:
-    serving = Serving()
+    serving = SnapshotService()
     serving.ask(1, 0, 0)
     take(serving, [0])
     serving.put_off(1)
@@ -115,7 +115,7 @@ def test_what_cannot_be_sent_now_is_sent_after_the_next_that_ends() -> None:
 
 
 def test_a_session_that_ends_while_its_copy_is_made_leaves_nothing() -> None:
-    serving = Serving()
+    serving = SnapshotService()
     serving.ask(1, 0, 0)
     turn = serving.next([0], size_of)
     assert turn is not None
@@ -128,7 +128,7 @@ def test_a_session_that_ends_while_its_copy_is_made_leaves_nothing() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_request_is_served_in_the_end_with_a_version_that_will_do(data: st.DataObject) -> None:
-    serving, versions = Serving(most_bytes=2 * SIZE), [0, 0]
+    serving, versions = SnapshotService(most_bytes=2 * SIZE), [0, 0]
     open_asks: dict[tuple[int, int], int] = {}
     sending: dict[int, int] = {}
     for _ in range(data.draw(st.integers(1, 60))):
@@ -183,7 +183,7 @@ class Slow:
         del self.queued[blob]
 
 
-def push(serving: Serving, session: Slow, fragment: int, version: int, size: int = 10) -> bool:
+def push(serving: SnapshotService, session: Slow, fragment: int, version: int, size: int = 10) -> bool:
     committed = Committed(
         fragment=fragment,
         version=version,
@@ -203,7 +203,7 @@ def push(serving: Serving, session: Slow, fragment: int, version: int, size: int
 
 def test_a_session_that_takes_no_updates_gets_a_snapshot_in_their_place() -> None:
     """256 of them ended the coordinator: a joiner behind a thin link did that within a minute."""
-    serving, session = Serving(), Slow()
+    serving, session = SnapshotService(), Slow()
     for version in range(1, 1001):
         for fragment in range(3):
             push(serving, session, fragment, version)
@@ -219,19 +219,19 @@ def test_a_session_that_takes_no_updates_gets_a_snapshot_in_their_place() -> Non
 
 
 def test_updates_of_more_bytes_than_two_snapshots_are_dropped() -> None:
-    serving, session = Serving(), Slow()
+    serving, session = SnapshotService(), Slow()
     assert not push(serving, session, 0, 1, SIZE) and not push(serving, session, 0, 2, SIZE)
     assert push(serving, session, 0, 3, SIZE)
     assert session.queued == {}
 
 
 def test_a_session_that_can_be_pushed_no_more_gets_a_snapshot() -> None:
-    serving, session = Serving(), Slow(most=5)
+    serving, session = SnapshotService(), Slow(most=5)
     assert [push(serving, session, fragment, 1) for fragment in range(7)] == 5 * [False] + 2 * [True]
 
 
 def test_what_is_committed_while_a_snapshot_is_asked_for_is_in_it_and_what_comes_later_is_pushed() -> None:
-    serving, session = Serving(), Slow()
+    serving, session = SnapshotService(), Slow()
     serving.ask(1, 0, 0)
     push(serving, session, 0, 1)
     assert session.queued == {}
@@ -241,7 +241,7 @@ def test_what_is_committed_while_a_snapshot_is_asked_for_is_in_it_and_what_comes
 
 
 def test_a_session_that_falls_behind_while_it_is_sent_a_snapshot_is_sent_another_after_it() -> None:
-    serving, session = Serving(), Slow()
+    serving, session = SnapshotService(), Slow()
     serving.ask(1, 0, 0)
     take(serving, [0])
     version = 0

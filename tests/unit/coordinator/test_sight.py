@@ -8,19 +8,17 @@ import pytest
 from plain_runs import plain_hello, plain_spec
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.coordinator.matrix import COORDINATOR
-from farloop.coordinator.peers import Peer
-from farloop.coordinator.roster import Member
-from farloop.coordinator.sight import Sight
-from farloop.node.probing import Probing
+from farloop.coordinator.decide.roster import Member
+from farloop.coordinator.net.link_monitor import LinkMonitor
+from farloop.coordinator.net.link_table import COORDINATOR
+from farloop.coordinator.net.sessions import Peer
+from farloop.node.link import Probing
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
-from farloop.wire.handshake import Role, State
-from farloop.wire.inventory import Inventory, Nic
-from farloop.wire.link_messages import Connection, Observed, Seen, Transfer
-from farloop.wire.messages import Offer, Probe, Welcome
+from farloop.wire.machine_info import Inventory, Nic
+from farloop.wire.messages import Connection, Observed, Offer, Probe, Seen, Transfer, Welcome
 from farloop.wire.reasons import Reason
-from farloop.wire.session import Session
+from farloop.wire.session import Role, Session, State
 
 OSLO, BERGEN = NodeId("oslo"), NodeId("bergen")
 BUDGET = 4 << 20
@@ -37,7 +35,7 @@ class Star:
         self.nodes: dict[NodeId, Session] = {}
         self.probing = {name: Probing() for name in names}
         self.members = {name: Member(name=name, incarnation=1) for name in names}
-        self.sight = Sight(budget, lambda peer: nullcontext(peer.session), 0.0, quiet_s=1.0, share=1e9)
+        self.sight = LinkMonitor(budget, lambda peer: nullcontext(peer.session), 0.0, quiet_s=1.0, share=1e9)
         self.probes: list[Probe] = []
         self.halts = False
         """Whether time stops as soon as a probe's first bytes are on their way."""
@@ -207,7 +205,7 @@ def test_a_session_that_turns_out_to_be_broken_as_it_is_asked_is_not_probed() ->
         yield peer.session
         peer.session.close(Reason.CLOSED, "the link found it gone")
 
-    gone = Sight(BUDGET, finds_it_gone, star.now, quiet_s=0.0)
+    gone = LinkMonitor(BUDGET, finds_it_gone, star.now, quiet_s=0.0)
     gone.matrix.round_trips(OSLO, COORDINATOR, star.peers[OSLO].session.round_trips)
     gone.look(star.peers, star.members, star.now)
     assert star.peers[OSLO].session.state is State.CLOSED

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from farloop.coordinator import durable, files
 from farloop.coordinator.errors import DiskFull, SnapshotCorrupt, StorageFailed
-from farloop.coordinator.snapshots import Snapshot, export, load, load_latest, save, snapshot_path
+from farloop.coordinator.storage import files
+from farloop.coordinator.storage.snapshots import Snapshot, export, load, load_latest, save, snapshot_path
 
 GOLDEN = Path(__file__).parent / "golden" / "snapshot-v1.hex"
 RUN = "0123456789abcdef"
@@ -134,7 +134,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise DiskFull(path, nbytes, 0)
 
     save(tmp_path, sample(8))
-    monkeypatch.setattr(durable, "require_free", full)
+    monkeypatch.setattr(files, "require_free", full)
     with pytest.raises(DiskFull) as caught:
         save(tmp_path, sample(16))
     assert caught.value.needed_bytes >= 3 * 6 * 4

@@ -11,11 +11,11 @@ import pytest
 from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Layout, NodeId, RunSpec, TensorSlot
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.guard import ALARM
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.closing import ALARM
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -67,10 +67,10 @@ class Run:
     def greet(self, node: NodeId, **changes: Any) -> list[ev.Command]:
         self.sessions[node] = session = len(self.sessions) + 1
         hello = dataclasses.replace(plain_hello(node=node, holds=PARTS[node]), **changes)
-        return self.handle(ev.Greeted(session=session, node=node, hello=hello))
+        return self.handle(ev.NodeHello(session=session, node=node, hello=hello))
 
     def say(self, node: NodeId, message: msg.Message) -> list[ev.Command]:
-        return self.handle(ev.Heard(session=self.sessions[node], node=node, message=message))
+        return self.handle(ev.NodeMessage(session=self.sessions[node], node=node, message=message))
 
     def join(self, *nodes: NodeId) -> list[ev.Command]:
         for node in nodes:
@@ -172,7 +172,7 @@ def test_a_start_of_a_node_holds_the_same_for_its_life(make_run: MakeRun) -> Non
     run = make_run(A0, B0, A1, B1)
     assert "held stages 1, and now 0" in refused(run.greet(A1, holds=(0,), round=0)).detail
     accepted, *_ = run.greet(A1, holds=(0,), incarnation=2)
-    assert isinstance(accepted, ev.Hang), "a new start may hold something else"
+    assert isinstance(accepted, ev.CloseSession), "a new start may hold something else"
 
 
 def test_a_run_begins_when_enough_nodes_hold_every_stage(make_run: MakeRun) -> None:

@@ -21,12 +21,12 @@ import pytest
 from farloop.algo.digest import digest
 from farloop.algo.spec import to_plain
 from farloop.coordinator.admin import NAME
-from farloop.coordinator.journal import Journal
-from farloop.coordinator.machine import CoordinatorMachine
-from farloop.coordinator.records import TermsChanged
-from farloop.coordinator.setting import revision_asked_for
-from farloop.coordinator.snapshots import snapshot_path
-from farloop.coordinator.store import Store
+from farloop.coordinator.change_terms import revision_asked_for
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.records import TermsChanged
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.snapshots import snapshot_path
+from farloop.coordinator.storage.store import Store
 
 GOLDEN = Path(__file__).parent / "golden" / "state-v1"
 VERSIONS = [2, 3]
@@ -122,7 +122,7 @@ def record(scratch: Path, target: Path) -> None:
     """Two nodes, and the moment at which the first of them has sent its delta for a window."""
     from tiny_run import begin, plan, serving, train, until
 
-    from farloop.coordinator import store as store_module
+    from farloop.coordinator.storage import store as store_module
 
     state, gone = scratch / "state", threading.Event()
     store = begin(state, plan(steps=400, h=4, nodes=2))

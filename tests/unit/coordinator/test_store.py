@@ -17,22 +17,23 @@ from torch import Tensor
 
 from farloop.algo import schedule
 from farloop.algo.digest import digest
-from farloop.algo.merge import MERGE_RULES
+from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import METHODS
-from farloop.algo.outer_rules import state_names
+from farloop.algo.outer_optimizers import state_names
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, OuterKind, RunSpec, WindowTerms
-from farloop.coordinator import commits, snapshots
-from farloop.coordinator import records as rec
+from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
-from farloop.coordinator.epoch import claim_epoch
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
 from farloop.coordinator.errors import DiskFull, Fenced, SnapshotCorrupt, StateLocked, StateMismatch
-from farloop.coordinator.files import Files
-from farloop.coordinator.journal import Journal
-from farloop.coordinator.ledger import HISTORY_VERSIONS
-from farloop.coordinator.segment import segment_paths
-from farloop.coordinator.snapshots import snapshot_path
-from farloop.coordinator.store import SNAPSHOT_EVERY, Store
-from farloop.coordinator.verify import verify
+from farloop.coordinator.storage import snapshots
+from farloop.coordinator.storage.epoch import claim_epoch
+from farloop.coordinator.storage.files import Files
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.segment import segment_paths
+from farloop.coordinator.storage.snapshots import snapshot_path
+from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
+from farloop.coordinator.storage.verify import verify
 from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest

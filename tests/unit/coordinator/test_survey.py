@@ -1,4 +1,4 @@
-"""Covers `coordinator/survey.py`: what nodes hold, against each other and against an old copy (protocol S)."""
+"""Covers `coordinator/decide/adoption.py`: what nodes hold, against each other and against an old copy (protocol S)."""
 
 import dataclasses
 
@@ -7,9 +7,9 @@ from plain_runs import plain_hello
 
 from farloop.algo import schedule
 from farloop.algo.spec import NodeId, Revision, RoundPlan, RunSpec, WindowTerms
-from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import Ledger
-from farloop.coordinator.survey import Claim, Unknown, revisions_since, rounds_since, survey, terms_after
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.adoption import NodeClaim, Unknown, revisions_since, rounds_since, survey, terms_after
+from farloop.coordinator.decide.ledger import Ledger
 from farloop.wire.messages import AnchorRef, Held
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -22,9 +22,11 @@ def ref(fragment: int, version: int, digest: int | None = None) -> AnchorRef:
     return AnchorRef(fragment=fragment, version=version, digest=usual if digest is None else digest)
 
 
-def claim(*anchors: AnchorRef, told: tuple[AnchorRef, ...] = (), history: int = 0, held: Held | None = None) -> Claim:
+def claim(
+    *anchors: AnchorRef, told: tuple[AnchorRef, ...] = (), history: int = 0, held: Held | None = None
+) -> NodeClaim:
     hello = plain_hello(anchors=anchors, announced=told, history=history, protocol_max=4)
-    return Claim(hello=hello, heard_at=0.0, session=1, held=held)
+    return NodeClaim(hello=hello, heard_at=0.0, session=1, held=held)
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import pytest
 import stored_runs
 
 from farloop.algo.spec import RunSpec
-from farloop.coordinator.epoch import Claim, claim_epoch
 from farloop.coordinator.errors import Fenced, FolderChanged, NoDescriptor, StateMismatch
-from farloop.coordinator.files import Lock, OsFiles
-from farloop.coordinator.journal import Journal
-from farloop.coordinator.segment import segment_paths
-from farloop.coordinator.store import Store
-from farloop.coordinator.verify import verify
+from farloop.coordinator.storage.epoch import Claim, claim_epoch
+from farloop.coordinator.storage.files import Lock, OsFiles
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.segment import segment_paths
+from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.verify import verify
 
 A, _ = stored_runs.NODES
 
@@ -76,7 +76,7 @@ def test_a_start_changes_nothing_before_it_has_claimed_the_epoch(first: Store, m
     def refuse(directory: Path, **_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("farloop.coordinator.store.claim_epoch", refuse)
+    monkeypatch.setattr("farloop.coordinator.storage.store.claim_epoch", refuse)
     with pytest.raises(KeyboardInterrupt):
         Store.recover(first.directory)
     assert image(first.directory) == before

@@ -1,4 +1,4 @@
-"""Covers `coordinator/timeline.py`: lines that never stop a run, in files that never grow too large."""
+"""Covers `coordinator/observe/event_log.py`: lines that never stop a run, in files that never grow too large."""
 
 import errno
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farloop.coordinator.timeline import Timeline, files, last_time
+from farloop.coordinator.observe.event_log import MetricsLog, files, last_time
 from farloop.monitoring.status import NodeEvent
 
 
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_has_grown_is_put_aside_and_the_last_few_stay(path: Path) -> None:
-    written = Timeline(path, part_bytes=2 * LINE_BYTES, keep=3)
+    written = MetricsLog(path, part_bytes=2 * LINE_BYTES, keep=3)
     for number in range(9):
         written.write(line(float(number)))
     written.close()
@@ -40,7 +40,7 @@ def test_a_file_that_has_grown_is_put_aside_and_the_last_few_stay(path: Path) ->
         "metrics.jsonl",
     ]
     assert times(path) == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
-    again = Timeline(path, part_bytes=2 * LINE_BYTES, keep=3)
+    again = MetricsLog(path, part_bytes=2 * LINE_BYTES, keep=3)
     for t in (9.0, 10.0):
         again.write(line(t))
     again.close()
@@ -61,7 +61,7 @@ def test_lines_on_a_full_disk_are_dropped_whole_and_said_once(
         data, free = data[:free], 0
         return real(fd, data, offset)
 
-    written = Timeline(path)
+    written = MetricsLog(path)
     written.write(line(1.0))
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", half)
@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_opened_or_put_aside_stops_nothing(
     def refuse(*_: object) -> int:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    written = Timeline(path, part_bytes=LINE_BYTES)
+    written = MetricsLog(path, part_bytes=LINE_BYTES)
     if call == "replace":
         written.write(line(1.0))
     with monkeypatch.context() as patch:
@@ -110,7 +110,7 @@ def test_the_end_of_a_large_file_is_read_and_no_more(path: Path) -> None:
 
 def test_the_time_goes_on_from_what_was_put_aside(path: Path) -> None:
     assert last_time(path) == 0.0
-    written = Timeline(path, part_bytes=LINE_BYTES)
+    written = MetricsLog(path, part_bytes=LINE_BYTES)
     for t in (1.0, 2.0):
         written.write(line(t))
     written.close()

@@ -1,4 +1,4 @@
-"""Covers `coordinator/upkeep.py` and `hold.py`: what a full disk holds up, and what it does not (protocol O, P)."""
+"""Covers `storage/storage_queue.py` and `decide/hold.py`: what a full disk holds up, and what it does not."""
 
 import asyncio
 import dataclasses
@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
-from farloop.coordinator import durable
-from farloop.coordinator import records as rec
-from farloop.coordinator.closing import RETRY_S
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.closing import RETRY_S
+from farloop.coordinator.decide.hold import ALARM, StorageHold
 from farloop.coordinator.errors import DiskFull, NoRoom, ReadOnly, StorageFailed
-from farloop.coordinator.hold import ALARM, Hold
-from farloop.coordinator.upkeep import Upkeep
+from farloop.coordinator.storage import files
+from farloop.coordinator.storage.storage_queue import StorageQueue
 
 BLOB = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1)
 STORED = rec.InputStored(blob=BLOB, window=1, contributors=(), digest=1)
@@ -66,7 +66,7 @@ def test_a_record_is_synced_before_it_counts() -> None:
     shelf = Shelf()
 
     async def story() -> None:
-        upkeep = Upkeep(shelf, {})  # type: ignore[arg-type]
+        upkeep = StorageQueue(shelf, {})  # type: ignore[arg-type]
         await upkeep.append(rec.RunFinished())
         await upkeep.close()
 
@@ -80,7 +80,7 @@ def test_deltas_that_come_while_the_disk_is_busy_share_a_sync_and_count_after_it
     stored = [dataclasses.replace(STORED, blob=dataclasses.replace(BLOB, seq=seq)) for seq in range(5)]
 
     async def story() -> None:
-        upkeep = Upkeep(shelf, {})  # type: ignore[arg-type]
+        upkeep = StorageQueue(shelf, {})  # type: ignore[arg-type]
 
         async def spool(record: rec.InputStored) -> None:
             await upkeep.spool(record, bytearray(b"data"))
@@ -109,7 +109,7 @@ def test_a_disk_that_fails_fails_every_delta_that_waited_for_it() -> None:
     shelf = Failing()
 
     async def story() -> list[BaseException | None]:
-        upkeep = Upkeep(shelf, {})  # type: ignore[arg-type]
+        upkeep = StorageQueue(shelf, {})  # type: ignore[arg-type]
         spools = [upkeep.spool(STORED, bytearray(b"data")) for _ in range(3)]
         results = await asyncio.gather(*spools, return_exceptions=True)
         await upkeep.close()
@@ -118,7 +118,7 @@ def test_a_disk_that_fails_fails_every_delta_that_waited_for_it() -> None:
     assert all(isinstance(result, StorageFailed) for result in asyncio.run(story()))
 
 
-CALLS: dict[str, Callable[[Upkeep], Awaitable[object]]] = {
+CALLS: dict[str, Callable[[StorageQueue], Awaitable[object]]] = {
     "record": lambda upkeep: upkeep.append(rec.RunFinished()),
     "delta": lambda upkeep: upkeep.spool(STORED, bytearray(b"data")),
     "commit": lambda upkeep: upkeep.commit(SimpleNamespace(fragment=1), None, 10),  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_what_does_not_fit_waits_and_says_how_to_mend_it_for_as_long(
     monkeypatch: pytest.MonkeyPatch, what: str, refusal: NoRoom
 ) -> None:
     shelf, alarms = Shelf(refusal, refusal), dict[str, str]()
-    upkeep = Upkeep(shelf, alarms)  # type: ignore[arg-type]
+    upkeep = StorageQueue(shelf, alarms)  # type: ignore[arg-type]
     seen: list[tuple[bool, str]] = []
 
     async def nap(seconds: float) -> None:
@@ -159,7 +159,7 @@ def test_what_does_not_fit_waits_and_says_how_to_mend_it_for_as_long(
 def test_a_reservation_without_room_holds_the_run_until_one_succeeds() -> None:
     """The machine tries again: a decision stands."""
     alarms = dict[str, str]()
-    upkeep = Upkeep(Shelf(full()), alarms)  # type: ignore[arg-type]
+    upkeep = StorageQueue(Shelf(full()), alarms)  # type: ignore[arg-type]
 
     async def story() -> None:
         with pytest.raises(DiskFull):
@@ -175,7 +175,7 @@ def test_a_reservation_without_room_holds_the_run_until_one_succeeds() -> None:
 @pytest.mark.parametrize("what", CALLS)
 def test_a_failure_of_the_disk_is_not_waited_out(what: str) -> None:
     async def story() -> None:
-        upkeep = Upkeep(Shelf(StorageFailed(Path("disk"), "fsync: it is gone")), {})  # type: ignore[arg-type]
+        upkeep = StorageQueue(Shelf(StorageFailed(Path("disk"), "fsync: it is gone")), {})  # type: ignore[arg-type]
         with pytest.raises(StorageFailed):
             await CALLS[what](upkeep)
         await upkeep.close()
@@ -186,7 +186,7 @@ def test_a_failure_of_the_disk_is_not_waited_out(what: str) -> None:
 def test_who_waits_for_room_does_not_keep_the_coordinator_from_stopping() -> None:
     async def story() -> None:
         shelf = Shelf(*[full()] * 4)
-        upkeep = Upkeep(shelf, {})  # type: ignore[arg-type]
+        upkeep = StorageQueue(shelf, {})  # type: ignore[arg-type]
         waits = asyncio.create_task(upkeep.spool(STORED, bytearray(b"data")))
         while not upkeep.hold:  # noqa: ASYNC110 - it is not ours to tell
             await asyncio.sleep(0)
@@ -202,7 +202,7 @@ def test_who_waits_for_room_does_not_keep_the_coordinator_from_stopping() -> Non
 
 def test_a_hold_lasts_until_nothing_waits(caplog: pytest.LogCaptureFixture) -> None:
     alarms = dict[str, str]()
-    hold = Hold(alarms)
+    hold = StorageHold(alarms)
     for what in ("a record", "a delta of a", "a record"):
         hold.begin(what, full())
     assert "a record, a delta of a must wait" in alarms[ALARM]
@@ -228,14 +228,14 @@ def test_the_model_is_exported_under_its_names_once_there_is_room(
     async def nap(seconds: float) -> None:
         seen.append("the final model" in alarms[ALARM])
 
-    monkeypatch.setattr(durable, "require_free", require_free)
+    monkeypatch.setattr(files, "require_free", require_free)
     monkeypatch.setattr(asyncio, "sleep", nap)
     model = SimpleNamespace(
         ledger=SimpleNamespace(spec=spec), named_anchors=lambda: {"body": torch.ones(2)}, close=lambda: None
     )
 
     async def story() -> None:
-        upkeep = Upkeep(model, alarms)  # type: ignore[arg-type]
+        upkeep = StorageQueue(model, alarms)  # type: ignore[arg-type]
         await upkeep.export(tmp_path / "model.safetensors")
         await upkeep.close()
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.algo import schedule
-from farloop.algo.correction import settings_of
 from farloop.algo.methods import METHODS, Method
+from farloop.algo.outer_settings import settings_of
 from farloop.algo.spec import BlobId, BlobKind, Contribution, LearningRate, NodeId, RunSpec, WindowTerms
-from farloop.coordinator import records as rec
-from farloop.coordinator.windows import Window
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.windows import Window
 from farloop.wire.messages import Drop, Offer, Share
 from farloop.wire.reasons import Reason
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from farloop.cli.config import load_node, load_run
+from farloop.chaos.relay import Link
 from farloop.cli.main import app
-from farloop.cli.relay import Link
+from farloop.config.settings import load_node, load_run
 from farloop.monitoring.endpoint import HEALTH
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,7 +54,7 @@ def test_an_image_runs_a_command_that_exists_as_a_user_without_rights(path: Path
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_an_image_is_asked_for_its_health_where_the_daemon_answers(path: Path) -> None:
     *python, page = json.loads(last(path, "HEALTHCHECK").partition("CMD ")[2])
-    assert python == ["python3", "-m", "farloop.monitoring.probe"]
+    assert python == ["python3", "-m", "farloop.monitoring.healthcheck"]
     host_port, slash, rest = page.partition("/")
     assert slash + rest == HEALTH
     kind = path.name.partition(".")[0]

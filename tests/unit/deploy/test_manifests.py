@@ -14,8 +14,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from farloop.cli.config import NodeFile, RunFile, load
 from farloop.cli.main import app
+from farloop.config.settings import NodeFile, RunFile, load
 from farloop.monitoring.endpoint import HEALTH, READY
 from farloop.node.library import DRAIN_S
 

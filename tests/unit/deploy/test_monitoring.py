@@ -16,7 +16,7 @@ from typer.main import get_command
 
 from farloop.algo.spec import NodeId
 from farloop.cli.main import app
-from farloop.coordinator.metrics import Metrics
+from farloop.coordinator.observe.metrics import Metrics
 from farloop.monitoring import rule_object
 from farloop.monitoring.endpoint import METRICS
 from farloop.node.metrics import Metrics as NodeMetrics

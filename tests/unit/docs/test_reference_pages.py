@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from farloop.cli.schema import NODE_SCHEMA, RUN_SCHEMA
+from farloop.config.settings import NODE_SCHEMA, RUN_SCHEMA
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -22,12 +22,11 @@ import torch
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import LearningRate, NodeId, to_plain
-from farloop.coordinator import records as rec
-from farloop.sim.chaos import parted_scenario, random_scenario, restored_scenario
-from farloop.sim.faults import CrashAtWrite
+from farloop.coordinator.decide import records as rec
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
-from farloop.sim.scenario import CrashCoordinator, NodeSetup, Scenario
+from farloop.sim.problems import terms_of
+from farloop.sim.random_scenarios import parted_scenario, random_scenario, restored_scenario
+from farloop.sim.scenario import CrashAtWrite, CrashCoordinator, NodeSetup, Scenario
 from farloop.sim.world import run
 from farloop.wire.messages import pack
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NewType, get_args, get_origin
 import pytest
 
 from farloop.algo.spec import BlobKind, RunSpec, to_plain
-from farloop.coordinator import records as rec
+from farloop.coordinator.decide import records as rec
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 

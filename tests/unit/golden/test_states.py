@@ -26,10 +26,10 @@ from unittest import mock
 import pytest
 
 from farloop.algo.digest import digest
-from farloop.coordinator import records as rec
-from farloop.coordinator.reading import read_journal
-from farloop.coordinator.store import Store
-from farloop.coordinator.verify import verify
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.storage.state_reader import read_journal
+from farloop.coordinator.storage.store import Store
+from farloop.coordinator.storage.verify import verify
 
 ARCHIVE = Path(__file__).with_name("states.tar.xz")
 EXPECTED = Path(__file__).with_name("states.json")
@@ -180,7 +180,7 @@ class Recorder:
             self._kinds |= new
 
     def copy(self, title: str) -> None:
-        from farloop.coordinator.journal import Journal
+        from farloop.coordinator.storage.journal import Journal
 
         copy = shutil.copytree(self.directory, self._copies / title)
         Journal.open(copy)[0].close()  # gives back the room that is set aside behind the last record
@@ -189,7 +189,7 @@ class Recorder:
 
 def record_runs(scratch: Path) -> Path:
     """Copies of all runs: their folder."""
-    from farloop.sim.chaos import random_scenario, restored_scenario
+    from farloop.sim.random_scenarios import random_scenario, restored_scenario
     from farloop.sim.world import World
 
     runs = {

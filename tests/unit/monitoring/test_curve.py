@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.monitoring.curve import HEIGHT, MOST_POINTS, WIDTH, curve, thinned
+from farloop.monitoring.page import HEIGHT, MOST_POINTS, WIDTH, curve, thinned
 
 losses = st.one_of(st.none(), st.floats(-1e30, 1e30, allow_nan=False))
 

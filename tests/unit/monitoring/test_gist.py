@@ -8,9 +8,17 @@ import statuses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.cli.logs import pairs_of
-from farloop.monitoring.gist import cleaned, ended_well, finite_or_none, named, not_finite, printable, standing
+from farloop.config.logs import pairs_of
 from farloop.monitoring.status import Status
+from farloop.monitoring.status_summary import (
+    cleaned,
+    ended_well,
+    finite_or_none,
+    named,
+    not_finite,
+    printable,
+    standing,
+)
 
 
 @pytest.mark.parametrize(

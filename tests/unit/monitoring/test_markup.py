@@ -5,8 +5,8 @@ from html import unescape
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.monitoring.gist import printable
-from farloop.monitoring.markup import Markup, joined, tag, text
+from farloop.monitoring.page import Markup, joined, tag, text
+from farloop.monitoring.status_summary import printable
 
 
 @given(st.text())

@@ -3,8 +3,8 @@
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.node.alone import AWAY_S, ROUNDS, SENTENCES, Alone
 from farloop.node.metrics import Metrics
+from farloop.node.reports import AWAY_S, ROUNDS, SENTENCES, Isolation
 from farloop.wire import messages as msg
 
 A, B = NodeId("oslo"), NodeId("bergen")
@@ -19,7 +19,7 @@ def committed(*names: NodeId) -> msg.Committed:
 
 class Scene:
     def __init__(self) -> None:
-        self.alone, self.round, self.now = Alone(A), 5, 100.0
+        self.alone, self.round, self.now = Isolation(A), 5, 100.0
 
     def how(self, *, connected: bool = True, trains: bool = True) -> str:
         return self.alone.how(trains=trains, connected=connected, round_index=self.round, now=self.now)

@@ -7,12 +7,11 @@ from lone_nodes import ROUNDS, committed, hear, snapshot, undecided, update, wel
 
 from farloop.algo.spec import Lease
 from farloop.node import events as ev
-from farloop.node.clock import Clock
 from farloop.node.cluster import Cluster
-from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
-from farloop.node.memory import Memory
-from farloop.node.reports import Announced, Reports
+from farloop.node.reports import Announced, Reports, TimeAccount
+from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -30,7 +29,7 @@ def machine() -> NodeMachine:
 def test_what_is_undecided_or_not_merged_is_forgotten_and_the_node_joins_anew(machine: NodeMachine) -> None:
     (undecided,) = machine.fragments[0].sent
     commands = hear(machine, welcome(epoch=8, history=8, version=3))
-    assert commands == [ev.ForgetBlob(blob=undecided.blob), ev.ForgetBlob(blob=update(4)), ev.BeginAgain(history=8)]
+    assert commands == [ev.ForgetBlob(blob=undecided.blob), ev.ForgetBlob(blob=update(4)), ev.Resync(history=8)]
     assert (machine.stage, machine.versions, machine.schedule.start_round) == ("joining", (-1,), None)
     assert machine.waiting == "the first snapshot" and machine.incarnation == 1 and machine.inner_steps == 4
     installed = machine.handle(snapshot(3))
@@ -78,7 +77,7 @@ def test_what_comes_before_the_first_step_is_taken_whole(machine: NodeMachine) -
 def test_a_later_start_of_the_coordinator_in_the_same_history_changes_nothing(machine: NodeMachine) -> None:
     commands = hear(machine, welcome(epoch=6, version=3))
     assert machine.stage == "training" and machine.fragments[0].sent
-    assert not any(isinstance(command, ev.BeginAgain) for command in commands)
+    assert not any(isinstance(command, ev.Resync) for command in commands)
 
 
 def test_a_node_that_drains_has_nothing_left_to_wait_for() -> None:
@@ -125,7 +124,7 @@ def test_what_was_told_of_another_history_than_the_anchors_stays_out() -> None:
 
 
 def test_after_a_rewind_a_greeting_claims_nothing_of_the_old(machine: NodeMachine, tmp_path: Path) -> None:
-    reports = Reports(machine, Clock(), LeaseCursor(), Memory.claim(tmp_path), Cluster(), None)
+    reports = Reports(machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), Cluster(), None)
     reports.starts_in(3)
     reports.announced.heard(committed(4, digest=44))
     hear(machine, welcome(epoch=8, history=8, version=3))

@@ -1,12 +1,12 @@
-"""Covers `node/clock.py` (protocol J, Figures)."""
+"""Covers `node/reports.py` (protocol J, Figures)."""
 
 import pytest
 
-from farloop.node.clock import Clock
+from farloop.node.reports import TimeAccount
 
 
 def test_nothing_is_counted_before_the_first_step_or_after_the_last() -> None:
-    clock = Clock()
+    clock = TimeAccount()
     assert clock.activity is None and clock.compute_share(1000.0) == 1.0
     clock.turn("training", 1000.0)
     clock.turn("farloop", 1009.0)
@@ -16,7 +16,7 @@ def test_nothing_is_counted_before_the_first_step_or_after_the_last() -> None:
 
 def test_a_wait_counts_while_it_lasts() -> None:
     """A node that stands still must not look busier and busier."""
-    clock = Clock()
+    clock = TimeAccount()
     clock.turn("training", 0.0)
     clock.turn("blocked", 10.0)
     assert clock.compute_share(20.0) == pytest.approx(0.5)
@@ -26,7 +26,7 @@ def test_a_wait_counts_while_it_lasts() -> None:
 
 def test_farloop_s_own_time_waiting_and_evaluation_count_against_the_share() -> None:
     """J."""
-    clock = Clock()
+    clock = TimeAccount()
     for activity, now in (("training", 0.0), ("farloop", 6.0), ("evaluation", 7.0), ("farloop", 107.0)):
         clock.turn(activity, now)  # type: ignore[arg-type]
     clock.turn("blocked", 108.0)
@@ -36,6 +36,6 @@ def test_farloop_s_own_time_waiting_and_evaluation_count_against_the_share() -> 
 
 
 def test_the_first_instant_has_a_share_of_one() -> None:
-    clock = Clock()
+    clock = TimeAccount()
     clock.turn("farloop", 3.0)
     assert clock.compute_share(3.0) == 1.0

@@ -1,4 +1,4 @@
-"""Covers `node/corpus.py`."""
+"""Covers `node/data.py`."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.node.corpus import Corpus, CorpusError, _split, load_corpus
+from farloop.node.data import Corpus, CorpusError, _split, load_corpus
 
 
 def text_of(corpus: Corpus) -> bytes:

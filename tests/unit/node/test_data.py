@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from plain_runs import plain_terms
 
-from farloop.algo.permutation import sample_index
+from farloop.algo.sample_order import sample_index
 from farloop.algo.spec import Identity, Layout, LearningRate, Rewarm, RunSpec
-from farloop.node.corpus import Corpus, CorpusError
-from farloop.node.data import EvaluationSet, Mixture, Samples, num_samples
+from farloop.node.data import Corpus, CorpusError, EvaluationSet, Mixture, Samples, num_samples
 from farloop.node.model import PRESETS, build
 
 

@@ -1,12 +1,12 @@
-"""Covers `node/downloads.py`: what of a broken session is kept, and for how long (protocol Q)."""
+"""Covers `node/link.py`: what of a broken session is kept, and for how long (protocol Q)."""
 
 import dataclasses
 
 from farloop.algo.spec import BlobId, BlobKind
-from farloop.node.downloads import Downloads
+from farloop.node.link import Downloads
 from farloop.wire.blobs import Reassembly
-from farloop.wire.errors import AlreadyUnderWay, LimitReached
-from farloop.wire.handshake import State
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached
+from farloop.wire.session import State
 
 
 class Asked:

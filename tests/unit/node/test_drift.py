@@ -10,7 +10,7 @@ from torch import nn
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, NodeId, Terms, WindowTerms
 from farloop.node import events as ev
-from farloop.node.drift import ALPHA, Drift
+from farloop.node.control_variates import ALPHA, ControlVariates
 from farloop.node.encoder import encode_delta
 from farloop.node.replica import Replica
 from farloop.quant.blob import BlobHeader, pack_blob
@@ -59,7 +59,7 @@ class Node:
         layout = partition([(name, tuple(p.shape)) for name, p in trainable_tensors(self.module)], pattern="whole")
         self.replica = Replica(self.module, layout, gradients=False)
         self.replica.merge(0, 0.0)
-        self.drift = Drift(self.replica, terms)
+        self.drift = ControlVariates(self.replica, terms)
         self.version, self.seq = 0, 0
 
     @property

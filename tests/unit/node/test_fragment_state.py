@@ -1,4 +1,4 @@
-"""Covers `node/fragment_state.py` (protocol B, E, H)."""
+"""Covers `node/fragment_set.py` (protocol B, E, H)."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from plain_runs import plain_terms
 
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, TensorSlot, WindowTerms
-from farloop.node.fragment_state import FragmentState, Undecided
+from farloop.node.fragment_set import FragmentState, PendingDelta
 from farloop.wire.messages import Committed, Offer, Share
 from farloop.wire.reasons import Reason
 
@@ -142,7 +142,7 @@ def delta(incarnation: int = 1) -> BlobId:
 def sent(*, incarnation: int = 1, **fields: Any) -> FragmentState:
     """At version 3, with a delta for window 4."""
     state = state_at(3)
-    state.sent = [Undecided(blob=delta(incarnation), terms=terms(4), sent_at=10, tau=0, steps=10, **fields)]
+    state.sent = [PendingDelta(blob=delta(incarnation), terms=terms(4), sent_at=10, tau=0, steps=10, **fields)]
     return state
 
 
@@ -152,7 +152,7 @@ def announce(state: FragmentState, version: int, *names: str, last: bool = False
 
 
 def test_the_overlap_is_over_tau_steps_after_the_send() -> None:
-    undecided = Undecided(blob=delta(), terms=terms(4), sent_at=10, tau=2, steps=10)
+    undecided = PendingDelta(blob=delta(), terms=terms(4), sent_at=10, tau=2, steps=10)
     assert [undecided.is_due(steps) for steps in (11, 12)] == [False, True]
 
 

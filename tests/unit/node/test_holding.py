@@ -12,19 +12,18 @@ from torch import nn
 
 from farloop.algo import schedule
 from farloop.algo.fragments import partition
-from farloop.algo.parts import Part
 from farloop.algo.spec import BlobId, BlobKind, Identity, Layout, NodeId, RunSpec
+from farloop.algo.stages import Part
 from farloop.node import events as ev
-from farloop.node.clock import Clock
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LayoutMismatch
 from farloop.node.fragment_set import FragmentSet
-from farloop.node.leases import LeaseCursor
+from farloop.node.link import Traffic
 from farloop.node.machine import NodeMachine
-from farloop.node.memory import Memory
-from farloop.node.moved import Moved
 from farloop.node.replica import Replica
-from farloop.node.reports import Reports, anchors_of
+from farloop.node.reports import Reports, TimeAccount, anchors_of
+from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -185,6 +184,6 @@ def test_a_module_that_is_not_the_part_it_is_said_to_be_is_refused(module: nn.Mo
 
 def test_a_greeting_says_what_is_held_and_a_report_of_no_samples(tmp_path: Path) -> None:
     machine = begun((1,), num_samples=100)
-    reports = Reports(machine, Clock(), LeaseCursor(), Memory.claim(tmp_path), Cluster(), None)
+    reports = Reports(machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), Cluster(), None)
     assert reports.hello().holds == (1,)
-    assert reports.progress(Moved(), None, 0.0).samples_left is None
+    assert reports.progress(Traffic(), None, 0.0).samples_left is None

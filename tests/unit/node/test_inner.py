@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 from farloop.algo.spec import InnerOptimizer, LearningRate, Terms
-from farloop.node.inner import Together, default_optimizer
+from farloop.node.inner_optimizer import Together, default_optimizer
 from farloop.node.model import PRESETS, build
 
 

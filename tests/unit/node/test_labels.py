@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from farloop.node.labels import Told, parse_nic, parse_nics, read_labels
-from farloop.node.sysfs import Tree
+from farloop.node.machine_info import LabelSource, SysfsReader, parse_nic, parse_nics, read_labels
 
 STATUS = json.dumps(
     [
@@ -17,19 +16,19 @@ STATUS = json.dumps(
 )
 
 
-def pod(root: Path, *, labels: dict[str, str], annotations: dict[str, str]) -> Tree:
+def pod(root: Path, *, labels: dict[str, str], annotations: dict[str, str]) -> SysfsReader:
     """As kubelet writes the two files: one `key="value"` a line, the value quoted with escapes."""
     folder = root / "etc/podinfo"
     folder.mkdir(parents=True)
     for name, pairs in (("labels", labels), ("annotations", annotations)):
         (folder / name).write_text("\n".join(f"{key}={json.dumps(value)}" for key, value in pairs.items()))
-    return Tree(root)
+    return SysfsReader(root)
 
 
 def test_multus_tells_networks_and_addresses_by_interface(tmp_path: Path) -> None:
     tree = pod(tmp_path, labels={}, annotations={"k8s.v1.cni.cncf.io/network-status": STATUS, "other": "x"})
     labels = read_labels(tree, {})
-    assert labels.nics["net1"] == Told(addresses=("192.168.10.7",), network="default/roce")
+    assert labels.nics["net1"] == LabelSource(addresses=("192.168.10.7",), network="default/roce")
     assert labels.nics["eth0"].addresses == ("10.244.1.7",)
 
 
@@ -53,14 +52,14 @@ def test_the_device_plugin_tells_pci_addresses_and_its_twin_is_passed_over(tmp_p
         "PCIDEVICE_INTEL_COM_ROCE_INFO": '{"0000:3b:02.1": {}}',
         "PATH": "/bin",
     }
-    nics = read_labels(Tree(tmp_path), environ).nics
-    assert nics == {a: Told(resource="intel_com_roce") for a in ("0000:3b:02.1", "0000:3b:02.2")}
+    nics = read_labels(SysfsReader(tmp_path), environ).nics
+    assert nics == {a: LabelSource(resource="intel_com_roce") for a in ("0000:3b:02.1", "0000:3b:02.2")}
 
 
 def test_docker_tells_by_one_variable(tmp_path: Path) -> None:
-    labels = read_labels(Tree(tmp_path), {"FARLOOP_LABELS": "site=oslo, nic.eth0=ethernet/25gbit,odd"})
+    labels = read_labels(SysfsReader(tmp_path), {"FARLOOP_LABELS": "site=oslo, nic.eth0=ethernet/25gbit,odd"})
     assert labels.site == "oslo"
-    assert labels.nics == {"eth0": Told(kind="ethernet", bits_per_s=25e9)}
+    assert labels.nics == {"eth0": LabelSource(kind="ethernet", bits_per_s=25e9)}
 
 
 @pytest.mark.parametrize("text", ["", "not json", '{"a": 1}', "[1, null]", '[{"interface": "net1", "ips": 7}]'])
@@ -70,9 +69,9 @@ def test_nothing_that_multus_could_say_makes_it_raise(tmp_path: Path, text: str)
 
 
 def test_a_card_is_a_class_a_rate_or_both() -> None:
-    assert parse_nic("roce-v2/100gbit") == Told(kind="roce-v2", bits_per_s=100e9)
-    assert parse_nic("ethernet") == Told(kind="ethernet")
-    assert parse_nic("2.5Gbit") == Told(bits_per_s=2.5e9)
+    assert parse_nic("roce-v2/100gbit") == LabelSource(kind="roce-v2", bits_per_s=100e9)
+    assert parse_nic("ethernet") == LabelSource(kind="ethernet")
+    assert parse_nic("2.5Gbit") == LabelSource(bits_per_s=2.5e9)
     assert parse_nic("token-ring") is None
 
 

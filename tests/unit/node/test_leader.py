@@ -1,4 +1,4 @@
-"""Covers `node/leader.py` where no thread is needed (protocol L); its threads: `integration/test_leader.py`."""
+"""Covers `node/executor.py` where no thread is needed (protocol L); its threads: `integration/test_leader.py`."""
 
 import logging
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from torch import nn
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import Identity, NodeId, RunSpec
-from farloop.node import leader as leader_module
+from farloop.node import executor as leader_module
 from farloop.node.cluster import Cluster
-from farloop.node.leader import Leader, _stop_error
-from farloop.node.link_config import LinkConfig
-from farloop.node.memory import Memory
+from farloop.node.executor import NodeExecutor, _stop_error
+from farloop.node.state_dir import NodeState
+from farloop.node.zmq_dealer import LinkConfig
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -40,7 +40,7 @@ def test_weights_below_fp32_without_masters_are_warned_of(
     dtype: torch.dtype, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """L: a step smaller than half an ulp of the weight is lost on the node, before any delta can see it."""
-    monkeypatch.setattr(leader_module, "Link", NoLink)
+    monkeypatch.setattr(leader_module, "NodeLink", NoLink)
     module = nn.Linear(3, 2).to(dtype)
     layout = partition([(name, tuple(p.shape)) for name, p in trainable_tensors(module)], pattern="whole")
     identity = Identity(
@@ -48,7 +48,7 @@ def test_weights_below_fp32_without_masters_are_warned_of(
         evaluation_set="none", seed=0,
     )  # fmt: skip
     link = LinkConfig(coordinator="tcp://127.0.0.1:1")
-    leader = Leader(NodeId("a"), link, Cluster(), Memory.claim(tmp_path), None)
+    leader = NodeExecutor(NodeId("a"), link, Cluster(), NodeState.claim(tmp_path), None)
     leader.machine.spec = RunSpec(identity=identity, terms=TERMS)
     with caplog.at_level(logging.WARNING):
         leader.attach(module)

@@ -1,11 +1,11 @@
-"""Covers `node/leases.py` (protocol "Data leases")."""
+"""Covers `node/sample_cursor.py` (protocol "Data leases")."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.algo.spec import Lease
-from farloop.node.leases import USED_KEPT, LeaseCursor, LeaseExhausted
+from farloop.node.sample_cursor import USED_KEPT, LeaseCursor, LeaseExhausted
 
 
 def test_a_cursor_takes_across_lease_borders_in_the_order_of_the_grants() -> None:

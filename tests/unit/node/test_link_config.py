@@ -1,11 +1,11 @@
-"""Covers `node/link_config.py`."""
+"""Covers `node/zmq_dealer.py`."""
 
 from pathlib import Path
 
 import pytest
 
 from farloop.node.errors import BadAddress
-from farloop.node.link_config import LinkConfig, split_address
+from farloop.node.zmq_dealer import LinkConfig, split_address
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""Covers `node/moved.py`: what a link moved, by direction and kind (protocol, Figures)."""
+"""Covers `node/link.py`: what a link moved, by direction and kind (protocol, Figures)."""
 
 from farloop.algo.spec import BlobKind
-from farloop.node.moved import Moved, moved_by
-from farloop.wire.handshake import Role
+from farloop.node.link import Traffic, moved_by
 from farloop.wire.messages import BytesByKind
-from farloop.wire.session import Session
+from farloop.wire.session import Role, Session
 
 
 def test_every_byte_of_a_session_is_of_one_kind_and_direction() -> None:
@@ -26,7 +25,7 @@ def test_every_byte_of_a_session_is_of_one_kind_and_direction() -> None:
 
 
 def test_the_bytes_of_all_sessions_add_up() -> None:
-    first = Moved(BytesByKind(delta=1, control=2), BytesByKind(update=3))
-    second = Moved(BytesByKind(delta=10, probe=4), BytesByKind(snapshot=5))
-    both = Moved(BytesByKind(delta=11, probe=4, control=2), BytesByKind(update=3, snapshot=5))
+    first = Traffic(BytesByKind(delta=1, control=2), BytesByKind(update=3))
+    second = Traffic(BytesByKind(delta=10, probe=4), BytesByKind(snapshot=5))
+    both = Traffic(BytesByKind(delta=11, probe=4, control=2), BytesByKind(update=3, snapshot=5))
     assert first + second == both

@@ -7,10 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines import GID, Machine
 
-from farloop.node.labels import Told, parse_nics
-from farloop.node.nics import look
-from farloop.node.sysfs import Tree
-from farloop.wire.inventory import Fact, Nic
+from farloop.node.machine_info import LabelSource, SysfsReader, look, parse_nics
+from farloop.wire.machine_info import Fact, Nic
 
 
 @pytest.fixture
@@ -19,7 +17,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def seen(machine: Machine, **told: object) -> dict[str, Nic]:
-    return {nic.name: nic for nic in look(Tree(machine.root), **told)}  # type: ignore[arg-type]
+    return {nic.name: nic for nic in look(SysfsReader(machine.root), **told)}  # type: ignore[arg-type]
 
 
 def test_infiniband_edr_is_one_card_with_its_subnet_and_its_ip_device(machine: Machine) -> None:
@@ -107,16 +105,16 @@ def test_a_rate_that_the_kernel_does_not_have_stays_unknown(machine: Machine, sp
 
 
 def test_a_machine_without_anything_has_no_cards_and_nothing_is_raised(tmp_path: Path) -> None:
-    assert look(Tree(tmp_path / "nowhere")) == ()
+    assert look(SysfsReader(tmp_path / "nowhere")) == ()
     (tmp_path / "sys/class").mkdir(parents=True)
     (tmp_path / "sys/class/infiniband").write_text("a file where a folder should be")
-    tree = Tree(tmp_path)
+    tree = SysfsReader(tmp_path)
     assert look(tree) == ()
 
 
 def test_what_is_there_and_cannot_be_read_is_told(machine: Machine) -> None:
     machine.netdev("eth0", pci="0000:01:00.0")
-    tree = Tree(machine.root)
+    tree = SysfsReader(machine.root)
     look(tree)
     assert tree.unread == []
     machine.unreadable("sys/class/infiniband/mlx5_9/ports/1/state")
@@ -126,7 +124,7 @@ def test_what_is_there_and_cannot_be_read_is_told(machine: Machine) -> None:
 
 def test_the_operator_is_believed_first_then_the_kernel_then_annotations(machine: Machine) -> None:
     machine.netdev("eth0", speed=25_000, pci="0000:01:00.0")
-    annotated = {"eth0": Told(kind="roce-v2", bits_per_s=100e9, addresses=("10.0.0.7",))}
+    annotated = {"eth0": LabelSource(kind="roce-v2", bits_per_s=100e9, addresses=("10.0.0.7",))}
     nic = seen(machine, labels=annotated)["eth0"]
     assert (nic.kind, nic.bits_per_s, nic.source("bits_per_s")) == ("ethernet", 25e9, "sysfs")
     assert nic.addresses == ("10.0.0.7",)
@@ -138,14 +136,14 @@ def test_the_operator_is_believed_first_then_the_kernel_then_annotations(machine
 
 def test_an_annotation_tells_what_the_kernel_does_not_know(machine: Machine) -> None:
     machine.netdev("net1", speed=10_000)
-    nic = seen(machine, labels={"net1": Told(bits_per_s=100e9, network="kube-system/roce")})["net1"]
+    nic = seen(machine, labels={"net1": LabelSource(bits_per_s=100e9, network="kube-system/roce")})["net1"]
     assert (nic.bits_per_s, nic.source("bits_per_s")) == (100e9, "annotation")
     assert Fact(about="network", value="kube-system/roce", source="annotation") in nic.facts
 
 
 def test_what_a_device_plugin_hands_out_is_found_by_its_pci_address(machine: Machine) -> None:
     machine.netdev("net1", speed=25_000, pci="0000:3b:02.1")
-    nic = seen(machine, labels={"0000:3b:02.1": Told(resource="intel_com_roce")})["net1"]
+    nic = seen(machine, labels={"0000:3b:02.1": LabelSource(resource="intel_com_roce")})["net1"]
     assert Fact(about="resource", value="intel_com_roce", source="annotation") in nic.facts
 
 
@@ -163,4 +161,4 @@ def test_no_content_of_the_files_makes_it_raise(tmp_path_factory: pytest.TempPat
     machine.netdev("eth0", state=kept[5], pci="p")
     machine.write("sys/class/net/eth0/speed", kept[6])
     machine.write("sys/class/net/eth0/bonding/slaves", kept[7].replace("/", "."))
-    assert all(isinstance(nic, Nic) for nic in look(Tree(machine.root)))
+    assert all(isinstance(nic, Nic) for nic in look(SysfsReader(machine.root)))

@@ -1,4 +1,4 @@
-"""Covers `node/outcomes.py` and `farewell` on a state alone; in the machine's hands: `test_machine*.py`."""
+"""Covers `node/fragment_set.py` and `farewell` on a state alone; in the machine's hands: `test_machine*.py`."""
 
 import dataclasses
 
@@ -7,9 +7,8 @@ from plain_runs import plain_terms
 
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, TensorSlot, WindowTerms
 from farloop.node import events as ev
-from farloop.node.fragment_state import FragmentState, Undecided
+from farloop.node.fragment_set import FragmentState, PendingDelta, decided, overtaken, settled
 from farloop.node.machine import Stage, farewell
-from farloop.node.outcomes import decided, overtaken, settled
 from farloop.wire.messages import Committed, Share
 from farloop.wire.reasons import Reason
 
@@ -22,9 +21,9 @@ def delta(base: int) -> BlobId:
     return BlobId(kind=BlobKind.DELTA, fragment=0, version=base, node=A, incarnation=1, seq=base)
 
 
-def sent(window: int) -> Undecided:
+def sent(window: int) -> PendingDelta:
     terms = WindowTerms(fragment=0, window=window, round=window - 1, tau=0, mix=0.0, codec_up="q4", codec_down="q4")
-    return Undecided(blob=delta(window - 1), terms=terms, sent_at=0, tau=0, steps=10)
+    return PendingDelta(blob=delta(window - 1), terms=terms, sent_at=0, tau=0, steps=10)
 
 
 def commit(version: int, *merged: NodeId) -> Committed:

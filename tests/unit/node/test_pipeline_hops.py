@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_layouts import layout_of
 
-from farloop.algo.layout import Hop
-from farloop.node.pipeline.hops import Limits, Onward, is_legal, onward
+from farloop.algo.stages import Hop
+from farloop.node.pipeline.routing import Limits, Onward, is_legal, onward
 
 LAYOUT = layout_of(["a", "bB", "cC", "d"], ["abcd"])
 (PATH,) = LAYOUT.paths

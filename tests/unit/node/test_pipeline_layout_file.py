@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pipeline_layouts import layout_of
 
-from farloop.node.pipeline.errors import LayoutError
-from farloop.node.pipeline.layout_file import layout_json, read_layout
+from farloop.node.pipeline.events import LayoutError
+from farloop.node.pipeline.layout import layout_json, read_layout
 
 LAYOUT = layout_of(["ab", "cd"], ["ac", "bd"])
 ADDRESSES = {name: f"tcp://10.0.0.{number}:7800" for number, name in enumerate("abcd")}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.node.pipeline.sight import LEAST_S, LOOKS_BACK_S, Echo, Sight
-from farloop.wire.link_messages import Transfer
+from farloop.node.pipeline.link import LEAST_S, LOOKS_BACK_S, Echo, LinkEstimate
+from farloop.wire.messages import Transfer
 
 BEAT_S = 0.5
 
@@ -15,7 +15,7 @@ class Pair:
 
     def __init__(self, *, ahead_s: float = 0.0, there_s: float = 0.02, back_s: float = 0.03, rate: float = 1e6) -> None:
         self.ahead_s, self.there_s, self.back_s, self.rate = ahead_s, there_s, back_s, rate
-        self.near, self.far = Sight(), Sight()
+        self.near, self.far = LinkEstimate(), LinkEstimate()
         self.now = 100.0
 
     def talk(self, beats: int, *, queue_s: float = 0.0) -> None:

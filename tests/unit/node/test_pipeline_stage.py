@@ -5,9 +5,9 @@ import torch
 from pipeline_nodes import SMALL, microbatches, model
 
 from farloop.algo.fragments import partition
-from farloop.algo.layout import Hop, Stage
+from farloop.algo.stages import Hop, Stage
+from farloop.node.pipeline.messages import Kind, MicrobatchRoute, Work
 from farloop.node.pipeline.stage import Normalise, StageJobs, StagePart
-from farloop.node.pipeline.words import Kind, Trip, Work
 
 
 def part(first: int, stop: int) -> StagePart:
@@ -15,7 +15,7 @@ def part(first: int, stop: int) -> StagePart:
 
 
 def work(kind: Kind, index: int = 0, attempt: int = 0) -> Work:
-    trip = Trip(source="a", start=0, step=0, index=index, attempt=attempt)
+    trip = MicrobatchRoute(source="a", start=0, step=0, index=index, attempt=attempt)
     return Work(kind=kind, epoch=1, trip=trip, path=0, position=0, visited=(Hop(stage=0, node="a"),))
 
 

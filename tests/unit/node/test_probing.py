@@ -7,13 +7,11 @@ import pytest
 from plain_runs import plain_hello, plain_spec
 
 from farloop.algo.spec import BlobId, BlobKind
-from farloop.node.probing import LOOK_S, Probing
+from farloop.node.link import LOOK_S, Probing
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
-from farloop.wire.handshake import Role
-from farloop.wire.link_messages import Connection, Observed, Probe, Seen
-from farloop.wire.messages import Message, Offer, Welcome
-from farloop.wire.probe import DIGEST, Noise, Sink
-from farloop.wire.session import Session
+from farloop.wire.link_measurement import DIGEST, Noise, Sink
+from farloop.wire.messages import Connection, Message, Observed, Offer, Probe, Seen, Welcome
+from farloop.wire.session import Role, Session
 
 BUDGET = 4 << 20
 BLOB = BlobId(kind=BlobKind.PROBE, fragment=0, version=7)

@@ -11,11 +11,11 @@ from farloop.algo.digest import digest
 from farloop.algo.spec import BlobKind, Lease, NodeId
 from farloop.node import events as ev
 from farloop.node.encoder import encode_anchor
-from farloop.node.leases import LeaseCursor
 from farloop.node.machine import NodeMachine
 from farloop.node.replica import Replica
 from farloop.node.reports import all_held
-from farloop.quant.anchors import unpack_anchor
+from farloop.node.sample_cursor import LeaseCursor
+from farloop.quant.blob import unpack_anchor
 from farloop.wire import messages as msg
 from farloop.wire.blobs import blob_digest
 from farloop.wire.reasons import Reason
@@ -67,7 +67,7 @@ def test_the_next_welcome_of_a_new_history_has_it_begin_anew(machine: NodeMachin
     held(machine)
     machine.handle(ev.Disconnected(reason=Reason.HOLDING))
     commands = hear(machine, welcome(epoch=8, history=8, version=4))
-    assert ev.BeginAgain(history=8) in commands and machine.versions == (-1,)
+    assert ev.Resync(history=8) in commands and machine.versions == (-1,)
 
 
 def test_anchors_and_samples_are_told_as_they_are() -> None:

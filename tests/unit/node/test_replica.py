@@ -11,7 +11,7 @@ from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.spec import BlobId, BlobKind, Fragment, Layout, NodeId, WindowTerms
 from farloop.node.errors import LayoutMismatch
-from farloop.node.replica import Own, Replica, matched_parameters
+from farloop.node.replica import OwnDelta, Replica, matched_parameters
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, pack_blob
 from farloop.quant.registry import codec_named
 
@@ -265,7 +265,7 @@ def test_an_eager_merge_goes_on_from_the_anchor_with_the_own_delta_in_it_and_mea
     name = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=2)
     terms = WindowTerms(fragment=0, window=2, round=1, tau=0, mix=0.0, codec_up="q4", codec_down="q4")
     anchor = replica.anchors[0].clone()
-    replica.merge(0, 0.0, [Own(blob=name, terms=terms, data=data)], 0.5, EPOCH)
+    replica.merge(0, 0.0, [OwnDelta(blob=name, terms=terms, data=data)], 0.5, EPOCH)
     here = [slice(slot.offset, slot.offset + slot.numel) for slot in fragment.tensors]
     start = torch.cat([(anchor - 0.5 * decoded)[part] for part in here])
     local = torch.cat([flat(replica, 0)[part] for part in here])

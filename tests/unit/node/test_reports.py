@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.node.clock import Clock
 from farloop.node.cluster import Cluster
-from farloop.node.leases import LeaseCursor
+from farloop.node.link import Traffic
 from farloop.node.machine import NodeMachine, Stage
-from farloop.node.memory import Memory
-from farloop.node.moved import Moved
-from farloop.node.reports import PROGRESS_S, Reports
+from farloop.node.reports import PROGRESS_S, Reports, TimeAccount
+from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.state_dir import NodeState
 from farloop.wire.messages import BytesByKind, Leave
 from farloop.wire.reasons import Reason
 
-MOVED = Moved(BytesByKind(delta=1), BytesByKind(update=2, snapshot=3))
+MOVED = Traffic(BytesByKind(delta=1), BytesByKind(update=2, snapshot=3))
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def machine() -> NodeMachine:
 
 @pytest.fixture
 def reports(machine: NodeMachine, tmp_path: Path) -> Reports:
-    return Reports(machine, Clock(), LeaseCursor(), Memory.claim(tmp_path), Cluster(), "of the run")
+    return Reports(machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), Cluster(), "of the run")
 
 
 def test_a_report_is_due_every_second_and_its_speed_is_that_since_the_last(

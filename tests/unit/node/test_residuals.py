@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId
-from farloop.node.residuals import Residuals
+from farloop.node.state_dir import Residuals
 from farloop.quant import registry
 from farloop.quant.codec import Traits, flat
-from farloop.quant.reference.q4 import Q4, Q4Codec
+from farloop.quant.formats.q4 import Q4, Q4Codec
 
 CPU = torch.device("cpu")
 LAYOUT = Layout(slots=1, fragments=(flat(300),))
@@ -181,7 +181,7 @@ def test_a_full_disk_costs_the_copy_and_nothing_else(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("farloop.node.residuals.save_file", full)
+    monkeypatch.setattr("farloop.node.state_dir.save_file", full)
     kept = residuals(tmp_path)
     with caplog.at_level(logging.WARNING):
         encode(kept, sparse, blob(1), 2.0)

@@ -10,8 +10,7 @@ from plain_runs import plain_terms
 
 from farloop.algo.schedule import due_step
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RoundPlan, WindowTerms
-from farloop.node.fragment_set import FragmentSet
-from farloop.node.fragment_state import FragmentState, Undecided
+from farloop.node.fragment_set import FragmentSet, FragmentState, PendingDelta
 from farloop.node.send_schedule import SendSchedule
 from farloop.wire.messages import Committed
 
@@ -61,9 +60,9 @@ def pending(version: int) -> Committed:
     )
 
 
-def undecided(sent_at: int = 0) -> Undecided:
+def undecided(sent_at: int = 0) -> PendingDelta:
     blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=6, node=A, incarnation=1, seq=1)
-    return Undecided(blob=blob, terms=window(7), sent_at=sent_at, tau=2, steps=8)
+    return PendingDelta(blob=blob, terms=window(7), sent_at=sent_at, tau=2, steps=8)
 
 
 @pytest.mark.parametrize(("slot", "due"), [(0, 4), (1, 8)])

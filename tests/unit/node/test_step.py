@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import Identity, RunSpec
-from farloop.node.clock import Clock
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.errors import LoopError
-from farloop.node.inner import default_optimizer
-from farloop.node.leader import Leader
+from farloop.node.executor import NodeExecutor
+from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.library import Node, _bare, _inner_optimizer, join
+from farloop.node.reports import TimeAccount
 
 RATE = 0.25
 """The run's, at the first step; half of it at the second, and so on."""
@@ -31,7 +31,7 @@ class Notes:
     """In a leader's place: decides on the rate, and keeps what it was told."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = TimeAccount()
         self.machine: Any = None
         self.steps: list[tuple[int, float | None, bool]] = []
 
@@ -67,7 +67,7 @@ class Loop:
         )  # fmt: skip
         spec = RunSpec(identity=identity, terms=plain_terms(**{"method": "diloco", "clip": max_norm, **(terms or {})}))
         self.notes, self.optimizer = Notes(), optimizer(self.module)
-        leader = cast(Leader, self.notes)
+        leader = cast(NodeExecutor, self.notes)
         self.node = Node(Cluster(), leader, spec, self.module, self.optimizer, **options)
         self.node._begin()
 

@@ -5,8 +5,7 @@ import pytest
 from plain_runs import plain_terms
 
 from farloop.algo.spec import Identity, Layout, RunSpec
-from farloop.node.corpus import Corpus
-from farloop.node.data import EvaluationSet
+from farloop.node.data import Corpus, EvaluationSet
 from farloop.node.errors import DataError
 from farloop.node.trainer import check_data, data_name, evaluation_name, evaluation_sequences
 

@@ -7,7 +7,7 @@ from typing import Any, cast, get_args
 import pytest
 
 from farloop.node.machine import NodeMachine, Stage
-from farloop.node.transitions import Transitions
+from farloop.node.reports import StageLog
 
 
 def machine(**state: Any) -> NodeMachine:
@@ -17,7 +17,7 @@ def machine(**state: Any) -> NodeMachine:
 
 def test_every_stage_is_told_once_with_where_it_came_from_and_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    transitions = Transitions()
+    transitions = StageLog()
     stages = [stage for stage in get_args(Stage) if stage != "joining"]
     for stage in stages:
         for _ in range(3):
@@ -30,7 +30,7 @@ def test_every_stage_is_told_once_with_where_it_came_from_and_why(caplog: pytest
 
 def test_every_new_session_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    transitions = Transitions()
+    transitions = StageLog()
     for connected in (False, True, True, False, True):
         transitions.saw(machine(connected=connected))
     assert caplog.messages == ["session open epoch=2 stage=joining round=4"] * 2

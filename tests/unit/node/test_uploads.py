@@ -1,11 +1,11 @@
-"""Covers `node/uploads.py`: every delta is offered in the end, however many are due at once."""
+"""Covers `node/link.py`: every delta is offered in the end, however many are due at once."""
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.node.uploads import Uploads
+from farloop.node.link import Uploads
 from farloop.wire.blobs import BlobSource
-from farloop.wire.errors import AlreadyUnderWay, LimitReached
-from farloop.wire.handshake import State
 from farloop.wire.messages import Offer
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached
+from farloop.wire.session import State
 
 
 class Taking:

@@ -5,7 +5,7 @@ import torch
 
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload
-from farloop.quant.reference.bf16 import BF16
+from farloop.quant.formats.bf16 import BF16
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farloop.algo.spec import TILE
-from farloop.quant import blocks
-from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Codec, flat
 from farloop.quant.errors import BadPayload
-from farloop.quant.reference.zeroless import ZerolessCodec
+from farloop.quant.formats import blocks
+from farloop.quant.formats.blocks import BlockCodec, ZerolessCodec
 from farloop.quant.registry import CODECS, codec_named
 
 LENGTHS = [0, 1, 63, 64, 65, 255, 256, 257, 4096]

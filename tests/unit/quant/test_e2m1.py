@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference.e2m1 import E2M1
+from farloop.quant.formats.e2m1 import E2M1
 
 MAGNITUDES = [Fraction(m, 2) for m in (0, 1, 2, 3, 4, 6, 8, 12)]
 TOP = float(np.finfo(np.float32).max)

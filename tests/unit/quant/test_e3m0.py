@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from farloop.quant.codec import flat
-from farloop.quant.reference.e3m0 import E3M0
+from farloop.quant.formats.e3m0 import E3M0
 
 one_size = st.floats(-1, 1, width=32)
 any_size = st.floats(width=32, allow_nan=False, allow_infinity=False)

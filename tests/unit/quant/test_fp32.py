@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload
-from farloop.quant.reference.fp32 import FP32
+from farloop.quant.formats.fp32 import FP32
 
 patterns = st.lists(st.integers(0, 2**32 - 1).filter(lambda bits: bits & 0x7F800000 != 0x7F800000), max_size=70)
 

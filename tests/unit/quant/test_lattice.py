@@ -14,7 +14,7 @@ from torch import Tensor
 from farloop.algo.spec import TILE, Fragment, TensorSlot
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference.lattice import LATTICE, shift_of
+from farloop.quant.formats.lattice import LATTICE, shift_of
 
 TOP = float(np.finfo(np.float32).max)
 REACH = 7 * 1.875 * 2.0**124

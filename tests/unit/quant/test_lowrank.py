@@ -14,7 +14,7 @@ from torch import Tensor
 from farloop.algo.spec import TILE, Fragment, TensorSlot
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference.lowrank import LOWRANK, LowrankCodec
+from farloop.quant.formats.lowrank import LOWRANK, LowrankCodec
 from farloop.quant.registry import codec_named
 
 TOP = float(np.finfo(np.float32).max)

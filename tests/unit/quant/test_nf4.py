@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference.nf4 import NF4, VALUES
+from farloop.quant.formats.nf4 import NF4, VALUES
 
 TOP = float(np.finfo(np.float32).max)
 EXACT = [Fraction(value) for value in VALUES]

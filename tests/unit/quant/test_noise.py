@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farloop.quant.packing import mix32
-from farloop.quant.reference.noise import uniform16, words
+from farloop.quant.packing import mix32, uniform16, words
 
 seeds = st.integers(0, 2**32 - 1)
 

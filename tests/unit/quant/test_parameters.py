@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.quant.parameters import BETA, float_text, number, numbers, one_of, whole
+from farloop.quant.codec import BETA, float_text, number, numbers, one_of, whole
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from farloop.quant.codec import flat
-from farloop.quant.reference.q4 import Q4
+from farloop.quant.formats.q4 import Q4
 
 TOP = float(np.finfo(np.float32).max)
 one_size = st.floats(-1, 1, width=32)

@@ -14,7 +14,7 @@ from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload
-from farloop.quant.reference.q4r import Q4R, Q4rCodec
+from farloop.quant.formats.q4r import Q4R, Q4rCodec
 from farloop.quant.registry import codec_named
 
 F = np.float32

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as hnp
 
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload
-from farloop.quant.reference.q8 import Q8
+from farloop.quant.formats.q8 import Q8
 
 TOP = float(np.finfo(np.float32).max)
 one_size = st.floats(-1, 1, width=32)

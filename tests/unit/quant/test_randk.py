@@ -15,7 +15,7 @@ from torch import Tensor
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import Codec, flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference.randk import RANDK
+from farloop.quant.formats.randk import RANDK
 
 TOP = float(np.finfo(np.float32).max)
 any_size = st.floats(width=32, allow_nan=False, allow_infinity=False)

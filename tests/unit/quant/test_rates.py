@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from farloop.quant.bit_rates import SAMPLE_ELEMENTS, measure
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, pack_blob
 from farloop.quant.codec import flat
 from farloop.quant.errors import NonFiniteError
-from farloop.quant.rates import SAMPLE_ELEMENTS, measure
 from farloop.quant.registry import codec_named
 
 

@@ -18,9 +18,9 @@ from farloop.algo.fragments import zero_padding_
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, pack_blob, parse_blob, seal
 from farloop.quant.codec import Codec
+from farloop.quant.codec_checks import check_downlink
 from farloop.quant.errors import BadBlob, UnsoundPairing
 from farloop.quant.registry import CODECS, codec_named, downlink_spelling
-from farloop.quant.soundness import check_downlink
 
 ROUNDS = 1000
 NODES = 3

@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farloop.quant.errors import BadPayload
-from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, largest_scale
-from farloop.quant.reference.scales import check_scales, from_bf16, to_bf16, to_scale
+from farloop.quant.packing import (
+    BF16_LARGEST,
+    SMALLEST_SCALE,
+    check_scales,
+    from_bf16,
+    largest_scale,
+    to_bf16,
+    to_scale,
+)
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

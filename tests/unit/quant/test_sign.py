@@ -14,7 +14,7 @@ from torch import Tensor
 from farloop.algo.spec import TILE, Fragment, TensorSlot
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference.sign import SIGN
+from farloop.quant.formats.sign import SIGN
 
 TOP = float(np.finfo(np.float32).max)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import Codec, flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference import sketch
-from farloop.quant.reference.sketch import SKETCH, SketchCodec
+from farloop.quant.formats import sketch
+from farloop.quant.formats.sketch import SKETCH, SketchCodec
 
 SMALL = dataclasses.replace(SKETCH, min_numel=64, density=0.1)
 """Sketches what an oracle in plain Python can follow; a spelling must ask for at least 4096 elements."""

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from farloop.quant.codec import Codec, Traits
+from farloop.quant.codec_checks import check_downlink, check_uplink, check_variates
 from farloop.quant.errors import CodecError, UnsoundPairing
 from farloop.quant.registry import CODECS, codec_named, downlink_spelling, spelling_of
-from farloop.quant.soundness import check_downlink, check_uplink, check_variates
 
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 

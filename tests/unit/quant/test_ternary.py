@@ -13,7 +13,7 @@ from torch import Tensor
 from farloop.algo.spec import TILE, Fragment, TensorSlot
 from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference.ternary import TERNARY
+from farloop.quant.formats.ternary import TERNARY
 from farloop.quant.registry import codec_named
 
 UNCLIPPED = codec_named("ternary:clip=0")

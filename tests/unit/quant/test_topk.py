@@ -15,7 +15,7 @@ from torch import Tensor
 from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.codec import Codec, flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.reference.topk import TOPK
+from farloop.quant.formats.topk import TOPK
 
 any_size = st.floats(width=32, allow_nan=False, allow_infinity=False)
 usual_size = st.floats(-1, 1, width=32).filter(lambda value: value == 0 or abs(value) > 1e-20)

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farloop.algo.spec import Fragment
-from farloop.quant import blocks
-from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import Codec, flat
 from farloop.quant.errors import NonFiniteError
+from farloop.quant.formats import blocks
+from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.registry import CODECS, codec_named
 
 pytestmark = pytest.mark.usefixtures("one_thread")

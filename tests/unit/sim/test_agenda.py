@@ -1,15 +1,15 @@
 """Virtual time and processes."""
 
-from farloop.sim.agenda import Agenda, Process
+from farloop.sim.virtual_time import EventQueue, Process
 
 
-def play(agenda: Agenda) -> None:
+def play(agenda: EventQueue) -> None:
     while agenda.step():
         pass
 
 
 def test_actions_happen_in_the_order_of_their_time_and_then_of_their_entry() -> None:
-    agenda, seen = Agenda(), list[tuple[float, str]]()
+    agenda, seen = EventQueue(), list[tuple[float, str]]()
     for when, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
         agenda.at(when, lambda name=name: seen.append((agenda.now, name)))  # type: ignore[misc]
     play(agenda)
@@ -17,14 +17,14 @@ def test_actions_happen_in_the_order_of_their_time_and_then_of_their_entry() -> 
 
 
 def test_an_action_for_the_past_happens_now() -> None:
-    agenda, seen = Agenda(), list[float]()
+    agenda, seen = EventQueue(), list[float]()
     agenda.at(3.0, lambda: agenda.at(1.0, lambda: seen.append(agenda.now)))
     play(agenda)
     assert seen == [3.0]
 
 
 def test_nothing_happens_to_a_dead_process() -> None:
-    agenda = Agenda()
+    agenda = EventQueue()
     process, seen = Process(agenda), list[str]()
     process.after(1.0, lambda: seen.append("timer"))
     process.kill()
@@ -35,7 +35,7 @@ def test_nothing_happens_to_a_dead_process() -> None:
 
 def test_a_stopped_process_reads_what_waits_before_its_timers_fire() -> None:
     """Protocol C."""
-    agenda = Agenda()
+    agenda = EventQueue()
     process, seen = Process(agenda), list[str]()
     process.stop()
     process.after(1.0, lambda: seen.append("timer"))

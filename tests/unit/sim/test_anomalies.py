@@ -6,22 +6,21 @@ from typing import Any
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import events as ev
-from farloop.coordinator import rungs, watch
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.observe import straggler_detector, straggler_monitor
 from farloop.coordinator.routing.anomalies import Action, Kind
-from farloop.sim.faults import SlowLink, SlowNode
-from farloop.sim.network import Weather
+from farloop.sim.network import LinkConditions
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
-from farloop.sim.scenario import Fault, NodeSetup, Scenario
-from farloop.sim.watching import Climbed, Noticed
+from farloop.sim.problems import terms_of
+from farloop.sim.scenario import Fault, NodeSetup, Scenario, SlowLink, SlowNode
+from farloop.sim.watching import AnomalySeen, MitigationTaken
 from farloop.sim.world import run
 from farloop.wire.reasons import Reason
 
 A, B, C, D = map(NodeId, "abcd")
 H = 6
 STEP_S = 0.4
-LINK = Weather(bytes_per_s=20e3, wobble=0.2)
+LINK = LinkConditions(bytes_per_s=20e3, wobble=0.2)
 """Slow enough that a delta of the toy takes longer than its acknowledgements."""
 
 
@@ -48,8 +47,8 @@ def play(*faults: Fault, rounds: int = 22, adapt: str = "advise", **choices: Any
     return outcome
 
 
-def noticed(outcome: Outcome) -> list[tuple[float, Noticed]]:
-    return [(at, what) for at, _, what in outcome.tape if isinstance(what, Noticed)]
+def noticed(outcome: Outcome) -> list[tuple[float, AnomalySeen]]:
+    return [(at, what) for at, _, what in outcome.tape if isinstance(what, AnomalySeen)]
 
 
 def found(outcome: Outcome) -> set[tuple[Kind, str]]:
@@ -57,7 +56,7 @@ def found(outcome: Outcome) -> set[tuple[Kind, str]]:
 
 
 def climbed(outcome: Outcome) -> list[tuple[Action, bool]]:
-    return [(what.action, what.carry_out) for _, _, what in outcome.tape if isinstance(what, Climbed)]
+    return [(what.action, what.carry_out) for _, _, what in outcome.tape if isinstance(what, MitigationTaken)]
 
 
 def rounds_between(outcome: Outcome, begin: float, end: float) -> int:
@@ -124,19 +123,19 @@ def test_where_that_cannot_be_the_ladder_goes_on_one_rung_at_a_time_and_rests_be
     def refused(machine: object, advice: object) -> None:
         raise ValueError("it has no such codec")
 
-    monkeypatch.setattr(rungs, "lightened", refused)
+    monkeypatch.setattr(straggler_monitor, "lightened", refused)
     outcome = play(SlowLink(node=B, at=60.0, for_s=900.0, factor=8.0), rounds=40, adapt="act")
     actions = [action for action, _ in climbed(outcome)]
     assert actions[:3] == [Action.REPROBE, Action.LIGHTEN, Action.DROP] and actions[-1] is Action.EVICT
     assert actions.count(Action.DROP) == 3 and (Action.EVICT, False) in climbed(outcome), "a person does the last one"
-    times = [at for at, _, what in outcome.tape if isinstance(what, Climbed)]
+    times = [at for at, _, what in outcome.tape if isinstance(what, MitigationTaken)]
     assert all(rounds_between(outcome, one, next_) >= 3 for one, next_ in pairwise(times))
-    said = {what.action: what.why for _, _, what in outcome.tape if isinstance(what, Climbed)}
+    said = {what.action: what.why for _, _, what in outcome.tape if isinstance(what, MitigationTaken)}
     assert "not done: it has no such codec" in said[Action.LIGHTEN] and "bits and H" in said[Action.LIGHTEN]
 
 
 def test_what_stays_slow_for_long_is_usual_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "USUAL_AFTER", 5)
+    monkeypatch.setattr(straggler_detector, "USUAL_AFTER", 5)
     outcome = play(SlowLink(node=C, at=60.0, for_s=900.0, factor=8.0), rounds=38)
     (_, named), (_, over) = noticed(outcome)
     assert not named.over and over.over and found(outcome) == {(Kind.LINK_SLOW, C)}

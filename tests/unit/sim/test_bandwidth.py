@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farloop.sim.bandwidth import MODEL_NAMES, TARGETS, ModelName, Training, required_gbit_s, utilization
-from farloop.sim.flow import play
-from farloop.sim.flow_scenario import Choice, FlowScenario, Group, Model, Variant, cases
+from farloop.sim.flow.scenario import Choice, FlowScenario, Group, Model, Variant, cases
+from farloop.sim.flow.simulator import play
 
 SLACK = 1e-9
 """Of a utilisation: rounding."""

@@ -7,8 +7,8 @@ import pytest
 
 from farloop.algo.methods import METHODS
 from farloop.algo.spec import NodeId
-from farloop.coordinator import records as rec
-from farloop.sim.problem import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
+from farloop.coordinator.decide import records as rec
+from farloop.sim.problems import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
 from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.sim.world import run
 

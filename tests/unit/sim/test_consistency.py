@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator import records as rec
-from farloop.sim.network import STORM, Weather
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import records as rec
+from farloop.sim.network import HOSTILE_LINK, LinkConditions
 from farloop.sim.outcome import Commit, Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import (
     TWO_NODES,
     CrashCoordinator,
@@ -33,9 +33,13 @@ A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 METHODS = ("diloco", "streaming", "data-parallel")
 
 
-def play(method: str, *faults: Fault, weather: Weather | None = None, seed: int = 0, **choices: object) -> Outcome:
+def play(
+    method: str, *faults: Fault, weather: LinkConditions | None = None, seed: int = 0, **choices: object
+) -> Outcome:
     """Two nodes, 12 steps, unless chosen otherwise."""
-    scenario = Scenario(terms=terms_of(method, **choices), faults=faults, weather=weather or Weather(), seed=seed)
+    scenario = Scenario(
+        terms=terms_of(method, **choices), faults=faults, weather=weather or LinkConditions(), seed=seed
+    )
     outcome = run(scenario)
     outcome.check()
     return outcome
@@ -65,7 +69,7 @@ def test_all_hold_the_decoded_anchors(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_doubling_overtaking_and_damage_change_nothing(method: str, seed: int) -> None:
     """B18, B19, T, Q: with quorum = all, a storm gives the anchors and optimizer state of the clean run (bit)."""
-    clean, stormy = play(method), play(method, weather=STORM, seed=seed)
+    clean, stormy = play(method), play(method, weather=HOSTILE_LINK, seed=seed)
     assert history(stormy) == history(clean)
     assert stormy.target_digests == clean.target_digests
 
@@ -105,7 +109,7 @@ def crash_points(clean: Outcome) -> range:
     offered = {
         event.node: number
         for number, event in reversed(list(enumerate(events, start=1)))
-        if isinstance(event, coordinator_ev.Heard) and isinstance(event.message, Offer)
+        if isinstance(event, coordinator_ev.NodeMessage) and isinstance(event.message, Offer)
     }
     finished = [n for n, event in enumerate(events, start=1) if isinstance(event, coordinator_ev.CommitDone)][-1]
     return range(max(offered.values()), finished + 1)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator import records as rec
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import records as rec
 from farloop.node import events as node_ev
-from farloop.sim.network import STORM
+from farloop.sim.network import HOSTILE_LINK
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
+from farloop.sim.problems import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, Fault, NodeSetup, PauseCoordinator, Scenario
 from farloop.sim.world import run
 from farloop.wire.messages import Offer
@@ -199,7 +199,7 @@ def test_every_step_is_in_one_delta(method: str, mix: float) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_scenarios_give_equal_tapes_even_in_a_storm(method: str) -> None:
     """Y: grace and speeds are made of times, and times of the scenario."""
-    stormy = Scenario(terms=terms_of(method, steps=24), weather=STORM, seed=3)
+    stormy = Scenario(terms=terms_of(method, steps=24), weather=HOSTILE_LINK, seed=3)
     first, second = run(stormy), run(stormy)
     assert first.tape == second.tape and first.anchor_digests == second.anchor_digests
 

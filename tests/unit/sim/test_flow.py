@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farloop.sim.flow import Stuck, play
-from farloop.sim.flow_outcome import Outcome
-from farloop.sim.flow_scenario import (
+from farloop.sim.flow.outcome import Outcome
+from farloop.sim.flow.scenario import (
     METHOD_NAMES,
     Choice,
     Crash,
@@ -25,6 +24,7 @@ from farloop.sim.flow_scenario import (
     Variant,
     cases,
 )
+from farloop.sim.flow.simulator import Stuck, play
 
 ROUGH = Group(
     count=6,

@@ -4,10 +4,10 @@ import pytest
 
 from farloop.algo.spec import NodeId
 from farloop.sim import scenario as frames
-from farloop.sim.flow import play
-from farloop.sim.flow_scenario import Choice, Crash, FlowScenario, Group, MethodName, Model, Variant, cases
-from farloop.sim.network import Weather
-from farloop.sim.problem import terms_of
+from farloop.sim.flow.scenario import Choice, Crash, FlowScenario, Group, MethodName, Model, Variant, cases
+from farloop.sim.flow.simulator import play
+from farloop.sim.network import LinkConditions
+from farloop.sim.problems import terms_of
 from farloop.sim.world import run
 
 NAMES = [NodeId(name) for name in "abc"]
@@ -25,7 +25,7 @@ def real_commits(method: str, *, steps: int, h: int, tau: int, crash_at: float |
             terms=terms_of(method, steps=steps, h=h, tau=tau, min_nodes=3, **({"lag": 1, "mix": 0.0} if lag else {})),
             nodes=tuple(frames.NodeSetup(name=name, seed=seed, step_s=1.0) for seed, name in enumerate(NAMES)),
             faults=faults,
-            weather=Weather(latency_s=0.001, bytes_per_s=1e9),
+            weather=LinkConditions(latency_s=0.001, bytes_per_s=1e9),
             job_s=(1e-4, 1e-3),
         )
     )

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.sim.agenda import Agenda
-from farloop.sim.flow_links import Pipe, Transfer
+from farloop.sim.flow.links import SharedLink, Transfer
+from farloop.sim.virtual_time import EventQueue
 
 
 class Log:
     """An agenda with a pipe, and the times at which things end."""
 
     def __init__(self, bytes_per_s: float = 100.0) -> None:
-        self.agenda = Agenda()
-        self.pipe = Pipe(self.agenda, bytes_per_s)
+        self.agenda = EventQueue()
+        self.pipe = SharedLink(self.agenda, bytes_per_s)
         self.ends: dict[str, float] = {}
 
     def note(self, name: str) -> None:
@@ -67,7 +67,7 @@ def test_a_cut_link_stands_still_and_forgets_nothing() -> None:
 
 def test_the_slowest_link_on_the_way_tells() -> None:
     log = Log(100.0)
-    own = [Pipe(log.agenda, rate) for rate in (10.0, 1000.0)]
+    own = [SharedLink(log.agenda, rate) for rate in (10.0, 1000.0)]
     for name, pipe in zip("ab", own, strict=True):
         Transfer([pipe, log.pipe], 1000, lambda name=name: log.note(name))  # type: ignore[misc]
     assert log.play() == pytest.approx({"a": 100.0, "b": 20.0})

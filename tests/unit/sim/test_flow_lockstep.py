@@ -4,20 +4,9 @@ from typing import Any
 
 import pytest
 
-from farloop.sim.flow import play
-from farloop.sim.flow_outcome import Outcome
-from farloop.sim.flow_scenario import (
-    Choice,
-    Crash,
-    FlowScenario,
-    Group,
-    Hub,
-    MethodName,
-    Model,
-    Outage,
-    Variant,
-    cases,
-)
+from farloop.sim.flow.outcome import Outcome
+from farloop.sim.flow.scenario import Choice, Crash, FlowScenario, Group, Hub, MethodName, Model, Outage, Variant, cases
+from farloop.sim.flow.simulator import play
 
 
 def outcome_of(method: MethodName, *groups: Group, choice: dict[str, Any] | None = None, **fields: Any) -> Outcome:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from farloop.algo.methods import METHODS
-from farloop.sim.flow_scenario import METHOD_NAMES, Choice, FlowScenario, Group, MethodName, Sweep, Variant, cases
+from farloop.sim.flow.scenario import METHOD_NAMES, Choice, FlowScenario, Group, MethodName, Sweep, Variant, cases
 
 
 def scenario(**fields: Any) -> FlowScenario:

@@ -5,10 +5,10 @@ import statistics
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator.metrics import Metrics as CoordinatorMetrics
+from farloop.coordinator.observe.metrics import Metrics as CoordinatorMetrics
 from farloop.node.metrics import Metrics as NodeMetrics
-from farloop.sim.flow_scenario import Choice, FlowScenario, Group, Published, Sweep, Variant
-from farloop.sim.flow_table import run_all
+from farloop.sim.flow.scenario import Choice, FlowScenario, Group, Published, Sweep, Variant
+from farloop.sim.flow.sweep import run_all
 from farloop.wire.messages import Progress
 
 SCENARIO = FlowScenario(

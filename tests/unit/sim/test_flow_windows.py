@@ -1,7 +1,6 @@
 """A window knows whom it waits for, and a grace is as long as others have lately been late."""
 
-from farloop.sim.flow_node import Delta
-from farloop.sim.flow_windows import Grace, Window
+from farloop.sim.flow.node import Delta, Grace, Window
 
 
 def delta(node: int, window: int = 1) -> Delta:

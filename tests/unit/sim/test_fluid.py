@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farloop.sim.fluid import Flow, fair_rates, play
+from farloop.sim.bandwidth import Flow, fair_rates, play
 
 
 def test_a_crowded_link_is_shared_evenly_and_the_rest_is_used() -> None:

@@ -11,12 +11,11 @@ from typing import Any, get_args
 import pytest
 
 from farloop.algo.spec import LearningRate, NodeId
-from farloop.coordinator import records as rec
+from farloop.coordinator.decide import records as rec
 from farloop.sim.hostile import Deceit
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import Shards, terms_of
 from farloop.sim.scenario import CrashCoordinator, NodeSetup, Scenario
-from farloop.sim.shards import Shards
 from farloop.sim.world import run
 from farloop.wire.reasons import Reason
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from farloop.algo.fragments import view
 from farloop.algo.spec import NodeId, Terms
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import Inner, Stack, Task, inner_optimizer, terms_of
+from farloop.sim.problems import Inner, Stack, Task, inner_optimizer, terms_of
 from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.sim.world import run
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from farloop.algo.outer_co2 import co2_step_, staleness_gap
 from farloop.algo.outer_settings import OuterSettings, step_gain
 from farloop.algo.spec import NodeId
-from farloop.sim.network import Weather
+from farloop.sim.network import LinkConditions
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import Stack, Toy, terms_of
+from farloop.sim.problems import Stack, Toy, terms_of
 from farloop.sim.scenario import CutLink, NodeSetup, Scenario
 from farloop.sim.world import run
 
@@ -85,7 +85,7 @@ def test_a_delta_is_two_versions_behind_its_own() -> None:
 
 
 def far(world: Scenario, latency_s: float) -> Scenario:
-    return dataclasses.replace(world, weather=Weather(latency_s=latency_s))
+    return dataclasses.replace(world, weather=LinkConditions(latency_s=latency_s))
 
 
 def test_a_round_of_latency_is_hidden() -> None:

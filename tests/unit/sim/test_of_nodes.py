@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.routing.rates import Pace, choose
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.routing.sync_plan import Pace, choose
 from farloop.node import events as node_ev
-from farloop.sim.network import Weather
+from farloop.sim.network import LinkConditions
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import ChangeTerms, CrashCoordinator, CrashNode, Fault, NodeSetup, Scenario
 from farloop.sim.world import run
 from farloop.wire.limits import Limits
 
 OSLO, ROME = NodeId("oslo"), NodeId("rome")
 H, STEP_S, BYTES_PER_S = 20, 0.1, 1e4
-THIN = Weather(bytes_per_s=BYTES_PER_S)
+THIN = LinkConditions(bytes_per_s=BYTES_PER_S)
 """On which 16 kB take most of a round."""
 
 
-def play(method: str, *faults: Fault, thin: Weather | None = None, blocks: int = 2, **terms: Any) -> Outcome:
+def play(method: str, *faults: Fault, thin: LinkConditions | None = None, blocks: int = 2, **terms: Any) -> Outcome:
     chosen = {"steps": 60, "h": 8, "codec_down": "q8", **terms}
     outcome = run(
         Scenario(

@@ -6,7 +6,7 @@ import pytest
 
 from farloop.algo.spec import NodeId
 from farloop.sim.outcome import NodeOutcome, Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import TWO_NODES, Scenario
 from farloop.sim.world import run
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_layouts import example, example_delay, layout_of
 
-from farloop.algo.layout import Layout
+from farloop.algo.stages import StageLayout
 from farloop.node.pipeline import events as ev
-from farloop.node.pipeline.settings import Settings
-from farloop.node.pipeline.words import Kind
+from farloop.node.pipeline.layout import Settings
+from farloop.node.pipeline.messages import Kind
 from farloop.sim.pipeline import Costs, World
 
 FAR = 3_000.0
@@ -183,7 +183,7 @@ def test_a_node_that_missed_the_switch_is_told_of_it() -> None:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> StageLayout:
     """One to four stages of one to three replicas, and for every source one or two ways through some of them."""
     letters = iter("abcdefghijkl")
     replicas = ["".join(next(letters) for _ in range(draw(st.integers(1, 3)))) for _ in range(draw(st.integers(1, 4)))]
@@ -199,7 +199,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), layout=layouts())
-def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObject, layout: Layout) -> None:
+def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObject, layout: StageLayout) -> None:
     """Machines check their own invariants after every event; at the end nothing of what is settled is kept anywhere."""
     nodes = [name for stage in layout.stages for name in stage.replicas]
     delays = {u + v: data.draw(st.floats(0.0, 5.0)) for u in nodes for v in nodes}
@@ -247,7 +247,7 @@ def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObj
 @settings(max_examples=50, deadline=None)
 @given(layout=layouts(), microbatches=st.integers(1, 5), credit=st.integers(1, 4), data=st.data())
 def test_where_nothing_dies_nothing_is_lost(
-    layout: Layout, microbatches: int, credit: int, data: st.DataObject
+    layout: StageLayout, microbatches: int, credit: int, data: st.DataObject
 ) -> None:
     """Every microbatch has one loss and as many backwards as forwards, of every stage of its path once."""
     nodes = [name for stage in layout.stages for name in stage.replicas]

@@ -9,10 +9,10 @@ busy machine: tests/integration/test_membership.py.
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import events as ev
-from farloop.coordinator import records as rec
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import CrashNode, CutLink, Fault, NodeSetup, PauseNode, Scenario
 from farloop.sim.world import run
 from farloop.wire.limits import Timing
@@ -42,7 +42,7 @@ def delays(outcome: Outcome, lost_at: float, *, until: float = float("inf")) -> 
             continue
         if isinstance(what, ev.InputStored):
             durable[what.offer.blob.fragment, what.offer.window, what.offer.blob.node] = at
-        if isinstance(what, ev.Parted) and what.node == B and what.reason is Reason.CLOSED:
+        if isinstance(what, ev.NodeDisconnected) and what.node == B and what.reason is Reason.CLOSED:
             seen_at = at
         if isinstance(what, ev.CommitDone) and lost_at < at < until:
             record = what.record
@@ -85,7 +85,7 @@ def test_a_node_that_was_killed_contributes_to_the_round_that_begins_after_it_is
         (number, time)
         for number, (time, who, what) in enumerate(outcome.tape)
         if who == "coordinator"
-        and isinstance(what, ev.Heard)
+        and isinstance(what, ev.NodeMessage)
         and what.node == B
         and type(what.message).__name__ == "Ready"
     ]

@@ -6,14 +6,14 @@ import dataclasses
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator import records as rec
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import records as rec
 from farloop.node import events as node_ev
-from farloop.sim import faults as ft
+from farloop.sim import scenario as ft
 from farloop.sim import scenario as sc
-from farloop.sim.chaos import restored_scenario
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import terms_of
+from farloop.sim.random_scenarios import restored_scenario
 from farloop.sim.world import World, run
 from farloop.wire.messages import Refused
 from farloop.wire.reasons import Reason
@@ -42,7 +42,7 @@ def test_the_run_is_held_until_it_is_wound_back_and_ends_equal_everywhere() -> N
     assert reasons == {Reason.HOLDING}, "no node is sent away for good"
     assert len(outcome.lost) == 3
     (rewound,) = [record for record in outcome.records if isinstance(record, rec.Rewound)]
-    began = times(outcome, node_ev.BeginAgain)
+    began = times(outcome, node_ev.Resync)
     assert len(began) == 2 and rewound.epoch == 3
     held = min(times(outcome, coordinator_ev.Refuse))
     assert not [when for when in times(outcome, coordinator_ev.CommitDone) if held < when < min(began)]
@@ -53,7 +53,7 @@ def test_the_run_is_held_until_it_is_wound_back_and_ends_equal_everywhere() -> N
 
 def test_samples_of_the_lost_stretch_are_granted_anew() -> None:
     outcome = restored(num_samples=200)
-    assert len(times(outcome, node_ev.BeginAgain)) == 2
+    assert len(times(outcome, node_ev.Resync)) == 2
     assert all(start.stage == "finished" for (start,) in outcome.nodes.values())
 
 
@@ -64,7 +64,7 @@ def test_a_node_that_was_away_when_the_run_was_wound_back_begins_again_without_a
     died = next(when for when, _, what in first.tape if isinstance(what, str) and what.startswith("restored"))
     outcome = restored(sc.CutLink(node=NodeId("b"), at=died - 0.01, for_s=9.0, reset=True))
     assert sum(isinstance(record, rec.Rewound) for record in outcome.records) == 1
-    began = [(when, who) for when, who, what in outcome.tape if isinstance(what, node_ev.BeginAgain)]
+    began = [(when, who) for when, who, what in outcome.tape if isinstance(what, node_ev.Resync)]
     assert [who for _, who in began] == ["a", "b"]
     (start,) = outcome.nodes[NodeId("b")]
     assert start.anchor_digests == outcome.anchor_digests
@@ -89,7 +89,7 @@ def test_the_run_goes_on_from_what_the_nodes_hold_and_ends_equal_everywhere() ->
         after = [commit.version for commit in outcome.of(anchor.fragment) if commit.version > anchor.before]
         assert after[0] == anchor.version + 1
     assert not any(isinstance(record, rec.Rewound) for record in outcome.records)
-    assert len(times(outcome, node_ev.BeginAgain)) == 2
+    assert len(times(outcome, node_ev.Resync)) == 2
     for (start,) in outcome.nodes.values():
         assert start.stage == "finished" and start.anchor_digests == outcome.anchor_digests
 
@@ -154,8 +154,8 @@ def test_whatever_else_goes_wrong_no_two_histories_are_mixed(first: int) -> None
             outcome = run(scenario)
             outcome.check()
         except Exception as error:
-            error.add_note(f"farloop.sim.chaos.restored_scenario({seed}, faults={seed % 4})")
+            error.add_note(f"farloop.sim.random_scenarios.restored_scenario({seed}, faults={seed % 4})")
             raise
-        began += bool(times(outcome, node_ev.BeginAgain))
+        began += bool(times(outcome, node_ev.Resync))
         adopted += any(isinstance(record, rec.Adopted) for record in outcome.records)
     assert began >= BATCH // 8 and adopted, "too few of these scenarios are about what they are for"

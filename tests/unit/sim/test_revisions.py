@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, Revision, RoundPlan
-from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import Ledger
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
 from farloop.node import events as node_ev
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import (
     ChangeTerms,
     CrashCoordinator,
@@ -77,7 +77,7 @@ def check_terms(outcome: Outcome) -> None:
         if not method_named(terms.method).per_node_h:
             assert plan == schedule.dealt(plan, outcome.layout.slots, shares=terms.h_share_of)
     assert folded is not None and folded == Ledger.resume(folded.saved())
-    began = {who: when for when, who, what in outcome.tape if isinstance(what, node_ev.BeginAgain)}
+    began = {who: when for when, who, what in outcome.tape if isinstance(what, node_ev.Resync)}
     for when, who, what in outcome.tape:
         if when < began.get(who, 0.0):
             continue  # of a history that was given up
@@ -199,7 +199,7 @@ def test_an_older_node_that_comes_while_a_change_lies_ahead_is_let_in_after_it()
 
 def test_an_older_coordinator_has_newer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("roster", "admission"):
-        monkeypatch.setattr(f"farloop.coordinator.{place}.PROTOCOL_VERSIONS", (1, 1))
+        monkeypatch.setattr(f"farloop.coordinator.decide.{place}.PROTOCOL_VERSIONS", (1, 1))
     outcome = play()
     assert spoken(outcome) == {(name, 1) for name in "abc"}
 
@@ -258,7 +258,7 @@ def wound_back(*faults: Fault) -> tuple[Outcome, list[float]]:
     """Two nodes; the state of half-way is put back, and a person winds the run back. And when the nodes began again."""
     copy = RestoreCopy(after_commits=15, commits_ago=6)
     outcome = play(copy, *faults, nodes=NODES[:2], steps=48)
-    began = [when for when, _, what in outcome.tape if isinstance(what, node_ev.BeginAgain)]
+    began = [when for when, _, what in outcome.tape if isinstance(what, node_ev.Resync)]
     assert len(outcome.lost) == 6 and len(began) == 2
     return outcome, began
 

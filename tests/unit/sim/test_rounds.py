@@ -6,11 +6,11 @@ import pytest
 
 from farloop.algo.schedule import first_rounds, initial_h
 from farloop.algo.spec import LearningRate, NodeId, Rewarm, RoundPlan, Terms
-from farloop.coordinator import records as rec
-from farloop.coordinator.ledger import Ledger
-from farloop.sim.network import STORM, Weather
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.sim.network import HOSTILE_LINK, LinkConditions
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, Fault, Scenario
 from farloop.sim.world import run
 
@@ -31,8 +31,8 @@ def varied(method: str = "streaming", rule: str = "qsr", **choices: Any) -> Term
     return terms
 
 
-def play(terms: Terms, *faults: Fault, weather: Weather | None = None) -> Outcome:
-    outcome = run(Scenario(terms=terms, faults=faults, weather=weather or Weather(), num_samples=500))
+def play(terms: Terms, *faults: Fault, weather: LinkConditions | None = None) -> Outcome:
+    outcome = run(Scenario(terms=terms, faults=faults, weather=weather or LinkConditions(), num_samples=500))
     outcome.check()
     return outcome
 
@@ -83,7 +83,7 @@ def test_rounds_that_were_planned_are_kept_even_if_another_machine_would_plan_ot
 @pytest.mark.parametrize("seed", range(3))
 def test_a_storm_and_a_node_that_dies_change_no_round(seed: int) -> None:
     terms = varied()
-    outcome = play(terms, CrashNode(node=NodeId("b"), at=1.0 + seed, down_s=1.0), weather=STORM)
+    outcome = play(terms, CrashNode(node=NodeId("b"), at=1.0 + seed, down_s=1.0), weather=HOSTILE_LINK)
     assert fixed(outcome) == first_rounds(terms, 40)
 
 

@@ -5,18 +5,17 @@ import dataclasses
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import records as rec
-from farloop.sim.diary import Diary
-from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
-from farloop.sim.samples import SampleBook, check_samples
+from farloop.coordinator.decide import records as rec
+from farloop.sim.outcome import Outcome, SampleBook, check_samples
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, DrainNode, Scenario
+from farloop.sim.send_log import SendLog
 from farloop.sim.world import run
 
 A, B = NodeId("a"), NodeId("b")
 
 
-def diaries(outcome: Outcome) -> dict[NodeId, list[Diary]]:
+def diaries(outcome: Outcome) -> dict[NodeId, list[SendLog]]:
     return {name: [start.diary for start in starts] for name, starts in outcome.nodes.items()}
 
 

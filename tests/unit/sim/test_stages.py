@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from farloop.algo.spec import NodeId
-from farloop.coordinator import records as rec
+from farloop.coordinator.decide import records as rec
 from farloop.sim import scenario as sc
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import terms_of
+from farloop.sim.problems import terms_of
 from farloop.sim.world import World, run
 
 A0, B0, A1, B1 = map(NodeId, ("a0", "b0", "a1", "b1"))

@@ -9,11 +9,11 @@ from tapes import TOLD_BY, Call, Diverged, Tape, recording, replay
 
 from farloop.algo.methods import METHODS
 from farloop.algo.spec import NodeId
-from farloop.coordinator import events as coordinator_ev
-from farloop.coordinator.machine import CoordinatorMachine
+from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.node.machine import NodeMachine
-from farloop.sim.network import STORM
-from farloop.sim.problem import terms_of
+from farloop.sim.network import HOSTILE_LINK
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import (
     CrashCoordinator,
     CrashNode,
@@ -62,7 +62,7 @@ DAYS = {name: {"method": name} for name in METHODS} | BESIDE
 def test_every_machine_of_a_bad_day_answers_its_tape_again(choices: dict[str, Any]) -> None:
     """Y."""
     terms = terms_of(**{"steps": 60, "min_nodes": 3, **choices})
-    tapes = recorded(Scenario(terms=terms, nodes=NODES, faults=FAULTS, weather=STORM, seed=3, num_samples=1000))
+    tapes = recorded(Scenario(terms=terms, nodes=NODES, faults=FAULTS, weather=HOSTILE_LINK, seed=3, num_samples=1000))
     coordinators = [tape for tape in tapes if tape.began.ledger]
     assert (len(coordinators), len(tapes)) == (2, 2 + len(NODES) + 1), "who was killed began anew"
     assert {call.method for tape in coordinators for call in tape.calls} == TOLD_BY[CoordinatorMachine] - {"stop"}

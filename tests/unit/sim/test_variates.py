@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farloop.algo.spec import LearningRate, NodeId, RunSpec, Terms
 from farloop.sim.outcome import Outcome
-from farloop.sim.problem import Stack, Toy, inner_optimizer, terms_of
+from farloop.sim.problems import Stack, Toy, inner_optimizer, terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, Fault, NodeSetup, Scenario, SpoilAnchor
 from farloop.sim.world import run
 

@@ -12,8 +12,8 @@ import pytest
 from farloop.algo import schedule
 from farloop.algo.spec import Layout, NodeId, RoundPlan, Terms, WindowTerms
 from farloop.node import events as node_ev
-from farloop.sim.network import STORM
-from farloop.sim.problem import terms_of
+from farloop.sim.network import HOSTILE_LINK
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, NodeSetup, Scenario, SpoilAnchor
 from farloop.sim.world import run
 
@@ -74,7 +74,7 @@ def alternating(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_whose_windows_differ_ends_equal_everywhere_whatever_goes_wrong(choices: dict[str, Any]) -> None:
     """B, P: nobody needs a snapshot again but the one whose anchor was spoiled, and a restart repeats every commit."""
     terms = terms_of(**{"steps": 48, "min_nodes": 3, **Q4, **choices})
-    outcome = run(Scenario(terms=terms, nodes=NODES, faults=FAULTS, weather=STORM, seed=3, num_samples=1000))
+    outcome = run(Scenario(terms=terms, nodes=NODES, faults=FAULTS, weather=HOSTILE_LINK, seed=3, num_samples=1000))
     outcome.check()
     assert outcome.alarms == 0, "targets and optimizers came out of the restart as they were"
     assert {name for name, starts in outcome.nodes.items() for s in starts if s.diary.mismatches} <= {A}

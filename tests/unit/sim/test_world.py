@@ -7,8 +7,8 @@ import pytest
 
 from farloop.algo.spec import NodeId
 from farloop.node import events as node_ev
-from farloop.sim.network import STORM
-from farloop.sim.problem import terms_of
+from farloop.sim.network import HOSTILE_LINK
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import TWO_NODES, CrashNode, NodeSetup, Scenario
 from farloop.sim.world import Stuck, World, run
 
@@ -39,7 +39,7 @@ def test_training_gets_closer_to_what_both_nodes_want(method: str) -> None:
 def test_equal_scenarios_give_equal_tapes_even_in_a_storm() -> None:
     """Y: nothing in a machine, a session or the world depends on anything but the scenario."""
     scenario = Scenario(
-        terms=terms_of("streaming"), weather=STORM, seed=5, faults=(CrashNode(node=B, at=1.5, down_s=1),)
+        terms=terms_of("streaming"), weather=HOSTILE_LINK, seed=5, faults=(CrashNode(node=B, at=1.5, down_s=1),)
     )
     first, second = run(scenario), run(scenario)
     assert first.tape == second.tape
@@ -48,7 +48,7 @@ def test_equal_scenarios_give_equal_tapes_even_in_a_storm() -> None:
 
 def test_another_seed_is_another_storm_with_the_same_commits() -> None:
     """B19."""
-    outcomes = [run(Scenario(terms=terms_of("streaming"), weather=STORM, seed=seed)) for seed in (1, 2)]
+    outcomes = [run(Scenario(terms=terms_of("streaming"), weather=HOSTILE_LINK, seed=seed)) for seed in (1, 2)]
     assert outcomes[0].tape != outcomes[1].tape
     assert outcomes[0].anchor_digests == outcomes[1].anchor_digests
 

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 from plain_runs import plain_hello, plain_spec
 
-from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Hello, Welcome
-from farloop.wire.session import Session
+from farloop.wire.session import Role, Session, State
 
 OpenPair = Callable[..., tuple[Session, Session]]
 

@@ -9,10 +9,9 @@ from plain_runs import plain_hello
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId
 from farloop.wire.bounds import MOST_CHARACTERS, MOST_DIGEST, MOST_ITEMS, MOST_NUMBER, MOST_WORDS
-from farloop.wire.errors import RemoteProtocolError
-from farloop.wire.inventory import LONGEST, MOST_NICS, Inventory, Nic
+from farloop.wire.machine_info import LONGEST, MOST_NICS, Inventory, Nic
 from farloop.wire.messages import AnchorRef, Evaluation, Fetch, Leave, Message, Offer, Progress, decode, encode
-from farloop.wire.reasons import Reason
+from farloop.wire.reasons import Reason, RemoteProtocolError
 
 PROGRESS = Progress(
     state="training",

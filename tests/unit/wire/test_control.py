@@ -1,11 +1,11 @@
-"""farloop.wire.control. Covers protocol T (decisions only on control, in order, exactly once) and V (heartbeats)."""
+"""farloop.wire.session. Covers protocol T (decisions only on control, in order, exactly once) and V (heartbeats)."""
 
 import pytest
 
-from farloop.wire.control import HEARTBEAT, ControlStream
-from farloop.wire.errors import LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.limits import AHEAD_FRAMES, Limits, Timing
 from farloop.wire.messages import Fetch
+from farloop.wire.reasons import LimitReached, LocalProtocolError, RemoteProtocolError
+from farloop.wire.session import HEARTBEAT, ControlStream
 from farloop.wire.traffic import Traffic
 
 TIMING = Timing(heartbeat_s=1.0, ack_delay_s=0.25, rto_s=2.0, rto_max_s=10.0)

@@ -23,11 +23,10 @@ from farloop.algo.spec import BlobId, BlobKind, Revision, to_plain
 from farloop.wire import events as ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
-from farloop.wire.errors import LocalProtocolError
 from farloop.wire.frames import Buffer, parse_bulk, parse_control, parse_lane_hello
-from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits
-from farloop.wire.session import Session
+from farloop.wire.reasons import LocalProtocolError
+from farloop.wire.session import Role, Session, State
 
 GOLDEN = Path(__file__).parent / "golden" / "conversation-v1.txt"
 LIMITS = Limits()
@@ -210,10 +209,10 @@ def record(folder: Path) -> Iterator[Frame]:
     """A node alone, from its Hello to its Leave."""
     from tiny_run import begin, plan, serving, train
 
-    from farloop.coordinator import link
+    from farloop.coordinator.net import router
 
     frames: list[Frame] = []
-    receive, lane_token = Session.receive, link.parse_lane_hello
+    receive, lane_token = Session.receive, router.parse_lane_hello
 
     def note(sender: str, lane: int, parts: Sequence[Buffer]) -> None:
         copied = tuple(bytes(part) for part in parts)
@@ -230,8 +229,8 @@ def record(folder: Path) -> Iterator[Frame]:
 
     with (
         mock.patch.object(Session, "receive", received),
-        mock.patch.object(link, "parse_lane_hello", greeted),
-        mock.patch.object(link.secrets, "token_bytes", lambda size: bytes(range(size))),
+        mock.patch.object(router, "parse_lane_hello", greeted),
+        mock.patch.object(router.secrets, "token_bytes", lambda size: bytes(range(size))),
         serving(folder / "state", begin(folder / "state", plan(steps=24, h=12, nodes=1))) as coordinator,
     ):
         train(coordinator.link.endpoint, folder / "node", "a", pace_s=0.1)

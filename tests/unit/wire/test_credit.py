@@ -1,9 +1,9 @@
-"""farloop.wire.credit. Covers protocol Q (Credit) and T (unacknowledged bytes are bounded by the window)."""
+"""farloop.wire.transfer. Covers protocol Q (Credit) and T (unacknowledged bytes are bounded by the window)."""
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BytesSource, Reassembly
-from farloop.wire.credit import Incoming, Outgoing, Pace
 from farloop.wire.limits import INITIAL_CREDIT, Limits, Timing
+from farloop.wire.transfer import Incoming, Outgoing, Pace
 
 BLOB = BlobId(kind=BlobKind.UPDATE, fragment=0, version=1)
 TIMING = Timing(rto_s=2.0, window_s=1.0)

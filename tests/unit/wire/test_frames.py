@@ -5,7 +5,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.frames import (
     BULK_HEADER_BYTES,
     CONTROL_HEADER_BYTES,
@@ -18,6 +17,7 @@ from farloop.wire.frames import (
 )
 from farloop.wire.limits import Limits
 from farloop.wire.messages import Ready, encode
+from farloop.wire.reasons import RemoteProtocolError
 
 LIMITS = Limits(max_control_bytes=100, chunk_bytes=100, max_chunk_bytes=100, max_blob_bytes=1000)
 CONTROL = ControlFrame(run=0xFEDC, epoch=5, seq=6, ack=7, body=b"a body")

@@ -1,13 +1,11 @@
-"""farloop.wire.handshake. Covers protocol S (run and epoch of every frame, fencing) and the session's state chart."""
+"""farloop.wire.session. Covers protocol S (run and epoch of every frame, fencing) and the session's state chart."""
 
 import dataclasses
 
 import pytest
 
 from farloop.algo.spec import Revision
-from farloop.wire.errors import LocalProtocolError, RemoteProtocolError
 from farloop.wire.frames import ControlFrame
-from farloop.wire.handshake import Handshake, Role, State, run_tag
 from farloop.wire.messages import (
     Fetch,
     Finished,
@@ -21,7 +19,8 @@ from farloop.wire.messages import (
     Revised,
     Welcome,
 )
-from farloop.wire.reasons import Reason
+from farloop.wire.reasons import LocalProtocolError, Reason, RemoteProtocolError
+from farloop.wire.session import Handshake, Role, State, run_tag
 
 REFUSED = Refused(reason=Reason.WRONG_RUN, detail="", retriable=False)
 LEAVE = Leave(reason=Reason.DRAINED)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.messages import (
     NUMBERS,
     Credit,
@@ -25,6 +24,7 @@ from farloop.wire.messages import (
     pack,
     unpack,
 )
+from farloop.wire.reasons import RemoteProtocolError
 
 U63 = st.integers(0, 2**63 - 1)
 U64 = st.integers(0, 2**64 - 1)

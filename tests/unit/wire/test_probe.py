@@ -8,14 +8,13 @@ import pytest
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.wire.blobs import BytesSource, blob_digest
-from farloop.wire.errors import LocalProtocolError
 from farloop.wire.events import BlobReceived, BlobSent
 from farloop.wire.frames import Buffer
-from farloop.wire.handshake import Role
+from farloop.wire.link_measurement import DIGEST, Noise, Sink
 from farloop.wire.messages import Hello, Offer, Welcome
 from farloop.wire.meter import Measured, enough, judge
-from farloop.wire.probe import DIGEST, Noise, Sink
-from farloop.wire.session import Session
+from farloop.wire.reasons import LocalProtocolError
+from farloop.wire.session import Role, Session
 
 OpenPair = Callable[..., tuple[Session, Session]]
 

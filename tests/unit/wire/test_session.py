@@ -6,10 +6,8 @@ import pytest
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
-from farloop.wire.errors import LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, parse_control, parse_lane_hello
-from farloop.wire.handshake import Role, State
 from farloop.wire.limits import INITIAL_CREDIT, Limits, Timing
 from farloop.wire.messages import (
     Credit,
@@ -28,8 +26,8 @@ from farloop.wire.messages import (
     Welcome,
     encode,
 )
-from farloop.wire.reasons import Reason
-from farloop.wire.session import Session
+from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
+from farloop.wire.session import Role, Session, State
 
 OpenPair = Callable[..., tuple[Session, Session]]
 

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import BytesSource, blob_digest
-from farloop.wire.errors import RemoteProtocolError
 from farloop.wire.events import BlobReceived, BlobSent, MessageReceived, SessionEvent
 from farloop.wire.frames import Buffer
-from farloop.wire.handshake import Role, State
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.messages import Committed, Fetch, Hello, Message, Offer, Welcome
-from farloop.wire.session import Session
+from farloop.wire.reasons import RemoteProtocolError
+from farloop.wire.session import Role, Session, State
 
 OpenPair = Callable[..., tuple[Session, Session]]
 Parts = list[Buffer]

@@ -2,8 +2,8 @@
 
 import struct
 
-from farloop.wire.link_messages import Connection
-from farloop.wire.tcp import INFO_BYTES, parse
+from farloop.wire.link_measurement import INFO_BYTES, parse
+from farloop.wire.messages import Connection
 
 
 def info(*, rtt_us: int, least_us: int, retransmits: int, segments: int, rate: int, app_limited: bool) -> bytes:

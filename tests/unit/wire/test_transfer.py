@@ -4,11 +4,11 @@ import pytest
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire.blobs import BytesSource, Reassembly, blob_digest, blob_key
-from farloop.wire.errors import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.events import BlobCorrupt, BlobDeclined, BlobIdle, BlobReceived, BlobSent, SessionEvent
 from farloop.wire.frames import BulkFrame
 from farloop.wire.limits import EARLY_BYTES, EARLY_FRAMES, INITIAL_CREDIT, Limits, Timing
 from farloop.wire.messages import Credit
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
 from farloop.wire.transfer import Transfers
 

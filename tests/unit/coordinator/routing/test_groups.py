@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farloop.coordinator.routing.groups import Transport, blocks, logical_order, mesh, transport
 from farloop.coordinator.routing.inventory import CardKind
+from farloop.coordinator.routing.placement import Transport, blocks, logical_order, mesh, transport
 
 IB, ROCE, PLAIN = CardKind.INFINIBAND, CardKind.ROCE_V2, CardKind.ETHERNET
 

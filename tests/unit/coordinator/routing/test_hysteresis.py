@@ -1,6 +1,6 @@
 """When a new plan is worth the switch."""
 
-from farloop.coordinator.routing.hysteresis import worth_switching
+from farloop.coordinator.routing.sync_plan import worth_switching
 
 
 def test_ten_percent_is_what_a_switch_is_worth() -> None:

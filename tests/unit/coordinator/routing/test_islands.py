@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import ACROSS, INSIDE, two_islands
 
+from farloop.coordinator.routing.fabric import FALLBACK_BYTES_PER_S, islands_of, threshold
 from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Link, Model, Node
-from farloop.coordinator.routing.islands import FALLBACK_BYTES_PER_S, islands_of, threshold
 
 
 def placed(inventory: Inventory) -> list[tuple[int, ...]]:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from farloop.coordinator.routing.lightening import lighter
-from farloop.coordinator.routing.rates import Pace
+from farloop.coordinator.routing.sync_plan import Pace, lighter
 
 USUAL = Pace(step_s=0.2, bytes_per_s=20e6)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farloop.coordinator.routing.partition import floor_split, min_max_split, offsets, slowest_s
+from farloop.coordinator.routing.placement import floor_split, min_max_split, offsets, slowest_s
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import tiny_delays
 
-from farloop.coordinator.routing.beginnings import visits
+from farloop.coordinator.routing.chain_search import visits
 from farloop.coordinator.routing.paths import (
     IN_ORDER,
     PUBLISHED,

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import two_islands
 
-from farloop.coordinator.routing.fabric import Fabric, fabric_of
-from farloop.coordinator.routing.islands import islands_of
+from farloop.coordinator.routing.fabric import Fabric, fabric_of, islands_of
 from farloop.coordinator.routing.mode import Crossover, across_groups, inside_groups
 from farloop.coordinator.routing.placement import Costs, best_order, descend, dp_s, matching_s
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import four_sites, two_islands, world
 
-from farloop.coordinator.routing.groups import Transport
-from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Mode, Wish
+from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Mode, PlanRequest
+from farloop.coordinator.routing.placement import Transport
 from farloop.coordinator.routing.plan import Plan, make_plan
 
 
@@ -89,7 +89,7 @@ def test_slow_links_get_fewer_bits_and_slow_nodes_fewer_steps() -> None:
         for ends, link in inventory.links.items()
     }
     slow = tuple(replace(node, layer_s=0.08) if node.site == "B" else node for node in inventory.nodes)
-    plan = make_plan(replace(inventory, nodes=slow, links=links, wish=Wish(h=100, bits=(8, 4, 2))))
+    plan = make_plan(replace(inventory, nodes=slow, links=links, wish=PlanRequest(h=100, bits=(8, 4, 2))))
     assert plan.sync is not None
     rates = plan.sync.rates
     assert rates["A0"].bits == 8 and rates["D0"].bits < 8
@@ -173,10 +173,10 @@ def test_256_nodes_take_little_memory() -> None:
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        (Wish(stages=6, skip=0.9), "no path would leave its source; the most that can be planned is 0.67"),
-        (Wish(stages=6, skip=0.3, mode=Mode.A), "only mode C skips stages"),
+        (PlanRequest(stages=6, skip=0.9), "no path would leave its source; the most that can be planned is 0.67"),
+        (PlanRequest(stages=6, skip=0.3, mode=Mode.A), "only mode C skips stages"),
     ],
 )
-def test_what_cannot_be_planned_is_said(wish: Wish, words: str) -> None:
+def test_what_cannot_be_planned_is_said(wish: PlanRequest, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_plan(replace(world(20, stages=6, skip=0.0), wish=wish))

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from farloop.algo.bits import Candidate, by_dynamic_programme
-from farloop.coordinator.routing.rates import Pace, choose, dylu_h, steps_within, utilization
+from farloop.algo.bit_allocation import Candidate, by_dynamic_programme
+from farloop.coordinator.routing.sync_plan import Pace, choose, dylu_h, steps_within, utilization
 
 FAST, MIDDLE, SLOW = (
     Pace(step_s=0.5, bytes_per_s=125e6),

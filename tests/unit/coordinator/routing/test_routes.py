@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import TINY_STAGES, tiny_delays, world
 
-from farloop.coordinator.routing.chains import Chains, anneal, step_s
+from farloop.coordinator.routing.chain_search import Chains, anneal, step_s
 from farloop.coordinator.routing.fabric import fabric_of
 from farloop.coordinator.routing.paths import IN_ORDER, PUBLISHED, Work, fault_of
 from farloop.coordinator.routing.routes import Paths, Task, plan_paths, random_paths

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farloop.algo.outer import OuterSettings, outer_step_
-from farloop.quant.blocks import BlockCodec
+from farloop.algo.outer_optimizers import OuterSettings, outer_step_
 from farloop.quant.codec import flat
-from farloop.quant.kernels.cpu.formats import cpu_kernels
-from farloop.quant.kernels.cpu.paths import CpuKernels
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.cpu.kernels import CpuKernels, cpu_kernels
 from farloop.quant.registry import codec_named
 
 SPELLINGS = (

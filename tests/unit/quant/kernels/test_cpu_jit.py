@@ -9,9 +9,9 @@ from typing import Any
 import numba
 import pytest
 
-from farloop.quant.kernels.cpu import jit
-from farloop.quant.kernels.cpu.formats import warm
-from farloop.quant.kernels.cpu.jit import Kernel
+from farloop.quant.kernels.cpu import primitives
+from farloop.quant.kernels.cpu.kernels import warm
+from farloop.quant.kernels.cpu.primitives import Kernel
 
 
 def halved(x: float) -> float:
@@ -53,7 +53,7 @@ def test_warming_up_compiles_what_a_run_needs_and_nothing_twice(monkeypatch: pyt
 
 
 def test_the_kernels_kept_on_disk_are_those_of_all_sources_that_they_are_made_of() -> None:
-    sources = set(jit.sources())
+    sources = set(primitives.sources())
     for path in sources:
         for part in ast.walk(ast.parse(path.read_text())):
             if isinstance(part, ast.ImportFrom) and part.module and part.module.startswith("farloop."):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farloop.quant.kernels.cpu.norm import tile_sums
+from farloop.quant.kernels.cpu.kernels import tile_sums
 
 
 def spread(numel: int) -> Tensor:

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from farloop.quant.kernels.cpu.threads import kernel_threads, on_parts
+from farloop.quant.kernels.cpu.primitives import kernel_threads, on_parts
 
 MANY = 1 << 14  # blocks of 256: enough for 32 threads
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from farloop.algo.outer import OuterSettings, outer_step_
+from farloop.algo.outer_optimizers import OuterSettings, outer_step_
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import flat
-from farloop.quant.kernels.gpu.path import GpuKernels, gpu_kernels
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels
 from farloop.quant.registry import codec_named
 
 DEVICE = "cpu" if knobs.runtime.interpret else "cuda"

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from farloop.quant.blocks import BlockCodec
 from farloop.quant.codec import flat
-from farloop.quant.kernels.gpu.path import GpuKernels, gpu_kernels
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels
 from farloop.quant.registry import codec_named
 
 BYTE_EQUALITY = Path(__file__).with_name("byte_equality.py")

@@ -1,0 +1,129 @@
+"""Processes that a command starts as a person would, watches, and never leaves behind."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from farloop.config.exit_codes import CommandError, ExitCode
+
+STOP_S = 45.0
+"""How long a process may take to finish what it has begun."""
+
+FARLOOP = ("-m", "farloop.cli.main")
+"""The command, in whatever environment this Python has."""
+
+_PORTS = range(15_000, 32_000)
+"""Below those that systems give to outgoing connections: one of these could be taken by the very node that dials the
+coordinator, while that is away."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One process and its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def kill(self) -> None:
+        """As a power cut would."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Children:
+    """The processes, by name; none outlives the block."""
+
+    def __init__(self, folder: Path, *, last: str = "coordinator", stop_s: float = STOP_S) -> None:
+        """Logs go into `folder`. `last`: who is stopped after all others, for they need it to finish."""
+        self._folder, self._last, self._stop_s = folder, last, stop_s
+        self._children: dict[str, Child] = {}
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        alive = [child for child in self._children.values() if child.running]
+        for group in ([c for c in alive if c.name != self._last], [c for c in alive if c.name == self._last]):
+            for child in group:
+                with suppress(ProcessLookupError):
+                    child.process.send_signal(signal.SIGCONT)  # one that stands still hears nothing else
+                    child.process.terminate()
+            deadline = time.monotonic() + self._stop_s
+            for child in group:
+                try:
+                    child.process.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    child.kill()
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter(tuple(self._children.values()))
+
+    def __getitem__(self, name: str) -> Child:
+        return self._children[name]
+
+    def start(self, name: str, arguments: Sequence[str], *, threads: int, command: Sequence[str] = FARLOOP) -> Child:
+        """Begin a process; of one that ended it takes the name, and goes on in the log."""
+        log = self._folder / f"{name}.log"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches us alone; we stop them in order
+            )
+        child = self._children[name] = Child(name, process, log)
+        return child
+
+    def running(self, name: str) -> bool:
+        return name in self._children and self._children[name].running
+
+    def check(self, *, all_done: bool = False) -> None:
+        """Raise CommandError if one ended badly; with `all_done`, wait for the rest first."""
+        for child in self:
+            code = child.process.wait(self._stop_s) if all_done else child.process.poll()
+            if code:
+                raise CommandError(
+                    f"{child.name} ended with exit code {code}: {child.last_words()} (log: {child.log})",
+                    ExitCode.UNEXPECTED,
+                )
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[list[int]]:
+    """A list that is not empty once a person, or the system, asked us to stop."""
+    seen: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: seen.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has. Raises CommandError."""
+    for port in random.Random().sample(_PORTS, 200):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise CommandError(f"no free port from {_PORTS[0]} to {_PORTS[-1]}", ExitCode.UNREACHABLE)

@@ -1,0 +1,449 @@
+"""One storm: a run of real processes on this machine, to which a plan's faults happen, and that has to come to its end.
+
+Nothing of the product knows of it. Nodes dial through relays, as they would through a wide-area link; processes are
+killed and stopped by signals, the disk is filled by a file, and who was killed is started again as a supervisor would.
+"""
+
+import heapq
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from farloop.chaos import faults as files
+from farloop.chaos.faults import Ballast, page
+from farloop.chaos.journal_referee import Journal, Tail, Unreadable, read_journal
+from farloop.chaos.processes import Child, Children, free_port
+from farloop.chaos.recovery_watch import Book, History, Memory, Recoveries, final_status, in_words, is_expected, trains
+from farloop.chaos.relay import Link, Relay, RelayThread
+from farloop.chaos.storm_plan import COORDINATOR, OF_NODES, Fault, Kind
+from farloop.chaos.strangers import GUESTS, Guests, few_descriptors
+from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.monitoring.status import Status
+
+STEP_S = 0.25
+"""What an inner step takes at least, so that a run lasts as long as its storm."""
+
+FASTEST_STEP_S = 0.02
+"""... and where time was lost to faults."""
+
+GATHER_STEP_S, GATHER_STEPS = 0.5, 240
+"""The run's steps in which everybody comes back after the last fault: as many as fit into `GATHER_S`."""
+
+TICK_S = 0.1
+
+MEMORY_EVERY_S = 2.0
+"""Between two samples of memory, and two looks at what the coordinator has appended to its journal."""
+
+LINE_EVERY_S = 10.0
+POSTPONE_S, PATIENCE_S = 1.0, 60.0
+"""How long a fault is put off at a time while its target has not recovered from the last one, and at most."""
+
+AGAIN_S = 1.0
+"""After which a process that ended by itself is started again."""
+
+START_S, GATHER_S, END_S, TRIALS_S = 120.0, 180.0, 300.0, 400.0
+"""How long the run may take to begin, to have all nodes back after the last fault, and, beside what the storm itself
+took, to end; and how long the last trials of damage may take."""
+
+LAST_STEPS = 240
+"""Of the run, at most, once nothing goes wrong any more."""
+
+MAX_SURPRISES = 40
+"""Findings, before the storm is given up."""
+
+GOOD_LINK = Link.parse("1gbit/1ms")
+BAD_LINKS = tuple(map(Link.parse, ("1mbit/200ms", "3mbit/100ms", "10mbit/300ms")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a storm came to."""
+
+    seconds: float
+    faults: Counter[Kind]
+    committed: int
+    lost: int
+    forks: int
+    digests_equal: bool
+    recovery_s: dict[str, list[float]]
+    memory: dict[str, list[tuple[float, int]]]
+    released: int = 0
+    """Holds that the operator ended: a liar's word that no node could contradict."""
+    problems: list[str]
+    """What should not have been, beside the numbers; a sentence each."""
+
+    @property
+    def good(self) -> bool:
+        return self.digests_equal and not (self.lost or self.forks or self.problems)
+
+
+class Stopped(Exception):
+    """A person asked to stop."""
+
+
+@dataclass(slots=True)
+class Storm:
+    """Everything of one storm. `run` is the only way in."""
+
+    out: Path
+    seed: int
+    seconds: float
+    nodes: Sequence[str]
+    faults: Sequence[Fault]
+    say: Callable[[str], None]
+    stopped: Sequence[int]
+    """Not empty once a person asked to stop."""
+
+    _children: Children = field(init=False)
+    _history: History = field(init=False, default_factory=History)
+    _recoveries: Recoveries = field(init=False, default_factory=Recoveries)
+    _memory: Memory = field(init=False)
+    _ballast: Ballast = field(init=False)
+    _books: dict[str, Book] = field(init=False)
+    _relays: dict[str, Relay] = field(init=False)
+    _guests: Guests = field(init=False)
+    _tail: Tail = field(init=False)
+    _links: RelayThread = field(init=False)
+    _agenda: list[tuple[float, int, Callable[[], None]]] = field(init=False, default_factory=list)
+    _order: "count[int]" = field(init=False, default_factory=count)
+    _down: set[str] = field(init=False, default_factory=set)
+    """Killed, and not started again yet."""
+    _hit: set[str] = field(init=False, default_factory=set)
+    """Targets of the faults that last."""
+    _ended: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
+    """When the last fault of a target ended, and the commits by then."""
+    _begun: float = field(init=False, default_factory=time.monotonic)
+    _ending: bool = field(init=False, default=False)
+    _storm_ends: float = field(init=False, default=0.0)
+    _coordinator_starts: bool = field(init=False, default=False)
+    """Whether its last process has not answered yet."""
+    _status: Status | None = field(init=False, default=None)
+    _problems: list[str] = field(init=False, default_factory=list)
+    _happened: Counter[Kind] = field(init=False, default_factory=Counter)
+    _bind: int = field(init=False, default_factory=free_port)
+    _http: int = field(init=False, default_factory=free_port)
+    _due_memory: float = field(init=False, default=0.0)
+    _due_line: float = field(init=False, default=0.0)
+
+    def run(self) -> Outcome:
+        """Begin the run, let everything happen to it, and see it to its end.
+
+        Raises:
+            Stopped, CommandError: nothing is left behind.
+        """
+        self._memory = Memory(self.out / "memory.csv")
+        self._ballast = Ballast(self.state_dir)
+        self._books = {name: Book(self.out / f"anchors-{name}.jsonl") for name in self.nodes}
+        self._relays = {
+            name: Relay(target_host="127.0.0.1", target_port=self._bind, link=GOOD_LINK) for name in self.nodes
+        }
+        self._tail = Tail(self.state_dir)
+        with ExitStack() as stack:
+            (self.out / "guests").mkdir()
+            others = stack.enter_context(Children(self.out / "guests", stop_s=5.0))
+            self._guests = Guests(
+                self.out / "guests", self._bind, lambda: self._settings, others, self._found, self.seed
+            )
+            self._links = RelayThread(*self._relays.values(), self._guests.relay)
+            stack.enter_context(few_descriptors())
+            stack.callback(self._memory.close)
+            stack.callback(self._ballast.remove)
+            stack.enter_context(self._links)
+            self._children = stack.enter_context(Children(self.out, last=COORDINATOR, stop_s=15.0))
+            files.set_pace(self.out, STEP_S)
+            self._start(COORDINATOR)
+            for name in self.nodes:
+                self._start(name)
+            self._until("the run begins", lambda: min(self._versions) > 0, START_S)
+            self._weather()
+            if self._gather():
+                self._end()
+        return self._outcome()
+
+    @property
+    def state_dir(self) -> Path:
+        return self.out / "state"
+
+    # --- the course of it
+
+    def _weather(self) -> None:
+        """From the first fault to the last."""
+        begins = self._now
+        ends = self._storm_ends = begins + self.seconds
+        for fault in self.faults:
+            self._at(begins + fault.at_s, partial(self._begin, fault))
+        while self._now < ends:
+            self._turn()
+            steps = self._storm_steps - (self._status["position"] if self._status else 0.0)
+            # Whoever is waited for costs time, which is made up for: these steps are due at the storm's end.
+            files.set_pace(self.out, min(STEP_S, max(FASTEST_STEP_S, (ends - self._now) / max(1.0, steps))))
+
+    def _gather(self) -> bool:
+        """Everybody is back once nothing goes wrong any more."""
+        files.set_pace(self.out, GATHER_STEP_S)
+        self._until("the last trials of damage end", lambda: not self._guests.busy, TRIALS_S, fatal=False)
+        return self._until("all nodes train again", self._all_train, GATHER_S, fatal=False)
+
+    def _end(self) -> None:
+        self._ending = True
+        files.set_pace(self.out, 0.0)
+        self.say("nothing goes wrong any more: the run goes to its end")
+        self._shorten()
+        over = self._until(
+            "the run ends", lambda: not any(c.running for c in self._children), END_S + self.seconds, fatal=False
+        )
+        for child in self._children if over else ():
+            if child.process.returncode:
+                self._problems.append(f"{child.name} ended with {child.process.returncode}: {child.last_words()}")
+
+    def _shorten(self) -> None:
+        """Where faults took so much time that many steps are left, the run gets fewer: nothing more can go wrong."""
+        assert self._status is not None
+        near = int(self._status["position"]) + LAST_STEPS
+        if near >= self._status["run"]["steps"]:
+            return
+        if why := files.shorten(self.state_dir, near):
+            self._found(f"the run cannot be shortened to {near} steps: {why}")
+        else:
+            self.say(f"the run is shortened to {near} steps")
+
+    def _until(self, what: str, condition: Callable[[], bool], timeout_s: float, *, fatal: bool = True) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                why = f"not within {timeout_s:g} s: {what} ({in_words(self._status)})"
+                if fatal:
+                    raise CommandError(f"{why}; the logs are in {self.out}", ExitCode.UNEXPECTED)
+                self._problems.append(why)
+                return False
+            self._turn()
+        return True
+
+    def _turn(self) -> None:
+        """A tenth of a second of everything."""
+        if self.stopped:
+            raise Stopped
+        while self._agenda and self._agenda[0][0] <= self._now:
+            heapq.heappop(self._agenda)[2]()
+        self._supervise()
+        self._guests.turn(self._status, self.state_dir, self._now)
+        self._look()
+        time.sleep(TICK_S)
+
+    def _look(self) -> None:
+        if self._now >= self._due_memory:
+            self._due_memory = self._now + MEMORY_EVERY_S
+            self._memory.sample(self._now, [(c.name, c.process.pid) for c in self._children if c.running])
+            self._history.appended(self._tail.read())
+        self._read_books()
+        if (status := page(self._http)) is not None:
+            self._status, self._coordinator_starts = status, False
+            self._history.saw_status(status)
+            self._recoveries.saw_status(status, self._now)
+        if self._now >= self._due_line:
+            self._due_line = self._now + LINE_EVERY_S
+            self._tell(in_words(self._status))
+
+    def _read_books(self) -> None:
+        for book in self._books.values():
+            for fragment, version, digest in book.read():
+                self._history.told(fragment, version, digest)
+
+    # --- faults
+
+    def _begin(self, fault: Fault) -> None:
+        kind, target, since = fault.kind, fault.target, self._now
+        if not self._is_back(target):
+            if since + POSTPONE_S + fault.lasts_s < self._storm_ends:
+                self._at(since + POSTPONE_S, partial(self._begin, fault))
+            return
+        self._happened[kind] += 1
+        self._hit.add(target)
+        self._tell(f"{kind} {target}, for {fault.lasts_s:.1f} s")
+        if kind in GUESTS:
+            self._tell(f"{kind}: {self._guests.begin(kind, lambda: self._children[COORDINATOR])}")
+            self._at(self._now + fault.lasts_s, partial(self._finish, fault))
+            return
+        self._recoveries.forget(target)
+        was_expected = is_expected(self._status, target)
+        match kind:
+            case "kill_node":
+                self._kill(target)
+            case "kill_coordinator":
+                self._kill(target)
+                self._recoveries.await_commit(kind, target, since, self._compare_journal().newest)
+            case "truncate_file":
+                self._kill(target)
+                self._tell(f"{kind}: {self._guests.damage(self._compare_journal())}")
+            case "stop_node" | "stop_coordinator":
+                self._signal(target, signal.SIGSTOP)
+            case "cut_link":
+                self._links.cut(self._relays[target])
+            case "slow_link":
+                self._links.change(self._relays[target], BAD_LINKS[self._happened[kind] % len(BAD_LINKS)])
+            case "fill_disk":
+                self._ballast.fill()
+        if kind == "kill_node" and was_expected:
+            self._recoveries.await_commit(kind, target, since, self._versions, lambda merged: target not in merged)
+        self._at(self._now + fault.lasts_s, partial(self._finish, fault))
+
+    def _is_back(self, target: str) -> bool:
+        """Whether it has recovered from its last fault, or had time to: a slow machine starts processes slowly."""
+        if target in self._hit | self._down or (target == COORDINATOR and self._coordinator_starts):
+            return False
+        ended_at, commits = self._ended.get(target, (-PATIENCE_S, 0))
+        if self._now - ended_at >= PATIENCE_S or self._status is None:
+            return True
+        if target == COORDINATOR:
+            return self._status["commits"] > commits
+        return target not in self.nodes or any(n["name"] == target and trains(n) for n in self._status["nodes"])
+
+    def _finish(self, fault: Fault) -> None:
+        kind, target = fault.kind, fault.target
+        self._hit.discard(target)
+        self._ended[target] = self._now, self._status["commits"] if self._status else 0
+        due: Callable[[list[str]], bool] = (lambda merged: target in merged) if kind in OF_NODES else lambda _: True
+        match kind:
+            case "kill_node" | "kill_coordinator" | "truncate_file":
+                self._start_again(target)
+            case "stop_node" | "stop_coordinator":
+                self._signal(target, signal.SIGCONT)
+            case "cut_link":
+                self._links.heal(self._relays[target])
+            case "slow_link":
+                self._links.change(self._relays[target], GOOD_LINK)
+            case "fill_disk":
+                self._ballast.remove()
+            case _:
+                self._guests.end(kind)
+                self._start_again(target)
+        if kind != "kill_coordinator":
+            what = "node_back" if kind == "kill_node" else kind
+            self._recoveries.await_commit(what, target, self._now, self._versions, due)
+
+    def _compare_journal(self) -> Journal:
+        """While the coordinator is dead: all that was told must be in what it leaves."""
+        self._read_books()
+        try:
+            journal = read_journal(self.state_dir)
+        except Unreadable as error:
+            self._found(f"the journal cannot be read: {error}")
+            return Journal({}, ())
+        self._history.saw_journal(journal)
+        return journal
+
+    # --- processes
+
+    def _start(self, name: str) -> Child:
+        if name == COORDINATOR:
+            self._coordinator_starts = True
+            file = files.coordinator_toml(self.out, self._settings, bind=self._bind, http=self._http)
+            return self._children.start(name, ["coordinator", str(file)], threads=1)
+        file = files.node_toml(self.out, name, self._relays[name].port)
+        arguments = [str(file), str(self.out / files.PACE), str(self._books[name].path)]
+        return self._children.start(name, arguments, threads=1, command=("-m", "farloop.chaos.storm_node"))
+
+    def _kill(self, name: str) -> None:
+        self._down.add(name)
+        self._children[name].kill()
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self._children[name].process.send_signal(number)
+
+    def _supervise(self) -> None:
+        """Who ended by itself was not asked to: that is told, and it is started again as a scheduler would."""
+        for child in self._children:
+            if child.running or child.name in self._down or (self._ending and child.process.returncode == 0):
+                continue
+            code = child.process.returncode
+            self._down.add(child.name)
+            full = child.name == COORDINATOR and code == ExitCode.STORAGE and self._ballast.lies
+            # One of two coordinators on a folder without a lock has to stop: the end of the fault starts it again.
+            stops = child.name == COORDINATOR and code in (ExitCode.REFUSED, ExitCode.STORAGE)
+            fenced = stops and (self._guests.unlocked or child.process.pid == self._guests.lockless)
+            if fenced:
+                self._tell(f"{child.name} has noticed the second start: {child.last_words()}")
+                if self._guests.unlocked:
+                    continue
+            if not full and not fenced:  # where there is no room to begin, code 6 says to try again
+                self._found(f"{child.name} ended by itself with {code}: {child.last_words()}")
+            if len(self._problems) > MAX_SURPRISES:
+                raise CommandError(f"given up: {self._problems[0]} (logs: {self.out})", ExitCode.UNEXPECTED)
+            if not self._ending:
+                self._at(self._now + AGAIN_S, partial(self._start_again, child.name))
+
+    def _start_again(self, name: str) -> None:
+        """Unless somebody did already."""
+        if name in self._down:
+            self._down.discard(name)
+            self._start(name)
+
+    def _found(self, problem: str) -> None:
+        self._problems.append(problem)
+        self._tell(f"FOUND {problem}")
+
+    @property
+    def _settings(self) -> dict[str, object]:
+        """Of the run."""
+        return {"nodes": len(self.nodes), "steps": self._storm_steps + GATHER_STEPS, "seed": self.seed}
+
+    @property
+    def _storm_steps(self) -> int:
+        return round(self.seconds / STEP_S)
+
+    # --- looking
+
+    @property
+    def _now(self) -> float:
+        """Seconds since the processes were started."""
+        return time.monotonic() - self._begun
+
+    @property
+    def _versions(self) -> list[int]:
+        return self._status["versions"] if self._status else [0]
+
+    def _all_train(self) -> bool:
+        if self._status is None or self._down or not all(child.running for child in self._children):
+            return False
+        live = {node["name"] for node in self._status["nodes"] if trains(node)}
+        windows = self._status["windows"]
+        return live >= set(self.nodes) and all(set(window["expected"]) >= live for window in windows)
+
+    def _tell(self, what: str) -> None:
+        self.say(f"{int(self._now) // 60:3d}:{int(self._now) % 60:02d}  {what}")
+
+    def _at(self, at: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (at, next(self._order), call))
+
+    # --- the end
+
+    def _outcome(self) -> Outcome:
+        self._compare_journal()
+        self._history.over()
+        final = final_status(self.state_dir)
+        return Outcome(
+            seconds=self.seconds,
+            faults=self._happened,
+            committed=self._history.committed,
+            lost=len(self._history.lost),
+            forks=len(self._history.forks) + len(self._history.twice),
+            digests_equal=final is not None and self._all_equal(final),
+            recovery_s=self._recoveries.seconds,
+            memory=self._memory.series,
+            released=self._guests.released,
+            problems=self._problems,
+        )
+
+    def _all_equal(self, final: Status) -> bool:
+        """Every node said good-bye with the run's last anchors, and wrote the same down."""
+        self._history.saw_status(final)
+        last = dict(enumerate(zip(final["versions"], final["digests"], strict=True)))
+        told = {node["name"]: node.get("digests") for node in final["nodes"]}
+        return all(told.get(name) == final["digests"] and self._books[name].anchors == last for name in self.nodes)

@@ -1,0 +1,81 @@
+"""A node as `farloop node` starts it, but for two things: its steps take their time, and it writes down its anchors.
+
+The file PACE has the seconds that an inner step takes at least, and may be replaced at any time. ANCHORS gets a line
+for every version that the node holds, as it holds it: what it was told, for whoever compares.
+
+    python -m farloop.chaos.storm_node NODE.toml PACE ANCHORS
+"""
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import typer
+
+from farloop.config.exit_codes import ended_in_one_line
+from farloop.config.logs import LogLevel, set_up
+from farloop.config.settings import load_node
+from farloop.node.library import Node
+from farloop.node.trainer import train
+
+LOOK_S = 0.05
+"""Between two looks at the pace, so that a change of it reaches a step that has begun."""
+
+
+def main(file: Path, pace: Path, anchors: Path) -> None:
+    """Take part in a run."""
+    with ended_in_one_line(), anchors.open("a") as book:
+        book.write("\n")  # ends a line that the last start left unfinished
+
+        def watch(node: Node) -> None:
+            step, told = node.step, list[tuple[int, int]]()
+
+            def slow_step(*, loss: float | None = None, tokens: int | None = None) -> bool:
+                _wait(pace)
+                more = step(loss=loss, tokens=tokens)
+                _write_down(node, told, book)
+                return more
+
+            setattr(node, "step", slow_step)  # noqa: B010 - a method that is replaced on one object, for good
+            leave = node.leave
+
+            def leave_and_tell(*args: float) -> None:
+                try:
+                    leave(*args)
+                finally:
+                    _write_down(node, told, book)
+
+            setattr(node, "leave", leave_and_tell)  # noqa: B010
+
+        set_up(LogLevel.INFO)
+        train(load_node(file, flags=[], environ={}).node, on_join=watch)
+
+
+def _wait(pace: Path) -> None:
+    begun = time.monotonic()
+    while (left := begun + _pace_s(pace) - time.monotonic()) > 0:
+        time.sleep(min(left, LOOK_S))
+
+
+def _pace_s(pace: Path) -> float:
+    with suppress(OSError, ValueError):
+        return float(pace.read_text())
+    return 0.0
+
+
+def _write_down(node: Node, told: list[tuple[int, int]], book: TextIO) -> None:
+    """Versions whose digest the node has compared with that of the commit, and not told yet."""
+    assert node.leader is not None and node.leader.replica is not None
+    replica = node.leader.replica
+    now = list(zip(replica.versions.values(), replica.digests.values(), strict=True))
+    for fragment, (version, digest) in enumerate(now):
+        if version >= 0 and (not told or told[fragment] != (version, digest)):
+            book.write(json.dumps([fragment, version, f"{digest:016x}"]) + "\n")
+    book.flush()
+    told[:] = now
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,419 @@
+"""Results of a finished run."""
+
+import json
+import math
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from farloop.algo.spec import RunSpec
+from farloop.coordinator.observe.event_log import files
+from farloop.monitoring.status import BytesStatus, NodeStatus, Status
+from farloop.monitoring.status_summary import left_with_the_last
+from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
+
+# --- What happened in a run, read back from `metrics.jsonl` as curves over tokens and time.
+
+
+_KINDS = ("delta", "update", "snapshot", "probe", "control")
+_COUNTERS = ("inner_steps", "lost_steps", "tokens", "bytes_up", "bytes_down", *_KINDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Sums over all nodes at one moment."""
+
+    t: float
+    """Seconds since the run's start."""
+    bytes_up: int
+    bytes_down: int
+    by_kind: BytesStatus
+    """Bytes of both directions."""
+    inner_steps: int
+
+    @property
+    def bytes_state(self) -> int:
+        """Snapshots and probes."""
+        return self.by_kind["snapshot"] + self.by_kind["probe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One outer step of one fragment."""
+
+    t: float
+    fragment: int
+    version: int
+    merged: tuple[str, ...]
+    drops: tuple[tuple[str, str], ...]
+    """Node and reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occurrence:
+    """Something a reader would ask about: a node that came, left or changed, a delta that was not merged."""
+
+    t: float
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """Filled by `read_history`; curves are in the order of time."""
+
+    losses: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Per node: (tokens of all nodes so far, its training loss), so that every curve shares one axis."""
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    """(tokens of all nodes so far, validation loss)."""
+    traffic: list[Traffic] = field(default_factory=list)
+    steps: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Per node, over all of its starts: inner steps, and those of them, per fragment, that no commit contains."""
+    commits: list[Commit] = field(default_factory=list)
+    occurrences: list[Occurrence] = field(default_factory=list)
+    unreadable: int = 0
+    """Lines that were no event: a run that was stopped may end in half a line."""
+
+
+def read_history(path: Path) -> History:
+    """Read a metrics file and the older parts beside it; one that does not exist is an empty history."""
+    history, totals = History(), _Totals()
+    for part in files(path):
+        with part.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.strip():
+                    _take(line, history, totals)
+    return history
+
+
+def _take(line: str, history: History, totals: "_Totals") -> None:
+    try:
+        event = json.loads(line)
+        _READERS.get(event["event"], _ignore)(event, history, totals)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        history.unreadable += 1
+
+
+class _Totals:
+    """Counters per node that never go back: a node that starts again counts from 0, the sum goes on."""
+
+    def __init__(self) -> None:
+        self._finished: dict[tuple[str, str], int] = {}
+        self._latest: dict[tuple[str, str], int] = {}
+
+    def update(self, node: str, event: dict[str, Any]) -> None:
+        """All counters of a start began at 0 together: where one has fallen, none of them goes on from before."""
+        told = {"lost_steps": 0, **event, **_bytes(event)}
+        values = {(node, counter): int(told[counter]) for counter in _COUNTERS}
+        restarted = any(value < self._latest.get(key, 0) for key, value in values.items())
+        for key, value in values.items():
+            if restarted:
+                self._finished[key] = self._finished.get(key, 0) + self._latest.get(key, 0)
+            self._latest[key] = value
+
+    def sum(self, counter: str, of: str | None = None) -> int:
+        """Over all nodes, or of one."""
+        both = (self._finished, self._latest)
+        found = ((node, value) for counts in both for (node, name), value in counts.items() if name == counter)
+        return sum(value for node, value in found if of in (None, node))
+
+
+def _bytes(event: dict[str, Any]) -> dict[str, int]:
+    """All bytes of a report. Older lines have no kinds, and snapshots and probes
+    apart from the bytes of both directions."""
+    if "bytes_by_kind" in event:
+        return {kind: int(event["bytes_by_kind"][kind]) for kind in _KINDS}
+    up, down, state = int(event["bytes_up"]), int(event["bytes_down"]), int(event["bytes_state"])
+    return {"bytes_down": down + state, "delta": up, "update": down, "snapshot": state, "probe": 0, "control": 0}
+
+
+def _progress(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    node = str(event["node"])
+    totals.update(node, event)
+    history.steps[node] = (totals.sum("inner_steps", node), totals.sum("lost_steps", node))
+    if event["loss"] is not None:
+        history.losses.setdefault(node, []).append((totals.sum("tokens"), float(event["loss"])))
+    history.traffic.append(
+        Traffic(
+            t=float(event["t"]),
+            bytes_up=totals.sum("bytes_up"),
+            bytes_down=totals.sum("bytes_down"),
+            by_kind={
+                "delta": totals.sum("delta"),
+                "update": totals.sum("update"),
+                "snapshot": totals.sum("snapshot"),
+                "probe": totals.sum("probe"),
+                "control": totals.sum("control"),
+            },
+            inner_steps=totals.sum("inner_steps"),
+        )
+    )
+
+
+def _evaluation(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    if event["loss"] is not None:
+        history.evaluations.append((int(event["tokens"]), float(event["loss"])))
+
+
+def _commit(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    commit = Commit(
+        t=float(event["t"]),
+        fragment=int(event["fragment"]),
+        version=int(event["version"]),
+        merged=tuple(event["merged"]),
+        drops=tuple((str(node), str(reason)) for node, reason in event["drops"]),
+    )
+    history.commits.append(commit)
+    for node, reason in commit.drops:
+        text = f"{node}: delta for window {commit.version} of fragment {commit.fragment} dropped: {reason}"
+        history.occurrences.append(Occurrence(t=commit.t, text=text))
+
+
+def _node(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    reason = f": {event['reason']}" if event.get("reason") else ""
+    history.occurrences.append(Occurrence(t=float(event["t"]), text=f"{event['name']} {event['state']}{reason}"))
+
+
+def _ignore(event: dict[str, Any], history: History, totals: _Totals) -> None:
+    """Events of a newer version are no error."""
+
+
+_READERS = {"progress": _progress, "evaluation": _evaluation, "commit": _commit, "node": _node}
+
+
+# --- What a finished run comes to: its figures, as `--json` prints them, and the table that ends a run on a terminal.
+
+
+class NodeSummary(TypedDict):
+    """One node's part in the run; what is not known is left out."""
+
+    name: str
+    device: NotRequired[str]
+    link: NotRequired[str]
+    state: NotRequired[str]
+    reason: NotRequired[str]
+    inner_steps: NotRequired[int]
+    tokens: NotRequired[int]
+    loss: NotRequired[float | None]
+    tokens_per_s: NotRequired[float]
+    compute_share: NotRequired[float]
+    blocked_s: NotRequired[float]
+    lost_steps: NotRequired[int]
+    skipped_turns: NotRequired[int]
+    bytes_up: NotRequired[int]
+    bytes_down: NotRequired[int]
+    bytes_state: NotRequired[int]
+    digests: NotRequired[list[str]]
+    """Digests of its own anchors, in fragment order."""
+
+
+class Summary(TypedDict):
+    """The figures of a run. Byte counts are sums over nodes."""
+
+    val_loss_start: float | None
+    val_loss_end: float | None
+    tokens: int
+    inner_steps: int
+    """Over all starts of all nodes."""
+    merged_steps: int
+    """Of them those that count for `reduction`: not lost, and not done twice."""
+    outer_steps: int
+    nodes: int
+    method: str
+    codec_up: str
+    codec_down: str
+    bytes_up: int
+    bytes_down: int
+    bytes_data_parallel_fp32: int
+    """8 · parameters · merged steps: fp32 gradients up and their mean down, every step of every node."""
+    bytes_total: int
+    """`bytes_up` + `bytes_down`: all bytes of the run, of all kinds."""
+    bytes_by_kind: BytesStatus
+    """Both directions; their sum is `bytes_total`."""
+    bytes_state: int
+    """Of `bytes_total`: snapshots and probes."""
+    reduction: float
+    """`bytes_data_parallel_fp32` ÷ `bytes_total`."""
+    digests_equal: bool | None
+    """Whether every node ended with the coordinator's anchors, bit for bit; None when nobody compared."""
+    compute_share: float
+    """Share of the time that the training loops had for themselves, data loading included: the mean over nodes, each
+    since its last start. farloop's own code, waiting and evaluation are the rest."""
+    wall_s: float
+    digests: list[str]
+    """The coordinator's anchors, in fragment order."""
+    parameters: int
+    h: int
+    steps: int
+    seed: int
+    command: str
+    commit: NotRequired[str]
+    machine: str
+    node_table: list[NodeSummary]
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    """The figures in words, most important first: label and value."""
+    each_way = f"{size_text(summary['bytes_up'])} up, {size_text(summary['bytes_down'])} down"
+    length = f"H {summary['h']}, {summary['steps']:,} steps"
+    return [
+        ("validation loss", f"{loss_text(summary['val_loss_start'])} → {loss_text(summary['val_loss_end'])}"),
+        ("sent over the links", f"{size_text(summary['bytes_total'])}: {each_way}"),
+        ("of these", bytes_text(summary["bytes_by_kind"])),
+        ("fp32 data parallel would send", size_text(summary["bytes_data_parallel_fp32"])),
+        ("reduction", f"{factor_text(summary['reduction'])} fewer bytes"),
+        ("compute share", f"{percent_text(summary['compute_share'])} of the time was the training loop's"),
+        ("wall time", duration_text(summary["wall_s"])),
+        ("models equal", equality_text(summary)),
+        ("trained", f"{count_text(summary['tokens'])} tokens in {plural(summary['inner_steps'], 'inner step')}, "
+                    f"{plural(summary['outer_steps'], 'outer step')}, {plural(summary['nodes'], 'node')}"),
+        ("method", f"{summary['method']}, {length}, {summary['codec_up']} up, {summary['codec_down']} down"),
+        ("model", f"{count_text(summary['parameters'])} parameters, seed {summary['seed']}"),
+    ]  # fmt: skip
+
+
+def bytes_text(moved: BytesStatus) -> str:
+    """All bytes by kind, in words."""
+    return (
+        f"{size_text(moved['delta'])} of deltas, {size_text(moved['update'])} of updates, "
+        f"{size_text(moved['snapshot'])} of snapshots, {size_text(moved['probe'])} of probes, "
+        f"{size_text(moved['control'])} of control"
+    )
+
+
+def equality_text(summary: Summary) -> str:
+    """Whether all ended with the same model, in a sentence."""
+    if summary["digests_equal"] is None:
+        return "not compared"
+    if not summary["digests_equal"]:
+        return "NO, digests differ"
+    fragments = plural(len(summary["digests"]), "fragment")
+    return f"yes, bit for bit ({fragments}, coordinator and {plural(summary['nodes'], 'node')})"
+
+
+def summary_table(summary: Summary) -> Table:
+    """The end of a run on a terminal."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False, padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for label, value in summary_rows(summary):
+        table.add_row(label, Text(value, style=_style(label, summary)))
+    return table
+
+
+def _style(label: str, summary: Summary) -> str:
+    if label == "models equal":
+        return {True: "green", False: "bold red", None: "yellow"}[summary["digests_equal"]]
+    return "bold" if label in ("validation loss", "reduction", "compute share") else ""
+
+
+# --- What a run came to: the final status and metrics.jsonl added up to a summary (protocol, Figures).
+
+
+def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float, loss_end: float) -> Summary:
+    """The figures of a finished run. Byte counts are sums over nodes and over their starts."""
+    run, terms = status["run"], spec.terms
+    history = read_history(metrics)
+    last = history.traffic[-1]
+    total = last.bytes_up + last.bytes_down
+    merged = merged_steps(history, fragments=run["fragments"], steps=run["steps"])
+    data_parallel = 8 * run["parameters"] * merged
+    nodes = status["nodes"]
+    summary: Summary = {
+        "val_loss_start": loss_start,
+        "val_loss_end": loss_end,
+        "tokens": last.inner_steps * terms.batch_sequences * terms.sequence_tokens,
+        "inner_steps": last.inner_steps,
+        "merged_steps": merged,
+        "outer_steps": status["outer_steps"],
+        "nodes": len(nodes),
+        "method": run["method"],
+        "codec_up": run["codec_up"],
+        "codec_down": run["codec_down"],
+        "bytes_up": last.bytes_up,
+        "bytes_down": last.bytes_down,
+        "bytes_data_parallel_fp32": data_parallel,
+        "bytes_total": total,
+        "bytes_by_kind": last.by_kind,
+        "bytes_state": last.bytes_state,
+        "reduction": data_parallel / total,
+        "digests_equal": all(left_with_the_last(node, status) for node in nodes),
+        "compute_share": sum(node["compute_share"] for node in nodes) / len(nodes),
+        "wall_s": run["started_s"],
+        "digests": status["digests"],
+        "parameters": run["parameters"],
+        "h": run["h"],
+        "steps": run["steps"],
+        "seed": spec.identity.seed,
+        "command": " ".join(["farloop", *sys.argv[1:]]),
+        "machine": machine(),
+        "node_table": [_node_of_outcome(node) for node in nodes],
+    }
+    if commit := source_commit():
+        summary["commit"] = commit
+    return summary
+
+
+def merged_steps(history: History, *, fragments: int, steps: int) -> int:
+    """Inner steps that data parallel would have needed: without what nodes report as lost, and what a node did beyond
+    the run's `steps` as a part of the run was repeated. A killed node reports no loss: up to a round stays counted."""
+    return sum(min(inner - math.ceil(lost / fragments), steps) for inner, lost in history.steps.values())
+
+
+def machine() -> str:
+    """This machine in a line: processor, cores, Python and torch."""
+    model = platform.processor() or platform.machine()
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    cores = torch.get_num_threads()
+    return f"{model}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def source_commit() -> str | None:
+    """The commit of the source tree this runs from; None for an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _node_of_outcome(node: NodeStatus) -> NodeSummary:
+    return {
+        "name": node["name"],
+        "device": node["device"],
+        "state": node["state"],
+        "reason": node["reason"],
+        "inner_steps": node["inner_steps"],
+        "tokens": node["tokens"],
+        "loss": node["loss"],
+        "tokens_per_s": node["tokens_per_s"],
+        "compute_share": node["compute_share"],
+        "blocked_s": node["blocked_s"],
+        "lost_steps": node["lost_steps"],
+        "skipped_turns": node.get("skipped_turns", 0),
+        "bytes_up": node["bytes_up"],
+        "bytes_down": node["bytes_down"],
+        "bytes_state": node["bytes_state"],
+        "digests": node.get("digests", []),
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,267 @@
+"""`farloop schedule`: the rounds of a run before it starts, as a table, as JSON or drawn. Nothing is read or started.
+
+The rounds are those that the coordinator will plan, by the same function. The model is not looked at: whether rounds
+are long enough for its fragments, `farloop config check` says.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from farloop.config.exit_codes import CommandError, ended_in_one_line
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from farloop.algo.spec import RoundPlan, Terms
+    from farloop.config.run_spec import RunConfig
+
+ROWS = 16
+"""Of the table: more rounds than that are shown at even distances."""
+
+_BAR = 24
+"""Characters of the longest bar."""
+
+_FLAGS = {
+    "lr.shape": "--schedule",
+    "lr.peak": "--peak-lr",
+    "lr.minimum": "--min-lr",
+    "lr.warmup_steps": "--warmup",
+    "h_rule": "--rule",
+    "h_alpha": "--alpha",
+    "h_init": "--h-init",
+    "h_max": "--h-max",
+    "h_switch": "--h-switch",
+}
+"""What the mathematics calls otherwise than this command does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """The rounds of a run, and η at the first step of each."""
+
+    terms: "Terms"
+    rounds: "tuple[RoundPlan, ...]"
+    learning_rates: tuple[float, ...]
+
+    @property
+    def comm_percent(self) -> float:
+        """Syncs in a hundred inner steps: the traffic beside that of a sync at every step."""
+        return 100 * len(self.rounds) / self.terms.steps
+
+    @property
+    def longest_round(self) -> int:
+        """Inner steps of it: as many are lost with a node that dies at its end."""
+        return max(plan.length for plan in self.rounds)
+
+    def plain(self) -> dict[str, Any]:
+        """As `--json` gives it; `rounds` are lengths, in order."""
+        terms = self.terms
+        return {
+            "steps": terms.steps,
+            "syncs": len(self.rounds),
+            "comm_percent": self.comm_percent,
+            "longest_round": self.longest_round,
+            "rounds": [plan.length for plan in self.rounds],
+            "starts": [plan.start for plan in self.rounds],
+            "learning_rates": list(self.learning_rates),
+            "schedule": terms.lr.shape,
+            "rule": terms.h_rule,
+            "alpha": terms.h_alpha or None,
+            "h_base": terms.h,
+            "h_init": terms.h_init,
+            "h_max": terms.h_max,
+        }
+
+
+def schedule(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN.toml", show_default=False, help="The run; the options overrule it."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Inner steps of each node.", show_default="600")] = None,
+    warmup: Annotated[
+        int | None, typer.Option(help="Steps from --min-lr to --peak-lr.", show_default="steps/10, at most 100")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule", help="cosine, linear, step, wsd, infinite or constant, after it.", show_default="cosine"
+        ),
+    ] = None,
+    peak_lr: Annotated[float | None, typer.Option("--peak-lr", help="Largest η.", show_default="2e-3")] = None,
+    min_lr: Annotated[float | None, typer.Option("--min-lr", help="η at both ends.", show_default="2e-4")] = None,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="constant; H grows with 1/η: linear (α/η), qsr (α/η)², cubic (α/η)³; or post-local.",
+            show_default="constant",
+        ),
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="α of linear, qsr and cubic; qsr has --h-base steps at the peak with peak-lr·√h-base.",
+            show_default=False,
+        ),
+    ] = None,
+    h_base: Annotated[
+        int | None, typer.Option("--h-base", help="Shortest H, and that of constant.", show_default="30")
+    ] = None,
+    h_init: Annotated[
+        int | None,
+        typer.Option("--h-init", help="H while η warms up.", show_default="--h-base; of post-local 1, to --h-switch"),
+    ] = None,
+    h_max: Annotated[int | None, typer.Option("--h-max", help="Longest H.", show_default="no bound")] = None,
+    h_switch: Annotated[
+        int | None, typer.Option("--h-switch", help="Step from which post-local has --h-base.", show_default=False)
+    ] = None,
+    flags: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="run.KEY=VALUE", show_default=False, help="Any other setting of a run."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+) -> None:
+    """Show the rounds of a run before it starts: H over time, syncs, and the share of steps with one.
+
+    H(s) = max(h-base, ⌊(α/η)^power⌋), with η at the first step of round s, decided
+    once by the coordinator (QSR is arXiv 2310.14423). The last round ends with the
+    run. At a re-warm (--set run.rewarms=600:1e-3) a round begins, and H is short.
+
+    Example: farloop schedule --steps 2000 --peak-lr 2e-3 --rule qsr --alpha 0.011 --h-base 30
+    """
+    with ended_in_one_line():
+        if plot is not None and plot.suffix not in (".svg", ".png", ".pdf"):
+            raise CommandError(f"--plot is a file named .svg, .png or .pdf, not {str(plot)!r}")
+        given: dict[str, Any] = {
+            "steps": steps,
+            "warmup_steps": warmup,
+            "schedule": shape,
+            "lr": peak_lr,
+            "min_lr": min_lr,
+            "h_rule": rule,
+            "h_alpha": alpha,
+            "h": h_base,
+            "h_init": h_init,
+            "h_max": h_max,
+            "h_switch": h_switch,
+        }
+        config = dataclasses.replace(
+            config_of(file, flags or []), **{key: value for key, value in given.items() if value is not None}
+        )
+        shown, notes = preview(config)
+        if plot is not None:
+            from farloop.plots.simulation import draw_schedule
+
+            draw_schedule(plot, shown.terms, shown.rounds)
+        if as_json:
+            typer.echo(json.dumps(shown.plain(), indent=1))
+        else:
+            _show(shown, notes, plot)
+
+
+def config_of(file: Path | None, flags: Iterable[str]) -> "RunConfig":
+    """The table `[run]` of a file, or one of defaults, with `run.key=value` on top. Raises CommandError."""
+    from farloop.bench.quality_spec import run_settings
+    from farloop.config.run_spec import RunConfig
+    from farloop.config.settings import load_run
+
+    if file is not None:
+        return load_run(file, flags=flags, environ=os.environ).run
+    settings = run_settings([flag.removeprefix("run.") for flag in flags], origin="--set")
+    return RunConfig(**{"method": "diloco", **settings})
+
+
+def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
+    """The rounds that the coordinator will plan, and what else a person should know of. Raises CommandError."""
+    from farloop.algo.methods import method_named
+    from farloop.algo.schedule import first_rounds, learning_rate
+    from farloop.algo.spec import Fragment, Layout
+    from farloop.algo.validation import check
+    from farloop.config.run_spec import terms_of
+
+    one_slot = Layout(slots=1, fragments=(Fragment(index=0, slot=0, numel=256, tensors=()),))
+    try:
+        terms, notes = terms_of(config, method_named(config.method))
+        check(terms, one_slot)
+    except ValueError as error:
+        raise CommandError(_with_flags(str(error))) from error
+    rounds = first_rounds(terms, terms.steps)
+    rates = tuple(learning_rate(terms, plan.start) for plan in rounds)
+    return Preview(terms=terms, rounds=rounds, learning_rates=rates), [*notes, *_correction(terms, rounds)]
+
+
+def _with_flags(sentence: str) -> str:
+    for term, flag in _FLAGS.items():
+        sentence = re.sub(rf"\b{re.escape(term)}\b", flag, sentence)
+    return re.sub(r"\bh (is|=) ", r"--h-base \1 ", sentence)
+
+
+def _correction(terms: "Terms", rounds: "tuple[RoundPlan, ...]") -> list[str]:
+    """How far the outer step is corrected, where it is."""
+    from farloop.algo.outer_settings import is_corrected
+    from farloop.algo.schedule import work_ratio
+
+    if not is_corrected(terms):
+        return []
+    work = [work_ratio(terms, plan.start, plan.start + plan.length) for plan in rounds]
+    return [
+        f"outer lr {terms.outer_lr:g} and momentum {terms.outer_momentum:g} are corrected for the work of a round, "
+        f"worth {min(work):.2g} to {max(work):.2g} of one with {terms.h} steps"
+    ]
+
+
+def _show(shown: Preview, notes: Iterable[str], plot: Path | None) -> None:
+    from rich.console import Console
+
+    from farloop.monitoring.units import plural
+
+    console, terms = Console(highlight=False), shown.terms
+    console.print(_table(shown))
+    constant = -(-terms.steps // terms.h)
+    against = "" if terms.h_rule == "constant" else f", {constant:,} with H = {terms.h} throughout"
+    lines: Mapping[str, str] = {
+        "syncs": f"{len(shown.rounds):,} in {plural(terms.steps, 'step')}{against}",
+        "comm": f"{shown.comm_percent:.3g} % of the steps",
+        "longest": f"{plural(shown.longest_round, 'step')}, {100 * shown.longest_round / terms.steps:.3g} % of the run",
+    }
+    for label, value in [*lines.items(), *(("note", note) for note in notes)]:
+        console.print(f"{label:<8} {value}", markup=False, soft_wrap=True)
+    if plot is not None:
+        console.print(f"{'figure':<8} {plot}", markup=False, soft_wrap=True)
+
+
+def _table(shown: Preview) -> "Table":
+    """A row per round, or `ROWS` of them at even distances in time."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
+    for title in ("round", "from step", "learning rate", "H"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for index in _chosen(shown.rounds):
+        plan = shown.rounds[index]
+        bar = "█" * max(1, round(_BAR * plan.length / shown.longest_round))
+        table.add_row(
+            f"{index:,}", f"{plan.start:,}", f"{shown.learning_rates[index]:.3g}", f"{plan.length:,}", f"[cyan]{bar}[/]"
+        )
+    return table
+
+
+def _chosen(rounds: "tuple[RoundPlan, ...]") -> list[int]:
+    if len(rounds) <= ROWS:
+        return list(range(len(rounds)))
+    starts = [plan.start for plan in rounds]
+    return sorted({bisect_right(starts, row * starts[-1] / (ROWS - 1)) - 1 for row in range(ROWS)})

@@ -1,0 +1,54 @@
+"""Ask the coordinator of a state directory through its admin socket."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.coordinator.admin import NAME, ask
+
+TIMEOUT_S = 60.0
+"""For an answer: it comes once the change is durable, and a disk may have to be emptied first."""
+
+
+def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping[str, Any]:
+    """Ask the coordinator of this state folder; its answer.
+
+    Raises:
+        CommandError: the words are none, no coordinator runs there, or it refused: one line each.
+    """
+    return asked({"do": "set", "given": _given(words), "dry_run": dry_run}, state)
+
+
+def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
+    """What the coordinator of this state folder answers. Raises CommandError, as `change_terms`; NoFolder."""
+    from farloop.coordinator.storage.state_reader import state_folder
+
+    state_folder(state)
+    try:
+        answer = ask(state, request, TIMEOUT_S)
+    except TimeoutError as error:
+        raise CommandError(
+            f"no answer from {state / NAME} within {TIMEOUT_S:g} s: farloop status says whether its disk is full",
+            ExitCode.UNREACHABLE,
+        ) from error
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise CommandError(
+            f"no coordinator at {state / NAME}: {what.lower()}; is one running on this folder?", ExitCode.UNREACHABLE
+        ) from error
+    if "error" in answer:
+        raise CommandError(str(answer["error"]), ExitCode.REFUSED)
+    return answer
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise CommandError(f"{word!r} is not KEY=VALUE, as outer_lr=0.5")
+        if key.strip() in given:
+            raise CommandError(f"{key.strip()} is set twice")
+        given[key.strip()] = text
+    return given

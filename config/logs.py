@@ -1,0 +1,77 @@
+"""Log lines on standard error: `key=value` for people and grep, or one JSON object each for collectors.
+
+Messages are written as `event key=value …` all over farloop; here the pairs are told apart again.
+"""
+
+import ast
+import json
+import logging
+import re
+from datetime import UTC, datetime
+from enum import StrEnum
+
+_PAIR = re.compile(r"""(?:^|\s)([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\S*)""")
+_PLAIN = re.compile(r"[^\s\"'=]+")
+
+
+class LogLevel(StrEnum):
+    """As in `--log-level`."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def set_up(level: LogLevel, *, json_lines: bool = False, rank: int = 0) -> None:
+    """Send all logs of this process to standard error. Ranks other than 0 repeat what rank 0 says: warnings only."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if json_lines else KeyValueLines())
+    threshold = getattr(logging, level.upper())
+    logging.basicConfig(level=max(threshold, logging.WARNING) if rank else threshold, handlers=[handler], force=True)
+
+
+def pairs_of(message: str) -> dict[str, str]:
+    """The event and its fields: `commit fragment=0 why='all came'` → event, fragment, why."""
+    found = list(_PAIR.finditer(message))
+    event = message[: found[0].start()].rstrip(" :") if found else message
+    fields = {"event": event} if event else {}
+    return fields | {match[1]: _unquoted(match[2]) for match in found}
+
+
+class KeyValueLines(logging.Formatter):
+    """`ts=… level=info at=coordinator.observe.observer event=commit fragment=0 …`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = " ".join(f"{key}={_quoted(value)}" for key, value in _fields(record).items())
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonLines(logging.Formatter):
+    """The same as one JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = _fields(record)
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, str]:
+    at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    where = record.name.removeprefix("farloop.")
+    return {"ts": at, "level": record.levelname.lower(), "at": where} | pairs_of(record.getMessage())
+
+
+def _quoted(value: str) -> str:
+    return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+
+
+def _unquoted(text: str) -> str:
+    """`%r` of a text as the text."""
+    if text[:1] not in ("'", '"') or text[-1:] != text[:1] or len(text) < 2:
+        return text
+    try:
+        return str(ast.literal_eval(text))
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,243 @@
+"""TOML text, addresses, and errors of the configuration. Loads no torch."""
+
+import difflib
+import ipaddress
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farloop.config.exit_codes import CommandError
+
+# --- TOML out: the few kinds of values that settings have. Reading is the standard library's.
+
+
+def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """One `[table]` each, with one `key = value` a line.
+
+    Raises:
+        TypeError: a value is neither text, number, truth value nor a list of these.
+    """
+    sections = []
+    for table, values in tables.items():
+        lines = [f"{key} = {_value(value)}" for key, value in values.items()]
+        sections.append("\n".join([f"[{table}]", *lines]))
+    return "\n\n".join(sections) + "\n"
+
+
+def _value(value: object) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            return json.dumps(value)  # a TOML basic string escapes as JSON does
+        case list():
+            return f"[{', '.join(_value(item) for item in value)}]"
+        case _:
+            raise TypeError(f"{value!r} has no place in a settings file")
+
+
+# --- Addresses as people write them, `tcp://host:port` and `host:port`, and whether only this machine can reach them.
+
+
+ANY_HOST = ("*", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """A host and a port."""
+
+    host: str
+    """Without the brackets of IPv6."""
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nobody outside this machine is at the other end."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def reachable_host(self) -> str:
+        """Where this machine itself finds what listens here."""
+        return "127.0.0.1" if self.host in ANY_HOST else self.host
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_tcp(text: str, *, listens: bool = False) -> Address:
+    """The address in `tcp://host:port`.
+
+    Args:
+        listens: it is bound here, so port 0 (any free one) and host * (all interfaces) make sense.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    if not text.startswith("tcp://"):
+        scheme, separator, _ = text.partition("://")
+        near = f"; did you mean tcp://{text}?" if not separator and ":" in text else ""
+        raise ValueError(f"tcp://host:port is wanted, not {text!r}{near}" if not separator else
+                         f"farloop speaks tcp:// only, not {scheme}://")  # fmt: skip
+    address = parse_host_port(text.removeprefix("tcp://"), listens=listens)
+    if not listens and address.host in ANY_HOST:
+        raise ValueError(f"{address.host} means every interface and is no place to dial; name the coordinator's host")
+    return address
+
+
+def parse_host_port(text: str, *, listens: bool = False) -> Address:
+    """The address in `host:port`. As `parse_tcp`."""
+    host, separator, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if not separator or not host or (":" in host and not bracketed):
+        example = "host:port is wanted, as 127.0.0.1:7700 or [::1]:7700"
+        raise ValueError(f"{example}, not {text!r}")
+    least = 0 if listens else 1
+    if not port.isascii() or not port.isdecimal() or not least <= int(port) <= 65535:
+        raise ValueError(f"{port!r} is no port; take one from {least} to 65535")
+    return Address(host=host, port=int(port))
+
+
+# --- Where settings come from, weakest first: a TOML file, the environment, flags. Reads them; believes nothing yet.
+
+
+PREFIX = "FARLOOP_"
+"""Environment variables are `FARLOOP_<SECTION>__<KEY>`: two underscores, because Kubernetes makes names with one."""
+
+_HEADER = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
+_KEY = re.compile(r"\s*([\w-]+)\s*=")
+
+
+class ConfigError(CommandError):
+    """A setting that cannot be used: where it stands, what is wrong, and the nearest thing that would do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A value that somebody gave for a key."""
+
+    section: str
+    key: str
+    value: object
+    origin: str
+    """Where to look: `run.toml:7`, `FARLOOP_RUN__STEPS` or `--set`."""
+    is_text: bool
+    """From a place that knows only text: `600` may be a number."""
+    folder: Path
+    """What a relative path in it is relative to: a file's own folder, else the working folder."""
+
+    def error(self, what: str) -> ConfigError:
+        """About this value."""
+        return ConfigError(f"{self.origin}: [{self.section}] {self.key}: {what}")
+
+
+def read_file(path: Path, known: Iterable[str]) -> list[Given]:
+    """All keys of a TOML file whose sections are `known`. Raises ConfigError."""
+    text, tables = load_tables(path)
+    lines, sections = _line_numbers(text), list(known)
+    found = []
+    for section, table in tables.items():
+        line = lines.get((section, ""), lines.get(("", section)))
+        where = _origin(path, line)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: {section} stands outside of a section; put it below {_listed(sections)}")
+        if section not in sections:
+            raise ConfigError(f"{where}: there is no section [{section}] here; {nearest(section, sections)}")
+        for key, value in table.items():
+            found.append(
+                Given(
+                    section=section,
+                    key=key,
+                    value=value,
+                    origin=_origin(path, lines.get((section, key))),
+                    is_text=False,
+                    folder=path.absolute().parent,
+                )
+            )
+    return found
+
+
+def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
+    """A TOML file's text and what it says. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {(error.strerror or 'no such file').lower()}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not a text in UTF-8, as TOML must be") from None
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+), column \d+", str(error))
+        what = re.sub(r" \(at .*\)$", "", str(error))
+        what = what[:1].lower() + what[1:]
+        raise ConfigError(f"{_origin(path, int(line[1]) if line else None)}: is not TOML: {what}") from None
+
+
+def read_environment(environ: Mapping[str, str], sections: Mapping[str, Iterable[str]]) -> list[Given]:
+    """What `FARLOOP_<SECTION>__<KEY>` say. `sections` are all that farloop knows, with their keys."""
+    spellings = {f"{PREFIX}{s}_{k}".upper(): f"{PREFIX}{s}__{k}".upper() for s, keys in sections.items() for k in keys}
+    found = []
+    for name, value in sorted(environ.items()):
+        if name in spellings:
+            raise ConfigError(f"{name}: is not read; did you mean {spellings[name]}, with two underscores?")
+        section, separator, key = name.removeprefix(PREFIX).lower().partition("__")
+        if not name.startswith(PREFIX) or not separator:
+            continue
+        if section not in sections:
+            raise ConfigError(f"{name}: there is no section {section}; {nearest(section, sections)}")
+        found.append(Given(section=section, key=key, value=value, origin=name, is_text=True, folder=Path.cwd()))
+    return found
+
+
+def read_flags(flags: Iterable[str], known: Iterable[str]) -> list[Given]:
+    """What `--set section.key=value` say. Raises ConfigError."""
+    found, sections = [], list(known)
+    for flag in flags:
+        name, separator, value = flag.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not separator or not dot or not key:
+            raise ConfigError(f"--set {flag}: section.key=value is wanted, with a section of {', '.join(sections)}")
+        if section not in sections:
+            raise ConfigError(f"--set {flag}: there is no section {section} here; {nearest(section, sections)}")
+        found.append(
+            Given(section=section, key=key, value=value.strip(), origin="--set", is_text=True, folder=Path.cwd())
+        )
+    return found
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """`did you mean steps?`, or which ones there are."""
+    known = list(words)
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+
+
+def _listed(sections: list[str]) -> str:
+    return " or ".join(f"[{section}]" for section in sections)
+
+
+def _origin(path: Path, line: int | None) -> str:
+    return f"{path}:{line}" if line else str(path)
+
+
+def _line_numbers(text: str) -> dict[tuple[str, str], int]:
+    """(section, key) → its line, as far as plain spelling goes; a section's own line has the key ''."""
+    section, lines = "", {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            section = header[1]
+            lines[section, ""] = number
+        elif key := _KEY.match(line):
+            lines.setdefault((section, key[1]), number)
+    return lines

@@ -1,0 +1,119 @@
+"""Terms that are asked for while a run goes on: what the daemon, at its door, and the simulator hand to the machine.
+
+The machine knows no codecs, for it loads no torch; so their names are settled here.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from farloop.algo.spec import Revision
+from farloop.coordinator.admin import Handler
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.revising import described
+from farloop.coordinator.routing.sync_plan import Advice, NotInPlace, settings_of
+from farloop.quant.codec_checks import check_codecs
+from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing
+from farloop.quant.registry import downlink_spelling
+
+_log = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.02
+"""How often the journal is looked at for a change that waits to be durable."""
+
+
+def revision_asked_for(machine: CoordinatorMachine, given: Mapping[str, str]) -> Revision:
+    """What the run would have now with these values, as text by key. Raises ValueError, one sentence, if it cannot."""
+    spelled = dict(given)
+    if "codec" in spelled:
+        both = spelled.pop("codec")
+        spelled = {"codec_up": both, "codec_down": both, **spelled}
+    try:
+        if "codec_down" in spelled:
+            spelled["codec_down"] = downlink_spelling(spelled["codec_down"])
+        revision = machine.revision_for(spelled)
+        check_codecs(revision.terms)
+    except (UnknownCodec, BadParameter, UnsoundPairing) as error:
+        raise ValueError(str(error)) from error
+    return revision
+
+
+def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
+    """The run's terms with what is advised to one node. Raises ValueError, one sentence, if it cannot have them."""
+    try:
+        spec = machine.ledger.spec
+        in_stages = spec.identity.layout.num_stages > 1
+        given = settings_of(advice, spec.terms, machine.ledger.h, in_stages=in_stages)
+    except NotInPlace as error:
+        raise ValueError(str(error)) from error
+    return revision_asked_for(machine, given)
+
+
+def handlers(machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> dict[str, Handler]:
+    """All that can be asked for at a coordinator's door. The arguments are those of `Setting`."""
+    return {"set": ChangeTerms(machine, durable, happened), "release": Release(machine, happened)}
+
+
+class Release:
+    """`release` at the coordinator's door."""
+
+    def __init__(self, machine: CoordinatorMachine, happened: Callable[[ev.Event], None]) -> None:
+        self._machine, self._happened = machine, happened
+
+    async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What held the run, by node, and what still holds it, if anything does.
+
+        `nodes` names those that are not believed: all by which the run is held. It may be left out where that is one.
+
+        Raises:
+            ValueError: no node holds the run, or other nodes than the named ones; one sentence.
+        """
+        claims = self._machine.hold_claims
+        if not claims:
+            raise ValueError("the run is not held by what a node says of another history: there is nothing to release")
+        named = request.get("nodes") or []
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            raise ValueError("release needs nodes: a list of names")
+        said = "; ".join(f"node {node} {claim}" for node, claim in sorted(claims.items()))
+        options = " ".join(f"--node {node}" for node in sorted(claims))
+        if set(named) != set(claims) and (named or len(claims) > 1):
+            raise ValueError(
+                f"this is what holds the run: {said}. Where several nodes have seen more, the state folder is probably "
+                "an old copy: put the newer one back, or start once with --adopt-from-nodes. If you know that all of "
+                f"them are wrong: farloop release {options}"
+            )
+        self._happened(ev.HoldReleased())
+        _log.warning("hold released held=%r", said)
+        return {"held": said, "still": self._machine.holding}
+
+
+class ChangeTerms:
+    """`set` at the coordinator's door."""
+
+    def __init__(self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> None:
+        """`durable` is what the journal says; `happened` hands an event to the machine."""
+        self._machine, self._durable, self._happened = machine, durable, happened
+
+    async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What changes, and from where on; answered when it is durable. `dry_run` changes nothing.
+
+        Raises:
+            ValueError: it cannot be; one sentence.
+        """
+        given, dry_run = request.get("given"), request.get("dry_run", False)
+        if not isinstance(given, dict) or not given or not all(isinstance(text, str) for text in given.values()):
+            raise ValueError("set needs given: text by key")
+        before = self._machine.ledger.spec.terms
+        revision = revision_asked_for(self._machine, given)
+        answer = {"revision": revision.number, "changes": described(before, revision), "dry_run": bool(dry_run)}
+        if dry_run:
+            return answer
+        self._happened(ev.TermsGiven(revision=revision))
+        _log.info("terms changed revision=%d changes=%s", revision.number, json.dumps(answer["changes"]))
+        while self._durable.spec.revision < revision.number:  # noqa: ASYNC110 - the journal wakes nobody
+            await asyncio.sleep(_POLL_S)
+        return answer

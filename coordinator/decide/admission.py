@@ -1,0 +1,201 @@
+"""Who and what is let in: a node into the run, a delta into its window. Every refusal has its reason. Pure.
+
+What a node says of its own work decides what its deltas weigh and how long everybody's rounds are: it is held against
+what the work can have been, and never refused to who is merely late.
+"""
+
+import math
+from dataclasses import asdict
+from typing import Final
+
+from farloop.algo.spec import BlobKind, NodeId
+from farloop.algo.stages import Part, described, fault_of, is_source
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.revising import REVISED_SINCE, cannot_follow, not_for_the_deaf
+from farloop.coordinator.decide.roster import MOST_MEMBERS, Member
+from farloop.coordinator.decide.windows import Window
+from farloop.wire.bounds import MOST_TOKENS
+from farloop.wire.keys import check_name
+from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused, moved_by
+from farloop.wire.reasons import Reason
+
+_FP32_MAX: Final = 2.0**128
+"""No finite fp32 number is larger."""
+
+
+def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:
+    """Why this node may not join, with the two values that disagree; None lets it in. What it holds: `rollback.py`."""
+    oldest, newest = PROTOCOL_VERSIONS
+    identity = ledger.spec.identity
+    fingerprint, layout = identity.fingerprint(), identity.layout.digest()
+    try:
+        check_name(name)
+    except ValueError as error:
+        return _refuse(Reason.MALFORMED, str(error))
+    if hello.protocol_max < oldest or hello.protocol_min > newest:
+        spoken = f"{hello.protocol_min} to {hello.protocol_max}"
+        return _refuse(Reason.PROTOCOL_VERSION, f"the node speaks {spoken}, the coordinator {oldest} to {newest}")
+    if hello.protocol_max < REVISED_SINCE and (not_yet := not_for_the_deaf(ledger)):
+        return Refused(reason=Reason.PROTOCOL_VERSION, detail=not_yet, retriable=True)
+    if cannot := cannot_follow(ledger, name, hello.protocol_max):
+        return Refused(reason=Reason.PROTOCOL_VERSION, detail=cannot, retriable=True)
+    if hello.fingerprint is not None and hello.fingerprint != fingerprint:
+        return _refuse(Reason.WRONG_RUN, f"the node wants run {hello.fingerprint}, this is {fingerprint}")
+    if hello.layout is not None and hello.layout != layout:
+        return _refuse(Reason.WRONG_LAYOUT, f"the node's layout is {hello.layout}, the run's is {layout}")
+    if fault := fault_of(hello.holds, identity.layout):
+        return _refuse(Reason.WRONG_PART, f"the node {fault}")
+    if member and hello.incarnation == member.incarnation and hello.holds != member.holds:
+        said = f"stages {described(member.holds)}, and now {described(hello.holds)}"
+        return _refuse(Reason.WRONG_PART, f"this start of {name} held {said}: start it anew")
+    for ref in (*hello.anchors, *hello.announced):
+        if not 0 <= ref.fragment < len(ledger.versions):
+            return _refuse(Reason.WRONG_LAYOUT, f"there is no fragment {ref.fragment}")
+    if (most := max(len(hello.anchors), len(hello.announced))) > len(ledger.versions):
+        told = f"the node names {most} anchors, and the run has {len(ledger.versions)} fragments"
+        return _refuse(Reason.WRONG_LAYOUT, told)
+    if member and hello.incarnation < member.incarnation:
+        newer = f"incarnation {member.incarnation} of {name} has joined, this is {hello.incarnation}"
+        return _refuse(Reason.OLD_INCARNATION, newer)
+    return None
+
+
+def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window | None) -> tuple[Reason, str] | None:
+    """Why this member's delta is not wanted, as a reason and a sentence; None lets its bytes come.
+
+    Args:
+        window: the open one of the delta's fragment.
+    """
+    blob = offer.blob
+    sender = (member.name, member.incarnation)
+    if (
+        blob.kind is not BlobKind.DELTA
+        or not 0 <= blob.fragment < len(ledger.versions)
+        or (blob.node, blob.incarnation) != sender
+        or [(c.node, c.incarnation, c.base) for c in offer.contributors] != [(*sender, blob.version)]
+    ):
+        return Reason.CORRUPT, "the offer does not fit its sender"
+    if offer.history != ledger.history:
+        return Reason.FOREIGN, Reason.FOREIGN.sentence
+    reason = (
+        ledger.outcome_reason(blob, offer.window) if member.has(ledger.fragment(blob.fragment)) else Reason.NOT_HELD
+    )
+    if reason is None and member.stage != "training":
+        reason = Reason.NOT_A_PARTICIPANT
+    if reason is None and window and window.is_too_late_for(offer):
+        reason = Reason.LATE
+    came = window.contributors if window else set()
+    if reason is None and (member.name in came or ledger.holds_one_of(member.name, blob.fragment)):
+        reason = Reason.OVERLAP
+    if reason is None and (untrue := work_untrue(offer, ledger)):
+        return Reason.IMPLAUSIBLE, untrue
+    return None if reason is None else (reason, reason.sentence)
+
+
+def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
+    """What cannot be true of the work that a delta says it holds, as a sentence; None where all of it can."""
+    fragment = offer.blob.fragment
+    for share in offer.contributors:
+        most = steps_at_most(ledger, fragment, share.base, share.node)
+        if not 0 <= share.steps <= most:
+            return f"the delta claims {share.steps} inner steps, and there were at most {most} since its base"
+        if untrue := _tokens_untrue(share.tokens, share.steps, ledger, ledger.holds_of(share.node)):
+            return f"the delta claims {untrue}"
+        numel = ledger.fragment(fragment).numel
+        if not 0.0 <= share.norm_sq <= numel * _FP32_MAX**2:
+            return f"the delta claims a squared norm of {share.norm_sq:g}"
+    return None
+
+
+def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int:
+    """Inner steps that a delta of this base can hold.
+
+    They are of the rounds since the base was made, and of the one that a node was in when it got it, which it may have
+    begun long before; then it jumps to the run's (protocol A). That is known by the last slot's windows, which may be a
+    round behind this fragment's; as many as updates may be late where they are not waited for.
+    """
+    kept, plans = [revision.terms for revision in ledger.revisions.kept], ledger.rounds.values()
+    behind = max(terms.max_stale_rounds for terms in kept) if kept[0].on_late_update == "continue" else 1
+    begun = ledger.round_of(fragment, base) - behind
+    if kept[0].mix == 1.0:  # nothing is ever mixed in: the work is that since the last send, however long ago
+        begun = 0
+    oldest = ledger.rounds[min(ledger.rounds)]
+    forgotten = oldest.start if begun < oldest.index else 0
+    steps = sum(plan.steps_of(node) for plan in plans if plan.index >= begun)
+    return forgotten + steps + max(plan.length for plan in plans)
+
+
+def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> str | None:
+    """What cannot be true in a node's report, as a sentence; None where all of it can. A loss may be anything.
+
+    Args:
+        holds: what the node says that it does.
+    """
+    newest = ledger.rounds[max(ledger.rounds)]
+    most = newest.start + newest.length + 1  # one may be under way as the run ends
+    most += ledger.history * (_longest(ledger) + 1)  # of lost histories, which were fewer than epochs
+    if not 0 <= progress.inner_steps <= most:
+        return f"it claims {progress.inner_steps} inner steps, and the rounds that are fixed have {most - 1}"
+    if untrue := _tokens_untrue(progress.tokens, progress.inner_steps, ledger, holds):
+        return f"it claims {untrue}"
+    for name in _NEVER_NEGATIVE:
+        value = getattr(progress, name)
+        if not 0 <= value < math.inf:
+            return f"it claims {name} = {value:g}"
+    place = last_position(ledger)
+    for name in ("position", "round"):
+        if getattr(progress, name) > place:
+            return f"it claims {name} = {getattr(progress, name):g}, and the run ends at position {place}"
+    if progress.compute_share > 1.0:
+        return f"it claims compute_share = {progress.compute_share:g}, and 1 is all of its time"
+    for way, moved in zip(("sent", "received"), moved_by(progress), strict=True):
+        for kind, count in asdict(moved).items():
+            if count < 0:
+                return f"it claims {count} bytes of {kind} {way}"
+    return None
+
+
+def last_position(ledger: Ledger) -> int:
+    """No schedule position, and no round, is beyond it."""
+    newest = ledger.rounds[max(ledger.rounds)]
+    return max(newest.start + newest.length, _longest(ledger))
+
+
+def _longest(ledger: Ledger) -> int:
+    return max(revision.terms.steps for revision in ledger.revisions.kept)
+
+
+def samples_untrue(progress: Progress, member: Member, ledger: Ledger) -> str | None:
+    """That a node says it has used more samples than it can have been granted, as a sentence. The book counts no more
+    than these (`leases.py`)."""
+    if not ledger.spec.identity.num_samples or not is_source(member.holds):
+        return None
+    most = ledger.leases.most_used(member.name, member.incarnation)
+    if progress.sample_watermark <= most:
+        return None
+    return f"it claims to have used {progress.sample_watermark} samples, and was granted {most}: {most} are counted"
+
+
+_NEVER_NEGATIVE: Final = (
+    "position", "round", "tokens_per_s", "compute_share", "blocked_s", "lost_steps", "skipped_turns",
+    "skipped_steps", "sample_watermark", "bytes_up", "bytes_down", "bytes_state",
+)  # fmt: skip
+
+
+def _tokens_untrue(tokens: int, steps: int, ledger: Ledger, holds: Part) -> str | None:
+    """Where the coordinator grants the samples, no inner step has more tokens than the run's batch; one whose sequences
+    are padded has fewer.
+
+    A node that holds a part says what came by: a source's own samples, but for those that were lost on their way, or
+    those of any number of sources.
+    """
+    terms = ledger.spec.terms
+    if ledger.spec.identity.num_samples:
+        granted = steps * terms.batch_sequences * terms.sequence_tokens
+        most = granted if is_source(holds) else granted * MOST_MEMBERS
+        return None if 0 <= tokens <= most else f"{tokens} tokens in {steps} inner steps, which have {most} at most"
+    return None if 0 <= tokens <= steps * MOST_TOKENS else f"{tokens} tokens in {steps} inner steps"
+
+
+def _refuse(reason: Reason, detail: str) -> Refused:
+    return Refused(reason=reason, detail=detail, retriable=False)

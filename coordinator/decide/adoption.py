@@ -1,0 +1,546 @@
+"""Continue from what nodes hold: the survey, the choice, the fetch."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from farloop.algo.revisions import Revisions
+from farloop.algo.schedule import round_after
+from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, WindowTerms
+from farloop.algo.stages import is_in
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.admission import refusal
+from farloop.coordinator.decide.decisions import Decisions
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.rollback import epoch_met, standing_of, unbelievable
+from farloop.coordinator.decide.roster import MOST_MEMBERS
+from farloop.wire import messages as msg
+from farloop.wire.messages import SINCE, AnchorRef, Held, Hello
+from farloop.wire.reasons import Reason
+
+# --- What nodes say that they hold, against each other and against an old copy of the state (protocol, Adoption).
+#
+# Of each fragment it finds the newest version that somebody can bring, and what speaks against going on from there: two
+# digests of one version, terms or rounds that nobody tells.
+
+
+RECALLED_SINCE: Final = SINCE[Held]
+"""Version of the protocol in which a node can be asked for what it holds."""
+
+MOST: Final = 1 << 60
+"""No run has had so many samples, steps, rounds or versions: who says so is not believed."""
+
+MOST_ROUNDS: Final = 1 << 20
+"""That a copy can be behind: they are found one by one."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeClaim:
+    """What one node says that it holds."""
+
+    hello: Hello
+    heard_at: float
+    """When it greeted, or its session ended."""
+    session: int | None = None
+    held: Held | None = None
+    """Its answer, in this session."""
+    asked: int | None = None
+    """The fragment that it is to send, or is sending."""
+    offers_until: float | None = None
+    """When another one is asked instead; None once the anchor is on its way."""
+    failed: int = 0
+    """Anchors that it did not bring."""
+    spoiled: set[tuple[int, int]] = field(default_factory=set)
+    """Fragments and versions whose bytes were not what it says."""
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether its farloop knows how to answer, and there is something to ask for."""
+        return self.hello.protocol_max >= RECALLED_SINCE and bool(self.hello.anchors)
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is here, and has said what it holds."""
+        return self.session is not None and self.held is not None
+
+    @property
+    def anchors(self) -> list[AnchorRef]:
+        """What it can bring."""
+        said = self.held.anchors if self.held is not None else self.hello.anchors
+        return [ref for ref in said if (ref.fragment, ref.version) not in self.spoiled]
+
+
+Claims = Mapping[NodeId, NodeClaim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptionSurvey:
+    """What the nodes of the newest history hold."""
+
+    claims: Claims
+    """Theirs. Who follows an older one has nothing that counts."""
+    wanted: Mapping[int, AnchorRef]
+    """By fragment, the newest version that somebody holds and the state does not."""
+    lost: tuple[AnchorRef, ...]
+    """Newer versions that were told of, or are spoiled, and that nobody holds."""
+    fault: str = ""
+    """Why nothing of it can be taken; empty where it can."""
+
+    def holders(self, ref: AnchorRef) -> list[NodeId]:
+        """Who says that it holds this very anchor; whoever failed to bring one comes last."""
+        found = [node for node, claim in self.claims.items() if ref in claim.anchors]
+        return sorted(found, key=lambda node: (self.claims[node].failed, node))
+
+    def witnesses(self, ref: AnchorRef) -> list[NodeId]:
+        """Who holds this very anchor, or was told of its commit."""
+        return sorted(n for n, claim in self.claims.items() if ref in claim.anchors or ref in claim.hello.announced)
+
+    def known_to_one(self, ledger: Ledger) -> AnchorRef | None:
+        """A wanted anchor of which one node alone speaks, where the run has more that hold its fragment: its bytes were
+        held against that node's own word."""
+        for index, ref in self.wanted.items():
+            fragment = ledger.fragment(index)
+            others = {node for node, claim in self.claims.items() if is_in(fragment, claim.hello.holds)}
+            if len(others.union(ledger.holders(index))) > 1 and len(self.witnesses(ref)) < 2:
+                return ref
+        return None
+
+    def told(self, ref: AnchorRef) -> list[Held]:
+        """The answers of those that do."""
+        answers = (self.claims[node].held for node in self.holders(ref))
+        return [held for held in answers if held is not None]
+
+
+def survey(claims: Claims, ledger: Ledger, *, gone: Claims | None = None) -> AdoptionSurvey:
+    """What these claims come to. `gone`: those of nodes that were here before, and that nothing can be had from."""
+    history = max([ledger.history, *(claim.hello.history for claim in claims.values())])
+    ours = {node: claim for node, claim in claims.items() if claim.hello.history == history}
+    newest = _newest(ref for claim in ours.values() for ref in claim.anchors)
+    wanted = {f: ref for f, ref in newest.items() if ref.version > ledger.versions[f]}
+    fault = next(_forks(ours, ledger if history == ledger.history else None), "")
+    if not fault and history != ledger.history:
+        fault = next(_unlike(newest, ledger, history), "")
+    reached = {f: wanted[f].version if f in wanted else version for f, version in enumerate(ledger.versions)}
+    hellos = [claim.hello for claim in (*ours.values(), *(gone or {}).values()) if claim.hello.history == history]
+    known = _newest(ref for hello in hellos for ref in (*hello.announced, *hello.anchors))
+    lost = tuple(ref for f, ref in known.items() if ref.version > reached[f])
+    return AdoptionSurvey(claims=ours, wanted=wanted, lost=lost, fault=fault)
+
+
+def _newest(refs: Iterable[AnchorRef]) -> dict[int, AnchorRef]:
+    """By fragment, in order."""
+    newest: dict[int, AnchorRef] = {}
+    for ref in refs:
+        if ref.fragment not in newest or newest[ref.fragment].version < ref.version:
+            newest[ref.fragment] = ref
+    return dict(sorted(newest.items()))
+
+
+def _forks(claims: Claims, ledger: Ledger | None) -> Iterator[str]:
+    """Versions that are two things. `ledger`: of the same history as the claims."""
+    known: dict[tuple[int, int], tuple[int, str]] = {}
+    for node, claim in sorted(claims.items()):
+        for ref in (*claim.anchors, *claim.hello.announced):
+            ours = ledger.anchor_digest(ref.fragment, ref.version) if ledger is not None else None
+            first = (ref.digest, f"node {node}") if ours is None else (ours, "this state")
+            digest, who = known.setdefault((ref.fragment, ref.version), first)
+            if digest != ref.digest:
+                yield (
+                    f"version {ref.version} of fragment {ref.fragment} has digest {digest:016x} for {who} and "
+                    f"{ref.digest:016x} for node {node}: two runs went on from one, and which is the right one, only "
+                    "you can say; --rewind goes on from this state and gives up what all of them did since"
+                )
+
+
+def _unlike(newest: Mapping[int, AnchorRef], ledger: Ledger, history: int) -> Iterator[str]:
+    """Why the nodes' history cannot be taken over by a state that is of an older one."""
+    for fragment, version in enumerate(ledger.versions):
+        ref = newest.get(fragment)
+        if ref is None:
+            yield f"no node holds fragment {fragment} of history {history}, and this state is of {ledger.history}"
+        elif ref.version < version or (
+            ref.version == version and ref.digest != ledger.anchor_digest(fragment, version)
+        ):
+            yield (
+                f"nodes follow history {history}, in which fragment {fragment} is at version {ref.version}, and this "
+                f"state is of history {ledger.history}, where it is at {version}: only --rewind goes on from here"
+            )
+
+
+class Unknown(Exception):
+    """Nobody who answers tells something without which the run cannot go on; one sentence."""
+
+
+def terms_after(ref: AnchorRef, held: Sequence[Held]) -> WindowTerms | None:
+    """The window that follows this version; None where it is the last. Raises Unknown."""
+    for one in held:
+        for terms in one.windows:
+            if (terms.fragment, terms.window) == (ref.fragment, ref.version + 1):
+                return terms
+        if ref.fragment in one.final:
+            return None
+    raise Unknown(f"nobody tells under which terms fragment {ref.fragment} goes on after version {ref.version}")
+
+
+def revisions_since(ledger: Ledger, held: Sequence[Held]) -> tuple[Revision, ...]:
+    """Of the terms, what was changed since the copy, in order. Raises Unknown."""
+    told: dict[int, Revision] = {}
+    for revision in (revision for one in held for revision in one.revisions if revision.number > ledger.spec.revision):
+        if told.setdefault(revision.number, revision) != revision:
+            raise Unknown(f"nodes tell two revisions {revision.number} of the terms")
+    return tuple(told[number] for number in sorted(told))
+
+
+def rounds_since(
+    ledger: Ledger, held: Sequence[Held], revisions: Sequence[Revision], windows: Sequence[WindowTerms]
+) -> tuple[RoundPlan, ...]:
+    """The rounds that were fixed since the copy, up to the newest of these windows: those after it are fixed anew.
+
+    Nodes forget rounds that are over: what is missing in between follows from the rule of the run. Raises Unknown.
+    """
+    terms: Revisions = ledger.revisions
+    for revision in revisions:
+        terms = terms.and_then(revision)
+    for window in windows:
+        ours = terms.of_window(window.fragment, window.window)
+        if dict(window.codec_up_of).keys() != dict(ours.codec_up_of).keys():
+            raise Unknown(f"window {window.window} of fragment {window.fragment} is told of with codecs of other nodes")
+    told = {plan.index: plan for one in held for plan in one.rounds}
+    plans = dict(ledger.rounds)
+    last = max([max(plans), *(window.round for window in windows)])
+    if last > max(plans) + MOST_ROUNDS:
+        raise Unknown(f"a window of round {last} is told of, and this state is at round {max(plans)}")
+    for index in range(min(plans) + 1, last + 1):
+        before = plans[index - 1]
+        plan = told.get(index) or plans.get(index) or round_after(terms.of_round(index), before)
+        if plan is None or plan.start != before.start + before.length:
+            raise Unknown(f"nobody tells where round {index} begins, and by the run's rule the others do not fit")
+        plans[index] = plan
+    return tuple(plan for index, plan in plans.items() if ledger.rounds.get(index) != plan)
+
+
+# --- Going on from what nodes hold: a coordinator over an old copy of its state learns what came after it.
+#
+#     listen   every node that greets says what it holds: it is let in for that alone, and told nothing
+#     fetch    the newest version of each fragment that somebody holds comes up, is held against the digest that was
+#              named, and is made durable
+#     adopt    one record says what is taken from whom; the nodes dial again, and the run goes on from there
+#
+# Nothing is told to anybody before that record is durable: until then the copy is what it was, and another start begins
+# with what has come. The record begins a history (protocol, Adoption).
+
+
+ALARM: Final = "adoption"
+"""The alarm that says what the run waits for, until it goes on."""
+
+LISTEN_S: Final = 10.0
+"""Longer than the longest pause of a node that dials again: also those come that the copy has never met."""
+
+PATIENCE_S: Final = 300.0
+"""How long a node that the copy knows is waited for, and one that has gone away again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptionSettings:
+    """That the run is to go on from what nodes hold."""
+
+    untrue: Callable[[msg.Held, Ledger], str | None]
+    """Says what cannot be true in an answer (`adoption_checks.py`, which knows codecs, as this room does not)."""
+    patience_s: float = PATIENCE_S
+    fetched: Mapping[int, rec.AnchorFetched] = field(default_factory=dict)
+    """What an earlier start brought home, by fragment."""
+    newest: bool = False
+    """A version that one node alone knows is taken, too: an operator says that this node can be believed."""
+
+
+class Adoption:
+    """Of one start of the coordinator, before it goes on."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        decisions: Decisions,
+        alarms: MutableMapping[str, str],
+        adopt: AdoptionSettings,
+        now: float,
+    ) -> None:
+        """`ledger` is the copy's; `alarms` is told what is waited for."""
+        self._ledger, self._decisions, self._alarms = ledger, decisions, alarms
+        self._patience_s, self._fetched, self._untrue = adopt.patience_s, dict(adopt.fetched), adopt.untrue
+        self._newest = adopt.newest
+        self.began_at = now
+        """Later by all the time in which this process stood still."""
+        self._claims: dict[NodeId, NodeClaim] = {}
+        self._left: set[NodeId] = set()
+        self.wakes_at: float | None = now + LISTEN_S
+        """When `look` may find something else by the passing of time alone."""
+        self._wait("nodes, to say what they hold")
+
+    @property
+    def waits(self) -> str:
+        """What the run waits for."""
+        return self._alarms[ALARM]
+
+    def handle(self, event: ev.Event | None, now: float) -> bool:
+        """Take an event, or None where time has passed. Whether all is done, and the run goes on."""
+        match event:
+            case ev.NodeHello(session=session, node=node, hello=hello):
+                if refused := refusal(hello, node, self._ledger, None) or unbelievable(hello, self._ledger):
+                    self._decisions.do(ev.Refuse(session=session, refused=refused))
+                else:
+                    self._greeted(event, now)
+            case ev.NodeMessage(node=node, session=session, message=message):
+                self._heard(node, session, message)
+            case ev.NodeDisconnected(node=node, session=session):
+                self._parted(node, session, now)
+            case ev.AnchorStored(record=record):
+                self._stored(record)
+            case ev.AnchorFailed():
+                self._failed(event)
+            case _:
+                pass  # nothing else is under way
+        return self._look(now)
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still, and nobody could come (protocol C)."""
+        self.began_at += seconds
+        for claim in self._claims.values():
+            claim.heard_at += seconds
+            if claim.offers_until is not None:
+                claim.offers_until += seconds
+
+    # --- what nodes say
+
+    def _greeted(self, event: ev.NodeHello, now: float) -> None:
+        """A node that the run would let in says what it holds. Who can be asked for it is let in, for that alone."""
+        hello, before = event.hello, self._claims.get(event.node)
+        if before is not None and before.session is not None:
+            self._decisions.do(ev.CloseSession(session=before.session, reason=Reason.SUPERSEDED))
+        claim = self._claims[event.node] = NodeClaim(hello=hello, heard_at=now)
+        self._left.discard(event.node)
+        self._forget_one(event.node)
+        if before is not None and before.hello.incarnation == hello.incarnation:
+            claim.spoiled, claim.failed = before.spoiled, before.failed
+        if epoch_met(hello) > max(self._ledger.epoch, self._ledger.epoch_seen):
+            self._decisions.record(rec.EpochSeen(epoch=epoch_met(hello)))
+        if claim.can_be_asked:
+            claim.session = event.session
+            self._decisions.do(ev.Accept(session=event.session, node=event.node, welcome=self._welcome(hello)))
+        else:
+            refused = msg.Refused(reason=Reason.HOLDING, detail=self.waits, retriable=True)
+            self._decisions.do(ev.Refuse(session=event.session, refused=refused))
+
+    def _forget_one(self, newest: NodeId) -> None:
+        """Names cost nothing where no keys are asked for."""
+        claims = self._claims
+        gone = [n for n, c in claims.items() if c.session is None and n != newest and n not in self._ledger.started]
+        if len(claims) > MOST_MEMBERS and gone:
+            oldest = min(gone, key=lambda node: claims[node].heard_at)
+            del claims[oldest]
+            self._left.discard(oldest)
+
+    def _heard(self, node: NodeId, session: int, message: msg.Message) -> None:
+        """What a node says after that. All but its answer, and the anchor that it was asked for, comes too early."""
+        claim = self._claims.get(node)
+        if claim is None or claim.session != session:
+            return
+        match message:
+            case msg.Held():
+                claim.held = self._believed(node, message)
+            case msg.Offer():
+                for ref in claim.anchors:
+                    if ref.fragment == claim.asked and message.blob == _blob_of(ref, node):  # one at a time
+                        claim.offers_until = None
+                        self._decisions.do(ev.ReceiveAnchor(offer=message, anchor=ref))
+            case msg.Leave():
+                claim.session, claim.held, claim.asked = None, None, None
+                self._left.add(node)
+
+    def _believed(self, node: NodeId, held: msg.Held) -> msg.Held:
+        """What counts of an answer. Where something cannot be true, its anchors alone: their bytes will show."""
+        count, about = len(self._ledger.versions), f"{ALARM} of {node}"
+        refs = tuple(ref for ref in held.anchors if 0 <= ref.fragment < count and 0 <= ref.version < MOST)
+        wrong = self._untrue(held, self._ledger)
+        self._alarms.pop(about, None)
+        if wrong is None:
+            return replace(held, anchors=refs)
+        self._alarms[about] = f"what it tells beside its anchors is not believed: {wrong}"
+        return msg.Held(anchors=refs, windows=(), final=(), rounds=(), revisions=())
+
+    def _parted(self, node: NodeId, session: int, now: float) -> None:
+        """Its session ended."""
+        claim = self._claims.get(node)
+        if claim is not None and claim.session == session:
+            claim.failed += claim.asked is not None
+            claim.session, claim.held, claim.asked, claim.heard_at = None, None, None, now
+
+    def _stored(self, record: rec.AnchorFetched) -> None:
+        """An anchor is here, has the digest that was named, and is durable."""
+        self._fetched[record.anchor.fragment] = record
+        if (claim := self._claims.get(record.node)) and claim.asked == record.anchor.fragment:
+            claim.asked = None
+
+    def _failed(self, event: ev.AnchorFailed) -> None:
+        """It is not what was named, or stopped coming."""
+        claim = self._claims.get(event.node)
+        if claim is not None:
+            claim.asked = None
+            claim.failed += 1
+            if event.spoiled:
+                claim.spoiled.add((event.anchor.fragment, event.anchor.version))
+
+    # --- what follows
+
+    def _look(self, now: float) -> bool:
+        """Do what can be done now. Whether that was all, and the run goes on."""
+        done = self._go_on(now)
+        self.wakes_at = min((at for at in self._moments() if at > now), default=None)
+        return done
+
+    def _go_on(self, now: float) -> bool:
+        for claim in self._claims.values():
+            if claim.asked is not None and claim.offers_until is not None and now >= claim.offers_until:
+                claim.asked, claim.failed = None, claim.failed + 1
+        present = {node: claim for node, claim in self._claims.items() if self._counts(node, claim, now)}
+        gone = {node: claim for node, claim in self._claims.items() if node not in present}
+        found = survey(present, self._ledger, gone=gone)
+        expected = {} if now >= self.began_at + self._patience_s else self._ledger.started
+        missing = sorted(expected.keys() - present.keys() - self._left)
+        missing += sorted(node for node, c in found.claims.items() if c.can_be_asked and c.session is None)
+        if found.fault:
+            return self._wait(f"you to decide: {found.fault}")
+        if missing:
+            why = "may hold newer versions than all others"
+            return self._wait(f"{_named(missing)}, which {why}; {self._patience_s:g} s at most")
+        silent = [node for node, c in found.claims.items() if c.session is not None and c.held is None]
+        if silent or now < self.began_at + LISTEN_S:
+            return self._wait(f"{_named(sorted(silent)) if silent else 'nodes'}, to say what they hold")
+        if not self._newest and (alone := found.known_to_one(self._ledger)):
+            who = ", ".join(found.witnesses(alone))
+            return self._wait(
+                f"you to decide: node {who} alone knows version {alone.version} of fragment {alone.fragment}, and "
+                "nobody confirms its digest; start with --adopt-from-nodes --adopt-newest if you believe that node, "
+                f"or shut it out with farloop keys revoke {who} and start again"
+            )
+        lacking = {f: ref for f, ref in found.wanted.items() if not self._has(ref)}
+        if lacking:
+            return self._fetch(lacking, found, now)
+        return self._adopt(found)
+
+    def _moments(self) -> Iterator[float]:
+        """Of all that is waited for."""
+        yield from (self.began_at + LISTEN_S, self.began_at + self._patience_s)
+        for claim in self._claims.values():
+            yield claim.heard_at + self._patience_s
+            if claim.asked is not None and claim.offers_until is not None:
+                yield claim.offers_until
+
+    def _counts(self, node: NodeId, claim: NodeClaim, now: float) -> bool:
+        """Whether it has said what it holds, or may yet: one whose training hangs never does, though its link lives."""
+        return claim.answers or (node not in self._left and now < claim.heard_at + self._patience_s)
+
+    def _has(self, ref: msg.AnchorRef) -> bool:
+        return ref.fragment in self._fetched and self._fetched[ref.fragment].anchor == ref
+
+    def _fetch(self, lacking: Mapping[int, msg.AnchorRef], found: AdoptionSurvey, now: float) -> bool:
+        """One fragment at a time from each node."""
+        mute = []
+        for fragment, ref in lacking.items():
+            holders = [node for node in found.holders(ref) if found.claims[node].answers]
+            if not holders:
+                mute.append(ref)
+            elif not any(found.claims[node].asked == fragment for node in holders):
+                free = next((node for node in holders if found.claims[node].asked is None), None)
+                if free is not None:
+                    found.claims[free].asked, found.claims[free].offers_until = fragment, now + self._patience_s
+                    self._decisions.tell(free, msg.Recall(fragment=fragment))
+        if mute:
+            return self._wait(
+                f"somebody who can bring version {mute[0].version} of fragment {mute[0].fragment}: "
+                f"{_named(found.holders(mute[0]))} cannot be asked, speaking a protocol below {RECALLED_SINCE}"
+            )
+        done = len(found.wanted) - len(lacking)
+        return self._wait(f"the anchors to come: {done} of {len(found.wanted)} fragments are here")
+
+    def _adopt(self, found: AdoptionSurvey) -> bool:
+        ledger, claims = self._ledger, self._claims
+        sessions = [node for node, claim in claims.items() if claim.session is not None]
+        if found.wanted or any(standing_of(claim.hello, ledger).is_in_doubt for claim in claims.values()):
+            stored = list(ledger.inputs)
+            try:
+                self._decisions.record(self._record(found))
+            except Unknown as unknown:
+                return self._wait(f"you to decide: {unknown}")
+            for blob in stored:  # deltas of what came next in the copy: their nodes begin anew
+                self._decisions.do(ev.Forget(blob=blob))
+        for node in sessions:
+            detail = "what nodes hold is known now: the run goes on"
+            self._decisions.tell(node, msg.Leave(reason=Reason.HOLDING, detail=detail))
+        for what in [what for what in self._alarms if what.startswith(ALARM)]:
+            del self._alarms[what]
+        return True
+
+    def _record(self, found: AdoptionSurvey) -> rec.Adopted:
+        """Raises Unknown."""
+        ledger = self._ledger
+        held = [claim.held for claim in found.claims.values() if claim.held is not None]
+        after = [terms_after(ref, found.told(ref)) for ref in found.wanted.values()]
+        windows = tuple(terms for terms in after if terms is not None)
+        revisions = revisions_since(ledger, held)
+        owners = {(node, c.hello.incarnation): c.held for node, c in found.claims.items() if c.held is not None}
+        unused = {
+            owner: [lease for lease in one.unused if 0 <= lease.start < MOST and 0 < lease.count < MOST]
+            for owner, one in owners.items()
+        }
+        granted_to = min(MOST, max((one.granted_to for one in held), default=0))
+        frontier, returned, uncertain = ledger.leases.as_told(unused, granted_to)
+        return rec.Adopted(
+            epoch=max(ledger.epoch, ledger.epoch_seen) + 1,
+            anchors=tuple(
+                rec.AdoptedAnchor(
+                    fragment=fragment,
+                    version=ref.version,
+                    digest=ref.digest,
+                    node=self._fetched[fragment].node,
+                    before=ledger.versions[fragment],
+                )
+                for fragment, ref in found.wanted.items()
+            ),
+            windows=windows,
+            rounds=rounds_since(ledger, held, revisions, windows),
+            revisions=revisions,
+            frontier=frontier,
+            returned=returned,
+            uncertain=uncertain,
+            lost=found.lost,
+            missing=tuple(sorted(ledger.started.keys() - self._claims.keys() - self._left)),
+        )
+
+    def _welcome(self, hello: msg.Hello) -> msg.Welcome:
+        ledger = self._ledger
+        return msg.Welcome(
+            protocol=min(hello.protocol_max, msg.PROTOCOL_VERSIONS[1]),
+            epoch=ledger.epoch,
+            spec=ledger.spec,
+            lane_token=b"",  # the shell's to draw
+            versions=tuple(ledger.versions),
+            windows=(),
+            rounds=(),
+            history=hello.history,  # it changes nothing of what the node follows
+            recalls=True,
+        )
+
+    def _wait(self, what: str) -> bool:
+        self._alarms[ALARM] = f"the run is held until it goes on from what the nodes hold; it waits for {what}"
+        return False
+
+
+def _blob_of(ref: msg.AnchorRef, node: NodeId) -> BlobId:
+    """By which a node sends an anchor: there is but one, or it could have any number of them on their way."""
+    return BlobId(kind=BlobKind.SNAPSHOT, fragment=ref.fragment, version=ref.version, node=node)
+
+
+def _named(nodes: list[NodeId], most: int = 4) -> str:
+    more = f" and {len(nodes) - most} others" if len(nodes) > most else ""
+    return ("node " if len(nodes) == 1 else "nodes ") + ", ".join(nodes[:most]) + more

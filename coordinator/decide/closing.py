@@ -1,0 +1,437 @@
+"""When windows close, with which deltas, and what is tried again: quorum, straggler grace, participation check."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from statistics import median
+from typing import Final
+
+from farloop.algo import schedule
+from farloop.algo.methods import method_named
+from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms
+from farloop.algo.stages import Part, is_in
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.deadlines import ALARM as NO_PROGRESS
+from farloop.coordinator.decide.deadlines import Deadlines
+from farloop.coordinator.decide.decisions import Decisions
+from farloop.coordinator.decide.hold import ALARM as STORAGE
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.records import WindowCommitted
+from farloop.coordinator.decide.roster import Member
+from farloop.coordinator.decide.windows import Window
+from farloop.wire.messages import Offer
+from farloop.wire.reasons import Reason
+
+# --- How long a window waits for those who are later than its quorum: as long as they have lately been late.
+#
+# A guessed constant is wrong on every network but one. What counts is how late deltas came after the quorum of the
+# window they name, whether it was still open or not (arXiv 2604.21428 has a grace window of this kind; the rule is
+# ours).
+
+
+_MEMORY: Final = 64
+"""Recent deltas, and windows, that are remembered."""
+
+_SHARE: Final = 0.5
+"""Of a window's usual time to its quorum: who is later than that is not waited for, or all would run at its pace."""
+
+_HEADROOM: Final = 2.0
+"""Times the greatest lateness seen: the next one may well be greater."""
+
+
+class StragglerGrace:
+    """What was seen of arrivals, and what follows for open windows. Forgotten at a restart."""
+
+    def __init__(self, terms: Terms, quorum_of: Callable[[Window], int | None] | None = None) -> None:
+        """`quorum_of`: a window's own quorum; that of `terms` unless given."""
+        self._enabled = method_named(terms.method).grace
+        self._quorum_of = quorum_of or (lambda window: terms.quorum)
+        self._quorum_at: dict[tuple[int, int], float] = {}
+        """Of recent windows, by fragment and number."""
+        self._lateness_s: deque[float] = deque(maxlen=_MEMORY)
+        self._to_quorum_s: deque[float] = deque(maxlen=_MEMORY)
+
+    def came(self, offer: Offer, now: float) -> None:
+        """A delta is here; it is late by the time since the quorum of the window it names."""
+        self._lateness_s.append(now - self._quorum_at.get((offer.blob.fragment, offer.window), now))
+
+    def look_at(self, window: Window, now: float) -> None:
+        """Remember when an open window has its quorum."""
+        quorum = self._quorum_of(window)
+        if quorum is None or window.quorum_at is not None or window.toward_quorum < quorum:
+            return
+        window.quorum_at = now
+        self._to_quorum_s.append(now - window.opened_at)
+        fragment, number = window.terms.fragment, window.terms.window
+        self._quorum_at[fragment, number] = now
+        oldest = number - window.max_staleness
+        self._quorum_at = {key: at for key, at in self._quorum_at.items() if key[0] != fragment or key[1] >= oldest}
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: nobody was late by that."""
+        self._quorum_at = {key: at + seconds for key, at in self._quorum_at.items()}
+
+    @property
+    def seconds(self) -> float | None:
+        """From the quorum to the window's end; None while too little was seen: all that are expected are waited for."""
+        if not self._to_quorum_s or not any(late > 0.0 for late in self._lateness_s):
+            return None
+        bound = _SHARE * median(self._to_quorum_s)
+        # The latest, not most of them: a delta that is left out costs its sender the next turn as well, and training
+        # stands still nowhere in the meantime.
+        return min(bound, _HEADROOM * max((late for late in self._lateness_s if late <= bound), default=0.0))
+
+    def until(self, window: Window) -> float | None:
+        """When an open window that has its quorum stops waiting for the others; None: by no clock."""
+        seconds = self.seconds
+        if not self._enabled or window.quorum_at is None or window.state != "open" or seconds is None:
+            return None
+        return window.quorum_at + seconds
+
+    def deadlines(self, windows: Iterable[Window], now: float) -> list[float]:
+        """When to look at windows again; not those that have passed and changed nothing, as below the floor."""
+        untils = [self.until(window) for window in windows]
+        return [until for until in untils if until is not None and until > now]
+
+    def lasts(self, window: Window, now: float) -> bool:
+        """Whether those who are missing have more time than the quorum took."""
+        until = self.until(window)
+        return self._enabled and (until is None or now < until)
+
+
+# --- That a run does not go on with the work of a few while many are connected: who is live has to be merged.
+#
+# A node that is live and of which nothing was merged for some rounds is left out: refused, dropped, stalled,
+# quarantined, whatever the reasons say. Where too large a share of the live nodes is, a window may be about to make the
+# model that of the rest. Then the coordinator says so; and, where windows wait for all, it commits nothing until that
+# is mended: until they are merged again, or leave. Who leaves, drains, pauses or loses its connection is not live: a
+# run may shrink.
+
+
+ROUNDS: Final = 3
+"""Without a merge, after which a live node is left out: more than a joiner takes to its first send, or a late delta."""
+
+FLOOR_SHARE: Final = 0.5
+"""Least share of the live nodes that are merged, unless said otherwise."""
+
+ALARM: Final = "participation"
+
+_TAKE_NO_PART: Final = frozenset({"draining", "paused", "finished"})
+"""What a node reports that has good reason not to send."""
+
+
+class ParticipationCheck:
+    """Of one coordinator."""
+
+    def __init__(self, ledger: Ledger, floor_share: float | None = None) -> None:
+        """`floor_share` 0 holds nothing; None is `FLOOR_SHARE` where windows wait for all, and 0 where they do not."""
+        self._held: set[int] = set()
+        """Stages of the model whose commits are held now."""
+        self._given_share = floor_share
+        self._ledger = ledger
+        self._merged: dict[NodeId, int] = {}
+        """The last round that each node was part of."""
+        self._live_since: dict[NodeId, int] = {}
+        self._parts: dict[NodeId, Part] = {}
+        for (fragment, version), commit in ledger.commits.items():
+            for share in commit.merged:
+                self._saw(share.node, ledger.round_of(fragment, version))
+
+    @property
+    def holds(self) -> bool:
+        """Whether commits are held now."""
+        return bool(self._held)
+
+    def holds_stage(self, stage: int) -> bool:
+        """Whether those of one stage are."""
+        return stage in self._held
+
+    def let_go(self) -> None:
+        """Nobody is left out any more."""
+        self._held.clear()
+
+    @property
+    def _floor_share(self) -> float:
+        """By the newest terms, whether a window has them yet or not: who sets a quorum says that some may be left."""
+        if self._given_share is not None:
+            return self._given_share
+        return FLOOR_SHARE if self._ledger.spec.terms.quorum is None else 0.0
+
+    def committed(self, record: WindowCommitted) -> None:
+        """A commit is durable."""
+        for share in record.merged:
+            self._saw(share.node, record.round)
+
+    def look(self, members: Iterable[Member]) -> None:
+        """See who is live now."""
+        now = self._ledger.current_round
+        self._parts = {member.name: member.holds for member in members if _is_live(member)}
+        self._live_since = {name: self._live_since.get(name, now) for name in self._parts}
+
+    def left_out(self, coming: Collection[NodeId] = ()) -> list[NodeId]:
+        """Live nodes of which nothing was merged for `ROUNDS`, and that are not in the window that `coming` are in."""
+        before = self._ledger.current_round - ROUNDS
+        return sorted(
+            name
+            for name, since in self._live_since.items()
+            if max(since, self._merged.get(name, since)) < before and name not in coming
+        )
+
+    def share(self) -> float:
+        """Of the live nodes, those that are not left out; 1 where nobody is live."""
+        return 1.0 - len(self.left_out()) / len(self._live_since) if self._live_since else 1.0
+
+    def alarm(self, coming: Collection[NodeId], fragment: Fragment) -> str | None:
+        """What is wrong, if this fragment's window closed now with these contributors, in a sentence; `holds_stage`
+        says what follows. Nodes that do not hold the fragment can neither be in it nor be missed."""
+        least = self._floor_share or FLOOR_SHARE
+        able = [name for name, part in self._parts.items() if is_in(fragment, part)]
+        out = [name for name in self.left_out(coming) if name in able]
+        bad = bool(out) and 1.0 - len(out) / len(able) < least
+        self._held.discard(fragment.stage)
+        if not bad:
+            return None
+        names = ", ".join(out[:4]) + (f" and {len(out) - 4} more" if len(out) > 4 else "")
+        count = f"{len(out)} of {len(able)} live nodes"
+        what = f"{count} were merged in none of the last {ROUNDS} rounds ({names})"
+        if not self._floor_share:
+            return f"{what}; the run goes on with the others"
+        self._held.add(fragment.stage)
+        return (
+            f"{what}; nothing is committed until they are merged or leave: farloop status says what is refused, and why"
+        )
+
+    def _saw(self, node: NodeId, round_index: int) -> None:
+        self._merged[node] = max(self._merged.get(node, 0), round_index)
+
+
+def _is_live(member: Member) -> bool:
+    if member.session is None or member.stage != "training":
+        return False
+    return member.progress is None or member.progress.state not in _TAKE_NO_PART
+
+
+# --- When windows close, with which deltas, and what is tried again: the commits that are decided (protocol D, E, O).
+#
+# Pure, like the machine whose part it is. A decision stands: once a window is closing, its draft is tried until it is
+# durable, or until it turns out that no arithmetic can hold it.
+
+
+SILENT: Final = "silent "
+"""Begin of the alarm that names a node for which no window waits."""
+
+QUARANTINE: Final = "quarantine of "
+
+RETRY_S: Final = 1.0
+"""Pause before a failed commit is tried again."""
+
+
+class Closing:
+    """The windows of one machine on their way to a commit."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        decisions: Decisions,
+        windows: Mapping[int, Window],
+        alarms: MutableMapping[str, str],
+        *,
+        now: float,
+        floor_share: float | None,
+        members: Callable[[], Mapping[NodeId, Member]],
+        drops_silent: bool,
+        speeds: Callable[[], Mapping[NodeId, float]],
+        stands_still: Callable[[], bool],
+    ) -> None:
+        """`windows` are the open ones, by fragment. `drops_silent`: whether a window goes on without a node that misses
+        its deadline. `speeds`: inner steps a second, of who deals with rounds of their
+        own; `stands_still`: whether no window may close now."""
+        self._ledger, self._decisions, self._windows, self._alarms = ledger, decisions, windows, alarms
+        self._members, self._speeds, self._stands_still = members, speeds, stands_still
+        self.grace = StragglerGrace(ledger.spec.terms, lambda window: ledger.terms_at(window.terms).quorum)
+        self.guard = ParticipationCheck(ledger, floor_share)
+        self.node_deadlines = Deadlines(ledger, members, now=now, drops=drops_silent)
+        self.now = now
+        """The machine's; whoever changes it calls what follows from it."""
+        self._commits: dict[int, ev.Commit] = {}
+        """Of the windows that are closing. A decision stands: after a failure it is tried again (protocol O)."""
+        self._retry_at: dict[int, float] = {}
+        self._ahead: set[int] = set()
+        """Fragments whose windows could close, and wait for another stage's."""
+
+    # --- deciding
+
+    def try_all(self) -> None:
+        """Close every window that can be closed."""
+        for fragment in list(self._windows):
+            self.try_one(fragment)
+
+    def try_one(self, fragment: int) -> None:
+        """Close the fragment's window, if it can be."""
+        if self._stands_still():
+            return
+        window = self._windows[fragment]
+        terms = self._ledger.terms_at(window.terms)
+        quorum = None if window.needs_steps and window.terms.final else terms.quorum
+        patient = self.grace.lasts(window, self.now)
+        why = window.why_close(quorum, terms.floor, patient=patient)
+        if why is not None and self._screened(window):
+            why = window.why_close(quorum, terms.floor, patient=patient)
+        short = f"floor of fragment {fragment}"
+        self._alarms.pop(short, None)
+        if why is None:
+            if lacking := window.short_of(terms.floor):
+                self._alarms[short] = lacking
+            return
+        if self._held(window):
+            return
+        if self._ledger.is_too_far_ahead(window.terms):
+            self._ahead.add(fragment)
+            return
+        self._ahead.discard(fragment)
+        if len(window.contributors) < terms.floor:
+            window.make_void(why)
+        self.fix_rounds()
+        window.state = "closing"
+        spec = dataclasses.replace(self._ledger.spec, terms=terms)
+        following = self._ledger.terms_of(fragment, window.terms.window + 1, window.terms.round + 1)
+        draft = window.draft(spec, self._ledger.rounds, why, self._ledger.served(fragment), following)
+        commit = self._commits[fragment] = ev.Commit(draft=draft, codec_down=window.terms.codec_down)
+        self._decisions.do(commit)
+
+    def fix_rounds(self) -> None:
+        """Fix what the open windows need: the round after the newest of theirs (protocol B).
+
+        A window of round r may close before any of round r − 1 did, and a restart may find a commit whose round is not
+        in the journal.
+        """
+        while plan := self._ledger.next_round_to_fix():
+            self._decisions.record(rec.RoundFixed(round=self._dealt(plan)))
+
+    def _dealt(self, plan: RoundPlan) -> RoundPlan:
+        """The round with every node's own steps: those of its share, and where the method lets slow nodes do fewer, no
+        more than its speed allows. The stages of a cut model do as many as each other."""
+        layout, terms = self._ledger.spec.identity.layout, self._ledger.terms_in(plan.index)
+        by_speed = method_named(terms.method).per_node_h and layout.num_stages == 1
+        rates = self._speeds() if by_speed else {}
+        return schedule.dealt(plan, layout.slots, rates=rates, shares=terms.h_share_of)
+
+    def _held(self, window: Window) -> bool:
+        """Whether too few of the live nodes would be part of the run, if this window closed now."""
+        fragment = self._ledger.fragment(window.terms.fragment)
+        about = f"{ALARM} in stage {fragment.stage}" if fragment.stage else ALARM
+        self.guard.look(self._members().values())
+        self._alarms.pop(about, None)
+        if alarm := self.guard.alarm(window.contributors, fragment):
+            self._alarms[about] = alarm
+        return self.guard.holds_stage(fragment.stage)
+
+    def _screened(self, window: Window) -> bool:
+        """Leave out what must not be merged. Whether there was any."""
+        ledger, holders = self._ledger, self._ledger.holders(window.terms.fragment)
+        refusals = ledger.screening.verdicts(window.terms, list(window.inputs.values()), ledger.rounds, holders)
+        for refusal in refusals:
+            window.refuse(refusal)
+        return bool(refusals)
+
+    # --- what became of it
+
+    def committed(self, record: rec.WindowCommitted, closed: Window) -> None:
+        """It is durable; the ledger knows."""
+        self.node_deadlines.committed(closed, self.now)
+        del self._commits[record.fragment]
+        self._alarms.pop(f"commit of fragment {record.fragment}", None)
+        self.guard.committed(record)
+
+    @property
+    def in_quarantine(self) -> dict[NodeId, str]:
+        """Whose deltas are measured and not merged, and why."""
+        return self._ledger.screening.in_quarantine(self._ledger.started)
+
+    def show_quarantine(self) -> None:
+        """An alarm for each of them."""
+        for what in [what for what in self._alarms if what.startswith(QUARANTINE)]:
+            del self._alarms[what]
+        for node, why in self.in_quarantine.items():
+            self._alarms[f"{QUARANTINE}{node}"] = why
+
+    def try_those_ahead(self) -> None:
+        """Another stage may have come on."""
+        for fragment in sorted(self._ahead & self._windows.keys()):
+            self.try_one(fragment)
+
+    def failed(self, event: ev.CommitFailed) -> None:
+        """Nothing was changed: the same is tried again soon."""
+        self._alarms[f"commit of fragment {event.fragment}"] = event.detail
+        self._retry_at[event.fragment] = self.now + RETRY_S
+
+    def too_much(self, event: ev.SumOverflow) -> None:
+        """A sum that fp32 does not hold will not be held at the next attempt either: the longest delta is left out."""
+        window = self._windows[event.fragment]
+        if event.longest is None:
+            self._alarms[f"commit of fragment {event.fragment}"] = event.detail
+            return  # a window without deltas takes no step; what it publishes is finite, or no version ever was
+        del self._commits[event.fragment]
+        window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
+        window.open_again(self._ledger.inputs, self._ledger.terms_at(window.terms).quorum)
+        self.try_one(event.fragment)
+
+    def look(self) -> None:
+        """After any event: it may have mended what the guard holds the run for, and what alarms tell of."""
+        self.look_for_progress()
+        if not self.guard.holds:
+            return
+        self.guard.look(self._members().values())
+        if not self.guard.left_out():
+            self.guard.let_go()
+            for about in [about for about in self._alarms if about.startswith(ALARM)]:
+                del self._alarms[about]
+        self.try_all()
+
+    # --- time
+
+    def deadlines(self) -> list[float]:
+        """When `pass_time` has something to do."""
+        late = self.node_deadlines.timers(self._windows, self.now)
+        return [*self._retry_at.values(), *self.grace.deadlines(self._windows.values(), self.now), *late]
+
+    def pass_time(self) -> None:
+        """Try again what failed, and close what has waited long enough."""
+        for fragment in [f for f, at in self._retry_at.items() if at <= self.now]:
+            del self._retry_at[fragment]
+            self._decisions.do(self._commits[fragment])
+        self._drop_overdue()
+        self.try_all()
+        self.look_for_progress()
+
+    def look_for_progress(self) -> None:
+        """Say so where nothing is committed for longer than usual, and who owes what; and whom no window waits for."""
+        for what in [what for what in self._alarms if what == NO_PROGRESS or what.startswith(SILENT)]:
+            del self._alarms[what]
+        for node, why in self.node_deadlines.resting(self.now).items():
+            self._alarms[f"{SILENT}{node}"] = why
+        if self._stands_still() or self.guard.holds or STORAGE in self._alarms:
+            return  # that has an alarm of its own
+        if alarm := self.node_deadlines.alarm(self._windows, self.now):
+            self._alarms[NO_PROGRESS] = alarm
+
+    def _drop_overdue(self) -> None:
+        """The windows that are due go on without the nodes that missed their deadline."""
+        if self._stands_still() or STORAGE in self._alarms:
+            return self.node_deadlines.held(self.now)
+        for window, node in self.node_deadlines.overdue(self._windows, self.now):
+            if node in window.missing:
+                self.node_deadlines.missed(window, node, self.now)
+                expects = self.node_deadlines.expects(node, self.now)
+                for one in [window] if expects else self._windows.values():
+                    if one.state == "open" and node in one.missing:
+                        one.removed[node] = Reason.LATE
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: every deadline moves (protocol C)."""
+        for window in self._windows.values():
+            window.opened_at += seconds
+            window.quorum_at = None if window.quorum_at is None else window.quorum_at + seconds
+        self.grace.clock_jumped(seconds)
+        self.node_deadlines.clock_jumped(seconds)

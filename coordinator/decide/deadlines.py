@@ -1,0 +1,324 @@
+"""How long a window waits for a node that owes it a delta: a multiple of what that node usually takes. Pure.
+
+A node may be connected, report whatever it likes, and never send. What it reports is not believed here: only its stored
+deltas say how long it takes. A slow node on a thin link is slow in every window, so its own deadline is long; a node
+that falls silent has missed its deadline after some times its usual time. Nodes that miss again and again are not
+expected for a while, which doubles each time, so that what they cost the run becomes less and less.
+
+All in memory: after a restart everything is learnt again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from statistics import median, median_low
+from typing import Final
+
+from farloop.algo import schedule
+from farloop.algo.spec import NodeId
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.roster import SLOW_TASKS, STALL_S, Member
+from farloop.coordinator.decide.windows import Window
+from farloop.monitoring.units import duration_text
+from farloop.wire.messages import Offer
+
+ALARM: Final = "no-progress"
+
+MULTIPLE: Final = 5.0
+"""Times as long as usual a delta may take."""
+
+FLOOR_S: Final = STALL_S
+"""Least time that a delta gets, however quick windows are: a process may stand still for seconds."""
+
+FIRST_S: Final = STALL_S * SLOW_TASKS
+"""Least time for a node of which too few deltas have come: its first step may compile the model."""
+
+UNKNOWN_S: Final = 3600.0
+"""The same where no node has done a step yet."""
+
+THIN_BYTES_PER_S: Final = 125e3
+"""1 Mbit/s: of a node of which too few deltas have come, the link is taken to be at least this fast."""
+
+LEAST: Final = 3
+"""Deltas of a node, or windows of the run, by which their usual time is known."""
+
+_MEMORY: Final = 8
+"""Recent deltas of a node, and windows, that are remembered."""
+
+_MOST: Final = 50.0
+"""Times the usual time of the quicker half of the nodes that a node's usual time can be at most."""
+
+MISSES: Final = 2.0
+"""After so many missed deadlines a node is not expected for a while ..."""
+
+_PARDON: Final = 0.25
+"""... but each delta of it that comes in time makes up for so much of one."""
+
+REST: Final = 10.0
+"""Times the deadline that it missed: so long it is not expected at first; then twice as long each time."""
+
+_MOST_RESTS: Final = 10
+"""Doublings."""
+
+ALARM_SHARE: Final = 0.5
+"""Of a deadline, after which it is said that nothing is committed."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Of one node name."""
+
+    took: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
+    """(seconds from a window's opening to its delta, own steps of its round), of recent deltas."""
+    usual_s: float | None = None
+    """The median of these, for a round of ..."""
+    steps: int = 0
+    """... so many own steps; None while too few are known."""
+    misses: float = 0.0
+    missed_at: float = 0.0
+    rests: int = 0
+    """How often it was not expected for a while, since it was last in good standing."""
+    rests_until: float = 0.0
+    why: str = ""
+    """It is not expected, in a sentence."""
+
+
+class Deadlines:
+    """Of one coordinator."""
+
+    def __init__(
+        self, ledger: Ledger, members: Callable[[], Mapping[NodeId, Member]], *, now: float, drops: bool
+    ) -> None:
+        """`drops`: whether a node that misses its deadline is dropped from the window; else it is only told."""
+        self._ledger, self._members, self._drops = ledger, members, drops
+        self._paces: dict[NodeId, _Pace] = {}
+        self._opened_at: dict[tuple[int, int], float] = {}
+        """Of recent windows, by fragment and number."""
+        self._windows_took: deque[tuple[float, int]] = deque(maxlen=_MEMORY)
+        """(seconds from opening to commit, steps of its round)."""
+        self._offered: dict[tuple[NodeId, int], int] = {}
+        """(node, fragment) → newest window that it offered a delta for."""
+        self._middle_s = 0.0
+        """The usual time of the quicker half of the nodes."""
+        self._moved_at = now
+        """Of the last commit. Nodes that wait for one window cannot serve the next: its commit gives them all their
+        time again."""
+
+    # --- what is seen
+
+    def opened(self, window: Window) -> None:
+        """A window opened."""
+        fragment, number = window.terms.fragment, window.terms.window
+        oldest = number - window.max_staleness
+        self._opened_at = {k: at for k, at in self._opened_at.items() if k[0] != fragment or k[1] >= oldest}
+        self._opened_at[fragment, number] = window.opened_at
+
+    def offered(self, offer: Offer) -> None:
+        """A node says that it has a delta; its bytes may never come."""
+        key = (offer.blob.node, offer.blob.fragment)
+        self._offered[key] = max(offer.window, self._offered.get(key, 0))
+
+    def came(self, offer: Offer, now: float) -> None:
+        """A delta is here, and verified."""
+        node = offer.blob.node
+        pace = self._paces.setdefault(node, _Pace())
+        since = self._opened_at.get((offer.blob.fragment, offer.window))
+        if since is not None and any(contribution.steps for contribution in offer.contributors):
+            self._learn(pace, now - since, self._steps(self._ledger.round_of(offer.blob.fragment, offer.window), node))
+        pace.misses = max(0.0, pace.misses - _PARDON)
+        pace.rests_until = 0.0
+        if not pace.misses:
+            pace.rests = 0
+
+    def committed(self, window: Window, now: float) -> None:
+        """A window was committed."""
+        self._windows_took.append((now - window.opened_at, self._steps(window.terms.round, None)))
+        self._moved_at = now
+        here = self._members()
+        self._paces = {node: pace for node, pace in self._paces.items() if node in here}
+        self._offered = {key: number for key, number in self._offered.items() if key[0] in here}
+
+    def held(self, now: float) -> None:
+        """Nothing can be committed, whatever nodes do: that time is nobody's."""
+        self._moved_at = now
+
+    def restarted(self, node: NodeId) -> None:
+        """It is another start of the node: somebody may have mended it. That is believed twice."""
+        pace = self._paces.get(node)
+        if pace is not None and pace.rests <= 2:
+            pace.rests_until = 0.0
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: every deadline moves."""
+        self._moved_at += seconds
+        self._opened_at = {key: at + seconds for key, at in self._opened_at.items()}
+        for pace in self._paces.values():
+            pace.missed_at += seconds
+            pace.rests_until += seconds if pace.rests_until else 0.0
+
+    # --- what follows
+
+    def expects(self, node: NodeId, now: float) -> bool:
+        """Whether windows that open now wait for it at all."""
+        pace = self._paces.get(node)
+        return pace is None or pace.rests_until <= now
+
+    def resting(self, now: float) -> dict[NodeId, str]:
+        """Who is not expected, and why, in a sentence."""
+        return {node: pace.why for node, pace in self._paces.items() if pace.rests_until > now}
+
+    def overdue(self, windows: Mapping[int, Window], now: float) -> list[tuple[Window, NodeId]]:
+        """Nodes that have missed the deadline of a window, each with it. They are to be dropped from it."""
+        found = [
+            (window, node)
+            for window in self._heads(windows)
+            for node, since, allowed in self._awaited(window)
+            if since + allowed <= now
+        ]
+        return found if self._drops else []
+
+    def missed(self, window: Window, node: NodeId, now: float) -> None:
+        """It did. Where it does so again and again it is not expected for a while."""
+        pace = self._paces.setdefault(node, _Pace())
+        since, allowed = self._since(window, node), self.allowed_s(window, node)
+        if since < pace.missed_at:
+            return  # of windows that it missed at once, one counts
+        pace.missed_at = now
+        pace.misses += 1.0 if pace.took else MISSES
+        if pace.misses < MISSES:
+            return
+        rest_s = REST * allowed * 2 ** min(pace.rests, _MOST_RESTS)
+        pace.misses, pace.rests, pace.rests_until = MISSES - 1.0 + _PARDON, pace.rests + 1, now + rest_s
+        pace.why = (
+            f"it sent no delta within {duration_text(allowed)}; no window waits for it until one of its deltas comes "
+            f"in time, or {duration_text(rest_s)} are over"
+        )
+
+    def timers(self, windows: Mapping[int, Window], now: float) -> list[float]:
+        """When to look again."""
+        times = [
+            since + share * allowed
+            for window in self._heads(windows)
+            for _, since, allowed in self._awaited(window)
+            for share in (ALARM_SHARE, 1.0)
+        ]
+        return [at for at in times if at > now]
+
+    def alarm(self, windows: Mapping[int, Window], now: float) -> str | None:
+        """That nothing is committed, since when, and who owes what; None while all is as usual."""
+        late = [
+            (window, node)
+            for window in self._heads(windows)
+            for node, since, allowed in self._awaited(window)
+            if since + ALARM_SHARE * allowed <= now
+        ]
+        stands = [
+            (window, node)
+            for window in windows.values()
+            if window.state == "open" and not window.missing
+            for node in sorted(set(window.removed) - window.contributors)
+        ]
+        quiet_s = now - self._moved_at
+        if not late and not (stands and quiet_s >= ALARM_SHARE * self._run_s):
+            return None
+        usual = self._usual_window_s
+        than = f"; a window usually takes {duration_text(usual)}" if usual is not None else ""
+        owed: dict[NodeId, list[Window]] = {}
+        for window, node in late or stands:
+            owed.setdefault(node, []).append(window)
+        names = sorted(owed)
+        said = "; ".join(self._owes(node, owed[node]) for node in names[:4])
+        more = f"; and {len(names) - 4} more" if len(names) > 4 else ""
+        return f"nothing was committed for {duration_text(quiet_s)}{than}: {said}{more}"
+
+    def allowed_s(self, window: Window, node: NodeId) -> float:
+        """How long a node may take for its delta of this window."""
+        steps = self._steps(window.terms.round, node)
+        pace = self._paces.get(node)
+        if pace is None or pace.usual_s is None:
+            allowed = self._first_s(window, steps)
+        else:
+            usual = min(pace.usual_s, _MOST * self._middle_s)
+            allowed = max(FLOOR_S, MULTIPLE * usual * _longer(steps, pace.steps))
+        member = self._members().get(node)
+        return allowed * (SLOW_TASKS if member is not None and member.evaluates else 1.0)
+
+    # --- how
+
+    def _heads(self, windows: Mapping[int, Window]) -> list[Window]:
+        """The windows that are due first: who waits for their commit cannot serve the later ones. None while a window
+        is on its way to a commit, which may be what the nodes wait for."""
+        if any(window.state == "closing" for window in windows.values()):
+            return []
+        waiting = {f: self._due(window) for f, window in windows.items() if window.state == "open" and window.missing}
+        first = min(waiting.values(), default=0)
+        return [windows[fragment] for fragment, due in waiting.items() if due == first]
+
+    def _due(self, window: Window) -> int:
+        layout, terms = self._ledger.spec.identity.layout, window.terms
+        plan = self._ledger.rounds.get(terms.round)
+        if plan is None:
+            return 0
+        return plan.start + schedule.due_in(terms, layout.fragments[terms.fragment], layout.slots, plan.length)
+
+    def _awaited(self, window: Window) -> list[tuple[NodeId, float, float]]:
+        """(node, since when, how long it may take), of those that the window waits for."""
+        return [(node, self._since(window, node), self.allowed_s(window, node)) for node in sorted(window.missing)]
+
+    def _since(self, window: Window, node: NodeId) -> float:
+        member = self._members().get(node)
+        return max(window.opened_at, self._moved_at, member.awaited_since if member is not None else 0.0)
+
+    def _steps(self, round_index: int, node: NodeId | None) -> int:
+        plan = self._ledger.rounds.get(round_index)
+        return 0 if plan is None else plan.length if node is None else plan.steps_of(node)
+
+    def _learn(self, pace: _Pace, seconds: float, steps: int) -> None:
+        pace.took.append((seconds, steps))
+        if len(pace.took) >= LEAST:
+            pace.steps = steps
+            pace.usual_s = median(took * _longer(steps, then) for took, then in pace.took)
+            self._middle_s = median_low(one.usual_s for one in self._paces.values() if one.usual_s is not None)
+
+    @property
+    def _usual_window_s(self) -> float | None:
+        steps = self._steps(self._ledger.current_round, None)
+        if len(self._windows_took) < LEAST:
+            return None
+        return median(seconds * _longer(steps, then) for seconds, then in self._windows_took)
+
+    @property
+    def _run_s(self) -> float:
+        usual = self._usual_window_s
+        return FIRST_S if usual is None else max(FLOOR_S, MULTIPLE * usual)
+
+    def _first_s(self, window: Window, steps: int) -> float:
+        """For a node of which too little is known: by the others' windows, by the steps of all, and a thin link."""
+        usual, slots = self._usual_window_s, self._ledger.spec.identity.layout
+        known = [s for member in self._members().values() if (s := member.seconds_per_step) is not None]
+        if usual is None and not known:
+            return UNKNOWN_S
+        slot = slots.fragments[window.terms.fragment].slot
+        num_bytes = sum(fragment.numel for fragment in slots.fragments if fragment.slot == slot)  # at 8 bits
+        transfer_s = 2 * num_bytes / THIN_BYTES_PER_S
+        step_s = median(known) if known else 0.0
+        return max(FIRST_S, 2 * MULTIPLE * (usual or 0.0), 2 * MULTIPLE * steps * step_s) + MULTIPLE * transfer_s
+
+    def _owes(self, node: NodeId, windows: Collection[Window]) -> str:
+        window = min(windows, key=lambda one: (one.terms.fragment, one.terms.window))
+        more = f" (and of {len(windows) - 1} more fragments)" if len(windows) > 1 else ""
+        what = f"{node} owes its delta for window {window.terms.window} of fragment {window.terms.fragment}{more}"
+        offered = self._offered.get((node, window.terms.fragment), 0) >= window.terms.window
+        member = self._members().get(node)
+        if member is None or member.session is None:
+            state = "it is not connected"
+        elif member.progress is None:
+            state = "it is connected and has reported nothing"
+        else:
+            state = f"it reports {member.progress.state!r} at inner step {member.progress.inner_steps}"
+        return f"{what}: {state}" + (", and offered the delta without sending it" if offered else "")
+
+
+def _longer(steps: int, then: int) -> float:
+    """By what a round of more steps takes longer at most."""
+    return max(1.0, steps / then) if steps and then else 1.0

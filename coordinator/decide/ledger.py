@@ -1,0 +1,450 @@
+"""The coordinator's durable knowledge, as a fold over journal records. Pure.
+
+The running machine and a restart build it by the same `apply`, so that what was decided before a crash is what is
+known after it. Sessions, expectations and deadlines are not durable: they live in `machine.py` and `membership.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from farloop.algo import schedule
+from farloop.algo.revisions import Revisions
+from farloop.algo.spec import BlobId, Fragment, NodeId, Revision, RoundPlan, RunSpec, Terms, WindowTerms
+from farloop.algo.stages import Part, fragments_of
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.leases import Leases, Owner
+from farloop.coordinator.decide.screening import VERDICTS, Screening
+from farloop.wire.messages import AnchorRef, Committed, Offer
+from farloop.wire.reasons import Reason
+
+HISTORY_VERSIONS = 16
+"""Commits a fragment remembers for those who come back (protocol R asks for 7 at least)."""
+
+ROUNDS_KEPT = 1024
+"""Rounds before those of the open windows that are remembered: a restart repeats the commits of a few of them."""
+
+EVALUATIONS_KEPT = 1024
+
+_BLOB_HEADER_BYTES = 64
+
+
+def more_than_a_snapshot(fragment: Fragment) -> int:
+    """Bytes of an update that nobody is offered: the size of one that is not here."""
+    return 4 * fragment.numel + _BLOB_HEADER_BYTES + 1
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What the journal says so far."""
+
+    spec: RunSpec
+    """With the terms of the newest revision; what a window or a round runs under, say `terms_of` and `terms_in`."""
+    epoch: int = 0
+    history: int = 0
+    """Epoch in which the run was last wound back, or adopted; 0 where it never was (protocol S)."""
+    epoch_seen: int = 0
+    """Highest epoch that a node had met and this state had not."""
+    versions: list[int] = field(default_factory=list)
+    windows: dict[int, WindowTerms] = field(default_factory=dict)
+    """Terms of the open window of every fragment that is not final."""
+    rounds: dict[int, RoundPlan] = field(default_factory=dict)
+    commits: dict[tuple[int, int], Committed] = field(default_factory=dict)
+    """Announcements of the last `HISTORY_VERSIONS` commits of each fragment."""
+    started: dict[NodeId, rec.NodeStarted] = field(default_factory=dict)
+    """How the nodes that take part began."""
+    inputs: dict[BlobId, Offer] = field(default_factory=dict)
+    """Stored deltas without an outcome, in the order they came."""
+    leases: Leases = field(default_factory=Leases)
+    evaluations: list[rec.EvaluationTaken] = field(default_factory=list)
+    finished: bool = False
+    screening: Screening = field(init=False)
+    revisions: Revisions = field(init=False)
+    _served: dict[int, set[NodeId]] = field(default_factory=dict, compare=False)
+    """By fragment; not a record of its own: a restart knows of the commits that are remembered."""
+
+    def __post_init__(self) -> None:
+        self.screening = Screening(self.spec)
+        self.revisions = Revisions.of(self.spec)
+
+    @classmethod
+    def begin(cls, started: rec.RunStarted) -> "Ledger":
+        """A new run: version 0 of everything, window 1 open, rounds 0 and 1 fixed (protocol B)."""
+        spec = started.spec
+        ledger = cls(spec=spec, epoch=started.epoch, versions=[0] * len(spec.identity.layout.fragments))
+        plans = started.rounds or schedule.first_rounds(spec.terms)
+        ledger.rounds = {plan.index: plan for plan in plans}
+        ledger.windows = {w.fragment: w for w in schedule.first_windows(spec.terms, spec.identity.layout, plans)}
+        return ledger
+
+    @classmethod
+    def resume(cls, saved: rec.LedgerSaved) -> "Ledger":
+        """What `saved` was made of."""
+        ledger = cls(spec=saved.spec, epoch=saved.epoch, versions=list(saved.versions), finished=saved.finished)
+        ledger.history, ledger.epoch_seen = saved.history, saved.epoch_seen
+        ledger.revisions = Revisions.of(saved.spec, saved.revisions)
+        ledger.screening.revise(ledger.spec, ledger.revisions)
+        ledger.windows = {terms.fragment: terms for terms in saved.windows}
+        ledger.rounds = {plan.index: plan for plan in saved.rounds}
+        ledger.commits = {(committed.fragment, committed.version): committed for committed in saved.commits}
+        ledger.started = {started.node: started for started in saved.started}
+        ledger.inputs = {stored.blob: stored.offer() for stored in saved.inputs}
+        ledger._served = {fragment: ledger._remembered(fragment) for fragment in ledger.windows}
+        ledger.evaluations = list(saved.evaluations)
+        ledger.screening.resume(saved)
+        ledger.leases = Leases(
+            frontier=saved.frontier,
+            returned=list(saved.returned),
+            held={(held.node, held.incarnation): list(held.leases) for held in saved.held},
+            consumed={(held.node, held.incarnation): held.consumed for held in saved.held if held.consumed},
+            stored={(held.node, held.incarnation): held.stored for held in saved.held if held.stored},
+            retired={(held.node, held.incarnation): held.retired for held in saved.held if held.retired},
+            ended={(ended.node, ended.incarnation): ended.consumed for ended in saved.ended},
+            ended_granted={(ended.node, ended.incarnation): ended.retired for ended in saved.ended if ended.retired},
+            returned_total=saved.returned_total,
+            uncertain_total=saved.uncertain_total,
+        )
+        return ledger
+
+    def saved(self) -> rec.LedgerSaved:
+        """All of it as one record, for a journal to go on from."""
+        leases = self.leases
+        return rec.LedgerSaved(
+            spec=self.spec,
+            epoch=self.epoch,
+            versions=tuple(self.versions),
+            windows=tuple(self.windows.values()),
+            rounds=tuple(self.rounds.values()),
+            commits=tuple(self.commits.values()),
+            started=tuple(self.started.values()),
+            inputs=tuple(
+                rec.InputStored.of(offer, self.screening.payloads.get(blob, 0)) for blob, offer in self.inputs.items()
+            ),
+            frontier=leases.frontier,
+            returned=tuple(leases.returned),
+            held=tuple(_held(leases, owner) for owner in leases.held),
+            evaluations=tuple(self.evaluations),
+            finished=self.finished,
+            ended=tuple(_ended(leases, owner) for owner in leases.ended),
+            returned_total=leases.returned_total,
+            uncertain_total=leases.uncertain_total,
+            seen=self.screening.all_seen,
+            standings=tuple(self.screening.standings.values()),
+            history=self.history,
+            epoch_seen=self.epoch_seen,
+            revisions=self.revisions_told(),
+        )
+
+    def copy(self) -> "Ledger":
+        """One that knows the same and goes its own way: what it holds is frozen, only its containers are its own."""
+        return Ledger.resume(self.saved())
+
+    def apply(self, record: rec.Record) -> None:
+        """Take the next record of the journal."""
+        match record:
+            case rec.EpochClaimed(epoch=epoch):
+                self.epoch = epoch
+            case rec.EpochSeen(epoch=epoch):
+                self.epoch_seen = max(self.epoch_seen, epoch)
+            case rec.Rewound(epoch=epoch):
+                self.epoch = self.history = epoch
+                self.inputs = {}
+            case rec.Adopted():
+                self._adopt(record)
+            case rec.NodeStarted(node=node):
+                self.started[node] = record
+            case rec.NodeLeft(node=node, consumed=consumed, stored=stored):
+                if node in self.started:
+                    incarnation = self.started.pop(node).incarnation
+                    self.leases.watermark(node, incarnation, consumed)
+                    self.leases.give_back(node, incarnation, stored)
+            case rec.LeaseGranted(node=node, incarnation=incarnation, consumed=consumed, since=since):
+                if since is not None:
+                    self.leases.begin_anew(node, incarnation, since)
+                self.leases.watermark(node, incarnation, consumed)
+                self.leases.retire(node, incarnation, record.stored)
+                self.leases.grant(node, incarnation, record.lease)
+            case rec.RoundFixed(round=plan):
+                self._fix(plan)
+            case rec.InputStored():
+                self._store(record)
+            case rec.InputDropped(blob=blob):
+                self.inputs.pop(blob, None)
+                self.screening.forget(blob)
+            case rec.WindowCommitted():
+                self._commit(record)
+            case rec.EvaluationTaken():
+                self.evaluations.append(record)
+                if len(self.evaluations) > EVALUATIONS_KEPT:  # the older, the fewer: a curve needs no more
+                    del self.evaluations[1 : EVALUATIONS_KEPT // 2 : 2]
+            case rec.TermsChanged(revision=revision):
+                self._revise(revision)
+            case rec.RunFinished():
+                self.finished = True
+            case rec.RunStarted() | rec.LedgerSaved() | rec.SnapshotTaken() | rec.AnchorFetched():
+                pass  # the first two open a journal, and say nothing new in it; the others matter to the store alone
+
+    def _store(self, stored: rec.InputStored) -> None:
+        """A spooled delta counts if it came in time and nobody in it has contributed yet.
+
+        The machine decides the same when it hears of the delta, and journals a drop; a crash may come between.
+        """
+        self.leases.stores(stored.blob.node, stored.blob.incarnation, stored.consumed)
+        names = {contribution.node for contribution in stored.contributors}
+        others = (offer for offer in self.inputs.values() if offer.blob.fragment == stored.blob.fragment)
+        taken = {contribution.node for offer in others for contribution in offer.contributors}
+        if self.outcome_reason(stored.blob, stored.window) is None and not names & taken:
+            self.inputs[stored.blob] = stored.offer()
+            self.screening.stored(stored)
+
+    def _commit(self, record: rec.WindowCommitted) -> None:
+        fragment, version = record.fragment, record.version
+        assert version == self.versions[fragment] + 1, "commits of a fragment come one by one"
+        self.screening.committed(record, self.inputs, self.rounds)
+        self.versions[fragment] = version
+        if record.next_window is None:
+            self.windows.pop(fragment, None)
+        else:
+            self.windows[fragment] = record.next_window
+        stays = record.next_window is not None and record.next_window.round == record.round
+        names = self._served.get(fragment, set()) | {share.node for share in record.merged}
+        self._served[fragment] = names if stays else set()
+        self.commits[fragment, version] = Committed(
+            fragment=fragment,
+            version=version,
+            size=record.update_size,
+            digest=record.update_digest,
+            anchor_digest=record.anchor_digest,
+            merged=record.merged,
+            drops=record.drops,
+            next_window=record.next_window,
+            rounds=(),
+        )
+        self.commits.pop((fragment, version - HISTORY_VERSIONS), None)
+        for addend in record.blobs:
+            self.leases.stores(addend.blob.node, addend.blob.incarnation, addend.consumed)
+        decided = {addend.blob for addend in record.blobs} | {refusal.blob for refusal in record.refused}
+        self.inputs = {
+            blob: offer
+            for blob, offer in self.inputs.items()
+            if blob not in decided and (blob.fragment != fragment or self.outcome_reason(blob, offer.window) is None)
+        }
+        self.screening.settle(self.inputs)
+
+    def _fix(self, plan: RoundPlan) -> None:
+        self.rounds[plan.index] = plan
+        oldest = min((terms.round for terms in self.windows.values()), default=plan.index) - ROUNDS_KEPT
+        self.rounds = {index: fixed for index, fixed in self.rounds.items() if index >= oldest}
+
+    def _adopt(self, record: rec.Adopted) -> None:
+        """Go on from what nodes held. Who follows another history has nothing of this one (protocol S)."""
+        self.epoch = self.history = record.epoch
+        self.inputs = {}
+        for revision in record.revisions:
+            self._revise(revision)
+        opened = {terms.fragment: terms for terms in record.windows}
+        for anchor in record.anchors:
+            fragment = anchor.fragment
+            self.versions[fragment] = anchor.version
+            self._served[fragment] = set()
+            self.windows.pop(fragment, None)
+            self.commits = {key: commit for key, commit in self.commits.items() if key[0] != fragment}
+            self.commits[fragment, anchor.version] = Committed(
+                fragment=fragment,
+                version=anchor.version,
+                size=more_than_a_snapshot(self.fragment(fragment)),
+                digest=0,
+                anchor_digest=anchor.digest,
+                merged=(),
+                drops=(),
+                next_window=opened.get(fragment),
+                rounds=(),
+            )
+        self.windows |= opened
+        for plan in record.rounds:
+            self._fix(plan)
+        self.leases.begin_from(record.frontier, record.returned, record.uncertain)
+
+    def _revise(self, revision: Revision) -> None:
+        self.spec = replace(self.spec, terms=revision.terms, revision=revision.number)
+        # Who comes back may need the windows that are remembered, and be a round behind.
+        versions = [max(0, version - HISTORY_VERSIONS) for version in self.versions]
+        self.revisions = self.revisions.and_then(revision).needed(versions, self.current_round - 1)
+        self.screening.revise(self.spec, self.revisions)
+
+    def revisions_told(self) -> tuple[Revision, ...]:
+        """Those of the terms that somebody may still need; none where they never changed."""
+        return self.revisions.kept if len(self.revisions.kept) > 1 else ()
+
+    def terms_of(self, fragment: int, window: int, round_index: int | None = None) -> Terms:
+        """What this window runs under (protocol Z)."""
+        return self.revisions.of_window(fragment, window, round_index)
+
+    def terms_at(self, window: WindowTerms) -> Terms:
+        """What an open window runs under."""
+        return self.terms_of(window.fragment, window.window, window.round)
+
+    def terms_in(self, round_index: int) -> Terms:
+        """What belongs to this round."""
+        return self.revisions.of_round(round_index)
+
+    def next_round_to_fix(self) -> RoundPlan | None:
+        """The round that the first commit of a window of round r fixes: r + 2 (protocol B); None when it is fixed."""
+        newest = self.rounds[max(self.rounds)]
+        reached = max((self.windows[f].round for f in self.windows), default=newest.index)
+        return schedule.round_after(self.terms_in(newest.index + 1), newest) if newest.index < reached + 1 else None
+
+    def served(self, fragment: int) -> set[NodeId]:
+        """Nodes that are part of earlier commits of the open window's round."""
+        return self._served.get(fragment, set())
+
+    def _remembered(self, fragment: int) -> set[NodeId]:
+        """The same from the commits that are remembered."""
+        names: set[NodeId] = set()
+        for version in range(self.versions[fragment], 0, -1):
+            commit, before = self.commits.get((fragment, version)), self.commits.get((fragment, version - 1))
+            opened = before.next_window if before else None
+            if commit is None or (opened.round if opened else 0) != self.windows[fragment].round:
+                break
+            names |= {share.node for share in commit.merged}
+        return names
+
+    @property
+    def current_round(self) -> int:
+        """The round whose last slot is open, of the stage that is behind the others; the last round once all of them
+        are final."""
+        return self.round_of_part(None)
+
+    def round_of_part(self, part: Part) -> int:
+        """The same of some stages alone."""
+        layout = self.spec.identity.layout
+        last = [f.index for f in fragments_of(part, layout) if f.slot == layout.slots - 1]
+        return min((self.windows[index].round for index in last if index in self.windows), default=max(self.rounds))
+
+    def slot_at(self, round_index: int) -> int:
+        """The first slot of the round of which a window is not committed yet; 0 in the first, in which all but the last
+        have none, and in one that is over."""
+        open_slots = [self.fragment(index).slot for index, terms in self.windows.items() if terms.round <= round_index]
+        return min(open_slots, default=0) if round_index else 0
+
+    def is_over_for(self, part: Part) -> bool:
+        """Whether every fragment of the part is final."""
+        return not any(f.index in self.windows for f in fragments_of(part, self.spec.identity.layout))
+
+    def is_too_far_ahead(self, window: WindowTerms) -> bool:
+        """Whether its stage would get more than a round ahead of another: the round is the one clock of them all."""
+        last, stage = self.spec.identity.layout.slots - 1, self.fragment(window.fragment).stage
+        others = [f for f in map(self.fragment, self.windows) if f.slot == last and f.stage != stage]
+        return any(self.windows[other.index].round < window.round - 1 for other in others)
+
+    def holders(self, fragment: int) -> list[NodeId]:
+        """Nodes that take part and hold this fragment."""
+        stage = self.fragment(fragment).stage
+        return [node for node, one in self.started.items() if one.holds is None or stage in one.holds]
+
+    def holds_of(self, node: NodeId) -> Part:
+        """Stages that a node of the run holds; None for all of the model."""
+        started = self.started.get(node)
+        return None if started is None else started.holds
+
+    @property
+    def h(self) -> int:
+        """Inner steps of the current round; the run's, where all rounds but a short last one have as many."""
+        terms = self.terms_in(self.current_round)
+        return terms.h if terms.h_rule == "constant" else self.rounds[self.current_round].length
+
+    def rounds_ahead(self) -> tuple[RoundPlan, ...]:
+        """The fixed rounds that a node may still need."""
+        return tuple(self.rounds[i] for i in range(self.current_round - 1, max(self.rounds) + 1) if i in self.rounds)
+
+    def anchor_digest(self, fragment: int, version: int) -> int | None:
+        """Digest of that version of the anchor, as far as it is remembered."""
+        if version == 0:
+            return self.spec.identity.anchor_digests[fragment]
+        committed = self.commits.get((fragment, version))
+        return committed.anchor_digest if committed else None
+
+    def updates_after(self, fragment: int, held: AnchorRef | None) -> list[Committed] | None:
+        """The commits that lead from the anchor that a node holds to the current one; None where it needs a snapshot.
+
+        Updates if they are all remembered and no more bytes than a snapshot (protocol R). An anchor with another digest
+        is of another history (protocol S).
+        """
+        if held is None or held.digest != self.anchor_digest(fragment, held.version):
+            return None
+        missed = [self.commits.get((fragment, v)) for v in range(held.version + 1, self.versions[fragment] + 1)]
+        known = [committed for committed in missed if committed is not None]
+        if len(known) < len(missed) or sum(c.size for c in known) >= more_than_a_snapshot(self.fragment(fragment)):
+            return None
+        return known
+
+    def round_of(self, fragment: int, version: int) -> int:
+        """The round of the window that made this version of the anchor; 0 where that is not remembered."""
+        before = self.commits.get((fragment, version - 1))
+        terms = before.next_window if before else None
+        return terms.round if terms else 0
+
+    def codec_of_deltas(self, fragment: int, window: int, node: NodeId) -> str:
+        """How the deltas of a node for a window are encoded, late ones included: as its own terms say, which came with
+        the commit before it. Of windows that nobody remembers, as the terms of that time do."""
+        terms = self.windows.get(fragment)
+        if terms is None or terms.window != window:
+            before = self.commits.get((fragment, window - 1))
+            terms = before.next_window if before else None
+        return (terms or self.terms_of(fragment, window)).codec_of(node)
+
+    def fragment(self, index: int) -> Fragment:
+        """Its place in the layout."""
+        return self.spec.identity.layout.fragments[index]
+
+    def holds_one_of(self, node: NodeId, fragment: int) -> bool:
+        """Whether a delta of this node is stored and has no outcome yet."""
+        offers = (offer for blob, offer in self.inputs.items() if blob.fragment == fragment)
+        return any(contribution.node == node for offer in offers for contribution in offer.contributors)
+
+    def is_vector(self, versions: Sequence[int]) -> bool:
+        """Whether these are versions of every fragment, one each."""
+        return len(versions) == len(self.versions)
+
+    def outcome_reason(self, blob: BlobId, window: int) -> Reason | None:
+        """Why a delta for `window` cannot be taken any more; None while its window is open and its base fits."""
+        version, lag = self.versions[blob.fragment], self.spec.terms.lag
+        staleness = self.terms_of(blob.fragment, version + 1).max_staleness  # of the window that is open
+        if window + staleness <= version:
+            return Reason.LATE
+        if window > version + 1 or blob.fragment not in self.windows:
+            return Reason.UNKNOWN_WINDOW
+        if not version - staleness - lag <= blob.version <= version:
+            return Reason.STALE_BASE
+        since = [self.commits.get((blob.fragment, v)) for v in range(blob.version + 1 + lag, version + 1)]
+        for commit in (commit for commit in since if commit):  # one decided it, and its sender has not heard
+            if any(share.node == blob.node for share in commit.merged):
+                return Reason.OVERLAP
+            for drop in commit.drops:
+                if drop.node == blob.node and drop.reason in VERDICTS:
+                    return drop.reason
+        return None
+
+    def check(self) -> None:
+        """The invariants."""
+        for fragment, terms in self.windows.items():
+            assert terms.window == self.versions[fragment] + 1
+            assert terms.round in self.rounds
+        assert all(self.outcome_reason(blob, offer.window) is None for blob, offer in self.inputs.items())
+        assert all(self.versions[fragment] - HISTORY_VERSIONS < version for fragment, version in self.commits)
+        self.leases.check()
+
+
+def _held(leases: Leases, owner: Owner) -> rec.LeasesHeld:
+    return rec.LeasesHeld(
+        node=owner[0],
+        incarnation=owner[1],
+        leases=tuple(leases.held[owner]),
+        consumed=leases.consumed.get(owner, 0),
+        stored=leases.stored.get(owner, 0),
+        retired=leases.retired.get(owner, 0),
+    )
+
+
+def _ended(leases: Leases, owner: Owner) -> rec.LeasesHeld:
+    consumed, granted = leases.ended[owner], leases.ended_granted.get(owner, 0)
+    return rec.LeasesHeld(node=owner[0], incarnation=owner[1], leases=(), consumed=consumed, retired=granted)

@@ -1,0 +1,531 @@
+"""Which evaluations are waited for: of the nodes that were asked, one answer each (protocol J). Pure.
+
+An evaluation is kept for as long as the run, and shown to everybody: nobody can add one unasked.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final, assert_never
+
+from farloop.algo import schedule
+from farloop.algo.methods import method_named
+from farloop.algo.spec import NodeId, Revision, WindowTerms
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.admission import delta_refusal, last_position, progress_untrue, samples_untrue
+from farloop.coordinator.decide.adoption import Adoption, AdoptionSettings
+from farloop.coordinator.decide.closing import QUARANTINE, Closing, ParticipationCheck, StragglerGrace
+from farloop.coordinator.decide.decisions import Decisions
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.membership import Membership
+from farloop.coordinator.decide.revising import revision_of
+from farloop.coordinator.decide.rollback import RollbackGuard
+from farloop.coordinator.decide.roster import EXPIRE_S, Member, look_after_stages
+from farloop.coordinator.decide.windows import Window
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+_MEMORY: Final = 16
+"""Questions without an answer that are remembered: a node may go away before it gives one."""
+
+
+class Evaluations:
+    """The open questions of one incarnation of the coordinator. Versions are those of the last fragment."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        """Whom the incarnation before has asked is not known: what it may have asked for, any node may answer once."""
+        self._ledger, self._last = ledger, len(ledger.versions) - 1
+        self._asked: dict[int, NodeId] = {}
+        known = [evaluation.versions[self._last] for evaluation in ledger.evaluations]
+        asks = ledger.spec.identity.evaluation_set != "none"
+        self._before = range(max(known, default=0) + 1, ledger.versions[self._last] + 1 if asks else 0)
+
+    @property
+    def evaluator(self) -> NodeId | None:
+        """Who was asked last, and has not answered."""
+        return self._asked[max(self._asked)] if self._asked else None
+
+    def ask(self, version: int, node: NodeId) -> None:
+        """This node is asked to score its anchors once it holds this version."""
+        self._asked[version] = node
+        if len(self._asked) > _MEMORY:
+            del self._asked[min(self._asked)]
+
+    def asked(self, node: NodeId, versions: Sequence[int], position: float = 0.0) -> int | None:
+        """The version that an evaluation of these versions was asked for with; None where it was not, or says that it
+        is of a schedule position which the run does not have.
+
+        A node that merges several versions at once answers with the newest.
+        """
+        ledger = self._ledger
+        if not ledger.is_vector(versions) or not 0.0 <= position <= last_position(ledger):
+            return None
+        if not all(0 <= held <= current for held, current in zip(versions, ledger.versions, strict=True)):
+            return None
+        held = versions[self._last]
+        if held in self._before:
+            return held
+        return max((version for version, who in self._asked.items() if who == node and version <= held), default=None)
+
+    def answered(self, version: int) -> None:
+        """The question of this version is answered, and with it those that the same node was asked before."""
+        if version in self._before:
+            self._before = range(version + 1, self._before.stop)
+        elif node := self._asked.get(version):
+            self._asked = {v: who for v, who in self._asked.items() if who != node or v > version}
+
+
+# --- The coordinator's decisions: what a window merges, when it closes, what happens next.
+#
+# Events in, commands out (`coordinator/decide/events.py`). What must outlive a crash goes through the journal into the
+# `Ledger`; what is told to nodes follows the record that makes it true. Time is the `now` that the shell hands in. Who
+# takes part is decided in `membership.py`.
+
+
+REPORT, ANCHOR = "report of ", "anchor of "
+"""Alarms of one node that its next report, or delta, ends."""
+
+
+class CoordinatorMachine:
+    """One incarnation of the coordinator of one run."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        now: float,
+        liveness_s: float = 10.0,
+        expire_s: float = EXPIRE_S,
+        floor_share: float | None = None,
+        drops_silent: bool = True,
+        adopt: AdoptionSettings | None = None,
+    ) -> None:
+        """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without, and
+        `expire_s` more before others get their samples.
+
+        `floor_share`: least share of the live nodes that must lately have been merged (`closing.py`). `drops_silent`:
+        whether windows go on without a node that misses its deadline (`deadlines.py`). `adopt`: the ledger is an old
+        copy's, and what nodes hold comes first (`adoption.py`).
+        """
+        self.ledger = ledger
+        self.windows: dict[int, Window] = {}
+        self.alarms: dict[str, str] = {}
+        self._stopping, self._cut_in_stages = False, ledger.spec.identity.layout.num_stages > 1
+        self._decisions = Decisions(ledger)
+        self._doubts = RollbackGuard(ledger, self._decisions, self.alarms)
+        self._closing = Closing(
+            ledger,
+            self._decisions,
+            self.windows,
+            self.alarms,
+            now=now,
+            floor_share=floor_share,
+            members=lambda: self.members,
+            drops_silent=drops_silent,
+            speeds=lambda: self._membership.speeds(),
+            stands_still=lambda: self._stands_still,
+        )
+        self._membership = Membership(
+            ledger,
+            self._decisions,
+            self.windows,
+            self._closing.try_one,
+            self._doubts,
+            gone_at=now + liveness_s,
+            expire_s=expire_s,
+        )
+        self._adoption = None if adopt is None else Adoption(ledger, self._decisions, self.alarms, adopt, now)
+        self._evaluations = Evaluations(ledger)
+        self._mending: dict[NodeId, set[int]] = {}
+        """Fragments whose anchors did not match, until they are known to be mended."""
+        if self._adoption is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Go on from what the ledger says."""
+        self._closing.show_quarantine()
+        for terms in self.ledger.windows.values():
+            self._open(terms)
+        self._closing.fix_rounds()
+        self._closing.try_all()
+        self._finish_if_over()
+
+    @property
+    def members(self) -> dict[NodeId, Member]:
+        """Everybody who ever greeted."""
+        return self._membership.members
+
+    @property
+    def in_quarantine(self) -> dict[NodeId, str]:
+        """Whose deltas are measured and not merged, and why."""
+        return self._closing.in_quarantine
+
+    @property
+    def grace(self) -> StragglerGrace:
+        """How long windows wait for those that are not there yet."""
+        return self._closing.grace
+
+    @property
+    def guard(self) -> ParticipationCheck:
+        """Whether enough of the live nodes are part of the run."""
+        return self._closing.guard
+
+    @property
+    def _now(self) -> float:
+        return self._closing.now
+
+    @property
+    def begun(self) -> bool:
+        """Whether training ever started."""
+        return self._membership.begun
+
+    @property
+    def holding(self) -> str | None:
+        """Why nothing is committed until a person decides (`rollback.py`); None while all is well."""
+        return self._doubts.holding if self._adoption is None else self._adoption.waits
+
+    @property
+    def _stands_still(self) -> bool:
+        """No window closes, and no time passes."""
+        return self._stopping or self.holding is not None
+
+    @property
+    def awaited(self) -> list[NodeId]:
+        """Nodes that are connected, or may yet be back: who is not there to hear that the run is over never ends."""
+        return self._membership.awaited
+
+    def start(self) -> list[ev.Command]:
+        """What a restart owes right away: windows that can close."""
+        return self._decisions.take()
+
+    def stop(self) -> None:
+        """This coordinator ends, and its farewells end the sessions: nobody is removed for that, and no window closes.
+
+        What has come is durable: the next start closes what can close, and waits for the nodes (protocol C).
+        """
+        self._stopping = True
+
+    def believes(self, node: NodeId, message: msg.Progress | msg.Evaluation) -> bool:
+        """Whether a report or an evaluation will be taken from this node now."""
+        member = self.members.get(node)
+        if isinstance(message, msg.Progress):
+            return progress_untrue(message, self.ledger, member.holds if member else None) is None
+        trains = member is not None and member.stage == "training"
+        return trains and self._evaluations.asked(node, message.versions, message.position) is not None
+
+    @property
+    def hold_claims(self) -> dict[NodeId, str]:
+        """The nodes that say this state is an old copy, and what each of them proves; empty where none holds it."""
+        return self._doubts.claims if self._adoption is None else {}
+
+    def revision_for(self, given: Mapping[str, str]) -> Revision:
+        """What the run would have from its next windows and round on. Raises ValueError, one sentence, if it cannot."""
+        if self.holding is not None:
+            raise ValueError(f"the run is held, and its state may be an old copy: {self.holding}")
+        closing = {fragment for fragment, window in self.windows.items() if window.state == "closing"}
+        return revision_of(self.ledger, closing, self._membership.speak, given)
+
+    # --- events
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        """Take one event; return what is to be done, in order."""
+        self._closing.now = now
+        if self._adoption is not None:
+            return self._adopting(self._adoption, event, now)
+        held = self.holding
+        match event:
+            case ev.NodeHello():
+                if self._membership.is_new(event):
+                    self._mend(event.node, set())
+                    self.alarms.pop(f"{REPORT}{event.node}", None)
+                    self._closing.node_deadlines.restarted(event.node)
+                self._membership.greeted(event, now)
+            case ev.NodeMessage(node=node, session=session, message=message):
+                if member := self._membership.in_session(node, session):
+                    member.heard_at = now
+                    self._heard(member, message, now)
+            case ev.NodeDisconnected(node=node, session=session, reason=reason):
+                if member := self._membership.in_session(node, session):
+                    self._membership.parted(member, reason, now)
+            case ev.InputStored(offer=offer, payload=payload):
+                self._stored(offer, payload)
+            case ev.InputFailed(offer=offer, reason=reason, detail=detail):
+                self._drop(offer, reason, detail)
+            case ev.CommitDone(record=record):
+                self._committed(record)
+            case ev.CommitFailed():
+                self._closing.failed(event)
+            case ev.SumOverflow():
+                self._closing.too_much(event)
+            case ev.TermsGiven(revision=revision):
+                self._decisions.record(rec.TermsChanged(revision=revision))
+                self._membership.tell_revision(revision)
+            case ev.HoldReleased():
+                self._doubts.release(now, "the run was released, and goes on without it")
+            case ev.LeftOut(node=node):
+                self._membership.leave_out(node)
+            case ev.AnchorStored() | ev.AnchorFailed():
+                pass  # of a session that ended as the run went on
+            case _:
+                assert_never(event)
+        self._look_at_hold(held)
+        self._forget_the_gone()
+        self._closing.look()
+        self._look_after_stages()
+        return self._decisions.take()
+
+    def _adopting(self, adoption: Adoption, event: ev.Event | None, now: float) -> list[ev.Command]:
+        """Before the run goes on from what nodes hold."""
+        if not self._stopping and adoption.handle(event, now):
+            self._adoption = None
+            self._membership.clock_jumped(now - adoption.began_at)  # nobody could come to it
+            self._begin()
+        return self._decisions.take()
+
+    def next_timer(self) -> float | None:
+        """When `handle_timer` wants to be called."""
+        if self._adoption is not None:
+            return None if self._stopping else self._adoption.wakes_at
+        if self._stands_still:
+            return None
+        return min([*self._membership.deadlines(), *self._closing.deadlines()], default=None)
+
+    def handle_timer(self, now: float) -> list[ev.Command]:
+        """Deadlines that have passed: of nodes, of windows, of commits to try again."""
+        self._closing.now = now
+        if self._adoption is not None:
+            return self._adopting(self._adoption, None, now)
+        if self._stands_still:
+            return []
+        self._membership.remove_overdue(now)
+        self._forget_the_gone()
+        self._closing.pass_time()
+        self._membership.start_ready(now, "none")
+        self._look_after_stages()
+        return self._decisions.take()
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: every deadline moves (protocol C)."""
+        if self._adoption is not None:
+            self._adoption.clock_jumped(seconds)
+        self._membership.clock_jumped(seconds)
+        self._doubts.clock_jumped(seconds)
+        self._closing.clock_jumped(seconds)
+
+    def check(self) -> None:
+        """All invariants."""
+        self.ledger.check()
+        assert self._adoption is not None or set(self.windows) == set(self.ledger.windows)
+        for fragment, window in self.windows.items():
+            assert window.terms == self.ledger.windows[fragment]
+            window.check()
+        self._membership.check()
+
+    def _heard(self, member: Member, message: msg.Message, now: float) -> None:
+        match message:
+            case msg.Ready(history=history):
+                if history == self.ledger.history:  # else its node has yet to hear that it must begin again
+                    self._membership.ready(member, now)
+            case msg.Offer():
+                self._offered(member, message)
+            case msg.Progress():
+                self._reported(member, message, now)
+            case msg.Evaluation():
+                self._evaluated(member, message)
+            case msg.Fetch(fragment=fragment, first=first):
+                if 0 <= fragment < len(self.ledger.versions) and member.has(self.ledger.fragment(fragment)):
+                    wrong = set[int]() if first else {fragment}
+                    self._mend(member.name, self._mending.get(member.name, set()) | wrong)
+                    self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
+            case msg.Leave():
+                self._membership.left(member, message, now)
+            case _:
+                pass  # the session's own business
+
+    def _look_at_hold(self, before: str | None) -> None:
+        """The run is held from now on, or not any more: then no deadline has come nearer meanwhile."""
+        if before is None and self.holding is not None:
+            self._membership.send_away(self.holding)
+        elif before is not None and self.holding is None:
+            self._membership.clock_jumped(self._doubts.held_s)
+            self._closing.clock_jumped(self._doubts.held_s)
+            self._closing.try_all()
+
+    def _reported(self, member: Member, progress: msg.Progress, now: float) -> None:
+        """A report that cannot be true counts for nothing, not even as a sign of progress."""
+        untrue = progress_untrue(progress, self.ledger, member.holds)
+        if untrue is not None:
+            self.alarms[f"{REPORT}{member.name}"] = untrue
+            return
+        self.alarms.pop(f"{REPORT}{member.name}", None)
+        if more := samples_untrue(progress, member, self.ledger):
+            self.alarms[f"{REPORT}{member.name}"] = more
+        self._membership.reported(member, progress, now)
+
+    def _evaluated(self, member: Member, evaluation: msg.Evaluation) -> None:
+        """Only who was asked is heard, and once: all of them are kept as long as the run."""
+        asked = self._evaluations.asked(member.name, evaluation.versions, evaluation.position)
+        if asked is None or member.stage != "training":
+            return
+        self._evaluations.answered(asked)
+        self._membership.evaluates(self._evaluations.evaluator)
+        self._decisions.record(
+            rec.EvaluationTaken(loss=evaluation.loss, versions=evaluation.versions, position=evaluation.position)
+        )
+
+    def _mend(self, node: NodeId, fragments: set[int]) -> None:
+        """These anchors of a node did not match, and are not known to be mended."""
+        self._mending.pop(node, None)
+        self.alarms.pop(f"{ANCHOR}{node}", None)
+        if fragments:
+            self._mending[node] = fragments
+            which = ", ".join(str(fragment) for fragment in sorted(fragments))
+            self.alarms[f"{ANCHOR}{node}"] = f"fragment {which} did not match its digest"
+
+    def _forget_the_gone(self) -> None:
+        """What is wrong in a node that is gone concerns nobody: it left, or was waited for and did not come back.
+
+        One that comes back says it again. A node whose session has just ended may come back to the same alarm.
+        """
+        self._doubts.pass_time(self._now)
+        awaited = set(self.awaited)
+        for node in self._mending.keys() - awaited:
+            self._mend(node, set())
+        for alarm in [alarm for alarm in self.alarms if alarm.startswith(REPORT)]:
+            if alarm.removeprefix(REPORT) not in awaited:
+                del self.alarms[alarm]
+        if any(a.startswith(QUARANTINE) and a.removeprefix(QUARANTINE) not in self.ledger.started for a in self.alarms):
+            self._closing.show_quarantine()
+
+    def _look_after_stages(self) -> None:
+        if self._cut_in_stages and self.begun:
+            look_after_stages(self.members.values(), self.ledger, self.alarms)
+
+    # --- windows
+
+    def _open(self, terms: WindowTerms) -> None:
+        """Open a window, with the deltas that came too late for the windows before, where the method takes them."""
+        ours = self.ledger.terms_at(terms)
+        expected = {n for n in self._membership.expected(terms) if self._closing.node_deadlines.expects(n, self._now)}
+        window = self.windows[terms.fragment] = Window(
+            terms=terms,
+            max_staleness=ours.max_staleness,
+            alone=method_named(self.ledger.spec.terms.method).alone,
+            needs_steps=ours.on_late_update == "continue",
+            opened_at=self._now,
+            expected=expected,
+        )
+        self._closing.node_deadlines.opened(window)
+        window.begin_with(self.ledger.inputs, ours.quorum)
+        self.grace.look_at(window, self._now)
+
+    def _offered(self, member: Member, offer: msg.Offer) -> None:
+        blob = offer.blob
+        window = self.windows.get(blob.fragment)
+        if blob in self.ledger.inputs:
+            return self._decisions.tell(member.name, msg.Stored(blob=blob))
+        self._closing.node_deadlines.offered(offer)
+        if blob.fragment in (ailing := self._mending.get(member.name, set())):
+            self._mend(member.name, ailing - {blob.fragment})  # a node sends nothing from an anchor that is lost
+        if refused := delta_refusal(offer, member, self.ledger, window):
+            return self._refuse(member, offer, *refused)
+        self._decisions.do(ev.Receive(offer=offer))
+
+    def _refuse(self, member: Member, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        """An offer has its outcome at once. Who claims what cannot be true has had its turn: nobody waits for more."""
+        self._tell_outcome(member.name, offer, reason, detail)
+        if reason in (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE) and offer.blob.node == member.name:
+            self._give_up(offer, reason)
+
+    def _tell_outcome(self, node: NodeId, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        self._decisions.tell(node, msg.Outcome(blob=offer.blob, reason=reason, detail=detail))
+
+    def _stored(self, offer: msg.Offer, payload: int) -> None:
+        window = self.windows.get(offer.blob.fragment)
+        self.ledger.leases.stores(offer.blob.node, offer.blob.incarnation, offer.consumed)
+        if offer.blob in self.ledger.inputs:
+            return self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
+        if window is None or not window.admits(offer) or window.is_too_late_for(offer):
+            return self._drop(offer, Reason.LATE, Reason.LATE.sentence)
+        if self.ledger.holds_one_of(offer.blob.node, offer.blob.fragment):
+            return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
+        self.grace.came(offer, self._now)
+        self._closing.node_deadlines.came(offer, self._now)
+        self.ledger.apply(rec.InputStored.of(offer, payload))
+        self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
+        if window.state == "open":  # else the next one may begin with it
+            window.inputs[offer.blob] = offer
+            self.grace.look_at(window, self._now)
+        self._closing.try_all()  # what was seen of lateness says of others, too, that they have waited long enough
+        self._membership.start_ready(self._now, "none")
+
+    def _drop(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
+        """A delta's outcome before its window closes (protocol E)."""
+        blob = offer.blob
+        self._decisions.record(rec.InputDropped(blob=blob, reason=reason, detail=detail))
+        self._decisions.do(ev.Forget(blob=blob))
+        self._tell_outcome(blob.node, offer, reason, detail)
+        self._give_up(offer, reason)
+
+    def _give_up(self, offer: msg.Offer, reason: Reason) -> None:
+        """A node's delta for the open window will not come: it is not made anew."""
+        node, window = offer.blob.node, self.windows.get(offer.blob.fragment)
+        if window and window.terms.window == offer.window and node in window.missing:
+            window.removed[node] = reason
+            self._closing.try_one(offer.blob.fragment)
+
+    def _committed(self, record: rec.WindowCommitted) -> None:
+        """A commit is durable: open what follows, tell everybody, start who waits, and end the run where it ends."""
+        before, held = self.ledger.current_round, self.ledger.inputs
+        closed = self.windows.pop(record.fragment)
+        self.ledger.apply(record)
+        self._closing.committed(record, closed)
+        for blob in held.keys() - self.ledger.inputs.keys() - {addend.blob for addend in record.blobs}:
+            self._decisions.do(ev.Forget(blob=blob))
+        self._closing.fix_rounds()
+        for refusal in record.refused:
+            outcome = msg.Outcome(blob=refusal.blob, reason=refusal.reason, detail=refusal.detail)
+            self._decisions.tell(refusal.blob.node, outcome)
+        self._closing.show_quarantine()
+        self._publish(record, closed)
+        self._membership.start_ready(self._now, "round" if self.ledger.current_round > before else "slot")
+        if self.ledger.current_round > before:
+            self._membership.top_up_all()
+        if record.next_window:
+            self._open(record.next_window)  # expects who has just started, too
+            self._closing.try_one(record.fragment)
+        self._closing.try_those_ahead()
+        self._finish_if_over(record.fragment)
+
+    def _finish_if_over(self, fragment: int | None = None) -> None:
+        """End the run where every fragment is final: here, or at the restart after a crash in between. Who holds the
+        fragment that was last committed may have no other to wait for."""
+        if not self.ledger.windows and not self.ledger.finished:
+            self._decisions.record(rec.RunFinished())
+        for member in self._membership.connected:
+            holds_it = fragment is None or member.has(self.ledger.fragment(fragment))
+            if not self.ledger.windows or (holds_it and self.ledger.is_over_for(member.holds)):
+                self._decisions.tell(member.name, msg.Finished())
+        if not self.ledger.windows:
+            self._decisions.do(ev.Finish())
+
+    def _publish(self, record: rec.WindowCommitted, closed: Window) -> None:
+        evaluator = self._evaluator(closed.terms)
+        if evaluator is not None:
+            self._evaluations.ask(record.version, evaluator)
+            self._membership.evaluates(evaluator)
+        committed = dataclasses.replace(
+            self.ledger.commits[record.fragment, record.version],
+            rounds=self.ledger.rounds_ahead(),
+            evaluator=evaluator,
+        )
+        self._decisions.do(ev.Publish(nodes=self._membership.audience(record.fragment), committed=committed))
+
+    def _evaluator(self, terms: WindowTerms) -> NodeId | None:
+        """The lowest live node id, where the commit is one to evaluate at (protocol J): a round's last."""
+        following = self.ledger.windows.get(terms.fragment)
+        stays = following is not None and following.round == terms.round
+        spec = dataclasses.replace(self.ledger.spec, terms=self.ledger.terms_at(terms))
+        if stays or not schedule.is_evaluated(spec, terms):
+            return None
+        return self._membership.evaluator()

@@ -1,0 +1,437 @@
+"""The nodes of a run: how they come, start, get samples, fall away and leave. Which windows close is not decided here.
+
+    greeted ──▶ joining ──Ready──▶ ready ──a slot's boundary──▶ training ──Leave, or a newer start of it──▶ left
+                                                                   │ ▲
+                                            its session ends, ─────┘ └───── it greets again
+                                 and in time no window waits for it
+
+A node that trains and shows no progress for too long, though its session lives, is one that no window waits for either,
+until it moves.
+
+Pure. What is decided goes into the machine's `Decisions`; who is expected, removed and back is marked in its windows.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+from farloop.algo import schedule
+from farloop.algo.spec import Lease, NodeId, Revision, RoundPlan, WindowTerms
+from farloop.algo.stages import fragments_of, is_source, is_whole
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.admission import refusal
+from farloop.coordinator.decide.decisions import Decisions
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.revising import REVISED_SINCE
+from farloop.coordinator.decide.rollback import RollbackGuard, as_newcomer
+from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, Member, too_few_to_begin
+from farloop.coordinator.decide.windows import Window
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+Boundary = Literal["none", "slot", "round"]
+"""What has just come: nothing, the end of a slot, or that of a round."""
+
+
+class Membership:
+    """All members of one incarnation of the coordinator."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        decisions: Decisions,
+        windows: Mapping[int, Window],
+        try_close: Callable[[int], None],
+        doubts: RollbackGuard,
+        *,
+        gone_at: float,
+        expire_s: float = EXPIRE_S,
+    ) -> None:
+        """Nodes that take part have until `gone_at` to come back; `expire_s` later their samples go to others.
+
+        `windows` are the open ones, by fragment; `try_close` is called for those that may wait for nobody any more.
+        """
+        self._ledger, self._decisions = ledger, decisions
+        self._windows, self._try_close, self._doubts = windows, try_close, doubts
+        self._expire_s = expire_s
+        self.members: dict[NodeId, Member] = {}
+        for name, started in ledger.started.items():
+            self.members[name] = Member(
+                name=name,
+                incarnation=started.incarnation,
+                holds=started.holds,
+                stage="training",
+                start_round=started.round,
+                start_slot=started.slot,
+                gone_at=gone_at,
+                expires_at=gone_at + expire_s,
+                reason=Reason.CLOSED,
+            )
+
+    # --- who is here
+
+    @property
+    def begun(self) -> bool:
+        """Whether training ever started."""
+        return bool(self._ledger.started) or any(self._ledger.versions)
+
+    @property
+    def awaited(self) -> list[NodeId]:
+        """Nodes that are connected, or may yet be back: who is not there to hear that the run is over never ends."""
+        return sorted(m.name for m in self.members.values() if m.session is not None or m.gone_at is not None)
+
+    @property
+    def connected(self) -> list[Member]:
+        """Who hears of what is decided."""
+        return [m for m in self.members.values() if m.session is not None and m.stage != "left"]
+
+    def audience(self, fragment: int) -> tuple[NodeId, ...]:
+        """Who hears of its commits."""
+        return tuple(sorted(m.name for m in self.connected if m.has(self._ledger.fragment(fragment))))
+
+    def in_session(self, node: NodeId, session: ev.SessionId) -> Member | None:
+        """The member whose current session this is; None where another has taken its place."""
+        member = self.members.get(node)
+        return member if member and member.session == session else None
+
+    def expected(self, terms: WindowTerms) -> set[NodeId]:
+        """Who may serve a window that opens now."""
+        fragment, slots = self._ledger.fragment(terms.fragment), self._ledger.spec.identity.layout.slots
+        holders = [m for m in self.members.values() if m.counts and m.has(fragment)]
+        return {
+            m.name
+            for m in holders
+            if m.start_round is not None and schedule.may_send(terms, m.start_round, fragment.slot, slots, m.start_slot)
+        }
+
+    def speeds(self) -> dict[NodeId, float]:
+        """Inner steps a second of those who train; 0 where that is not known yet. Their batches may differ."""
+        return {member.name: member.steps_per_s for member in self.members.values() if member.counts}
+
+    def evaluator(self) -> NodeId | None:
+        """Who is to evaluate now: the lowest live node id of those that hold all of the model (protocol J)."""
+        layout = self._ledger.spec.identity.layout
+        return min((m.name for m in self.connected if m.counts and is_whole(m.holds, layout)), default=None)
+
+    def evaluates(self, node: NodeId | None) -> None:
+        """Who is expected to evaluate now, and may take longer for it than for a step."""
+        for member in self.members.values():
+            member.evaluates = member.name == node
+
+    # --- coming
+
+    def is_new(self, event: ev.NodeHello) -> bool:
+        """Whether this start of the node was never met."""
+        member = self.members.get(event.node)
+        return member is None or event.hello.incarnation > member.incarnation
+
+    def greeted(self, event: ev.NodeHello, now: float) -> None:
+        """A session's first message: let the node in, with all that it must know, or say why not."""
+        hello, name = event.hello, event.node
+        member = self.members.get(name)
+        refused = refusal(hello, name, self._ledger, member) or self._doubts.refusal(name, hello, now)
+        if refused:
+            return self._decisions.do(ev.Refuse(session=event.session, refused=refused))
+        if hello.history != self._ledger.history:
+            hello = as_newcomer(hello)
+        if hello.round is not None:  # no later one was ever told of
+            hello = dataclasses.replace(hello, round=min(max(0, hello.round), max(self._ledger.rounds)))
+        if member and member.session is not None:
+            self._decisions.do(ev.CloseSession(session=member.session, reason=Reason.SUPERSEDED))
+        if member is None or hello.incarnation > member.incarnation:
+            if member:
+                self._leave(member, Reason.OLD_INCARNATION)
+            member = self.members[name] = Member(name=name, incarnation=hello.incarnation, holds=hello.holds)
+            self._forget_one()
+        elif hello.round is None and name in self._ledger.started:
+            self._leave(member, Reason.NOT_A_PARTICIPANT)  # it never heard of its start: it will get another
+        member.connect(event.session, hello, now)
+        if member.stage == "training":
+            self._welcome_back(member, now)
+        self._decisions.do(ev.Accept(session=event.session, node=name, welcome=self._welcome(member)))
+        if self._ledger.finished or (self._ledger.windows and self._ledger.is_over_for(member.holds)):
+            self._decisions.tell(name, msg.Finished())
+        if member.stage == "training":
+            self._grant_again(member)
+        for fragment in fragments_of(member.holds, self._ledger.spec.identity.layout):
+            self._catch_up(member, hello, fragment.index)
+
+    def _forget_one(self) -> None:
+        """Names cost nothing where no keys are asked for."""
+        gone = [m for m in self.members.values() if m.session is None and m.stage != "training"]
+        if len(self.members) > MOST_MEMBERS and len(gone) > 1:  # the one that has just come has no session yet
+            del self.members[min(gone[:-1], key=lambda m: m.heard_at).name]
+
+    def _welcome(self, member: Member) -> msg.Welcome:
+        ledger = self._ledger
+        held = tuple(ledger.leases.unused(member.name, member.incarnation))
+        return msg.Welcome(
+            protocol=member.protocol,
+            epoch=ledger.epoch,
+            spec=ledger.spec,
+            lane_token=b"",  # the shell's to draw: it is a secret, and this machine has no randomness
+            versions=tuple(ledger.versions),
+            windows=tuple(ledger.windows[f] for f in sorted(ledger.windows)),
+            rounds=ledger.rounds_ahead(),
+            leases=held if ledger.spec.identity.num_samples and is_source(member.holds) else None,
+            history=ledger.history,
+            revisions=ledger.revisions_told(),
+        )
+
+    @property
+    def speak(self) -> dict[NodeId, int]:
+        """Versions of the protocol of the nodes that take part, or may yet be back."""
+        return {m.name: m.protocol for m in self.members.values() if m.stage != "left"}
+
+    def tell_revision(self, revision: Revision) -> None:
+        """The run has other terms from windows on that lie ahead. Who is not here hears of it with its Welcome."""
+        for member in self.connected:
+            if member.protocol >= REVISED_SINCE:
+                self._decisions.tell(member.name, msg.Revised(revision=revision))
+
+    def _welcome_back(self, member: Member, now: float) -> None:
+        """Windows that went on without a node take it in again while they are open."""
+        assert member.start_round is not None
+        if member.name not in self._ledger.started:
+            self._record_start(member)
+        self._expect_again(member, now)
+
+    def _expect_again(self, member: Member, now: float) -> None:
+        for window in self._windows.values():
+            if window.removed.get(member.name) in (Reason.CLOSED, Reason.SILENT, Reason.STALLED):
+                del window.removed[member.name]
+                member.awaited_since = now
+
+    def _catch_up(self, member: Member, hello: msg.Hello, fragment: int) -> None:
+        held = next((ref for ref in hello.anchors if ref.fragment == fragment), None)
+        updates = self._ledger.updates_after(fragment, held)
+        if held is None and hello.begins and self._ledger.versions[fragment] == 0:
+            return  # it may have the same weights already, and asks if not
+        if updates is None:
+            self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
+        for committed in updates or ():
+            self._decisions.do(ev.Publish(nodes=(member.name,), committed=committed))
+
+    # --- starting
+
+    def ready(self, member: Member, now: float) -> None:
+        """It holds all anchors."""
+        if member.stage == "joining":
+            member.stage = "ready"
+            self.start_ready(now, "none")
+
+    def start_ready(self, now: float, boundary: Boundary) -> None:
+        """Start who is ready: at the run's begin, with a slot or a round, or at once where nobody trains any more, or
+        too few for the floor of a window, which no boundary would come before."""
+        ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
+        ready = [m for m in ready if not self._ledger.is_over_for(m.holds)]
+        if not ready:
+            return
+        if not self.begun and too_few_to_begin(ready, self._ledger):
+            return
+        alone = [m for m in ready if self._is_needed(m)]
+        for member in sorted(ready, key=lambda m: m.name):
+            plan = self._ledger.rounds[self._ledger.round_of_part(member.holds)]
+            if member in alone or boundary == "round":
+                self._start(member, plan, 0, now)
+            elif boundary == "slot" and (slot := self._slot_for(member, plan)):
+                self._start(member, plan, slot, now)
+        for window in self._windows.values():
+            names = {m.name for m in alone if m.has(self._ledger.fragment(window.terms.fragment))}
+            if names and window.state == "open" and not window.missing:
+                names = names & self.expected(window.terms) or names
+                window.expected |= names
+                window.removed = {n: r for n, r in window.removed.items() if n not in names}
+
+    def _is_needed(self, member: Member) -> bool:
+        """Whether one of its windows gets nowhere without it: nobody trains that holds the fragment, or too few do."""
+        windows = [w for w in self._windows.values() if member.has(self._ledger.fragment(w.terms.fragment))]
+        return any(not self._is_served(window) or self._lacks(window) for window in windows)
+
+    def _is_served(self, window: Window) -> bool:
+        fragment = self._ledger.fragment(window.terms.fragment)
+        return any(m.counts and m.has(fragment) for m in self.members.values())
+
+    def _lacks(self, window: Window) -> bool:
+        """Whether the window is held though nobody is awaited any more."""
+        return window.short_of(self._ledger.terms_at(window.terms).floor) is not None
+
+    def _start(self, member: Member, plan: RoundPlan, slot: int, now: float) -> None:
+        member.start(plan.index, slot, now)
+        member.let_go = True
+        self._record_start(member)
+        leases = self._grant(member)
+        first = leases[0] if leases else None
+        self._decisions.tell(member.name, msg.Start(round=plan, lease=first, slot=slot))
+        self._tell_grants(member, leases[1:])
+
+    def _slot_for(self, member: Member, plan: RoundPlan) -> int:
+        """The slot of the round that a node can start with, where the others are; 0 where it waits for the next round.
+
+        A stage does, for it goes with the others of its pipeline, and a node that could not be told; and in the last
+        round windows are open already that do not expect it.
+        """
+        ledger = self._ledger
+        if member.protocol < msg.SLOTS_SINCE or member.holds is not None or ledger.spec.terms.lag:
+            return 0
+        return 0 if schedule.is_last(ledger.spec.terms, plan) else ledger.slot_at(plan.index)
+
+    def _record_start(self, member: Member) -> None:
+        assert member.start_round is not None
+        self._decisions.record(
+            rec.NodeStarted(
+                node=member.name,
+                incarnation=member.incarnation,
+                round=member.start_round,
+                holds=member.holds,
+                slot=member.start_slot,
+            )
+        )
+
+    # --- samples
+
+    def reported(self, member: Member, progress: msg.Progress, now: float) -> None:
+        """It says how it goes, and what it has used of its samples."""
+        paused = member.paused
+        member.report(progress, now)
+        if member.paused and not paused:
+            self.leave_out(member.name)
+        if member.stalled and member.progress_at == now:
+            member.absent, member.reason = False, Reason.NONE
+            self._expect_again(member, now)
+        book, owner = self._ledger.leases, (member.name, member.incarnation)
+        book.watermark(*owner, progress.sample_watermark)
+        if not member.let_go and member.session is not None and not progress.samples_left:
+            since = min(progress.sample_watermark, book.most_used(*owner))
+            self._tell_grants(member, self._grant(member, since=since))
+            member.let_go = True
+        self._top_up(member)
+
+    def top_up_all(self) -> None:
+        """Nobody shall wait for samples in the round that begins."""
+        for member in self.members.values():
+            self._top_up(member)
+
+    def _top_up(self, member: Member) -> None:
+        if member.counts and member.session is not None and member.let_go:
+            self._tell_grants(member, self._grant(member))
+
+    def _grant_again(self, member: Member) -> None:
+        """Grants may have been lost with the last session. A node knows those that it has.
+
+        One that has none in the book may have been away for so long that others have them now: how many it used is not
+        known before it says that it uses no more of them.
+        """
+        book, owner = self._ledger.leases, (member.name, member.incarnation)
+        brings_own = not self._ledger.spec.identity.num_samples or not is_source(member.holds)
+        member.let_go = bool(book.held.get(owner)) or brings_own
+        self._tell_grants(member, book.unused(*owner))
+        self._top_up(member)
+
+    def _grant(self, member: Member, *, since: int | None = None) -> list[Lease]:
+        """Samples for some rounds; none where it has enough, or brings its own. `since`: of a new book."""
+        spec, book, owner = self._ledger.spec, self._ledger.leases, (member.name, member.incarnation)
+        if not spec.identity.num_samples or not is_source(member.holds):
+            return []
+        longest = max([spec.terms.h, *(plan.length for plan in self._ledger.rounds_ahead())])
+        leases = book.top_up(*owner, longest, spec.terms.batch_sequences)
+        for lease in leases:
+            self._decisions.record(
+                rec.LeaseGranted(
+                    node=member.name,
+                    incarnation=member.incarnation,
+                    lease=lease,
+                    consumed=since or book.consumed.get(owner, 0),
+                    stored=since or self._stored(member),
+                    since=since,
+                )
+            )
+            since = None
+        return leases
+
+    def _stored(self, member: Member) -> int:
+        """Samples that are in one of its stored deltas; of a node that does not say it, all that it has used."""
+        book, owner = self._ledger.leases, (member.name, member.incarnation)
+        tells = member.progress is None or member.progress.samples_left is not None
+        return (book.stored if tells else book.consumed).get(owner, 0)
+
+    def _tell_grants(self, member: Member, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self._decisions.tell(member.name, msg.Grant(lease=lease))
+
+    # --- falling away, and leaving
+
+    def send_away(self, why: str) -> None:
+        """The run is held: those who were let in before hear of it, and dial again until it goes on."""
+        for member in self.connected:
+            self._decisions.tell(member.name, msg.Leave(reason=Reason.HOLDING, detail=why))
+
+    def parted(self, member: Member, reason: Reason, now: float) -> None:
+        """Its session ended."""
+        member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0, self._expire_s)
+
+    def left(self, member: Member, leave: msg.Leave, now: float) -> None:
+        """It said good-bye."""
+        member.anchors = leave.anchors
+        member.disconnect(leave.reason, now, 0.0)
+        self._leave(member, leave.reason)
+        self.start_ready(now, "none")
+
+    def remove_overdue(self, now: float) -> None:
+        """Who did not come back in time, or stands still for no known reason, is not waited for any more; the samples
+        of one that is away for long go to others."""
+        for member in self.members.values():
+            if member.gone_at is not None and member.gone_at <= now:
+                self._remove(member, member.reason)
+            elif self._ledger.windows and member.stalls_at is not None and member.stalls_at <= now:
+                self._remove(member, Reason.STALLED)
+            if self._ledger.windows and member.expires_at is not None and member.expires_at <= now:
+                self._leave(member, member.reason)
+
+    def deadlines(self) -> list[float]:
+        """When `remove_overdue` has something to do."""
+        waits = (
+            [at for m in self.members.values() for at in (m.stalls_at, m.expires_at)] if self._ledger.windows else []
+        )
+        return [at for at in (*(m.gone_at for m in self.members.values()), *waits) if at is not None]
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: every deadline moves (protocol C)."""
+        for member in self.members.values():
+            member.progress_at += seconds
+            member.awaited_since += seconds
+            if member.gone_at is not None:
+                member.gone_at += seconds
+            if member.expires_at is not None:
+                member.expires_at += seconds
+
+    def _leave(self, member: Member, reason: Reason) -> None:
+        """It will not be back under this incarnation."""
+        self._remove(member, reason)
+        member.stage, member.expires_at = "left", None
+        if member.name in self._ledger.started:
+            book, owner = self._ledger.leases, (member.name, member.incarnation)
+            consumed, stored = book.consumed.get(owner, 0), self._stored(member)
+            self._decisions.record(rec.NodeLeft(node=member.name, reason=reason, consumed=consumed, stored=stored))
+
+    def _remove(self, member: Member, reason: Reason) -> None:
+        """No window waits for it any more."""
+        member.gone_at, member.absent, member.reason = None, True, reason
+        for fragment, window in self._windows.items():
+            if member.name in window.missing:
+                window.removed[member.name] = reason
+                self._try_close(fragment)
+
+    def leave_out(self, node: NodeId) -> None:
+        """The open windows wait for it no more; a delta that comes while one is still open is merged, and the next
+        ones expect it."""
+        for fragment, window in list(self._windows.items()):
+            if window.state == "open" and node in window.missing:
+                window.removed[node] = Reason.LATE
+                self._try_close(fragment)
+
+    def check(self) -> None:
+        """All invariants."""
+        for member in self.members.values():
+            member.check()

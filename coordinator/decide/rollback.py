@@ -1,0 +1,261 @@
+"""Whether nodes have seen more than the state folder knows, and what follows from it (protocol S). Pure.
+
+What is told to a node is durable before. So a node that has met a higher epoch, or holds (or was told of) a version
+that this state does not have or has otherwise, proves that the state is an old copy, or that another coordinator went
+on from one:
+
+    same     it holds what this state holds
+    behind   it holds less, all of it from this history
+    lost     it follows a history that the run was wound back from: what it holds counts for nothing
+    ahead    it has met a higher epoch, or holds a newer version
+    forked   it holds a version of another content
+
+The last two hold the run: merging on would make one of two histories worthless, and which, only a person can say. Once
+a start of the coordinator has served nodes for `TRUSTED_AFTER_S`, whoever lives has come back to it, and a single
+node's claim does not stop the others any more: it is kept out alone, with an alarm.
+
+A hold by the word of one node alone ends after the same time, if another node contradicts it: one that was there at
+this state's last commits and has met nothing newer. A hold by several nodes, or by one that nobody contradicts, ends
+when a person decides: by another start, or with `farloop release`. The released run still waits for a node that is
+not kept out: where all nodes have seen more, the state is an old copy, and to commit anything would fork the run.
+"""
+
+import dataclasses
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from farloop.algo.spec import NodeId
+from farloop.algo.stages import fragments_of
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.decisions import Decisions
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.wire.messages import Hello, Refused
+from farloop.wire.reasons import Reason
+
+Kind = Literal["same", "behind", "lost", "ahead", "forked"]
+
+ALARM: Final = "history"
+"""The alarm that says who proves what, and what a person can do, for as long as the run is held."""
+
+FORGOTTEN_S: Final = 600.0
+"""After which the alarm of a node ends that was kept out and does not dial any more."""
+
+TRUSTED_AFTER_S: Final = 60.0
+"""Many times the longest pause of a node that dials again."""
+
+MOST_STARTS: Final = 1 << 20
+"""Epochs that a node may be ahead by: a larger claim is none that starts of a coordinator can have led to."""
+
+WAYS_OUT: Final = (
+    "this state folder looks like an old copy: put the newer one back and start again; or start once with "
+    "farloop coordinator RUN.toml --adopt-from-nodes, which goes on from the newest versions that nodes hold; or with "
+    "farloop coordinator RUN.toml --rewind, which takes this one for the truth and gives up what came after it; or, if "
+    "you know that the node is wrong, farloop release, which goes on without it"
+)
+
+IF_RIGHT: Final = (
+    "if it is right, stop the coordinator and put the newer state folder back, or start once with --adopt-from-nodes"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelloStanding:
+    """Where a node stands to this state."""
+
+    kind: Kind
+    detail: str = ""
+    """What it proves, with both values; empty where nothing is wrong."""
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether one of the two histories has to be given up."""
+        return self.kind in ("ahead", "forked")
+
+
+def standing_of(hello: Hello, ledger: Ledger) -> HelloStanding:
+    """What a node's greeting proves. Its fragments are those of the layout."""
+    kind: Kind = "same"
+    proofs: list[str] = []
+    if hello.epoch_seen > ledger.epoch:
+        kind = "ahead"
+        proofs.append(f"has met epoch {hello.epoch_seen}, this start has {ledger.epoch}")
+    if hello.history > ledger.history:
+        kind = "ahead"
+        proofs.append(f"follows history {hello.history}, this is {ledger.history}")
+    elif hello.history < ledger.history:
+        return HelloStanding(kind="ahead", detail=proofs[0]) if proofs else HelloStanding(kind="lost")
+    for verb, refs in (("holds", hello.anchors), ("was told of", hello.announced)):
+        for ref in refs:
+            version = ledger.versions[ref.fragment]
+            known = ledger.anchor_digest(ref.fragment, ref.version)  # of the last versions alone
+            if ref.version > version:
+                kind = "ahead" if kind != "forked" else kind
+                proofs.append(f"{verb} version {ref.version} of fragment {ref.fragment}, here it is at {version}")
+            elif known is not None and known != ref.digest:
+                kind = "forked"
+                other = f"digest {ref.digest:016x}, here it has {known:016x}"
+                proofs.append(f"{verb} version {ref.version} of fragment {ref.fragment} with {other}")
+    if kind == "same" and {ref.fragment: ref.version for ref in hello.anchors} != dict(enumerate(ledger.versions)):
+        kind = "behind"
+    return HelloStanding(kind=kind, detail=_joined(proofs))
+
+
+def epoch_met(hello: Hello) -> int:
+    """The highest that a node knows of. A history is named by one, and a greeting may tell of it before the node has
+    followed its Welcome."""
+    return max(hello.epoch_seen, hello.history)
+
+
+def unbelievable(hello: Hello, ledger: Ledger) -> Refused | None:
+    """Refuses a node that says it has met an epoch which no run can have reached: it would use up the epochs."""
+    if epoch_met(hello) <= ledger.epoch + MOST_STARTS:
+        return None
+    claim = f"the node says it has met epoch {epoch_met(hello)}, this is {ledger.epoch}"
+    return Refused(reason=Reason.MALFORMED, detail=claim, retriable=False)
+
+
+def as_newcomer(hello: Hello) -> Hello:
+    """The greeting of a node of a lost history: it has nothing, and does not train."""
+    return dataclasses.replace(hello, anchors=(), announced=(), round=None)
+
+
+class RollbackGuard:
+    """Holds the run of one start of the coordinator, where nodes prove that its state is an old copy."""
+
+    def __init__(self, ledger: Ledger, decisions: Decisions, alarms: MutableMapping[str, str]) -> None:
+        """Nothing is in doubt yet. `alarms` is told what is."""
+        self._ledger, self._decisions, self._alarms = ledger, decisions, alarms
+        self._trusted_at: float | None = None
+        """From when on a single node's claim holds nobody but itself; None before the first node was let in."""
+        self.holding: str | None = None
+        """Why the run is held, in words; None while it is not."""
+        self.held_s = 0.0
+        """How long the hold lasted that ended last."""
+        self._held_at = 0.0
+        self._claims: dict[NodeId, str] = {}
+        """What the nodes prove by which it is held."""
+        self._against: set[NodeId] = set()
+        """Nodes that contradict them."""
+        self._kept_out_at: dict[NodeId, float] = {}
+        """When each node that is kept out was last heard of."""
+        self._disbelieved: set[NodeId] = set()
+        """Nodes that are kept out whatever they claim, since a hold by their word was released."""
+
+    def refusal(self, node: NodeId, hello: Hello, now: float) -> Refused | None:
+        """Why this node is not let in now, having held the run if it has to be; None lets it in."""
+        if refused := unbelievable(hello, self._ledger):
+            return refused
+        standing = standing_of(hello, self._ledger)
+        self._weigh(node, hello, standing, now)
+        if standing.is_in_doubt:
+            self._remember(epoch_met(hello))
+            trusted = self.holding is None and self._trusted_at is not None and now >= self._trusted_at
+            if trusted or node in self._disbelieved:
+                self._keep_out(node, standing.detail, "another history of this run goes on", now)
+                detail = f"node {node} {standing.detail}"
+                return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
+            if self.holding is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
+                self._held_at = now if self.holding is None else self._held_at
+                self.holding = f"node {node} {standing.detail}"
+                self._alarms[ALARM] = f"the run is held: {self.holding}; {WAYS_OUT}"
+        else:
+            self._disbelieved.discard(node)
+            if self.holding is not None and not self._claims and self._disbelieved:
+                self._end_hold(now, trusted_at=None)  # it was released, and this is the first node to go on with
+        if self.holding is not None:
+            return Refused(reason=Reason.HOLDING, detail=f"{self.holding}; {WAYS_OUT}", retriable=True)
+        if self._trusted_at is None:
+            self._trusted_at = now + TRUSTED_AFTER_S
+        self._end_alarm(node)
+        return None
+
+    @property
+    def claims(self) -> dict[NodeId, str]:
+        """The nodes by which the run is held, and what each of them proves."""
+        return dict(self._claims) if self.holding is not None else {}
+
+    def release(self, now: float, why: str) -> None:
+        """Keep out the nodes by which the run is held, until they take their word back, and go on without them: at
+        once where a node contradicts them, else with the first node that has seen nothing newer. Nothing where no node
+        holds the run."""
+        if self.holding is None:
+            return
+        for node, detail in self._claims.items():
+            self._keep_out(node, detail, why, now)
+        self._disbelieved |= self._claims.keys()
+        self._claims = {}
+        if self._against:
+            return self._end_hold(now, trusted_at=now)
+        self.holding = f"{_names(self._disbelieved)} kept out, and no other node has come yet"
+        self._alarms[ALARM] = f"the run is held: {self.holding}; it goes on with the first other node"
+
+    def _end_hold(self, now: float, *, trusted_at: float | None) -> None:
+        del self._alarms[ALARM]
+        self.holding, self.held_s, self._trusted_at = None, now - self._held_at, trusted_at
+
+    def pass_time(self, now: float) -> None:
+        """End the alarm of a node that was kept out and does not come any more. It stays kept out."""
+        for node in [node for node, at in self._kept_out_at.items() if at + FORGOTTEN_S <= now]:
+            self._end_alarm(node)
+
+    def _end_alarm(self, node: NodeId) -> None:
+        self._kept_out_at.pop(node, None)
+        self._alarms.pop(_of(node), None)
+
+    def _keep_out(self, node: NodeId, detail: str, why: str, now: float) -> None:
+        self._kept_out_at[node] = now
+        self._alarms[_of(node)] = f"it is kept out: it {detail}; {why}; {IF_RIGHT}"
+
+    def _weigh(self, node: NodeId, hello: Hello, standing: HelloStanding, now: float) -> None:
+        """Count the node's word, and end a hold by one alone that others contradict."""
+        if standing.is_in_doubt:
+            self._against.discard(node)
+            trusted = self._trusted_at is not None and now >= self._trusted_at
+            if node not in self._disbelieved and not trusted:
+                self._claims[node] = standing.detail
+        elif self._was_here_last(hello, standing):
+            self._against.add(node)
+            self._claims.pop(node, None)
+        alone = len(self._claims) <= 1 and bool(self._against)
+        if self.holding is not None and alone and now >= self._held_at + TRUSTED_AFTER_S:
+            self.release(now, f"{', '.join(sorted(self._against)[:4])} contradicts it, and the run goes on")
+
+    def _was_here_last(self, hello: Hello, standing: HelloStanding) -> bool:
+        """Whether a node knows the last commits of this state, one at most not, and nothing that is newer: who was away
+        since before it became an old copy, if it is one, does not."""
+        ledger, newest = self._ledger, dict[int, int]()
+        for ref in (*hello.anchors, *hello.announced):
+            if ledger.anchor_digest(ref.fragment, ref.version) == ref.digest:
+                newest[ref.fragment] = max(ref.version, newest.get(ref.fragment, 0))
+        held = [fragment.index for fragment in fragments_of(hello.holds, ledger.spec.identity.layout)]
+        return standing.kind in ("same", "behind") and all(newest.get(f, -2) + 1 >= ledger.versions[f] for f in held)
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still, and nobody could come (protocol C)."""
+        self._held_at += seconds
+        self._kept_out_at = {node: at + seconds for node, at in self._kept_out_at.items()}
+        if self._trusted_at is not None:
+            self._trusted_at += seconds
+
+    def _remember(self, epoch: int) -> None:
+        """Durably: a start that winds the run back has to claim a higher one before it meets anybody."""
+        if epoch > max(self._ledger.epoch, self._ledger.epoch_seen):
+            self._decisions.record(rec.EpochSeen(epoch=epoch))
+
+
+def _names(nodes: set[NodeId], most: int = 4) -> str:
+    """As the subject of a sentence whose verb follows."""
+    more = [f"{len(nodes) - most} more"] if len(nodes) > most else []
+    names = [*sorted(nodes)[:most], *more]
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _of(node: NodeId) -> str:
+    return f"{ALARM} of {node}"
+
+
+def _joined(proofs: list[str], most: int = 3) -> str:
+    """A model can have thousands of fragments; a few of them prove as much."""
+    more = [f"{len(proofs) - most} more like these"] if len(proofs) > most else []
+    return " and ".join([*proofs[:most], *more])

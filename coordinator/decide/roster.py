@@ -1,0 +1,207 @@
+"""One member of the run, and which pipeline stages have holders."""
+
+from collections import deque
+from collections.abc import Collection, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Final, Literal
+
+from farloop.algo.spec import Fragment, NodeId
+from farloop.algo.stages import Part, is_in
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.wire.machine_info import NOTHING, Inventory, trimmed
+from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Hello, NodeState, Progress
+from farloop.wire.reasons import Reason
+
+# --- Who is here: one member per node name, from its first greeting to its leave.
+
+
+CLOSED_GRACE_S = 1.0
+"""How long a window waits for a node whose connection closed: long enough to dial again, short for the others."""
+
+STALL_S = 30.0
+"""How long a node that trains may show no progress at least ..."""
+
+STALL_STEPS = 10.0
+"""... and in times of its usual inner step."""
+
+EXPIRE_S = 600.0
+"""How long a node that trained may be away before its samples go to others."""
+
+MOST_MEMBERS = 1024
+"""Names that are remembered: of those beyond, who has gone longest ago is forgotten."""
+
+SLOW_TASKS = 10.0
+"""Times as long may be what takes long: the first inner step, in which a model is compiled, and an evaluation."""
+
+_STEP_TIMES = 15
+"""Measurements that the usual inner step is the median of."""
+
+_DOES_STEPS: Final[frozenset[NodeState]] = frozenset({"training", "evaluating"})
+"""In all other states a node that reports is where it should be, though it does no steps."""
+
+Stage = Literal["joining", "ready", "training", "left"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One node. `check` states what always holds."""
+
+    name: NodeId
+    incarnation: int
+    holds: Part = None
+    """Of the model."""
+    stage: Stage = "joining"
+    session: int | None = None
+    start_round: int | None = None
+    """First round it trains in ..."""
+    start_slot: int = 0
+    """... and the slot of it that it began with."""
+    gone_at: float | None = None
+    """When it stops being expected, unless it comes back before; None while connected, or once that has happened."""
+    absent: bool = False
+    """No window waits for it until it is back, or, where it stalled, until it moves."""
+    reason: Reason = Reason.NONE
+    """Why it is absent, or left."""
+    device: str = ""
+    inventory: Inventory = NOTHING
+    """Its machine, as it told in its last greeting."""
+    protocol: int = PROTOCOL_VERSIONS[1]
+    """Version that is spoken with it; until it comes after a restart, the newest is assumed."""
+    progress: Progress | None = None
+    anchors: tuple[AnchorRef, ...] = ()
+    """What it held when it left."""
+    heard_at: float = 0.0
+    steps_per_s: float = 0.0
+    """Inner steps a second while it trains, without the time in which it waits; 0 until that is known."""
+    progress_at: float = 0.0
+    """When it last did a step, as far as is known, or was seen to stand still for good reason."""
+    awaited_since: float = 0.0
+    """When it was started, or windows took it in again."""
+    expires_at: float | None = None
+    """When its samples go to others, unless it is back before; None while it is here, or has none."""
+    let_go: bool = True
+    """It uses no samples but those in the coordinator's book: one that others may have got is given up."""
+    evaluates: bool = False
+    """It was the last that was asked to, and has not answered yet."""
+    _measured: tuple[float, int] = (0.0, 0)
+    """(seconds without those of waiting, inner steps) of the report that the next measurement of the speed begins at:
+    not before the first step, which takes longer."""
+    _most_steps: int = 0
+    """Inner steps that it has reported: a count that goes back, or comes again, is no progress."""
+    _stepped: tuple[float, int] | None = None
+    """The same for `_step_s`."""
+    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))
+    """Seconds of an inner step, as measured lately; the first includes what only the first step has to do."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether new windows expect it. One that pauses is where its operator wants it."""
+        return self.stage == "training" and not self.absent and not self.paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether it said so last."""
+        return self.progress is not None and self.progress.state == "paused"
+
+    def has(self, fragment: Fragment) -> bool:
+        """Whether it holds the fragment."""
+        return is_in(fragment, self.holds)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Of an inner step, lately, without the time in which it waited; None before that is known."""
+        return median(self._step_s) if self._step_s else None
+
+    @property
+    def stalled(self) -> bool:
+        """Connected, and no window waits for it."""
+        return self.session is not None and self.absent
+
+    @property
+    def stalls_at(self) -> float | None:
+        """When it will have made no progress for too long; None for who is not to make any."""
+        if self.session is None or not self.counts:
+            return None
+        limit = max(STALL_S, STALL_STEPS * median(self._step_s) if self._step_s else 0.0)
+        return self.progress_at + limit * (1.0 if self._step_s and not self.evaluates else SLOW_TASKS)
+
+    def connect(self, session: int, hello: Hello, now: float) -> None:
+        """A session of this incarnation opened."""
+        self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
+        self.expires_at = None
+        self.protocol = min(hello.protocol_max, PROTOCOL_VERSIONS[1])
+        self.device, self.heard_at, self.progress_at = hello.device, now, now
+        self.inventory = trimmed(hello.inventory)
+        if hello.round is not None:
+            self.stage = "training"
+            self.start_round = hello.round if self.start_round is None else self.start_round
+        else:
+            self.stage = "joining"
+
+    def start(self, round_index: int, slot: int, now: float) -> None:
+        """It is told to begin its first inner step."""
+        self.stage, self.start_round, self.start_slot = "training", round_index, slot
+        self.progress_at, self.awaited_since, self._stepped = now, now, (now, 0)
+
+    def disconnect(self, reason: Reason, now: float, grace_s: float, expire_s: float = EXPIRE_S) -> None:
+        """Its session ended; it stays expected for `grace_s` more, and keeps its samples for `expire_s`."""
+        self.session, self.reason = None, reason
+        self.gone_at = now + grace_s
+        self.expires_at = now + expire_s if self.stage == "training" else None
+
+    def report(self, progress: Progress, now: float) -> None:
+        """It says how it goes. Its speed leaves out what it stood still for, or who waits would look slow."""
+        if progress.inner_steps > self._most_steps or progress.state not in _DOES_STEPS:
+            self.progress_at = now
+        self._most_steps = max(self._most_steps, progress.inner_steps)
+        self.progress = progress
+        seconds, steps = now - progress.blocked_s, progress.inner_steps
+        since, had = self._stepped or (seconds, steps)
+        if steps > had and seconds > since:
+            self._step_s.append((seconds - since) / (steps - had))
+        if self._stepped is None or steps > had:
+            self._stepped = seconds, steps
+        since, had = self._measured
+        if not had:
+            self._measured = seconds, steps
+        elif steps > had and seconds > since:
+            latest = (steps - had) / (seconds - since)
+            self.steps_per_s = (self.steps_per_s + latest) / 2 if self.steps_per_s else latest
+            self._measured = seconds, steps
+
+    def check(self) -> None:
+        """The invariants."""
+        assert self.session is None or (self.gone_at is None and self.expires_at is None)
+        assert not self.stalled or self.reason is Reason.STALLED
+        assert self.stage != "training" or self.start_round is not None
+
+
+# --- Whether every stage of the model has nodes that hold it.
+#
+# A stage that nobody holds is told, and nothing else is done about it: its windows stay open, for nobody is expected in
+# them, and those of other stages a round later (`Ledger.is_too_far_ahead`), until a node comes that has it. To skip
+# them would be to train on a model of which a part has stopped, and nobody would know when that began.
+
+
+def stages_held(members: Iterable[Member], ledger: Ledger) -> dict[int, int]:
+    """How many of these members hold each stage of the model."""
+    parts = [member.holds for member in members]
+    stages = range(ledger.spec.identity.layout.num_stages)
+    return {stage: sum(part is None or stage in part for part in parts) for stage in stages}
+
+
+def too_few_to_begin(ready: Iterable[Member], ledger: Ledger) -> bool:
+    """Whether a stage is held by fewer of those who are ready than a run waits for before it starts."""
+    return min(stages_held(ready, ledger).values()) < ledger.spec.terms.min_nodes
+
+
+def look_after_stages(members: Collection[Member], ledger: Ledger, alarms: MutableMapping[str, str]) -> None:
+    """Tell which stages of a run that goes on nobody holds."""
+    fragments = ledger.spec.identity.layout.fragments
+    waiting = {fragments[index].stage for index in ledger.windows}
+    for stage, count in stages_held([m for m in members if m.counts], ledger).items():
+        alarms.pop(f"stage {stage}", None)
+        if not count and stage in waiting:
+            which = ", ".join(str(f.index) for f in fragments if f.stage == stage)
+            alarms[f"stage {stage}"] = f"no node that trains holds it: the windows of fragments {which} wait for one"

@@ -1,0 +1,326 @@
+"""Which of a window's deltas are not what they should be, and whose deltas are not merged for a while. Pure.
+
+A delta can be well-formed, timely and finite, and still ruin a model: a thousand times too long, pointing the wrong
+way, an old one once more, or another node's. What a window refuses is journaled with its commit, and what is known of
+nodes and of lengths is a fold over these records: a restart judges as the coordinator before it did.
+
+    good ──a second refused delta, or three against all others──▶ quarantine ──four good deltas──▶ good
+
+In quarantine a node trains on, its deltas are received and measured, and none is merged. docs/admission.md says why the
+numbers below are what they are.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, median_low
+from typing import Final, Literal
+
+from farloop.algo import schedule
+from farloop.algo.revisions import Revisions
+from farloop.algo.spec import BlobId, Contribution, NodeId, RoundPlan, RunSpec, Terms, WindowTerms
+from farloop.coordinator.decide import records as rec
+from farloop.wire.messages import Offer
+from farloop.wire.reasons import Reason
+
+MEMORY: Final = 16
+"""Versions of a fragment whose deltas are known again ..."""
+
+LATELY: Final = 8
+"""... and of these the newest, whose lengths are the usual ones."""
+
+ENOUGH: Final = 4
+"""Remembered deltas that make a usual length; with fewer, a delta is held against the others of its window alone ..."""
+
+FIRST: Final = 4.0
+"""... with a band that much wider."""
+
+STRIKES: Final = 2
+"""Refused deltas until a node is in quarantine."""
+
+AGAINST: Final = 3
+"""Deltas in a row that point against those of the others, until it is."""
+
+OPPOSED: Final = -0.2
+"""Cosine to the mean of the others below which a delta points against them."""
+
+WITNESSES: Final = 3
+"""Deltas that a window must have for directions to say anything: of two that disagree nobody knows which is wrong."""
+
+TELLING: Final = 64
+"""Elements of a fragment from which the same numbers twice are no chance."""
+
+WAY_BACK: Final = 4
+"""Good deltas that end a quarantine."""
+
+VERDICTS: Final = frozenset({Reason.OUTLIER, Reason.REPLAYED, Reason.COPIED, Reason.QUARANTINED})
+"""Why a window does not merge a delta that came in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Length:
+    """How long a delta is, and what of that is owed to its work."""
+
+    norm: float
+    steps: int
+    rate: float
+    """Learning rate."""
+
+    def as_long_as(self, work: "_Length") -> float:
+        """The longest that a delta of other work may be, if this one is usual.
+
+        As many times longer as it has more steps, or larger ones. Fewer and smaller steps make it no shorter: how much
+        of a way leads back is not known, and a band that is too narrow costs more than one that is too wide.
+        """
+        rate = work.rate / self.rate if self.rate > 0.0 else 1.0
+        return self.norm * max(1.0, work.steps / self.steps) * max(1.0, rate)
+
+
+@dataclass(slots=True)
+class Screening:
+    """What is known of the deltas of one run."""
+
+    spec: RunSpec
+    seen: dict[int, list[rec.Seen]] = field(default_factory=dict)
+    """By fragment, the oldest first."""
+    standings: dict[NodeId, rec.Standing] = field(default_factory=dict)
+    payloads: dict[BlobId, int] = field(default_factory=dict)
+    """Of the deltas that have no outcome yet."""
+    revisions: Revisions = field(init=False)
+    """What windows run under."""
+
+    def __post_init__(self) -> None:
+        self.revisions = Revisions.of(self.spec)
+
+    def revise(self, spec: RunSpec, revisions: Revisions) -> None:
+        """The run has other terms, from windows on that lie ahead."""
+        self.spec, self.revisions = spec, revisions
+
+    def measures(self, fragment: int, window: int) -> bool:
+        """Whether a delta that names this window may be held against others: there, or in a later one that takes it."""
+        return any(terms.screen != "off" for terms in self.revisions.from_window(fragment, window))
+
+    def in_quarantine(self, nodes: Collection[NodeId]) -> dict[NodeId, str]:
+        """Whose deltas are not merged, and why.
+
+        Of `nodes`, which take part, these are fewer than half: where so many stand against so many, nobody can say who
+        is right, and every delta is taken by itself.
+        """
+        whys = {node: self.standings[node].why for node in nodes if node in self.standings}
+        found = {node: why for node, why in whys.items() if why}
+        return found if 2 * len(found) < len(nodes) else {}
+
+    # --- verdicts
+
+    def verdicts(
+        self,
+        terms: WindowTerms,
+        offers: Sequence[Offer],
+        rounds: Mapping[int, RoundPlan],
+        nodes: Collection[NodeId],
+    ) -> list[rec.Refusal]:
+        """What a window that would close with these deltas, in the order they came, must not merge."""
+        ours = self.revisions.of_window(terms.fragment, terms.window, terms.round)
+        if ours.screen == "off":
+            return []
+        rate, apart = rate_of(ours, rounds[terms.round]), self.in_quarantine(nodes)
+        peers = [offer for offer in offers if offer.blob.node not in apart]
+        refusals = []
+        for number, offer in enumerate(offers):
+            found = self._known_numbers(offer, offers[:number]) or self._too_long(offer, peers, rate, ours.norm_band)
+            if found is None and offer.blob.node in apart:
+                why = f"{Reason.QUARANTINED.sentence} ({apart[offer.blob.node]})"
+                found = rec.Refusal(blob=offer.blob, reason=Reason.QUARANTINED, detail=why, strikes=False)
+            if found is not None:
+                refusals.append(found)
+        return refusals
+
+    def _known_numbers(self, offer: Offer, before: Sequence[Offer]) -> rec.Refusal | None:
+        """The same numbers twice are no chance, as long as there are any.
+
+        Nodes that bring their own samples may bring the same ones, and those are copies by right.
+        """
+        payload, node = self.payloads.get(offer.blob, 0), offer.blob.node
+        tensors = self.spec.identity.layout.fragments[offer.blob.fragment].tensors
+        if not payload or not _norm(offer) or sum(tensor.numel for tensor in tensors) < TELLING:
+            return None
+        merged = [(one.node, one.payload) for one in self.seen.get(offer.blob.fragment, ())]
+        if (node, payload) in merged:
+            return _refusal(offer, Reason.REPLAYED)
+        others = [*merged, *((other.blob.node, self.payloads.get(other.blob, 0)) for other in before)]
+        whose = next((other for other, theirs in others if theirs == payload and other != node), None)
+        if whose is None or not self.spec.identity.num_samples:
+            return None
+        return _refusal(offer, Reason.COPIED, f"{whose} has sent the same numbers before")
+
+    def _too_long(self, offer: Offer, offers: Sequence[Offer], rate: float, band: float) -> rec.Refusal | None:
+        """Against the usual length of late, and against the other deltas of its window, whichever allows more.
+
+        So what changes for all of them, a re-warm or longer rounds, is no reason to refuse any. With too few to say
+        which is wrong, the one that is longer than all others is left out, and it is held against nobody.
+        """
+        work = _length(offer, rate)
+        if work is None:
+            return None
+        usual = [length.as_long_as(work) for length in self._usual(offer.blob.fragment)]
+        theirs = [_length(other, rate) for other in offers if other.blob.node != offer.blob.node]
+        peers = [length.as_long_as(work) for length in theirs if length is not None]
+        known = len(usual) >= ENOUGH
+        if known:
+            allowed = max([median(usual), *([median_low(peers)] if peers else [])])
+        elif others := usual + peers:
+            few = len(others) < WITNESSES
+            allowed, band = max(others) if few else median(others), FIRST * band
+        else:
+            return None
+        if work.norm <= band * allowed:
+            return None
+        detail = f"its norm is {work.norm:.3g}, and {allowed:.3g} is usual: {band:g} times as much is too long"
+        return _refusal(offer, Reason.OUTLIER, detail, strikes=known or len(peers) > 1)
+
+    def _usual(self, fragment: int) -> list[_Length]:
+        seen = self.seen.get(fragment, [])
+        newest = max((one.version for one in seen), default=0)
+        lately = [one for one in seen if one.version > newest - LATELY and one.steps > 0]
+        return [_Length(norm=one.norm, steps=one.steps, rate=one.rate) for one in lately]
+
+    # --- what is remembered
+
+    def resume(self, saved: rec.LedgerSaved) -> None:
+        """Go on from what a journal begins with."""
+        for one in saved.seen:
+            self.seen.setdefault(one.fragment, []).append(one)
+        self.standings = {standing.node: standing for standing in saved.standings}
+        self.payloads = {stored.blob: stored.payload for stored in saved.inputs if stored.payload}
+
+    @property
+    def all_seen(self) -> tuple[rec.Seen, ...]:
+        """Of all fragments, for a journal to begin with."""
+        return tuple(one for of_fragment in self.seen.values() for one in of_fragment)
+
+    def stored(self, record: rec.InputStored) -> None:
+        """A delta counts, and has no outcome yet."""
+        if record.payload:
+            self.payloads[record.blob] = record.payload
+
+    def forget(self, blob: BlobId) -> None:
+        """It was dropped before its window closed."""
+        self.payloads.pop(blob, None)
+
+    def committed(
+        self, record: rec.WindowCommitted, inputs: Mapping[BlobId, Offer], rounds: Mapping[int, RoundPlan]
+    ) -> None:
+        """A window has closed. `inputs` still holds its deltas, but where these are not spooled."""
+        terms = self.revisions.of_window(record.fragment, record.version, record.round)
+        if terms.screen == "off":  # whoever looks again will not hold new deltas against such old ones
+            self.seen.pop(record.fragment, None)
+            self.standings.clear()
+        else:
+            self._remember(record, inputs, rate_of(terms, rounds[record.round]))
+            for node, struck, side, why in self._outcomes(record):
+                self.standings[node] = _after(self.standings.get(node, rec.Standing(node=node)), struck, side, why)
+        # Without a mark on them nothing is known of most nodes, and nothing need be kept.
+        self.standings = {n: s for n, s in self.standings.items() if s.why or s.strikes or s.against}
+
+    def settle(self, inputs: Mapping[BlobId, Offer]) -> None:
+        """These alone are undecided now."""
+        self.payloads = {blob: payload for blob, payload in self.payloads.items() if blob in inputs}
+
+    def _remember(self, record: rec.WindowCommitted, inputs: Mapping[BlobId, Offer], rate: float) -> None:
+        if not record.blobs:
+            # All were refused: perhaps it is the memory that is wrong, and then the next window would fare no better.
+            self.seen.pop(record.fragment, None)
+            return
+        new: list[rec.Seen] = []
+        merged = [addend.blob for addend in record.blobs]
+        for blob in [*merged, *(refusal.blob for refusal in record.refused)]:
+            length = _length(inputs[blob], rate) if blob in merged and blob in inputs else None
+            one = rec.Seen(
+                fragment=record.fragment,
+                version=record.version,
+                node=blob.node,
+                norm=length.norm if length else 0.0,
+                steps=length.steps if length else 0,
+                rate=rate,
+                payload=self.payloads.get(blob, 0),
+            )
+            if length or one.payload:
+                new.append(one)
+        kept = [one for one in self.seen.get(record.fragment, ()) if one.version > record.version - MEMORY]
+        self.seen[record.fragment] = kept + new
+
+    def _outcomes(self, record: rec.WindowCommitted) -> Iterator[tuple[NodeId, bool, "_Side", str]]:
+        """Of every delta its node, whether it is a strike, on whose side it is, and the sentence."""
+        few = len(record.blobs) < WITNESSES
+        for addend in record.blobs:
+            yield addend.blob.node, False, _side(addend.cosine, few=few), ""
+        for refusal in record.refused:
+            if refusal.strikes or refusal.reason is Reason.QUARANTINED:
+                yield refusal.blob.node, refusal.strikes, _side(refusal.cosine, few=few), refusal.detail
+
+
+_Side = Literal["with", "against", "none", "unknown"]
+"""Of all others: theirs, the other one, that there are none for they do not agree, or that they are too few to say."""
+
+
+def _side(cosine: float | None, *, few: bool) -> _Side:
+    if few:
+        return "unknown"
+    if cosine is None:
+        return "none"
+    return "against" if cosine < OPPOSED else "with"
+
+
+def _after(before: rec.Standing, struck: bool, side: _Side, why: str) -> rec.Standing:
+    """A node's standing after one more delta.
+
+    Where the others do not agree there is no one to be against: it ends the row. Now and then some few agree by chance,
+    and over many rounds an honest node would be against them three times. Who is in quarantine has to show more.
+    """
+    against = before.against
+    if side == "against":
+        against += 1
+    elif side == "with" or (side == "none" and not before.why):
+        against = 0
+    if struck:
+        strikes = before.strikes + 1
+        return dataclasses.replace(
+            before, strikes=strikes, against=against, good=0, why=before.why or (why if strikes >= STRIKES else "")
+        )
+    if against >= AGAINST:
+        sentence = f"{against} deltas in a row pointed against those of all others"
+        return dataclasses.replace(before, against=against, good=0, why=before.why or sentence)
+    if against:
+        return dataclasses.replace(before, against=against, good=0)
+    good = before.good + 1
+    if good >= WAY_BACK:
+        return rec.Standing(node=before.node)
+    return dataclasses.replace(before, against=0, good=good)
+
+
+def rate_of(terms: Terms, plan: RoundPlan) -> float:
+    """The largest learning rate of a round, as far as its ends and its middle say; `terms` are those of the round."""
+    places = (plan.start, plan.start + plan.length / 2, plan.start + plan.length)
+    return max(schedule.learning_rate(terms, place) for place in places)
+
+
+def _norm(offer: Offer) -> float:
+    return float(sum(max(share.norm_sq, 0.0) for share in offer.contributors) ** 0.5)
+
+
+def _length(offer: Offer, rate: float) -> _Length | None:
+    """None for a delta that holds nothing."""
+    steps, norm = max((share.steps for share in offer.contributors), default=0), _norm(offer)
+    return _Length(norm=norm, steps=steps, rate=rate) if steps > 0 and norm > 0.0 else None
+
+
+def _refusal(offer: Offer, reason: Reason, detail: str = "", *, strikes: bool = True) -> rec.Refusal:
+    return rec.Refusal(blob=offer.blob, reason=reason, detail=detail or reason.sentence, strikes=strikes)
+
+
+def measured(offer: Offer, norm_sq: float | None) -> Offer:
+    """The offer with the squared norm that its delta has, in the place of the one that was claimed."""
+    if norm_sq is None or len(offer.contributors) != 1:
+        return offer
+    contribution: Contribution = dataclasses.replace(offer.contributors[0], norm_sq=norm_sq)
+    return dataclasses.replace(offer, contributors=(contribution,))

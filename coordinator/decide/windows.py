@@ -1,0 +1,251 @@
+"""One open window of one fragment: who is expected, who came, when and why it closes. Pure."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from farloop.algo import schedule
+from farloop.algo.methods import method_named
+from farloop.algo.outer_settings import settings_of
+from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, Terms, WindowTerms
+from farloop.algo.weights import WEIGHT_RULES, reach, sum_key
+from farloop.coordinator.decide.records import Addend, Refusal, WindowCommitted
+from farloop.wire.messages import Drop, Offer, Share
+from farloop.wire.reasons import Reason
+
+_OF_THE_DELTA: Final = frozenset(
+    {
+        Reason.CORRUPT,
+        Reason.NON_FINITE,
+        Reason.WRONG_CODEC,
+        Reason.TOO_LARGE,
+        Reason.IMPLAUSIBLE,
+        Reason.STALE_BASE,
+        Reason.IDLE,
+        Reason.OUTLIER,
+        Reason.REPLAYED,
+        Reason.COPIED,
+        Reason.QUARANTINED,
+        Reason.TOO_MUCH,
+        Reason.VOID,
+    }
+)
+"""Whoever is removed for one of these had its turn: for this window, nothing of it will ever come."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Window:
+    """An outer step of one fragment before its commit (protocol D)."""
+
+    terms: WindowTerms
+    max_staleness: int = 0
+    """Versions that a delta's base may be behind the one that the window began with."""
+    alone: bool = False
+    """Every delta is an outer step of its own, late or not; else a quorum is one of deltas that name this window."""
+    needs_steps: bool = False
+    """Nodes go on while they wait: a delta without a step makes no quorum."""
+    opened_at: float = 0.0
+    quorum_at: float | None = None
+    """When the quorum was reached."""
+    expected: set[NodeId] = field(default_factory=set)
+    """Frozen at opening; later removals carry reasons."""
+    removed: dict[NodeId, Reason] = field(default_factory=dict)
+    inputs: dict[BlobId, Offer] = field(default_factory=dict)
+    """Durable deltas."""
+    refused: dict[BlobId, Refusal] = field(default_factory=dict)
+    """Durable deltas that neither it nor another window will merge."""
+    state: Literal["open", "closing"] = "open"
+
+    @property
+    def contributors(self) -> set[NodeId]:
+        return {c.node for offer in self.inputs.values() for c in offer.contributors}
+
+    @property
+    def missing(self) -> set[NodeId]:
+        """Nodes that the window still waits for."""
+        return self.expected - set(self.removed) - self.contributors
+
+    @property
+    def toward_quorum(self) -> int:
+        """Contributions that count for a quorum.
+
+        A late delta rides along: it must not use up a round's window. Where nodes go on while they wait, so does one
+        without a step, of a node that stands still or has come to the end before the others: it closes a window once
+        nobody else is expected. Else such a node would send one after the other as fast as the network carries them,
+        and where no delta may be late, nobody else's would ever be in time.
+        """
+        if not self.max_staleness:
+            return len(
+                {c.node for o in self.inputs.values() for c in o.contributors if c.steps or not self.needs_steps}
+            )
+        timely = [o for o in self.inputs.values() if self.alone or o.window == self.terms.window]
+        return sum(1 for offer in timely if any(c.steps for c in offer.contributors))
+
+    def refuse(self, refusal: Refusal) -> None:
+        """One of its deltas is not to be merged, by this window or another (protocol E)."""
+        offer = self.inputs.pop(refusal.blob)
+        self.refused[refusal.blob] = refusal
+        for contribution in offer.contributors:
+            if contribution.node in self.expected:
+                self.removed[contribution.node] = refusal.reason
+
+    def open_again(self, held: Mapping[BlobId, Offer], quorum: int | None) -> None:
+        """It could not close with the deltas that it had. Those that came meanwhile are not for the next one, then."""
+        self.state, self.inputs = "open", {}
+        self.begin_with({blob: offer for blob, offer in held.items() if blob not in self.refused}, quorum)
+
+    def admits(self, offer: Offer) -> bool:
+        """Whether a delta that names this window, or an earlier one, may be merged by it."""
+        return self.terms.window - self.max_staleness <= offer.window <= self.terms.window
+
+    def is_too_late_for(self, offer: Offer) -> bool:
+        """Whether it closes, and the next one would not merge this delta either."""
+        fits = self.terms.window - self.max_staleness < offer.window and not self.terms.final
+        return self.state == "closing" and not fits
+
+    def begin_with(self, held: Mapping[BlobId, Offer], quorum: int | None) -> None:
+        """Take what came in while the window before was closing, in the order it came.
+
+        Where every delta is a step of its own that is a quorum of them, and those for which this is the last window;
+        but all in the run's last step.
+        """
+        took = 0
+        for blob, offer in held.items():
+            if blob.fragment != self.terms.fragment:
+                continue
+            counts = any(c.steps for c in offer.contributors)
+            last_chance = self.terms.final or offer.window + self.max_staleness <= self.terms.window
+            if not self.alone or quorum is None or not counts or took < quorum or last_chance:
+                self.inputs[blob] = offer
+                took += counts
+
+    def why_close(self, quorum: int | None, floor: int, *, patient: bool = False) -> str | None:
+        """The sentence that explains why the window closes now; None while it stays open.
+
+        `quorum` None waits for all that are expected; below `floor` contributions the window is held, unless it is for
+        deltas that were refused: then it ends without any. `patient`: the quorum is not enough yet, others are given
+        time.
+        """
+        came = len(self.contributors)
+        if self.state != "open":
+            return None
+        if came < floor or not self.inputs:
+            return None if self.missing else self._why_void(floor)
+        if not self.missing:
+            gone = set(self.removed) - self.contributors
+            return f"all {came} expected came" + (f", {len(gone)} removed" if gone else "")
+        if quorum is not None and self.toward_quorum >= quorum and not patient:
+            return f"quorum of {quorum} reached, without {', '.join(sorted(self.missing))}"
+        return None
+
+    def short_of(self, floor: int) -> str | None:
+        """What keeps the window open though nobody is awaited any more, as a sentence; None where nothing does."""
+        came = len(self.contributors)
+        if self.state != "open" or self.missing or not self.expected or came >= max(floor, 2):
+            return None
+        gone = ", ".join(f"{node} ({reason.code})" for node, reason in sorted(self.removed.items()))
+        lacking = f"window {self.terms.window} is held with {came} of the {floor} contributions it needs"
+        return lacking + (f", without {gone}" if gone else "")
+
+    def _why_void(self, floor: int) -> str | None:
+        """Why the window ends without a delta: so many had their turn that it could have closed, had these been good.
+
+        Who is away may be back, but nobody else would ever come: held, the run would stand still for good.
+        """
+        refused = {node for node, reason in self.removed.items() if reason in _OF_THE_DELTA} - self.contributors
+        came = len(self.contributors)
+        if not refused or came + len(refused) < floor:
+            return None
+        names = ", ".join(f"{node} ({self.removed[node].code})" for node in sorted(refused))
+        return f"{came} of {floor} deltas that a merge needs, refused: {names}"
+
+    def make_void(self, why: str) -> None:
+        """Whatever it holds will not be merged."""
+        for blob in list(self.inputs):
+            self.refuse(Refusal(blob=blob, reason=Reason.VOID, detail=why, strikes=False))
+
+    def ordered(self) -> list[Offer]:
+        """The inputs in the order they are summed: arrival order never shows."""
+        return sorted(self.inputs.values(), key=lambda offer: sum_key(offer.contributors))
+
+    def shares(self, rule: str = "tokens") -> tuple[Share, ...]:
+        """Weight of each input, in sum order, by a rule of `WEIGHT_RULES`.
+
+        Where nodes come to the run's end with different amounts of work, in the last step all weigh the same: it gives
+        the mean of what they hold. By its work alone, the last one to come would make the model its own.
+        """
+        offers = self.ordered()
+        if not offers:
+            return ()
+        weights = WEIGHT_RULES[rule]([offer.contributors for offer in offers])
+        if self.terms.final and self.max_staleness and not all(c.steps for o in offers for c in o.contributors):
+            weights = [1 / len(offers)] * len(offers)
+        return tuple(
+            Share(node=sum_key(offer.contributors), weight=weight)
+            for offer, weight in zip(offers, weights, strict=True)
+        )
+
+    def drops(self) -> tuple[Drop, ...]:
+        """Who was expected and is not merged, and why. Where staleness is allowed, who is late may still be merged."""
+        absent = sorted((set(self.removed) if self.max_staleness else self.expected) - self.contributors)
+        return tuple(Drop(node=node, reason=self.removed.get(node, Reason.LATE)) for node in absent)
+
+    def draft(
+        self,
+        spec: RunSpec,
+        rounds: dict[int, RoundPlan],
+        why: str,
+        served: Collection[NodeId] = (),
+        following: Terms | None = None,
+    ) -> WindowCommitted:
+        """The window's commit as far as it is decided; the arithmetic will add the update and the digests.
+
+        `spec` has the terms of this window, `following` are those of the next one, where they are others. `served`: who
+        has contributed to earlier windows of this round.
+        """
+        terms = spec.terms
+        shares = self.shares(method_named(terms.method).weights)
+        outer = settings_of(terms, spec.identity.layout, self.terms, rounds)
+        return WindowCommitted(
+            fragment=self.terms.fragment,
+            version=self.terms.window,
+            round=self.terms.round,
+            merged=shares,
+            drops=self.drops(),
+            blobs=tuple(
+                Addend(blob=offer.blob, weight=share.weight, consumed=offer.consumed)
+                for offer, share in zip(self.ordered(), shares, strict=True)
+            ),
+            anchor_digest=0,
+            target_digest=0,
+            momentum_digest=None,
+            next_window=schedule.window_after(
+                following or terms, spec.identity.layout, self.terms, rounds, stay=self._stays(served)
+            ),
+            update_size=0,
+            update_digest=0,
+            outer_lr=outer.lr,
+            outer_momentum=outer.momentum,
+            delta_scale=outer.delta_scale,
+            flush=self.terms.final,
+            reach=reach([offer.contributors for offer in self.inputs.values()]) if outer.kind == "co2" else 0.0,
+            refused=tuple(self.refused.values()),
+            why=why,
+        )
+
+    def _stays(self, served: Collection[NodeId]) -> bool:
+        """Whether the next window belongs to the same round: others have yet to make their step of it.
+
+        At the run's end that is who is part of this one by a late delta: its flush is still to come.
+        """
+        if self.terms.final:
+            return any(offer.window < self.terms.window for offer in self.inputs.values())
+        return self.alone and bool(self.expected - set(self.removed) - self.contributors - set(served))
+
+    def check(self) -> None:
+        """The invariants."""
+        assert set(self.removed) <= self.expected
+        sets = [frozenset(c.node for c in offer.contributors) for offer in self.inputs.values()]
+        assert sum(len(s) for s in sets) == len(self.contributors), "contributor sets overlap"
+        assert all(self.admits(offer) for offer in self.inputs.values())
+        assert not self.inputs.keys() & self.refused.keys()

@@ -1,0 +1,1 @@
+"""Sessions of the coordinator, their limits, and what is known of links."""

@@ -1,0 +1,360 @@
+"""What the coordinator sees of machines and links: moves echoes, probes and reports between sessions and the matrix.
+
+Everything here may be missing, and the run goes on as well: nodes of an older protocol tell nothing and are asked for
+nothing. What is known stays in memory; after a restart it is measured again.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+
+from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.coordinator.decide.roster import Member
+from farloop.coordinator.net.link_table import (
+    COORDINATOR,
+    PROBE_SHARE,
+    BandwidthProbe,
+    Candidate,
+    Ends,
+    LinkTable,
+    Running,
+)
+from farloop.coordinator.net.sessions import Peer
+from farloop.monitoring.status import InventoryStatus, MachineStatus, NicStatus
+from farloop.monitoring.tcp_connection import congestion_of, same_host, tcp_info
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink, parse
+from farloop.wire.machine_info import Nic
+from farloop.wire.messages import MOST_SEEN, Observed, Probe, Seen
+from farloop.wire.meter import Burst, Measured, enough
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached
+from farloop.wire.session import ROUND_TRIPS, Session, State
+
+_log = logging.getLogger(__name__)
+
+SINCE = 3
+"""Version of the protocol from which on links are measured together."""
+
+ECHO_S = 10.0
+"""Between two echoes, once the first ten are back."""
+
+DIAL_S = 5.0
+"""How long a node's declared address may take to answer."""
+
+LOOK_S = 5.0
+"""Between two looks at the connections, in the kernel."""
+
+
+class LinkMonitor:
+    """Of one coordinator. `look` is called some times a second, `heard` and `ended` as things come."""
+
+    def __init__(
+        self,
+        probe_bytes: int,
+        working_for: Callable[[Peer], AbstractContextManager[Session]],
+        now: float,
+        *,
+        quiet_s: float,
+        share: float = PROBE_SHARE,
+    ) -> None:
+        """`probe_bytes`: that one probe may cost; 0 probes nothing. `working_for`: what is done in a session is done in
+        its block (`router.py`).
+
+        `quiet_s`: how long nobody must have waited for bytes before one. `share`: of what a link moves, for its probes.
+        """
+        self.matrix, self._working_for = LinkTable(), working_for
+        self._prober = BandwidthProbe(probe_bytes, now, quiet_s=quiet_s, share=share)
+        self._counted: dict[int, tuple[int, int]] = {}
+        """Session → bytes of the run, and of probes, as last seen."""
+        self._echoed_at: dict[int, float] = {}
+        """Session → when it was asked last."""
+        self._looked_at = now
+        self._peer: Peer | None = None
+        """Whose link is being probed."""
+        self.reachable: dict[str, bool] = {}
+        """Node → whether it was reached at the address that it declares."""
+        self._dialled: dict[str, tuple[str, int]] = {}
+        """Node → (address, start of the node) that was last tried."""
+
+    async def dial_back(self, members: Mapping[NodeId, Member], sessions: Mapping[NodeId, Peer]) -> None:
+        """Try the addresses that nodes declare, once for each start of a node: others will want to dial them.
+
+        A node without a key may name no host but the one that it comes from: nobody is to have others dialled.
+        """
+        for node, peer in sessions.items():
+            member = members.get(node)
+            if member is None or not member.inventory.address:
+                continue
+            wanted = (member.inventory.address, member.incarnation)
+            if self._dialled.get(node) != wanted:
+                self._dialled[node] = wanted
+                self.reachable.pop(node, None)
+                reached = await reaches(member.inventory.address, None if peer.owner is not None else peer.counted_as)
+                if reached is not None:
+                    self.reachable[node] = reached
+        self._dialled = {node: tried for node, tried in self._dialled.items() if NodeId(node) in members}
+
+    def probe_next(self, node: str) -> str:
+        """Measure what comes from this node as soon as nobody waits for bytes. Why that cannot be; empty if it can."""
+        if not self._prober.probes:
+            return "probe_bytes is 0"
+        self._prober.asked.add((node, True))
+        return ""
+
+    # --- what comes
+
+    def heard(self, peer: Peer, node: NodeId, message: msg.Message, known: Iterable[str], now: float) -> bool:
+        """Whether the message was for here. `known`: all nodes of the run."""
+        match message:
+            case Observed(links=links):
+                for seen in links[:MOST_SEEN]:
+                    if not seen.peer or (seen.peer != node and seen.peer in known):
+                        self._saw(node, seen, now)
+            case msg.Offer(blob=BlobId(kind=BlobKind.PROBE) as blob, size=size):
+                self._offered(peer, blob, size, now)
+            case _:
+                return False
+        return True
+
+    def ended(self, event: wire_ev.SessionEvent) -> bool:
+        """Whether the event was about a probe."""
+        match event:
+            case (
+                wire_ev.BlobReceived(blob=blob)
+                | wire_ev.BlobCorrupt(blob=blob)
+                | wire_ev.BlobIdle(blob=blob)
+                | wire_ev.BlobSent(blob=blob)
+                | wire_ev.BlobDeclined(blob=blob)
+            ):
+                return blob.kind is BlobKind.PROBE
+            case _:
+                return False
+
+    def _saw(self, node: NodeId, seen: Seen, now: float) -> None:
+        peer, running = seen.peer or COORDINATOR, self._prober.running
+        if seen.peer and seen.rtt_s is not None and 0.0 < seen.rtt_s < 60.0:
+            self.matrix.round_trips(node, peer, [seen.rtt_s])
+        if seen.peer and seen.transfer is not None:
+            self.matrix.transfer((peer, node), seen.transfer, now)
+        ours = ("", node, seen.probe, False)
+        if running is not None and (seen.peer, running.node, running.number, running.upward) != ours:
+            running = None
+        for burst in seen.bursts[:MOST_SEEN]:
+            self._took((peer, node), burst, now, probe=running)
+        if running is not None and not seen.bursts:
+            self._prober.over(now, learned=False)
+        if seen.bulk is not None:
+            self.matrix.connection((node, peer), seen.bulk)
+
+    def _took(self, ends: Ends, burst: Burst, now: float, probe: Running | None) -> None:
+        found = self.matrix.burst(ends, burst, now, probe=probe is not None and probe.quiet)
+        if probe is not None:
+            self._peer = None
+            self._prober.over(now, learned=isinstance(found, Measured))
+
+    def _offered(self, peer: Peer, blob: BlobId, size: int, now: float) -> None:
+        """A node offers the bytes that it was asked for."""
+        running, session = self._prober.running, peer.session
+        wanted = running is not None and running.upward and peer is self._peer and blob.version == running.number
+        if session.state is not State.OPEN:
+            return
+        with self._working_for(peer) as session:
+            if not wanted or running is None or not 0 < size <= running.num_bytes:
+                session.cancel(blob)
+            else:
+                with contextlib.suppress(AlreadyUnderWay, LimitReached):  # offered twice; or it can wait
+                    session.expect(blob, size, DIGEST, Sink(size), now)
+
+    # --- what is done some times a second
+
+    def look(self, sessions: Mapping[NodeId, Peer], members: Mapping[NodeId, Member], now: float) -> None:
+        """Ask for echoes, see what came in, and go on with the probe or begin one."""
+        here = {node: peer for node, peer in sessions.items() if peer.session.state is State.OPEN}
+        self.matrix.keep(members.keys())
+        self._prober.keep(members.keys())
+        self.reachable = {node: reached for node, reached in self.reachable.items() if NodeId(node) in members}
+        if any(_is_busy(peer.session, self._is_probed(peer)) for peer in here.values()):
+            self._prober.busy(now)
+        connections = now - self._looked_at >= LOOK_S
+        self._looked_at = now if connections else self._looked_at
+        for node, peer in here.items():
+            with self._working_for(peer) as session:
+                self._see(node, peer, now)
+                if connections:
+                    self._look_at_connection(node, peer)
+                if session.protocol >= SINCE and session.state is State.OPEN:
+                    self._echo(peer, session, now)
+        self._count(here)
+        self._echoed_at = {n: at for n, at in self._echoed_at.items() if any(p.number == n for p in here.values())}
+        self._go_on(now)
+        self._begin(here, now)
+
+    def _count(self, here: Mapping[NodeId, Peer]) -> None:
+        """What has crossed each link since the last look: probes may take a share of it."""
+        before, self._counted = self._counted, {}
+        for node, peer in here.items():
+            traffic = peer.session.traffic
+            probes = traffic.sent.probe + traffic.received.probe
+            now = self._counted[peer.number] = (traffic.bytes_sent + traffic.bytes_received - probes, probes)
+            was = before.get(peer.number, (0, 0))
+            self._prober.has_moved(node, max(0, now[0] - was[0]), now[1] - was[1])
+
+    def _see(self, node: NodeId, peer: Peer, now: float) -> None:
+        session, running = peer.session, self._prober.running
+        self.matrix.round_trips(node, COORDINATOR, session.round_trips)
+        if running is not None and running.upward and self._is_probed(peer):
+            burst = session.meter.burst()
+            if burst is not None and enough(burst, running.rtt_s):
+                session.cancel(_blob(running))
+        for burst in session.meter.take():
+            running = self._prober.running
+            ours = running is not None and running.upward and self._is_probed(peer)
+            self._took((node, COORDINATOR), burst, now, probe=running if ours else None)
+
+    def _look_at_connection(self, node: NodeId, peer: Peer) -> None:
+        if peer.bulk_descriptor is None:
+            return
+        descriptor, host = peer.bulk_descriptor
+        told = parse(tcp_info(descriptor, host, INFO_BYTES), congestion_of(descriptor, host))
+        if told is not None:
+            self.matrix.connection((COORDINATOR, node), told)
+
+    def _echo(self, peer: Peer, session: Session, now: float) -> None:
+        asked_at = self._echoed_at.get(peer.number)
+        if asked_at is None or len(peer.session.round_trips) < ROUND_TRIPS or now - asked_at >= ECHO_S:
+            self._echoed_at[peer.number] = now
+            session.echo(now)
+
+    # --- the probe
+
+    def _is_probed(self, peer: Peer) -> bool:
+        return self._prober.running is not None and peer is self._peer
+
+    def _go_on(self, now: float) -> None:
+        """Call the running probe off where somebody waits for bytes, its node is gone, or it takes too long."""
+        running, peer = self._prober.running, self._peer
+        if running is None:
+            return
+        gone = peer is None or peer.session.state is not State.OPEN
+        if not gone and running.quiet and now < running.ends_by:
+            return
+        why = "it takes too long" if running.quiet else "somebody waits for bytes"
+        why = "its session is over" if gone else why
+        _log.info("probe called off node=%s upward=%s why=%r", running.node, running.upward, why)
+        self._peer = None
+        self._prober.over(now, learned=False)
+        if peer is not None and not gone:
+            with self._working_for(peer) as session:
+                session.cancel(_blob(running))
+                session.send(Probe(number=running.number, upward=running.upward, num_bytes=0, rtt_s=0.0), now)
+
+    def _begin(self, here: Mapping[NodeId, Peer], now: float) -> None:
+        running = self._prober.next(self._candidates(here, now), now)
+        if running is None:
+            return
+        peer = self._peer = here[NodeId(running.node)]
+        asked = Probe(number=running.number, upward=running.upward, num_bytes=running.num_bytes, rtt_s=running.rtt_s)
+        with self._working_for(peer) as session:
+            session.send(asked, now)
+            if not running.upward:
+                offer = msg.Offer(blob=_blob(running), size=running.num_bytes, digest=DIGEST)
+                session.send_blob(offer, Noise(running.num_bytes, seed=running.number), background=True)
+
+    def _candidates(self, here: Mapping[NodeId, Peer], now: float) -> list[Candidate]:
+        found = []
+        for node, peer in here.items():
+            rtt_s = self.matrix.rtt_s(node, COORDINATOR)
+            if rtt_s is None or len(peer.session.round_trips) < ROUND_TRIPS:
+                continue
+            if peer.session.state is not State.OPEN:  # it was found broken as something was let out
+                continue
+            for upward, ends in ((True, (node, COORDINATOR)), (False, (COORDINATOR, node))):
+                age_s, changed = self.matrix.age_s(ends, now), self.matrix.changed(ends)
+                found.append(Candidate(node=node, upward=upward, rtt_s=rtt_s, age_s=age_s, changed=changed))
+        return found
+
+    # --- what is told
+
+    def status(self, members: Iterable[Member], now: float) -> InventoryStatus:
+        """Machines and links, as they are told."""
+        nodes = [self._machine(member) for member in members if member.stage != "left"]
+        return {"nodes": nodes, "links": self.matrix.rows(now)}
+
+    def _machine(self, member: Member) -> MachineStatus:
+        told = member.inventory
+        return {
+            "name": member.name,
+            "site": told.site,
+            "site_from": told.site_from,
+            "address": told.address,
+            "reachable": self.reachable.get(member.name),
+            "connected": member.session is not None,
+            "nics": [_nic(nic) for nic in told.nics],
+            "devices": told.devices,
+            "memory_bytes": told.memory_bytes,
+            "cpus": told.cpus,
+            "memlock_bytes": told.memlock_bytes,
+            "nofile": told.nofile,
+            "congestion": told.congestion,
+            "seconds_per_step": member.seconds_per_step,
+            "labels": [[key, value] for key, value in told.labels],
+            "unread": list(told.unread),
+        }
+
+
+async def reaches(address: str, only: str | None) -> bool | None:
+    """Whether a connection to tcp://host:port comes about; None where it is not tried.
+
+    Args:
+        only: the one address that may be dialled; None for any.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) <= 65535:
+        return None
+    if only is not None and not same_host(host, only):
+        return None
+    try:
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError, UnicodeError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+def _is_busy(session: Session, probed: bool) -> bool:
+    """Whether somebody waits for bytes of this session; those of a probe are nobody's."""
+    if session.live_in_flight:
+        return True
+    return not probed and (session.background_in_flight > 0 or session.background_waits or session.meter.busy)
+
+
+def _blob(running: Running) -> BlobId:
+    return BlobId(kind=BlobKind.PROBE, fragment=0, version=running.number)
+
+
+def _nic(nic: Nic) -> NicStatus:
+    believed = {"kind": nic.kind, "bits_per_s": f"{nic.bits_per_s:g}" if nic.bits_per_s else ""}
+    others = [f for f in nic.facts if f.about in believed and f.value != believed[f.about]]
+    return {
+        "name": nic.name,
+        "kind": nic.kind,
+        "netdev": nic.netdev,
+        "bytes_per_s": nic.bits_per_s / 8 if nic.bits_per_s else None,
+        "flow_bytes_per_s": nic.flow_bits_per_s / 8 if nic.flow_bits_per_s else None,
+        "active": nic.active,
+        "usable": nic.usable,
+        "why": nic.why,
+        "members": list(nic.members),
+        "addresses": list(nic.addresses),
+        "fabric": nic.fabric,
+        "provenance": nic.source("bits_per_s"),
+        "kind_from": nic.source("kind"),
+        "others": [f"{fact.about} {fact.value} ({fact.source})" for fact in others],
+    }

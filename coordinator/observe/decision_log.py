@@ -1,0 +1,166 @@
+"""Why every window closed as it did, with ages: the lines of `decisions.jsonl`. Reads the machine, decides nothing.
+
+Times are the observer's, and are written here alone: the journal holds none, so that a run and its repetition have the
+same records to the bit.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from farloop.algo.methods import method_named
+from farloop.algo.spec import BlobId, NodeId, RoundPlan, WindowTerms
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.windows import Window
+from farloop.coordinator.observe.event_log import MetricsLog
+from farloop.monitoring.status import ArrivedDelta, DecisionEvent, MissingNode, OwnOfDelta, RefusedDelta
+from farloop.wire import messages as msg
+
+FILE = "decisions.jsonl"
+"""In the state folder; older parts beside it are named as `event_log.py` says."""
+
+KEEP_PARTS = 4
+"""Of 64 MiB each: some half a million windows of four nodes."""
+
+_REFUSALS = 64
+"""That a window's line names at most: who offers nonsense all the time gets no more room."""
+
+
+class DecisionLog:
+    """Of one coordinator's windows."""
+
+    def __init__(self, path: Path, told: Callable[[DecisionEvent], None] | None = None) -> None:
+        """`told` hears of every line as well."""
+        self.timeline = MetricsLog(path, keep=KEEP_PARTS)
+        self._told = told
+        self._came: dict[BlobId, float] = {}
+        self._refused: dict[int, list[tuple[float, RefusedDelta]]] = {}
+        self._closed: dict[int, float] = {}
+        self._computed: dict[int, tuple[float, float, float]] = {}
+        """Norm, and seconds of merging and of the journal, by fragment, of the commit that is being taken."""
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine, t: float, now: float) -> None:
+        """An event on its way to the machine; `t` is the run's time."""
+        match event:
+            case ev.InputStored(offer=offer):
+                self._came.setdefault(offer.blob, now)
+            case ev.CommitDone(record=record):
+                window = machine.windows[record.fragment]
+                line = self._line(record, window, machine, t, now)
+                self.timeline.write(line)
+                if self._told is not None:
+                    self._told(line)
+                inputs = machine.ledger.inputs
+                self._came = {
+                    blob: at for blob, at in self._came.items() if blob in inputs and blob not in window.inputs
+                }
+                self._refused.pop(record.fragment, None)
+            case _:
+                pass
+
+    def carries_out(self, command: ev.Command, now: float) -> None:
+        """A command of the machine, as it is carried out."""
+        match command:
+            case ev.Commit(draft=draft):
+                self._closed.setdefault(draft.fragment, now)
+            case ev.Tell(node=node, message=msg.Outcome(blob=blob, reason=reason, detail=detail)):
+                self._came.pop(blob, None)
+                refused = self._refused.setdefault(blob.fragment, [])
+                if len(refused) < _REFUSALS:
+                    refused.append((now, {"node": node, "after_s": 0.0, "code": reason.code, "detail": detail}))
+            case _:
+                pass
+
+    def computed(self, fragment: int, norm: float, merge_s: float, journal_s: float) -> None:
+        """The commit of this fragment that is about to be taken: the norm of its delta, and how long it took."""
+        self._computed[fragment] = (norm, merge_s, journal_s)
+
+    def close(self) -> None:
+        self.timeline.close()
+
+    def _line(
+        self, record: rec.WindowCommitted, window: Window, machine: CoordinatorMachine, t: float, now: float
+    ) -> DecisionEvent:
+        ledger, opened = machine.ledger, window.opened_at
+        terms = ledger.terms_of(record.fragment, record.version, record.round)
+        closed = self._closed.pop(record.fragment, now)
+        quorum = None if window.max_staleness and window.terms.final else terms.quorum
+        line: DecisionEvent = {
+            "event": "decision",
+            "t": t,
+            "epoch": ledger.epoch,
+            "fragment": record.fragment,
+            "version": record.version,
+            "round": record.round,
+            "final": record.flush,
+            "why": record.why,
+            "open_s": closed - opened,
+            "quorum": quorum,
+            "quorum_s": None if window.quorum_at is None else window.quorum_at - opened,
+            "grace_s": _given(machine, window),
+            "floor": terms.floor,
+            "revision": ledger.revisions.number_of(record.fragment, record.version),
+            "expected": sorted(window.expected),
+            "arrived": _arrived(record, window, ledger, {blob: at - opened for blob, at in self._came.items()}),
+            "missing": missing(record),
+            "refused": [{**told, "after_s": at - opened} for at, told in self._refused.get(record.fragment, [])],
+            "h": _length(ledger, record.round),
+            "outer_lr": record.outer_lr,
+            "outer_momentum": record.outer_momentum,
+            "delta_scale": record.delta_scale,
+            "codec_up": window.terms.codec_up,
+            "codec_down": window.terms.codec_down,
+            "update_bytes": record.update_size,
+            "anchor_digest": f"{record.anchor_digest:016x}",
+        }
+        if (layout := ledger.spec.identity.layout).num_stages > 1:
+            line["stage"] = layout.fragments[record.fragment].stage
+        if computed := self._computed.pop(record.fragment, None):
+            line["norm"], line["merge_s"], line["journal_s"] = computed
+        return line
+
+
+def missing(record: rec.WindowCommitted) -> list[MissingNode]:
+    """Who was expected and is not in it, and why."""
+    return [{"node": d.node, "code": d.reason.code, "sentence": d.reason.sentence} for d in record.drops]
+
+
+def _arrived(
+    record: rec.WindowCommitted, window: Window, ledger: Ledger, after_s: dict[BlobId, float]
+) -> list[ArrivedDelta]:
+    """In the order of the sum."""
+    rows: list[ArrivedDelta] = []
+    for addend in record.blobs:
+        offer = window.inputs[addend.blob]
+        codec = ledger.codec_of_deltas(record.fragment, offer.window, addend.blob.node)
+        for share in offer.contributors:
+            row: ArrivedDelta = {
+                "node": share.node,
+                "after_s": after_s.get(addend.blob),
+                "base": share.base,
+                "window": offer.window,
+                "weight": addend.weight,
+                "steps": share.steps,
+                "tokens": share.tokens,
+                "norm": max(share.norm_sq, 0.0) ** 0.5,
+            }
+            rows.append({**row, **own_of(share.node, codec, window.terms, ledger.rounds.get(record.round))})
+    return rows
+
+
+def own_of(node: NodeId, codec: str, terms: WindowTerms, plan: RoundPlan | None) -> OwnOfDelta:
+    """What a node has of its own in a window, where that is not what the window says."""
+    own: OwnOfDelta = {} if codec == terms.codec_up else {"codec": codec}
+    return own if plan is None or plan.steps_of(node) == plan.length else {**own, "h": plan.steps_of(node)}
+
+
+def _given(machine: CoordinatorMachine, window: Window) -> float | None:
+    waits = method_named(machine.ledger.spec.terms.method).grace and window.quorum_at is not None
+    return machine.grace.seconds if waits else None
+
+
+def _length(ledger: Ledger, round_index: int) -> int:
+    plan = ledger.rounds.get(round_index)
+    return plan.length if plan else ledger.terms_in(round_index).h

@@ -1,0 +1,354 @@
+"""Rejections, drops and losses with code and sentence; metrics.jsonl."""
+
+import json
+import logging
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from farloop.algo.spec import NodeId
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.observe.metrics import Metrics
+from farloop.monitoring import plain_json
+from farloop.monitoring.status import DecisionEvent, HappeningStatus, MetricsEvent
+from farloop.monitoring.status_summary import named
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+# --- What was refused, dropped, lost or left, and why: each with a code and a sentence, told in three places at once.
+#
+# In the log as it happens, in a counter by reason for alarms and graphs, and in a short list for who looks at the
+# status. Whatever ends a node's part in something comes through `EventLog.told`: no reason is known in one place
+# alone.
+
+
+_log = logging.getLogger(__name__)
+
+KEEP = 64
+"""Happenings that the status shows at most."""
+
+_LONGEST = 300
+"""Characters of a detail that are kept: some of it comes from nodes."""
+
+Kind = Literal["refused", "delta", "dropped", "session", "left", "stalled", "anchor", "alarm", "over", "farewell"]
+"""A greeting was refused; a delta was, before its window closed; a window closed without a node; a session ended; a
+node left; it stands still; its anchor did not match; an alarm began, or is over; this coordinator says good-bye."""
+
+_UNEXPECTED = frozenset({Reason.MALFORMED, Reason.WRONG_KEY, Reason.SUPERSEDED})
+"""Why a session ends that is worth a line even if no node was known by it; the rest are strangers who hung up."""
+
+_TAKEN_OVER = frozenset({Reason.OLD_INCARNATION, Reason.NOT_A_PARTICIPANT})
+"""Why a node has left that did not say so itself."""
+
+_LOUD: frozenset[Kind] = frozenset({"refused", "delta", "stalled", "anchor", "alarm"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Happening:
+    at: float
+    kind: Kind
+    node: str
+    code: str
+    sentence: str
+    detail: str
+    count: int
+
+
+class EventLog:
+    """All of one coordinator. `now` is the observer's clock."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._recent: OrderedDict[tuple[Kind, str, str], _Happening] = OrderedDict()
+        """What repeats itself is one happening, counted, at the time of the last: it must not push out the others."""
+        self._alarms: dict[str, str] = {}
+        self._greeted: dict[ev.SessionId, str] = {}
+        """Who greeted in sessions that are neither accepted nor refused yet."""
+
+    def told(self, kind: Kind, node: str, reason: Reason, detail: str, now: float) -> None:
+        """Something ended, for this reason. `detail`: where, or with what values; may be empty."""
+        self._tell(kind, node, reason.code, reason.sentence, detail, now)
+
+    def turned_away(self, reason: Reason, who: str, now: float) -> None:
+        """A peer was rejected. `RejectionCounter` writes the log: a flood of the port is no flood of the log."""
+        self._note("refused", "", reason.code, reason.sentence, who, now)
+
+    # --- what is seen
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
+        """An event on its way to the machine."""
+        match event:
+            case ev.NodeHello(session=session, node=node):
+                self._greeted[session] = node
+            case ev.NodeMessage(session=session, node=node, message=msg.Leave() as leave):
+                member = machine.members.get(node)
+                if member is not None and member.session == session and node not in machine.ledger.started:
+                    self.told("left", node, leave.reason, leave.detail, now)  # else the journal says it
+            case ev.NodeMessage(node=node, message=msg.Fetch(fragment=fragment, first=False)):
+                detail = f"fragment {fragment}; a snapshot is sent"
+                self._tell("anchor", node, "anchor_mismatch", "its anchor did not match its digest", detail, now)
+            case _:
+                pass
+
+    def carries_out(self, command: ev.Command, now: float) -> None:
+        """A command of the machine, as it is carried out."""
+        match command:
+            case ev.Accept(session=session):
+                self._greeted.pop(session, None)
+            case ev.Refuse(session=session, refused=refused):
+                node = self._greeted.pop(session, "")
+                if refused.reason is Reason.HOLDING:  # it dials again every few seconds, and the alarm says all
+                    self._note("refused", node, refused.reason.code, refused.reason.sentence, "", now)
+                else:
+                    self.told("refused", node, refused.reason, refused.detail, now)
+            case ev.Tell(node=node, message=msg.Outcome(blob=blob, reason=reason, detail=detail)):
+                said = "" if detail == reason.sentence else f": {detail}"
+                self.told("delta", node, reason, f"fragment {blob.fragment}, base {blob.version}{said}", now)
+            case ev.Record(record=rec.NodeLeft(node=node, reason=reason)):
+                detail = "a newer start took its place" if reason in _TAKEN_OVER else ""
+                self.told("left", node, reason, detail, now)
+            case _:
+                pass
+
+    def committed(self, record: rec.WindowCommitted, now: float) -> None:
+        """A window closed, with these and without those."""
+        for drop in record.drops:
+            self.told("dropped", drop.node, drop.reason, f"fragment {record.fragment}, window {record.version}", now)
+
+    def parted(self, node: str | None, reason: Reason, detail: str, machine: CoordinatorMachine, now: float) -> None:
+        """A session ended; `node` None: before it was anybody's."""
+        member = machine.members.get(NodeId(node)) if node else None
+        if member is not None and member.stage == "left":
+            return  # it said so itself
+        if node or reason in _UNEXPECTED:
+            self.told("session", node or "", reason, "" if detail == reason.sentence else detail, now)
+
+    def alarms(self, alarms: Mapping[str, str], now: float) -> None:
+        """These are on now: what began is told, and what is over, and how many of each kind there are."""
+        for what, why in alarms.items():
+            if what not in self._alarms:
+                self._tell("alarm", "", kind_of_alarm(what), f"{what}: {why}", "", now)
+        for what in self._alarms.keys() - alarms.keys():
+            self._tell("over", "", kind_of_alarm(what), f"{what}: mended", "", now)
+        kinds = [kind_of_alarm(what) for what in alarms]
+        for kind in {*kinds, *(kind_of_alarm(what) for what in self._alarms)}:
+            self._metrics.alarm.labels(kind).set(kinds.count(kind))
+        self._alarms = dict(alarms)
+
+    # --- what is shown
+
+    def recent(self, now: float) -> list[HappeningStatus]:
+        """The last ones, oldest first."""
+        return [
+            {
+                "age_s": max(0.0, now - happening.at),
+                "kind": happening.kind,
+                "node": happening.node,
+                "code": happening.code,
+                "sentence": happening.sentence,
+                "detail": happening.detail,
+                "count": happening.count,
+            }
+            for happening in self._recent.values()
+        ]
+
+    def _tell(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
+        node, detail = _shown(node), _shown(detail)
+        level = logging.WARNING if kind in _LOUD else logging.INFO
+        _log.log(
+            level, "%s node=%s reason=%s why=%r detail=%r", kind, named(node) if node else "-", code, sentence, detail
+        )
+        self._note(kind, node, code, sentence, detail, now)
+
+    def _note(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
+        self._metrics.happenings.labels(kind, code).inc()
+        before = self._recent.pop((kind, node, code), None)
+        self._recent[kind, node, code] = _Happening(
+            at=now,
+            kind=kind,
+            node=node,
+            code=code,
+            sentence=sentence,
+            detail=detail,
+            count=before.count + 1 if before else 1,
+        )
+        if len(self._recent) > KEEP:
+            self._recent.popitem(last=False)
+
+
+def _shown(text: str) -> str:
+    """What a node said, as it may go to a terminal and into a log: in one line, without control characters."""
+    kept = text[:_LONGEST] + ("…" if len(text) > _LONGEST else "")
+    return "".join(character if character.isprintable() else "?" for character in kept)
+
+
+def kind_of_alarm(what: str) -> str:
+    """Its first word: 'storage', 'anchor of oslo' → 'anchor'. Few, and known beforehand: a label of a metric."""
+    return what.partition(" ")[0]
+
+
+# --- What was not heard, for people: counted by its reason, and told in the log without letting strangers fill it.
+
+
+TOLD_EVERY_S = 60.0
+"""The same reason of the same origin is told once in so long, with how often it came."""
+
+_ORIGINS = 16
+"""Of one reason, so many origins are told of in that time: a stranger can have a new key for every knock."""
+
+
+class RejectionCounter:
+    """To be called with a reason, and who or where it was."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._told: OrderedDict[tuple[Reason, str], tuple[float, int]] = OrderedDict()
+        """When it was told, and how often it has come since."""
+
+    def __call__(self, reason: Reason, who: str) -> None:
+        self._metrics.turned_away.labels(reason.code).inc()
+        now, key = time.monotonic(), (reason, who)
+        told_at, since = self._told.get(key, (float("-inf"), 0))
+        while self._told and next(iter(self._told.values()))[0] < now - TOLD_EVERY_S:
+            self._told.popitem(last=False)
+        if now - told_at < TOLD_EVERY_S:
+            self._told[key] = (told_at, since + 1)
+        elif sum(known is reason for known, _ in self._told) < _ORIGINS:
+            self._told.pop(key, None)
+            self._told[key] = (now, 0)
+            again = f" again={since}" if since else ""
+            _log.warning("turned away who=%r reason=%s why=%r%s", who, reason.name, reason.sentence, again)
+
+
+# --- `metrics.jsonl`: what happened in a run, a line per event, for reports. Never a reason that the run stops or
+# waits.
+#
+# The newest lines are in the file of that name. One that has grown to `PART_BYTES` is put aside under a number, as
+# `metrics-000003.jsonl`, higher numbers being later; of those the last `KEEP` stay. A line that cannot be written, on a
+# full disk, is dropped whole and counted.
+
+
+PART_BYTES = 64 << 20
+KEEP_POINTS = 16
+"""Parts put aside, 1 GiB: about two weeks of four nodes, each with a line of 200 bytes a second."""
+
+_END_BYTES = 1 << 20
+"""How much is read to find the last line."""
+
+
+class MetricsLog:
+    """The file of one run, to be written by one process at a time. No method raises."""
+
+    def __init__(self, path: Path, *, part_bytes: int = PART_BYTES, keep: int = KEEP_POINTS) -> None:
+        """Lines are appended to what is there."""
+        self.dropped = 0
+        """Lines that were not written since this start."""
+        self._path, self._part_bytes, self._keep = path, part_bytes, keep
+        self._fd: int | None = None
+        self._size = 0
+        """Bytes of whole lines. What is behind them, if anything, was cut short."""
+        self._failing_since: int | None = None
+        """How many were dropped when the lines that are being dropped began to be."""
+
+    def write(self, event: MetricsEvent | DecisionEvent) -> None:
+        """Append a line, or drop it."""
+        line = plain_json.dumps(event).encode() + b"\n"
+        try:
+            self._append(line)
+        except OSError as error:
+            self._failed(error)
+            return
+        if self._failing_since is not None:
+            _log.info("lines are written again path=%s dropped=%d", self._path, self.dropped - self._failing_since)
+            self._failing_since = None
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)
+
+    def _append(self, line: bytes) -> None:
+        if self._fd is None:
+            self._open()
+        if self._size >= self._part_bytes:
+            self._put_aside()
+            self._open()
+        assert self._fd is not None
+        written = os.pwrite(self._fd, line, self._size)
+        if written < len(line):
+            # The rest did not fit either, or would not have been asked for: no half of it stays.
+            os.ftruncate(self._fd, self._size)
+            raise OSError(0, f"{len(line)} bytes did not fit")
+        self._size += len(line)
+
+    def _open(self) -> None:
+        """Behind a line that a crash cut short begins another."""
+        self.close()
+        fd = self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = self._size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            self._size += os.pwrite(fd, b"\n", size)
+
+    def _put_aside(self) -> None:
+        self.close()
+        number = max(_parts(self._path), default=-1) + 1
+        os.replace(self._path, _part_path(self._path, number))
+        for old, path in _parts(self._path).items():
+            if old <= number - self._keep:
+                path.unlink(missing_ok=True)
+
+    def _failed(self, error: OSError) -> None:
+        if self._failing_since is None:
+            self._failing_since = self.dropped
+            _log.warning("lines are dropped path=%s why=%r", self._path, error.strerror)
+        self.dropped += 1
+        self.close()  # a file that is gone is begun anew with the next line
+
+
+def files(path: Path) -> list[Path]:
+    """All files that hold a run's lines, in the order of time; `path` is that of the newest, and may be a link."""
+    path = path.resolve()
+    parts = _parts(path)
+    return [parts[number] for number in sorted(parts)] + ([path] if path.exists() else [])
+
+
+def last_time(path: Path) -> float:
+    """`t` of the last whole line; 0 where there is none. Reads no more than the ends of files."""
+    for part in reversed(files(path)):
+        try:
+            with part.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+                lines = file.read(_END_BYTES).splitlines()
+        except OSError as error:
+            _log.warning("the run's clock may begin anew path=%s why=%r", part, error.strerror)
+            continue
+        for line in reversed(lines):
+            try:
+                return float(json.loads(line)["t"])
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that a crash cut short
+    return 0.0
+
+
+def _part_path(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
+
+
+def _parts(path: Path) -> dict[int, Path]:
+    """What was put aside, by number. Raises OSError: who took none for an answer would write over the oldest."""
+    name = re.compile(re.escape(path.stem) + r"-(\d{6,})" + re.escape(path.suffix))
+    try:
+        names = os.listdir(path.parent)
+    except FileNotFoundError:
+        return {}
+    return {int(match[1]): path.with_name(other) for other in names if (match := name.fullmatch(other))}

@@ -1,0 +1,418 @@
+"""The coordinator's Prometheus metrics, link traffic included."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shutil import disk_usage
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from farloop.algo.spec import BlobKind, NodeId, Terms
+from farloop.coordinator.net.sessions import Peer
+from farloop.monitoring.status import DecisionEvent, InventoryStatus, NodeStatus, SamplesStatus
+from farloop.wire.reasons import Reason
+from farloop.wire.traffic import Traffic
+
+# --- Every Prometheus metric of the coordinator, declared once: `farloop_` prefix, base units, bounded labels.
+
+
+_ON_PURPOSE = frozenset({Reason.DRAINED.sentence, Reason.RUN_FINISHED.sentence})
+"""Why a node has left, where nobody waits for it."""
+
+MOST_SERIES = 512
+"""Directions of links that have series; the status tells of all."""
+
+# Else every counter has a second series, of which Prometheus makes nothing.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class LinkMetrics:
+    """The matrix of links: series by both ends, as many as there are measured directions, and at most `MOST_SERIES`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        ends = ["source", "target"]
+        self._gauges = {
+            "rtt_s": Gauge(
+                "farloop_link_round_trip_seconds", "Shortest of the last echoes.", ends, registry=registry
+            ),
+            "bytes_per_s": Gauge(
+                "farloop_link_measured_bytes_per_second", "What the receiver gets, beyond slow start.", ends,
+                registry=registry,
+            ),
+            "age_s": Gauge(
+                "farloop_link_measurement_age_seconds", "Since that was measured last.", ends, registry=registry
+            ),
+            "retransmit_ratio": Gauge(
+                "farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again.", ends,
+                registry=registry,
+            ),
+        }  # fmt: skip
+        self._shown: set[tuple[str, str, str]] = set()
+
+    def saw(self, inventory: InventoryStatus) -> None:
+        """The links as they are known now."""
+        shown = set()
+        for link in inventory["links"][:MOST_SERIES]:
+            for name, gauge in self._gauges.items():
+                value = link[name]  # type: ignore[literal-required]  # the gauges are named as the fields
+                if value is not None:
+                    gauge.labels(link["from"], link["to"]).set(value)
+                    shown.add((name, link["from"], link["to"]))
+        for name, source, target in self._shown - shown:
+            self._gauges[name].remove(source, target)
+        self._shown = shown
+
+
+class Metrics:
+    """One registry per process; nothing global, so that a test can have several."""
+
+    content_type = CONTENT_TYPE_LATEST
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self.info = Gauge(
+            "farloop_run_info",
+            "The run that this is; always 1.",
+            ["run", "method", "codec_up", "codec_down"],
+            registry=registry,
+        )
+        self.position = Gauge(
+            "farloop_position_steps", "Highest schedule position of the live nodes.", registry=registry
+        )
+        self.round = Gauge("farloop_round", "The run's current round.", registry=registry)
+        self.steps = Gauge("farloop_run_steps", "Schedule positions of the whole run.", registry=registry)
+        self.h = Gauge("farloop_h_steps", "Inner steps between two sends of a fragment.", registry=registry)
+        self.h_max = Gauge("farloop_h_max_steps", "The longest that H may become; 0: no bound.", registry=registry)
+        self.learning_rate = Gauge(
+            "farloop_learning_rate",
+            "At the run's position; H grows as it falls.",
+            registry=registry,
+        )
+        self.epoch = Gauge("farloop_epoch", "Incarnation of the coordinator's state.", registry=registry)
+        self.version = Gauge("farloop_fragment_version", "Committed version.", ["fragment"], registry=registry)
+        self._loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per byte token.", registry=None)
+        self._scored = False
+        self.nodes = Gauge(
+            "farloop_nodes",
+            "Nodes by what they are; those that were expected and merged are of the window that closed last.",
+            ["state"],
+            registry=registry,
+        )
+        self.alarms = Gauge("farloop_alarms", "What needs attention now; the status page says what.", registry=registry)
+        self.commits = Counter("farloop_commits", "Windows committed.", registry=registry)
+        self.merged = Counter("farloop_merged_deltas", "Deltas merged.", ["node"], registry=registry)
+        self.drops = Counter(
+            "farloop_dropped_deltas", "Deltas expected and not merged.", ["node", "reason"], registry=registry
+        )
+        self.refusals = Counter("farloop_refusals", "Greetings refused.", ["reason"], registry=registry)
+        self.turned_away = Counter(
+            "farloop_turned_away", "Greetings, frames and keys that were not heard.", ["reason"], registry=registry
+        )
+        self.alarm = Gauge("farloop_alarm", "Alarms that are on now, by their first word.", ["kind"], registry=registry)
+        self.happenings = Counter(
+            "farloop_happenings", "Refusals, drops, ends and alarms.", ["kind", "reason"], registry=registry
+        )
+        self.participation = Gauge(
+            "farloop_participation_ratio", "Share of the live nodes that were merged lately.", registry=registry
+        )
+        self.participation_held = Gauge(
+            "farloop_participation_held", "1 while too few live nodes are merged to commit.", registry=registry
+        )
+        self._anomalies = Gauge(
+            "farloop_anomalies",
+            "1 while a node, or its link, is slower than its own rounds before, or hangs.",
+            ["kind", "node"],
+            registry=registry,
+        )
+        self._anomalies_shown: set[tuple[str, str]] = set()
+        self.anomaly_actions = Counter(
+            "farloop_anomaly_actions",
+            "Rungs of the ladder against them: done, or advised.",
+            ["action", "how"],
+            registry=registry,
+        )
+        self.update_bytes = Counter("farloop_update_bytes", "Encoded updates committed.", registry=registry)
+        self.delta_norm = Gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"], registry=registry)
+        buckets = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60)
+        self.merge_seconds = Histogram(
+            "farloop_merge_seconds", "Summing, stepping and encoding one window.", registry=registry, buckets=buckets
+        )
+        self.journal_seconds = Histogram(
+            "farloop_journal_seconds", "Making one commit durable.", registry=registry, buckets=buckets
+        )
+        self.window_seconds = Histogram(
+            "farloop_window_seconds",
+            "How long windows took: from the opening to the quorum, to the end of waiting, and from there on.",
+            ["phase"],
+            registry=registry,
+            buckets=(0.01, 0.05, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+        )
+        self.payload_bytes = Counter(
+            "farloop_payload_bytes", "Encoded deltas received and updates made.", ["kind", "codec"], registry=registry
+        )
+        self.late_seconds = Gauge(
+            "farloop_node_arrival_seconds",
+            "From the opening of the last window that merged the node to its delta; 0 where that was there before.",
+            ["node"],
+            registry=registry,
+        )
+        self.staleness = Gauge(
+            "farloop_node_staleness_versions",
+            "Versions that the node's last merged delta was behind.",
+            ["node"],
+            registry=registry,
+        )
+        self.node_norm = Gauge(
+            "farloop_node_delta_norm", "Norm of the node's last merged delta.", ["node"], registry=registry
+        )
+        self.cosine = Gauge(
+            "farloop_node_delta_cosine_ratio",
+            "Of the node's last merged delta with the mean of the others, where there are three and more.",
+            ["node"],
+            registry=registry,
+        )
+        self.link_bytes = Counter(
+            "farloop_link_bytes",
+            "Bytes of all frames between the coordinator and a node, framing included, seen from the coordinator.",
+            ["node", "direction", "kind"],
+            registry=registry,
+        )
+        self.link_resends = Counter(
+            "farloop_link_resends",
+            "Blobs begun again from what had arrived, and control frames sent again.",
+            ["node"],
+            registry=registry,
+        )
+        self.link_in_flight = Gauge(
+            "farloop_link_in_flight_bytes", "Sent to the node and not acknowledged.", ["node"], registry=registry
+        )
+        self.link_rate = Gauge(
+            "farloop_link_bytes_per_second",
+            "How fast blobs to the node have lately been acknowledged; the least that is assumed is 65536.",
+            ["node"],
+            registry=registry,
+        )
+        self.egress_price = Gauge(
+            "farloop_egress_price_per_gigabyte", "As set, in whatever currency; 0: none is set.", registry=registry
+        )
+        self.egress_cost = Counter(
+            "farloop_egress_cost",
+            "Of the bytes that left the coordinator and the nodes, at that price.",
+            ["node"],
+            registry=registry,
+        )
+        self.storage_free = Gauge(
+            "farloop_storage_free_bytes", "Free on the file system of the state folder.", registry=registry
+        )
+        self.storage_size = Gauge(
+            "farloop_storage_size_bytes", "Size of the file system of the state folder.", registry=registry
+        )
+        self.storage_held = Gauge(
+            "farloop_storage_held", "1 while nothing is committed: the state folder takes no more.", registry=registry
+        )
+        self.samples = Counter(
+            "farloop_samples", "Samples of the leases by what became of them.", ["fate"], registry=registry
+        )
+        self._samples: dict[str, int] = {}
+        self.history_held = Gauge(
+            "farloop_history_held", "1 while nothing is committed: the state looks like an old copy.", registry=registry
+        )
+        self.copy_lag = Gauge(
+            "farloop_copy_lag_seconds", "Age of the newest copy in the object store.", registry=registry
+        )
+        self.dropped_lines = Counter(
+            "farloop_dropped_timeline_lines", "Lines that metrics.jsonl did not take.", registry=registry
+        )
+        # What alerts ask for is there from the start: a series that begins at one has not grown.
+        self.happenings.labels("anchor", "anchor_mismatch")
+        self.turned_away.labels(Reason.WRONG_KEY.code)
+        self._shown: set[str] = set()
+        """Nodes that are connected, or missed."""
+        labels = ["node"]
+        self.node_loss = Gauge("farloop_node_loss_nats", "Training loss.", labels, registry=registry)
+        self.node_tokens = Gauge("farloop_node_tokens", "Tokens trained on since its start.", labels, registry=registry)
+        self.node_steps = Gauge("farloop_node_inner_steps", "Inner steps since its start.", labels, registry=registry)
+        self.node_share = Gauge(
+            "farloop_node_compute_share_ratio", "Share of wall time of its training loop.", labels, registry=registry
+        )
+        self.node_blocked = Gauge("farloop_node_blocked_seconds", "Training stood still.", labels, registry=registry)
+        self.node_connected = Gauge(
+            "farloop_node_connected", "1 while a session with the node is open.", labels, registry=registry
+        )
+        self.node_heard = Gauge(
+            "farloop_node_heard_seconds", "Since the node's last message.", labels, registry=registry
+        )
+        self.node_position = Gauge(
+            "farloop_node_position_steps", "Schedule position: the run's clock.", labels, registry=registry
+        )
+        self.node_rate = Gauge(
+            "farloop_node_tokens_per_second", "Tokens trained on a second.", labels, registry=registry
+        )
+        self.node_incarnation = Gauge(
+            "farloop_node_incarnation", "Which start of the node this is.", labels, registry=registry
+        )
+        self.node_lost = Gauge(
+            "farloop_node_lost_steps", "Inner steps, per fragment, that no commit contains.", labels, registry=registry
+        )
+        self.node_skipped = Gauge(
+            "farloop_node_skipped_turns", "Due sends left out: too many deltas undecided.", labels, registry=registry
+        )
+        self._links = LinkMetrics(registry)
+        self.node_bytes = Gauge(
+            "farloop_node_bytes",
+            "All bytes since its start, up from it and down to it.",
+            ["node", "direction", "kind"],
+            registry=registry,
+        )
+
+    def count_samples(self, fates: SamplesStatus) -> None:
+        """What became of the samples so far, from the ledger's numbers."""
+        for fate, count in (
+            ("granted", fates["granted"]),
+            ("trained", fates["trained"]),
+            ("returned", fates["returned"]),
+            ("uncertain", fates["uncertain"]),
+        ):
+            self.samples.labels(fate).inc(max(0, count - self._samples.get(fate, 0)))
+            self._samples[fate] = count
+
+    def scored(self, loss: float) -> None:
+        """The anchors' loss. Before the first there is no series: a zero would look like a perfect model."""
+        if not self._scored:
+            self._scored = True
+            self.registry.register(self._loss)
+        self._loss.set(loss)
+
+    def describe(self, run: str, terms: Terms, folder: Path) -> None:
+        """Which run this is, and where its state is kept."""
+        self.info.labels(run, terms.method, terms.codec_up, terms.codec_down).set(1)
+        # Asked at a scrape, in its thread: a file system that does not answer holds up the scrape alone.
+        self.storage_free.set_function(lambda: disk_usage(folder).free)
+        self.storage_size.set_function(lambda: disk_usage(folder).total)
+
+    def window_closed(self, line: DecisionEvent) -> None:
+        """A window is over, with these times and these deltas."""
+        phases = {
+            "collecting": line["open_s"],
+            "to_quorum": line["quorum_s"],
+            "merging": line.get("merge_s"),
+            "journal": line.get("journal_s"),
+        }
+        for phase, seconds in phases.items():
+            if seconds is not None:
+                self.window_seconds.labels(phase).observe(seconds)
+        self.nodes.labels("expected").set(len(line["expected"]))
+        self.nodes.labels("merged").set(len(line["arrived"]))
+        self.payload_bytes.labels("update", line["codec_down"]).inc(line["update_bytes"])
+        for delta in line["arrived"]:
+            node = delta["node"]
+            self.staleness.labels(node).set(line["version"] - 1 - delta["base"])
+            self.node_norm.labels(node).set(delta["norm"])
+            if (after_s := delta["after_s"]) is not None:
+                self.late_seconds.labels(node).set(max(0.0, after_s))
+
+    def saw_nodes(self, nodes: Sequence[NodeStatus]) -> None:
+        """How every node is now, as the coordinator last heard of it."""
+        for node in nodes:
+            name = node["name"]
+            if not node["connected"] and node["reason"] in _ON_PURPOSE:
+                self._forget(name)
+                continue
+            self._shown.add(name)
+            self.node_connected.labels(name).set(node["connected"])
+            self.node_heard.labels(name).set(node["last_heard_s"])
+            self.node_position.labels(name).set(node["position"])
+            self.node_rate.labels(name).set(node["tokens_per_s"] if node["connected"] else 0.0)
+            self.node_incarnation.labels(name).set(node["incarnation"])
+            self.node_lost.labels(name).set(node["lost_steps"])
+            self.node_skipped.labels(name).set(node.get("skipped_turns", 0))
+
+    def saw_links(self, inventory: InventoryStatus) -> None:
+        """What is known of the links now; of those that nobody knows any more, nothing."""
+        self._links.saw(inventory)
+
+    def saw_anomalies(self, found: Sequence[tuple[str, str]]) -> None:
+        """Who is slow or hangs now, as (kind, node)."""
+        for kind, node in found:
+            self._anomalies.labels(kind, node).set(1)
+        for kind, node in self._anomalies_shown - set(found):
+            self._anomalies.remove(kind, node)
+        self._anomalies_shown = set(found)
+
+    def _forget(self, name: str) -> None:
+        """Who left on purpose is not missed: no alarm is to wait for its return."""
+        if name in self._shown:
+            self._shown.remove(name)
+            self.node_connected.remove(name)
+            self.node_heard.remove(name)
+            self.node_rate.remove(name)
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        text: bytes = generate_latest(self.registry)
+        return text
+
+
+# --- What the sessions moved, as metrics: bytes by node, direction and kind, what was sent again, and what that costs.
+#
+# Reads sessions, decides nothing. Every byte of a link leaves one of its two ends, whose provider may charge for it: a
+# byte costs once, whichever way it goes.
+
+
+_GIGABYTE = 1e9
+
+
+class TrafficMetrics:
+    """Of one coordinator."""
+
+    def __init__(self, metrics: Metrics, price: float) -> None:
+        """`price`: of 10⁹ bytes that leave a site."""
+        self._metrics, self._price = metrics, price
+        self._seen: dict[int, dict[tuple[str, str], int]] = {}
+        """Session → what was counted of it."""
+        self._nodes: set[NodeId] = set()
+        metrics.egress_price.set(price)
+
+    def look(self, sessions: Mapping[NodeId, Peer]) -> None:
+        """Count what has been moved since the last look, in the sessions that are open."""
+        metrics, before = self._metrics, self._seen
+        self._seen = {}
+        for node, peer in sessions.items():
+            traffic = peer.session.traffic
+            counted = self._seen[peer.number] = counts(traffic)
+            old = before.get(peer.number, {})
+            moved = 0
+            for (direction, kind), count in counted.items():
+                # What came early is counted as stray until its blob is known: that count falls again.
+                grown = max(0, count - old.get((direction, kind), 0))
+                if direction == "resent":
+                    metrics.link_resends.labels(node).inc(grown)
+                else:
+                    metrics.link_bytes.labels(node, direction, kind).inc(grown)
+                    moved += grown
+            metrics.egress_cost.labels(node).inc(moved / _GIGABYTE * self._price)
+            in_flight = peer.session.live_in_flight + peer.session.background_in_flight
+            metrics.link_in_flight.labels(node).set(in_flight)
+            metrics.link_rate.labels(node).set(peer.session.bytes_per_s)
+        for node in self._nodes - sessions.keys():
+            metrics.link_in_flight.labels(node).set(0)
+        self._nodes |= sessions.keys()
+
+
+def counts(traffic: Traffic) -> dict[tuple[str, str], int]:
+    """Bytes by direction and kind, and frames that were sent again, seen from the coordinator."""
+    found = {("sent", "control"): traffic.sent_control.bytes, ("received", "control"): traffic.received_control.bytes}
+    for kind in BlobKind:
+        found["sent", kind.name.lower()] = traffic.sent_blobs[kind].bytes
+        found["received", kind.name.lower()] = traffic.received_blobs[kind].bytes
+    found["resent", ""] = traffic.rewinds + traffic.control_resends
+    return found

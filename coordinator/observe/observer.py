@@ -1,0 +1,429 @@
+"""What is told about a run: the status JSON, metrics.jsonl, the Prometheus metrics, and one log line per transition.
+
+Reads the machine, decides nothing.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from farloop.algo.schedule import learning_rate
+from farloop.algo.spec import Layout, NodeId
+from farloop.algo.stages import fragments_of
+from farloop.coordinator.aggregator import Result
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.hold import StorageHold
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.revising import last_change
+from farloop.coordinator.decide.roster import Member, stages_held
+from farloop.coordinator.errors import StorageError
+from farloop.coordinator.observe.decision_log import FILE as DIARY_FILE
+from farloop.coordinator.observe.decision_log import DecisionLog
+from farloop.coordinator.observe.event_log import EventLog, MetricsLog, RejectionCounter, last_time
+from farloop.coordinator.observe.metrics import Metrics
+from farloop.coordinator.storage.files import DISK
+from farloop.coordinator.storage.store import Store
+from farloop.monitoring import plain_json
+from farloop.monitoring.status import (
+    BytesStatus,
+    CopyStatus,
+    InventoryStatus,
+    MetricsEvent,
+    NodeStatus,
+    PartStatus,
+    Status,
+    WatchStatus,
+    WindowStatus,
+)
+from farloop.monitoring.status_summary import doing, finite_or_none, named, not_finite, standing
+from farloop.wire import messages as msg
+from farloop.wire.messages import moved_by
+from farloop.wire.reasons import Reason
+
+_log = logging.getLogger(__name__)
+
+_TRAINS = "nodes that train are there, and nothing holds it"
+
+
+class Observer:
+    """Eyes on one coordinator."""
+
+    def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: StorageHold) -> None:
+        """`metrics_file` is appended to; a resumed run's clock goes on where the file ends."""
+        self.status_json = b"{}"
+        self.copies: Callable[[], CopyStatus] | None = None
+        """What is to be said of copies, where there are any."""
+        self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
+        """What is seen of machines and links."""
+        self.watch: Callable[[], WatchStatus] | None = None
+        """Who has become slow."""
+        self.joined = False
+        """Whether the run can make progress: at least one node is connected."""
+        self._store, self._metrics, self._hold = store, metrics, hold
+        self._happenings, self._refusals = EventLog(metrics), RejectionCounter(metrics)
+        self._diary = DecisionLog(metrics_file.with_name(DIARY_FILE), metrics.window_closed)
+        self._offset_s = last_time(metrics_file)
+        self._started = time.monotonic()
+        self._training_since: float | None = None
+        self._finished_at: float | None = None
+        self._timeline = MetricsLog(metrics_file)
+        self._merged: dict[int, list[str]] = {}
+        self._states: dict[str, str] = {}
+        self._state = ""
+        """Of the run, as it was told last."""
+        self._evaluated_at: dict[tuple[int, ...], float] = {}
+        terms = store.ledger.spec.terms
+        metrics.steps.set(terms.steps)
+        metrics.h.set(store.ledger.h)
+        metrics.h_max.set(terms.h_max or 0)
+        metrics.epoch.set(store.ledger.epoch)
+        # Of what never changes: a digest over every tensor's name is too much to take with every status.
+        identity = store.ledger.spec.identity
+        self._fingerprint, self._num_parameters = identity.fingerprint(), identity.layout.num_parameters
+        if store.ledger.evaluations:
+            metrics.scored(store.ledger.evaluations[-1].loss)
+        metrics.describe(identity.name, terms, metrics_file.parent)
+
+    def close(self) -> None:
+        self._timeline.close()
+        self._diary.close()
+
+    def save_status(self, path: Path) -> None:
+        """Keep the status as it is. A disk that does not take it leaves the one of before: no reason to fail."""
+        try:
+            with DISK.replacing(path) as temporary:
+                temporary.write_bytes(self.status_json)
+        except (OSError, StorageError) as error:
+            _log.warning("status not kept path=%s why=%r", path, str(error))
+
+    @property
+    def t(self) -> float:
+        """Seconds since the run's start, over all incarnations."""
+        return self._offset_s + time.monotonic() - self._started
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None:
+        """An event on its way to the machine."""
+        self._happenings.saw(event, machine, time.monotonic())
+        self._diary.saw(event, machine, self.t, time.monotonic())
+        match event:
+            case ev.NodeMessage(node=node, message=msg.Progress() as progress):
+                if machine.believes(node, progress):
+                    self._progress(node, progress)
+            case ev.NodeMessage(node=node, message=msg.Evaluation() as evaluation):
+                if machine.believes(node, evaluation):
+                    self._evaluation(node, evaluation, machine)
+            case ev.InputStored(offer=offer):
+                codec = machine.ledger.codec_of_deltas(offer.blob.fragment, offer.window, offer.blob.node)
+                self._metrics.payload_bytes.labels("delta", codec).inc(offer.size)
+            case _:
+                pass
+
+    def carries_out(self, command: ev.Command) -> None:
+        """A command of the machine, as it is carried out."""
+        if isinstance(command, ev.Refuse):
+            self._metrics.refusals.labels(command.refused.reason.code).inc()
+        self._happenings.carries_out(command, time.monotonic())
+        self._diary.carries_out(command, time.monotonic())
+
+    def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None:
+        """A session ended; `node` None: before it was anybody's."""
+        self._happenings.parted(node, reason, detail, machine, time.monotonic())
+
+    def turned_away(self, reason: Reason, who: str) -> None:
+        """A greeting, a frame or a key was not heard: whose it was, as far as one knows."""
+        self._refusals(reason, who)
+        self._happenings.turned_away(reason, who, time.monotonic())
+
+    def says_good_bye(self, reason: Reason) -> None:
+        """This coordinator ends, and tells its nodes."""
+        self._happenings.told("farewell", "", reason, "", time.monotonic())
+
+    def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
+        """A commit is durable."""
+        names = [share.node for share in record.merged]
+        self._happenings.committed(record, time.monotonic())
+        self._diary.computed(record.fragment, result.delta_norm, merge_s, journal_s)
+        self._merged[record.fragment] = list(names)
+        drops = [[drop.node, drop.reason.sentence] for drop in record.drops]
+        self._write(
+            {
+                "event": "commit",
+                "t": self.t,
+                "fragment": record.fragment,
+                "version": record.version,
+                "round": record.round,
+                "merged": list(names),
+                "drops": [[str(node), why] for node, why in drops],
+                "update_bytes": record.update_size,
+                "norm": result.delta_norm,
+            }
+        )
+        _log.info(
+            "commit fragment=%d version=%d round=%d merged=%s dropped=%s why=%r",
+            record.fragment,
+            record.version,
+            record.round,
+            ",".join(map(named, names)),
+            ",".join(f"{named(d.node)}:{d.reason.name}" for d in record.drops) or "-",
+            record.why,
+        )
+        metrics = self._metrics
+        metrics.commits.inc()
+        metrics.update_bytes.inc(record.update_size)
+        metrics.merge_seconds.observe(merge_s)
+        metrics.journal_seconds.observe(journal_s)
+        metrics.version.labels(str(record.fragment)).set(record.version)
+        metrics.delta_norm.labels(str(record.fragment)).set(result.delta_norm)
+        for share in record.merged:
+            metrics.merged.labels(share.node).inc()
+        for addend in record.blobs:
+            if addend.cosine is not None:
+                metrics.cosine.labels(addend.blob.node).set(addend.cosine)
+        for drop in record.drops:
+            metrics.drops.labels(drop.node, drop.reason.code).inc()
+
+    def refresh(self, machine: CoordinatorMachine) -> None:
+        """Bring the status up to date, and log who came, started or left."""
+        self._happenings.alarms({**self._store.alarms, **machine.alarms}, time.monotonic())
+        status = self.status(machine)
+        if (state := status["run"]["state"]) != self._state:
+            before, self._state = self._state, state
+            _log.info(
+                "run is=%s was=%s round=%d why=%r", state, before or "-", status["round"], standing(status) or _TRAINS
+            )
+        for node in status["nodes"]:
+            stalled = machine.members[NodeId(node["name"])].stalled
+            seen = ("stalled" if stalled else node["state"]) if node["connected"] else "away"
+            if self._states.get(node["name"]) != seen:
+                self._states[node["name"]] = seen
+                self._write(
+                    {"event": "node", "t": self.t, "name": node["name"], "state": seen, "reason": node["reason"]}
+                )
+                why = node["reason"] or doing(node)
+                _log.info("node name=%s state=%s reason=%r", named(node["name"]), seen, why)
+                if stalled:
+                    self._happenings.told("stalled", node["name"], Reason.STALLED, "", time.monotonic())
+        self.joined = any(node["connected"] for node in status["nodes"])
+        self._metrics.steps.set(status["run"]["steps"])
+        self._metrics.position.set(status["position"])
+        self._metrics.round.set(status["round"])
+        self._metrics.h.set(status["run"]["h"])
+        # After a restart nobody has reported yet: the round began somewhere all the same.
+        ledger = machine.ledger
+        position = max(status["position"], ledger.rounds[ledger.current_round].start if ledger.rounds else 0)
+        self._metrics.saw_nodes(status["nodes"])
+        self._metrics.learning_rate.set(learning_rate(machine.ledger.spec.terms, int(position)))
+        self._metrics.nodes.labels("connected").set(sum(node["connected"] for node in status["nodes"]))
+        self._metrics.nodes.labels("quarantined").set(len(machine.in_quarantine))
+        self._metrics.nodes.labels("training").set(sum(m.counts for m in machine.members.values()))
+        self._metrics.storage_held.set(bool(self._hold))
+        self._metrics.participation.set(machine.guard.share())
+        self._metrics.participation_held.set(machine.guard.holds)
+        if self.copies is not None:
+            status["copy"] = self.copies()
+            self._metrics.copy_lag.set(status["copy"]["lag_s"])
+        if self.inventory is not None:
+            members = sorted(machine.members.values(), key=lambda member: member.name)
+            status["inventory"] = self.inventory(members, time.monotonic())
+            self._metrics.saw_links(status["inventory"])
+        if self.watch is not None:
+            status["watch"] = self.watch()
+        self._metrics.count_samples(machine.ledger.leases.fates())
+        self._metrics.history_held.set(machine.holding is not None)
+        self._metrics.alarms.set(len(status["alarms"]))
+        self.status_json = plain_json.dumps(status).encode()
+
+    def status(self, machine: CoordinatorMachine) -> Status:
+        """Everything a person or a program may want to know."""
+        ledger, now = machine.ledger, time.monotonic()
+        identity, terms = ledger.spec.identity, ledger.spec.terms
+        if machine.begun and self._training_since is None:
+            self._training_since = now
+        if ledger.finished and self._finished_at is None:
+            self._finished_at = now
+        until = self._finished_at or now
+        state: Literal["waiting", "training", "held", "holding"] = "training" if machine.begun else "waiting"
+        if self._hold or machine.guard.holds:
+            state = "held"
+        if machine.holding is not None:
+            state = "holding"
+        members = sorted(machine.members.values(), key=lambda m: m.name)
+        told: Status = {
+            "run": {
+                "name": identity.name,
+                "fingerprint": self._fingerprint,
+                "method": terms.method,
+                "codec_up": terms.codec_up,
+                "codec_down": terms.codec_down,
+                "steps": terms.steps,
+                "h": ledger.h,
+                "tau": terms.tau,
+                "mix": terms.mix,
+                "fragments": len(identity.layout.fragments),
+                "parameters": self._num_parameters,
+                "state": "finished" if ledger.finished else state,
+                "epoch": ledger.epoch,
+                "revision": ledger.spec.revision,
+                "changed": last_change(ledger),
+                "nodes": terms.min_nodes,
+                "started_s": until - self._training_since if self._training_since is not None else 0.0,
+                "uptime_s": now - self._started,
+            },
+            "position": float(terms.steps) if ledger.finished else _position(members),
+            "round": ledger.current_round,
+            "versions": list(ledger.versions),
+            "digests": [f"{ledger.anchor_digest(f, v):016x}" for f, v in enumerate(ledger.versions)],
+            "outer_steps": max(ledger.versions),
+            "commits": sum(ledger.versions),
+            "nodes": [self._node(member, now, machine.in_quarantine) for member in members],
+            "windows": self._windows(machine),
+            "evaluations": [
+                {
+                    "loss": finite_or_none(evaluation.loss),
+                    "position": evaluation.position,
+                    "outer_steps": max(evaluation.versions),
+                    "seconds": self._evaluated_at.get(evaluation.versions, 0.0),
+                }
+                for evaluation in ledger.evaluations
+            ],
+            "alarms": [f"{what}: {why}" for what, why in {**self._store.alarms, **machine.alarms}.items()],
+            "recent": self._happenings.recent(now),
+            "samples": ledger.leases.fates(),
+        }
+        if terms.codec_up_of:
+            told["run"]["codec_up_of"] = {str(node): codec for node, codec in terms.codec_up_of}
+        if terms.h_share_of:
+            told["run"]["h_share_of"] = {str(node): share for node, share in terms.h_share_of}
+        counts = stages_held((member for member in members if member.session is not None), ledger)
+        if len(counts) > 1:
+            told["run"]["stages"] = list(counts.values())
+        return told
+
+    def _node(self, member: Member, now: float, quarantine: Mapping[NodeId, str]) -> NodeStatus:
+        progress = member.progress
+        away = (member.session is None or member.stalled) and member.reason is not Reason.NONE
+        sent, received = moved_by(progress) if progress else (msg.BytesByKind(), msg.BytesByKind())
+        told: NodeStatus = {
+            "name": member.name,
+            "state": member.stage if progress is None or member.stage == "left" else progress.state,
+            "connected": member.session is not None,
+            "incarnation": member.incarnation,
+            "device": member.device,
+            "position": progress.position if progress else 0.0,
+            "round": progress.round if progress else 0,
+            "inner_steps": progress.inner_steps if progress else 0,
+            "tokens": progress.tokens if progress else 0,
+            "loss": finite_or_none(progress.loss) if progress else None,
+            "tokens_per_s": progress.tokens_per_s if progress else 0.0,
+            "compute_share": progress.compute_share if progress else 0.0,
+            "blocked_s": progress.blocked_s if progress else 0.0,
+            "lost_steps": progress.lost_steps if progress else 0,
+            "skipped_turns": progress.skipped_turns if progress else 0,
+            "skipped_steps": progress.skipped_steps if progress else 0,
+            "bytes_up": sent.total,
+            "bytes_down": received.total,
+            "bytes_state": progress.bytes_state if progress else 0,
+            "bytes_by_kind": _by_kind(sent + received),
+            "detail": progress.detail if progress else "",
+            "reason": member.reason.sentence if away else "",
+            "last_heard_s": now - member.heard_at,
+            "digests": [f"{ref.digest:016x}" for ref in sorted(member.anchors, key=lambda ref: ref.fragment)],
+            "quarantine": quarantine.get(member.name, ""),
+            "loss_is": "" if progress is None else not_finite(progress.loss),
+        }
+        ledger = self._store.ledger
+        if member.holds is not None:
+            told["part"] = _part(member.holds, ledger.spec.identity.layout)
+        plan, codec = ledger.rounds[ledger.current_round], ledger.spec.terms.codec_of(member.name)
+        if (own := plan.steps_of(member.name)) != plan.length:
+            told["h"] = own
+        if codec != ledger.spec.terms.codec_up:
+            told["codec_up"] = codec
+        return told
+
+    def _windows(self, machine: CoordinatorMachine) -> list[WindowStatus]:
+        rows: list[WindowStatus] = []
+        for fragment, version in enumerate(machine.ledger.versions):
+            window = machine.windows.get(fragment)
+            rows.append(
+                {
+                    "fragment": fragment,
+                    "window": window.terms.window if window else version,
+                    "round": window.terms.round if window else machine.ledger.current_round,
+                    "state": window.state if window else "final",
+                    "expected": sorted(window.expected) if window else [],
+                    "arrived": sorted(window.contributors) if window else [],
+                    "merged": self._merged.get(fragment, []),
+                }
+            )
+        return rows
+
+    def _evaluation(self, node: str, evaluation: msg.Evaluation, machine: CoordinatorMachine) -> None:
+        loss, position = evaluation.loss, evaluation.position
+        known = {evaluation.versions for evaluation in machine.ledger.evaluations}  # old ones are thinned out
+        self._evaluated_at = {versions: t for versions, t in self._evaluated_at.items() if versions in known}
+        self._evaluated_at[evaluation.versions] = self.t
+        tokens = sum(m.progress.tokens for m in machine.members.values() if m.progress)
+        self._write({"event": "evaluation", "t": self.t, "loss": loss, "position": position, "tokens": tokens})
+        self._metrics.scored(loss)
+        _log.info("evaluation node=%s loss=%.4f position=%g", named(node), loss, position)
+
+    def _progress(self, node: str, progress: msg.Progress) -> None:
+        sent, received = moved_by(progress)
+        self._write(
+            {
+                "event": "progress",
+                "t": self.t,
+                "node": node,
+                "position": progress.position,
+                "inner_steps": progress.inner_steps,
+                "tokens": progress.tokens,
+                "loss": finite_or_none(progress.loss),
+                "bytes_up": sent.total,
+                "bytes_down": received.total,
+                "bytes_state": progress.bytes_state,
+                "bytes_by_kind": _by_kind(sent + received),
+                "lost_steps": progress.lost_steps,
+            }
+        )
+        metrics = self._metrics
+        if progress.loss is not None:
+            metrics.node_loss.labels(node).set(progress.loss)
+        metrics.node_tokens.labels(node).set(progress.tokens)
+        metrics.node_steps.labels(node).set(progress.inner_steps)
+        metrics.node_share.labels(node).set(progress.compute_share)
+        metrics.node_blocked.labels(node).set(progress.blocked_s)
+        for direction, moved in (("up", sent), ("down", received)):
+            for kind, count in asdict(moved).items():
+                metrics.node_bytes.labels(node, direction, kind).set(count)
+
+    def _write(self, event: MetricsEvent) -> None:
+        before = self._timeline.dropped
+        self._timeline.write(event)
+        self._metrics.dropped_lines.inc(self._timeline.dropped - before)
+
+
+def _by_kind(moved: msg.BytesByKind) -> BytesStatus:
+    return {
+        "delta": moved.delta,
+        "update": moved.update,
+        "snapshot": moved.snapshot,
+        "probe": moved.probe,
+        "control": moved.control,
+    }
+
+
+def _part(stages: tuple[int, ...], layout: Layout) -> PartStatus:
+    fragments = fragments_of(stages, layout)
+    numel = sum(tensor.numel for fragment in fragments for tensor in fragment.tensors)
+    return {"stages": list(stages), "fragments": [fragment.index for fragment in fragments], "parameters": numel}
+
+
+def _position(members: Iterable[Member]) -> float:
+    """Highest schedule position of the connected nodes; of those that left, where nobody is connected."""
+    told = [(member.session is not None, member.progress.position) for member in members if member.progress]
+    return max(told, default=(False, 0.0))[1]

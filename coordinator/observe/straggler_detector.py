@@ -1,0 +1,564 @@
+"""Who has become slow or hangs, and the next mitigation."""
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Final
+
+from farloop.algo.spec import BlobId
+from farloop.algo.stages import fragments_of
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.windows import Window
+from farloop.coordinator.net.link_table import COORDINATOR, Ends, LinkTable
+from farloop.coordinator.routing.anomalies import (
+    LEAST_NODES,
+    OF_ROUNDS,
+    Action,
+    Finding,
+    Kind,
+    Place,
+    Progress,
+    Sample,
+    deadline_s,
+    hung,
+    localise,
+    next_step,
+    slow,
+)
+from farloop.coordinator.routing.sync_plan import CHANGED, FOR_ROUNDS, Advice, Pace, lighter
+from farloop.wire import messages as msg
+
+# --- What each node's rounds take, its steps and the bytes of its deltas, beside those of its own rounds before.
+#
+# What is expected of a node is what it did before: the median of its own rounds, by step and by byte, so that H and
+# bits may change. The measured rate of its link is no such expectation: how many send at once, and what the
+# coordinator's end carries, is in a round and in no probe; and the rate follows a link that becomes slow within the
+# round. So a node that was slow from the beginning is as expected, and who has few rounds is not judged.
+
+
+LEAST_ROUNDS: Final = 8
+"""Of its own that a node is judged by."""
+
+KEPT_ROUNDS: Final = 30
+"""... of the last so many."""
+
+USUAL_AFTER: Final = 60
+"""Rounds in a row after which what is not as it was is what it is, and is planned for."""
+
+JUDGED: Final = (Kind.NODE_SLOW, Kind.LINK_SLOW)
+
+
+@dataclass(slots=True)
+class _Own:
+    """Of one start of a node."""
+
+    incarnation: int
+    unit_s: dict[Kind, deque[float]] = field(
+        default_factory=lambda: {kind: deque[float](maxlen=KEPT_ROUNDS) for kind in JUDGED}
+    )
+    """Seconds of a step, and of a byte: of its rounds ..."""
+    latest_s: dict[Kind, float] = field(default_factory=dict[Kind, float])
+    """... and of the last one that had any."""
+    reported: tuple[float, int] | None = None
+    """(seconds without those that it stood still, steps) of its last report; None: what follows measures nothing."""
+    units: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0))
+    """Steps, and bytes, of this round ..."""
+    seconds: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0.0))
+    """... and what they took."""
+    under_way: dict[BlobId, int] = field(default_factory=dict)
+    """Deltas that are coming: bytes of each. While there are any, its link is at work."""
+    began_at: float = 0.0
+    """When the first of those came to be asked for, that the link has been at work with since."""
+    came: int = 0
+    """Bytes since then."""
+
+    def rest(self) -> None:
+        """What its link was at work with tells nothing."""
+        self.under_way.clear()
+        self.came = 0
+
+    def expected(self, kind: Kind) -> tuple[float, float]:
+        """Seconds of a unit, and the spread of their logarithms; 0 before that is known."""
+        known = self.unit_s[kind]
+        if len(known) < LEAST_ROUNDS:
+            return 0.0, 0.0
+        usual = median(known)
+        return usual, median(abs(math.log(one / usual)) for one in known)
+
+    def latest(self, kind: Kind) -> float | None:
+        """Seconds of a unit in this round; None where it did none."""
+        units, seconds = self.units[kind], self.seconds[kind]
+        return seconds / units if units and seconds > 0.0 else None
+
+
+class RoundTimes:
+    """Of one coordinator's nodes. In memory only: after a restart all is learnt again."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, _Own] = {}
+
+    def keep(self, incarnations: Mapping[str, int]) -> None:
+        """Only these starts of nodes still take part. Another start may be of another machine."""
+        for node, incarnation in incarnations.items():
+            if node not in self._own or self._own[node].incarnation != incarnation:
+                self._own[node] = _Own(incarnation)
+        self._own = {node: own for node, own in self._own.items() if node in incarnations}
+
+    # --- what comes
+
+    def reported(self, node: str, blocked_s: float, inner_steps: int, now: float, *, trains: bool = True) -> None:
+        """It says how far it is. `trains`: it did nothing but steps; an evaluation is none."""
+        if (own := self._own.get(node)) is None:
+            return
+        before, here = own.reported, (now - blocked_s, inner_steps)
+        if not trains:
+            own.reported = None
+        elif before is None or inner_steps < before[1]:
+            own.reported = here
+        elif inner_steps > before[1]:
+            if here[0] > before[0]:
+                own.units[Kind.NODE_SLOW] += inner_steps - before[1]
+                own.seconds[Kind.NODE_SLOW] += here[0] - before[0]
+            own.reported = here
+
+    def asked(self, blob: BlobId, num_bytes: int, now: float) -> None:
+        """So many bytes of a delta are to come from now on."""
+        own = self._own.get(blob.node)
+        if own is None or blob in own.under_way:
+            return
+        if any(other.fragment == blob.fragment for other in own.under_way):
+            own.rest()  # it takes the place of one that will not come
+        if not own.under_way:
+            own.began_at = now
+        own.under_way[blob] = num_bytes
+
+    def whole(self, blob: BlobId, now: float) -> None:
+        """All of a delta's bytes are here. Deltas that come side by side share the link, and its seconds."""
+        own = self._own.get(blob.node)
+        if own is None or (num_bytes := own.under_way.pop(blob, None)) is None:
+            return
+        own.came += num_bytes
+        if not own.under_way:
+            own.units[Kind.LINK_SLOW] += own.came
+            own.seconds[Kind.LINK_SLOW] += now - own.began_at
+            own.came = 0
+
+    def broken(self, node: str) -> None:
+        """Its session ended, or a delta was given up."""
+        if (own := self._own.get(node)) is not None:
+            own.rest()
+            own.reported = None
+
+    def stood_still(self) -> None:
+        """This process did: nothing that was going on can be timed."""
+        for node in self._own:
+            self.broken(node)
+
+    # --- what it comes to
+
+    def close(self, strays: Collection[tuple[Kind, str]]) -> dict[str, Sample]:
+        """A round is over: by node what it took and what was expected of it, 0 where nothing is.
+
+        `strays`: whose rounds are none to go by, as (kind, node).
+        """
+        samples: dict[str, Sample] = {}
+        for node, own in self._own.items():
+            (step_s, step_spread), (byte_s, byte_spread) = (own.expected(kind) for kind in JUDGED)
+            samples[node] = Sample(
+                compute_s=own.seconds[Kind.NODE_SLOW],
+                expected_compute_s=step_s * own.units[Kind.NODE_SLOW],
+                transfer_s=own.seconds[Kind.LINK_SLOW],
+                expected_transfer_s=byte_s * own.units[Kind.LINK_SLOW],
+                compute_spread=step_spread,
+                transfer_spread=byte_spread,
+            )
+            for kind in JUDGED:
+                if (unit_s := own.latest(kind)) is not None:
+                    own.latest_s[kind] = unit_s
+                    if (kind, node) not in strays:
+                        own.unit_s[kind].append(unit_s)
+                own.units[kind], own.seconds[kind] = 0, 0.0
+        return samples
+
+    def forget(self, kind: Kind, node: str) -> None:
+        """It is planned for as it is now: what was usual before is not any more."""
+        if node in self._own:
+            self._own[node].unit_s[kind].clear()
+
+    def paces(self) -> dict[str, Pace]:
+        """Of those whose last rounds told of both, as they are now."""
+        return {
+            node: Pace(step_s=own.latest_s[Kind.NODE_SLOW], bytes_per_s=1.0 / own.latest_s[Kind.LINK_SLOW])
+            for node, own in self._own.items()
+            if own.latest_s.keys() >= set(JUDGED)
+        }
+
+
+# --- Where links are slow, from the matrix of links: rates now beside those of the rounds before.
+#
+# Links of a star are unequal from the beginning, so each direction is compared with what itself was; what all have in
+# common is then told from what one has (`anomalies.localise`).
+
+
+class SlowLinks:
+    """Of one coordinator's links."""
+
+    def __init__(self) -> None:
+        self._rates: dict[Ends, deque[float]] = {}
+        self._strays: dict[Ends, int] = {}
+        """Rounds in a row that a direction has not been what it was."""
+        self._found: dict[str, str] = {}
+
+    def round_over(self, matrix: LinkTable, nodes: Sequence[str]) -> None:
+        """A round is over; the matrix is what it is now."""
+        places = [COORDINATOR, *sorted(nodes)]
+        delay = [[self._delay(matrix, (u, v)) for v in places] for u in places]
+        self._rates = {ends: known for ends, known in self._rates.items() if set(ends) <= set(places)}
+        self._strays = {ends: rounds for ends, rounds in self._strays.items() if ends in self._rates}
+        self._found = {}
+        for one in localise(delay):
+            ends = [places[index] for index in (one.source, one.target) if index is not None]
+            for name in ends:
+                self._found.setdefault(name, f"{one.place}, {one.factor:.1f} times as slow as before")
+            if one.place is Place.PATH:
+                self._found[ends[0]] = f"path to {ends[1]}, {one.factor:.1f} times as slow as before"
+
+    def of(self, place: str) -> str:
+        """Where at this place, in words; empty for none."""
+        return self._found.get(place, "")
+
+    def _delay(self, matrix: LinkTable, ends: Ends) -> float | None:
+        """In times of what was usual; None where too little is known. Directions that stray are not learnt from."""
+        rate = matrix.rate(ends)
+        if rate is None or rate <= 0.0:
+            return None
+        known = self._rates.setdefault(ends, deque(maxlen=KEPT_ROUNDS))
+        usual = median(known) if len(known) >= LEAST_ROUNDS else None
+        if usual is None or 0.5 < usual / rate < 2.0:
+            known.append(rate)
+            self._strays.pop(ends, None)
+        else:
+            self._strays[ends] = self._strays.get(ends, 0) + 1
+            if self._strays[ends] > USUAL_AFTER:
+                known.clear()
+                del self._strays[ends]
+        return None if usual is None else usual / rate
+
+
+# --- Who has become slow or hangs in the run that goes on, and what is done about it, one rung at a time.
+#
+# The rules are those of `routing/anomalies.py`, this class decides what they compare; here rounds end, findings
+# begin and are over, and the ladder is climbed: its next rung waits until there were `REST_ROUNDS` rounds to judge the
+# last one by. Sees what the machine sees, and changes nothing itself: what is to be done is told to the shell. In
+# memory only.
+
+
+ADAPTS: Final = ("off", "advise", "drop", "act")
+"""What is done: nothing is looked at; only links are measured anew; and a node that misses its deadline is dropped from
+the window (`deadlines.py`); all that can be done."""
+
+LEAST_S: Final = 2.0
+"""Rounds that are shorter are judged together: nodes tell of their steps once a second."""
+
+REST_ROUNDS: Final = FOR_ROUNDS
+"""Judged ones, between two rungs for the same fault."""
+
+REMEMBERED: Final = 20
+"""Judged rounds for which it is known what was done about a fault that is over."""
+
+LEAST_WINDOWS: Final = 5
+"""That were timed, before one can be past its deadline."""
+
+SLACK_S: Final = 5.0
+"""On top of what windows take."""
+
+_KEPT_WINDOWS: Final = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class Anomaly:
+    """A fault, since when it is known, and what was done."""
+
+    finding: Finding
+    round: int
+    """In which it was named."""
+    judged: int = 0
+    """Rounds since then."""
+    rested: float = 0.0
+    """Since the last rung: judged rounds of what is slow, seconds of what hangs."""
+    taken: list[Action] = field(default_factory=list)
+    """Rungs that were climbed."""
+    action: Action | None = None
+    """The last rung, climbed or not ..."""
+    done: bool = False
+    """... and whether it was carried out."""
+    why: str = ""
+    """Of that rung, in a sentence."""
+    advice: Advice | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mitigation:
+    """Something to be done about an anomaly now. Where `carry_out` is not set it is only said."""
+
+    action: Action
+    anomaly: Anomaly
+    carry_out: bool
+
+
+class StragglerDetector:
+    """Of one coordinator. `saw` hears events before the machine does, `look` is called some times a second."""
+
+    def __init__(self, adapt: str = "drop") -> None:
+        assert adapt in ADAPTS, adapt
+        self.adapt = adapt
+        self.pacing, self._places = RoundTimes(), SlowLinks()
+        self.anomalies: dict[tuple[Kind, str], Anomaly] = {}
+        """What is found now."""
+        self.over: list[Anomaly] = []
+        """What is not found any more, since the last look."""
+        self._before: dict[tuple[Kind, str], tuple[int, list[Action]]] = {}
+        """What was done about faults that are over, and in which judged round they were."""
+        self._rounds: deque[Mapping[str, Sample]] = deque(maxlen=OF_ROUNDS)
+        self._judged = 0
+        self.round = 0
+        """The run's, as it was looked at last."""
+        self._closed_at: float | None = None
+        self._window_s: deque[float] = deque(maxlen=_KEPT_WINDOWS)
+        self._done: dict[tuple[str, int], int] = {}
+        """(node, fragment) → newest window that it has a delta in."""
+        self._offered: dict[tuple[str, int], int] = {}
+        """... and that it offered one for."""
+        self._bits: dict[str, float] = {}
+        """Of a parameter, in each node's newest delta."""
+        self._timed_from = 0.0
+        """No window is past its deadline for what was before: nothing could close."""
+        self._looked_at = 0.0
+        self.why_not = "no round is over yet"
+        """Why nobody is judged; empty where somebody is."""
+
+    # --- what comes
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
+        """An event on its way to the machine."""
+        if self.adapt == "off":
+            return
+        match event:
+            case ev.NodeMessage(node=node, message=msg.Progress() as progress):
+                member = machine.members.get(node)
+                if member is not None and machine.believes(node, progress):
+                    trains = member.counts and not member.evaluates
+                    self.pacing.reported(node, progress.blocked_s, progress.inner_steps, now, trains=trains)
+            case ev.NodeMessage(node=node, message=msg.Offer(blob=blob, window=window)) if (
+                blob.fragment in machine.windows
+            ):
+                self._offered[node, blob.fragment] = max(window, self._offered.get((node, blob.fragment), 0))
+            case ev.InputStored(offer=offer):
+                key = (offer.blob.node, offer.blob.fragment)
+                self._done[key] = max(offer.window, self._done.get(key, 0))
+                self._bits[offer.blob.node] = 8 * offer.size / machine.ledger.fragment(offer.blob.fragment).numel
+            case ev.InputFailed(offer=offer):
+                self.pacing.broken(offer.blob.node)
+            case ev.NodeDisconnected(node=node):
+                self.pacing.broken(node)
+            case ev.CommitDone(record=record):
+                closed = machine.windows[record.fragment]
+                if not closed.terms.final:
+                    self._window_s.append(now - closed.opened_at)
+            case _:
+                pass
+
+    def clock_jumped(self) -> None:
+        """This process stood still."""
+        self.pacing.stood_still()
+
+    # --- what is found
+
+    def look(
+        self, machine: CoordinatorMachine, matrix: LinkTable, now: float, *, held: bool = False
+    ) -> list[Mitigation]:
+        """What is to be done now. `held`: nothing can be committed, whatever nodes do."""
+        if self.adapt == "off":
+            return []
+        self.over.clear()
+        self.pacing.keep({m.name: m.incarnation for m in machine.members.values() if m.stage == "training"})
+        if held or machine.holding is not None or machine.guard.holds:
+            self._timed_from = now
+        rungs = self._look_for_hangs(machine, now)
+        if self._round_is_over(machine, now):
+            rungs += self._judge(machine, matrix)
+        self._looked_at = now
+        return rungs
+
+    def _round_is_over(self, machine: CoordinatorMachine, now: float) -> bool:
+        current = machine.ledger.current_round
+        if self._closed_at is None:
+            self.round, self._closed_at = current, now
+        if current <= self.round or now - self._closed_at < LEAST_S:
+            return False
+        self.round, self._closed_at = current, now
+        return True
+
+    def _judge(self, machine: CoordinatorMachine, matrix: LinkTable) -> list[Mitigation]:
+        self._judged += 1
+        self._rounds.append(self.pacing.close(self.anomalies.keys()))
+        self._places.round_over(matrix, [m.name for m in machine.members.values() if m.counts])
+        judged = sum(one.expected_compute_s > 0.0 for one in self._rounds[-1].values())
+        counts = sum(member.counts for member in machine.members.values())
+        self.why_not = _why_not(judged, counts)
+        self._forget_who_is_gone(machine)
+        found = {(one.kind, one.node): one for one in slow(list(self._rounds)) if one.factor >= CHANGED}
+        for key in [key for key in self.anomalies if key[0] in JUDGED and key not in found]:
+            self._end(key)
+        rungs = []
+        for key, finding in found.items():
+            anomaly = self._note(key, finding)
+            anomaly.judged, anomaly.rested = anomaly.judged + 1, anomaly.rested + 1.0
+            if anomaly.judged > USUAL_AFTER:
+                self._plan_for(*key)
+                self._end(key)
+            elif not anomaly.action or anomaly.rested > REST_ROUNDS:
+                rungs += self._climb(anomaly, machine)
+        return rungs
+
+    def _look_for_hangs(self, machine: CoordinatorMachine, now: float) -> list[Mitigation]:
+        """One hang at a time: all others may merely wait for it."""
+        late = self._past_deadline(machine, now)
+        finding = None if late is None else hung(self._progress(late, machine))  # None where all merely evaluate
+        for key in [key for key in self.anomalies if key[0] not in JUDGED]:
+            if finding is None or key != (finding.kind, finding.node):
+                self._end(key)
+        if finding is None:
+            return []
+        anomaly = self._note((finding.kind, finding.node), finding)
+        anomaly.rested += now - self._looked_at if anomaly.action else 0.0
+        if anomaly.action and anomaly.rested < self._deadline_s:
+            return []
+        return self._climb(anomaly, machine)
+
+    @property
+    def _deadline_s(self) -> float:
+        return deadline_s(self._window_s, SLACK_S)
+
+    def _past_deadline(self, machine: CoordinatorMachine, now: float) -> Window | None:
+        if len(self._window_s) < LEAST_WINDOWS:
+            return None
+        least = now - self._deadline_s
+        late = [
+            window
+            for window in machine.windows.values()
+            if window.state == "open" and window.missing and max(window.opened_at, self._timed_from) < least
+        ]
+        return min(late, key=lambda window: (window.opened_at, window.terms.fragment), default=None)
+
+    def _progress(self, window: Window, machine: CoordinatorMachine) -> dict[str, Progress]:
+        fragment, number = window.terms.fragment, window.terms.window
+        found: dict[str, Progress] = {}
+        for node in sorted(window.missing):
+            member = machine.members.get(node)
+            if member is not None and member.evaluates:
+                continue
+            found[node] = Progress(
+                last_done=self._done.get((node, fragment), number - 1),
+                entered=self._offered.get((node, fragment), 0) >= number,
+                heard=member is not None and member.session is not None,
+            )
+        return found
+
+    # --- what is done
+
+    def _note(self, key: tuple[Kind, str], finding: Finding) -> Anomaly:
+        if key not in self.anomalies:
+            judged, taken = self._before.pop(key, (0, []))
+            known = list(taken) if self._judged - judged <= REMEMBERED else []
+            self.anomalies[key] = Anomaly(finding=finding, round=self.round, taken=known)
+        self.anomalies[key].finding = finding
+        return self.anomalies[key]
+
+    def _end(self, key: tuple[Kind, str]) -> None:
+        anomaly = self.anomalies.pop(key)
+        self._before[key] = (self._judged, anomaly.taken)
+        self._before = {k: known for k, known in self._before.items() if self._judged - known[0] <= REMEMBERED}
+        self.over.append(anomaly)
+
+    def _climb(self, anomaly: Anomaly, machine: CoordinatorMachine) -> list[Mitigation]:
+        """The next rung. One that is only advised stays where it is: nothing was tried that could have failed."""
+        finding, few = anomaly.finding, sum(member.counts for member in machine.members.values()) < LEAST_NODES
+        acts = self.adapt == "act" and not few
+        stays = anomaly.action is not None and anomaly.action not in anomaly.taken and not acts
+        if stays or anomaly.action is Action.EVICT:
+            return []
+        another_way = machine.ledger.spec.identity.layout.num_stages > 1
+        step = next_step(finding, anomaly.taken, another_way=another_way)
+        advice = None
+        if step.action is Action.LIGHTEN:
+            advice = self._advice(finding.node, machine)
+            if advice is None:
+                anomaly.taken.append(Action.LIGHTEN)
+                step = next_step(finding, anomaly.taken, another_way=another_way)
+        if step.action is Action.REROUTE and acts:
+            anomaly.taken.append(step.action)  # a layout is a person's to change
+        can = step.action is Action.REPROBE or (acts and step.action in (Action.LIGHTEN, Action.DROP))
+        anomaly.action, anomaly.advice, anomaly.done, anomaly.rested = step.action, advice, False, 0.0
+        anomaly.why = step.reason if advice is None else f"{step.reason}; {advice.reason}"
+        return [Mitigation(action=step.action, anomaly=anomaly, carry_out=can)]
+
+    def carried_out(self, rung: Mitigation, failed: str = "") -> None:
+        """The shell did it, or could not: `failed` says why, in a sentence."""
+        anomaly = rung.anomaly
+        anomaly.taken.append(rung.action)
+        anomaly.done = not failed
+        anomaly.why += f"; not done: {failed}" if failed else ""
+        if rung.action is Action.LIGHTEN and not failed:
+            for kind in JUDGED:
+                self._plan_for(kind, anomaly.finding.node)
+
+    def _plan_for(self, kind: Kind, node: str) -> None:
+        """It is as it is now: neither what was usual before, nor the rounds that strayed from that, count any more."""
+        self.pacing.forget(kind, node)
+        unjudged = {"expected_compute_s": 0.0} if kind is Kind.NODE_SLOW else {"expected_transfer_s": 0.0}
+        for index, samples in enumerate(self._rounds):
+            if node in samples:
+                self._rounds[index] = {**samples, node: replace(samples[node], **unjudged)}
+
+    def _forget_who_is_gone(self, machine: CoordinatorMachine) -> None:
+        here = {str(name) for name in machine.members}
+        self._done = {key: window for key, window in self._done.items() if key[0] in here}
+        self._offered = {key: window for key, window in self._offered.items() if key[0] in here}
+        self._bits = {node: bits for node, bits in self._bits.items() if node in here}
+
+    def _advice(self, node: str, machine: CoordinatorMachine) -> Advice | None:
+        """Fewer bits, or other steps, for a node; None where rounds gain too little."""
+        member, ledger = next((m for m in machine.members.values() if m.name == node), None), machine.ledger
+        if member is None or node not in self._bits:
+            return None
+        layout = ledger.spec.identity.layout
+        return lighter(
+            node,
+            self.pacing.paces(),
+            h=ledger.h,
+            parameters=sum(fragment.numel for fragment in fragments_of(member.holds, layout)),
+            bits=self._bits[node],
+            least_h=layout.slots,
+            overlap=ledger.spec.terms.tau > 0,
+        )
+
+    def place(self, finding: Finding) -> str:
+        """Where the matrix of links says that it is; empty where it says nothing."""
+        return self._places.of(finding.node)
+
+    @property
+    def coordinator_is_slow(self) -> str:
+        """Where on the coordinator's own end, if all links became slow together."""
+        return self._places.of(COORDINATOR)
+
+
+def _why_not(judged: int, counts: int) -> str:
+    if counts < LEAST_NODES:
+        return f"{counts} nodes train; who is slow is told from {LEAST_NODES} on"
+    if judged < LEAST_NODES:
+        return f"{judged} nodes have done enough rounds to be judged by; it takes {LEAST_NODES}"
+    return ""

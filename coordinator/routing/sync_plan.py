@@ -1,0 +1,403 @@
+"""Bits and steps per node; terms for the run."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from farloop.algo.schedule import steps_by_share
+from farloop.algo.spec import NodeId, Terms
+from farloop.coordinator.routing.fabric import Island
+from farloop.coordinator.routing.inventory import Inventory
+from farloop.coordinator.routing.topology import (
+    Hub,
+    Prediction,
+    Site,
+    Worker,
+    fragment_roots,
+    relays,
+    ring,
+    ring_of_relays,
+    sharded,
+    star,
+)
+
+# --- When a new plan is worth the switch: better by a margin; and when a change is one.
+
+
+WORTH = 0.10
+"""Share by which a new plan has to be faster than the old one is now."""
+
+CHANGED = 1.4
+"""Factor by which a node or link has to stray from what is expected ..."""
+
+FOR_ROUNDS = 3
+"""... and how many rounds lie between two things that are done about it."""
+
+
+def worth_switching(old_s: float, new_s: float) -> bool:
+    """Whether a plan that takes `new_s` replaces one that takes `old_s` on the links as they are now."""
+    return new_s < (1.0 - WORTH) * old_s
+
+
+# --- How many bits a node sends and how many steps it does between syncs, chosen together so that rounds end alike.
+#
+# DyLU (arXiv 2401.09135) gives every node steps in proportion to its speed, H·v/v_max. Here the time on the link counts
+# too: a node that sends slowly first sends fewer bits, and only then does fewer steps.
+
+
+WORTH_A_CHANGE = 0.8
+"""Share of its DyLU steps that a node should keep; below it fewer bits are tried."""
+
+HIDDEN = 0.2
+"""Share of the round that a transfer may take without more ado."""
+
+MAX_RATIO = 4.0
+"""Between the most and the least steps of two nodes, to bound how far they drift apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """A node's speed."""
+
+    step_s: float
+    """Of one inner step."""
+    bytes_per_s: float
+    """To the coordinator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """What a node is told."""
+
+    bits: int
+    h: int
+    round_s: float
+    """Its steps and its transfer."""
+
+
+def dylu_h(h: int, step_s: float, fastest_step_s: float) -> int:
+    """⌊H·v/v_max⌋, at least 1."""
+    return max(1, math.floor(h * fastest_step_s / step_s))
+
+
+def choose(
+    paces: Sequence[Pace], *, h: int, parameters: float, bits: Sequence[int], min_h: int = 1, overlap: bool = False
+) -> tuple[Rate, ...]:
+    """Bits and steps per node, so that all rounds take T* = H·τ_fast + comm_fast at the most bits.
+
+    Of the bits, most first, the first that keep WORTH of a node's DyLU steps, or whose transfer takes at most HIDDEN of
+    T*; else the fewest, which keep the most steps. `overlap`: a transfer goes on while a node trains, only what is
+    longer than its steps counts.
+    """
+    fast = min(pace.step_s for pace in paces)
+    most = max(bits)
+    fastest = max((pace for pace in paces if pace.step_s == fast), key=lambda pace: pace.bytes_per_s)
+    goal = h * fast + (0.0 if overlap else _seconds(parameters, most, fastest))
+    found = [_rate(pace, goal, h, fast, parameters, sorted(bits, reverse=True), min_h, overlap) for pace in paces]
+    least = max(min_h, math.ceil(max(rate.h for rate in found) / MAX_RATIO))
+    return tuple(
+        rate
+        if rate.h >= least
+        else Rate(bits=rate.bits, h=least, round_s=rate.round_s + (least - rate.h) * pace.step_s)
+        for rate, pace in zip(found, paces, strict=True)
+    )
+
+
+def steps_within(pace: Pace, goal_s: float, parameters: float, bits: int, *, overlap: bool = False) -> int:
+    """⌊(T* − comm)/τ⌋: the steps that leave time for the transfer; may be below 1."""
+    left = goal_s if overlap else goal_s - _seconds(parameters, bits, pace)
+    return math.floor(left / pace.step_s + 1e-9)
+
+
+def _rate(
+    pace: Pace, goal: float, h: int, fast: float, parameters: float, bits: Sequence[int], min_h: int, overlap: bool
+) -> Rate:
+    wanted = WORTH_A_CHANGE * dylu_h(h, pace.step_s, fast)
+    for own in bits:
+        comm = _seconds(parameters, own, pace)
+        steps = max(min_h, steps_within(pace, goal, parameters, own, overlap=overlap))
+        if (comm <= goal and steps >= wanted) or comm <= HIDDEN * goal:
+            break
+    return Rate(bits=own, h=steps, round_s=round_s(pace, steps, parameters, own, overlap=overlap))
+
+
+def round_s(pace: Pace, h: int, parameters: float, bits: int, *, overlap: bool = False) -> float:
+    """Seconds of h steps and of a transfer, which `overlap` hides as far as there are steps."""
+    comm = _seconds(parameters, bits, pace)
+    return max(h * pace.step_s, comm) if overlap else h * pace.step_s + comm
+
+
+def _seconds(parameters: float, bits: int, pace: Pace) -> float:
+    return parameters * bits / 8.0 / pace.bytes_per_s
+
+
+def utilization(h: int, step_s: float, sync_s: float) -> float:
+    """Share of a round that is compute when nothing overlaps: H·τ/(H·τ + T)."""
+    return h * step_s / (h * step_s + sync_s)
+
+
+# --- Fewer bits or fewer steps for one node that has become slow, where that makes the run's rounds shorter.
+
+
+BITS = (8, 4, 2)
+"""Of a parameter, that a node may send at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Terms of one node, and what they would come to."""
+
+    node: str
+    bits: int
+    h: int
+    """Its own steps between two syncs."""
+    round_s: float
+    """Of the run as it goes now, predicted from what nodes take: the slowest one's."""
+    then_s: float
+    """... and with these terms."""
+    reason: str
+
+
+def lighter(
+    node: str,
+    paces: Mapping[str, Pace],
+    *,
+    h: int,
+    parameters: float,
+    bits: float,
+    least_h: int = 1,
+    overlap: bool = False,
+) -> Advice | None:
+    """What `rates.choose` gives this node while the others stay as they are; None where rounds gain too little by it.
+
+    Args:
+        h: inner steps of a round.
+        parameters: that each sends in a round.
+        bits: of a parameter, as it is sent now.
+        least_h: steps that a node does at least.
+        overlap: a transfer goes on while a node trains.
+    """
+    if node not in paces or len(paces) < 2:
+        return None
+    names, menu = sorted(paces), _menu(bits)
+    chosen = choose([paces[n] for n in names], h=h, parameters=parameters, bits=menu, min_h=least_h, overlap=overlap)
+    rate = chosen[names.index(node)]
+    rounds = {name: round_s(pace, h, parameters, menu[0], overlap=overlap) for name, pace in paces.items()}
+    own_s = round_s(paces[node], rate.h, parameters, rate.bits, overlap=overlap)
+    now_s, then_s = max(rounds.values()), max({**rounds, node: own_s}.values())
+    if not worth_switching(now_s, then_s):
+        return None
+    return Advice(
+        node=node, bits=rate.bits, h=rate.h, round_s=now_s, then_s=then_s,
+        reason=f"{node} at {rate.bits} bits and H = {rate.h}: rounds of {then_s:.3g} s in place of {now_s:.3g}",
+    )  # fmt: skip
+
+
+def _menu(bits: float) -> Sequence[int]:
+    """What it sends now, and less; the most first."""
+    now = max(1, round(bits))
+    return [now, *(fewer for fewer in BITS if fewer < now)]
+
+
+# --- A plan's rates as terms of a run: what `farloop set` would be given to put them in place.
+#
+# Bits are those of a codec: the run's is that of the nodes with the most, the others have theirs by name. H is the
+# run's, and who does fewer steps has a share of it.
+
+
+CODEC_OF: Final[Mapping[int, str]] = {32: "fp32", 16: "bf16", 8: "q8", 4: "q4", 2: "q4r"}
+"""By bits of a parameter."""
+
+_BITS_OF: Final[Mapping[str, int]] = {
+    **{codec: bits for bits, codec in CODEC_OF.items()},
+    **dict.fromkeys(("e3m0", "e2m1", "nf4", "lattice"), 4),
+}
+"""Of the codecs whose bits are a matter of choice: a sparse one sends what it sends."""
+
+
+class NotInPlace(Exception):
+    """Why these rates cannot be put in place, as a sentence."""
+
+
+def settings(run: Mapping[str, Any], rates: Mapping[str, Rate], h: int) -> dict[str, str]:
+    """Keys and values for `farloop set`, in the order of a line; empty where the run has these rates.
+
+    Args:
+        run: of a coordinator's status.
+        rates: by node.
+        h: inner steps between two syncs that they were chosen for.
+
+    Raises:
+        NotInPlace: the run has no such codecs, or cannot have rounds of unequal nodes.
+    """
+    if not rates:
+        return {}
+    if run["method"] == "data-parallel":
+        raise NotInPlace("data-parallel runs with fp32 and a step per round: these rates are for another method")
+    if bits_of(run["codec_up"]) is None:
+        *others, last = CODEC_OF.values()
+        known = f"{', '.join(others)} or {last}"
+        raise NotInPlace(f"the run sends by {run['codec_up']}, whose bits no plan chooses: take {known}")
+    if odd := sorted({rate.bits for rate in rates.values()} - CODEC_OF.keys()):
+        raise NotInPlace(f"there is no codec of {odd[0]} bits; [plan] bits can be {', '.join(map(str, CODEC_OF))}")
+    words: dict[str, str] = {}
+    most = max(rate.bits for rate in rates.values())
+    codec_up = run["codec_up"] if bits_of(run["codec_up"]) == most else CODEC_OF[most]
+    if codec_up != run["codec_up"]:
+        words["codec_up"] = codec_up
+    if h != run["h"]:
+        words["h"] = str(h)
+    own_codecs, own_shares = run.get("codec_up_of", {}), run.get("h_share_of", {})
+    for node, rate in sorted(rates.items()):
+        if bits_of(own_codecs.get(node, codec_up)) != rate.bits:
+            words[f"codec_up_of.{node}"] = "none" if rate.bits == most else CODEC_OF[rate.bits]
+        steps = h if "stages" in run else min(rate.h, h)  # those of a cut model are one another's
+        if steps_by_share(h, own_shares.get(node, 1.0)) != steps:
+            words[f"h_share_of.{node}"] = "none" if steps == h else share_text(steps, h)
+    return words
+
+
+def settings_of(advice: Advice, terms: Terms, h: int, *, in_stages: bool) -> dict[str, str]:
+    """The same for what is advised to one node, in rounds of h steps; bits alone where the model is cut in stages.
+
+    Raises:
+        NotInPlace: there is no such codec beside the node's own.
+    """
+    words: dict[str, str] = {}
+    node, codec = advice.node, terms.codec_of(NodeId(advice.node))
+    own = bits_of(codec)
+    if own is not None and own != advice.bits:
+        if advice.bits not in CODEC_OF:
+            raise NotInPlace(f"there is no codec of {advice.bits} bits")
+        words[f"codec_up_of.{node}"] = CODEC_OF[advice.bits]
+    if not in_stages and steps_by_share(h, dict(terms.h_share_of).get(NodeId(node), 1.0)) != advice.h:
+        words[f"h_share_of.{node}"] = share_text(advice.h, h)
+    if not words:
+        raise NotInPlace(f"{node} sends by {codec}, and no other codec or share of the steps is to be had for it")
+    return words
+
+
+def bits_of(codec: str) -> int | None:
+    """About how many bits of a parameter; None where that is not what the codec is chosen by."""
+    return _BITS_OF.get(codec.partition(":")[0])
+
+
+def share_text(steps: int, h: int) -> str:
+    """The shortest share that gives this many of h steps."""
+    near = (f"{steps / h + up:.{digits}f}" for digits in range(1, 17) for up in (0.0, 10.0**-digits))
+    return next(text for text in near if 0.0 < float(text) < 1.0 and steps_by_share(h, float(text)) == steps)
+
+
+# --- The sync of a plan: who sends what to the coordinator, at how many bits, how often, and over which topology.
+
+
+MORE_HUBS = (2, 4)
+"""So many aggregators like the coordinator are compared with it."""
+
+_FP32_BITS = 32.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """What nodes are told, and the predicted seconds of all ways to do it."""
+
+    rates: Mapping[str, Rate]
+    """By node."""
+    topologies: tuple[Prediction, ...]
+    """The star first: it is what runs."""
+    relays: tuple[str, ...]
+    """Nodes that would relay, in the order of their islands."""
+    roots: tuple[str, ...]
+    """Who aggregates each fragment."""
+    payload_bytes: Mapping[str, float]
+    """Of a node and round, each way."""
+
+    @property
+    def star(self) -> Prediction:
+        return self.topologies[0]
+
+
+def plan_sync(
+    inventory: Inventory,
+    islands: Sequence[Island],
+    share: Mapping[int, float],
+    pipelines: Sequence[tuple[Sequence[int], float]],
+) -> Sync | None:
+    """The sync of nodes that hold `share` (≤ 1) of the parameters each; None without links to the coordinator.
+
+    `pipelines` are (nodes, seconds of a step): nodes that step together do the same number of steps at the same bits,
+    those of the slowest link among them.
+    """
+    nodes, model, wish = inventory.nodes, inventory.model, inventory.wish
+    members = sorted(share)
+    ups = {node: inventory.uplink(nodes[node]) for node in members}
+    downs = {node: inventory.downlink(nodes[node]) for node in members}
+    if not members or model.parameter_bytes == 0.0 or None in ups.values() or None in downs.values():
+        return None
+    up = {node: link.bytes_per_s for node, link in ups.items() if link is not None}
+    down = {node: link.bytes_per_s for node, link in downs.items() if link is not None}
+    paces = [
+        Pace(step_s=max(step_s, 1e-9), bytes_per_s=min(up[node] / share[node] for node in several))
+        for several, step_s in pipelines
+    ]
+    parameters = model.parameter_bytes / 4.0
+    chosen = choose(paces, h=wish.h, parameters=parameters, bits=wish.bits)
+    rates = {node: rate for (several, _), rate in zip(pipelines, chosen, strict=True) for node in several}
+    payload = {
+        node: share[node] * model.parameter_bytes * (rates[node].bits if node in rates else max(wish.bits)) / _FP32_BITS
+        for node in members
+    }
+    place = {node: index for index, node in enumerate(members)}
+    workers = [
+        Worker(
+            up=up[node],
+            down=down[node],
+            latency_s=link.latency_s,
+            payload=payload[node],
+            reachable=nodes[node].reachable,
+        )
+        for node in members
+        if (link := ups[node]) is not None
+    ]
+    sites = [
+        Site(
+            workers=tuple(place[node] for node in island.nodes if node in place),
+            rate=_slowest_inside(inventory, [node for node in island.nodes if node in place]),
+        )
+        for island in islands
+        if any(node in place for node in island.nodes)
+    ]
+    own = inventory.hub
+    hub = Hub(down=own.in_bytes_per_s, up=own.out_bytes_per_s) if own is not None else Hub()
+    found = _compared(workers, sites, hub)
+    tree = next((one for one in found if one.relays), None)
+    return Sync(
+        rates={nodes[node].name: rate for node, rate in sorted(rates.items())},
+        topologies=found,
+        relays=tuple(nodes[members[one]].name for one in tree.relays) if tree is not None else (),
+        roots=tuple("coordinator" for _ in fragment_roots(wish.fragments, [1.0])),
+        payload_bytes={nodes[node].name: payload[node] for node in members},
+    )
+
+
+def _compared(workers: Sequence[Worker], sites: Sequence[Site], hub: Hub) -> tuple[Prediction, ...]:
+    """The star, then what it is compared with, the fastest first."""
+    others = [sharded(workers, [hub] * count) for count in MORE_HUBS] if hub != Hub() else []
+    tree = relays(workers, sites, hub)
+    if tree.relays:
+        others.append(tree)
+    rates = [min(worker.up, worker.down) for worker in workers]
+    latency_s = max(worker.latency_s for worker in workers)
+    if len(workers) > 1 and all(worker.reachable for worker in workers):
+        others.append(ring(max(worker.payload for worker in workers), rates, latency_s, name=f"ring of {len(workers)}"))
+    if len(sites) > 1 and (heads := ring_of_relays(workers, sites)) is not None:
+        others.append(heads)
+    return (star(workers, hub), *sorted(others, key=lambda one: one.round_s))
+
+
+def _slowest_inside(inventory: Inventory, members: Sequence[int]) -> float:
+    links = [
+        inventory.link(inventory.nodes[u], inventory.nodes[v]) for u in members for v in members if u != v
+    ]  # fmt: skip
+    return min((link.bytes_per_s for link in links if link is not None), default=float("inf"))

@@ -1,0 +1,1 @@
+"""The state directory: journal, snapshots, copies, and their recovery."""

@@ -1,0 +1,541 @@
+"""The port to the disk: all that the state directory asks of a file system, and the file system of this machine."""
+
+import errno
+import fcntl
+import io
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from farloop.coordinator.errors import DiskFull, NoDescriptor, NoRoom, ReadOnly, StateLocked, StorageFailed
+from farloop.monitoring.descriptors import with_spare
+
+# --- Writes, syncs and room set aside, on open files of this machine; `files.py` is the port over them. No formats.
+
+
+TEMPORARY_SUFFIX = ".tmp"
+"""Of a file that has not taken its place yet: whoever finds one at a start may delete it."""
+
+Bytes = bytes | bytearray | memoryview
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+_CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+
+
+def sync(fd: int, path: Path) -> None:
+    """Make the bytes and the length of an open file durable.
+
+    Raises:
+        StorageFailed: the kernel may have dropped the dirty pages and called them clean, so that a second try would
+            succeed and prove nothing. Exit and recover.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise StorageFailed(path, f"sync: {error.strerror}") from error
+
+
+def sync_and_forget(fd: int, path: Path) -> None:
+    """`sync`, then drop the cached pages, so that the next read shows what the disk holds.
+
+    After a failed sync the cache may hold clean pages that the disk never got; a process that starts over must not
+    believe them.
+    """
+    sync(fd, path)
+    forget(fd)
+
+
+def forget(fd: int) -> None:
+    """Drop the cached pages that the disk has, too, so that the next read shows what it holds. Only Linux can."""
+    if sys.platform == "linux":
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def truncate(fd: int, path: Path, length: int) -> None:
+    """Cut an open file, or give back what was allocated behind `length`; durable after the next `sync`."""
+    try:
+        os.ftruncate(fd, length)
+    except OSError as error:
+        raise StorageFailed(path, f"truncate: {error.strerror}") from error
+
+
+def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
+    """Write the parts one after the other at `offset`, however often the kernel stops short.
+
+    Raises:
+        StorageFailed: some of the bytes may be there.
+    """
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    while views:
+        try:
+            written = os.pwritev(fd, views, offset)
+        except OSError as error:
+            raise StorageFailed(path, f"write: {error.strerror}") from error
+        offset += written
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if views:
+            views[0] = views[0][written:]
+
+
+def no_room(path: Path, code: int | None, nbytes: int = 0) -> NoRoom | None:
+    """What an error number says of the disk, if it says that nothing more goes onto it; the parent of `path` exists.
+
+    A process without a free descriptor writes no new file either: that ends, too, and is no fault of the disk.
+    """
+    if code == errno.EROFS:
+        return ReadOnly(path)
+    if code in NO_DESCRIPTOR:
+        return NoDescriptor(path)
+    if code in _NO_ROOM:
+        stat = os.statvfs(path.parent)
+        return DiskFull(path, nbytes, stat.f_bavail * stat.f_frsize)
+    return None
+
+
+def require_writable(fd: int, path: Path) -> None:
+    """See that the file system of an open file takes writes now: blocks that it gave before are no promise of that.
+
+    Raises:
+        ReadOnly: it does not.
+    """
+    if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
+        raise ReadOnly(path)
+
+
+def require_free(path: Path, nbytes: int) -> None:
+    """A promise of nothing: `nbytes` are free now on the file system of `path`, which must exist.
+
+    Raises:
+        NoRoom: they are not.
+    """
+    stat = os.statvfs(path)
+    if stat.f_flag & os.ST_RDONLY:
+        raise ReadOnly(path)
+    free = stat.f_bavail * stat.f_frsize
+    if nbytes > free:
+        raise DiskFull(path, nbytes, free)
+
+
+def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
+    """Give [offset, offset + nbytes) blocks on the disk; `offset` is the file's length. The bytes read as zeros.
+
+    Where the file system cannot allocate ahead, only `require_free` is asked.
+
+    Raises:
+        NoRoom: the file is as it was.
+    """
+    if sys.platform != "linux":
+        require_free(path, nbytes)
+        return
+    try:
+        os.posix_fallocate(fd, offset, nbytes)
+    except OSError as error:
+        if error.errno in _CANNOT_ALLOCATE:
+            require_free(path, nbytes)
+        elif refused := no_room(path, error.errno, nbytes):
+            if isinstance(refused, DiskFull):
+                truncate(fd, path, offset)  # gives back the part that was there
+            raise refused from error
+        else:
+            raise StorageFailed(path, f"allocate: {error.strerror}") from error
+
+
+# --- The port to the disk: all that the state folder asks of a file system, and the file system of this machine.
+#
+# What has to survive a power cut is made of few steps: sync a file, rename it, sync its directory. Their order is
+# written here once, over the steps themselves, so that a file system in memory that forgets what was not synced
+# (`sim/virtual_files.py`) runs the very same code. Formats are not known here.
+
+
+_T = TypeVar("_T")
+
+Identity = tuple[int, int, int, int]
+"""Device, inode, bytes and time of the last change of a file: another file or another content has another."""
+
+
+class File(ABC):
+    """An open file, or an open directory, which can only be synced."""
+
+    path: Path
+
+    @abstractmethod
+    def identity(self) -> Identity: ...
+
+    @abstractmethod
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Up to `num_bytes` from `offset` on; fewer at the end. Any thread. Raises OSError."""
+
+    @abstractmethod
+    def write(self, parts: Sequence[Bytes], offset: int) -> None:
+        """Write the parts one after the other. Raises StorageFailed: some of the bytes may be there."""
+
+    @abstractmethod
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        """Give [offset, offset + num_bytes) blocks that read as zeros. Raises NoRoom: the file is as it was."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Cut the file to `length` bytes; durable after `sync`. Raises StorageFailed."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make the content durable; of a directory, the names in it. Raises StorageFailed: never try again."""
+
+    @abstractmethod
+    def sync_and_forget(self) -> None:
+        """`sync`, then drop the cached pages: the next read shows what the disk holds. Raises StorageFailed."""
+
+    @abstractmethod
+    def require_writable(self) -> None:
+        """See that the file system takes writes now. Raises ReadOnly."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file as it is."""
+
+    def reader(self) -> io.BufferedReader:
+        """The file from its beginning, for code that reads on and on."""
+        return io.BufferedReader(_Reader(self), 1 << 16)
+
+
+class Lock(ABC):
+    """A held lock of a directory; free after `close`, or at the death of the process."""
+
+    path: Path
+
+    @abstractmethod
+    def is_ours(self) -> bool:
+        """Whether the lock file is still the one that is held: who deletes it lets another process in."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Files(ABC):
+    """A file system. What says so is durable when it returns; the rest is after a sync."""
+
+    # --- steps: OSError unless something else is said; NoDescriptor where no file can be opened now
+
+    @abstractmethod
+    def is_directory(self, path: Path) -> bool: ...
+
+    @abstractmethod
+    def names(self, directory: Path) -> list[str]:
+        """What is in a directory, in any order."""
+
+    @abstractmethod
+    def identity(self, path: Path) -> Identity | None:
+        """Of the file that has this name now; None where there is none. Needs no descriptor."""
+
+    @abstractmethod
+    def lock(self, path: Path) -> Lock:
+        """Raises StateLocked where another process holds it, NoDescriptor, StorageFailed."""
+
+    @abstractmethod
+    def open(self, path: Path, *, write: bool = False) -> File:
+        """An existing file, or a directory."""
+
+    @abstractmethod
+    def create(self, path: Path) -> File:
+        """A new file, to be read and written."""
+
+    @abstractmethod
+    def read_bytes(self, path: Path) -> bytes: ...
+
+    @abstractmethod
+    def write_bytes(self, path: Path, data: bytes) -> None: ...
+
+    @abstractmethod
+    def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        """A safetensors file. Raises SafetensorError, too."""
+
+    @abstractmethod
+    def require_free(self, path: Path, num_bytes: int) -> None:
+        """A promise of nothing: so much is free now on the file system of `path`, which exists. Raises NoRoom."""
+
+    @abstractmethod
+    def forget(self, path: Path) -> None:
+        """Drop what the cache holds of a file and the disk has, too: the next read is the disk's."""
+
+    @abstractmethod
+    def mkdir(self, path: Path) -> None: ...
+
+    @abstractmethod
+    def rename(self, source: Path, target: Path) -> None: ...
+
+    @abstractmethod
+    def unlink(self, path: Path) -> None: ...
+
+    # --- what is made of them
+
+    def make_directory(self, path: Path) -> None:
+        """Create `path` and its missing parents, durably. Raises StorageFailed."""
+        if self.is_directory(path):
+            return
+        self.make_directory(path.parent)
+        with self._opened(path.parent) as parent:
+            try:
+                self.mkdir(path)
+            except OSError as error:
+                raise _failed(path, "create", error) from error
+            parent.sync()
+
+    def replace(self, temporary: Path, path: Path) -> None:
+        """Let `temporary` take `path`'s place, durably and whole.
+
+        Raises:
+            NoRoom: no descriptor is left; nothing was changed.
+            StorageFailed: a sync or the rename failed. After a failed sync of the directory either may be found.
+        """
+        with self._opened(path.parent) as directory:  # open before the rename, after which nothing may be missing
+            with self._opened(temporary) as file:
+                file.sync()
+            try:
+                self.rename(temporary, path)
+            except OSError as error:
+                raise _failed(path, "rename", error) from error
+            directory.sync()
+
+    @contextmanager
+    def replacing(self, path: Path) -> Iterator[Path]:
+        """Yield a temporary path to write; on leaving, it takes `path`'s place by `replace`, or is deleted."""
+        temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        try:
+            yield temporary
+            self.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):  # a file system that became read-only keeps it until the next start
+                self.unlink(temporary)
+            raise
+
+    def move(self, path: Path, target: Path) -> None:
+        """Move a file into another directory of the same file system, durably. Raises StorageFailed."""
+        self.make_directory(target.parent)
+        with self._opened(path.parent) as old, self._opened(target.parent) as new:
+            try:
+                self.rename(path, target)
+            except OSError as error:
+                raise _failed(path, "move", error) from error
+            new.sync()
+            old.sync()
+
+    def delete(self, path: Path) -> None:
+        """Delete a file, durably. Raises StorageFailed, NoRoom where no descriptor is left and nothing was changed."""
+        with self._opened(path.parent) as directory:
+            try:
+                self.unlink(path)
+            except OSError as error:
+                raise _failed(path, "delete", error) from error
+            directory.sync()
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the names in a directory durable. Raises StorageFailed."""
+        with self._opened(path) as directory:
+            directory.sync()
+
+    def remove_temporaries(self, directory: Path, prefix: str = "") -> None:
+        """Delete what a crash left half written in `directory`. Not durable: the next start finds it again."""
+        for name in self.names(directory):
+            if name.endswith(TEMPORARY_SUFFIX) and name.startswith(prefix):
+                with suppress(FileNotFoundError):
+                    self.unlink(directory / name)
+
+    def _opened(self, path: Path) -> "_Opened":
+        try:
+            return _Opened(self.open(path))
+        except OSError as error:
+            raise no_room(path, error.errno) or _failed(path, "open", error) from error
+
+
+class OsFile(File):
+    """A file of this machine."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+
+    def identity(self) -> Identity:
+        return _identity(os.fstat(self.fd))
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        return os.pread(self.fd, num_bytes, offset)
+
+    def write(self, parts: Sequence[Bytes], offset: int) -> None:
+        write_all(self.fd, self.path, parts, offset)
+
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        allocate(self.fd, self.path, offset, num_bytes)
+
+    def truncate(self, length: int) -> None:
+        truncate(self.fd, self.path, length)
+
+    def sync(self) -> None:
+        sync(self.fd, self.path)
+
+    def sync_and_forget(self) -> None:
+        sync_and_forget(self.fd, self.path)
+
+    def require_writable(self) -> None:
+        require_writable(self.fd, self.path)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class OsLock(Lock):
+    """A lock by `flock`."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+
+    def is_ours(self) -> bool:
+        held = os.fstat(self.fd)
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class OsFiles(Files):
+    """The file systems of this machine."""
+
+    def is_directory(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def names(self, directory: Path) -> list[str]:
+        return _with_descriptor(directory, partial(os.listdir, directory))
+
+    def identity(self, path: Path) -> Identity | None:
+        try:
+            return _identity(os.stat(path))
+        except FileNotFoundError:
+            return None
+
+    def lock(self, path: Path) -> Lock:
+        try:
+            fd = _with_descriptor(path, partial(os.open, path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        except OSError as error:
+            raise _failed(path, "open", error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if isinstance(error, BlockingIOError):
+                raise StateLocked(path) from error
+            raise _failed(path, "lock", error) from error
+        return OsLock(path, fd)
+
+    def open(self, path: Path, *, write: bool = False) -> File:
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
+        return OsFile(path, _with_descriptor(path, partial(os.open, path, flags)))
+
+    def create(self, path: Path) -> File:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return OsFile(path, _with_descriptor(path, partial(os.open, path, flags, 0o644)))
+
+    def read_bytes(self, path: Path) -> bytes:
+        return _with_descriptor(path, path.read_bytes)
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        _with_descriptor(path, partial(path.write_bytes, data))
+
+    def write_tensors(self, path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        _with_descriptor(path, path.touch)
+        mode = path.stat().st_mode
+        save_file(tensors, path, metadata=metadata)
+        path.chmod(mode)  # the library makes a private file of its own; this one is like any other
+
+    def require_free(self, path: Path, num_bytes: int) -> None:
+        require_free(path, num_bytes)
+
+    def forget(self, path: Path) -> None:
+        with _Opened(self.open(path)) as file:
+            assert isinstance(file, OsFile)
+            forget(file.fd)
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+
+DISK = OsFiles()
+"""Where nothing else is given."""
+
+
+class _Opened:
+    """Closes a file at the end of a `with` block."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+
+    def __enter__(self) -> File:
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, file: File) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_SET:
+            self._at = offset
+        elif whence == os.SEEK_CUR:
+            self._at += offset
+        else:
+            raise OSError(errno.EINVAL, "only from the beginning or the current position")
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        data = self._file.read(self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _with_descriptor(path: Path, call: Callable[[], _T]) -> _T:
+    """Open a file; with a spare descriptor where no other is free. Raises NoDescriptor: nothing was changed."""
+    try:
+        return with_spare(call)
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise NoDescriptor(path) from error
+        raise
+
+
+def _identity(stat: os.stat_result) -> Identity:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _failed(path: Path, what: str, error: OSError) -> StorageFailed:
+    return StorageFailed(path, f"{what}: {error.strerror}")

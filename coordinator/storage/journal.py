@@ -1,0 +1,618 @@
+"""The journal: append, sync, read back, prune."""
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from farloop.coordinator.decide import records
+from farloop.coordinator.decide.records import LedgerSaved, Record
+from farloop.coordinator.errors import DiskFull, Fenced, FolderChanged, NoRoom, StorageError, StorageFailed
+from farloop.coordinator.storage.epoch import Claim
+from farloop.coordinator.storage.files import DISK, Bytes, File, Files, Lock, no_room
+from farloop.coordinator.storage.segment import (
+    MAX_BODY_BYTES,
+    RECORD_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Attachment,
+    Entry,
+    Gap,
+    Scan,
+    read_all,
+    read_attachment,
+    record_header,
+    refuse_half_salvaged,
+    scan_segment,
+    segment_header,
+    segment_numbers,
+    segment_path,
+)
+
+# --- The journal's last segment, which is being written. It knows bytes and room, not records: those are `journal.py`.
+
+
+_ALLOCATION_STEP = 1 << 20
+"""Room is taken from the disk in steps, so that small records do not each ask for it; in smaller ones near its end."""
+
+
+@dataclass(slots=True)
+class Tail:
+    """An open segment: written bytes up to `end`, zeros with blocks on the disk up to `allocated`."""
+
+    number: int
+    path: Path
+    file: File
+    salt: int
+    start: int
+    """Where the records go that follow what the segment was begun with."""
+    end: int
+    allocated: int
+    size: int = -1
+    """Bytes of the file as this process left it."""
+
+    def __post_init__(self) -> None:
+        self.size = self.file.identity()[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written since it was begun."""
+        return self.end == self.start
+
+    def allocate(self, room: int) -> None:
+        """Have blocks for `room` bytes behind `end`, on a file system that takes them.
+
+        Raises:
+            NoRoom: nothing was changed.
+        """
+        self.file.require_writable()
+        missing = self.end + room - self.allocated
+        if missing > 0:
+            self.allocated += _allocate_in_steps(self.file, self.allocated, missing)
+            self.size = self.file.identity()[2]
+
+    def write(self, *parts: Bytes) -> None:
+        """Write behind `end`. Durable after `sync`."""
+        self.file.write(parts, self.end)
+        self.end += sum(memoryview(part).nbytes for part in parts)
+        self.size = max(self.size, self.end)
+
+    def sync(self) -> None:
+        """Make all that was written durable."""
+        self.file.sync()
+
+    def cut(self) -> None:
+        """Give back the room behind `end`."""
+        self.file.truncate(self.end)
+        self.allocated = self.size = self.end
+
+    def finish(self) -> None:
+        """Give back the room behind `end`, and make all that was written durable."""
+        self.cut()
+        self.sync()
+
+    def changed(self, files: Files) -> str | None:
+        """What somebody else did to the file; None if it is as this process left it. Raises OSError."""
+        device, inode, *_ = self.file.identity()
+        found = files.identity(self.path)
+        if found is None or found[:2] != (device, inode):
+            return "was removed or replaced while it was being written"
+        return None if found[2] == self.size else f"has {found[2]} bytes, and this coordinator left {self.size}"
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        self.file.close()
+
+
+def create_tail(
+    directory: Path,
+    number: int,
+    *,
+    first_sequence: int,
+    salt: int,
+    room: int,
+    opening: Sequence[Bytes] = (),
+    before_visible: Callable[[], None] = lambda: None,
+    files: Files = DISK,
+) -> Tail:
+    """Begin a segment with blocks for `room` bytes of records. It is there whole, with its opening, or not at all.
+
+    Args:
+        opening: the bytes of its first record.
+        before_visible: called when only the new name is missing.
+
+    Raises:
+        NoRoom: nothing was changed, and `before_visible` was not called.
+        StorageFailed: the disk refused.
+    """
+    path = segment_path(directory, number)
+    parts = [segment_header(number, first_sequence, salt), *opening]
+    start = sum(memoryview(part).nbytes for part in parts)
+    with ExitStack() as undo:
+        with files.replacing(path) as temporary:
+            try:
+                file = files.create(temporary)
+            except OSError as error:
+                raise no_room(path, error.errno) or StorageFailed(path, f"create: {error.strerror}") from error
+            undo.callback(file.close)
+            allocated = _allocate_in_steps(file, 0, start + room)
+            file.write(parts, 0)
+            before_visible()
+        undo.pop_all()
+    file.path = path
+    return Tail(number, path, file, salt, start, start, allocated)
+
+
+def reopen_tail(path: Path, number: int, found: Scan, files: Files = DISK) -> Tail:
+    """Go on with a segment behind its last whole record. What stands there is cut, durably after `finish` alone."""
+    tail = Tail(number, path, _opened(path, files, write=True), found.salt, SEGMENT_HEADER_BYTES, found.end, found.size)
+    try:
+        tail.cut()
+    except BaseException:
+        tail.close()
+        raise
+    return tail
+
+
+def settle(path: Path, files: Files = DISK) -> None:
+    """Before a segment that a dead process wrote is read: make the disk agree with what will be read."""
+    file = _opened(path, files, write=False)
+    try:
+        file.sync_and_forget()
+    finally:
+        file.close()
+
+
+def _opened(path: Path, files: Files, *, write: bool) -> File:
+    try:
+        return files.open(path, write=write)
+    except OSError as error:
+        raise StorageFailed(path, f"open: {error.strerror}") from error
+
+
+def _allocate_in_steps(file: File, offset: int, nbytes: int) -> int:
+    """Allocate a step, or as much less of it as there is, but no less than `nbytes`; returns how much."""
+    step = max(nbytes, _ALLOCATION_STEP)
+    while True:
+        try:
+            file.allocate(offset, step)
+        except DiskFull:
+            if step == nbytes:
+                raise
+            step = max(nbytes, step // 2)
+        else:
+            return step
+
+
+# --- The coordinator's durable log: append, sync, read, recover, prune. What is in it: `records.py`; bytes:
+# `segment.py`.
+#
+# Protocol O and P: every decision and every encoded update is here before anybody is told of it. One thread owns the
+# journal and calls everything but `read`, which any thread may call: the downlink is a cursor over these files
+# (protocol R). Bytes appended are visible to `read` at once and durable after the next `sync`.
+
+
+_log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 256 << 20
+"""A segment that would grow past this is finished and the next begun; one record may be larger."""
+
+RECORD_ROOM = 64 << 10
+"""Bytes set aside for the header and the record of a reserved append: some 400 contributors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What opening a journal found."""
+
+    items: tuple[Entry | Gap, ...]
+    """Records, and the places where some are missing: whether that matters is for the caller to find out."""
+    torn_bytes: int
+    """Cut from the end: appends that no sync covered when the last coordinator died."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All records. Raises JournalCorrupt where some are missing."""
+        for item in self.items:
+            if isinstance(item, Gap):
+                raise item.fault
+        return tuple(item for item in self.items if isinstance(item, Entry))
+
+
+class Journal:
+    """An append-only log of records in one directory, which it holds locked."""
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Files,
+        lock: Lock,
+        *,
+        segment_bytes: int,
+        draw_salt: Callable[[], int],
+    ) -> None:
+        """Not to be called: `Journal.open` and `Journal.look` are the ways in."""
+        self._directory, self._files, self._lock = directory, files, lock
+        self._open_tail: Tail | None = None
+        self._last: tuple[int, Scan] | None = None
+        """Number and content of the last segment that was found."""
+        self._num_records = self._durable = 0
+        self._reserved_bytes = 0
+        self._first_segment = 0
+        self._summarise: Callable[[], LedgerSaved] | None = None
+        self._claim: Claim | None = None
+        self._segment_bytes = segment_bytes
+        self._draw_salt = draw_salt
+        self._failure: StorageError | None = None
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        draw_salt: Callable[[], int] = lambda: secrets.randbits(64),
+        files: Files = DISK,
+    ) -> tuple[Self, Recovery]:
+        """`look`, then `begin`."""
+        journal, found = cls.look(directory, segment_bytes=segment_bytes, draw_salt=draw_salt, files=files)
+        try:
+            assert found.entries is not None  # all of them
+            journal.begin()
+        except BaseException:
+            journal.close()
+            raise
+        return journal, found
+
+    @classmethod
+    def look(
+        cls,
+        directory: Path,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        draw_salt: Callable[[], int] = lambda: secrets.randbits(64),
+        files: Files = DISK,
+    ) -> tuple[Self, Recovery]:
+        """Lock `directory`, create it if it is missing, and read and verify all of its journal.
+
+        Of what is there no byte is changed before `begin`: where locks do not keep two coordinators apart, the epoch is
+        claimed between the two. All that is returned is durable, also what the last coordinator had not synced before
+        it died. Until `begin`, only `read` and `close` may be called.
+
+        Raises:
+            StateLocked: a coordinator holds the directory.
+            StateMismatch: `farloop journal salvage` was interrupted in it.
+            JournalCorrupt: damage of the last segment that is not a torn tail; nothing was changed.
+            StorageFailed: the disk refused.
+        """
+        files.make_directory(directory)
+        lock = files.lock(directory / "lock")
+        journal = cls(directory, files, lock, segment_bytes=segment_bytes, draw_salt=draw_salt)
+        try:
+            refuse_half_salvaged(directory, files)
+            return journal, journal._read()
+        except BaseException:
+            journal.close()
+            raise
+
+    def look_again(self) -> Recovery | None:
+        """What the journal holds now, if that is not what was found; None if it is. To be asked with the epoch claimed.
+
+        Raises as `look`.
+        """
+        assert self._open_tail is None
+        numbers = segment_numbers(self._directory, self._files)
+        if self._last is None:
+            return self._read() if numbers else None
+        number, found = self._last
+        path = segment_path(self._directory, number)
+        if number != max(numbers, default=None) or scan_segment(path, number, None, self._files) != found:
+            return self._read()
+        return None
+
+    def begin(self, *, fresh: bool = False) -> None:
+        """Delete what a crash left half written, cut the torn tail, and go on behind it; or begin a journal.
+
+        Args:
+            fresh: in a segment of its own, beginning with what all records say (`begin_segments_with`). What another
+                coordinator that is fenced, and has not noticed yet, still writes into the last one does no harm then.
+
+        Raises:
+            NoRoom: there is no room to begin a journal, or a segment.
+            StorageFailed: the disk refused.
+        """
+        assert self._open_tail is None
+        self._files.remove_temporaries(self._directory)
+        torn_bytes = 0
+        if self._last is not None:
+            number, found = self._last
+            torn_bytes = found.torn_bytes
+            self._open_tail = reopen_tail(segment_path(self._directory, number), number, found, self._files)
+            if fresh and not self._tail.is_empty:
+                self._rotate(0)
+            else:
+                self._tail.finish()
+        else:
+            self._open_tail = create_tail(
+                self._directory, 0, first_sequence=0, salt=self._draw_salt(), room=0, files=self._files
+            )
+        self._last = None
+        _log.info("journal open path=%s records=%d torn_bytes=%d", self._tail.path, self._num_records, torn_bytes)
+
+    def _read(self) -> Recovery:
+        if not (numbers := segment_numbers(self._directory, self._files)):
+            self._last = None
+            return Recovery(items=(), torn_bytes=0)
+        settle(segment_path(self._directory, max(numbers)), self._files)
+        found, items = read_all(self._directory, self._files)
+        self._first_segment, self._last = min(numbers), (max(numbers), found)
+        self._num_records = self._durable = found.next_sequence
+        return Recovery(items=items, torn_bytes=found.torn_bytes)
+
+    @property
+    def _tail(self) -> Tail:
+        assert self._open_tail is not None, "begin comes first"
+        return self._open_tail
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether there is a file of the journal, perhaps without a record."""
+        return bool(segment_numbers(self._directory, self._files))
+
+    @property
+    def num_records(self) -> int:
+        """Records appended since the run began, also those that were pruned: the sequence of the next."""
+        return self._num_records
+
+    @property
+    def durable(self) -> int:
+        """Records with a lower sequence than this survive a power cut."""
+        return self._durable
+
+    def begin_segments_with(self, summarise: Callable[[], LedgerSaved]) -> None:
+        """From now on every new segment begins with what all records before it say, so that those can be pruned.
+
+        It is asked for in the middle of an `append` or `reserve`, when the records appended before are all there are.
+        """
+        self._summarise = summarise
+
+    def held_by(self, claim: Claim) -> None:
+        """From now on nothing is written without a look whether that epoch is still the newest (protocol S)."""
+        self._claim = claim
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment that is being written."""
+        return self._tail.number
+
+    def roll(self) -> None:
+        """Finish the segment and begin the next with what all records say, unless nothing was written to this one.
+
+        Reservations move along. Raises as `append`.
+        """
+        assert self._summarise is not None
+        self.require_ours()
+        if not self._tail.is_empty:
+            self._rotate(0)
+
+    def prune(self, before_segment: int) -> None:
+        """Delete the segments before this one, which begins with what they said.
+
+        From the oldest on, each durably before the next: whatever a crash leaves is a journal without a gap.
+
+        Raises:
+            NoRoom: no descriptor is left; what was deleted is.
+            Fenced, FolderChanged: nothing was changed.
+            StorageFailed: the disk refused; the journal cannot be used any more.
+        """
+        self.require_ours()
+        assert before_segment <= self._tail.number
+        while self._first_segment < before_segment:
+            path = segment_path(self._directory, self._first_segment)
+            if self._files.identity(path) is not None:  # a damaged journal may lack it
+                with self._fatal():
+                    self._files.delete(path)
+            self._first_segment += 1
+            _log.info("journal pruned path=%s", path)
+
+    def reserve(self, attachment_bytes: int) -> None:
+        """Set room aside for one append of up to `attachment_bytes`, so that a full disk shows before the work.
+
+        It is held, whatever else is appended, until `append(..., reserved=attachment_bytes)` or
+        `release(attachment_bytes)`.
+
+        Raises:
+            NoRoom: nothing was changed.
+        """
+        room = attachment_bytes + RECORD_ROOM
+        self.require_ours()
+        self._make_room(room)
+        self._reserved_bytes += room
+
+    def release(self, attachment_bytes: int) -> None:
+        """Give a reservation back."""
+        room = attachment_bytes + RECORD_ROOM
+        assert room <= self._reserved_bytes
+        self._reserved_bytes -= room
+
+    def append(self, record: Record, attachment: Bytes = b"", *, reserved: int | None = None) -> Entry:
+        """Write a record behind the last; it is durable once `sync` has returned.
+
+        Args:
+            attachment: its bulk bytes; not kept.
+            reserved: what was given to `reserve`, to use that room up.
+
+        Raises:
+            NoRoom: nothing was changed; a reservation stays.
+            Fenced, FolderChanged: the folder is not this coordinator's any more; nothing was changed.
+            StorageFailed: the journal cannot be used any more.
+        """
+        self.require_ours()
+        kind, body = records.encode(record)
+        attachment_bytes = memoryview(attachment).nbytes
+        assert len(body) <= MAX_BODY_BYTES and attachment_bytes <= MAX_BODY_BYTES
+        size = RECORD_HEADER_BYTES + len(body) + attachment_bytes
+        held = 0
+        if reserved is None:
+            self._make_room(size)
+        else:
+            held = reserved + RECORD_ROOM
+            assert held <= self._reserved_bytes
+            # The room is in this segment: the record goes here, even if the segment grows past its limit.
+            self._tail.allocate(self._reserved_bytes + max(0, size - held))
+        tail = self._tail
+        header = record_header(
+            kind, body, attachment, sequence=self._num_records, durable=self._durable, salt=tail.salt
+        )
+        with self._fatal():
+            tail.write(header, body, attachment)
+        entry = Entry(
+            sequence=self._num_records,
+            record=record,
+            attachment=Attachment(segment=tail.number, offset=tail.end - attachment_bytes, size=attachment_bytes),
+        )
+        self._num_records += 1
+        self._reserved_bytes -= held
+        return entry
+
+    def sync(self) -> int:
+        """Make everything appended so far durable, with one fsync, and return how many records that are.
+
+        Raises:
+            NoRoom: no descriptor is left to see whose the folder is: of these records nobody may be told yet. Call it
+                again, and append nothing twice.
+            Fenced: another coordinator has taken the folder over, and need not have seen these records.
+            StorageFailed: what is durable is unknown; the journal cannot be used any more. Exit and recover.
+        """
+        self._require_usable()
+        if self._durable < self._num_records:
+            with self._fatal():
+                self._tail.sync()
+                if self._claim is not None:
+                    self._claim.require()
+            self._durable = self._num_records
+        return self._durable
+
+    def read(self, attachment: Attachment, offset: int, nbytes: int) -> bytes:
+        """Bytes [offset, offset + nbytes) of an attachment, durable or not. Any thread may call it.
+
+        Raises:
+            NoRoom: no descriptor is left to read them by; try again.
+            StorageFailed: they cannot be read.
+        """
+        return read_attachment(self._directory, attachment, offset, nbytes, self._files)
+
+    def whole(self, attachment: Attachment) -> bytes:
+        """All of an attachment. Raises as `read`."""
+        return self.read(attachment, 0, attachment.size)
+
+    def close(self) -> None:
+        """Sync, give back the room set aside, and unlock. Does nothing when done before."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._open_tail is not None and self._failure is None:
+                self._finish()
+        finally:
+            if self._open_tail is not None:
+                self._open_tail.close()
+            self._lock.close()
+
+    def _finish(self) -> None:
+        try:
+            self.require_ours()
+        except (Fenced, FolderChanged, NoRoom) as error:  # all that anybody was told of is durable
+            _log.warning("journal left as it is why=%r", str(error))
+            return
+        self._tail.finish()
+        self._durable = self._num_records
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _require_usable(self) -> None:
+        assert not self._closed
+        if isinstance(self._failure, StorageFailed):
+            raise StorageFailed(self._failure.path, f"given up after: {self._failure.detail}") from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+    def require_ours(self) -> None:
+        """See that nobody else has taken the folder over, or changed what this process alone may change.
+
+        Raises:
+            Fenced, FolderChanged: the journal cannot be used any more.
+            NoRoom: that cannot be found out now.
+        """
+        if not self._closed:
+            self._require_usable()
+        with self._fatal():
+            if self._claim is not None:
+                self._claim.require()  # first: it says who
+            try:
+                changed = self._tail.changed(self._files)
+            except OSError as error:
+                raise StorageFailed(self._tail.path, f"stat: {error.strerror}") from error
+            if changed:
+                raise FolderChanged(self._tail.path, changed)
+            if not self._lock.is_ours():
+                raise FolderChanged(self._lock.path, "the lock was removed or replaced: another coordinator may start")
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """What the disk refuses in here is never tried again."""
+        try:
+            yield
+        except (StorageFailed, Fenced, FolderChanged) as failure:
+            self._failure = failure
+            raise
+
+    def _make_room(self, room: int) -> None:
+        """Have `room` bytes behind the reserved ones, in the next segment if they are too many for this one."""
+        if self._tail.is_empty or self._tail.end + room <= self._segment_bytes:
+            self._tail.allocate(self._reserved_bytes + room)
+        else:
+            self._rotate(room)
+
+    def _rotate(self, room: int) -> None:
+        """Finish the segment and begin the next, taking the reservations along.
+
+        The new one has its room before the old one is finished, so that a full disk changes nothing; the old one is
+        whole and durable before the new one is there, so that only the last segment ever has a torn tail.
+        """
+        old, salt = self._tail, self._draw_salt()
+        opening: tuple[Bytes, ...] = ()
+        if self._summarise is not None:
+            kind, body = records.encode(self._summarise())
+            header = record_header(kind, body, b"", sequence=self._num_records, durable=self._durable, salt=salt)
+            opening = (header, body)
+
+        def finish_old() -> None:
+            self.require_ours()
+            old.finish()
+
+        with self._fatal():
+            self._open_tail = create_tail(
+                self._directory,
+                old.number + 1,
+                first_sequence=self._num_records,
+                salt=salt,
+                room=self._reserved_bytes + room,
+                opening=opening,
+                before_visible=finish_old,
+                files=self._files,
+            )
+        if opening:
+            self._num_records += 1
+        self._durable = self._num_records
+        old.close()

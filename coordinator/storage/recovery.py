@@ -1,0 +1,376 @@
+"""What a state directory adds up to: the ledger, the fragments' buffers, and where the bulk bytes are. Read-only."""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from farloop.algo.spec import BlobId
+from farloop.coordinator import commits
+from farloop.coordinator.aggregator import Buffers
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, Ledger
+from farloop.coordinator.errors import Inconsistent, JournalCorrupt, NoRoom, StateMismatch, StorageError
+from farloop.coordinator.storage import snapshots
+from farloop.coordinator.storage.epoch import claimed_epoch
+from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.segment import (
+    Attachment,
+    Entry,
+    Gap,
+    read_all,
+    read_attachment,
+    refuse_half_salvaged,
+    segment_numbers,
+)
+from farloop.quant.errors import BadBlob
+
+# --- Where the journal's bulk bytes are, and which of them somebody can still ask for. No files.
+#
+# A restart asks for the inputs and updates behind a snapshot, a node that comes back for the updates that the ledger
+# remembers, a session for the rest of what it is sending (protocol P, R).
+
+
+class UpdateSource:
+    """An update's bytes, read from the journal as the downlink goes on (protocol R). While it lives, they do."""
+
+    def __init__(self, journal: Journal, attachment: Attachment) -> None:
+        self._journal, self.attachment = journal, attachment
+
+    @property
+    def size(self) -> int:
+        return self.attachment.size
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        return memoryview(self._journal.read(self.attachment, offset, num_bytes))
+
+
+class Attachments:
+    """The places of deltas and updates in one journal. One thread owns it; `open_update` is any thread's."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[BlobId, Attachment] = {}
+        self._updates: dict[tuple[int, int], Attachment] = {}
+        self._addends: dict[tuple[int, int], tuple[BlobId, ...]] = {}
+        """The inputs of each commit in `_updates`."""
+        self._anchors: dict[tuple[int, int], tuple[rec.AnchorFetched, Attachment]] = {}
+        """By fragment and version, what came up from nodes: adopted, or it may yet be."""
+        self._sources: weakref.WeakSet[UpdateSource] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        """Held while a source is opened, and while it is decided what may go."""
+
+    def take(self, entry: Entry) -> None:
+        """A record is in the journal."""
+        match entry.record:
+            case rec.InputStored(blob=blob):
+                self._inputs[blob] = entry.attachment
+            case rec.WindowCommitted(fragment=fragment, version=version, blobs=blobs):
+                self._updates[fragment, version] = entry.attachment
+                self._addends[fragment, version] = tuple(addend.blob for addend in blobs)
+            case rec.AnchorFetched(anchor=anchor):
+                self._anchors[anchor.fragment, anchor.version] = entry.record, entry.attachment
+            case _:
+                pass
+
+    @property
+    def fetched(self) -> dict[int, rec.AnchorFetched]:
+        """By fragment, the newest anchors that came up from nodes and are in the journal."""
+        return {fragment: record for (fragment, _), (record, _) in sorted(self._anchors.items(), key=lambda at: at[0])}
+
+    def anchor(self, fragment: int, version: int) -> tuple[rec.AnchorFetched, Attachment]:
+        """One of them, and where it is."""
+        return self._anchors[fragment, version]
+
+    def input(self, blob: BlobId) -> Attachment | None:
+        """Where a delta is; None if it was not spooled, or nobody can need it any more."""
+        return self._inputs.get(blob)
+
+    def has_update(self, fragment: int, version: int) -> bool:
+        """Whether that update can be read."""
+        return (fragment, version) in self._updates
+
+    def update(self, fragment: int, version: int) -> Attachment:
+        """Where an update is."""
+        return self._updates[fragment, version]
+
+    def open_update(self, journal: Journal, fragment: int, version: int) -> UpdateSource:
+        """A reader of an update, which stays in the journal for as long as the reader is kept."""
+        with self._lock:
+            source = UpdateSource(journal, self._updates[fragment, version])
+            self._sources.add(source)
+        return source
+
+    def forget(self, ledger: Ledger, restart_from: Sequence[int]) -> int:
+        """Drop the places of what nobody can ask for; return the first segment that is still wanted.
+
+        Wanted are undecided inputs; the commits that a restart may have to repeat, from version `restart_from` of each
+        fragment on; those that a ledger remembers (the machine's own may be one commit behind `ledger`); the inputs
+        of these commits; anchors of nodes that no snapshot holds yet; and what is being read.
+        """
+        oldest = [
+            min(version - HISTORY_VERSIONS, snapshot + 1)
+            for version, snapshot in zip(ledger.versions, restart_from, strict=True)
+        ]
+        kept = [key for key in self._updates if key[1] >= oldest[key[0]]]
+        blobs = {*ledger.inputs, *(blob for key in kept for blob in self._addends[key])}
+        self._addends = {key: self._addends[key] for key in kept}
+        self._inputs = {blob: attachment for blob, attachment in self._inputs.items() if blob in blobs}
+        with self._lock:
+            self._updates = {key: self._updates[key] for key in kept}
+            read = [source.attachment for source in self._sources]
+        self._anchors = {key: found for key, found in self._anchors.items() if key[1] > restart_from[key[0]]}
+        anchors = [attachment for _, attachment in self._anchors.values()]
+        wanted = [*self._updates.values(), *self._inputs.values(), *anchors, *read]
+        return min(attachment.segment for attachment in wanted)
+
+
+# --- What a state folder adds up to: the ledger, the fragments' buffers and where the bulk bytes are. Changes nothing.
+#
+# A start, `journal verify` and `journal salvage` all come to it by this code. Damage is passed over where nothing needs
+# what was there: the segment behind it says what all records before it said, snapshots hold the commits, and no delta
+# or update that anybody can ask for is missing.
+
+
+_log = logging.getLogger(__name__)
+
+Items = Sequence[Entry | Gap]
+"""What a journal holds, in order."""
+
+Read = Callable[[Attachment], bytes]
+"""Reads a record's bulk bytes. Raises StorageFailed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Done:
+    """A commit of the journal, to be repeated if no snapshot holds it."""
+
+    record: rec.WindowCommitted
+    codecs: commits.Codecs
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """What was found."""
+
+    directory: Path
+    files: Files = DISK
+    ledger: Ledger
+    attachments: Attachments = field(default_factory=Attachments)
+    buffers: list[Buffers] = field(default_factory=list)
+    restart_from: list[tuple[int, int]] = field(default_factory=list)
+    """Versions of the last two snapshots of each fragment that are known to be good."""
+    alarms: dict[str, str] = field(default_factory=dict)
+    fault: JournalCorrupt | None = None
+    """The last damage that was passed over."""
+    lost: bool = False
+    """The ledger is behind a gap: what it says is not true until the next summary."""
+    older: bool = False
+    """Snapshots that are newer than the ledger are passed over: the journal's end was lost."""
+    adopted: dict[int, int] = field(default_factory=dict)
+    """Versions that the journal says were adopted, by fragment: they may have no snapshot."""
+    done: dict[int, dict[int, _Done]] = field(default_factory=dict)
+    """Commits that can be repeated, by fragment and version."""
+
+    @classmethod
+    def begin(cls, directory: Path, items: Items, files: Files = DISK) -> "Recovery":
+        """With the first record that can be begun with. Raises JournalCorrupt, StateMismatch: there is none."""
+        for item in items:
+            lost = item is not items[0]
+            match item:
+                case Entry(record=rec.RunStarted() as started):
+                    return cls(directory=directory, files=files, ledger=Ledger.begin(started), lost=lost)
+                case Entry(record=rec.LedgerSaved() as saved):
+                    return cls(directory=directory, files=files, ledger=Ledger.resume(saved), lost=lost)
+                case Entry() if not any(isinstance(other, Gap) for other in items):
+                    raise Inconsistent(directory, "its journal does not begin with a run's start")
+                case _:
+                    pass
+        for item in items:
+            if isinstance(item, Gap):
+                raise item.fault
+        raise Inconsistent(directory, "its journal does not begin with a run's start")
+
+    def take(self, item: Entry | Gap) -> None:
+        """The next of the journal.
+
+        Raises:
+            StateMismatch: a record does not fit those before it.
+        """
+        if isinstance(item, Gap):
+            self.fault, self.lost = item.fault, True
+            return
+        record = item.record
+        if self.lost and isinstance(record, rec.LedgerSaved):
+            self.ledger, self.lost = Ledger.resume(record), False
+        if isinstance(record, rec.Adopted):
+            self.adopted |= {anchor.fragment: anchor.version for anchor in record.anchors}
+        self.attachments.take(item)
+        if self.lost:
+            return
+        try:
+            if isinstance(record, rec.WindowCommitted):
+                codecs = commits.codecs_of(self.ledger, record)
+                self.done.setdefault(record.fragment, {})[record.version] = _Done(record=record, codecs=codecs)
+            self.ledger.apply(record)
+        except (AssertionError, LookupError) as error:
+            kind = type(record).__name__
+            what = f"record {item.sequence} ({kind}) does not fit the records before it"
+            raise Inconsistent(self.directory, what) from error
+
+    def require_all(self) -> None:
+        """See that nothing that anybody can ask for was in a gap. Raises the damage that matters."""
+        if self.fault is None:
+            return
+        ledger, found = self.ledger, self.attachments
+        inputs = all(found.input(blob) is not None for blob in ledger.inputs)
+        if self.lost or not inputs or not all(found.has_update(*key) for key in ledger.commits):
+            raise self.fault
+
+    def restore(self, read: Read) -> None:
+        """The buffers of every fragment.
+
+        Raises:
+            JournalCorrupt: the damage that was passed over matters.
+            SnapshotCorrupt, StateMismatch, StorageFailed
+        """
+        for index in range(len(self.ledger.versions)):
+            self._restore(index, read)
+        if self.fault is not None:
+            what, why = "journal", f"damaged where nothing needs it any more: {self.fault}"
+            _log.warning("alarm what=%r why=%r", what, why)
+            self.alarms[what] = why
+
+    def leads_on(self, index: int, version: int) -> bool:
+        """Whether the commits behind a snapshot of this version lead to the fragment's newest."""
+        newest = self.ledger.versions[index]
+        done = self.done.get(index, {})
+        return version <= newest and all(following in done for following in range(version + 1, newest + 1))
+
+    def _restore(self, index: int, read: Read) -> None:
+        """The fragment's buffers: its newest good snapshot, and every commit behind it once more."""
+        spec, newest = self.ledger.spec, self.ledger.versions[index]
+        snapshot = snapshots.load_latest(
+            self.directory,
+            index,
+            fingerprint=spec.identity.fingerprint(),
+            files=self.files,
+            at_most=newest if self.older else None,
+        )
+        if snapshot is None:
+            raise Inconsistent(self.directory, f"there is no snapshot of fragment {index}")
+        if snapshot.version < self.adopted.get(index, 0):  # it died before there was one
+            buffers = fetched(self.directory, self.ledger, self.attachments, index, self.adopted[index], read)
+        else:
+            buffers = buffers_of(snapshot)
+        done = self.done.get(index, {})
+        while (commit := done.get(buffers.version + 1)) is not None and buffers.version < newest:
+            buffers = self._repeat(buffers, commit, read)
+        if buffers.version != newest:
+            if self.fault is not None:
+                raise self.fault
+            found = f"snapshot and journal lead to version {buffers.version} of fragment {index}"
+            raise Inconsistent(self.directory, f"{found}, the last commit is {newest}")
+        self.buffers.append(buffers)
+        self.restart_from.append((snapshot.version, snapshot.version))
+
+    def _repeat(self, buffers: Buffers, commit: _Done, read: Read) -> Buffers:
+        """One commit again: the anchor from the update, the rest from the inputs."""
+        record = commit.record
+        update = read(self.attachments.update(record.fragment, record.version))
+        places = [self.attachments.input(addend.blob) for addend in record.blobs]
+        spooled = [(read(place), addend.weight) for place, addend in zip(places, record.blobs, strict=True) if place]
+        inputs = spooled if len(spooled) == len(places) else None
+        try:
+            restored, same = commits.repeat(self.ledger, buffers, record, update, inputs, commit.codecs)
+        except (commits.WrongAnchor, BadBlob) as error:
+            raise Inconsistent(self.directory, str(error)) from error
+        if not same:
+            what = f"optimizer of fragment {record.fragment}"
+            why = f"its state of version {record.version} came out different at the restart"
+            _log.warning("alarm what=%r why=%r", what, why)
+            self.alarms[what] = why
+        return restored
+
+
+def recovered(directory: Path, items: Items, read: Read, files: Files = DISK) -> Recovery:
+    """All of it.
+
+    Raises:
+        JournalCorrupt: damage that matters.
+        StorageError: no good snapshot of a fragment; journal and snapshots do not fit together.
+    """
+    recovery = Recovery.begin(directory, items, files)
+    for item in items:
+        recovery.take(item)
+    recovery.require_all()
+    recovery.restore(read)
+    return recovery
+
+
+def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:
+    """Refuse to begin a new run in a folder whose journal is gone while the snapshots of a run are there.
+
+    Raises:
+        StateMismatch: there are snapshots of a run, and not its journal.
+    """
+    folder = directory / "snapshots"
+    found = files.names(folder) if files.is_directory(folder) else []
+    versions = [version for name in found if (version := snapshots.version_in(name)) is not None]
+    if not versions or (segment_numbers(directory, files) and not any(versions)):  # a begin that a crash cut short
+        return
+    raise StateMismatch(
+        directory,
+        f"holds {len(versions)} snapshots, the newest of version {max(versions)}, but no record of a journal: that "
+        "was deleted or lost. Put the files journal-*.log back. Without them: with --restore URL and an empty --state "
+        "DIR, the run goes on from the newest copy in an object store; over that copy, or over an old copy of this "
+        "folder, --adopt-from-nodes goes on from what the nodes hold, and --rewind discards what they hold and goes on "
+        "from the copy. To begin a new run at version 0, give an empty --state DIR",
+    )
+
+
+def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
+    """Why a start would refuse the folder; None if it would go on. By the code of a start; changes nothing.
+
+    Raises NoRoom: no file can be opened now, which says nothing of the folder.
+    """
+    try:
+        refuse_half_salvaged(directory, files)
+        if not segment_numbers(directory, files):
+            refuse_a_lost_journal(directory, files)
+        else:
+            _, items = read_all(directory, files)
+            if items:
+                recovered(directory, items, reader(directory, files), files)
+            else:
+                refuse_a_lost_journal(directory, files)
+        claimed_epoch(directory, files)
+    except NoRoom:
+        raise
+    except StorageError as error:
+        return error
+    return None
+
+
+def reader(directory: Path, files: Files = DISK) -> Read:
+    """Of the attachments in a folder."""
+    return lambda attachment: read_attachment(directory, attachment, 0, attachment.size, files)
+
+
+def buffers_of(snapshot: snapshots.Snapshot) -> Buffers:
+    """The state of its fragment."""
+    tensors = dict(snapshot.tensors)
+    anchor, target = tensors.pop("anchor"), tensors.pop("target")
+    return Buffers(version=snapshot.version, anchor=anchor, target=target, outer=tensors)
+
+
+def fetched(directory: Path, ledger: Ledger, attachments: Attachments, index: int, version: int, read: Read) -> Buffers:
+    """Of an anchor that came up from a node. Raises StateMismatch, StorageFailed."""
+    record, attachment = attachments.anchor(index, version)
+    try:
+        anchor = commits.fetched_anchor(read(attachment), ledger.spec.identity.layout.fragments[index], record.anchor)
+    except BadBlob as error:
+        raise Inconsistent(directory, f"the anchor that {record.node} brought: {error}") from error
+    return commits.adopted(anchor, record.anchor.version, ledger.spec.terms)

@@ -1,0 +1,323 @@
+"""A state folder that no start accepts: the newest consistent state that is still in it, and a folder made of that.
+
+Offline, and by a person's command alone. Every place in the journal up to which whole records and good snapshots give
+all fragments is a candidate; the newest is taken. The new folder is like a restored copy: snapshots of that moment, the
+epoch, and a journal of one record that holds the ledger. The old files are moved aside, never deleted. Whatever step
+it is interrupted at, the folder is as before, or salvage is run again and finishes it.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.errors import (
+    JournalCorrupt,
+    NoRoom,
+    SnapshotCorrupt,
+    StateMismatch,
+    StorageError,
+    StorageFailed,
+)
+from farloop.coordinator.storage import snapshots
+from farloop.coordinator.storage.copies import StateCopy
+from farloop.coordinator.storage.epoch import claim_epoch, claimed_epoch
+from farloop.coordinator.storage.files import DISK, Files, no_room
+from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.recovery import Items, Recovery, reader
+from farloop.coordinator.storage.segment import UNFINISHED, Entry, Gap, read_damaged, refuse_half_salvaged, segment_path
+
+_log = logging.getLogger(__name__)
+
+_FOLDER = "before-salvage"
+"""The old files go to a sub-folder of this name and a number."""
+
+_NEW = "new"
+"""In that, the folder that takes their place. What is left of it afterwards may be deleted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Salvage:
+    """What can be made of a folder."""
+
+    run: str
+    cut: StateCopy
+    epoch: int
+    """The highest that is known."""
+    newest: tuple[int, ...]
+    """The newest version of each fragment that anything in the folder speaks of."""
+    deltas: int
+    """Stored deltas without an outcome: nodes offer theirs again."""
+    damage: tuple[str, ...]
+    """Where, and what is there."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """That the run goes on from."""
+        return self.cut.ledger.versions
+
+    @property
+    def given_up(self) -> tuple[tuple[int, int, int], ...]:
+        """Fragment, first and last version, of what was committed and is lost."""
+        pairs = enumerate(zip(self.versions, self.newest, strict=True))
+        return tuple((fragment, kept + 1, newest) for fragment, (kept, newest) in pairs if newest > kept)
+
+
+def salvage(directory: Path, files: Files = DISK) -> Salvage:
+    """Find the newest consistent state. Changes nothing.
+
+    Raises:
+        StateMismatch: there is none.
+        NoRoom: no file can be opened now.
+        StorageFailed: the disk refused a read.
+    """
+    try:
+        items, ends = _candidates(directory, read_damaged(directory, files), files)
+    except (JournalCorrupt, StateMismatch) as error:  # no record says which run it is
+        raise _nothing_left(directory, str(error)) from error
+    for end in reversed(ends):
+        found = _taken(directory, items[:end], files)
+        try:
+            found.restore(reader(directory, files))
+        except NoRoom:
+            raise  # it says nothing of the folder
+        except StorageError as error:
+            _log.info("salvage passes over versions=%s why=%r", list(found.ledger.versions), str(error))
+            continue
+        return Salvage(
+            run=found.ledger.spec.identity.name,
+            cut=StateCopy.of(found.ledger.saved(), found.buffers),
+            epoch=_highest_epoch(directory, items, files),
+            newest=_newest(directory, items, len(found.ledger.versions), files),
+            deltas=len(found.ledger.inputs),
+            damage=tuple(str(item.fault) for item in items if isinstance(item, Gap)),
+        )
+    why = "there is no place in the journal up to which good snapshots and whole records give every fragment"
+    raise _nothing_left(directory, why)
+
+
+def _nothing_left(directory: Path, why: str) -> StateMismatch:
+    return StateMismatch(
+        directory,
+        f"no consistent state can be found in it: {why}. What is left: start with --restore URL and an empty --state "
+        "DIR, to go on from the newest copy in an object store, or with --state on a copy of this folder; add "
+        "--adopt-from-nodes to go on from what the nodes hold",
+    )
+
+
+def carry_out(directory: Path, found: Salvage, files: Files = DISK) -> Path:
+    """Write the state that was found, and let it take the place of the old files. Returns where those are.
+
+    The new folder is whole and durable before anything is moved. From then on a file says that the folder is half one
+    and half the other, and no start goes on in it: `finish` does the rest, as often as it is interrupted.
+
+    Raises:
+        StateLocked: a coordinator is at work here; nothing was changed.
+        NoRoom: the folder is as it was, or to be finished by `finish`.
+        StorageFailed: likewise.
+    """
+    lock = files.lock(directory / "lock")
+    try:
+        refuse_half_salvaged(directory, files)
+        nbytes = sum(tensor.nbytes for b in found.cut.buffers for tensor in (b.anchor, b.target, *b.outer.values()))
+        files.require_free(directory, nbytes + (1 << 20))
+        aside = _aside(directory, files)
+        _write(aside / _NEW, found, files)
+        return _swap(directory, _Step(_OUT, aside.name), files)
+    finally:
+        lock.close()
+
+
+def is_unfinished(directory: Path, files: Files = DISK) -> bool:
+    """Whether `carry_out` was interrupted after it had begun to move files."""
+    return files.identity(directory / UNFINISHED) is not None
+
+
+def finish(directory: Path, files: Files = DISK) -> Path:
+    """Go on with a salvage that was interrupted, where it stopped. Returns where the old files are.
+
+    Raises:
+        StateLocked, NoRoom, StorageFailed: as `carry_out`.
+        StateMismatch: the file that says how far it came is not one.
+    """
+    lock = files.lock(directory / "lock")
+    try:
+        return _swap(directory, _step(directory, files), files)
+    finally:
+        lock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """How far it came: the content of the file `UNFINISHED`."""
+
+    what: str
+    """`_OUT`: the old files go aside. `_IN`: all are there, the new ones come in."""
+    aside: str
+
+    @property
+    def text(self) -> bytes:
+        return f"farloop-salvage 1 {self.what} {self.aside}\n".encode()
+
+
+_OUT, _IN = "out", "in"
+
+_STEP = re.compile(rb"farloop-salvage 1 (out|in) (" + _FOLDER.encode() + rb"-[0-9]+)\n")
+
+
+def _step(directory: Path, files: Files) -> _Step:
+    path = directory / UNFINISHED
+    try:
+        found = _STEP.fullmatch(files.read_bytes(path))
+    except OSError as error:
+        raise StorageFailed(path, f"read: {error.strerror}") from error
+    if found is None:
+        raise StateMismatch(path, "is not a salvage's; what it was making is in the newest folder before-salvage-N/new")
+    return _Step(found[1].decode(), found[2].decode())
+
+
+def _note(directory: Path, step: _Step, files: Files) -> None:
+    path = directory / UNFINISHED
+    with files.replacing(path) as temporary:
+        try:
+            files.write_bytes(temporary, step.text)
+        except OSError as error:
+            raise no_room(path, error.errno) or StorageFailed(path, f"write: {error.strerror}") from error
+
+
+def _swap(directory: Path, step: _Step, files: Files) -> Path:
+    """Every part can be done again: what was moved is not there to be moved any more."""
+    aside = directory / step.aside
+    if step.what == _OUT:
+        _note(directory, step, files)
+        _move_state(directory, aside, files)
+        _note(directory, _Step(_IN, step.aside), files)
+    _move_state(aside / _NEW, directory, files)
+    files.delete(directory / UNFINISHED)
+    return aside
+
+
+def _move_state(source: Path, target: Path, files: Files) -> None:
+    """Journal, epoch and snapshots, with what is half written of them."""
+    for name in sorted(files.names(source)):
+        if name == "epoch" or name.startswith("journal-"):
+            files.move(source / name, target / name)
+    folder = source / "snapshots"
+    for name in sorted(files.names(folder)) if files.is_directory(folder) else []:
+        files.move(folder / name, target / "snapshots" / name)
+
+
+def _write(directory: Path, found: Salvage, files: Files) -> None:
+    """A folder like a restored copy."""
+    fingerprint = found.cut.ledger.spec.identity.fingerprint()
+    for fragment, buffers in enumerate(found.cut.buffers):
+        snapshots.save(directory, snapshots.of_buffers(fingerprint, fragment, buffers), files)
+    claim_epoch(directory, seen=found.epoch - 1, files=files)
+    journal, _ = Journal.open(directory, files=files)
+    with journal:
+        journal.append(found.cut.ledger)
+        journal.sync()
+
+
+def _taken(directory: Path, items: Items, files: Files) -> Recovery:
+    found = Recovery.begin(directory, items, files)
+    found.older = True
+    for item in items:
+        found.take(item)
+    return found
+
+
+def _candidates(directory: Path, items: Items, files: Files) -> tuple[list[Entry | Gap], list[int]]:
+    """The journal, with a gap for every record that does not fit; and up to where in it all fragments can be had."""
+    found = Recovery.begin(directory, items, files)
+    good = _good_snapshots(found)
+    understood: list[Entry | Gap] = []
+    ends: list[int] = []
+    whole = False
+    for item in items:
+        try:
+            found.take(item)
+        except StateMismatch as error:
+            assert isinstance(item, Entry)
+            path = segment_path(directory, item.attachment.segment)
+            item = Gap(fault=JournalCorrupt(path, item.attachment.offset, error.detail))
+            found.take(item)
+        understood.append(item)
+        if isinstance(item, Gap) or isinstance(item.record, _MOVES):
+            whole = not found.lost and all(_can_be_had(found, f, good[f]) for f in range(len(found.ledger.versions)))
+        if whole:
+            ends.append(len(understood))
+    return understood, ends
+
+
+_MOVES = (rec.RunStarted, rec.LedgerSaved, rec.WindowCommitted, rec.Adopted)
+"""Records after which other versions are the newest."""
+
+
+def _can_be_had(found: Recovery, fragment: int, good: Sequence[int]) -> bool:
+    begins = [*good, found.adopted[fragment]] if fragment in found.adopted else good
+    return any(found.leads_on(fragment, version) for version in begins)
+
+
+def _good_snapshots(found: Recovery) -> list[list[int]]:
+    """Versions by fragment."""
+    fingerprint = found.ledger.spec.identity.fingerprint()
+    good: list[list[int]] = [[] for _ in found.ledger.versions]
+    for fragment, versions in enumerate(good):
+        for version in snapshots.versions_of(found.directory, fragment, found.files):
+            path = snapshots.snapshot_path(found.directory, fragment, version)
+            with suppress(SnapshotCorrupt):
+                if snapshots.load(path, found.files).fingerprint == fingerprint:
+                    versions.append(version)
+    return good
+
+
+def _highest_epoch(directory: Path, items: Items, files: Files) -> int:
+    records = [item.record for item in items if isinstance(item, Entry)]
+    claims = rec.RunStarted | rec.EpochClaimed | rec.Rewound | rec.Adopted | rec.LedgerSaved
+    known = [record.epoch for record in records if isinstance(record, claims)]
+    try:
+        return max([*known, claimed_epoch(directory, files)])
+    except StorageFailed as error:
+        _log.warning("the file of the epoch is not used why=%r", str(error))
+        return max(known)
+
+
+def _newest(directory: Path, items: Items, count: int, files: Files) -> tuple[int, ...]:
+    newest = [max(snapshots.versions_of(directory, fragment, files), default=0) for fragment in range(count)]
+
+    def saw(fragment: int, version: int) -> None:
+        newest[fragment] = max(newest[fragment], version)
+
+    for item in items:
+        match item:
+            case Entry(record=rec.WindowCommitted(fragment=fragment, version=version)):
+                saw(fragment, version)
+            case Entry(record=rec.LedgerSaved(versions=versions)):
+                for fragment, version in enumerate(versions):
+                    saw(fragment, version)
+            case Entry(record=rec.Adopted(anchors=anchors)):
+                for anchor in anchors:
+                    saw(anchor.fragment, anchor.version)
+            case _:
+                pass
+    return tuple(newest)
+
+
+def _aside(directory: Path, files: Files) -> Path:
+    """A folder for the old files: the next number, or one that a salvage began and left before it moved any."""
+    for number in count(1):
+        aside = directory / f"{_FOLDER}-{number}"
+        if not files.is_directory(aside):
+            return aside
+        if set(files.names(aside)) <= {_NEW}:
+            for folder in (aside / _NEW / "snapshots", aside / _NEW):
+                for name in files.names(folder) if files.is_directory(folder) else []:
+                    if not files.is_directory(folder / name):
+                        files.delete(folder / name)
+            return aside
+    raise AssertionError("numbers do not end")

@@ -1,0 +1,270 @@
+"""The durable full state of a fragment, and the final model: safetensors files, whole or not there.
+
+A snapshot is where recovery begins; the journal's commits behind it are applied on top (protocol P). It is saved
+after its commit is durable, and the journal says so after the snapshot is. It is verified by a checksum over
+everything in it; the digests that its commit recorded ride along for the caller to compare with the journal.
+
+The file is `snapshots/f<fragment>-v<version>.safetensors` in the state directory. Its metadata, all text:
+
+    format_version   "1"
+    fingerprint      of the run's identity
+    fragment         decimal
+    version          decimal
+    digest.<name>    16 hex digits each
+    checksum         16 hex digits: xxh3-64 over the canonical JSON of the other metadata, then, by tensor name, the
+                     canonical JSON of [name, dtype, shape] and the tensor's bytes
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
+from torch import Tensor
+
+from farloop.algo.digest import digest
+from farloop.coordinator.aggregator import Buffers
+from farloop.coordinator.errors import SnapshotCorrupt, StorageFailed
+from farloop.coordinator.storage.files import DISK, Files, no_room
+
+_log = logging.getLogger(__name__)
+
+FORMAT_VERSION = "1"
+
+KEEP = 2
+"""Snapshots of a fragment that stay, so that one damaged file does not cost the run."""
+
+_NAME = re.compile(r"f(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)\.safetensors")
+_DIGEST_PREFIX = "digest."
+_HEADER_ROOM = 64 << 10
+"""Bytes of a file beyond its tensors' bytes: the names, shapes and metadata."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything the coordinator holds of one fragment at one version."""
+
+    fingerprint: str
+    fragment: int
+    version: int
+    tensors: Mapping[str, Tensor]
+    """anchor, target, and the outer optimizer's state, as momentum: flat fp32 [numel] on the CPU when loaded."""
+    digests: Mapping[str, int]
+    """What the commit recorded (protocol N): of the anchor, the target, the momentum."""
+
+
+def snapshot_path(directory: Path, fragment: int, version: int) -> Path:
+    """Where that snapshot is in the state directory."""
+    return directory / "snapshots" / _file_name(fragment, version)
+
+
+def save(directory: Path, snapshot: Snapshot, files: Files = DISK) -> Path:
+    """Write a snapshot durably, then delete those of its fragment that are older than the last `KEEP`.
+
+    The tensors must not change meanwhile.
+
+    Raises:
+        NoRoom: nothing was changed.
+        StorageFailed: the disk refused; the older snapshots are untouched.
+    """
+    path = snapshot_path(directory, snapshot.fragment, snapshot.version)
+    files.make_directory(path.parent)
+    files.remove_temporaries(path.parent, f"f{snapshot.fragment}-v")
+    _write(path, *_content(snapshot), files)
+    _delete_older(directory, snapshot.fragment, snapshot.version, files)
+    return path
+
+
+def packed(snapshot: Snapshot) -> bytes:
+    """The file's bytes. The tensors must not change meanwhile."""
+    tensors, metadata = _content(snapshot)
+    return save_bytes(tensors, metadata)
+
+
+def of_buffers(fingerprint: str, fragment: int, buffers: Buffers) -> Snapshot:
+    """The snapshot of a fragment's buffers."""
+    return Snapshot(
+        fingerprint=fingerprint,
+        fragment=fragment,
+        version=buffers.version,
+        tensors={"anchor": buffers.anchor, "target": buffers.target, **buffers.outer},
+        digests={"anchor": digest(buffers.anchor), "target": digest(buffers.target)},
+    )
+
+
+def load(path: Path, files: Files = DISK) -> Snapshot:
+    """Read and verify a snapshot.
+
+    Raises:
+        SnapshotCorrupt: it cannot be read, or is not what was saved under this name.
+    """
+    try:
+        # Read, not mapped: a bad block under a mapped file would be the death of the process, perhaps much later.
+        data = files.read_bytes(path)
+        tensors, metadata = load_bytes(data), _metadata(data)
+        del data
+        if metadata.get("format_version") != FORMAT_VERSION:
+            found = metadata.get("format_version")
+            raise SnapshotCorrupt(path, f"format version {found} is unknown here; this farloop knows {FORMAT_VERSION}")
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise SnapshotCorrupt(path, f"cannot be read: {error}") from error
+    checksum = metadata.pop("checksum", None)
+    if checksum != _checksum(tensors, metadata):
+        raise SnapshotCorrupt(path, "its content does not match its checksum")
+    try:
+        snapshot = Snapshot(
+            fingerprint=metadata["fingerprint"],
+            fragment=int(metadata["fragment"]),
+            version=int(metadata["version"]),
+            tensors=tensors,
+            digests={
+                key.removeprefix(_DIGEST_PREFIX): int(value, 16)
+                for key, value in metadata.items()
+                if key.startswith(_DIGEST_PREFIX)
+            },
+        )
+    except (KeyError, ValueError) as error:
+        raise SnapshotCorrupt(path, f"its metadata are not a snapshot's: {error}") from error
+    if path.name != _file_name(snapshot.fragment, snapshot.version):
+        raise SnapshotCorrupt(path, f"holds fragment {snapshot.fragment}, version {snapshot.version}")
+    return snapshot
+
+
+def load_latest(
+    directory: Path, fragment: int, *, fingerprint: str, files: Files = DISK, at_most: int | None = None
+) -> Snapshot | None:
+    """The newest snapshot of a fragment that is whole and of this run; None if there never was one.
+
+    With `at_most`, of this version or an older one.
+
+    A damaged one is passed over with a warning: an older one and more of the journal give the same state.
+
+    Raises:
+        SnapshotCorrupt: there are some, and none is good; the newest one's fault.
+    """
+    newest_fault: SnapshotCorrupt | None = None
+    for version in reversed(versions_of(directory, fragment, files)):
+        if at_most is not None and version > at_most:
+            continue
+        path = snapshot_path(directory, fragment, version)
+        try:
+            snapshot = load(path, files)
+            if snapshot.fingerprint != fingerprint:
+                raise SnapshotCorrupt(path, f"is of run {snapshot.fingerprint}, not {fingerprint}")
+        except SnapshotCorrupt as fault:
+            _log.warning("snapshot refused path=%s reason=%r", path, fault.detail)
+            newest_fault = newest_fault or fault
+        else:
+            return snapshot
+    if newest_fault is not None:
+        raise newest_fault
+    return None
+
+
+def export(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, files: Files = DISK
+) -> None:
+    """Write named tensors as one safetensors file that other tools read: the final model.
+
+    Raises:
+        NoRoom: nothing was changed.
+        StorageFailed: the disk refused; a file that was there before is untouched.
+    """
+    files.make_directory(path.parent)
+    saveable = {name: _saveable(tensor) for name, tensor in tensors.items()}
+    _write(path, saveable, {"format": "pt", **(metadata or {})}, files)
+
+
+def _content(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors and metadata of its file."""
+    tensors = {name: _saveable(tensor) for name, tensor in snapshot.tensors.items()}
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": snapshot.fingerprint,
+        "fragment": str(snapshot.fragment),
+        "version": str(snapshot.version),
+        **{_DIGEST_PREFIX + name: f"{digest:016x}" for name, digest in snapshot.digests.items()},
+    }
+    return tensors, {**metadata, "checksum": _checksum(tensors, metadata)}
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Of the file's header, which is JSON behind its length. Raises ValueError."""
+    length = int.from_bytes(data[:8], "little")
+    if length > len(data) - 8:
+        raise ValueError("its header is cut off")
+    header = json.loads(data[8 : 8 + length])
+    found = header.get("__metadata__") if isinstance(header, dict) else None
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], files: Files) -> None:
+    nbytes = sum(tensor.nbytes for tensor in tensors.values()) + _HEADER_ROOM
+    files.require_free(path.parent, nbytes)
+    with files.replacing(path) as temporary:
+        try:
+            files.write_tensors(temporary, tensors, metadata)
+        except (SafetensorError, OSError) as error:
+            # Others write to the disk, too: that there was room before is no promise. Nothing has taken `path`'s place.
+            raise no_room(path, _code(error), nbytes) or StorageFailed(path, f"write: {error}") from error
+
+
+def _code(error: SafetensorError | OSError) -> int | None:
+    """The error's number; the library has it in its words alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
+
+
+def _saveable(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    hasher = xxhash.xxh3_64(_canonical(dict(metadata)))
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        hasher.update(_canonical([name, str(tensor.dtype), list(tensor.shape)]))
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return str(hasher.hexdigest())
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _file_name(fragment: int, version: int) -> str:
+    return f"f{fragment}-v{version}.safetensors"
+
+
+def versions_of(directory: Path, fragment: int, files: Files = DISK) -> list[int]:
+    """Versions of a fragment's snapshots, ascending."""
+    folder = directory / "snapshots"
+    names = files.names(folder) if files.is_directory(folder) else []
+    return sorted(int(found[2]) for name in names if (found := _NAME.fullmatch(name)) and int(found[1]) == fragment)
+
+
+def version_in(name: str) -> int | None:
+    """The version that a file's name says; None where it is no snapshot's."""
+    found = _NAME.fullmatch(name)
+    return int(found[2]) if found else None
+
+
+def _delete_older(directory: Path, fragment: int, version: int, files: Files) -> None:
+    """Keep this one and the `KEEP` − 1 before it. Newer ones, of a history that was left, are not ours to judge.
+
+    Not durable: one that is there again after a power cut is only older than need be.
+    """
+    older = [found for found in versions_of(directory, fragment, files) if found < version]
+    for found in older[: max(0, len(older) - (KEEP - 1))]:
+        with suppress(FileNotFoundError):
+            files.unlink(snapshot_path(directory, fragment, found))

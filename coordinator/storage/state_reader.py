@@ -1,0 +1,125 @@
+"""A state folder as somebody reads it who owns nothing in it: strictly read-only, and safe beside its coordinator.
+
+A live journal is read as a prefix. What looks like damage may be a record that was half written when it was read, or a
+segment that was pruned under the reader's eyes: then a second look finds it otherwise. Damage stays as it is.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.records import Record
+from farloop.coordinator.errors import Inconsistent, NoFolder, StateMismatch, StorageError
+from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.segment import (
+    SEGMENT_HEADER_BYTES,
+    Attachment,
+    Entry,
+    Scan,
+    read_attachment,
+    read_segments,
+    refuse_half_salvaged,
+)
+
+_T = TypeVar("_T")
+
+LOOK_AGAIN_S = 0.2
+"""After which a record that was being written is whole."""
+
+_LOOKS = 20
+"""At something that is different every time; a journal that is written this fast has a live coordinator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A record and where its header begins."""
+
+    segment: int
+    offset: int
+    entry: Entry
+
+    @property
+    def record(self) -> Record:
+        return self.entry.record
+
+    @property
+    def attachment(self) -> Attachment:
+        return self.entry.attachment
+
+    @property
+    def where(self) -> str:
+        """As `000003:1048576`: the segment's number and the byte in it."""
+        return f"{self.segment:06d}:{self.offset}"
+
+
+def state_folder(directory: Path, files: Files = DISK) -> Path:
+    """The folder itself, if there is one. Raises NoFolder."""
+    if not files.is_directory(directory):
+        raise NoFolder(directory)
+    return directory
+
+
+def journal_folder(directory: Path, files: Files = DISK) -> Path:
+    """The folder itself, if there is a journal in it. Raises NoFolder, StateMismatch."""
+    state_folder(directory, files)
+    try:
+        found = any(name.startswith("journal-") and name.endswith(".log") for name in files.names(directory))
+        refuse_half_salvaged(directory, files)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise StateMismatch(directory, f"cannot be read: {why}; check its permissions") from error
+    if not found:
+        raise StateMismatch(directory, "holds no journal; --state names the coordinator's state_dir")
+    return directory
+
+
+def steadily(look: Callable[[], _T], pause: Callable[[float], None] = time.sleep) -> _T:
+    """What `look` returns, once it does; raises its StorageError when it is the same twice in a row."""
+    before = ""
+    for _ in range(_LOOKS):
+        try:
+            return look()
+        except StorageError as error:
+            if str(error) == before:
+                raise
+            before = str(error)
+        pause(LOOK_AGAIN_S)
+    return look()
+
+
+def read_journal(directory: Path) -> list[Scan]:
+    """All that can be read now.
+
+    Raises:
+        StorageError: it is damaged, or not there.
+    """
+    journal_folder(directory)
+    return steadily(lambda: read_segments(directory))
+
+
+def placed(scan: Scan) -> Iterator[Placed]:
+    """The records of a segment, in order."""
+    offset = SEGMENT_HEADER_BYTES
+    for entry in scan.entries:
+        yield Placed(segment=entry.attachment.segment, offset=offset, entry=entry)
+        offset = entry.attachment.offset + entry.attachment.size
+
+
+def attached(directory: Path, attachment: Attachment, files: Files = DISK) -> bytes:
+    """A record's bulk bytes. Raises StorageFailed."""
+    return read_attachment(directory, attachment, 0, attachment.size, files)
+
+
+def ledger_of(directory: Path, first: Record) -> Ledger:
+    """What the journal that begins with this record says before the next. Raises StateMismatch."""
+    match first:
+        case rec.RunStarted():
+            return Ledger.begin(first)
+        case rec.LedgerSaved():
+            return Ledger.resume(first)
+        case _:
+            raise Inconsistent(directory, "its journal does not begin with a run's start")

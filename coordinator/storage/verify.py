@@ -1,0 +1,491 @@
+"""Verify a state directory against everything that it promises, and repeat its commits. Read-only."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from farloop.algo.digest import digest
+from farloop.algo.spec import BlobId
+from farloop.coordinator import commits
+from farloop.coordinator.aggregator import Buffers
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt, StateMismatch, StorageError, StorageFailed
+from farloop.coordinator.storage import snapshots
+from farloop.coordinator.storage.epoch import claimed_epoch
+from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.recovery import refusal
+from farloop.coordinator.storage.segment import (
+    Attachment,
+    Scan,
+    first_sequence_of,
+    scan_segment,
+    segment_numbers,
+    segment_path,
+    segment_paths,
+)
+from farloop.coordinator.storage.state_reader import Placed, attached, journal_folder, ledger_of, placed, steadily
+from farloop.quant.errors import BadBlob, NonFiniteError
+from farloop.wire.blobs import blob_digest
+
+# --- Commits made again from what the journal holds of them, and compared with what was recorded, bit for bit.
+# Read-only.
+#
+# Beginning at a snapshot, every window is summed, stepped and encoded anew from its stored deltas. All of the outcome
+# is compared: the update's bytes, the digests of anchor, target and outer state, and the terms that followed from it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitComparison:
+    """One digest, as recorded and as it came out."""
+
+    name: str
+    recorded: int | None
+    found: int | None
+
+    @property
+    def same(self) -> bool:
+        return self.recorded == self.found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """One commit made again."""
+
+    where: str
+    fragment: int
+    version: int
+    deltas: int
+    from_deltas: bool
+    """False where deltas are not stored (data-parallel): then the anchor alone is made, from the update."""
+    compared: tuple[CommitComparison, ...]
+    trouble: str = ""
+    """Why it could not be made again at all."""
+
+    @property
+    def same(self) -> bool:
+        return not self.trouble and all(comparison.same for comparison in self.compared)
+
+
+def span(directory: Path, scans: list[Scan]) -> dict[int, tuple[int, int]]:
+    """First and last version of every fragment that can be made again; an empty span has first > last."""
+    first = next((record for scan in scans for record in placed(scan)), None)
+    if first is None:
+        return {}
+    ledger = ledger_of(directory, first.record)
+    known: dict[int, list[int]] = {fragment: [] for fragment in range(len(ledger.versions))}
+    newest = dict(enumerate(ledger.versions))
+    for scan in scans:
+        for record in placed(scan):
+            if isinstance(record.record, rec.WindowCommitted):
+                known[record.record.fragment].append(record.record.version)
+                newest[record.record.fragment] = record.record.version
+            for anchor in record.record.anchors if isinstance(record.record, rec.Adopted) else ():
+                known[anchor.fragment], newest[anchor.fragment] = [], anchor.version  # nothing leads there
+    spans: dict[int, tuple[int, int]] = {}
+    for fragment, versions in known.items():
+        oldest = min(versions, default=newest[fragment] + 1)
+        begins = [v + 1 for v in snapshots.versions_of(directory, fragment) if v + 1 >= oldest]
+        spans[fragment] = (min(begins, default=newest[fragment] + 1), newest[fragment])
+    return spans
+
+
+def replay(directory: Path, scans: list[Scan], wanted: dict[int, tuple[int, int]]) -> Iterator[ReplayResult]:
+    """Make commits again: of each fragment in `wanted` those from the first to the last version.
+
+    A fragment whose commit does not come out is not followed any further.
+
+    Raises:
+        StateMismatch: there is no snapshot to begin from.
+        StorageError: the folder cannot be read.
+    """
+    buffers: dict[int, Buffers] = {}
+    inputs: dict[BlobId, Attachment] = {}
+    ledger: Ledger | None = None
+    for scan in scans:
+        for at in placed(scan):
+            if ledger is None:
+                ledger = ledger_of(directory, at.record)
+                fingerprint = ledger.spec.identity.fingerprint()
+                buffers = {f: _begin(directory, f, first, fingerprint) for f, (first, _) in wanted.items()}
+            if (blob := _spooled(at.record)) is not None:
+                inputs[blob] = at.attachment
+            if isinstance(at.record, rec.WindowCommitted):
+                held, (first, last) = buffers.get(at.record.fragment), wanted.get(at.record.fragment, (0, -1))
+                if held is not None and at.record.version == held.version + 1 and at.record.version <= last:
+                    again, following = _again(directory, ledger, held, at, inputs)
+                    if following is None:
+                        del buffers[at.record.fragment]
+                    else:
+                        buffers[at.record.fragment] = following
+                    if at.record.version >= first or following is None:
+                        yield again
+            ledger.apply(at.record)
+
+
+def _spooled(record: rec.Record) -> BlobId | None:
+    return record.blob if isinstance(record, rec.InputStored) else None
+
+
+def _begin(directory: Path, fragment: int, first: int, fingerprint: str) -> Buffers:
+    """The state of the fragment at the newest snapshot before version `first`."""
+    fault = None
+    for version in reversed([v for v in snapshots.versions_of(directory, fragment) if v < first]):
+        try:
+            found = snapshots.load(snapshots.snapshot_path(directory, fragment, version))
+        except SnapshotCorrupt as error:
+            fault = fault or error
+            continue
+        if found.fingerprint == fingerprint:
+            tensors = dict(found.tensors)
+            anchor, target = tensors.pop("anchor"), tensors.pop("target")
+            return Buffers(version=version, anchor=anchor, target=target, outer=tensors)
+    if fault is not None:
+        raise fault
+    raise StateMismatch(directory, f"no snapshot of fragment {fragment} is older than version {first}")
+
+
+def _again(
+    directory: Path, ledger: Ledger, held: Buffers, at: Placed, inputs: dict[BlobId, Attachment]
+) -> tuple[ReplayResult, Buffers | None]:
+    """The commit at `at`, made again, and the buffers after it; None where it did not come out."""
+    record = at.record
+    assert isinstance(record, rec.WindowCommitted)
+    merged = [addend.blob for addend in record.blobs]
+    places = [inputs.get(blob) for blob in (*merged, *commits.apart(record))]
+    stored = [attached(directory, place) for place in places if place is not None]
+    from_deltas = len(stored) == len(places)
+    compared: tuple[CommitComparison, ...] = ()
+    following: Buffers | None = None
+    trouble = ""
+    try:
+        if from_deltas:
+            addends = [(data, addend.weight) for data, addend in zip(stored, record.blobs, strict=False)]
+            result = commits.compute(ledger, held, record, addends, stored[len(merged) :])
+            again = commits.completed(record, result)
+            compared = (
+                _compare("update", record.update_digest, again.update_digest),
+                _compare("anchor", record.anchor_digest, again.anchor_digest),
+                _compare("target", record.target_digest, again.target_digest),
+                _compare("outer state", record.momentum_digest, again.momentum_digest),
+            )
+            if again == record:
+                following = result.buffers
+            elif all(comparison.same for comparison in compared):
+                trouble = "the terms of the next window came out different"
+        else:
+            update = attached(directory, at.attachment)
+            codecs = commits.codecs_of(ledger, record)
+            following, _ = commits.repeat(ledger, held, record, update, None, codecs)
+            compared = (
+                _compare("update", record.update_digest, blob_digest(update)),
+                _compare("anchor", record.anchor_digest, digest(following.anchor)),
+            )
+    except (BadBlob, NonFiniteError, commits.WrongAnchor) as error:
+        trouble = str(error)
+    replayed = ReplayResult(
+        where=at.where,
+        fragment=record.fragment,
+        version=record.version,
+        deltas=len(record.blobs),
+        from_deltas=from_deltas,
+        compared=compared,
+        trouble=trouble,
+    )
+    return replayed, following
+
+
+def _compare(name: str, recorded: int | None, found: int | None) -> CommitComparison:
+    return CommitComparison(name=name, recorded=recorded, found=found)
+
+
+# --- A state folder held against everything that it promises. Read-only; says where something is wrong, and what.
+#
+# Digests and salts of every segment, record and attachment; sequences without a gap; epochs that rise; the ledger's
+# invariants after every record, and its summaries; snapshots by checksum, by the digests of their commits, and as
+# beginnings from which a restart would come to the newest version.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that is not as it was written, or does not fit the rest."""
+
+    where: str
+    """A file of the state folder, with a byte of it where that is known."""
+    what: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What was looked at, and what is wrong with it."""
+
+    run: str = ""
+    segments: int = 0
+    records: int = 0
+    attached_bytes: int = 0
+    deltas: int = 0
+    updates: int = 0
+    epochs: int = 0
+    epoch: int = 0
+    versions: list[int] = field(default_factory=list)
+    snapshots: int = 0
+    torn: str = ""
+    """Of a torn tail, which is no damage; empty without one."""
+    faults: list[Fault] = field(default_factory=list)
+    refused: str = ""
+    """Why a start would refuse the folder, by the code of a start; empty where it would go on."""
+
+
+class _Damaged(StorageError):
+    """Faults were found, perhaps only because the folder is in use: look again."""
+
+
+def verify(directory: Path, files: Files = DISK) -> Report:
+    """Look at everything, as the disk has it and not the cache, where the system can do that.
+
+    Raises:
+        StateMismatch: there is no journal.
+        StorageFailed: the disk refused a read, and not for a file that is damaged.
+    """
+    journal_folder(directory, files)
+    _forget(directory, files)
+    reports: list[Report] = []
+
+    def look() -> Report:
+        reports.append(_Verifier(directory, files).look())
+        if reports[-1].faults:
+            raise _Damaged(directory, "; ".join(f"{fault.where}: {fault.what}" for fault in reports[-1].faults))
+        return reports[-1]
+
+    try:
+        return steadily(look)
+    except _Damaged:
+        return reports[-1]
+
+
+def _forget(directory: Path, files: Files) -> None:
+    folder = directory / "snapshots"
+    paths = [segment_path(directory, number) for number in segment_numbers(directory, files)]
+    paths += [folder / name for name in (files.names(folder) if files.is_directory(folder) else [])]
+    for path in paths:
+        with suppress(FileNotFoundError):  # a coordinator is at work
+            files.forget(path)
+
+
+class _Verifier:
+    def __init__(self, directory: Path, files: Files) -> None:
+        self._directory, self._files = directory, files
+        self._report = Report()
+        self._anchors: dict[tuple[int, int], tuple[int, int]] = {}
+        """Digests of anchor and target by fragment and version, of the commits in the journal."""
+        self._taken: dict[int, int] = {}
+        """Version of the newest snapshot that the journal says there is, by fragment."""
+        self._adopted: dict[int, int] = {}
+        """Version by fragment that the run goes on from, and whose bytes are in the journal."""
+        self._ledger: Ledger | None = None
+
+    def look(self) -> Report:
+        refused = refusal(self._directory, self._files)
+        report = self._look()
+        if refused is not None:
+            report.refused = str(refused)
+            if not report.faults:
+                where = refused.path.name if refused.path != self._directory else "folder"
+                self._fault(where, str(refused).removeprefix(f"{refused.path}: "))
+        return report
+
+    def _look(self) -> Report:
+        scans = self._segments()
+        for found in scans:
+            for record in placed(found):
+                if not self._record(record):
+                    return self._report
+        if self._ledger is not None:
+            self._report.versions = list(self._ledger.versions)
+            self._report.epoch = self._ledger.epoch
+            self._epoch_file(self._ledger.epoch)
+            self._snapshots(self._ledger)
+        return self._report
+
+    def _fault(self, where: str, what: str) -> None:
+        self._report.faults.append(Fault(where=where, what=what))
+
+    # --- the journal
+
+    def _segments(self) -> list[Scan]:
+        """All segments up to the first that is damaged; of those behind it, only their own damage is told."""
+        report = self._report
+        try:
+            paths = segment_paths(self._directory, self._files)
+        except JournalCorrupt as error:
+            self._fault(error.path.name, error.detail)
+            return []
+        whole: list[Scan] = []
+        intact, following, salts = True, None, dict[int, str]()
+        for number, path in paths.items():
+            report.segments += 1
+            until = None if number == max(paths) else self._begin_of(number + 1)
+            try:
+                found = scan_segment(path, number, following, self._files, until=until)
+            except JournalCorrupt as error:
+                self._fault(f"{error.path.name} byte {error.offset}", error.detail)
+                intact, following = False, None
+                continue
+            following = found.next_sequence
+            if number == min(paths) and number > 0 and not found.begins_a_journal:
+                self._fault(segment_path(self._directory, number - 1).name, "this segment of the journal is missing")
+                intact = False
+            if until is not None and found.next_sequence < until:
+                what = f"record {found.next_sequence} is damaged, and segments follow"
+                self._fault(f"{path.name} byte {found.end}", what)
+                intact = False
+            if other := salts.get(found.salt):
+                self._fault(path.name, f"has the salt of {other}: one is a copy of the other")
+            salts[found.salt] = path.name
+            if found.torn_bytes:
+                report.torn = (
+                    f"{path.name} byte {found.end}: {found.torn_bytes} bytes of a torn tail, or of a record that is "
+                    "being written; nobody was told of it, and a start cuts it"
+                )
+            if intact:
+                whole.append(found)
+        return whole
+
+    def _begin_of(self, number: int) -> int | None:
+        """The first record of this segment; None where it cannot be read."""
+        try:
+            return first_sequence_of(segment_path(self._directory, number), number, self._files)
+        except JournalCorrupt:
+            return None
+
+    def _record(self, at: Placed) -> bool:
+        """Whether the records behind this one can be understood."""
+        report, record = self._report, at.record
+        where = f"{segment_path(self._directory, at.segment).name} byte {at.offset}, record {at.entry.sequence}"
+        report.records += 1
+        report.attached_bytes += at.attachment.size
+        if self._ledger is None:
+            self._ledger = ledger_of(self._directory, record)
+            report.run = self._ledger.spec.identity.name
+            report.epochs = 1
+        elif isinstance(record, rec.LedgerSaved) and Ledger.resume(record) != self._ledger:
+            self._fault(where, "what the segment begins with is not what the records before it say")
+            return False
+        elif (wrong := self._out_of_turn(record)) is not None:
+            self._fault(where, wrong)
+            return False
+        match record:
+            case rec.EpochClaimed():
+                report.epochs += 1
+            case rec.AnchorFetched(blob_digest=expected):
+                self._attached(at, where, "anchor", expected, None)
+            case rec.Adopted(anchors=anchors):
+                report.epochs += 1
+                self._adopted |= {anchor.fragment: anchor.version for anchor in anchors}
+            case rec.InputStored(digest=expected):
+                report.deltas += 1
+                self._attached(at, where, "delta", expected, None)
+            case rec.WindowCommitted(fragment=fragment, version=version, update_digest=expected, update_size=size):
+                report.updates += 1
+                self._attached(at, where, "update", expected, size)
+                self._anchors[fragment, version] = record.anchor_digest, record.target_digest
+            case rec.SnapshotTaken(fragment=fragment, version=version):
+                self._taken[fragment] = version
+            case _:
+                pass
+        try:
+            self._ledger.apply(record)
+            self._ledger.check()
+        except (AssertionError, LookupError):
+            self._fault(where, "the ledger's invariants do not hold after it")
+            return False
+        return True
+
+    def _out_of_turn(self, record: rec.Record) -> str | None:
+        """Why this record cannot stand behind the ones before it."""
+        assert self._ledger is not None
+        match record:
+            case rec.EpochClaimed(epoch=epoch) if epoch <= self._ledger.epoch:
+                return f"epoch {epoch} is claimed after epoch {self._ledger.epoch}"
+            case rec.Adopted(epoch=epoch) if epoch <= self._ledger.epoch:
+                return f"what nodes held is adopted in epoch {epoch} after epoch {self._ledger.epoch}"
+            case rec.Adopted(anchors=anchors) if not all(0 <= a.fragment < len(self._ledger.versions) for a in anchors):
+                return "an anchor is adopted of a fragment that there is not"
+            case rec.WindowCommitted(fragment=fragment, version=version):
+                if not 0 <= fragment < len(self._ledger.versions):
+                    return f"there is no fragment {fragment}"
+                if version != (newest := self._ledger.versions[fragment]) + 1:
+                    return f"version {version} of fragment {fragment} follows version {newest}"
+                if fragment not in self._ledger.windows:
+                    return f"version {version} of fragment {fragment} is committed, and it was final"
+            case rec.TermsChanged(revision=revision):
+                if (number := revision.number) != (newest := self._ledger.spec.revision) + 1:
+                    return f"revision {number} of the terms follows revision {newest}"
+                if (given := len(revision.windows)) != (count := len(self._ledger.versions)):
+                    return f"revision {number} of the terms is for {given} fragments, and there are {count}"
+            case rec.RunStarted():
+                return "the run begins in the middle of a journal"
+            case _:
+                pass
+        return None
+
+    def _attached(self, at: Placed, where: str, what: str, expected: int, size: int | None) -> None:
+        data = attached(self._directory, at.attachment, self._files)
+        if size is not None and len(data) != size:
+            self._fault(where, f"its {what} has {len(data)} bytes, not {size}")
+        elif blob_digest(data) != expected:
+            self._fault(where, f"its {what} does not have the digest that the record says")
+
+    # --- what stands beside it
+
+    def _epoch_file(self, epoch: int) -> None:
+        try:
+            claimed = claimed_epoch(self._directory, self._files)
+        except StorageFailed as error:
+            return self._fault("epoch", error.detail)
+        if claimed < epoch:
+            self._fault("epoch", f"the file says {claimed}, the journal {epoch}")
+
+    def _snapshots(self, ledger: Ledger) -> None:
+        good: dict[int, list[int]] = {index: [] for index in range(len(ledger.versions))}
+        fingerprint = ledger.spec.identity.fingerprint()
+        folder = self._directory / "snapshots"
+        names = sorted(self._files.names(folder)) if self._files.is_directory(folder) else []
+        for path in (folder / name for name in names if name.endswith(".safetensors")):
+            self._report.snapshots += 1
+            try:
+                found = snapshots.load(path, self._files)
+            except SnapshotCorrupt as error:
+                self._fault(f"snapshots/{path.name}", error.detail)
+                continue
+            if found.fingerprint != fingerprint:
+                self._fault(f"snapshots/{path.name}", f"is of run {found.fingerprint}, not {fingerprint}")
+            elif found.fragment not in good:
+                self._fault(f"snapshots/{path.name}", f"there is no fragment {found.fragment}")
+            elif wrong := self._unlike_its_commit(found, ledger):
+                self._fault(f"snapshots/{path.name}", wrong)
+            else:
+                good[found.fragment].append(found.version)
+        for fragment, version in self._adopted.items():
+            good[fragment].append(version)
+        for fragment, versions in good.items():
+            taken, newest = self._taken.get(fragment), ledger.versions[fragment]
+            if taken is not None and taken not in versions and not any(version > taken for version in versions):
+                self._fault(f"snapshots/f{fragment}-v{taken}.safetensors", "the journal says it is there")
+            if not any(self._leads_on(fragment, version, newest) for version in versions):
+                self._fault("snapshots", f"no good one of fragment {fragment} from which the journal leads to {newest}")
+
+    def _unlike_its_commit(self, found: snapshots.Snapshot, ledger: Ledger) -> str | None:
+        measured = digest(found.tensors["anchor"]), digest(found.tensors["target"])
+        recorded = self._anchors.get((found.fragment, found.version))
+        known = ledger.anchor_digest(found.fragment, found.version)
+        if recorded is None and known is not None:
+            recorded = known, measured[1]
+        for name, has, should in zip(("anchor", "target"), measured, recorded or measured, strict=True):
+            if has != should:
+                return f"its {name} has digest {has:016x}, that of the commit is {should:016x}"
+        return None
+
+    def _leads_on(self, fragment: int, version: int, newest: int) -> bool:
+        return version >= newest or all((fragment, v) in self._anchors for v in range(version + 1, newest + 1))

@@ -1,0 +1,356 @@
+"""Deltas and anchors from the offer to the journal."""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import xxhash
+
+from farloop.algo.spec import BlobId, Fragment, NodeId
+from farloop.coordinator import commits
+from farloop.coordinator.commits import spools_inputs
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.screening import measured
+from farloop.coordinator.decide.windows import Window
+from farloop.coordinator.storage.storage_queue import StorageQueue
+from farloop.coordinator.storage.store import Store
+from farloop.quant.blob import Bytes, Expected, blob_bytes, parse_blob
+from farloop.quant.errors import BadBlob
+from farloop.quant.norm import payload_norm_sq
+from farloop.quant.registry import codec_named
+from farloop.wire import messages as msg
+from farloop.wire.blobs import Reassembly, blob_digest
+from farloop.wire.messages import AnchorRef, Offer
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached, Reason
+from farloop.wire.session import Session
+
+# --- What a delta is, by its own bytes: well-formed or not, how long, and which numbers.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A delta that is what it was announced to be."""
+
+    offer: Offer
+    """With the squared norm that the delta has, where it was measured; it may have claimed another."""
+    payload: int = 0
+    """xxh3-64 of its encoded numbers; 0 where it was not taken."""
+
+
+def is_measured(offer: Offer, ledger: Ledger) -> bool:
+    """Whether the delta may be held against others. Gradients never are: they are not spooled, so that a restart could
+    not judge as was judged before."""
+    return spools_inputs(ledger.spec.terms) and ledger.screening.measures(offer.blob.fragment, offer.window)
+
+
+def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verified:
+    """Read every number of a delta once, and measure it where it may be held against others.
+
+    Raises:
+        BadBlob: it is not what was asked for; a number in it is not finite.
+    """
+    header, payload = parse_blob(data, expect)
+    if not measures:
+        return Verified(offer=offer)
+    norm_sq = payload_norm_sq(header.codec, payload, expect.fragment, seed=header.seed)
+    return Verified(offer=measured(offer, norm_sq), payload=xxhash.xxh3_64_intdigest(payload.numpy().data))
+
+
+# --- Deltas on their way in: what was offered, what is half here, what is here and not durable yet. No I/O.
+#
+# The daemon and the simulator hand it sessions and bytes; it outlives sessions, so that a transfer that broke off goes
+# on where it stopped (protocol Q). Memory is bounded over all nodes, and for each: a delta beyond that is not refused,
+# its first credit comes later.
+
+
+MOST_BYTES: Final = 4 << 30
+"""Of all deltas that are under way; one may always come."""
+
+MOST_BYTES_OF_A_NODE: Final = 1 << 30
+"""... and of those of one node."""
+
+
+@dataclass(slots=True)
+class DeltaIntake:
+    """One per coordinator."""
+
+    most_bytes: int = MOST_BYTES
+    most_bytes_of_a_node: int = MOST_BYTES_OF_A_NODE
+    _offers: dict[BlobId, Offer] = field(default_factory=dict)
+    """Of the deltas that are under way."""
+    _partial: dict[BlobId, Reassembly] = field(default_factory=dict)
+    _keeping: set[BlobId] = field(default_factory=set)
+    """Here, and being made durable."""
+    _waiting: dict[BlobId, Offer] = field(default_factory=dict)
+    """Offered, and not asked for until there is room; in the order in which they came."""
+    _crowded: dict[BlobId, Offer] = field(default_factory=dict)
+    """Offered by nodes whose sessions take no more at once, until something of theirs has ended."""
+    _asleep: set[BlobId] = field(default_factory=set)
+    """Half here, with a session that is over: they may be let go."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory for what is half here."""
+        return sum(reassembly.size for reassembly in self._partial.values())
+
+    def let_in(
+        self, session: Session, offer: Offer, window: Window | None, fragment: Fragment, codec_up: str, now: float
+    ) -> str | None:
+        """Let a delta come over this session; a sentence where its size is wrong, None otherwise.
+
+        `codec_up` is that of the window which the delta names, `window` the open one, perhaps a later one. Nothing is
+        asked for where the window closed while the decision waited for its turn, or where the bytes are here and
+        `Stored` is on its way.
+        """
+        if window is None or not window.admits(offer) or offer.blob in self._keeping:
+            return None
+        codec = codec_named(codec_up)
+        most = blob_bytes(codec, fragment)
+        if offer.size > most or (offer.size < most and not codec.traits.entropy_coded):
+            return f"{offer.size} bytes offered, {most} are a {codec_up} blob of this fragment"
+        self._let_go_of_old(offer, window)
+        kept = self._partial.get(offer.blob)
+        if kept is None and not self._has_room(offer):
+            self._waiting[offer.blob] = offer
+            return None
+        # A node has one delta of a fragment under way: what it began before is void.
+        blob = offer.blob
+        for other in [b for b in self._partial if (b.node, b.fragment) == (blob.node, blob.fragment) and b != blob]:
+            self._forget(other)
+            session.cancel(other)  # else its memory stays with the session
+        try:
+            reassembly = session.expect(blob, offer.size, offer.digest, kept, now)
+        except AlreadyUnderWay:  # offered twice in one session
+            return None
+        except LimitReached:
+            self._crowded[blob] = offer
+            return None
+        self._partial[blob], self._offers[blob] = reassembly, offer
+        self._asleep.discard(blob)
+        return None
+
+    def to_come(self, blob: BlobId) -> int | None:
+        """Bytes that a delta still has to bring; None where none are asked for."""
+        reassembly = self._partial.get(blob)
+        return None if reassembly is None else reassembly.size - reassembly.received
+
+    def next(self) -> Offer | None:
+        """The first of those that waited which there is room for now: to be let in again."""
+        for blob, offer in self._waiting.items():
+            if self._has_room(offer):
+                return self._waiting.pop(blob)
+        return None
+
+    def parted(self, node: NodeId) -> None:
+        """The node's session is over: what it offered it will offer again, and what is half here may go on then."""
+        self._waiting = {blob: offer for blob, offer in self._waiting.items() if blob.node != node}
+        self._crowded = {blob: offer for blob, offer in self._crowded.items() if blob.node != node}
+        self._asleep |= {blob for blob in self._partial if blob.node == node}
+
+    def arrived(self, blob: BlobId) -> Offer | None:
+        """All bytes are here, good or bad: their offer, being kept until `settled`; None where it has become void."""
+        for other in [other for other in self._crowded if other.node == blob.node]:
+            self._waiting[other] = self._crowded.pop(other)
+        if blob not in self._partial:
+            return None
+        del self._partial[blob]
+        self._asleep.discard(blob)
+        self._keeping.add(blob)
+        return self._offers.pop(blob)
+
+    def settled(self, blob: BlobId) -> None:
+        """The delta is durable, or was refused."""
+        self._keeping.discard(blob)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self._partial.keys() == self._offers.keys() >= self._asleep
+        assert self.held_bytes <= self.most_bytes or len(self._partial) == 1
+        assert not self._waiting or self._partial, "something is waited for"
+
+    def _let_go_of_old(self, offer: Offer, window: Window) -> None:
+        """Of those whose session is over: the ones that came too late, and as many more as stand in the way."""
+        for blob in [b for b in self._asleep if b.fragment == offer.blob.fragment and b != offer.blob]:
+            if not window.admits(self._offers[blob]):
+                self._forget(blob)
+        for blob in sorted(self._asleep - {offer.blob}, key=lambda other: (other.node, other.fragment, other.seq)):
+            if self.held_bytes + offer.size > self.most_bytes:
+                self._forget(blob)
+
+    def _forget(self, blob: BlobId) -> None:
+        del self._partial[blob], self._offers[blob]
+        self._asleep.discard(blob)
+
+    def _has_room(self, offer: Offer) -> bool:
+        """What it takes the place of, counts as gone: a node has one delta of a fragment under way."""
+        blob = offer.blob
+        others = {b: r.size for b, r in self._partial.items() if (b.node, b.fragment) != (blob.node, blob.fragment)}
+        own = [size for other, size in others.items() if other.node == blob.node]
+        fits = not own or sum(own) + offer.size <= self.most_bytes_of_a_node
+        return fits and (not others or sum(others.values()) + offer.size <= self.most_bytes)
+
+
+def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) -> Expected:
+    """What the bytes of an offered delta must say of themselves; `codec_up` is that of the window which it names."""
+    return Expected(
+        codecs=(codec_named(codec_up),),
+        fragment=fragment,
+        version=offer.window,
+        base=offer.blob.version,
+        newest_epoch=epoch,
+    )
+
+
+# --- Deltas from the offer to the commit: let in, verified, made durable, kept until their window has merged them.
+#
+# What half of them is here is `uploads.py`'s to know; which are wanted, the machine's to decide.
+
+
+InCompute = Callable[..., Awaitable[Any]]
+"""Calls a function with its arguments in the thread that does the arithmetic."""
+
+
+class DeltaUploads:
+    """All deltas of one incarnation of the coordinator. Each that is let in ends in one event, or with its session."""
+
+    def __init__(self, store: Store, upkeep: StorageQueue, in_compute: InCompute) -> None:
+        """Those that are durable and without an outcome are here at once."""
+        self._store, self._upkeep, self._in_compute = store, upkeep, in_compute
+        self._intake = DeltaIntake()
+        self._bytes: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
+
+    def let_in(self, session: Session, offer: msg.Offer, window: Window | None) -> ev.InputFailed | None:
+        """Let a delta come over this session, if the fragment's open window still admits it."""
+        fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
+        codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
+        wrong = self._intake.let_in(session, offer, window, fragment, codec_up, time.monotonic())
+        return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
+
+    def to_come(self, blob: BlobId) -> int | None:
+        """Bytes that a delta still has to bring; None where none are asked for."""
+        return self._intake.to_come(blob)
+
+    def arrived(self, blob: BlobId) -> msg.Offer | None:
+        """All bytes of a delta are here; its offer, to be given to `keep` or `corrupt`. None where it became void."""
+        return self._intake.arrived(blob)
+
+    def next(self) -> msg.Offer | None:
+        """A delta that waited, and that there is room for now: to be let in again."""
+        return self._intake.next()
+
+    def parted(self, node: NodeId) -> None:
+        """The node's session is over."""
+        self._intake.parted(node)
+
+    async def keep(self, offer: msg.Offer, data: bytearray) -> ev.InputStored | ev.InputFailed:
+        """Verify and spool a delta; durable before it counts (protocol P). Raises StorageFailed."""
+        ledger = self._store.ledger
+        fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
+        codec_up = ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
+        try:
+            expect = expected_delta(offer, fragment, codec_up, ledger.epoch)
+            measures = is_measured(offer, ledger)
+            found: Verified = await self._in_compute(verify, data, offer, expect, measures)
+        except BadBlob as error:
+            return self._rejected(offer, Reason.CORRUPT, str(error))
+        if commits.spools_inputs(ledger.spec.terms):
+            await self._upkeep.spool(rec.InputStored.of(found.offer, found.payload), data)
+        self._intake.settled(offer.blob)
+        self._bytes[offer.blob] = data
+        return ev.InputStored(offer=found.offer, payload=found.payload)
+
+    def corrupt(self, offer: msg.Offer) -> ev.InputFailed:
+        """The bytes do not have the digest that was announced."""
+        return self._rejected(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
+
+    def idle(self, offer: msg.Offer) -> ev.InputFailed:
+        """Its bytes stopped coming."""
+        return self._rejected(offer, Reason.IDLE, Reason.IDLE.sentence)
+
+    def broken(self, offer: msg.Offer, error: Exception) -> ev.InputFailed:
+        """It could not be kept, for a reason that nobody foresaw."""
+        return self._rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}")
+
+    def addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
+        """The deltas of a commit, with their weights, in the order of the sum."""
+        return [(self._bytes[addend.blob], addend.weight) for addend in draft.blobs]
+
+    def apart(self, draft: rec.WindowCommitted) -> list[bytes | bytearray]:
+        """Those of nodes in quarantine, which are measured alone."""
+        return [self._bytes[blob] for blob in commits.apart(draft)]
+
+    def forget(self, blobs: Sequence[BlobId]) -> None:
+        """They were merged, or dropped."""
+        for blob in blobs:
+            self._bytes.pop(blob, None)
+
+    def _rejected(self, offer: msg.Offer, reason: Reason, detail: str) -> ev.InputFailed:
+        self._intake.settled(offer.blob)
+        return ev.InputFailed(offer=offer, reason=reason, detail=detail)
+
+
+# --- Anchors that come up from nodes: let in, held against the digest that was named, journaled (protocol, Adoption).
+
+
+class ExpectedAnchors:
+    """Those that were asked for, and are on their way. No I/O: the daemon and the simulator hand it sessions."""
+
+    def __init__(self) -> None:
+        self._refs: dict[BlobId, AnchorRef] = {}
+
+    def let_in(self, session: Session, command: ev.ReceiveAnchor, size: int, now: float) -> ev.AnchorFailed | None:
+        """Let it come over this session; `size`: what an anchor of this fragment has."""
+        offer, ref = command.offer, command.anchor
+        if offer.size != size:
+            return ev.AnchorFailed(node=offer.blob.node, anchor=ref, spoiled=True)
+        try:
+            session.expect(offer.blob, offer.size, offer.digest, None, now)
+        except AlreadyUnderWay:  # offered twice in one session
+            return None
+        except LimitReached:
+            return ev.AnchorFailed(node=offer.blob.node, anchor=ref, spoiled=False)
+        self._refs[offer.blob] = ref
+        return None
+
+    def arrived(self, blob: BlobId) -> AnchorRef | None:
+        """All bytes are here, good or bad; None where nobody asked for them."""
+        return self._refs.pop(blob, None)
+
+    def would_fail(self, blob: BlobId) -> ev.AnchorFailed | None:
+        """What to say if it cannot be kept; None where nobody asked for it."""
+        ref = self._refs.get(blob)
+        return None if ref is None else ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=True)
+
+    def ended(self, blob: BlobId, *, spoiled: bool) -> ev.AnchorFailed | None:
+        """It stopped coming, or its bytes are not those that were announced."""
+        ref = self.arrived(blob)
+        return None if ref is None else ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=spoiled)
+
+
+class AnchorUploads:
+    """All of one start of the coordinator."""
+
+    def __init__(self, store: Store, upkeep: StorageQueue, in_compute: Callable[..., Awaitable[Any]]) -> None:
+        self.expected = ExpectedAnchors()
+        self._store, self._upkeep, self._in_compute = store, upkeep, in_compute
+
+    def size(self, fragment: int) -> int:
+        """Bytes of an anchor on its way."""
+        return blob_bytes(codec_named("fp32"), self._store.ledger.spec.identity.layout.fragments[fragment])
+
+    async def keep(self, blob: BlobId, data: bytearray) -> ev.Event | None:
+        """Verify and journal one that is here; None where nobody asked for it. Raises StorageFailed."""
+        ref = self.expected.arrived(blob)
+        if ref is None:
+            return None
+        fragment = self._store.ledger.spec.identity.layout.fragments[ref.fragment]
+        try:
+            await self._in_compute(commits.fetched_anchor, data, fragment, ref)
+        except BadBlob:
+            return ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=True)
+        record = rec.AnchorFetched(anchor=ref, node=blob.node, blob_digest=blob_digest(data))
+        await self._upkeep.keep(record, data)
+        return ev.AnchorStored(record=record)

@@ -1,0 +1,160 @@
+"""Control variates on one node (`algo/local_update.py`): d_i of every fragment, and what each merge teaches it.
+
+The shells tell what they do, in the order in which they do it; what follows from it is decided here.
+
+    applied(version, update) ── settled(own delta, merged in that version) ──▶ d_i learns      merged ──▶ Ση = 0
+
+d_i learns from a version that was made by the same nodes as the one before. Where others made it (one has died, come or
+was late) all nodes begin anew, each from the same announcement, with d_i = 0: the d_i of those who are left would no
+longer sum to zero, and would push the model to where it is not wanted for the rest of the run.
+
+A dropped delta and a snapshot leave d_i as it is; who lost an anchor has heard what its update was, and learns from it
+all the same. The sum is not quite zero, until the nodes change, after a node was started anew so soon that no version
+was made without it (its d_i is gone: nothing of it is kept on disk), and while the learning rate of a late joiner is
+ramped, so that its Ση is another than the others'.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from farloop.algo.fragments import tiles, view
+from farloop.algo.local_update import correct_, learn_, merged_by_plain_step
+from farloop.algo.spec import BlobId, NodeId, Terms
+from farloop.node import events as ev
+from farloop.node.replica import Replica
+from farloop.quant.blob import Expected, parse_blob
+from farloop.quant.errors import BadBlob
+from farloop.quant.registry import codec_named
+from farloop.wire.messages import Committed, Message
+
+ALPHA: Final = 0.5
+"""How much of the last estimate the next one replaces. With 1 it holds the whole noise of a round, and the downlink's
+losses are not made good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """A delta without an outcome."""
+
+    command: ev.Encode
+    lr_sum: float
+    """Ση of the inner steps inside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What brought the anchor to a version."""
+
+    command: ev.Apply
+    data: bytes | bytearray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """Who made a version of a fragment."""
+
+    version: int
+    nodes: frozenset[NodeId]
+    final: bool
+
+    def continues(self, before: "_Made | None") -> bool:
+        """Whether the version before was made by the same nodes; the first version has none before it."""
+        if before is None or before.version != self.version - 1:
+            return self.version == 1
+        return before.nodes == self.nodes
+
+
+class ControlVariates:
+    """d_i of one node, fp32 [numel] per fragment. Without control variates in the terms nothing is done, or kept."""
+
+    def __init__(self, replica: Replica, terms: Terms, terms_of: Callable[[int, int], Terms] | None = None) -> None:
+        """`terms_of`: those of a fragment's window; `terms` for all of them unless given."""
+        self._replica, self._terms_of = replica, terms_of or (lambda fragment, window: terms)
+        self._on = terms.control_variates
+        self._drifts: dict[int, Tensor] = {}
+        """Those that are not zero."""
+        self._lr_sums = {fragment.index: 0.0 for fragment in replica.fragments}
+        """Ση since the last merge."""
+        self._sent: dict[int, _Sent] = {}
+        self._announced: dict[tuple[int, int], _Made] = {}
+        self._made: dict[int, _Made] = {}
+        """The last version that was applied."""
+        self._updates: dict[int, _Update] = {}
+        """Versions that can be learned from."""
+
+    def stepped(self, lr: float) -> None:
+        """An inner step at that rate is done: y ← y − η·d_i."""
+        if not self._on:
+            return
+        for fragment in self._replica.fragments:
+            self._lr_sums[fragment.index] += lr
+            if (drift := self._drifts.get(fragment.index)) is None:
+                continue
+            for slot in fragment.tensors:
+                correct_(self._replica.parameters[slot.name], view(drift, slot).view(-1), lr)
+
+    def sent(self, command: ev.Encode) -> None:
+        """A delta was taken."""
+        if self._on:
+            fragment = command.blob.fragment
+            self._sent[fragment] = _Sent(command=command, lr_sum=self._lr_sums[fragment])
+
+    def heard(self, message: Message) -> None:
+        """A control message came; commits say who made what."""
+        if self._on and isinstance(message, Committed):
+            nodes = frozenset(share.node for share in message.merged)
+            made = _Made(version=message.version, nodes=nodes, final=message.next_window is None)
+            self._announced[message.fragment, message.version] = made
+
+    def applied(self, command: ev.Apply, update: bytes | bytearray) -> None:
+        """The anchor was brought to this version by this blob, or should have been."""
+        if not self._on:
+            return
+        fragment, version = command.fragment, command.version
+        made = self._announced[fragment, version]
+        self._announced = {at: who for at, who in self._announced.items() if at[0] != fragment or at[1] > version}
+        self._updates.pop(fragment, None)
+        if not made.continues(self._made.get(fragment)):
+            self._drifts.pop(fragment, None)
+        elif not made.final:  # the run's last step is by another ν, and nothing follows it
+            self._updates[fragment] = _Update(command=command, data=update)
+        self._made[fragment] = made
+
+    def settled(self, blob: BlobId, merged_in: int | None, data: bytes | bytearray | None, epoch: int) -> None:
+        """The own delta, as it was sent, became part of that version; or (None) never will."""
+        sent, update = self._sent.get(blob.fragment), self._updates.get(blob.fragment)
+        if sent is None or sent.command.blob != blob:
+            return
+        del self._sent[blob.fragment]
+        if data is None or update is None or merged_in != update.command.version or not sent.lr_sum > 0.0:
+            return
+        command, outer_lr = sent.command, self._terms_of(blob.fragment, merged_in).outer_lr
+        try:
+            own = self._decoded(data, command.codec, blob.fragment, command.window, blob.version, epoch)
+            version, codec_down = update.command.version, update.command.codec
+            merged = self._decoded(update.data, codec_down, blob.fragment, version, version - 1, epoch)
+        except BadBlob:  # the anchor did not get it either, and is lost
+            return
+        if (drift := self._drifts.get(blob.fragment)) is None:
+            drift = self._drifts[blob.fragment] = torch.zeros_like(self._replica.anchors[blob.fragment])
+        for (drift_part,), own_part, update_part in zip(tiles(drift), own, merged, strict=True):
+            mean_part = merged_by_plain_step(update_part, outer_lr)
+            learn_(drift_part, own_part, mean_part, lr_sum=sent.lr_sum, alpha=ALPHA)
+
+    def merged(self, fragment: int) -> None:
+        """The local weights are those of the anchor again: the work of the next delta begins."""
+        self._lr_sums[fragment] = 0.0
+        self._updates.pop(fragment, None)
+
+    def _decoded(
+        self, blob: bytes | bytearray, codec: str, index: int, version: int, base: int, epoch: int
+    ) -> Iterator[Tensor]:
+        """The numbers in a blob that was here before, a tile at a time."""
+        format, fragment = codec_named(codec), self._replica.layout.fragments[index]
+        expect = Expected(codecs=(format,), fragment=fragment, version=version, base=base, newest_epoch=epoch)
+        header, payload = parse_blob(blob, expect)
+        return format.decoded_tiles(payload, fragment, seed=header.seed, device=self._replica.anchors[index].device)

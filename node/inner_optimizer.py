@@ -1,0 +1,265 @@
+"""The inner step of `Node.step` (docs/step.md), and the inner optimizers of loops that bring none of their own.
+
+Those are AdamW, or Muon for the matrices with AdamW for the rest. Both are torch's. Their moments outlive merges, and
+are never exchanged.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import AdamW, Muon, Optimizer, SparseAdam
+
+from farloop.algo.fragments import is_hidden_matrix
+from farloop.algo.outer_optimizers import is_decayed
+from farloop.algo.spec import Terms
+from farloop.node.errors import LoopError
+
+_log = logging.getLogger(__name__)
+
+Whose = Literal["run", "own"]
+"""Who decides on the learning rate, or the clip: the run's terms, or the training loop."""
+
+_BETAS = (0.9, 0.95)  # arXiv 2407.07852 (OpenDiLoCo)
+_MUON_MOMENTUM = 0.9  # MuLoCo's (arXiv 2505.23725); torch's own default, 0.95, is for one node
+
+
+def default_optimizer(module: nn.Module, terms: Terms) -> Optimizer:
+    """What the terms name, at their learning rate, with their weight decay on matrices."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if terms.inner_optimizer == "adamw":
+        return _adamw([parameter for _, parameter in named], terms)
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    hidden = {id(p) for name, p in named if p.ndim == 2 and is_hidden_matrix(name, p.shape) and id(p) not in tables}
+    matrices = [parameter for _, parameter in named if id(parameter) in hidden]
+    rest = [parameter for _, parameter in named if id(parameter) not in hidden]
+    if not matrices:
+        raise ValueError("muon is for the matrices of hidden layers, and this model has none; take adamw")
+    # Scaled by 0.2·√max(rows, columns), Muon's steps are as long as AdamW's: the run's one learning rate and its decay
+    # serve both (arXiv 2502.16982).
+    muon = Muon(
+        matrices,
+        lr=terms.lr.peak,
+        weight_decay=terms.weight_decay,
+        momentum=_MUON_MOMENTUM,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Together(muon, _adamw(rest, terms)) if rest else muon
+
+
+def _adamw(parameters: Iterable[nn.Parameter], terms: Terms) -> AdamW:
+    parameters = list(parameters)
+    decayed = [p for p in parameters if is_decayed(tuple(p.shape))]
+    plain = [p for p in parameters if not is_decayed(tuple(p.shape))]
+    groups = [{"params": decayed, "weight_decay": terms.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=terms.lr.peak, betas=_BETAS, eps=1e-8)
+
+
+class Together(Optimizer):
+    """Several optimizers of different parameters as one: its groups are theirs, so that a learning rate reaches all."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+        super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
+        self.param_groups = list(chain.from_iterable(part.param_groups for part in parts))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of each, in order."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of each, in order."""
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The way back from `state_dict`."""
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
+
+
+class InnerStep:
+    """One inner step: learning rate, clip and optimizer. A gradient that holds NaN or Inf steps nothing.
+
+    A parameter group's rate is the run's rate times the group's ratio. The ratio is taken at `join`: the group's rate
+    (its `initial_lr`, where a scheduler has noted one) divided by the optimizer's `lr=`. Where no group has the rate
+    `lr=`, it is divided by the largest rate of a group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        terms: Terms,
+        *,
+        rate: Whose = "run",
+        clip: Whose = "run",
+        scaler: GradScaler | None = None,
+        all_agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """`optimizer`: None where the run's method has no inner step. `parameters`: those that are exchanged.
+        `all_agree`: whether all ranks of the node say yes.
+
+        Raises:
+            LoopError: this cannot be stepped; one line that says what to change.
+        """
+        self._optimizer, self._parameters, self._clip_norm = optimizer, parameters, terms.clip
+        self._rate, self._clip, self._scaler, self._all_agree = rate, clip, scaler, all_agree
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._reference, self._ratios, self._rates = 1.0, list[float](), list[float]()
+        """`_rates`: of the groups, as they were set last. Another one there is the work of a scheduler."""
+        self._scheduler_seen = False
+        self._skipped_in_a_row = 0
+        if optimizer is None:
+            if rate == "own" or clip == "own" or scaler is not None:
+                raise LoopError(
+                    f"with the method {terms.method} the coordinator takes the step: rate='own', clip='own' and scaler "
+                    "cannot be used"
+                )
+            return
+        _check_optimizer(optimizer, module, parameters)
+        if rate == "run":
+            self._reference = _reference_rate(optimizer)
+            self._ratios = [_rate_at_join(group) / self._reference for group in optimizer.param_groups]
+            self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if terms.control_variates and (rate == "own" or set(self._ratios) != {1.0}):
+            raise LoopError(
+                "the run has control_variates, which need one learning rate for all parameters: take rate='run', and "
+                "give every parameter group the same lr"
+            )
+
+    def take(self, rate: float) -> bool:
+        """Step, at the run's `rate` unless the loop has its own; False where the step was skipped.
+
+        Raises:
+            LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient.
+        """
+        self._check_parameters()
+        optimizer, scaler = self._optimizer, self._scaler
+        if optimizer is None:
+            return True
+        if self._rate == "run":
+            self._set_rates(optimizer, rate)
+        if scaler is not None:
+            _unscale(scaler, optimizer)
+        norm = get_total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
+        finite = self._all_agree(bool(torch.isfinite(norm)))
+        if finite:
+            if self._clip == "run":
+                clip_grads_with_norm_(self._parameters.values(), self._clip_norm, norm)
+            if scaler is not None:
+                scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if scaler is not None:
+            scaler.update()
+        self._tell(finite)
+        return finite
+
+    def zero_grad(self) -> None:
+        """Also of parameters that the optimizer has beside the module's."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _set_rates(self, optimizer: Optimizer, rate: float) -> None:
+        groups = optimizer.param_groups
+        if not self._scheduler_seen and [float(group["lr"]) for group in groups[: len(self._rates)]] != self._rates:
+            self._scheduler_seen = True
+            _log.warning(
+                "the loop changes the learning rate (a scheduler?): step sets the run's rate instead. Remove the "
+                "scheduler, or join with rate='own' to keep its rate"
+            )
+        for group in groups[len(self._ratios) :]:  # added after `join`
+            self._ratios.append(_rate_at_join(group) / self._reference)
+        for group, ratio in zip(groups, self._ratios, strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * ratio)
+            else:
+                group["lr"] = rate * ratio
+        self._rates = [float(group["lr"]) for group in groups]
+
+    def _check_parameters(self) -> None:
+        for name, parameter in self._parameters.items():
+            if not parameter.requires_grad:
+                raise LoopError(
+                    f"parameter {name!r} was frozen after join, but the run goes on exchanging it: freeze it before "
+                    "join, on every node, in a run that begins without it"
+                )
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise LoopError(f"the gradient of parameter {name!r} is sparse, which step cannot clip: make it dense")
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise LoopError(
+                    f"parameter {name!r} was unfrozen after join and would never be exchanged: unfreeze it before "
+                    "join, on every node, in a run that begins with it"
+                )
+
+    def _tell(self, finite: bool) -> None:
+        """At the first skipped step in a row, the second, the fourth, the eighth ..."""
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if (count := self._skipped_in_a_row) and count & (count - 1) == 0:
+            _log.warning("inner step skipped cause='the gradient holds NaN or Inf' in_a_row=%d", count)
+
+
+def _check_optimizer(optimizer: Optimizer, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises LoopError for what `InnerStep` cannot step."""
+    kind = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise LoopError(f"{kind} needs a closure at every step, which node.step has not: take another optimizer")
+    if isinstance(optimizer, SparseAdam):
+        raise LoopError("SparseAdam steps sparse gradients, which cannot be clipped or exchanged: take Adam or AdamW")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise LoopError(f"the embedding {name!r} makes sparse gradients, which step cannot clip: take sparse=False")
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in stepped]
+    if len(missing) == len(parameters):
+        raise LoopError(f"{kind} has no parameter of the model: build it from the module that is given to join")
+    if missing:
+        _log.warning("%s does not step %d of the model's parameters, as %r", kind, len(missing), missing[0])
+
+
+def _reference_rate(optimizer: Optimizer) -> float:
+    """The own rate that stands for the run's. Raises LoopError where there is none."""
+    kind, groups = type(optimizer).__name__, optimizer.param_groups
+    if not all(isinstance(group.get("lr"), float | int | Tensor) for group in groups):
+        raise LoopError(f"{kind} has no learning rate that could be set: join with rate='own'")
+    rates = [_rate_at_join(group) for group in groups]
+    default = optimizer.defaults.get("lr")
+    reference = float(default) if default is not None and float(default) in rates else max(rates)
+    if not reference > 0.0:
+        raise LoopError(f"the learning rate of {kind} is {reference:g}: give it one above 0, groups keep their ratios")
+    return reference
+
+
+def _rate_at_join(group: Mapping[str, Any]) -> float:
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def _unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Divide the gradients by the scale, unless the loop has done that."""
+    try:
+        scaler.unscale_(optimizer)
+    except RuntimeError as error:
+        if "already been called" not in str(error):
+            raise

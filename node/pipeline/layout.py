@@ -1,0 +1,215 @@
+"""Layout files, and the switch to another layout in two phases."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from farloop.algo.stages import Hop, Stage, StageLayout
+from farloop.algo.stages import Path as Way
+from farloop.node.errors import BadAddress
+from farloop.node.pipeline.events import LayoutError
+from farloop.node.pipeline.messages import Prepare, Switch
+from farloop.node.pipeline.routing import Limits
+from farloop.node.zmq_dealer import split_address
+from farloop.wire.messages import validate
+from farloop.wire.reasons import RemoteProtocolError
+
+# --- How a node behaves in a pipeline.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Bounds and patience of one node."""
+
+    credit: int = 4
+    """Microbatches that a source has under way at once."""
+    memory: int = 16
+    """Inputs kept until their backward pass."""
+    attempts: int = 3
+    """Trips that a microbatch is given before it is dropped."""
+    patience_s: float = 120.0
+    """A trip that takes longer is lost."""
+    late_s: float = 10.0
+    """A planned hop that would begin a job later than this gives way to a replica that would sooner."""
+    assemble_s: float = 120.0
+    """How long a node waits at its start for those that it has never met."""
+    orphan_s: float = 120.0
+    """How long it waits for a source, once all that it follows are gone."""
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        for name in ("credit", "memory", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; the least is 1")
+
+
+# --- Layout files: what `farloop plan --json` writes, and where its nodes are.
+#
+#     {"epoch": 1,
+#      "stages": [{"layers": [0, 2], "nodes": ["oslo", "bonn"]}, {"layers": [2, 4], "nodes": ["rome", "lyon"]}],
+#      "paths": [{"nodes": ["oslo", "rome"]}, {"nodes": ["bonn", "lyon"]}],
+#      "addresses": {"oslo": "tcp://10.0.0.1:7800", "bonn": "tcp://10.0.0.2:7800", …}}
+#
+# Every node of a pipeline reads the same one. Whatever else a plan says is passed over.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageEntry:
+    layers: tuple[int, int]
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PathEntry:
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    stages: tuple[_StageEntry, ...]
+    paths: tuple[_PathEntry, ...]
+    epoch: int = 1
+    addresses: dict[str, str] = field(default_factory=dict)
+
+
+def read_layout(path: Path) -> tuple[StageLayout, dict[str, str]]:
+    """The layout, and the address of every node of it.
+
+    Raises:
+        LayoutError: one line with the file and what is wrong.
+    """
+    try:
+        file = validate(_File, json.loads(path.read_bytes()))
+    except OSError as error:
+        raise LayoutError(f"cannot read the layout {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise LayoutError(f"{path} is not JSON: {error}") from error
+    except RemoteProtocolError as error:
+        raise LayoutError(f"{path}: {str(error).removeprefix('_File.')}") from error
+    layout = _layout(file)
+    if fault := next(layout.faults(), ""):
+        raise LayoutError(f"{path}: {fault}")
+    _check_addresses(path, layout, file.addresses)
+    return layout, dict(file.addresses)
+
+
+def layout_json(layout: StageLayout, addresses: Mapping[str, str]) -> str:
+    """The text of the file. The way back from `read_layout`."""
+    plain = {
+        "epoch": layout.epoch,
+        "stages": [{"layers": [stage.first, stage.stop], "nodes": list(stage.replicas)} for stage in layout.stages],
+        "paths": [{"nodes": [hop.node for hop in path.hops]} for path in layout.paths],
+        "addresses": dict(addresses),
+    }
+    return json.dumps(plain, indent=1)
+
+
+def _layout(file: _File) -> StageLayout:
+    stages = tuple(Stage(first=one.layers[0], stop=one.layers[1], replicas=one.nodes) for one in file.stages)
+    stage_of = {node: number for number, stage in enumerate(stages) for node in stage.replicas}
+    # A node that no stage has is put where `faults` finds it.
+    ways = tuple(
+        Way(hops=tuple(Hop(stage=stage_of.get(node, len(stages)), node=node) for node in path.nodes))
+        for path in file.paths
+    )
+    return StageLayout(epoch=file.epoch, stages=stages, paths=ways)
+
+
+def _check_addresses(path: Path, layout: StageLayout, addresses: Mapping[str, str]) -> None:
+    for stage in layout.stages:
+        for node in stage.replicas:
+            if node not in addresses:
+                raise LayoutError(f"{path}: addresses has none of {node}; every stage must be reachable by the others")
+            try:
+                split_address(addresses[node])
+            except BadAddress as error:
+                raise LayoutError(f"{path}: addresses of {node}: {error}") from error
+
+
+# --- A new layout in two phases: first all who can be reached make it ready, then each follows it from a round's end
+# on.
+#
+# One node conducts, whichever was given the layout. Between the phases nothing changes: a refusal, in words, ends the
+# matter. Sources choose the moment, at the end of a round; the others follow when all of their sources have. Pure.
+
+
+Letters = list[tuple[str, Prepare | Switch]]
+"""Whom to tell what."""
+
+
+class Switching:
+    """What a node knows of the layout to come."""
+
+    def __init__(self) -> None:
+        self.layout: StageLayout | None = None
+        """Made ready here, and not followed yet."""
+        self.committed = False
+        """Whether it is to be followed."""
+        self._addresses: dict[str, str] = {}
+        """Of the newest layout."""
+        self._asked: set[str] = set()
+        """By this node, as the conductor, and not answered yet."""
+
+    @property
+    def epoch(self) -> int | None:
+        """Of the layout that is ready."""
+        return self.layout.epoch if self.layout is not None else None
+
+    def prepare(self, layout: StageLayout, addresses: Mapping[str, str]) -> None:
+        """Make it ready."""
+        self.layout, self._addresses, self.committed = layout, dict(addresses), False
+
+    def commit(self, epoch: int) -> None:
+        """If it is the one that is ready here, it is to be followed."""
+        self.committed = self.committed or self.epoch == epoch
+
+    def over(self) -> None:
+        """It is followed, or given up."""
+        self.layout, self.committed, self._asked = None, False, set()
+
+    # --- as the conductor
+
+    def conduct(self, peers: Collection[str]) -> Letters:
+        """Ask these, all that can be reached, to make ready what is ready here."""
+        assert self.layout is not None
+        self._asked = set(peers)
+        if not peers:
+            return self._second_phase(peers)
+        return [(peer, Prepare(layout=self.layout, addresses=self._addresses)) for peer in sorted(peers)]
+
+    def answered(self, peer: str, peers: Collection[str], *, refused: bool = False) -> Letters:
+        """It has made it ready, or is gone: after the last one all are told. A refusal ends the matter."""
+        if peer not in self._asked:
+            return []
+        if refused:
+            self.over()
+            return []
+        self._asked.remove(peer)
+        return [] if self._asked else self._second_phase(peers)
+
+    def once_more(self, peer: str, present: StageLayout) -> Letters:
+        """For one that has missed the switch to what all others follow."""
+        return [
+            (peer, Prepare(layout=present, addresses=self._addresses)),
+            (peer, Switch(epoch=present.epoch)),
+        ]
+
+    def _second_phase(self, peers: Collection[str]) -> Letters:
+        assert self.layout is not None
+        self.committed = True
+        return [(peer, Switch(epoch=self.layout.epoch)) for peer in sorted(peers)]
+
+
+def why_not(layout: StageLayout, present: StageLayout, node: str) -> str:
+    """Why a node that follows the present layout cannot go on with this one; an empty text when it can."""
+    if layout.epoch <= present.epoch:
+        return f"its epoch {layout.epoch} is not above the present one's, {present.epoch}"
+    if fault := next(layout.faults(), ""):
+        return fault
+    cut, cut_now = ([(stage.first, stage.stop) for stage in one.stages] for one in (layout, present))
+    if cut != cut_now:
+        return f"its stages hold the layers {cut}, the run's {cut_now}: that takes a new start"
+    if layout.stage_of(node) != present.stage_of(node):
+        return f"{node} would hold stage {layout.stage_of(node)}, now {present.stage_of(node)}: start it anew"
+    return ""

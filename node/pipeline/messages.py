@@ -1,0 +1,341 @@
+"""Messages between pipeline nodes, and their bytes."""
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from farloop.algo.spec import TENSOR_ALIGN, Fragment, TensorSlot, to_plain
+from farloop.algo.stages import Hop, StageLayout
+from farloop.wire.frames import Buffer
+from farloop.wire.messages import pack, unpack, validate
+from farloop.wire.reasons import RemoteProtocolError
+
+# --- What the nodes of a pipeline say to each other, as plain values; their bytes are made in `messages.py`.
+#
+# A *trip* is one attempt of a microbatch to go its way: forward along its path, back to its source for the loss, and
+# the same nodes backwards. A trip that is lost is followed by another, or the microbatch is dropped and counted.
+
+
+class Kind(IntEnum):
+    """Of the work that a tensor asks for; the number is on the wire."""
+
+    FORWARD = 1
+    """Activations of the stage before, for the next."""
+    LOSS = 2
+    """Activations of the last stage, for the source: its norm, head and loss (SkipPipe's C0)."""
+    BACKWARD = 3
+    """The gradient of what a node sent forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class MicrobatchRoute:
+    """One attempt of one microbatch. Unique among all trips of a run."""
+
+    source: str
+    start: int
+    """Incarnation of the source: steps are counted from 0 in each."""
+    step: int
+    index: int
+    """Of the microbatch in the step."""
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is to be done with a tensor, where it came from and where it is to go."""
+
+    kind: Kind
+    epoch: int
+    """Of the layout."""
+    trip: MicrobatchRoute
+    path: int
+    """Which of the source's paths is followed."""
+    position: int
+    """Forward: place in the path of the visit that is asked for. Backward: place in `visited`. Loss: hops visited."""
+    visited: tuple[Hop, ...]
+    """Visits so far, of a backward all of them: where the path was left, not those that were planned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What the raw bytes beside a `Work` are."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the tensor, as torch calls it: float32, bfloat16 or float16."""
+    codec: str
+    """Spelling of the codec that wrote the bytes; an empty text where they are the tensor's own, little-endian."""
+    size: int
+    """Bytes."""
+    checksum: int
+    """xxh3-64 of the bytes."""
+    sent_s: float = 0.0
+    """When it was given to the link, by the sender's clock (`link.py`); 0: an older node does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineMessage:
+    """To every peer, about twice a second, and first on every connection: I live, and this is my load."""
+
+    incarnation: int
+    epoch: int
+    ready: bool
+    """Whether it has met those that it may have to send to."""
+    queued: int
+    """Jobs that wait."""
+    job_s: float
+    """Seconds that one takes, of late."""
+    age_s: float
+    """Since it last finished or began one: a node that stands still says so by this."""
+    over: int = -1
+    """Of a source: the newest of its steps in which every microbatch is settled."""
+    sent_s: float = 0.0
+    """When it was said, by the sender's clock; 0: an older node does not say."""
+    echo_s: float = 0.0
+    """`sent_s` of the newest word that came from the receiver; 0 before there is one ..."""
+    held_s: float = 0.0
+    """... and how long ago that came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """To a source: a trip of yours ends here, and why."""
+
+    trip: MicrobatchRoute
+    epoch: int
+    """Of the layout that the sender has."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """From a source: what you keep for this trip is not wanted any more."""
+
+    trip: MicrobatchRoute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """From a source: all microbatches of this step are settled."""
+
+    start: int
+    step: int
+    microbatches: int
+    next_epoch: int
+    """Of the layout that its next step follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Phase one of a switch: a new layout, to be made ready and not yet followed."""
+
+    layout: StageLayout
+    addresses: dict[str, str]
+    """Where its nodes can be reached, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The answer to `Prepare`; with a `refusal`, in words, the switch does not take place."""
+
+    epoch: int
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """Phase two: from the end of its round on, each source follows the layout that was prepared."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """I go on purpose, and do not come back to this run by myself."""
+
+    start: int
+
+
+Message = Leave | PipelineMessage | Lost | Forget | Ended | Prepare | Prepared | Switch
+
+
+# --- Bytes of the frames between the nodes of a pipeline. Every failure to read one is `RemoteProtocolError`.
+#
+# A frame is one ZeroMQ message: a header part, and beside a `Work` one part with the tensor's bytes. Little-endian.
+#
+#     | off | type    | field    |                                                             |
+#     |-----|---------|----------|-------------------------------------------------------------|
+#     | 0   | 4 bytes | magic    | "FLPP"                                                      |
+#     | 4   | u8      | version  | 1                                                           |
+#     | 5   | u8      | number   | of the message, as below; never reused                      |
+#     | 6   | u16     | reserved | 0                                                           |
+#     | 8   | u64     | run      | the run's fingerprint; 0 without a coordinator              |
+#     | 16  | u64     | checksum | xxh3-64 of the 16 bytes before it and the body              |
+#     | 24  |         | body     | msgpack: the message's fields; of a Work [work, tensor info] |
+#
+# Sizes are bounded before anything is believed: a header by `MAX_HEADER_BYTES`, a tensor by what the receiver expects.
+# Nothing is pickled.
+
+
+MAGIC = b"FLPP"
+VERSION = 1
+MAX_HEADER_BYTES = 1 << 20
+"""A layout of a thousand nodes is a tenth of this."""
+MAX_HOPS = 64
+MAX_NAME = 63
+_MOST = 2**53
+"""Largest number in a header."""
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+_PREFIX = struct.Struct("<4sBBHQ")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _PREFIX.size + _CHECKSUM.size
+
+_WORK = 1
+_NUMBERS: dict[type[Message], int] = {
+    PipelineMessage: 2,
+    Lost: 3,
+    Forget: 4,
+    Ended: 5,
+    Prepare: 6,
+    Prepared: 7,
+    Switch: 8,
+    Leave: 9,
+}
+_CLASSES = {number: cls for cls, number in _NUMBERS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FramedMessage:
+    """A work and its tensor as bytes."""
+
+    work: Work
+    info: TensorInfo
+    data: Buffer
+
+
+def parcel(work: Work, info: TensorInfo, data: Buffer, run: int) -> list[Buffer]:
+    """The parts to transmit; the second is the tensor's bytes themselves, not a copy."""
+    return [_header(_WORK, run, pack([to_plain(work), to_plain(info)])), data]
+
+
+def message(message: Message, run: int) -> list[Buffer]:
+    """The one part to transmit."""
+    return [_header(_NUMBERS[type(message)], run, pack(message))]
+
+
+def parse(parts: Sequence[Buffer], run: int, max_tensor_bytes: int) -> FramedMessage | Message:
+    """What a peer sent.
+
+    Raises:
+        RemoteProtocolError: not an intact frame of this run within the bounds.
+    """
+    if not 1 <= len(parts) <= 2:
+        raise RemoteProtocolError(f"a frame of {len(parts)} parts")
+    header = memoryview(parts[0]).cast("B")
+    if not HEADER_BYTES < len(header) <= MAX_HEADER_BYTES:
+        raise RemoteProtocolError(f"a header of {len(header)} bytes")
+    magic, version, number, reserved, found_run = _PREFIX.unpack_from(header)
+    if (magic, version, reserved) != (MAGIC, VERSION, 0):
+        raise RemoteProtocolError(f"not a frame of version {VERSION}: {bytes(header[:8])!r}")
+    body = header[HEADER_BYTES:]
+    if _CHECKSUM.unpack_from(header, _PREFIX.size)[0] != _checksum(header[: _PREFIX.size], body):
+        raise RemoteProtocolError("wrong checksum of a header")
+    if found_run != run:
+        raise RemoteProtocolError(f"a frame of run {found_run:016x}, this one is {run:016x}")
+    if number == _WORK:
+        return _parse_work(body, parts, max_tensor_bytes)
+    if number not in _CLASSES or len(parts) != 1:
+        raise RemoteProtocolError(f"message {number} in {len(parts)} parts")
+    told: Message = validate(_CLASSES[number], unpack(body))
+    _check_numbers(told)
+    return told
+
+
+def as_fragment(shape: Sequence[int]) -> Fragment:
+    """A tensor as the only one of a fragment, which codecs take: padded to a multiple of their alignment."""
+    numel = -(-math.prod(shape) // TENSOR_ALIGN) * TENSOR_ALIGN
+    return Fragment(index=0, slot=0, numel=numel, tensors=(TensorSlot(name="x", shape=tuple(shape), offset=0),))
+
+
+def checksum(data: Buffer) -> int:
+    """xxh3-64."""
+    digest: int = xxhash.xxh3_64_intdigest(data)
+    return digest
+
+
+def _parse_work(body: memoryview, parts: Sequence[Buffer], max_tensor_bytes: int) -> FramedMessage:
+    match unpack(body):
+        case [dict() as work_fields, dict() as info_fields] if len(parts) == 2:
+            work, info = validate(Work, work_fields), validate(TensorInfo, info_fields)
+        case _:
+            raise RemoteProtocolError("a work is [work, tensor info] and a tensor beside it")
+    data = memoryview(parts[1]).cast("B")
+    if len(work.visited) > MAX_HOPS or not 0 <= work.position <= MAX_HOPS:
+        raise RemoteProtocolError(f"a work at hop {work.position} after {len(work.visited)}")
+    if not 1 <= len(info.shape) <= 4 or not all(0 < size <= _MOST for size in info.shape):
+        raise RemoteProtocolError(f"a tensor of shape {info.shape}")
+    if info.dtype not in ITEM_BYTES or not 0 < info.size == len(data) <= max_tensor_bytes:
+        raise RemoteProtocolError(f"{len(data)} bytes of {info.dtype!r}, {info.size} are announced")
+    if not info.codec and info.size != math.prod(info.shape) * ITEM_BYTES[info.dtype]:
+        raise RemoteProtocolError(f"{info.size} bytes for {info.dtype} of shape {info.shape}")
+    if not 0.0 <= info.sent_s <= _MOST:  # false for NaN as well
+        raise RemoteProtocolError(f"a tensor that was sent at {info.sent_s}")
+    if checksum(data) != info.checksum:
+        raise RemoteProtocolError("wrong checksum of a tensor")
+    _check_numbers(work)
+    return FramedMessage(work=work, info=info, data=data)
+
+
+def _check_numbers(told: Message | Work) -> None:
+    """Numbers that later arithmetic may trust, and names that a person can read."""
+    for value in _numbers(told):
+        if not 0 <= value <= _MOST:  # false for NaN as well
+            raise RemoteProtocolError(f"{type(told).__name__} holds {value}")
+    names = [hop.node for hop in told.visited] if isinstance(told, Work) else []
+    if isinstance(told, Work | Lost | Forget):
+        names.append(told.trip.source)
+    if any(not 0 < len(name) <= MAX_NAME for name in names):
+        raise RemoteProtocolError(f"{type(told).__name__} names {max(names, key=len)[:80]!r}")
+
+
+def _numbers(told: Message | Work) -> Iterator[float]:
+    match told:
+        case Work():
+            yield from (told.epoch, told.path, *_of_trip(told.trip), *(hop.stage for hop in told.visited))
+        case PipelineMessage():
+            yield from (told.incarnation, told.epoch, told.queued, told.job_s, told.age_s)
+            yield from (told.sent_s, told.echo_s, told.held_s)
+        case Lost():
+            yield from (told.epoch, *_of_trip(told.trip))
+        case Forget():
+            yield from _of_trip(told.trip)
+        case Leave():
+            yield told.start
+        case Ended():
+            yield from (told.start, told.step, told.microbatches, told.next_epoch)
+        case Prepare():
+            yield told.layout.epoch
+        case Prepared() | Switch():
+            yield told.epoch
+
+
+def _of_trip(trip: MicrobatchRoute) -> tuple[int, ...]:
+    return trip.start, trip.step, trip.index, trip.attempt
+
+
+def _header(number: int, run: int, body: bytes) -> bytes:
+    prefix = _PREFIX.pack(MAGIC, VERSION, number, 0, run)
+    return prefix + _CHECKSUM.pack(_checksum(prefix, body)) + body
+
+
+def _checksum(prefix: Buffer, body: Buffer) -> int:
+    hasher = xxhash.xxh3_64(prefix)
+    hasher.update(body)
+    digest: int = hasher.intdigest()
+    return digest

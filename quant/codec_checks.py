@@ -1,0 +1,88 @@
+"""Whether codecs may serve a run: what goes wrong slowly is refused at the start."""
+
+from farloop.algo.spec import Terms
+from farloop.quant.codec import Codec
+from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing
+from farloop.quant.formats.q4r import Q4rCodec
+from farloop.quant.registry import codec_named, spelling_of
+
+
+def check_codecs(terms: Terms) -> None:
+    """Raise UnsoundPairing, UnknownCodec or BadParameter unless a run and its nodes can have these codecs."""
+    _check_up(terms.codec_up, terms)
+    check_downlink(codec_named(terms.codec_down))
+    for node, spelling in terms.codec_up_of:
+        try:
+            _check_up(spelling, terms)
+        except (UnknownCodec, BadParameter, UnsoundPairing) as error:
+            raise UnsoundPairing(f"codec_up_of: {node}: {str(error).removeprefix('codec_up ')}") from error
+
+
+def _check_up(spelling: str, terms: Terms) -> None:
+    codec = codec_named(spelling)
+    check_uplink(codec)
+    if terms.control_variates:
+        check_variates(codec)
+
+
+def check_uplink(codec: Codec) -> None:
+    """Raise UnsoundPairing unless deltas can travel by this codec for a whole run."""
+    _check_one_step("codec_up", codec)
+    if codec.beta > 0 and codec.traits.contraction == 0:
+        raise UnsoundPairing(
+            f"codec_up {spelling_of(codec)!r}: error feedback needs a codec that keeps a part of every delta; this one "
+            "may lose more than there is, and what is lost would grow without bound; take beta=0"
+        )
+    if codec.beta == 0 and not codec.traits.unbiased and codec.traits.sparse:
+        raise UnsoundPairing(
+            f"codec_up {spelling_of(codec)!r}: without error feedback most of every delta is lost; take beta=0.95"
+        )
+
+
+def check_downlink(codec: Codec) -> None:
+    """Raise UnsoundPairing unless anchors can be made by this codec: target − anchor is an error feedback by itself."""
+    _check_one_step("codec_down", codec)
+    if not codec.traits.exact_decode:
+        raise UnsoundPairing(
+            f"codec_down {spelling_of(codec)!r} does not decode exactly, so anchors could differ; take q4"
+        )
+    if codec.traits.contraction == 0:
+        raise UnsoundPairing(
+            f"codec_down {spelling_of(codec)!r} may lose more of an update than there is, and anchors would drift away "
+            "from their target; take q4"
+        )
+    if codec.beta != 0:
+        raise UnsoundPairing(
+            f"codec_down {spelling_of(codec)!r}: what an update loses is in the next one anyway; leave beta out"
+        )
+
+
+def check_variates(codec: Codec) -> None:
+    """Raise UnsoundPairing unless nodes with control variates (`algo/local_update.py`) can send deltas by this codec.
+
+    What a delta loses they add to the next one by themselves.
+    """
+    name = spelling_of(codec)
+    if codec.traits.sparse:
+        raise UnsoundPairing(
+            f"codec_up {name!r}: with control_variates a delta must be sent as a whole, or what comes rounds later "
+            "would be corrected many times over; take q4"
+        )
+    if codec.beta > 0:
+        raise UnsoundPairing(
+            f"codec_up {name!r}: control_variates feed back what a delta loses, and with error feedback it would be "
+            "sent twice; take q4"
+        )
+    if codec.traits.contraction == 0:
+        raise UnsoundPairing(
+            f"codec_up {name!r}: control_variates need a codec that keeps a part of every delta; this one may lose "
+            "more than there is; take q4"
+        )
+
+
+def _check_one_step(what: str, codec: Codec) -> None:
+    if isinstance(codec, Q4rCodec) and len(codec.step) > 1:
+        raise UnsoundPairing(
+            f"{what} {spelling_of(codec)!r}: a step for every tensor is the coordinator's to publish; give one step, "
+            "and policy=l-greco"
+        )

@@ -1,0 +1,50 @@
+"""`bf16`: the upper half of fp32, rounded to nearest, ties to even. Magnitudes above the largest bf16 become it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farloop.algo.spec import Fragment
+from farloop.quant.codec import Traits
+from farloop.quant.errors import BadPayload
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.packing import BF16_LARGEST, from_bf16, to_bf16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bf16Codec(BlockCodec):
+    """The arithmetic of its blocks."""
+
+    def encode_tile(
+        self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
+    ) -> tuple[Tensor, Tensor]:
+        """No scales; the codes are bf16 values."""
+        return x.new_empty(0, dtype=torch.int16), to_bf16(x).view(torch.uint8)
+
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+        """Exact: a shift."""
+        # The copy aligns: received bytes may start at an odd address.
+        out.copy_(from_bf16(codes.clone().view(torch.int16)))
+
+    def check_tile(self, scales: Tensor, codes: Tensor) -> None:
+        """Every value is finite."""
+        magnitude = codes.clone().view(torch.int16) & 0x7FFF
+        if int(magnitude.max()) > BF16_LARGEST:
+            raise BadPayload("a value is not finite")
+
+
+BF16 = Bf16Codec(
+    name="bf16",
+    code=2,
+    block=1,
+    code_bits=16,
+    scale_bits=0,
+    declared=Traits(
+        bits_per_element=16.0,
+        exact_decode=True,
+        unbiased=False,
+        contraction=0.9999,
+        deterministic=True,
+    ),
+)

@@ -1,0 +1,182 @@
+"""`q4r`: `q4`'s codes with a step of your choice, then zstd: 1.5 to 3.5 bits per element by one number.
+
+The encoder sets the scale of a block of 256 to `step` · rms, and the coder after it makes small codes cheap: a coarser
+scale beats fewer bits. By default the rounding is stochastic: unbiased, so that nothing has to be remembered of what
+was lost, and free in training down to 2 bits. Nearest rounding has half the error, with a bias: for error feedback, and
+for the way down, where `target − anchor` is one.
+
+Steps below about 0.45 make no difference: 7 steps reach at least the largest element of a block.
+
+`policy=absolute` takes `step` itself as the scale of all blocks: the split of an error over unequal blocks that costs
+the fewest bits (reverse water-filling). `policy=l-greco` leaves it to the coordinator to publish a step for every
+tensor (arXiv 2210.17357); for the encoder it is `relative`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from farloop.algo.spec import Fragment
+from farloop.quant import packing
+from farloop.quant.codec import KernelKey, Parameter, Traits, float_text, numbers, one_of
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.packing import (
+    Q4R_BLOCK,
+    Q4R_GROUP,
+    Q4R_LEAST_SCALE,
+    Q4R_SMALLEST_MAGNITUDE,
+    check_scales,
+    from_bf16,
+    largest_scale,
+    to_scale,
+    uniform16,
+)
+
+_LARGEST_SCALE = largest_scale(8)
+
+L_GRECO_FACTORS = (1.0, 0.5, 0.6, 0.7, 0.84, 1.19, 1.41, 1.68, 2.0)
+"""Of the step, among which the coordinator may choose for a tensor. The first is the uniform choice."""
+
+Rounding = Literal["stochastic", "nearest"]
+Policy = Literal["relative", "absolute", "l-greco"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Q4rCodec(BlockCodec):
+    """The arithmetic of its blocks."""
+
+    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
+        {
+            "step": Parameter(
+                read=numbers(1e-30, 1e30),
+                write=lambda steps: "/".join(map(float_text, steps)),
+                meaning="distance of codes in units of a block's rms; one, or one per tensor of a fragment: 0.7/1/1.4",
+            ),
+            "rounding": Parameter(read=one_of("stochastic", "nearest"), write=str, meaning="stochastic or nearest"),
+            "policy": Parameter(
+                read=one_of("relative", "absolute", "l-greco"),
+                write=str,
+                meaning="step in units of a block's rms; as it is; or shared out over tensors by the coordinator",
+            ),
+        }
+    )
+
+    step: tuple[float, ...] = (1.0,)
+    """Distance of neighbouring codes in units of a block's rms, or as it is (`absolute`); one, or one per tensor."""
+    rounding: Rounding = "stochastic"
+    policy: Policy = "relative"
+
+    @property
+    def traits(self) -> Traits:
+        """What it promises; how much it keeps depends on the step."""
+        return replace(
+            self.declared,
+            unbiased=self.rounding == "stochastic",
+            deterministic=self.rounding == "nearest",
+            contraction=self._contraction(),
+        )
+
+    def _contraction(self) -> float:
+        """1 − the larger of the two losses below, and a hundredth for the rounding of scales.
+
+        With s = step · rms an element loses at most s²/4, on average rms²·step²/4. With s = 0.144·|a|, a the largest:
+        255 elements of f·s lose f·(1 − f)·s² each of (48 + 255·f²)·s², at most 0.76 of it.
+        """
+        if self.policy == "absolute":
+            return 0.0
+        largest = max(self.step) * (max(L_GRECO_FACTORS) if self.policy == "l-greco" else 1.0)
+        return max(0.0, 1 - max(largest * largest / 4, 0.76) - 0.01)
+
+    def kernel_key(self) -> KernelKey:
+        """As `BlockCodec.kernel_key`."""
+        return KernelKey(
+            name=self.name,
+            stochastic=self.rounding == "stochastic",
+            absolute=self.policy == "absolute",
+            step=self.step[0] if len(self.step) == 1 else None,
+        )
+
+    def steps(self, fragment: Fragment) -> Tensor:
+        """fp32 [num_blocks]: blocks never cross tensors.
+
+        Raises:
+            ValueError: there are several steps, but not one for each tensor.
+        """
+        if len(self.step) == 1:
+            return torch.full((self._num_blocks(fragment.numel),), self.step[0])
+        if len(self.step) != len(fragment.tensors):
+            raise ValueError(f"{len(self.step)} steps for {len(fragment.tensors)} tensors")
+        steps = torch.empty(self._num_blocks(fragment.numel))
+        for tensor, step in zip(fragment.tensors, self.step, strict=True):
+            steps[tensor.offset // Q4R_BLOCK :] = step
+        return steps
+
+    def encode_tile(
+        self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
+    ) -> tuple[Tensor, Tensor]:
+        """k = clamp(round(x ÷ s), −8, 7) with s as it is stored; k + 8 is written."""
+        first = start // Q4R_BLOCK
+        steps = self.steps(fragment)[first : first + x.numel() // Q4R_BLOCK].to(x.device)  # [m]
+        scales = self._scales(x.view(-1, Q4R_BLOCK), magnitude.view(-1, Q4R_BLOCK).amax(dim=1), steps)
+        s = from_bf16(scales).unsqueeze(1)  # [m, 1]
+        ratio = x.view(-1, Q4R_BLOCK) / torch.where(s == 0, 1.0, s)
+        if self.rounding == "nearest":
+            codes = ratio.round_()
+        else:
+            codes = ratio.add_(uniform16(seed, start, x.numel(), x.device).view(-1, Q4R_BLOCK)).floor_()
+        codes.clamp_(-8, 7).masked_fill_(s == 0, 0.0)
+        return scales, packing.pack(codes.add_(8).to(torch.uint8).view(-1, Q4R_GROUP))
+
+    def _scales(self, blocks: Tensor, absmax: Tensor, steps: Tensor) -> Tensor:
+        """Stored scales, int16 [m], of blocks fp32 [m, 256]; absmax is the bits of the largest magnitudes, int32 [m].
+
+        None is so small that code 7 does not reach the largest element: what is clipped would be a bias.
+
+        The mean square is taken of integers of 11 bits: their sum is exact, so every device may add as it likes.
+        """
+        if self.policy == "absolute":
+            wanted = steps
+        else:
+            exponent = (absmax >> 23) - 127  # 2^e ≤ absmax < 2^(e+1)
+            m = (blocks * _power(10 - exponent).unsqueeze(1)).round_().to(torch.int32)
+            total = m.square_().sum(dim=1, dtype=torch.int32)
+            # rms = √(total ÷ 256)·2^(e−10), and the product with a power of two is exact.
+            root = torch.sqrt(total.to(torch.float32)) * steps
+            wanted = root * _power(exponent - 14)
+        scales = to_scale(torch.maximum(wanted, absmax.view(torch.float32) * Q4R_LEAST_SCALE), _LARGEST_SCALE)
+        return torch.where(absmax < Q4R_SMALLEST_MAGNITUDE, 0, scales).to(torch.int16)
+
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+        """k·s, exact: 4 and 8 significant bits."""
+        packing.unpack_into(codes, out.view(-1, Q4R_GROUP))
+        out.view(-1, Q4R_BLOCK).sub_(8).mul_(from_bf16(scales).unsqueeze(1))
+
+    def check_tile(self, scales: Tensor, codes: Tensor) -> None:
+        """Every code is good; scales must be."""
+        check_scales(scales, _LARGEST_SCALE, signed=False)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent, fp32, made of its bits; exponents of blocks that are written as zeros may fall out of range."""
+    return ((exponent + 127).clamp(1, 254) << 23).view(torch.float32)
+
+
+Q4R = Q4rCodec(
+    name="q4r",
+    code=6,
+    block=Q4R_BLOCK,
+    code_bits=4,
+    scale_bits=16,
+    declared=Traits(
+        bits_per_element=4.0625,
+        exact_decode=True,
+        unbiased=True,
+        contraction=0.0,
+        deterministic=False,
+        entropy_coded=True,
+    ),
+)

@@ -1,0 +1,119 @@
+"""`randk`: 16 of every 256 elements, drawn by lot, times 16, in bf16. 1 bit per element, unbiased.
+
+The compressor of MASHA1 (arXiv 2110.03313): Rand-k, Q(x) = (d/k)·Σ xᵢeᵢ over k of d places drawn without replacement.
+Sender and receiver draw them from the seed, so no place travels. E|x − Q(x)|² = (d/k − 1)·|x|²: 15 times what there is,
+and a mean over nodes divides that by their number only. Here to compare with.
+
+Temporaries are 2¹⁸ elements, and the entries.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farloop.algo.spec import Fragment
+from farloop.quant.codec import Parameter, Traits, float_text, number, require_flat, require_payload_size
+from farloop.quant.errors import BadPayload
+from farloop.quant.formats.sparse import Chunks, SparseCodec, cut, require_finite
+from farloop.quant.packing import BF16_LARGEST, from_bf16, words
+
+BLOCK = 256
+ROUNDING = 0x5851F42D
+"""Turns the seed of the places into the one of the rounding: the words of the places that were drawn are small ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandkCodec(SparseCodec):
+    """The arithmetic of its blocks."""
+
+    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
+        {
+            "fraction": Parameter(
+                read=number(1 / BLOCK, 1), write=float_text, meaning="share of the elements that are sent"
+            )
+        }
+    )
+
+    fraction: float = 1 / 16
+    """Of a block of d elements, k = ⌈d · fraction⌉ are sent."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it promises."""
+        return Traits(
+            bits_per_element=16 * self._kept(BLOCK) / BLOCK,
+            exact_decode=True,
+            unbiased=True,
+            contraction=0.0,
+            deterministic=False,
+        )
+
+    def payload_bytes(self, fragment: Fragment) -> int:
+        """bf16 numbers, and nothing else."""
+        return 2 * sum(chunks.count * self._kept(chunks.length) for chunks in _cut(fragment))
+
+    def encode_into(
+        self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None
+    ) -> None:
+        """As `Codec.encode_into`. Unbiased up to one rounding of (d/k)·x, and to the largest bf16."""
+        require_flat(x, torch.float32, "x", numel=fragment.numel)
+        require_flat(out, torch.uint8, "out", numel=self.payload_bytes(fragment))
+        require_finite(x)
+        entry = 0
+        for chunks in _cut(fragment):
+            index = self._drawn(chunks, seed, x.device)
+            scaled = chunks.of(x).gather(1, index).view(-1) * (chunks.length / index.shape[1])
+            bits = _to_bf16_by_lot(scaled, words(seed ^ ROUNDING, entry, scaled.numel(), x.device))
+            out[2 * entry : 2 * (entry + scaled.numel())].copy_(bits.view(torch.uint8))
+            entry += scaled.numel()
+
+    def entries(
+        self, payload: Tensor, fragment: Fragment, seed: int, device: torch.device
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The elements of each block, by the order of their places."""
+        entry = 0
+        for chunks in _cut(fragment):
+            places = chunks.places(self._drawn(chunks, seed, device)).view(-1)
+            # The copy aligns: received bytes may start at an odd address.
+            part = payload[2 * entry : 2 * (entry + places.numel())].to(device, copy=True)
+            yield places, from_bf16(part.view(torch.int16))
+            entry += places.numel()
+
+    def validate(self, payload: Tensor, fragment: Fragment) -> None:
+        """As `Codec.validate`: wrong length, a number that is not finite."""
+        require_payload_size(payload, self.payload_bytes(fragment), fragment)
+        magnitude = payload.clone().view(torch.int16) & 0x7FFF
+        if bool((magnitude > BF16_LARGEST).any()):
+            raise BadPayload("a number is not finite")
+
+    def _kept(self, length: int) -> int:
+        return math.ceil(length * self.fraction)
+
+    def _drawn(self, chunks: Chunks, seed: int, device: torch.device) -> Tensor:
+        """Rising places inside each block, int64 [count, k]: the k elements with the smallest words."""
+        lots = words(seed, chunks.start, chunks.count * chunks.length, device).view(chunks.count, chunks.length)
+        # No two keys are equal: of equal words, the earlier elements are taken.
+        key = (lots << 8) | torch.arange(chunks.length, device=device)
+        drawn = key.topk(self._kept(chunks.length), dim=1, largest=False, sorted=False).values & (BLOCK - 1)
+        return drawn.sort(dim=1).values
+
+
+def _cut(fragment: Fragment) -> Iterator[Chunks]:
+    for tensor in fragment.tensors:
+        yield from cut(tensor.offset, tensor.numel, BLOCK)
+
+
+def _to_bf16_by_lot(x: Tensor, lots: Tensor) -> Tensor:
+    """x fp32, random words int64 → bf16 bits int16: up if the half that is cut off and 16 random bits carry."""
+    bits = x.view(torch.int32)
+    # An infinity, made by d/k, has the bits next to the largest number's: the clamp takes it too.
+    magnitude = ((bits & 0x7FFFFFFF) + (lots & 0xFFFF).to(torch.int32)) >> 16
+    return (magnitude.clamp_(max=BF16_LARGEST) | ((bits >> 16) & 0x8000)).to(torch.int16)
+
+
+RANDK = RandkCodec(name="randk", code=8, block=BLOCK)

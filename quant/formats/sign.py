@@ -1,0 +1,102 @@
+"""`sign`: one bit per element, blocks of 256, scale = mean magnitude. 1.06 bits per element; needs error feedback.
+
+1-bit SGD (Seide et al., Interspeech 2014) and 1-bit Adam (arXiv 2102.02888): what a sign loses is added to the next
+delta by the sender (`beta`), and the way down feeds its own errors back by itself, for an update is target − anchor.
+The frozen variance of 1-bit Adam has no place here, where AdamW stays at home.
+
+The scale s minimises Σ (|v| − s)², so it is the mean magnitude: |v|₂² − |v|₁²/n is lost, and |v|₁ ≥ |v|₂, so at least
+1/n of a block's squared norm arrives, whatever the block. With the rms, which is 1-bit Adam's choice, a block of one
+element and 255 zeros loses 2·(1 − 1/16) of what there is, and error feedback has no bound.
+
+The bound is a wide one: under a constant Gaussian delta the residual grows for a thousand windows, to 27 times the
+delta, for the scale has to reach the largest element before that one can arrive whole.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from farloop.algo.spec import Fragment
+from farloop.quant import packing
+from farloop.quant.codec import Traits
+from farloop.quant.formats.blocks import ZerolessCodec
+from farloop.quant.formats.sparse import padding, within
+from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, check_scales, from_bf16, to_scale
+
+BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignCodec(ZerolessCodec):
+    """The arithmetic of its blocks."""
+
+    def encode_tile(
+        self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
+    ) -> tuple[Tensor, Tensor]:
+        """Bit 1 for x < 0; zeros of either sign have bit 0, and so has a block whose scale is 0."""
+        elements = _elements(fragment, start, x.numel()).to(x.device)
+        scales = _scales(magnitude.view(-1, BLOCK), elements)
+        negative = (x.view(-1, BLOCK) < 0) & (scales != 0).unsqueeze(1)
+        return scales, packing.pack_bits(negative.to(torch.uint8), bits=1)
+
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+        """±s, exact."""
+        blocks = out.view(-1, BLOCK)
+        packing.unpack_bits_into(codes, blocks, bits=1)
+        blocks.mul_(-2.0).add_(1.0).mul_(from_bf16(scales).unsqueeze(1))
+
+    def unpack(self, codes: Tensor) -> Tensor:
+        """Packed bits → uint8 [m, 256]."""
+        bits = torch.empty(codes.numel() * 8 // BLOCK, BLOCK, dtype=torch.uint8, device=codes.device)
+        packing.unpack_bits_into(codes, bits, bits=1)
+        return bits
+
+    def check_tile(self, scales: Tensor, codes: Tensor) -> None:
+        """Every code is good; scales must be."""
+        check_scales(scales, BF16_LARGEST, signed=False)
+
+
+def _elements(fragment: Fragment, start: int, length: int) -> Tensor:
+    """How many elements of each block of a tile are no padding, fp32 [m]; 1 where there is none."""
+    real = torch.ones(length, dtype=torch.bool)
+    for gap in within(padding(fragment, start + length), start, length):
+        real[gap] = False
+    return real.view(-1, BLOCK).sum(dim=1).clamp_(min=1).to(torch.float32)
+
+
+def _scales(magnitude: Tensor, elements: Tensor) -> Tensor:
+    """Stored mean magnitudes int16 [m], of magnitudes as bits int32 [m, 256] and counts fp32 [m].
+
+    The sum is one of integers of at most 22 bits, below 2³⁰ and so exact: every device may add as it likes.
+    """
+    absmax = magnitude.amax(dim=1)
+    # Blocks below 2⁻¹⁰⁰ have scale 0 anyway; counting their exponents from there keeps all powers of two normal.
+    exponent = (absmax >> 23).clamp_(min=SMALLEST_SCALE >> 7) - 127  # 2^e ≤ absmax < 2^(e+1)
+    # Towards zero, so that m < 2²² and the mean of the largest numbers stays finite.
+    m = (magnitude.view(torch.float32) * _power(21 - exponent).unsqueeze(1)).to(torch.int32)
+    mean = m.sum(dim=1, dtype=torch.int32).to(torch.float32) / elements
+    return to_scale(mean * _power(exponent - 21), BF16_LARGEST)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent, fp32, made of its bits."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
+SIGN = SignCodec(
+    name="sign",
+    code=11,
+    block=BLOCK,
+    beta=1.0,
+    code_bits=1,
+    scale_bits=16,
+    padding_code=0,
+    declared=Traits(
+        bits_per_element=1.0625,
+        exact_decode=True,
+        unbiased=False,
+        contraction=0.0039,  # 1/256, less what rounding a scale to bf16 costs: its error squared, 2⁻¹⁶ of that
+        deterministic=True,
+    ),
+)

@@ -1,0 +1,165 @@
+"""`ternary`: −1, 0 or 1 times one scale per tensor, at random, then zstd. 1.23 bits per element; no error feedback.
+
+TernGrad (arXiv 1705.07878): t = sign(x) with probability |x| ÷ s, else 0, so that the mean of t·s is x. The fewer
+elements are as large as s the more of them are noise, so the paper clips at 2.5 standard deviations first; what is
+clipped is lost, and only `clip=0` is unbiased. On average |x|·(s − |x|) of every element's square is lost: about as
+much as there is, and no bound below that, so that a residual would grow for ever.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from farloop.algo.spec import TILE, Fragment
+from farloop.quant import packing
+from farloop.quant.codec import Codec, Parameter, Traits, float_text, number, require_flat, require_payload_size
+from farloop.quant.errors import BadPayload
+from farloop.quant.formats.sparse import largest_bits, spans
+from farloop.quant.norm import norm_sq
+from farloop.quant.packing import BF16_LARGEST, CODES_ALIGN, SMALLEST_SCALE, check_scales, from_bf16, uniform16
+
+GROUP = 64
+"""Elements whose codes are packed together; tensors start on multiples of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TernaryCodec(Codec):
+    """Payload: `[scales bf16 × tensors][zeros up to a multiple of 64][codes, 2 bits each]`."""
+
+    PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
+        {
+            "clip": Parameter(
+                read=number(0, 1000),
+                write=float_text,
+                meaning="largest magnitude in units of a tensor's rms; what is larger is clipped to it. 0: none is",
+            )
+        }
+    )
+
+    clip: float = 2.5
+    """In units of the rms of a tensor; 0 for no clipping. The paper's choice."""
+
+    @property
+    def traits(self) -> Traits:
+        """What it promises."""
+        return Traits(
+            bits_per_element=2.0,
+            exact_decode=True,
+            unbiased=self.clip == 0,
+            contraction=0.0,
+            deterministic=False,
+            entropy_coded=True,
+        )
+
+    def payload_bytes(self, fragment: Fragment) -> int:
+        """Scales, zeros up to a multiple of 64, codes."""
+        return _codes_start(fragment) + -(-fragment.numel // GROUP) * GROUP // 4
+
+    def encode_into(
+        self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None
+    ) -> None:
+        """As `Codec.encode_into`. 0 is stored as 0, s as 1 and −s as 2."""
+        require_flat(x, torch.float32, "x", numel=fragment.numel)
+        require_flat(out, torch.uint8, "out", numel=self.payload_bytes(fragment))
+        scales = torch.tensor(self._scales(x, fragment), dtype=torch.int16, device=x.device)
+        out[: 2 * scales.numel()].copy_(scales.view(torch.uint8))
+        out[2 * scales.numel() : _codes_start(fragment)] = 0
+        for start in range(0, fragment.numel, TILE):
+            groups = _whole_groups(x[start : start + TILE])
+            s = _scale_of_groups(scales, fragment, start, groups.shape[0])
+            u = uniform16(seed, start, groups.numel(), x.device).view(-1, GROUP)
+            # Not clipped beforehand: above s, the ratio is above every u.
+            chosen = (groups.abs() / torch.where(s == 0, 1.0, s) > u) & (s != 0)
+            codes = chosen.to(torch.uint8) << (groups < 0).to(torch.uint8)
+            out[_code_range(fragment, start, groups.numel())].copy_(packing.pack_bits(codes, bits=2))
+
+    def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
+        """As `Codec.decode_into`; the seed changes nothing."""
+        require_flat(out, torch.float32, "out", numel=fragment.numel)
+        start = 0
+        for tile in self.decoded_tiles(payload, fragment, device=out.device):
+            out[start : start + tile.numel()].copy_(tile)
+            start += tile.numel()
+
+    def decoded_tiles(
+        self, payload: Tensor, fragment: Fragment, *, seed: int = 0, device: torch.device | None = None
+    ) -> Iterator[Tensor]:
+        """As `Codec.decoded_tiles`, with one tile of memory."""
+        require_flat(payload, torch.uint8, "payload", numel=self.payload_bytes(fragment))
+        scales = _stored_scales(payload, fragment).to(device or payload.device)
+        for start in range(0, fragment.numel, TILE):
+            codes = _codes(payload, fragment, start).to(scales.device)
+            s = _scale_of_groups(scales, fragment, start, codes.shape[0])
+            t = (codes & 1).to(torch.float32).sub_(codes >> 1)
+            yield t.mul_(s).view(-1)[: fragment.numel - start]
+
+    def validate(self, payload: Tensor, fragment: Fragment) -> None:
+        """As `Codec.validate`: wrong length, a scale out of range, the code 3, a pad that is not zero."""
+        require_payload_size(payload, self.payload_bytes(fragment), fragment)
+        check_scales(_stored_scales(payload, fragment), BF16_LARGEST, signed=False)
+        if bool(payload[2 * len(fragment.tensors) : _codes_start(fragment)].any()):
+            raise BadPayload("the bytes between scales and codes are not zero")
+        for start in range(0, fragment.numel, TILE):
+            codes = _codes(payload, fragment, start)
+            if bool((codes == 3).any()):
+                raise BadPayload("3 is no code")
+            if bool(codes.view(-1)[fragment.numel - start :].any()):
+                raise BadPayload("the tail of the last group is not zero")
+
+    def _scales(self, x: Tensor, fragment: Fragment) -> list[int]:
+        """Bits of the stored scale of every tensor: the largest magnitude that is left after clipping, rounded up."""
+        scales = []
+        for tensor, span in zip(fragment.tensors, spans(fragment), strict=True):
+            bits = largest_bits(x, span)
+            if self.clip > 0 and tensor.numel > 0:
+                # σ about zero: about the mean, a tensor whose elements are all alike would be clipped to nothing.
+                # norm_sq adds in one order everywhere, and IEEE rounds a root, a quotient and a product alike.
+                sigma = math.sqrt(norm_sq(x[span]) / tensor.numel)
+                bits = min(bits, int(torch.tensor(self.clip * sigma, dtype=torch.float32).view(torch.int32)))
+            bits = min((bits + 0xFFFF) >> 16, BF16_LARGEST)
+            scales.append(bits if bits >= SMALLEST_SCALE else 0)
+        return scales
+
+
+def _scale_of_groups(scales: Tensor, fragment: Fragment, start: int, num_groups: int) -> Tensor:
+    """The scale of each group of the tile at `start`: bf16 bits int16 [tensors] → fp32 [num_groups, 1]."""
+    offsets = torch.tensor([tensor.offset for tensor in fragment.tensors], device=scales.device)
+    groups = torch.arange(start, start + num_groups * GROUP, GROUP, device=scales.device)
+    return from_bf16(scales)[torch.bucketize(groups, offsets, right=True) - 1].unsqueeze(1)
+
+
+def _codes_start(fragment: Fragment) -> int:
+    return -(-2 * len(fragment.tensors) // CODES_ALIGN) * CODES_ALIGN
+
+
+def _code_range(fragment: Fragment, start: int, length: int) -> slice:
+    """Where the codes of the elements [start, start + length) lie in a payload; both are multiples of `GROUP`."""
+    first = _codes_start(fragment) + start // 4
+    return slice(first, first + length // 4)
+
+
+def _stored_scales(payload: Tensor, fragment: Fragment) -> Tensor:
+    # The copy aligns: received bytes may start at an odd address.
+    return payload[: 2 * len(fragment.tensors)].clone().view(torch.int16)
+
+
+def _codes(payload: Tensor, fragment: Fragment, start: int) -> Tensor:
+    """Codes of the tile at `start`, uint8 [groups, 64]."""
+    num_groups = -(-min(TILE, fragment.numel - start) // GROUP)
+    codes = torch.empty(num_groups, GROUP, dtype=torch.uint8, device=payload.device)
+    packing.unpack_bits_into(payload[_code_range(fragment, start, codes.numel())], codes, bits=2)
+    return codes
+
+
+def _whole_groups(part: Tensor) -> Tensor:
+    """fp32 [groups, 64], with zeros added up to the end of the last."""
+    missing = -part.numel() % GROUP
+    return (torch.cat((part, part.new_zeros(missing))) if missing else part).view(-1, GROUP)
+
+
+TERNARY = TernaryCodec(name="ternary", code=10)

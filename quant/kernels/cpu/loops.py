@@ -1,0 +1,268 @@
+"""The loops that all block formats share, around what a format does to one block; compiled once for each format.
+
+A block is first made in a small buffer that stays in the cache: where it comes from (a delta, an anchor and a local
+copy, a residual, an outer step) costs a decision per block, not per element, and formats see nothing of it.
+
+Loops are as LLVM likes them: few places in memory each, for it gives up vectors where more might overlap; and over 256
+elements, whatever a format's own block is, for it unrolls loops over 64 into single instructions first.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from farloop.quant.kernels.cpu.primitives import (
+    INFINITY,
+    MAGNITUDE,
+    Kernel,
+    Number,
+    Numbers,
+    addresses_at,
+    bits,
+    bytes_at,
+    cast_to_bf16,
+    cast_to_fp16,
+    floats_at,
+    from_fp16,
+    from_scale,
+    halves_at,
+    inlined,
+    stack_floats,
+    stack_words,
+)
+
+BLOCK = 256
+"""Elements that go through the buffer at a time. Every format's own blocks divide it."""
+
+Quantise = Callable[[Numbers, Number, Numbers, Number, Numbers, Number, Numbers, Number, Number, Number, Number], None]
+"""(v fp32 [BLOCK], bits of its largest magnitude, scales, where its own begin, codes, where its own begin, noise
+uint32 [BLOCK/2] to work in, index of its first element, step, seed, mode): encode. The last five are for `q4r`."""
+
+Restore = Callable[[Numbers, Numbers, Number, Numbers, Number], None]
+"""(out fp32 [BLOCK], scales, where its own begin, codes, where its own begin): decode."""
+
+# What the local weights are, in `encode`.
+NO_LOCAL, LOCAL_FP32, LOCAL_BF16, LOCAL_FP16 = range(4)
+
+# What becomes of decoded numbers, in `add`.
+ADD, OVERWRITE, DECODE = range(3)
+
+_TILE_BYTES = 1 << 16  # of sums: they stay in the cache while all payloads are added
+
+# Addresses, counts and places are uint64.
+_ENCODE = (
+    "int64(uint64, int64, uint64, uint64, float32, "  # x, kind of local, local, residual, beta
+    "uint64, uint64, uint64, uint64, uint32, int64, "  # scales, codes, steps and their stride, seed, mode
+    "uint64, uint64, uint64)"  # place, begin, end
+)
+_ADD = "int64(uint64, uint64, uint64, uint64, int64, uint64, uint64, uint64)"
+_OUTER = (
+    "int64(uint64, uint64, uint64, uint64, float32, float32, "  # delta, target, momentum, anchor, lr, mu
+    "uint64, uint64, uint64, "  # the new ones
+    "uint64, uint64, uint64, uint64, uint32, int64, uint64, uint64, uint64)"  # as above
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLoops:
+    """One format's compiled loops. They take addresses; 0 is nowhere."""
+
+    encode: Kernel
+    add: Kernel
+    outer: Kernel
+
+    def __iter__(self) -> Iterator[Kernel]:
+        yield from (self.encode, self.add, self.outer)
+
+
+@inlined
+def stage(v: Numbers, count: Number, x: Numbers, kind: Number, local_address: Number, first: Number) -> None:
+    """v = x, or cast(x) − local; `first` is the block's place in both."""
+    local = floats_at(local_address)
+    halves = halves_at(local_address)
+    if kind == NO_LOCAL:
+        for i in range(count):
+            v[i] = x[first + i]
+    elif kind == LOCAL_FP32:
+        for i in range(count):
+            v[i] = x[first + i] - local[first + i]
+    elif kind == LOCAL_BF16:
+        for i in range(count):
+            v[i] = cast_to_bf16(x[first + i]) - from_scale(np.int32(halves[first + i]))
+    else:
+        for i in range(count):
+            v[i] = cast_to_fp16(x[first + i]) - from_fp16(halves[first + i])
+
+
+@inlined
+def largest_magnitude(v: Numbers, count: Number) -> Number:
+    """Of bits, int32: comparisons of floating-point numbers lose NaNs."""
+    largest = np.int32(0)
+    for i in range(count):
+        magnitude = np.int32(bits(v[i]) & MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@inlined
+def first_not_finite(v: Numbers) -> Number:
+    """Its index in v, which holds one."""
+    i = 0
+    while np.int32(bits(v[i]) & MAGNITUDE) < INFINITY:
+        i += 1
+    return np.int64(i)
+
+
+def block_loops(name: str, quantise: Quantise, restore: Restore, *, scale_bytes: int, code_bytes: int) -> BlockLoops:
+    """The loops of one format; `BLOCK` elements take so many bytes of scales and of codes."""
+    B = np.uint64(BLOCK)
+    SCALE_BYTES = np.uint64(scale_bytes)
+    CODE_BYTES = np.uint64(code_bytes)
+    TILE = np.uint64(_TILE_BYTES // (4 * BLOCK))
+
+    def encode(
+        x_address: Number,
+        kind: Number,
+        local_address: Number,
+        residual_address: Number,
+        beta: Number,
+        scales_address: Number,
+        codes_address: Number,
+        steps_address: Number,
+        step_stride: Number,
+        seed: Number,
+        mode: Number,
+        place: Number,
+        begin: Number,
+        end: Number,
+    ) -> Number:
+        # Blocks [begin, end) of x. All addresses are those of x's first block, which is block `place` of the fragment.
+        x = floats_at(x_address)
+        residual = floats_at(residual_address)
+        scales = bytes_at(scales_address)
+        codes = bytes_at(codes_address)
+        steps = floats_at(steps_address)
+        v = stack_floats()
+        decoded = stack_floats()
+        noise = stack_words()
+        for b in range(begin, end):
+            first = b * B
+            stage(v, B, x, kind, local_address, first)
+            if residual_address != 0:
+                for i in range(B):
+                    v[i] = v[i] + beta * residual[first + i]
+            magnitude = largest_magnitude(v, B)
+            if magnitude >= INFINITY:
+                return np.int64(first) + first_not_finite(v)
+            scale_at, at, step = b * SCALE_BYTES, b * CODE_BYTES, steps[b * step_stride]
+            quantise(v, magnitude, scales, scale_at, codes, at, noise, (place + b) * B, step, seed, mode)
+            if residual_address != 0:
+                restore(decoded, scales, scale_at, codes, at)
+                for i in range(B):
+                    residual[first + i] = v[i] - decoded[i]
+        return np.int64(-1)
+
+    def add(
+        scale_addresses_address: Number,
+        code_addresses_address: Number,
+        weights_address: Number,
+        num_payloads: Number,
+        what: Number,
+        acc_address: Number,
+        begin: Number,
+        end: Number,
+    ) -> Number:
+        scale_addresses = addresses_at(scale_addresses_address)
+        code_addresses = addresses_at(code_addresses_address)
+        weights = floats_at(weights_address)
+        acc = floats_at(acc_address)
+        decoded = stack_floats()
+        for tile in range(begin, end, TILE):
+            tile_end = min(tile + TILE, end)
+            if what == OVERWRITE:
+                for i in range(tile * B, tile_end * B):
+                    acc[i] = np.float32(0.0)
+            for k in range(num_payloads):
+                scales = bytes_at(scale_addresses[k])
+                codes = bytes_at(code_addresses[k])
+                weight = weights[k]
+                for b in range(tile, tile_end):
+                    first = b * B
+                    restore(decoded, scales, b * SCALE_BYTES, codes, b * CODE_BYTES)
+                    if what == DECODE:
+                        for i in range(B):
+                            acc[first + i] = decoded[i]
+                    else:
+                        for i in range(B):
+                            acc[first + i] = acc[first + i] + weight * decoded[i]
+        return np.int64(-1)
+
+    def outer(
+        delta_address: Number,
+        target_address: Number,
+        momentum_address: Number,
+        anchor_address: Number,
+        lr: Number,
+        mu: Number,
+        new_target_address: Number,
+        new_momentum_address: Number,
+        new_anchor_address: Number,
+        scales_address: Number,
+        codes_address: Number,
+        steps_address: Number,
+        step_stride: Number,
+        seed: Number,
+        mode: Number,
+        place: Number,
+        begin: Number,
+        end: Number,
+    ) -> Number:
+        # Every number is read before the new one is written: the new tensors may be the old ones.
+        delta = floats_at(delta_address)
+        target = floats_at(target_address)
+        momentum = floats_at(momentum_address)
+        anchor = floats_at(anchor_address)
+        new_target = floats_at(new_target_address)
+        new_momentum = floats_at(new_momentum_address)
+        new_anchor = floats_at(new_anchor_address)
+        scales = bytes_at(scales_address)
+        codes = bytes_at(codes_address)
+        steps = floats_at(steps_address)
+        v = stack_floats()
+        decoded = stack_floats()
+        noise = stack_words()
+        for b in range(begin, end):
+            first = b * B
+            for i in range(B):
+                v[i] = delta[first + i]
+            if momentum_address != 0:
+                for i in range(B):
+                    decoded[i] = mu * momentum[first + i] + v[i]
+                for i in range(B):
+                    new_momentum[first + i] = decoded[i]
+                for i in range(B):
+                    v[i] = mu * decoded[i] + v[i]
+            for i in range(B):
+                decoded[i] = target[first + i] - v[i] * lr
+            for i in range(B):
+                new_target[first + i] = decoded[i]
+            for i in range(B):
+                v[i] = decoded[i] - anchor[first + i]
+            magnitude = largest_magnitude(v, B)
+            if magnitude >= INFINITY:
+                return np.int64(first) + first_not_finite(v)
+            scale_at, at, step = b * SCALE_BYTES, b * CODE_BYTES, steps[b * step_stride]
+            quantise(v, magnitude, scales, scale_at, codes, at, noise, (place + b) * B, step, seed, mode)
+            restore(decoded, scales, scale_at, codes, at)
+            for i in range(B):
+                v[i] = anchor[first + i] + decoded[i]
+            for i in range(B):
+                new_anchor[first + i] = v[i]
+        return np.int64(-1)
+
+    return BlockLoops(
+        encode=Kernel(f"{name}_encode", _ENCODE, encode),
+        add=Kernel(f"{name}_add", _ADD, add),
+        outer=Kernel(f"{name}_outer", _OUTER, outer),
+    )

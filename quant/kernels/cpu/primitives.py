@@ -1,0 +1,388 @@
+"""Inside CPU kernels: compilation, threads, memory, bits, scales, nibbles, noise."""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic, register_jitable
+
+from farloop.quant import errors, packing
+
+# --- How functions of this folder are compiled: when first called, for one signature, kept on disk from run to run.
+#
+# What numba's defaults would do otherwise: fastmath stays off and nothing is contracted, so that every operation rounds
+# as IEEE says; divisions do not branch; the interpreter lock is released; there are no parallel loops.
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+Number = Any
+"""A scalar inside a kernel, of the type that numba infers."""
+
+Numbers = Any
+"""A pointer inside a kernel, of the type that numba infers."""
+
+_compiling = threading.Lock()
+
+
+def inlined(function: Function) -> Function:
+    """For functions that kernels call: they are compiled as part of their callers."""
+    return register_jitable(forceinline=True)(function)
+
+
+class Kernel:
+    """A function that is compiled for one signature when it is first called."""
+
+    def __init__(self, name: str, signature: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self._signature = signature
+        self._function = function
+        self._compiled: Callable[..., Any] | None = None
+
+    def compiled(self) -> Callable[..., Any]:
+        if self._compiled is None:
+            with _compiling:
+                if self._compiled is None:
+                    self._compiled = self._compile()
+        return self._compiled
+
+    def _compile(self) -> Callable[..., Any]:
+        # Numba names its files after the function, and takes what it finds there if the function's own file has not
+        # changed. This name changes with all that is compiled in, and no two kernels or machines share one: processes
+        # that start together on an empty cache could otherwise mix up each other's kernels.
+        self._function.__qualname__ = f"{self.name}.{_fingerprint()}"
+        options: Any = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+        try:
+            decorator = numba.njit(self._signature, cache=True, **options)
+            return cast(Callable[..., Any], decorator(self._function))
+        except RuntimeError:  # there is no place on disk that may be written to
+            decorator = numba.njit(self._signature, **options)
+            return cast(Callable[..., Any], decorator(self._function))
+
+
+def warm_up(kernels: Iterable[Kernel]) -> float:
+    """Compile, or load from disk; seconds that it took."""
+    started = time.monotonic()
+    for kernel in kernels:
+        kernel.compiled()
+    return time.monotonic() - started
+
+
+def sources() -> list[Path]:
+    """What kernels are made of: this folder, and what the formats share with it."""
+    return [*sorted(Path(__file__).parent.glob("*.py")), Path(packing.__file__), Path(errors.__file__)]
+
+
+@cache
+def _fingerprint() -> str:
+    """Of the sources, of numba and of the CPU."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sources():
+        digest.update(path.read_bytes())
+    digest.update(f"{numba.__version__} {binding.get_host_cpu_name()}".encode())
+    digest.update(binding.get_host_cpu_features().flatten().encode())
+    return digest.hexdigest()
+
+
+# --- Kernels on several threads: a range of blocks is cut into contiguous parts, and every block is computed alone.
+#
+# So the number of threads never shows in the bytes. The threads are our own: numba's would fight with torch's over
+# cores, and kernels release the interpreter lock.
+
+
+_SMALLEST_PART = 1 << 17
+"""Elements. Handing a part to a thread takes some 20 µs, the time in which a kernel writes as many elements."""
+
+_limit: ContextVar[int | None] = ContextVar("kernel_threads", default=None)
+
+
+@contextmanager
+def kernel_threads(num_threads: int) -> Iterator[None]:
+    """Kernels called inside, from this thread or task, use at most so many threads; outside, as many as torch does."""
+    if num_threads < 1:
+        raise ValueError(f"kernels run on at least 1 thread, not {num_threads}")
+    token = _limit.set(num_threads)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def on_parts(kernel: Callable[[int, int], int], num_blocks: int, block: int, threads: int | None) -> int:
+    """Call kernel(first, last) on parts of [0, num_blocks), and return the least result that is not negative, or −1.
+
+    `threads` is the limit of this call; None leaves it to `kernel_threads`. The calling thread does its share.
+    """
+    wanted = threads or _limit.get() or torch.get_num_threads()
+    num_parts = max(1, min(wanted, num_blocks * block // _SMALLEST_PART))
+    cuts = [num_blocks * part // num_parts for part in range(num_parts + 1)]
+    others = [_pool(os.getpid()).submit(kernel, cuts[part], cuts[part + 1]) for part in range(1, num_parts)]
+    results = [kernel(cuts[0], cuts[1]), *(other.result() for other in others)]
+    return min((result for result in results if result >= 0), default=-1)
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """One for each process: after a fork the threads are gone."""
+    return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="farloop-kernel")
+
+
+# --- Inside kernels: numbers as bits, and memory.
+#
+# Memory is the caller's, or on the stack, where LLVM knows that nothing else lies. Either way it is a plain pointer:
+# numba's arrays count references at every call, and tests for overlaps would stand before every loop.
+#
+# Integers are of 32 bits. Numba computes in 64; each `np.int32(…)` cuts back, and LLVM makes plain 32-bit lanes of it.
+# Indices are uint64, because numba lets signed ones count from the end, and tests each; but a uint64 and a Python
+# integer make a float, so constants of index arithmetic are np.uint64.
+
+
+pointer_to: Any = types.CPointer
+
+
+def _bitcast(from_type: Any, to_type: Any, to_ir: Any) -> Any:
+    def typed(context: Any, x: Any) -> Any:
+        return to_type(from_type), lambda context, builder, signature, args: builder.bitcast(args[0], to_ir)
+
+    return intrinsic(typed)
+
+
+bits = _bitcast(types.float32, types.int32, ir.IntType(32))
+"""fp32 → its bits, int32."""
+
+from_bits = _bitcast(types.int32, types.float32, ir.FloatType())
+"""int32 → the fp32 with these bits."""
+
+as_halves = _bitcast(pointer_to(types.uint32), pointer_to(types.uint16), ir.IntType(16).as_pointer())
+"""The low half of each word, then the high one."""
+
+
+def _at(number: Any, number_ir: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], number_ir.as_pointer())
+
+    def typed(context: Any, address: Any) -> Any:
+        return pointer_to(number)(types.uint64), generate
+
+    return intrinsic(typed)
+
+
+bytes_at = _at(types.uint8, ir.IntType(8))
+halves_at = _at(types.uint16, ir.IntType(16))
+floats_at = _at(types.float32, ir.FloatType())
+addresses_at = _at(types.uint64, ir.IntType(64))
+doubles_at = _at(types.float64, ir.DoubleType())
+
+
+def _stack(count: int, number: Any, number_ir: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        with builder.goto_entry_block():
+            array = builder.alloca(ir.ArrayType(number_ir, count))
+        array.align = 64
+        return builder.bitcast(array, number_ir.as_pointer())
+
+    def typed(context: Any) -> Any:
+        return pointer_to(number)(), generate
+
+    return intrinsic(typed)
+
+
+stack_floats = _stack(256, types.float32, ir.FloatType())
+stack_words = _stack(128, types.uint32, ir.IntType(32))
+stack_doubles = _stack(2048, types.float64, ir.DoubleType())
+
+
+def _load(number: Any, number_ir: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.gep(args[0], [args[1]])
+        return builder.load(builder.bitcast(pointer, number_ir.as_pointer()), align=1)
+
+    def typed(context: Any, pointer: Any, offset: Any) -> Any:
+        return number(pointer_to(types.uint8), types.uint64), generate
+
+    return intrinsic(typed)
+
+
+def _store(number: Any, number_ir: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.gep(args[0], [args[1]])
+        builder.store(args[2], builder.bitcast(pointer, number_ir.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    def typed(context: Any, pointer: Any, offset: Any, value: Any) -> Any:
+        return types.void(pointer_to(types.uint8), types.uint64, number), generate
+
+    return intrinsic(typed)
+
+
+# (pointer to bytes, offset[, number]): received bytes may start at odd addresses.
+load_u16 = _load(types.uint16, ir.IntType(16))
+store_u16 = _store(types.uint16, ir.IntType(16))
+load_i32 = _load(types.int32, ir.IntType(32))
+store_i32 = _store(types.int32, ir.IntType(32))
+
+
+# --- Inside kernels: bf16 scales, and what becomes of an anchor in the number type of the model.
+
+
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITY = np.int32(0x7F800000)
+_SIGN = np.int32(-0x80000000)
+_SMALLEST_SCALE = np.int32(0x0D80)
+_TO_FP16_STEP = np.float32(0.5)
+
+
+@inlined
+def to_bf16(x: Number) -> Number:
+    """Finite fp32 → the magnitude of its bf16, int32: nearest, ties to even."""
+    magnitude = np.int32(bits(x) & MAGNITUDE)
+    return np.int32(np.int32(np.int32(magnitude + np.int32(0x7FFF)) + np.int32((magnitude >> 16) & 1)) >> 16)
+
+
+@inlined
+def to_scale(x: Number, largest: Number) -> Number:
+    """fp32, not negative → the bits of the scale that is stored for it, int32."""
+    scale = to_bf16(x)
+    if scale > largest:
+        scale = largest
+    if scale < _SMALLEST_SCALE:
+        scale = np.int32(0)
+    return scale
+
+
+@inlined
+def from_scale(scale: Number) -> Number:
+    """bf16 bits → fp32."""
+    return from_bits(np.int32(scale << 16))
+
+
+@inlined
+def cast_to_bf16(x: Number) -> Number:
+    """fp32 → fp32, rounded as torch casts to bf16. What is not finite stays so."""
+    pattern = bits(x)
+    magnitude = np.int32(pattern & MAGNITUDE)
+    rounded = from_bits(np.int32(np.int32(to_bf16(x) << 16) | np.int32(pattern & _SIGN)))
+    return rounded if magnitude < INFINITY else x
+
+
+@inlined
+def cast_to_fp16(x: Number) -> Number:
+    """fp32 → fp32, rounded as torch casts to fp16. What is not finite stays so."""
+    pattern = bits(x)
+    magnitude = np.int32(pattern & MAGNITUDE)
+    # Ten bits of fraction are kept; from 2¹⁶ on it is an infinity.
+    normal = np.int32(np.int32(magnitude + np.int32(0xFFF)) + np.int32((magnitude >> 13) & 1))
+    normal = np.int32(normal & np.int32(-0x2000))
+    normal = normal if normal < np.int32(0x47800000) else INFINITY
+    # Below 2⁻¹⁴ all steps are 2⁻²⁴, which is the step of fp32 between 1/2 and 1.
+    subnormal = bits(np.float32(np.float32(from_bits(magnitude) + _TO_FP16_STEP) - _TO_FP16_STEP))
+    rounded = subnormal if magnitude < np.int32(0x38800000) else normal
+    return from_bits(np.int32(rounded | np.int32(pattern & _SIGN))) if magnitude < INFINITY else x
+
+
+@inlined
+def from_fp16(half: Number) -> Number:
+    """fp16 bits, uint16 → fp32, exact."""
+    magnitude = np.int32(np.int32(half & 0x7FFF) << 13)
+    scaled = bits(np.float32(from_bits(magnitude) * np.float32(2.0**112)))
+    value = np.int32(magnitude | INFINITY) if magnitude >= np.int32(0x0F800000) else scaled
+    return from_bits(np.int32(value | np.int32(np.int32(half & 0x8000) << 16)))
+
+
+# --- Inside kernels: 64 codes of 4 bits, packed half split as `reference/nibbles.py` says.
+
+
+_LOWEST, _HIGHEST = np.float32(-8.0), np.float32(7.0)
+_HALF = np.uint64(32)
+_ONE_HALF, _BITS = np.float32(0.5), np.float32(2.0**-16)
+
+_SHIFT = np.float32(1.5 * 2**23 + 8)
+"""Added to k of −8…7 it rounds to the nearest whole number, ties to even, whose lowest bits then are k + 8."""
+
+
+@inlined
+def pack_nearest(v: Numbers, first: Number, s: Number, codes: Numbers, at: Number) -> None:
+    """Codes clamp(rn(v ÷ s), −8, 7) + 8 of v[first … first + 63]; s is not 0."""
+    for i in range(_HALF):
+        low = min(max(v[first + i] / s, _LOWEST), _HIGHEST)
+        high = min(max(v[first + _HALF + i] / s, _LOWEST), _HIGHEST)
+        codes[at + i] = np.uint8(np.int32(bits(low + _SHIFT) & 15) | np.int32(bits(high + _SHIFT) << 4))
+
+
+@inlined
+def fill(codes: Numbers, at: Number, count: Number, byte: Number) -> None:
+    """`count` times the same two codes."""
+    for i in range(count):
+        codes[at + i] = byte
+
+
+@inlined
+def unpack(t: Numbers, first: Number, s: Number, codes: Numbers, at: Number) -> None:
+    """t[first … first + 63] = k·s of codes k + 8."""
+    for i in range(_HALF):
+        pair = np.int32(codes[at + i])
+        t[first + i] = np.float32(np.int32(np.int32(pair & 15) - 8)) * s
+        t[first + _HALF + i] = np.float32(np.int32(np.int32(pair >> 4) - 8)) * s
+
+
+@inlined
+def pack_random(v: Numbers, first: Number, s: Number, noise: Numbers, codes: Numbers, at: Number) -> None:
+    """Codes clamp(⌊fl(v ÷ s) + u⌋, −8, 7) + 8 of v[first … first + 63]; u is made of their 16 random bits each."""
+    for i in range(_HALF):
+        low = down(v[first + i] / s + uniform(noise[first + i]))
+        high = down(v[first + _HALF + i] / s + uniform(noise[first + _HALF + i]))
+        codes[at + i] = np.uint8(np.int32(low & 15) | np.int32(high << 4))
+
+
+@inlined
+def uniform(r: Number) -> Number:
+    """(r + ½)·2⁻¹⁶ of 16 bits, exact."""
+    return (np.float32(np.int32(r)) + _ONE_HALF) * _BITS
+
+
+@inlined
+def down(x: Number) -> Number:
+    """clamp(⌊x⌋, −8, 7) + 8, int32."""
+    return np.int32(np.int32(np.floor(min(max(x, _LOWEST), _HIGHEST))) + 8)
+
+
+# --- Inside kernels: the random bits of `reference/noise.py`.
+
+
+_ODD = np.uint32(0x9E3779B1)
+_FIRST = np.uint32(0x21F0AAAD)
+_SECOND = np.uint32(0x735A2D97)
+_ONE = np.uint64(1)
+
+
+@inlined
+def mix(x: Number) -> Number:
+    """A bijection of uint32 in which every output bit depends on every input bit."""
+    x = np.uint32(x ^ np.uint32(x >> 16))
+    x = np.uint32(x * _FIRST)
+    x = np.uint32(x ^ np.uint32(x >> 15))
+    x = np.uint32(x * _SECOND)
+    return np.uint32(x ^ np.uint32(x >> 15))
+
+
+@inlined
+def random_words(out: Numbers, count: Number, element: Number, seed: Number) -> None:
+    """out uint32 [count] = the bits of the elements from `element`, an even one, on: 16 each, low half first."""
+    shift = mix(np.uint32(seed))
+    first = np.uint32(element >> _ONE)
+    for i in range(count):
+        counter = np.uint32(first + np.uint32(i))
+        out[i] = mix(np.uint32(np.uint32(counter * _ODD) + shift))

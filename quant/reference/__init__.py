@@ -1,1 +1,0 @@
-"""The codecs in plain torch: the truth that every faster path must match byte for byte."""

@@ -1,0 +1,492 @@
+"""Flow scenarios and failure traces."""
+
+import dataclasses
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+
+from farloop.algo.methods import METHODS
+from farloop.algo.validation import require
+
+# --- What the flow simulator is given: machines, links, what goes wrong and how often, and the methods to compare.
+# Values.
+#
+# A scenario is a table of cases: variants (rules) × swept values × seeds. `cases` spells them out. All of it is plain
+# data with defaults, so that a file needs to say only what it cares for; whatever cannot be is refused in a sentence
+# that begins with the key.
+
+
+MethodName = Literal["data-parallel", "elastic", "diloco", "streaming", "decoupled"]
+
+METHOD_NAMES: Final[tuple[MethodName, ...]] = get_args(MethodName)
+
+LOCK_STEP: Final = frozenset({"data-parallel", "elastic"})
+"""Methods whose machines take every step together."""
+
+_FASTEST: Final = 1e18
+"""Bytes a second of a link that has no limit."""
+
+
+def _check_least(owner: object, least: float, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        require(
+            value is None or (math.isfinite(value) and value >= least), f"{name} is {value}; the least is {least:g}"
+        )
+
+
+def _check_rates(owner: object) -> None:
+    for name in ("up_gbit_s", "down_gbit_s"):
+        rate = getattr(owner, name)
+        require(rate is None or rate > 0, f"{name} is {rate}; it must be above 0 (leave it out for no limit)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How it is trained, as far as somebody chose; what stays open follows from the method."""
+
+    method: MethodName = "decoupled"
+    h: int | None = None
+    """Inner steps of a round; lock-step methods synchronise every step."""
+    fragments: int | None = None
+    """Equal parts of the model, each sent once a round, in a slot of its own."""
+    tau: int | None = None
+    """Inner steps between a send and its merge."""
+    lag: int | None = None
+    """Rounds that an update comes late: 1 gives it the whole next round to come, without tau."""
+    quorum: int | None = None
+    """Deltas that can close a window; left open: all that are expected."""
+    max_staleness: int | None = None
+    """Windows that a delta may come too late and still be merged."""
+    max_stale_rounds: int | None = None
+    """Rounds that a node runs past a send without an answer before it waits."""
+    per_node_h: bool | None = None
+    """Slow nodes do fewer inner steps in a round."""
+    bits_up: float | None = None
+    """Bits per parameter of a delta, scales included."""
+    bits_down: float | None = None
+    """Bits per parameter of an update."""
+    commit_s: float = 0.0
+    """Summing, stepping, encoding and storing one window."""
+    liveness_s: float = 10.0
+    """Silence after which the others go on without a node."""
+    reconfigure_s: float = 30.0
+    """Everybody's pause (`elastic`), or that of one cluster of several machines, after a crash, to go on without it."""
+    restart_s: float = 60.0
+    """From the last repair to the next step (`data-parallel`)."""
+    checkpoint_steps: int = 1
+    """Inner steps between two checkpoints of `data-parallel`: what came after the last one is done again."""
+    clusters: int | None = None
+    """Gather the machines of every group into so many nodes, each a cluster of equal size."""
+
+    def __post_init__(self) -> None:
+        _check_least(self, 1, "h", "fragments", "quorum", "checkpoint_steps", "clusters")
+        _check_least(self, 0, "tau", "max_staleness", "max_stale_rounds", "commit_s", "liveness_s", "reconfigure_s")
+        _check_least(self, 0, "restart_s", "bits_up", "bits_down")
+        rules = self.rules()
+        if self.method in LOCK_STEP:
+            for name in ("h", "fragments"):
+                require(getattr(rules, name) == 1, f"{name} is {getattr(rules, name)}; {self.method} takes 1 alone")
+        require(
+            rules.fragments <= rules.h,
+            f"fragments is {rules.fragments}, more than the inner steps of a round; at most h = {rules.h}",
+        )
+        most = METHODS[self.method].max_lag if self.method != "elastic" else 0
+        require(
+            0 <= rules.lag <= most, f"lag is {rules.lag}; {self.method} takes {f'0 to {most}' if most else '0 only'}"
+        )
+        require(
+            not rules.lag or rules.tau == 0, f"tau is {rules.tau}; with lag = 1 it is 0, for a whole round overlaps"
+        )
+        require(rules.tau < rules.h, f"tau is {rules.tau}; with h = {rules.h} it is {rules.h - 1} at most")
+
+    def rules(self) -> "Rules":
+        """With the method's values (algo/methods.py) in what stayed open."""
+        row = METHODS["data-parallel" if self.method == "elastic" else self.method]
+        bits = _BITS.get(self.method, _Q4_BITS)
+        defaults: dict[str, Any] = {name: getattr(row, name) for name in _OPEN}
+        defaults |= {"fragments": _FRAGMENTS.get(self.method, 1), "bits_up": bits, "bits_down": bits}
+        if self.lag:
+            defaults["tau"] = 0
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Rules)}
+        return Rules(**{**given, **{name: value for name, value in defaults.items() if given[name] is None}})
+
+
+_FRAGMENTS: Final = {"streaming": 6, "decoupled": 6}
+"""Where nothing is said: those of a model of 18 layers or so, cut by three; the other methods send it whole."""
+
+_BITS: Final = {"data-parallel": 32.0, "elastic": 32.0}
+"""Gradients go as fp32; deltas and updates as q4 with its scales."""
+
+_Q4_BITS: Final = 4.25
+
+_OPEN: Final = ("h", "tau", "lag", "quorum", "max_staleness", "max_stale_rounds", "per_node_h")
+"""What a row of the table of methods decides unless it is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """`Choice`, complete."""
+
+    method: MethodName
+    h: int
+    fragments: int
+    tau: int
+    lag: int
+    quorum: int | None
+    max_staleness: int
+    max_stale_rounds: int
+    per_node_h: bool
+    bits_up: float
+    bits_down: float
+    commit_s: float
+    liveness_s: float
+    reconfigure_s: float
+    restart_s: float
+    checkpoint_steps: int
+    clusters: int | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether training stands still where an update is late (protocol F)."""
+        return self.method != "decoupled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Nodes of one kind. A node is one machine, or a cluster of several that train in lock-step among themselves."""
+
+    name: str = "nodes"
+    count: int = 1
+    machines: int = 1
+    """Of each node."""
+    step_s: float = 1.0
+    """Seconds of an inner step."""
+    step_sigma: float = 0.0
+    """Spread of a step's duration: σ of a lognormal law whose mean is step_s."""
+    spread: float = 0.0
+    """Lasting difference between the nodes: σ of a lognormal law over their step_s."""
+    slow_share: float = 0.0
+    """Share of the steps that stumble…"""
+    slow_factor: float = 1.0
+    """… and take so many times as long."""
+    crashes_per_hour: float = 0.0
+    """Of each machine, while it is up."""
+    repair_s: float = 600.0
+    """From a crash until the machine can take part again."""
+    joins_at_s: float = 0.0
+    drains_at_s: float | None = None
+    """Leaves in order: what it has sent is still merged."""
+    up_gbit_s: float | None = None
+    """Rate of each node's own link towards the coordinator; no limit where it is left out."""
+    down_gbit_s: float | None = None
+    rtt_s: float = 0.0
+    jitter_s: float = 0.0
+    """Added to every transfer, evenly between 0 and this."""
+    loss: float = 0.0
+    """Share of the rate that is lost to sending again."""
+    outages_per_hour: float = 0.0
+    """Of each node's link."""
+    outage_s: float = 60.0
+    site: str | None = None
+    """Name of the uplink that it shares."""
+
+    def __post_init__(self) -> None:
+        _check_least(self, 1, "count", "machines", "slow_factor")
+        _check_least(self, 0, "step_sigma", "spread", "crashes_per_hour", "repair_s", "joins_at_s", "drains_at_s")
+        _check_least(self, 0, "rtt_s", "jitter_s", "outages_per_hour", "outage_s")
+        require(self.step_s > 0, f"step_s is {self.step_s}; it must be above 0")
+        require(0 <= self.slow_share <= 1, f"slow_share is {self.slow_share}; it lies between 0 and 1")
+        require(0 <= self.loss < 1, f"loss is {self.loss}; it lies between 0 and below 1")
+        _check_rates(self)
+
+    def bytes_per_s(self, gbit_s: float | None) -> float:
+        """What is left of a link's rate for data."""
+        return bytes_per_s(gbit_s) * (1.0 - self.loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """An uplink that several nodes share."""
+
+    name: str
+    up_gbit_s: float | None = None
+    down_gbit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_rates(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    """The coordinator's own link: what comes in is the nodes' up."""
+
+    up_gbit_s: float | None = None
+    down_gbit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_rates(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """The links of a whole group are cut."""
+
+    group: str
+    at_s: float
+    for_s: float
+
+    def __post_init__(self) -> None:
+        _check_least(self, 0, "at_s", "for_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crash:
+    """A machine of every node of a group breaks, besides what chance brings."""
+
+    group: str
+    at_s: float
+
+    def __post_init__(self) -> None:
+        _check_least(self, 0, "at_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is trained, as its size."""
+
+    parameters: int = 1_000_000_000
+    snapshot_bits: float = 32.0
+    """Bits per parameter of what a newcomer fetches."""
+
+    def __post_init__(self) -> None:
+        _check_least(self, 1, "parameters")
+        _check_least(self, 0, "snapshot_bits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One of the ways that are compared."""
+
+    name: str
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """A key of the nodes or of the rules that takes several values."""
+
+    key: str
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        require(self.key in SWEPT, f"key is {self.key!r}; it must be one of {', '.join(sorted(SWEPT))}")
+        require(len(self.values) > 0, "values is empty; name at least one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What others report for one line of the table, to stand beside it."""
+
+    variant: str
+    goodput: float
+    value: float | None = None
+    """Of the swept key."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.goodput <= 1, f"goodput is {self.goodput}; it lies between 0 and 1")
+
+
+_GROUP_KEYS = frozenset(f.name for f in dataclasses.fields(Group)) - {"name", "site"}
+_RULE_KEYS = frozenset(f.name for f in dataclasses.fields(Choice)) - {"method", "per_node_h"}
+SWEPT: Final = _GROUP_KEYS | _RULE_KEYS
+_WHOLE = {
+    "count",
+    "machines",
+    "h",
+    "fragments",
+    "tau",
+    "lag",
+    "quorum",
+    "max_staleness",
+    "max_stale_rounds",
+    "clusters",
+} | {"checkpoint_steps"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowScenario:
+    """What is played: every variant at every swept value with every seed."""
+
+    name: str = "scenario"
+    about: str = ""
+    steps: int | None = None
+    """Inner steps after which a case ends: `steps / h` outer steps."""
+    hours: float | None = None
+    """Hours after which it ends, whichever comes first."""
+    seed: int = 0
+    repeats: int = 1
+    """Seeds: the results are means over them."""
+    model: Model = field(default_factory=Model)
+    coordinator: Hub = field(default_factory=Hub)
+    nodes: tuple[Group, ...] = (Group(count=4),)
+    sites: tuple[Site, ...] = ()
+    outages: tuple[Outage, ...] = ()
+    crashes: tuple[Crash, ...] = ()
+    variants: tuple[Variant, ...] = (Variant(name="decoupled", choice=Choice()),)
+    sweep: Sweep | None = None
+    published: tuple[Published, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.steps is not None or self.hours is not None, "steps is missing: how long is it? Or give hours")
+        _check_least(self, 1, "steps", "repeats")
+        _check_least(self, 0, "seed")
+        require(self.hours is None or self.hours > 0, f"hours is {self.hours}; it must be above 0")
+        require(len(self.nodes) > 0, "nodes: there are none")
+        groups, sites = [group.name for group in self.nodes], [site.name for site in self.sites]
+        for what, names in (("nodes", groups), ("sites", sites), ("variants", [v.name for v in self.variants])):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            require(twice is None, f"{what}: the name {twice!r} is there twice")
+        for group in self.nodes:
+            require(group.site is None or group.site in sites, f"site {group.site!r} is not among the sites")
+        for struck in [*(outage.group for outage in self.outages), *(crash.group for crash in self.crashes)]:
+            require(struck in groups, f"group {struck!r} is not among the nodes")
+        require(any(group.joins_at_s == 0 for group in self.nodes), "joins_at_s: somebody must be there at the start")
+        names = [variant.name for variant in self.variants]
+        for published in self.published:
+            require(published.variant in names, f"variant {published.variant!r} is not among the variants")
+        cases(self)  # refuses what only a swept value, or a gathering into clusters, makes impossible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What one case is played from; equal settings give equal outcomes."""
+
+    rules: Rules
+    groups: tuple[Group, ...]
+    sites: tuple[Site, ...]
+    hub: Hub
+    outages: tuple[Outage, ...]
+    crashes: tuple[Crash, ...]
+    model: Model
+    steps: int | None
+    seconds: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One line of the table, one seed."""
+
+    variant: str
+    value: float | None
+    """Of the swept key."""
+    setting: Setting
+
+
+def cases(scenario: FlowScenario) -> list[Case]:
+    """All cases in the order of the table. Raises ValueError where a value cannot be."""
+    found = []
+    for value in scenario.sweep.values if scenario.sweep else (None,):
+        for variant in scenario.variants:
+            choice, groups = variant.choice, scenario.nodes
+            if scenario.sweep and value is not None:
+                try:
+                    choice, groups = _swept(scenario.sweep.key, value, choice, groups)
+                except ValueError as error:
+                    raise ValueError(f"values: {scenario.sweep.key} cannot be {value:g}: {error}") from error
+            rules = choice.rules()
+            for repeat in range(scenario.repeats):
+                setting = Setting(
+                    rules=rules,
+                    groups=_gathered(groups, rules.clusters),
+                    sites=scenario.sites,
+                    hub=scenario.coordinator,
+                    outages=scenario.outages,
+                    crashes=scenario.crashes,
+                    model=scenario.model,
+                    steps=scenario.steps,
+                    seconds=3600.0 * scenario.hours if scenario.hours else math.inf,
+                    seed=scenario.seed + repeat,
+                )
+                found.append(Case(variant=variant.name, value=value, setting=setting))
+    return found
+
+
+def bytes_per_s(gbit_s: float | None) -> float:
+    """A rate in bytes; a link without a limit has a very high one."""
+    return _FASTEST if gbit_s is None else gbit_s * 1e9 / 8
+
+
+def _swept(key: str, value: float, choice: Choice, groups: tuple[Group, ...]) -> tuple[Choice, tuple[Group, ...]]:
+    if key in _WHOLE:
+        require(value == int(value), "it takes whole numbers")
+        value = int(value)
+    changed = {key: value}
+    if key in _GROUP_KEYS:
+        return choice, tuple(dataclasses.replace(group, **changed) for group in groups)  # type: ignore[arg-type]
+    return dataclasses.replace(choice, **changed), groups  # type: ignore[arg-type]
+
+
+def _gathered(groups: tuple[Group, ...], clusters: int | None) -> tuple[Group, ...]:
+    """The machines of every group in so many nodes, if they are to be gathered."""
+    if clusters is None:
+        return groups
+    gathered = []
+    for group in groups:
+        total = group.count * group.machines
+        require(total % clusters == 0, f"clusters is {clusters}, which does not divide the {total} of {group.name!r}")
+        gathered.append(dataclasses.replace(group, count=clusters, machines=total // clusters))
+    return tuple(gathered)
+
+
+# --- What befalls each node of a flow scenario: how long its steps take, when it crashes, when its link is cut. Seeded.
+#
+# Every node draws each kind of fate from a stream of its own, so that the same seed means the same crashes at the same
+# places whatever method is played: comparisons are paired.
+
+
+class FailureTrace:
+    """The dice of one node."""
+
+    def __init__(self, group: Group, *, seed: int, index: int) -> None:
+        self._group = group
+        self._crashes, self._outages, self._jitter = (
+            random.Random(f"{seed}/{index}/{kind}") for kind in ("crash", "outage", "jitter")
+        )
+        self._steps = np.random.default_rng([seed, index]) if group.step_sigma or group.slow_share else None
+        lasting = random.Random(f"{seed}/{index}/spread").gauss(0.0, group.spread) if group.spread else 0.0
+        self.step_s = group.step_s * math.exp(lasting)
+        """Mean seconds of its inner steps, stumbles aside."""
+
+    def seconds_of(self, steps: int) -> float:
+        """How long its next inner steps take together."""
+        return self.step_s * steps if self._steps is None else float(self.durations(steps).sum())
+
+    def durations(self, steps: int) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        """Seconds of each of its next inner steps. [steps]"""
+        group, rng = self._group, self._steps
+        if rng is None:
+            return np.full(steps, self.step_s)
+        sigma = group.step_sigma
+        drawn = self.step_s * rng.lognormal(-0.5 * sigma * sigma, sigma, steps)
+        if group.slow_share:
+            drawn[rng.random(steps) < group.slow_share] *= group.slow_factor
+        return drawn
+
+    def next_crash_s(self, machines: int) -> float:
+        """Until the next crash of any of so many machines that are up."""
+        rate = self._group.crashes_per_hour * machines / 3600.0
+        return self._crashes.expovariate(rate) if rate > 0.0 else math.inf
+
+    def next_outage_s(self) -> float:
+        """Until its link is cut again."""
+        rate = self._group.outages_per_hour / 3600.0
+        return self._outages.expovariate(rate) if rate > 0.0 else math.inf
+
+    def jitter_s(self) -> float:
+        """What the next transfer is late by."""
+        return self._jitter.uniform(0.0, self._group.jitter_s) if self._group.jitter_s else 0.0

@@ -1,0 +1,305 @@
+"""Toy problems to train."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from farloop.algo.digest import digest
+from farloop.algo.fragments import partition, trainable_tensors
+from farloop.algo.methods import method_named
+from farloop.algo.spec import Identity, Layout, LearningRate, NodeId, RunSpec, Terms
+from farloop.algo.stages import Part, fragments_of
+from farloop.coordinator.aggregator import first_anchor
+
+# --- What a simulated run trains: the two interfaces of a problem, and the smallest problem worth training.
+#
+# The toy is a stack of blocks, and a noisy quadratic loss with a minimum for each node. Real parameters, a real layout
+# and a real inner optimizer; a gradient costs microseconds. Nodes pull towards different minima, so that a lost,
+# doubled or wrongly weighted delta shows in the anchors.
+
+
+Inner = Literal["adamw", "sgd"]
+
+BATCH_SEQUENCES = 2
+SEQUENCE_TOKENS = 8
+
+
+class Learner(Protocol):
+    """What one start of a node trains."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Whose parameters the run's layout cuts; the run's weights overwrite them."""
+
+    def optimizer(self, terms: Terms) -> torch.optim.Optimizer:
+        """The inner optimizer that a node brings; its learning rate is set at every step."""
+
+    def backward(self, samples: Sequence[int], at: float = 0.0) -> float:
+        """Put the gradient of a batch on the parameters, in the place of the one before; returns the batch's loss.
+
+        `samples` are positions of the granted stream; where nodes bring their own, the number of the inner step alone.
+        `at`: the schedule position, by which a re-warm brings new data.
+        """
+
+    def evaluate(self) -> float:
+        """The loss of the module as it stands, when this node is asked for it."""
+
+
+class Problem(Protocol):
+    """A model and its data, the same for every node of the run."""
+
+    def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:
+        """The run's spec and the anchors of version 0, fp32 [numel] each."""
+
+    def learner(self, node: NodeId, seed: int) -> Learner:
+        """A fresh one; `seed` is that of the node's data."""
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head. Weights lie between ½ and 1 in size, where differences are exact."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.empty(3, 4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(blocks))
+        self.head = nn.Parameter(torch.empty(4))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.copy_(sign * (0.5 + 0.5 * torch.rand(parameter.shape, generator=generator)))
+
+    def flat(self) -> Tensor:
+        """A copy of all weights, fp32 [numel]."""
+        return torch.cat([parameter.detach().flatten() for parameter in self.parameters()])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One node's data: loss ½‖θ − minimum − noise‖², the noise a function of the samples alone."""
+
+    seed: int
+    noise: float = 0.1
+
+    def backward(self, module: Stack, samples: Sequence[int]) -> float:
+        """Put the gradient of this batch on the parameters; returns the loss."""
+        theta = module.flat()
+        noise = torch.zeros_like(theta)
+        for sample in samples:
+            generator = torch.Generator().manual_seed(sample)
+            noise.add_(torch.randn(theta.shape, generator=generator))
+        gradient = theta - self.minimum(theta.numel()) - self.noise * noise / max(1, len(samples))
+        start = 0
+        for parameter in module.parameters():
+            part = gradient[start : start + parameter.numel()]
+            parameter.grad = part.view(parameter.shape).clone() if parameter.requires_grad else None
+            start += parameter.numel()
+        return 0.5 * float(gradient @ gradient)
+
+    def minimum(self, numel: int) -> Tensor:
+        """Where this node's loss is least, fp32 [numel]."""
+        return torch.rand(numel, generator=torch.Generator().manual_seed(1000 + self.seed))
+
+
+def inner_optimizer(module: nn.Module, kind: Inner, terms: Terms) -> torch.optim.Optimizer:
+    """The optimizer that a node brings; its learning rate is set at every step."""
+    if kind == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=terms.lr.peak, foreach=False)
+    return torch.optim.AdamW(
+        module.parameters(), lr=terms.lr.peak, betas=(0.9, 0.95), weight_decay=terms.weight_decay, foreach=False
+    )
+
+
+def terms_of(method: str, **choices: object) -> Terms:
+    """Terms of a short run: the method's own choices, a constant learning rate, then `choices`."""
+    row = method_named(method)
+    terms = Terms(
+        method=method,
+        steps=12,
+        h=min(row.h, 4),
+        tau=min(row.tau, 1),
+        mix=row.mix,
+        lag=row.lag,
+        codec_up=row.codec_up,
+        codec_down=row.codec_down,
+        on_late_update=row.on_late_update,
+        max_stale_rounds=row.max_stale_rounds,
+        max_staleness=row.max_staleness,
+        quorum=row.quorum,
+        outer_lr=0.7,
+        outer_momentum=0.9,
+        lr=LearningRate(peak=0.02, minimum=0.02, warmup_steps=0),
+        clip=1e9,
+        weight_decay=0.0,
+        batch_sequences=BATCH_SEQUENCES,
+        sequence_tokens=SEQUENCE_TOKENS,
+        min_nodes=2,
+    )
+    return dataclasses.replace(terms, **choices)  # type: ignore[arg-type]
+
+
+def layout_of(
+    module: nn.Module, terms: Terms, *, blocks_per_fragment: int, together: bool, stages: tuple[int, ...] = ()
+) -> Layout:
+    """The method's cut of the model; `together` sends all fragments in one slot."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in trainable_tensors(module)]
+    pattern = method_named(terms.method).pattern
+    layout = partition(shapes, pattern=pattern, blocks_per_fragment=blocks_per_fragment, stages=stages)
+    if not together:
+        return layout
+    fragments = tuple(dataclasses.replace(fragment, slot=0) for fragment in layout.fragments)
+    return Layout(slots=1, fragments=fragments)
+
+
+def freeze_all_but(part: Part, module: nn.Module, layout: Layout) -> None:
+    """What a node that holds a part trains: the tensors of that part. The rest of the module stays as it was built."""
+    held = {tensor.name for fragment in fragments_of(part, layout) for tensor in fragment.tensors}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in held)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ToyLearner:
+    """A node's stack, its task and the optimizer that it brings."""
+
+    module: Stack
+    task: Task
+    inner: Inner
+
+    def optimizer(self, terms: Terms) -> torch.optim.Optimizer:
+        return inner_optimizer(self.module, self.inner, terms)
+
+    def backward(self, samples: Sequence[int], at: float = 0.0) -> float:
+        return self.task.backward(self.module, samples)
+
+    def evaluate(self) -> float:
+        theta = self.module.flat()
+        return 0.5 * float((theta - self.task.minimum(theta.numel())).square().sum())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Toy:
+    """Stacks that are pulled towards the minima of their nodes; the fields are those of a `Scenario`."""
+
+    blocks: int
+    blocks_per_fragment: int
+    stages: tuple[int, ...] = ()
+    together: bool
+    inner: Inner
+    noise: float
+    num_samples: int
+    seed: int
+
+    def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:
+        module = Stack(self.blocks)
+        layout = layout_of(
+            module,
+            terms,
+            blocks_per_fragment=self.blocks_per_fragment,
+            together=self.together,
+            stages=self.stages,
+        )
+        tensors = dict(module.named_parameters())
+        anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
+        identity = Identity(
+            name="simulated",
+            model="own",
+            layout=layout,
+            anchor_digests=tuple(digest(anchor) for anchor in anchors),
+            data="own",
+            num_samples=self.num_samples,
+            evaluation_set="toy",
+            seed=self.seed,
+        )
+        return RunSpec(identity=identity, terms=terms), anchors
+
+    def learner(self, node: NodeId, seed: int) -> ToyLearner:
+        return ToyLearner(module=Stack(self.blocks), task=Task(seed=seed, noise=self.noise), inner=self.inner)
+
+
+# --- A small classifier, trained for real on nodes that see other classes than each other: what admission is measured
+# on.
+#
+# Ten clouds of points in sixteen dimensions, a network of one hidden layer, AdamW. Nothing is pretended but the time:
+# so the lengths and directions of deltas are those of training, with all that makes honest nodes differ.
+
+
+CLASSES: Final = 10
+_DIMENSIONS, _HIDDEN, _BATCH = 16, 32, 32
+_SPREAD: Final = 1.2
+"""Of the points of a cloud, where their centres are about √(2 · 16) apart: some lie in the wrong one."""
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(_DIMENSIONS, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, CLASSES))
+
+
+def _points(classes: Tensor, generator: torch.Generator) -> Tensor:
+    centres = torch.randn(CLASSES, _DIMENSIONS, generator=torch.Generator().manual_seed(5))
+    return centres[classes] + _SPREAD * torch.randn(len(classes), _DIMENSIONS, generator=generator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """Node k of `nodes` sees the classes k, k + nodes, … and of the others a point in a while."""
+
+    nodes: int
+    foreign: float = 0.0
+    """Share of a node's points that are of any class."""
+    seed: int = 0
+
+    def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:
+        module = _network()
+        layout = layout_of(module, terms, blocks_per_fragment=1, together=False)
+        tensors = dict(module.named_parameters())
+        anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
+        identity = Identity(
+            name="shards",
+            model="own",
+            layout=layout,
+            anchor_digests=tuple(digest(anchor) for anchor in anchors),
+            data="own",
+            num_samples=0,
+            evaluation_set="shards",
+            seed=self.seed,
+        )
+        return RunSpec(identity=identity, terms=terms), anchors
+
+    def learner(self, node: NodeId, seed: int) -> "Classifier":
+        return Classifier(self, seed)
+
+
+class Classifier:
+    """What one node trains."""
+
+    def __init__(self, shards: Shards, number: int) -> None:
+        self.module = _network()
+        self._shards, self._number = shards, number
+
+    def optimizer(self, terms: Terms) -> torch.optim.Optimizer:
+        return inner_optimizer(self.module, "adamw", terms)
+
+    def backward(self, samples: Sequence[int], at: float = 0.0) -> float:
+        shards = self._shards
+        generator = torch.Generator().manual_seed(hash((shards.seed, self._number, samples[0])) % (1 << 62))
+        own = torch.arange(self._number % shards.nodes, CLASSES, shards.nodes)
+        classes = own[torch.randint(len(own), (_BATCH,), generator=generator)]
+        foreign = torch.rand(_BATCH, generator=generator) < shards.foreign
+        classes = torch.where(foreign, torch.randint(CLASSES, (_BATCH,), generator=generator), classes)
+        self.module.zero_grad()
+        loss = functional.cross_entropy(self.module(_points(classes, generator)), classes)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Over all classes alike."""
+        classes = torch.arange(CLASSES).repeat_interleave(100)
+        points = _points(classes, torch.Generator().manual_seed(11))
+        return float(functional.cross_entropy(self.module(points), classes))
