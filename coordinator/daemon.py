@@ -174,6 +174,7 @@ class Coordinator:
                     group.create_task(self._execute_all(), name="commands"),
                     group.create_task(self._downloads.run(), name="snapshots"),
                     group.create_task(self._keep_time(), name="deadlines"),
+                    group.create_task(self._upkeep.keep_watch(), name="owner"),
                     group.create_task(self._observe(), name="status"),
                     group.create_task(self._dial_back(), name="dial-back"),
                 ]

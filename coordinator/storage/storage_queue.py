@@ -26,6 +26,9 @@ from farloop.coordinator.storage.store import Store
 _T = TypeVar("_T")
 _Input = tuple[rec.InputStored, bytearray, Future[None]]
 
+LOOK_S = 1.0
+"""Between two looks at who owns the state directory."""
+
 
 class StorageQueue:
     """Keeps one store. All methods are called on the loop, and return when what they say is durable."""
@@ -102,6 +105,20 @@ class StorageQueue:
     async def cut(self) -> StateCopy:
         """The state between two of the calls above, for a copy of it."""
         return await self._on_disk(self._store.cut)
+
+    async def keep_watch(self) -> None:
+        """Look every second whether the state directory is still ours, for as long as this task lives.
+
+        Every write looks by itself. A coordinator that writes nothing, because its run is held or it waits for nodes,
+        would otherwise serve a directory that another one has taken over.
+
+        Raises:
+            Fenced, FolderChanged, StorageFailed: exit.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with suppress(NoRoom):  # no descriptor is free: the next look tells
+                await self._on_disk(self._store.require_ours)
 
     def give_up(self) -> None:
         """Cancel every task that waits for room: nobody was told of what it has, and a restart asks for it again."""

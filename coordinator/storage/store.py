@@ -222,6 +222,10 @@ class Store:
         """Anchors that came up from nodes, by fragment: an adoption need not fetch them again."""
         return self._attachments.fetched
 
+    def require_ours(self) -> None:
+        """See that no other coordinator has taken the state directory over. Raises as `Journal.require_ours`."""
+        self._journal.require_ours()
+
     def adopt(self, record: rec.Adopted) -> None:
         """Go on from the anchors that were fetched: durable, and then true of the buffers, too.
 

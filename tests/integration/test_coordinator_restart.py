@@ -127,3 +127,13 @@ def test_a_second_start_after_the_lock_was_deleted_ends_the_first_and_nothing_is
     run.hurry()
     status = run.until_done(again, a, b)
     assert_all_agree(run, status, "a", "b")
+
+
+def test_a_coordinator_that_waits_for_nodes_notices_a_second_start_without_a_lock(new_run: NewRun) -> None:
+    """It writes nothing meanwhile, so that no write can tell."""
+    run = new_run(steps=120, **PACED)
+    first = run.start_coordinator()
+    run.until("it is up", lambda status: True)
+    (run.state_dir / "lock").unlink()
+    assert run.until_ended(first) == ExitCode.STORAGE
+    assert "the lock was removed or replaced" in first.last_line
