@@ -19,7 +19,7 @@ def set_terms(run: Run, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_changes_its_terms_survives_a_crash_and_ends_equal(new_run: NewRun) -> None:
     run = new_run(steps=150, **PACED)
-    coordinator, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.1), run.start_node("b")
+    coordinator, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.4), run.start_node("b")
     run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
 
     answer = set_terms(run, "outer_lr=0.3", "h=5", "codec_up=q8")
@@ -44,7 +44,7 @@ def test_a_run_changes_its_terms_survives_a_crash_and_ends_equal(new_run: NewRun
 
 def test_a_node_gets_a_codec_and_steps_of_its_own_while_the_run_goes_on(new_run: NewRun) -> None:
     run = new_run(steps=120, **{**PACED, "h": 6})
-    coordinator, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.1), run.start_node("b")
+    coordinator, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.4), run.start_node("b")
     run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
 
     answer = set_terms(run, "codec_up_of.b=q8", "h_share_of.b=0.5")

@@ -61,7 +61,7 @@ def test_a_machine_whose_invariants_are_broken_is_used_no_more(tmp_path: Path, m
     def broken(coordinator: Coordinator) -> None:
         failing(coordinator, monkeypatch)
         coordinator.machine.windows.clear()
-        with pytest.raises(MachineBroken, match="Parted broke the machine"):
+        with pytest.raises(MachineBroken, match="NodeDisconnected broke the machine"):
             coordinator._happened(PARTED)
 
     with_coordinator(tmp_path, broken)

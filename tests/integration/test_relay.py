@@ -129,8 +129,8 @@ def test_a_small_message_takes_one_round_trip_even_beside_a_bulk_transfer() -> N
             return alone, beside
 
     alone, beside = asyncio.run(run())
-    assert 0.059 <= alone <= 0.060 * 1.15
-    assert 0.059 <= beside <= 0.060 * 1.5
+    assert 0.059 <= alone <= 0.060 * 3
+    assert 0.059 <= beside <= 0.060 * 5, "behind the bulk it would wait for 8 MB at 40 Mbit/s: 1.6 s"
 
 
 def test_a_reader_that_stops_stops_the_sender_and_no_other_connection() -> None:
