@@ -19,7 +19,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
-ROOMS = ("algo", "bench", "cli", "coordinator", "monitoring", "node", "quant", "sim", "wire")
+ROOMS = (
+    "algo",
+    "bench",
+    "chaos",
+    "cli",
+    "config",
+    "coordinator",
+    "monitoring",
+    "node",
+    "plots",
+    "quant",
+    "sim",
+    "wire",
+)
 
 
 @pytest.fixture(scope="module")
