@@ -46,14 +46,14 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	mkdir -p .cache/tree && ln -sfn "$(CURDIR)" .cache/tree/farloop
 	cd .cache/tree && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache \
-		-p farloop.algo -p farloop.quant -p farloop.wire -p farloop.node -p farloop.coordinator -p farloop.monitoring \
+		-p farloop.algo -p farloop.quant -p farloop.wire -p farloop.node -p farloop.coordinator -p farloop.monitoring -p farloop.runtime \
 		-p farloop.sim -p farloop.bench -p farloop.config -p farloop.chaos -p farloop.plots -p farloop.cli
 
 check: lint types test
 
 # The site, into out/site. A link that leads nowhere is an error.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What is released, into dist/: wheel, sdist, the pins that it is installed with, and the bill of materials of what that
 # comes to, in a fresh environment from which it is also tried. A tag on this commit has to say the same version.

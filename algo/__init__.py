@@ -1,1 +1,1 @@
-"""The mathematics of a run, pure: fragments, schedules, delta, merge rules, outer optimizers, methods."""
+"""The mathematics of a run, without I/O: fragments, schedules, delta, merge rules, outer optimizers, methods."""

@@ -1,4 +1,4 @@
-"""A 64-bit digest of fp32 numbers that does not depend on order, tiling or device (protocol N), and their clean-up (M).
+"""A 64-bit digest of fp32 numbers that does not depend on order, tiling or device, and the clean-up of their bits.
 
 It tells whether two machines hold the same anchor. It detects error, not malice.
 """

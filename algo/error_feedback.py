@@ -1,4 +1,4 @@
-"""Error feedback on the uplink: whose residual a node's buffer holds, and whether the next delta may take it in. Pure.
+"""Error feedback on the uplink: whose residual a node's buffer holds, and whether the next delta may take it in.
 
 A node that encodes a delta v keeps what the codec lost, e = v − decoded, and adds β·e to the fragment's next delta.
 `Residual` knows which e that is, for one fragment under one codec; the numbers belong to the shell.
@@ -7,7 +7,7 @@ A node that encodes a delta v keeps what the codec lost, e = v − decoded, and 
     tentative ──dropped──▶ empty      any ──reset──▶ empty      empty ──restore, at a start──▶ settled(version)
 
 A dropped delta takes its residual along, and its payload is never added back ("carry"): the node goes on from weights
-that hold the others' progress, so sending the work again would count it twice (protocol E). Hence one buffer is
+that hold the others' progress, so sending the work again would count it twice (delta outcomes). Hence one buffer is
 enough: the encoder overwrites the old residual while it writes the new one.
 
 A residual can be added to one blob only. What was lost of that blob is in the next residual, so the old one, in memory
@@ -22,7 +22,7 @@ R_STALE = 4
 """Versions after which a residual on disk is of no more use: the weights that it was about have moved on."""
 
 
-# --- states
+# --- States
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Tag:
     version: int
 
 
-# --- commands
+# --- Commands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TENSOR_ALIGN, TILE, Fragment, Layout, Pattern, TensorSlot
 
-# --- What a tensor is for, as far as its name and shape tell: which ones are the matrices inside a model's layers.
+# --- Which tensors are matrices inside layers
 #
 # They are stepped and averaged by rules of their own (Muon, the radial average); all else is not.
 
@@ -31,7 +31,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     return any(part.isdecimal() for part in parts) or not _OUTSIDE.intersection(parts)
 
 
-# --- How a model is cut into fragments, and how a fragment lies in its flat buffer (protocol G, N).
+# --- Partition and flat layout
 #
 # Arithmetic over names and shapes, so every node that builds the same model cuts it the same way, whatever its
 # parallelism. When a fragment is sent, and what is done to it, is decided elsewhere.

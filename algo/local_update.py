@@ -9,7 +9,7 @@ from torch import Tensor
 from farloop.algo.fragments import tiles, view, zero_padding_
 from farloop.algo.spec import TILE, Fragment
 
-# --- What a node measures and what it merges: delta = anchor − local (protocol L), local ← a·local + (1 − a)·anchor.
+# --- Delta and merge: delta = anchor − local; local ← a·local + (1 − a)·anchor
 #
 # Local weights may be of any floating type and strides; anchors and deltas are flat fp32. All on one device.
 
@@ -75,7 +75,7 @@ def _pieces(local: Tensor, *flats: Tensor) -> Iterable[tuple[Tensor, ...]]:
     ]  # without a flat view it is taken whole, by its strides
 
 
-# --- Eager updates (arXiv 2502.12996): a node trains on as if its own latest delta were merged already.
+# --- Eager updates (arXiv 2502.12996): the own latest delta counts as merged at once
 #
 # Where the merge of a round arrives a round late, a node's own part of it is old although the node has the new one in
 # hand. The paper puts the new one in its place; with M nodes, after the round t whose merge is not there yet,
@@ -93,7 +93,7 @@ def _pieces(local: Tensor, *flats: Tensor) -> Iterable[tuple[Tensor, ...]]:
 # earlier than the others', and ours do not: there is one momentum, of the true merges. The next delta must be measured
 # from `start_m`, not from the anchor: else it would hold the correction, and be merged with it.
 #
-# Pure arithmetic on flat fp32; every delta here is the decoded one, as it is merged. A radial merge is not linear, and
+# Arithmetic on flat fp32; every delta here is the decoded one, as it is merged. A radial merge is not linear, and
 # with it the correction is an approximation.
 
 
@@ -109,7 +109,7 @@ def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, share: float
         torch.sub(anchor_part, fresh_part * factor, out=out_part)
 
 
-# --- Control variates for nodes whose data differ: they take out of local training what pulls each to its own minimum.
+# --- Control variates: correct for the difference between a node's data and all data
 #
 # With several inner steps between two merges a node drifts toward the minimum of its own data, and the mean of such
 # drifts does not lead to the minimum of all data together. SCAFFOLD (arXiv 1910.06378) adds c − c_i to each local

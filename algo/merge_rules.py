@@ -11,7 +11,7 @@ from torch import Tensor
 from farloop.algo.fragments import is_hidden_matrix, tiles
 from farloop.algo.spec import Fragment
 
-# --- The merge rules of a window, and the arithmetic of its sum (protocol H, M).
+# --- Merge rules and their sum
 #
 # The weights and the order of the sum are in `weights.py`, which needs no torch; who is in a window, the coordinator's
 # machine decides.
@@ -43,7 +43,7 @@ Pieces = Callable[[], Iterable[Tensor]]
 """A flat fp32 vector from its first element to its last, piece by piece, as often as it is asked for."""
 
 Norms = Callable[[Iterable[Tensor]], list[float]]
-"""Norm of each tensor of a fragment that comes in pieces: by protocol M's tree where bits matter."""
+"""Norm of each tensor of a fragment that comes in pieces: by the tree of exact arithmetic where bits matter."""
 
 # Deltas without anything in common have a mean direction of length 1/√M. One that is shorter than this says that they
 # cancel: what is left of it is rounding, and to stretch that would be to step into a random direction.
@@ -145,7 +145,7 @@ def _add_tensors(
             start = end
 
 
-# --- Merges for nodes that nobody vouches for: a few deltas, whatever they are, cannot carry the result away.
+# --- Robust aggregation for untrusted nodes
 #
 # clipped longer deltas are cut to the median length, then averaged (Sun et al. 2019, arXiv 1911.07963) median of every
 # coordinate the median (Yin et al. 2018, arXiv 1803.01498) trimmed of every coordinate the mean but of the f largest

@@ -8,7 +8,8 @@ import difflib
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from farloop.algo.spec import LateUpdatePolicy, OuterKind, Pattern
+from farloop.algo.spec import OuterKind, Pattern
+from farloop.algo.terms import LateUpdatePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class Method:
     """Name of its merge rule."""
     outer: OuterKind = "nesterov"
     inner: bool = True
-    """Nodes run an optimizer; without one their delta is the gradient (protocol K)."""
+    """Nodes run an optimizer; without one their delta is the gradient (protocol, Data parallel)."""
     weights: Literal["tokens", "quality"] = "tokens"
     """What a contribution weighs: its tokens, or tokens²/steps."""
     max_staleness: int = 0
@@ -165,7 +166,7 @@ def default_mix(method: Method, nodes: int) -> float:
 
 
 def max_tau(method: Method, h: int, slots: int) -> int:
-    """Longest overlap, in inner steps, of a layout with that many slots (protocol D).
+    """Longest overlap, in inner steps, of a layout with that many slots (protocol, Windows and bases).
 
     With n slots undecided at a time, the (n+1)-th send must come after the first one's merge. n sends span ⌊n·H/slots⌋
     inner steps or more, and a step encodes before it merges. A lag is an overlap of a whole round in itself.

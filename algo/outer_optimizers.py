@@ -18,7 +18,7 @@ from farloop.algo.spec import Fragment, OuterKind
 # `data-parallel`.
 #
 # All state is flat fp32 of the fragment's length, changed in place. Every rounding is a torch operation of its own,
-# never `alpha=`, `addcmul` or `lerp`, so that a replay gives the same bits wherever it runs (protocol M, P).
+# never `alpha=`, `addcmul` or `lerp`, so that a replay gives the same bits wherever it runs.
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def adamw_step_(
     """One step of torch.optim.AdamW after torch's clip_grad_norm_, on the flat model; target and grad are fp32 [n].
 
     `step` counts from 1: the version that the commit will have. `grad_norm` is the norm of `grad`, which is the whole
-    model's gradient (protocol K: one fragment); the caller computes it the way protocol M computes all norms.
+    model's gradient (data parallel: one fragment); the caller computes it as all norms are computed (exact arithmetic).
     """
     assert step >= 1
     # 1e-6 is torch's guard against a zero norm; it is kept so that one torch process is the same run.
@@ -109,7 +109,7 @@ def adamw_step_(
         target_part.sub_((m / denominator).mul_(step_size))
 
 
-# --- Which outer optimizer steps a target: each kind's state by name, and one step of it.
+# --- Outer optimizers by kind: names of their state, and one step
 #
 # Nesterov's step is `outer_step_`, that of CO2 is in `outer_co2.py`. State and target are flat fp32 of the fragment's
 # length, changed in place, and every rounding is a torch operation of its own.

@@ -7,9 +7,10 @@ from typing import Final
 
 from farloop.algo.methods import method_named
 from farloop.algo.schedule import span_of, work_ratio
-from farloop.algo.spec import Layout, OuterKind, RoundPlan, Terms, WindowTerms
+from farloop.algo.spec import Layout, OuterKind, RoundPlan, WindowTerms
+from farloop.algo.terms import Terms
 
-# --- What an outer step runs under: ν and μ, and their defaults by method and size of the run.
+# --- Learning rate ν and momentum μ of an outer step, and their defaults
 #
 # Free of torch: the coordinator's machine settles these numbers when it closes a window, and journals them, so that a
 # replay repeats the step without asking anew. The steps themselves are in `outer_optimizers.py`.
@@ -114,9 +115,9 @@ def default_outer(num_nodes: int, h: int, outer_steps: int, method: str = "diloc
     return OuterSettings(kind=row.kind, lr=lr, momentum=momentum, clip=row.clip, buffer=buffer)
 
 
-# --- ν and μ of one window's outer step: as the terms say, corrected where rounds differ in length or new data begins.
+# --- ν and μ of one window, corrected for rounds of other lengths and for new data
 #
-# The coordinator settles them once, when a window closes, and journals them: a replay asks nobody. Pure, without torch.
+# The coordinator settles them once, when a window closes, and journals them: a replay reads them there.
 
 
 LEAST_WORK: Final = 1e-3
@@ -142,20 +143,20 @@ def is_corrected(terms: Terms) -> bool:
 
     Without momentum there is nothing to correct: ν·Δ is as it should be, however long it took.
     """
-    varies = terms.h_rule != "constant" and terms.outer_momentum > 0.0
-    return terms.outer_correction and varies and method_named(terms.method).outer == "nesterov"
+    varies = terms.schedule.h_rule != "constant" and terms.outer.momentum > 0.0
+    return terms.outer.correction and varies and method_named(terms.method).outer == "nesterov"
 
 
 def usual(terms: Terms) -> OuterSettings:
     """What an outer step runs under where nothing is special about its window."""
     return OuterSettings(
         kind=method_named(terms.method).outer,
-        lr=terms.outer_lr,
-        momentum=terms.outer_momentum,
-        clip=terms.outer_clip,
-        buffer=terms.outer_buffer,
-        spread=terms.outer_spread,
-        restart=terms.outer_restart,
+        lr=terms.outer.lr,
+        momentum=terms.outer.momentum,
+        clip=terms.outer.clip,
+        buffer=terms.outer.buffer,
+        spread=terms.outer.spread,
+        restart=terms.outer.restart,
     )
 
 
@@ -164,11 +165,13 @@ def settings_of(terms: Terms, layout: Layout, window: WindowTerms, rounds: Mappi
     if window.final:  # momentum pays off in later rounds, and a flush has none: the mean of what the nodes hold
         return PLAIN_AVERAGE
     settings = usual(terms)
-    if not is_corrected(terms) and not terms.lr.rewarms:
+    if not is_corrected(terms) and not terms.schedule.lr.rewarms:
         return settings
     begin, end = span_of(layout, window, rounds)
     if is_corrected(terms):
         settings = corrected(settings, work_ratio(terms, begin, end))
-    if any(begin <= rewarm.start < end for rewarm in terms.lr.rewarms):  # what was learned before leads elsewhere now
-        settings = dataclasses.replace(settings, momentum=settings.momentum * terms.rewarm_momentum)
+    if any(
+        begin <= rewarm.start < end for rewarm in terms.schedule.lr.rewarms
+    ):  # what was learned before leads elsewhere now
+        settings = dataclasses.replace(settings, momentum=settings.momentum * terms.outer.rewarm_momentum)
     return settings

@@ -6,10 +6,11 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from farloop.algo.spec import Identity, Layout, LearningRate, Revision, RunSpec, Terms
+from farloop.algo.spec import Identity, Layout, Revision, RunSpec
+from farloop.algo.terms import FLAT, LearningRate, Terms, field_of
 from farloop.algo.validation import OF_NODES, check, given_as
 
-# --- The revisions of a run's terms that somebody may still need, and which of them a window or a round runs under.
+# --- Which revision a window or a round runs under
 #
 # Both daemons ask here, so that the terms of a window are the same on all machines, whenever they heard of a change.
 
@@ -107,10 +108,10 @@ class Revisions:
 
 def composed(of_window: Terms, of_round: Terms) -> Terms:
     """The terms of a window in a round of another revision: each by what belongs to it."""
-    return dataclasses.replace(of_window, **{name: getattr(of_round, name) for name in BELONG_TO_ROUNDS})
+    return of_window.replace(**{name: of_round.value(name) for name in BELONG_TO_ROUNDS})
 
 
-# --- Which terms of a run may change while it goes on, and from where on. Pure; the coordinator says from which window.
+# --- Which terms may change in a live run
 #
 # Every field of `Terms` is here once: those that belong to rounds in `revisions.py`, to windows in `BELONG_TO_WINDOWS`,
 # and with a reason in `STAY` what could not change without making bytes unreadable that exist, or what a node built
@@ -215,16 +216,17 @@ def revised(terms: Terms, layout: Layout, given: Mapping[str, str]) -> Terms:
         for name in _AS_IN_RUN_TOML.get(key, (key,)):
             _check_key(name, key)
             if (term := name.partition(".")[0]) in OF_NODES:
-                changed[term] = given_as(name, text, changed.get(term, getattr(terms, term)))
+                changed[term] = given_as(name, text, changed.get(term, terms.value(term)))
             else:
                 changed[name] = _parsed(name, text)
     rate = {name.removeprefix("lr."): changed.pop(name) for name in list(changed) if name.startswith("lr.")}
-    after = dataclasses.replace(terms, **changed, lr=dataclasses.replace(terms.lr, **rate))
+    after = terms.replace(**changed, lr=dataclasses.replace(terms.schedule.lr, **rate))
     if after == terms:
         raise ValueError("nothing would change: " + _as_they_are(terms, given))
-    if 1.0 in (terms.mix, after.mix) and terms.mix != after.mix:
-        least = "stays" if terms.mix == 1.0 else "can be at most 0.99"
-        raise ValueError(f"mix is {terms.mix} and {least}: with 1 the work inside a delta counts from the send before")
+    mix = terms.schedule.mix
+    if 1.0 in (mix, after.schedule.mix) and mix != after.schedule.mix:
+        least = "stays" if mix == 1.0 else "can be at most 0.99"
+        raise ValueError(f"mix is {mix} and {least}: with 1 the work inside a delta counts from the send before")
     check(after, layout)
     try:  # windows change first: some of the new ones lie in rounds of the old length
         check(composed(after, terms), layout)
@@ -242,18 +244,18 @@ def changes(before: Terms, after: Terms) -> list[Change]:
 
 def nodes_must_hear(before: Terms, after: Terms) -> list[str]:
     """Keys of the changes that a node follows only if it is told of them."""
-    names = READ_BY_NODES | (READ_BY_SOME if before.eager or before.control_variates else frozenset())
+    names = READ_BY_NODES | (READ_BY_SOME if before.schedule.eager or before.inner.control_variates else frozenset())
     return [change.key for change in changes(before, after) if change.key.partition(".")[0] in names]
 
 
 def _flat(terms: Terms) -> Iterator[tuple[str, object]]:
-    for field in dataclasses.fields(Terms):
-        if field.name in OF_NODES:
-            yield from ((f"{field.name}.{node}", own) for node, own in getattr(terms, field.name))
-        elif field.name != "lr":
-            yield field.name, getattr(terms, field.name)
+    for name, value in terms.flat().items():
+        if name in OF_NODES:
+            yield from ((f"{name}.{node}", own) for node, own in value)
+        elif name != "lr":
+            yield name, value
     for field in dataclasses.fields(LearningRate):
-        yield f"lr.{field.name}", getattr(terms.lr, field.name)
+        yield f"lr.{field.name}", getattr(terms.schedule.lr, field.name)
 
 
 def _check_key(name: str, key: str) -> None:
@@ -263,7 +265,7 @@ def _check_key(name: str, key: str) -> None:
     allowed = sorted(BELONG_TO_WINDOWS | (BELONG_TO_ROUNDS - {"lr"}) | set(_rate_hints()) | set(_AS_IN_RUN_TOML))
     name = name.partition(".")[0] if name.partition(".")[0] in OF_NODES else name
     why = STAY.get(name) or (LEARNING_RATE_STAYS.get(name.removeprefix("lr.")) if name.startswith("lr.") else None)
-    if why is None and name not in allowed and name in {field.name for field in dataclasses.fields(Terms)}:
+    if why is None and name not in allowed and name in FLAT:
         why = "nobody has said what would follow"  # a field that is in no class yet
     if why is not None:
         raise ValueError(f"{key} stays as the run began: {why}")
@@ -279,7 +281,7 @@ def _rate_hints() -> dict[str, Any]:
 
 
 def _parsed(name: str, text: str) -> Any:
-    hint = _rate_hints()[name] if name.startswith("lr.") else get_type_hints(Terms)[name]
+    hint = _rate_hints()[name] if name.startswith("lr.") else field_of(name).type
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     text = text.strip()
     if type(None) in kinds and text.lower() in ("", "none"):

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from farloop.algo.spec import LearningRate, Rewarm
+from farloop.algo.terms import LearningRate, Rewarm
 
-# --- The order in which a run visits its samples: a keyed permutation of [0, n) for every data pass.
+# --- Sample order: a keyed permutation of [0, n) for every data pass
 #
-# The coordinator leases ranges of an endless stream of positions (protocol "Data leases"); each node turns a position
+# The coordinator leases ranges of an endless stream of positions (protocol, Data leases); each node turns a position
 # into a sample index here, alone and in O(1) memory, so no shuffled list is ever stored or sent. The permutation is a
 # Feistel network over the smallest power of two that holds n, walked until it lands inside [0, n) (cycle walking: Black
 # and Rogaway 2002, "Ciphers with arbitrary finite domains"). It shuffles; it hides nothing. Integers only, so every
@@ -74,7 +74,7 @@ def _feistel(word: int, low_bits: int, high_bits: int, round_keys: list[int]) ->
     return high << low_bits | low
 
 
-# --- Which corpus a sample comes from, in a run whose re-warms bring new data: the new one, or a replay of the old.
+# --- Corpus of a sample: new data, or a replay of the old
 #
 # New data alone makes a model forget; a share of the old in the mix keeps what was learnt: 5 % after a weak shift, 25 %
 # and more after a strong one (arXiv 2403.08763). The draw is a hash of the stream's position, so that every machine

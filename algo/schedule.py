@@ -5,13 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
-from farloop.algo.spec import Fragment, Layout, LearningRate, NodeId, RoundPlan, RoundRule, RunSpec, Terms, WindowTerms
+from farloop.algo.spec import Fragment, Layout, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.terms import LearningRate, RoundRule, Terms
 
-# --- The inner learning rate as a function of the schedule position: warm-up, a shape, and re-warms for new data.
+# --- Inner learning rate
 #
-# A node asks for it at every step and the coordinator at the start of every round (protocol A). Pure, without torch.
+# A node asks for it at every step and the coordinator at the start of every round (protocol, Round clock).
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,29 +25,29 @@ class Phase:
 
 
 def learning_rate(terms: Terms, position: float) -> float:
-    """η at a schedule position. Positions are real numbers (protocol A).
+    """η at a schedule position. Positions are real numbers (protocol, Round clock).
 
     In a phase of length T with W warm-up positions, u of which have passed: η₀ + (η_peak − η₀)·min(1, (u+1)/W) for
     u < W, then the shape. η₀ is `minimum`, in later phases the last η reached (arXiv 2403.08763).
     """
     *before, phase = [phase for phase in phases(terms) if phase.start <= max(position, 0.0)]
-    first = terms.lr.minimum
+    first = terms.schedule.lr.minimum
     for earlier in before:
-        first = _within(terms.lr, earlier, first, earlier.end)
-    return _within(terms.lr, phase, first, position)
+        first = _within(terms.schedule.lr, earlier, first, earlier.end)
+    return _within(terms.schedule.lr, phase, first, position)
 
 
 def phases(terms: Terms) -> list[Phase]:
     """The run's phases in order; one unless it re-warms."""
-    starts = [0, *(rewarm.start for rewarm in terms.lr.rewarms)]
-    peaks = [terms.lr.peak, *(rewarm.peak for rewarm in terms.lr.rewarms)]
-    ends = [*starts[1:], terms.steps]
+    starts = [0, *(rewarm.start for rewarm in terms.schedule.lr.rewarms)]
+    peaks = [terms.schedule.lr.peak, *(rewarm.peak for rewarm in terms.schedule.lr.rewarms)]
+    ends = [*starts[1:], terms.schedule.steps]
     return [Phase(start=s, end=e, peak=peak) for s, e, peak in zip(starts, ends, peaks, strict=True)]
 
 
 def warms_up(terms: Terms, position: float) -> bool:
     """Whether the learning rate rises here."""
-    return any(phase.start <= position < phase.start + terms.lr.warmup_steps for phase in phases(terms))
+    return any(phase.start <= position < phase.start + terms.schedule.lr.warmup_steps for phase in phases(terms))
 
 
 def _within(lr: LearningRate, phase: Phase, first: float, position: float) -> float:
@@ -96,11 +97,11 @@ def _infinite(lr: LearningRate, phase: Phase, position: float) -> float:
     return held * (lr.minimum / held) ** annealed if annealed else held
 
 
-# --- The run's clock: rounds, slots, due steps and windows, as functions of the schedule position.
+# --- Rounds, slots, due steps and windows
 #
-# The only global clock is the round, owned by the coordinator (protocol A); everything here is pure and without torch,
+# The only global clock is the round, owned by the coordinator (round clock); everything here is pure and without torch,
 # so that both machines, the simulator and the previews compute the very same numbers. The lengths of rounds are the
-# coordinator's alone to compute: nodes are told (protocol B).
+# coordinator's alone to compute: nodes are told (protocol, Window terms).
 
 
 POWERS: Final[Mapping[RoundRule, int]] = {"linear": 1, "qsr": 2, "cubic": 3}
@@ -119,24 +120,24 @@ def h_at(terms: Terms, position: int) -> int:
     max(h, ⌊(α/η)^power⌋), at most `h_max`. While η warms up, or where α is 0, `h_init`: the η of a beginning is small
     because nothing is known yet, not because training is done.
     """
-    if terms.h_rule == "constant":
-        return terms.h
-    if terms.h_rule == "post-local":
-        return initial_h(terms) if position < terms.h_switch else terms.h
-    if terms.h_alpha == 0.0 or warms_up(terms, position):
+    if terms.schedule.h_rule == "constant":
+        return terms.schedule.h
+    if terms.schedule.h_rule == "post-local":
+        return initial_h(terms) if position < terms.schedule.h_switch else terms.schedule.h
+    if terms.schedule.h_alpha == 0.0 or warms_up(terms, position):
         return initial_h(terms)
-    most = terms.steps if terms.h_max is None else terms.h_max
+    most = terms.schedule.steps if terms.schedule.h_max is None else terms.schedule.h_max
     rate = learning_rate(terms, position)
-    ratio = min(terms.h_alpha / rate, most) if rate > 0.0 else most  # bounded first: its power could overflow
-    grown = math.floor(ratio ** POWERS[terms.h_rule] * (1 + _GUARD))
-    return max(terms.h, min(grown, most))
+    ratio = min(terms.schedule.h_alpha / rate, most) if rate > 0.0 else most  # bounded first: its power could overflow
+    grown = math.floor(ratio ** POWERS[terms.schedule.h_rule] * (1 + _GUARD))
+    return max(terms.schedule.h, min(grown, most))
 
 
 def initial_h(terms: Terms) -> int:
     """H of the rounds in which the learning rate warms up, or that come before the switch."""
-    if terms.h_init is not None:
-        return terms.h_init
-    return 1 if terms.h_rule == "post-local" else terms.h
+    if terms.schedule.h_init is not None:
+        return terms.schedule.h_init
+    return 1 if terms.schedule.h_rule == "post-local" else terms.schedule.h
 
 
 def round_after(terms: Terms, previous: RoundPlan | None) -> RoundPlan | None:
@@ -147,10 +148,10 @@ def round_after(terms: Terms, previous: RoundPlan | None) -> RoundPlan | None:
     """
     index, start = (previous.index + 1, previous.start + previous.length) if previous else (0, 0)
     length = h_at(terms, start)
-    if terms.h_rule != "constant":
+    if terms.schedule.h_rule != "constant":
         ahead = [phase.start - start for phase in phases(terms) if phase.start > start]
-        length = min(length, max(terms.h, min(ahead, default=length)))
-    length = min(length, terms.steps - start)
+        length = min(length, max(terms.schedule.h, min(ahead, default=length)))
+    length = min(length, terms.schedule.steps - start)
     return RoundPlan(index=index, start=start, length=length) if length > 0 else None
 
 
@@ -164,20 +165,20 @@ def first_rounds(terms: Terms, count: int = 2) -> tuple[RoundPlan, ...]:
 
 def opening_rounds(spec: RunSpec) -> tuple[RoundPlan, ...]:
     """The rounds that a run begins with, before anything is known of its nodes' speeds."""
-    slots, shares = spec.identity.layout.slots, spec.terms.h_share_of
+    slots, shares = spec.identity.layout.slots, spec.terms.schedule.h_share_of
     return tuple(dealt(plan, slots, shares=shares) for plan in first_rounds(spec.terms))
 
 
 def num_rounds(terms: Terms) -> int:
     """Rounds of the whole run: the outer steps that every fragment takes, but for flushes."""
-    if terms.h_rule == "constant":
-        return -(-terms.steps // terms.h)
-    return len(first_rounds(terms, terms.steps))
+    if terms.schedule.h_rule == "constant":
+        return -(-terms.schedule.steps // terms.schedule.h)
+    return len(first_rounds(terms, terms.schedule.steps))
 
 
 def is_last(terms: Terms, plan: RoundPlan) -> bool:
     """Whether the run ends with this round."""
-    return plan.start + plan.length >= terms.steps
+    return plan.start + plan.length >= terms.schedule.steps
 
 
 def is_evaluated(spec: RunSpec, terms: WindowTerms) -> bool:
@@ -185,7 +186,7 @@ def is_evaluated(spec: RunSpec, terms: WindowTerms) -> bool:
     last = terms.fragment == len(spec.identity.layout.fragments) - 1
     if spec.identity.evaluation_set == "none" or not last:
         return False
-    return terms.final or (terms.round + 1) % spec.terms.evaluate_every_rounds == 0
+    return terms.final or (terms.round + 1) % spec.terms.schedule.evaluate_every_rounds == 0
 
 
 def dealt(
@@ -201,11 +202,16 @@ def dealt(
     or nearly the best, all of them. Nodes with a share do ⌊H · share⌋. Who is in both does the fewer.
     """
     best, least = max(rates.values(), default=0.0), min(plan.length, slots)
-    steps = {name: math.floor(plan.length * rate / best) for name, rate in rates.items() if 0.0 < rate < _EQUAL * best}
+    steps = {name: steps_by_rate(plan.length, rate, best) for name, rate in rates.items() if rate > 0.0}
     for name, share in shares:
         steps[name] = min(steps.get(name, plan.length), steps_by_share(plan.length, share))
     fewer = {name: max(least, count) for name, count in sorted(steps.items())}
     return dataclasses.replace(plan, node_steps=tuple((n, count) for n, count in fewer.items() if count < plan.length))
+
+
+def steps_by_rate(length: int, rate: float, best: float) -> int:
+    """⌊length · rate ÷ best⌋, or all of them where the rate is nearly the best."""
+    return math.floor(length * rate / best) if rate < _EQUAL * best else length
 
 
 def steps_by_share(length: int, share: float) -> int:
@@ -214,12 +220,12 @@ def steps_by_share(length: int, share: float) -> int:
 
 
 def position_in(plan: RoundPlan, node: NodeId, step: int) -> float:
-    """Schedule position of a node that has done `step` of its own steps of the round (protocol A)."""
+    """Schedule position of a node that has done `step` of its own steps of the round (protocol, Round clock)."""
     return plan.start + step * plan.length / plan.steps_of(node)
 
 
 def due_step(slot: int, slots: int, node_steps: int) -> int:
-    """Own steps of the round after which slot `slot` is sent: ⌈(slot+1)·H_i / slots⌉ (protocol A)."""
+    """Own steps of the round after which slot `slot` is sent: ⌈(slot+1)·H_i / slots⌉ (protocol, Round clock)."""
     return -(-(slot + 1) * node_steps // slots)
 
 
@@ -236,8 +242,8 @@ def first_step(slot: int, slots: int, node_steps: int) -> int:
 def first_send_round(start_round: int, slot: int, slots: int, start_slot: int = 0) -> int:
     """Round of the first send of a node that starts training with `start_slot` of `start_round`.
 
-    No fragment is sent before a full period from its first base (protocol A, I): who starts with a round sends the last
-    slot alone in it. Final windows are exempt.
+    No fragment is sent before a full period from its first base (joining nodes): a node that starts with a round sends
+    only the last slot in it. Final windows are exempt.
     """
     return start_round - (slot - start_slot - slots + 1) // slots
 
@@ -265,9 +271,9 @@ def work_ratio(terms: Terms, begin: int, end: int) -> float:
 
     A round of H > h steps is worth less than H/h where η falls within it. Where there is no η at all, steps count.
     """
-    rates = [learning_rate(terms, position) for position in range(begin, max(end, begin + terms.h))]
-    base = math.fsum(rates[: terms.h])
-    return math.fsum(rates[: end - begin]) / base if base > 0.0 else (end - begin) / terms.h
+    rates = [learning_rate(terms, position) for position in range(begin, max(end, begin + terms.schedule.h))]
+    base = math.fsum(rates[: terms.schedule.h])
+    return math.fsum(rates[: end - begin]) / base if base > 0.0 else (end - begin) / terms.schedule.h
 
 
 def first_windows(terms: Terms, layout: Layout, rounds: tuple[RoundPlan, ...] = ()) -> tuple[WindowTerms, ...]:
@@ -288,8 +294,7 @@ def window_after(
     `rounds` must hold the current window's round, and the one after it where the run has one.
     """
     if stay:
-        own = {name: getattr(terms, name) for name in ("tau", "mix", "codec_up", "codec_up_of", "codec_down")}
-        return dataclasses.replace(current, window=current.window + 1, **own)
+        return dataclasses.replace(current, window=current.window + 1, **own_of_window(terms))
     if current.final:
         return None
     fragment = layout.fragments[current.fragment]
@@ -316,14 +321,9 @@ def _window(
     else:
         due = due_step(fragment.slot, layout.slots, served.length)
         final = is_last(terms, served) and due == served.length  # this send is itself the flush
-    return WindowTerms(
-        fragment=fragment.index,
-        window=window,
-        round=served.index,
-        tau=terms.tau,
-        mix=terms.mix,
-        codec_up=terms.codec_up,
-        codec_up_of=terms.codec_up_of,
-        codec_down=terms.codec_down,
-        final=final,
-    )
+    return WindowTerms(fragment=fragment.index, window=window, round=served.index, final=final, **own_of_window(terms))
+
+
+def own_of_window(terms: Terms) -> dict[str, Any]:
+    """The terms that a window carries with it, by the names that `WindowTerms` and the flat form share."""
+    return {name: terms.value(name) for name in ("tau", "mix", "codec_up", "codec_up_of", "codec_down")}

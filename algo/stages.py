@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from farloop.algo.spec import Fragment, Layout
 
-# --- Who runs which layers, and which way a microbatch goes: the part of a plan that nodes must agree on.
+# --- Pipeline layout: layers of each node, and the path of a microbatch
 #
 # The planner (coordinator/routing) makes a layout, the pipeline of a node runs it, and neither knows of the other. Pure
 # data, stdlib only. Source of the constraints: SkipPipe (arXiv 2502.19913), as its published code has them.
@@ -102,7 +102,7 @@ class StageLayout:
                 yield f"the path of {path.source} visits stage {hop.stage} on {hop.node}, which does not hold it"
 
 
-# --- Which part of the model a node holds: all of it, or some of the stages that its layout is cut along (protocol G).
+# --- Parts: which stages of the model a node holds
 #
 # A part is a tuple of stages, and None is the whole model. Whoever holds stage 0 is a source: the embedding and the
 # head are there, so that samples begin and losses end there. Standard library only.

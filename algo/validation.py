@@ -16,16 +16,8 @@ from typing import Any, Final, get_args
 
 from farloop.algo.methods import Method, max_tau, method_named
 from farloop.algo.schedule import POWERS, initial_h, phases, steps_by_share
-from farloop.algo.spec import (
-    InnerOptimizer,
-    Layout,
-    LearningRateShape,
-    NodeId,
-    OuterKind,
-    RoundRule,
-    Screen,
-    Terms,
-)
+from farloop.algo.spec import Layout, NodeId, OuterKind
+from farloop.algo.terms import InnerOptimizer, LearningRateShape, RoundRule, Screen, Terms
 
 INNER_OPTIMIZERS: Final[tuple[str, ...]] = get_args(InnerOptimizer)
 RULES: Final[tuple[str, ...]] = get_args(RoundRule)
@@ -69,7 +61,7 @@ def check(terms: Terms, layout: Layout) -> None:
     """Raise ValueError, one sentence with the nearest valid value, unless a run of this layout can have these terms."""
     method = method_named(terms.method)
     for name in sorted(method.fixed):
-        wanted, value = getattr(method, name), getattr(terms, name)
+        wanted, value = getattr(method, name), terms.value(name)
         require(value == wanted, f"{method.name} runs with {name} = {wanted} only, not {value}")
     _check_layout(method, layout)
     _check_schedule(method, terms, layout.slots)
@@ -89,30 +81,38 @@ def _check_layout(method: Method, layout: Layout) -> None:
 
 
 def _check_schedule(method: Method, terms: Terms, slots: int) -> None:
+    schedule = terms.schedule
     for name in ("steps", "h", "batch_sequences", "sequence_tokens", "evaluate_every_rounds"):
-        require(getattr(terms, name) >= 1, f"{name} is {getattr(terms, name)}; the least is 1")
-    require(slots <= terms.h, f"h is {terms.h}, too short for {slots} slots of one step or more; the least is {slots}")
+        require(terms.value(name) >= 1, f"{name} is {terms.value(name)}; the least is 1")
+    require(
+        slots <= schedule.h, f"h is {schedule.h}, too short for {slots} slots of one step or more; the least is {slots}"
+    )
     check_learning_rate(terms)
-    rule, fixed = terms.h_rule, "h" in method.fixed
+    rule, fixed = schedule.h_rule, "h" in method.fixed
     require(not fixed or rule == "constant", f"{method.name} runs with h_rule = constant only, not {rule}")
     check_rounds(terms, slots)
-    name, shortest = min((terms.h, "h"), (initial_h(terms), "h_init"))[::-1]
+    name, shortest = min((schedule.h, "h"), (initial_h(terms), "h_init"))[::-1]
     most = max_tau(method, shortest, slots)
-    require(0 <= terms.tau <= most, f"tau is {terms.tau}; {method.name} with {name} = {shortest} takes 0 to {most}")
+    require(
+        0 <= schedule.tau <= most, f"tau is {schedule.tau}; {method.name} with {name} = {shortest} takes 0 to {most}"
+    )
     _check_lag(method, terms)
-    require(0.0 <= terms.mix <= 1.0, f"mix is {terms.mix}; it lies between 0 (the anchor) and 1 (the local weights)")
+    require(
+        0.0 <= schedule.mix <= 1.0, f"mix is {schedule.mix}; it lies between 0 (the anchor) and 1 (the local weights)"
+    )
 
 
 def _check_lag(method: Method, terms: Terms) -> None:
+    schedule = terms.schedule
     most = f"at most {method.max_lag}" if method.max_lag else "0 only"
-    require(0 <= terms.lag <= method.max_lag, f"lag is {terms.lag}; {method.name} takes {most}")
-    require(bool(terms.lag) or not terms.eager, "eager needs an update that is a round late; set lag = 1")
-    if not terms.lag:
+    require(0 <= schedule.lag <= method.max_lag, f"lag is {schedule.lag}; {method.name} takes {most}")
+    require(bool(schedule.lag) or not schedule.eager, "eager needs an update that is a round late; set lag = 1")
+    if not schedule.lag:
         return
     # What has been sent must leave the local weights, or the next delta, which has the same base, would hold it again.
-    require(terms.mix == 0.0, f"mix is {terms.mix}; with lag = 1 it is 0, for what stayed would be sent twice")
-    require(terms.tau == 0, f"tau is {terms.tau}; with lag = 1 it is 0, for the overlap is a whole round")
-    require(terms.on_late_update == "wait", "on_late_update is continue; with lag = 1 it is wait")
+    require(schedule.mix == 0.0, f"mix is {schedule.mix}; with lag = 1 it is 0, for what stayed would be sent twice")
+    require(schedule.tau == 0, f"tau is {schedule.tau}; with lag = 1 it is 0, for the overlap is a whole round")
+    require(schedule.on_late_update == "wait", "on_late_update is continue; with lag = 1 it is wait")
 
 
 def _check_optimizers(terms: Terms) -> None:
@@ -120,33 +120,36 @@ def _check_optimizers(terms: Terms) -> None:
     check_outer(terms, method.outer)
     check_inner(terms, has_inner=method.inner)
     require(
-        math.isfinite(terms.clip) and terms.clip > 0.0,
-        f"clip is {terms.clip}; it must be a number above 0 (a large one switches clipping off)",
+        math.isfinite(terms.inner.clip) and terms.inner.clip > 0.0,
+        f"clip is {terms.inner.clip}; it must be a number above 0 (a large one switches clipping off)",
     )
 
 
 def _check_windows(terms: Terms) -> None:
+    admission = terms.admission
     for name, least in (("max_stale_rounds", 0), ("floor", 1), ("min_nodes", 1)):
-        require(getattr(terms, name) >= least, f"{name} is {getattr(terms, name)}; the least is {least}")
+        require(terms.value(name) >= least, f"{name} is {terms.value(name)}; the least is {least}")
     # Elsewhere the sum of a window is over deltas of one base.
     most = _MOST_STALE if method_named(terms.method).max_staleness else 0
     require(
-        0 <= terms.max_staleness <= most, f"max_staleness is {terms.max_staleness}; {terms.method} takes 0 to {most}"
+        0 <= admission.max_staleness <= most,
+        f"max_staleness is {admission.max_staleness}; {terms.method} takes 0 to {most}",
     )
-    closes_at = terms.min_nodes
-    if terms.quorum is not None:
+    closes_at = admission.min_nodes
+    if admission.quorum is not None:
         require(
-            1 <= terms.quorum <= terms.min_nodes,
-            f"quorum is {terms.quorum}; the run starts with min_nodes = {terms.min_nodes}, so it can be 1 to that",
+            1 <= admission.quorum <= admission.min_nodes,
+            f"quorum is {admission.quorum}; the run starts with min_nodes = {admission.min_nodes}, so it can be 1 to "
+            "that",
         )
-        closes_at = terms.quorum
+        closes_at = admission.quorum
     require(
-        terms.floor <= closes_at,
-        f"floor is {terms.floor}, but a window can close with {closes_at} contributions: at most {closes_at}",
+        admission.floor <= closes_at,
+        f"floor is {admission.floor}, but a window can close with {closes_at} contributions: at most {closes_at}",
     )
 
 
-# --- learning rate and rounds
+# --- Learning rate and rounds
 
 
 _SHAPE_ONLY_FOR: Final[Mapping[str, tuple[str, object]]] = {
@@ -160,7 +163,7 @@ _SHAPE_ONLY_FOR: Final[Mapping[str, tuple[str, object]]] = {
 
 def check_learning_rate(terms: Terms) -> None:
     """Raise ValueError unless the learning rate can be followed from the first step to the last."""
-    lr, steps = terms.lr, terms.steps
+    lr, steps = terms.schedule.lr, terms.schedule.steps
     _known(lr.shape, SHAPES, "lr.shape")
     for name, value in (("lr.peak", lr.peak), ("lr.minimum", lr.minimum)):
         require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
@@ -187,13 +190,14 @@ def check_learning_rate(terms: Terms) -> None:
 
 
 def _check_phases(terms: Terms) -> None:
-    lr = terms.lr
+    schedule = terms.schedule
+    lr = schedule.lr
     for phase, rewarm in zip(phases(terms), lr.rewarms, strict=False):
         least = phase.start + lr.warmup_steps + 1
         require(
-            least <= rewarm.start < terms.steps,
+            least <= rewarm.start < schedule.steps,
             f"lr.rewarms has one at {rewarm.start}; after the warm-up before it and within the run is "
-            f"{least} to {terms.steps - 1}",
+            f"{least} to {schedule.steps - 1}",
         )
         require(
             math.isfinite(rewarm.peak) and rewarm.peak >= max(lr.minimum, lr.constant),
@@ -205,21 +209,25 @@ def _check_phases(terms: Terms) -> None:
             "below 1, as 0.05 is",
         )
     require(
-        0.0 <= terms.rewarm_momentum <= 1.0,
-        f"rewarm_momentum is {terms.rewarm_momentum}; it lies between 0 (forget) and 1 (keep)",
+        0.0 <= terms.outer.rewarm_momentum <= 1.0,
+        f"rewarm_momentum is {terms.outer.rewarm_momentum}; it lies between 0 (forget) and 1 (keep)",
     )
 
 
 def _check_steps(terms: Terms) -> None:
-    lr, third = terms.lr, terms.steps // 3
+    schedule = terms.schedule
+    lr, third = schedule.lr, schedule.steps // 3
     require(len(lr.drops) > 0, f"lr.drops is empty; lr.shape = step falls there, as at {third},{2 * third}")
-    inside = all(0 < drop < terms.steps for drop in lr.drops) and list(lr.drops) == sorted(set(lr.drops))
-    require(inside, f"lr.drops is {list(lr.drops)}; positions from 1 to {terms.steps - 1} in rising order are wanted")
+    inside = all(0 < drop < schedule.steps for drop in lr.drops) and list(lr.drops) == sorted(set(lr.drops))
+    require(
+        inside, f"lr.drops is {list(lr.drops)}; positions from 1 to {schedule.steps - 1} in rising order are wanted"
+    )
     require(0.0 < lr.drop_factor < 1.0, f"lr.drop_factor is {lr.drop_factor}; it is above 0 and below 1, as 0.1 is")
 
 
 def _check_infinite(terms: Terms) -> None:
-    lr, last = terms.lr, phases(terms)[-1]
+    schedule = terms.schedule
+    lr, last = schedule.lr, phases(terms)[-1]
     require(
         lr.minimum <= lr.constant <= lr.peak,
         f"lr.constant is {lr.constant}; it lies between lr.minimum = {lr.minimum} and lr.peak = {lr.peak}",
@@ -229,46 +237,50 @@ def _check_infinite(terms: Terms) -> None:
     if lr.anneal_at is not None:
         held = last.start + lr.warmup_steps + lr.cooldown_steps
         require(
-            held <= lr.anneal_at < terms.steps,
-            f"lr.anneal_at is {lr.anneal_at}; from the end of the cool-down it is {held} to {terms.steps - 1}",
+            held <= lr.anneal_at < schedule.steps,
+            f"lr.anneal_at is {lr.anneal_at}; from the end of the cool-down it is {held} to {schedule.steps - 1}",
         )
         require(lr.minimum > 0.0, "lr.minimum is 0, which an exponential anneal never reaches; a good one is 1e-6")
 
 
 def check_rounds(terms: Terms, slots: int) -> None:
     """Raise ValueError unless rounds of these lengths are possible, whatever the learning rate does."""
-    rule, h = terms.h_rule, terms.h
+    schedule = terms.schedule
+    rule, h = schedule.h_rule, schedule.h
     _known(rule, RULES, "h_rule")
     if rule in POWERS:
         _check_alpha(terms)
     else:
         require(
-            terms.h_alpha == 0.0,
-            f"h_alpha is {terms.h_alpha}, but h_rule is {rule}, which does not follow the learning rate; qsr does",
+            schedule.h_alpha == 0.0,
+            f"h_alpha is {schedule.h_alpha}, but h_rule is {rule}, which does not follow the learning rate; qsr does",
         )
     if rule == "post-local":
         require(
-            0 < terms.h_switch < terms.steps,
-            f"h_switch is {terms.h_switch}; h_rule = post-local switches to h = {h} at 1 to {terms.steps - 1}",
+            0 < schedule.h_switch < schedule.steps,
+            f"h_switch is {schedule.h_switch}; h_rule = post-local switches to h = {h} at 1 to {schedule.steps - 1}",
         )
     else:
-        require(terms.h_switch == 0, f"h_switch is {terms.h_switch}, but h_rule is {rule}: only post-local has it")
+        require(
+            schedule.h_switch == 0, f"h_switch is {schedule.h_switch}, but h_rule is {rule}: only post-local has it"
+        )
     if rule == "constant":
         for name in ("h_init", "h_max"):
-            value = getattr(terms, name)
+            value = terms.value(name)
             require(value is None, f"{name} is {value}, but with h_rule = constant every round has h = {h}; qsr varies")
         return
     first = initial_h(terms)
     require(first >= slots, f"h_init is {first}, too short for {slots} slots of one step or more; the least is {slots}")
     most = max(h, first)
     require(
-        terms.h_max is None or terms.h_max >= most,
-        f"h_max is {terms.h_max}, below the {most} steps that a round has anyway; the least is {most}",
+        schedule.h_max is None or schedule.h_max >= most,
+        f"h_max is {schedule.h_max}, below the {most} steps that a round has anyway; the least is {most}",
     )
 
 
 def _check_alpha(terms: Terms) -> None:
-    rule, h, alpha, lr = terms.h_rule, terms.h, terms.h_alpha, terms.lr
+    schedule = terms.schedule
+    rule, h, alpha, lr = schedule.h_rule, schedule.h, schedule.h_alpha, schedule.lr
     falls = lr.shape != "constant" and lr.minimum < lr.peak
     require(
         falls,
@@ -289,12 +301,12 @@ def _known(name: str, names: tuple[str, ...], what: str) -> None:
     require(name in names, f"{what}: there is no {name!r}; {hint}")
 
 
-# --- a node's own overlap
+# --- A node's own overlap
 
 
 def at_most(terms: Terms, slots: int) -> int:
     """Longest overlap that the run's shortest rounds have room for."""
-    return max_tau(method_named(terms.method), min(terms.h, initial_h(terms)), slots)
+    return max_tau(method_named(terms.method), min(terms.schedule.h, initial_h(terms)), slots)
 
 
 def check_own_tau(tau: int, terms: Terms, slots: int) -> None:
@@ -302,20 +314,21 @@ def check_own_tau(tau: int, terms: Terms, slots: int) -> None:
 
     `slots`: of the run's layout.
     """
+    schedule = terms.schedule
     method = method_named(terms.method)
     own = f"this node's own tau is {tau}"
     if "tau" in method.fixed:
-        raise ValueError(f"{own}, but {method.name} has the same for all nodes, {terms.tau}: leave the node's open")
-    if terms.control_variates:
-        raise ValueError(f"{own}, but with control_variates it is {terms.tau}: leave the node's open")
-    if terms.lag:
-        raise ValueError(f"{own}, but with lag = {terms.lag} the overlap is a whole round: leave the node's open")
-    shortest, most = min(terms.h, initial_h(terms)), at_most(terms, slots)
+        raise ValueError(f"{own}, but {method.name} has the same for all nodes, {schedule.tau}: leave the node's open")
+    if terms.inner.control_variates:
+        raise ValueError(f"{own}, but with control_variates it is {schedule.tau}: leave the node's open")
+    if schedule.lag:
+        raise ValueError(f"{own}, but with lag = {schedule.lag} the overlap is a whole round: leave the node's open")
+    shortest, most = min(schedule.h, initial_h(terms)), at_most(terms, slots)
     if not 0 <= tau <= most:
         raise ValueError(f"{own}; {method.name} with rounds of {shortest} steps and slots = {slots} takes 0 to {most}")
 
 
-# --- optimizers
+# --- Optimizers
 
 
 _OUTER_ONLY_FOR: Final[dict[str, tuple[OuterKind, object]]] = {
@@ -328,35 +341,36 @@ _OUTER_ONLY_FOR: Final[dict[str, tuple[OuterKind, object]]] = {
 
 def check_outer(terms: Terms, kind: OuterKind) -> None:
     """Raise ValueError unless the method's outer optimizer can run by these terms."""
-    for name, value in (("outer_lr", terms.outer_lr), ("weight_decay", terms.weight_decay)):
+    outer = terms.outer
+    for name, value in (("outer_lr", outer.lr), ("weight_decay", terms.inner.weight_decay)):
         require(math.isfinite(value) and value >= 0.0, f"{name} is {value}; it must be a number of at least 0")
-    momentum = terms.outer_momentum
+    momentum = outer.momentum
     require(0.0 <= momentum < 1.0, f"outer_momentum is {momentum}; it must be in [0, 1), as 0.9 is")
     require(kind != "sgd" or momentum == 0.0, f"outer_momentum is {momentum}; {terms.method} takes 0 alone")
     for name, (reader, neutral) in _OUTER_ONLY_FOR.items():
-        value = getattr(terms, name)
+        value = terms.value(name)
         require(
             kind == reader or value == neutral, f"{name} is for the optimizer {reader}, which {terms.method} has not"
         )
-    clip, buffer, spread = terms.outer_clip, terms.outer_buffer, terms.outer_spread
+    clip, buffer, spread = outer.clip, outer.buffer, outer.spread
     if clip is not None:
         require(math.isfinite(clip) and clip > 0.0, f"outer_clip is {clip}; it must be above 0, or left out")
     require(buffer >= 1, f"outer_buffer is {buffer}; the least is 1, where every delta steps the momentum")
     most = 1.0 / buffer
     require(0.0 <= spread <= most, f"outer_spread is {spread}; with outer_buffer = {buffer} it is 0 to {most:g}")
-    require(terms.outer_restart >= 0, f"outer_restart is {terms.outer_restart}; the least is 0, for never")
+    require(outer.restart >= 0, f"outer_restart is {outer.restart}; the least is 0, for never")
 
 
 def check_inner(terms: Terms, *, has_inner: bool) -> None:
     """Raise ValueError unless nodes can run the inner optimizer; `has_inner`: the method lets them run one at all."""
-    name = terms.inner_optimizer
+    name = terms.inner.optimizer
     require(name in INNER_OPTIMIZERS, f"there is no inner_optimizer {name!r}; there are {', '.join(INNER_OPTIMIZERS)}")
     require(
         has_inner or name == "adamw", f"{terms.method} has no inner optimizer: its coordinator runs adamw, not {name}"
     )
 
 
-# --- control variates
+# --- Control variates
 
 
 _NEEDED: Final[tuple[tuple[str, object, str], ...]] = (
@@ -373,7 +387,7 @@ _NEEDED: Final[tuple[tuple[str, object, str], ...]] = (
 
 def check_variates(terms: Terms, method: Method) -> None:
     """Raise ValueError unless the run can have control variates, or does without; `method` is that of the terms."""
-    if not terms.control_variates:
+    if not terms.inner.control_variates:
         return
     name = method.name
     require(method.inner, f"control_variates correct the steps of the nodes, and with {name} nodes make none")
@@ -383,40 +397,42 @@ def check_variates(terms: Terms, method: Method) -> None:
         "take diloco",
     )
     for term, needed, why in _NEEDED:
-        value, shown = getattr(terms, term), "left out" if needed is None else needed
+        value, shown = terms.value(term), "left out" if needed is None else needed
         require(value == needed, f"{term} is {value}; with control_variates it must be {shown}, for {why}")
-    require(terms.outer_lr > 0.0, "outer_lr is 0, so updates say nothing of the deltas; control_variates need them to")
+    require(terms.outer.lr > 0.0, "outer_lr is 0, so updates say nothing of the deltas; control_variates need them to")
 
 
-# --- screens and merge rules
+# --- Screens and merge rules
 
 
 def check_admission(terms: Terms, method: Method) -> None:
     """Raise ValueError, one sentence with the nearest valid value."""
-    if terms.screen not in SCREENS:
-        near = difflib.get_close_matches(terms.screen, SCREENS, n=1)
+    outer = terms.outer
+    admission = terms.admission
+    if admission.screen not in SCREENS:
+        near = difflib.get_close_matches(admission.screen, SCREENS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(SCREENS)}"
-        raise ValueError(f"screen is {terms.screen!r}; {hint}")
-    if not 2.0 <= terms.norm_band < float("inf"):
-        raise ValueError(f"norm_band is {terms.norm_band}; the least is 2.0, for honest nodes differ")
-    if terms.merge is None:
+        raise ValueError(f"screen is {admission.screen!r}; {hint}")
+    if not 2.0 <= admission.norm_band < float("inf"):
+        raise ValueError(f"norm_band is {admission.norm_band}; the least is 2.0, for honest nodes differ")
+    if outer.merge is None:
         return
-    if terms.merge not in ROBUST_RULES:
-        near = difflib.get_close_matches(terms.merge, ROBUST_RULES, n=1)
+    if outer.merge not in ROBUST_RULES:
+        near = difflib.get_close_matches(outer.merge, ROBUST_RULES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it is one of {', '.join(ROBUST_RULES)}"
-        raise ValueError(f"merge is {terms.merge!r}; {hint}")
-    rule = ROBUST_RULES[terms.merge]
+        raise ValueError(f"merge is {outer.merge!r}; {hint}")
+    rule = ROBUST_RULES[outer.merge]
     if method.alone:
         raise ValueError(f"merge is {rule.name}, but {method.name} makes a step of every delta by itself; leave it out")
-    closes_at = terms.min_nodes if terms.quorum is None else terms.quorum
+    closes_at = admission.min_nodes if admission.quorum is None else admission.quorum
     if closes_at < rule.least:
-        what = "min_nodes" if terms.quorum is None else "quorum"
+        what = "min_nodes" if admission.quorum is None else "quorum"
         raise ValueError(
             f"merge is {rule.name}, which needs {rule.least} deltas in a window to choose from; {what} is {closes_at}"
         )
 
 
-# --- what some nodes have of their own
+# --- Values of single nodes
 
 
 OwnCodecs = tuple[tuple[NodeId, str], ...]
@@ -482,28 +498,29 @@ def given_as(key: str, text: str, held: tuple[tuple[NodeId, Any], ...]) -> tuple
 
 def check_of_nodes(terms: Terms, method: Method, layout: Layout) -> None:
     """Raise ValueError, one sentence, unless nodes of such a run can have these of their own."""
+    schedule = terms.schedule
     for name, of_all in OF_NODES.items():
-        pairs = getattr(terms, name)
+        pairs = terms.value(name)
         names = [node for node, _ in pairs]
         require(names == sorted(set(names)), f"{name} names a node twice, or not in the order of the names")
         if pairs and of_all in method.fixed:
             kept = getattr(method, of_all)
             raise ValueError(f"{name}: {names[0]} cannot have its own, for {method.name} runs with {of_all} = {kept}")
     slots = layout.slots
-    for node, own in terms.h_share_of:
+    for node, own in schedule.h_share_of:
         require(0.0 < own < 1.0, f"h_share_of: {node} has {own}; a share is above 0 and below 1")
-        steps = steps_by_share(terms.h, own)
+        steps = steps_by_share(schedule.h, own)
         require(
             steps >= slots,
-            f"h_share_of: {node} would do {steps} of h = {terms.h} steps, too few for {slots} slots of one step or "
-            f"more; the least is {math.ceil(1000 * slots / terms.h) / 1000:g}",
+            f"h_share_of: {node} would do {steps} of h = {schedule.h} steps, too few for {slots} slots of one step or "
+            f"more; the least is {math.ceil(1000 * slots / schedule.h) / 1000:g}",
         )
     require(
-        not terms.h_share_of or layout.num_stages == 1,
+        not schedule.h_share_of or layout.num_stages == 1,
         "h_share_of: the model is cut in stages, whose steps are one another's; leave it out",
     )
     require(
-        not (terms.control_variates and terms.h_share_of),
+        not (terms.inner.control_variates and schedule.h_share_of),
         "h_share_of: with control_variates all nodes do the same number of steps, or the corrections would not sum to "
         "zero; leave it out",
     )

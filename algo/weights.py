@@ -83,5 +83,5 @@ def reach(contributor_sets: Sequence[Sequence[Contribution]]) -> float:
 
 
 def sum_key(contributors: Sequence[Contribution]) -> NodeId:
-    """Blobs are summed in the order of the smallest node id of their contributor sets (protocol H)."""
+    """Blobs are summed in the order of the smallest node id of their contributor sets (contributions and weights)."""
     return min(contribution.node for contribution in contributors)

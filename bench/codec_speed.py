@@ -1,4 +1,10 @@
-"""Speed and memory of codecs."""
+"""Speed and memory of codecs.
+
+Speed is compared with a plain copy of buffers of the same size in the same run, before every repetition: other load on
+the machine slows both, and the copy leaves none of the operands in the cache. Buffers are made once; the first call,
+which may compile, is timed by itself. Memory is measured on Linux alone, where a process can reset its recorded peak
+(`/proc/self/clear_refs`).
+"""
 
 import ctypes
 import dataclasses
@@ -20,13 +26,11 @@ from farloop.coordinator.aggregator import Step, merge
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, as_tensor, blob_bytes, seal
 from farloop.quant.codec import Codec, flat
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.kernels.dispatch import BlockKernels, fast_path
+from farloop.quant.kernels.dispatch import fast_path
+from farloop.quant.kernels.interface import BlockKernels, OuterStep
 from farloop.quant.registry import spelling_of
 
-# --- How much memory encoding a fragment, and summing a window, takes beyond what they are given.
-#
-# Linux alone: the kernel keeps a process's peak, and forgets it on request (`/proc/self/clear_refs`).
-
+# --- memory
 
 CONTRIBUTORS = 8
 
@@ -97,12 +101,7 @@ def _status(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-# --- How fast codecs are, beside a copy of the same numbers.
-#
-# Memory is what a codec at its best waits for, so the measure is a plain copy: of buffers of the same size, in the same
-# run, before every single repetition. What else the machine does then hits both alike, and the copy leaves nothing of
-# the operands in the cache. Buffers are made once; the first call, which may compile, is timed by itself.
-
+# --- speed
 
 NODES = 8
 """Payloads of a weighted sum."""
@@ -305,20 +304,19 @@ def _sum_row(bench: Bench, codec: Codec, path: str, payload: Tensor) -> SpeedRow
 
 def _outer_row(bench: Bench, name: str, path: str, fast: BlockKernels, out: Tensor) -> SpeedRow:
     target, momentum, anchor = bench.y.zero_(), bench.residual.zero_(), bench.x.clone()
-    return bench.row(
-        name,
-        path,
-        "outer",
-        lambda: fast.outer(
-            *(bench.x, target, momentum, anchor),
-            lr=0.7,
-            mu=0.9,
-            out=out,
-            new_target=target,
-            new_momentum=momentum,
-            new_anchor=anchor,
-        ),
+    step = OuterStep(
+        delta=bench.x,
+        target=target,
+        momentum=momentum,
+        anchor=anchor,
+        lr=0.7,
+        mu=0.9,
+        out=out,
+        new_target=target,
+        new_momentum=momentum,
+        new_anchor=anchor,
     )
+    return bench.row(name, path, "outer", lambda: fast.outer(step))
 
 
 def reference_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[SpeedRow]:
@@ -332,7 +330,7 @@ def reference_rows(bench: Bench, codec: Codec, ops: Sequence[str]) -> Iterator[S
             name, "torch", "encode", lambda: codec.encode_by_reference(bench.x, payload, bench.fragment, seed=1)
         )
     if "decode" in ops:
-        yield bench.row(name, "torch", "decode", lambda: codec.decode_by_reference(payload, bench.y))
+        yield bench.row(name, "torch", "decode", lambda: codec.decode_by_reference(payload, bench.y, bench.fragment))
 
 
 def peer_rows(bench: Bench, peer: Peer, ops: Sequence[str]) -> Iterator[SpeedRow]:

@@ -1,8 +1,4 @@
-"""The codecs of this tree on this machine: how fast, how good, and beside whom. Plans, runs and reports it.
-
-What is timed stands in `codec_speed.py`, what is compared in `codec_quality.py`, other people's codecs in
-`codec_peers.py`; here they are put together.
-"""
+"""The codec benchmark: plans, runs and reports what codec_speed, codec_quality and codec_peers measure."""
 
 import dataclasses
 import math
@@ -42,6 +38,7 @@ from farloop.bench.codec_speed import (
     reference_rows,
     settled,
 )
+from farloop.bench.machine import cpu_model, source_commit, text_of
 from farloop.bench.training import Settings, cpu_threads, default_threads, outer_gradients
 from farloop.quant.codec import Codec
 from farloop.quant.registry import spelling_of
@@ -95,7 +92,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """Who wants to know how it goes."""
+    """Callbacks for progress."""
 
     stage: Callable[[str, int], None] = lambda title, parts: None
     """A stage of so many parts begins."""
@@ -150,14 +147,14 @@ class CodecReport:
         return 4 * self.elements.get("cpu", 1 << 60) < 2 * self.machine.cache_bytes
 
 
-def run(plan: Plan, *, watch: Watch | None = None, commit: str | None = None) -> CodecReport:
+def run(plan: Plan, *, watch: Watch | None = None) -> CodecReport:
     """Measure all of it, quality first: it does not mind a busy machine.
 
     Raises:
         CorpusError: there is no text to take outer gradients from.
     """
     watch, began = watch or Watch(), time.monotonic()
-    machine = describe_machine(commit)
+    machine = describe_machine()
     peers = Peers(plan.peers)
     quality = tuple(_quality(plan, peers, watch))
     speed = tuple(_speed(plan, peers, watch, began))
@@ -259,15 +256,10 @@ def places(threads: Sequence[int] | None = None, devices: Sequence[str] | None =
     return (*(on_cpu if "cpu" in wanted else ()), *([Where(device="cuda", threads=cores)] if "cuda" in wanted else ()))
 
 
-def describe_machine(commit: str | None) -> Machine:
-    """This machine; `commit` is that of the source tree, where it is known."""
-    cpu = platform.processor() or platform.machine()
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
+def describe_machine() -> Machine:
+    """This machine, and the commit of the source tree."""
     return Machine(
-        cpu=cpu,
+        cpu=cpu_model(),
         cores=os.cpu_count() or 1,
         cache_bytes=_last_cache_bytes(Path("/sys/devices/system/cpu/cpu0/cache")),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -276,21 +268,14 @@ def describe_machine(commit: str | None) -> Machine:
         numba=numba.__version__,
         numpy=np.__version__,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        commit=commit,
+        commit=source_commit(),
         date=time.strftime("%Y-%m-%d"),
     )
 
 
 def _last_cache_bytes(folder: Path) -> int:
-    sizes = [_text(path / "size").strip() for path in sorted(folder.glob("index*"))]
+    sizes = [text_of(path / "size").strip() for path in sorted(folder.glob("index*"))]
     units = {"K": 1 << 10, "M": 1 << 20}
     return max(
         (int(size[:-1]) * units[size[-1]] for size in sizes if size[:-1].isdecimal() and size[-1] in units), default=0
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

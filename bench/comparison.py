@@ -1,76 +1,23 @@
-"""Paired differences and their intervals."""
+"""Every variant compared with the baseline in pairs of equal seeds, with Student's interval of the mean."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scipy.special import stdtrit
+
+from farloop.bench.machine import machine, source_commit
 from farloop.bench.quality import QualityPlan, RunResult, Tuned
-
-# --- What a handful of paired differences says about their true mean: Student's interval. Standard library alone.
-
 
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """Where the true mean lies, if the samples are independent and about normal."""
-
-    mean: float
-    half_width: float
-    """Infinite where there is a single sample."""
-
-    @property
-    def low(self) -> float:
-        return self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.half_width
-
-
-def mean_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
-    """mean ± t · s / √n. Raises ValueError without samples."""
-    if not samples:
-        raise ValueError("no samples, no mean")
-    mean, count = statistics.fmean(samples), len(samples)
-    if count == 1:
-        return Interval(mean=mean, half_width=math.inf)
-    spread = statistics.stdev(samples) / math.sqrt(count)
-    return Interval(mean=mean, half_width=student_t(confidence, count - 1) * spread)
-
-
-def student_t(confidence: float, freedom: int) -> float:
-    """The t that |T| stays below with probability `confidence`, by bisection.
-
-    Raises ValueError unless 0 < confidence < 1 and freedom >= 1.
-    """
-    if not 0.0 < confidence < 1.0 or freedom < 1:
-        raise ValueError(f"no quantile for a confidence of {confidence} and {freedom} degrees of freedom")
-    low, high = 0.0, 1.0
-    while student_within(high, freedom) < confidence:
-        low, high = high, 2 * high
-    while (middle := (low + high) / 2) not in (low, high):
-        low, high = (middle, high) if student_within(middle, freedom) < confidence else (low, middle)
-    return high
-
-
-def student_within(t: float, freedom: int) -> float:
-    """P(|T| < t) for a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    cos_sq = math.cos(angle) ** 2
-    odd = freedom % 2
-    term = total = 1.0 if freedom > 1 else 0.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= cos_sq * (k - 1) / k
-        total += term
-    if odd:
-        return 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total)
-    return math.sin(angle) * total
-
-
-# --- What finished runs come to: every variant beside the baseline, pair by pair of equal seeds.
+def half_width(samples: Sequence[float]) -> float:
+    """Of the confidence interval of the mean, if the samples are independent and about normal: t · s / √n."""
+    count = len(samples)
+    t = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
+    return t * statistics.stdev(samples) / math.sqrt(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +93,8 @@ def _against(baseline: Sequence[RunResult], moved: float, label: str, runs: Sequ
     assert all(base.seed == run.seed for base, run in pairs), "pairs have equal seeds"
     differences = tuple(100.0 * (run.loss - base.loss) / base.loss for base, run in pairs)
     losses = tuple(run.loss for run in runs)
-    interval = mean_interval(differences)
-    alone = len(pairs) == 1
+    mean, alone = statistics.fmean(differences), len(pairs) == 1
+    reach = None if alone else half_width(differences)
     return Comparison(
         label=label,
         nodes=runs[0].nodes,
@@ -155,9 +102,9 @@ def _against(baseline: Sequence[RunResult], moved: float, label: str, runs: Sequ
         mean_loss=statistics.fmean(losses),
         spread=None if alone else statistics.stdev(losses),
         differences_percent=differences,
-        mean_percent=interval.mean,
-        low_percent=None if alone else interval.low,
-        high_percent=None if alone else interval.high,
+        mean_percent=mean,
+        low_percent=None if reach is None else mean - reach,
+        high_percent=None if reach is None else mean + reach,
         bytes_up=round(statistics.fmean(run.bytes_up for run in runs)),
         bytes_down=round(statistics.fmean(run.bytes_down for run in runs)),
         fewer_bytes=None if runs[0].nodes == 1 or not moved else moved / _moved(runs),
@@ -173,25 +120,24 @@ def _moved(runs: Sequence[RunResult]) -> float:
 
 def report(
     plan: QualityPlan,
-    comparisons: tuple[Comparison, ...],
+    results: Mapping[str, Sequence[RunResult]],
     *,
-    within_percent: float,
-    tuned: tuple[Tuned, ...] = (),
     command: str,
-    machine: str,
-    commit: str | None,
+    within_percent: float,
+    parameters: int = 0,
+    tuned: tuple[Tuned, ...] = (),
 ) -> Report:
-    """The comparisons, how they came about, and what they were made on and with."""
+    """The comparison of a plan's results, with how they came about."""
     return Report(
         baseline=plan.variants[0].label,
         seeds=plan.seeds,
         confidence=CONFIDENCE,
-        variants=comparisons,
+        variants=compare(results, parameters=parameters),
         within_percent=within_percent,
         tuned=tuned,
         command=command,
-        machine=machine,
-        commit=commit,
+        machine=machine(),
+        commit=source_commit(),
     )
 
 

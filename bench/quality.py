@@ -1,4 +1,9 @@
-"""Whole simulated runs, tuned alike and cached."""
+"""Whole simulated runs of the built-in model: compared in pairs, tuned with equal budgets, and cached.
+
+Every variant is trained once per seed. Runs of one seed start from the same weights and see the same samples in the
+same steps, so their difference comes from the variant, and from noise that training amplifies. The machines, sessions
+and codecs are the daemons' own, in one process on virtual time.
+"""
 
 import dataclasses
 import hashlib
@@ -11,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +24,8 @@ from typing import Any
 import torch
 
 from farloop.algo.spec import NodeId, RunSpec, to_plain
-from farloop.bench.training import BuiltIn, OnStep
+from farloop.algo.terms import Terms, field_of
+from farloop.bench.training import BuiltIn, OnStep, cpu_threads
 from farloop.node.data import Corpus, load_corpus
 from farloop.node.errors import NodeError
 from farloop.sim.network import LinkConditions
@@ -28,7 +33,7 @@ from farloop.sim.scenario import NodeSetup, Scenario
 from farloop.sim.world import World
 from farloop.wire.limits import Limits
 
-# --- One run from a spec to its result, and the folder that keeps results, so that nothing is run twice.
+# --- one run, and the folder of finished runs
 
 
 FAST_LINK = LinkConditions(latency_s=0.001, bytes_per_s=1e9)
@@ -84,6 +89,8 @@ def _chosen(value: Any) -> Any:
     """A plain value; of dataclasses, however deep, the fields that differ from their defaults, or have none."""
     if isinstance(value, tuple):
         return [_chosen(item) for item in value]
+    if isinstance(value, Terms):
+        return {name: _chosen(held) for name, held in value.flat().items() if held != field_of(name).default}
     if not dataclasses.is_dataclass(value):
         return value
     chosen = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
@@ -101,23 +108,24 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, de
     """
     began = time.process_time()
     problem = BuiltIn(spec, corpus, on_step, device=torch.device(device))
-    width = len(str(spec.terms.min_nodes))
+    width = len(str(spec.terms.admission.min_nodes))
     scenario = Scenario(
         terms=spec.terms,
         nodes=tuple(
-            NodeSetup(name=NodeId(f"n{number:0{width}}"), seed=number) for number in range(spec.terms.min_nodes)
+            NodeSetup(name=NodeId(f"n{number:0{width}}"), seed=number)
+            for number in range(spec.terms.admission.min_nodes)
         ),
         problem=problem,
         weather=FAST_LINK,
         limits=Limits(),
         frugal=True,
     )
-    with _one_thread():
+    with cpu_threads(1):  # the grouping of sums follows the number of threads, and with it the last bits
         outcome = World(scenario).run()
         loss, glance = problem.losses(outcome.anchors)
     outcome.check()
     ends = [starts[-1] for starts in outcome.nodes.values()]
-    position = float(spec.terms.steps)
+    position = float(spec.terms.schedule.steps)
     curve = [(taken.position, taken.loss) for taken in outcome.evaluations if taken.position < position]
     curve.append((position, glance))
     up, down = (
@@ -145,17 +153,6 @@ def run_one(spec: RunSpec, corpus: Corpus, on_step: OnStep = lambda: None, *, de
         tokens=sum(end.tokens for end in ends),
         cpu_s=time.process_time() - began,
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The grouping of sums follows the number of threads, and with it the last bits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +186,7 @@ class Kept:
         return self.folder / f"{key}.json"
 
 
-# --- Does a codec, a method or a setting cost quality? Whole runs of the built-in model, several at a time, kept.
-#
-# Every variant is trained once per seed; runs of one seed begin with the same weights and see the same samples in the
-# same steps, so that their difference is the variant's doing and chance that training amplifies. What the differences
-# say is in `comparison.py`.
-#
-# The machines, sessions and codecs are the daemons' own, in one process on virtual time (`farloop.sim`).
-
+# --- all runs of a plan
 
 POLL_S = 0.5
 """Between two looks at how far the runs are."""
@@ -262,7 +252,7 @@ class RunFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """Who wants to know how it goes."""
+    """Callbacks for progress."""
 
     finished: Callable[[RunSpec, RunResult, bool], None] = lambda spec, result, kept: None
     """A run is there; True for one that was kept from earlier."""
@@ -353,7 +343,7 @@ def _work(plan: QualityPlan, spec: RunSpec, place: int) -> RunResult:
         result = run_one(spec, _corpus(plan.data, plan.max_bytes), stepped, device=plan.device)
     except NodeError as error:
         terms = spec.terms
-        what = f"{terms.method}, {terms.min_nodes} nodes, {terms.codec_up}/{terms.codec_down}"
+        what = f"{terms.method}, {terms.admission.min_nodes} nodes, {terms.codecs.up}/{terms.codecs.down}"
         sentence = f"{what}, seed {spec.identity.seed}: {error}"
         raise RunFailed(sentence, error.exit_code) from None
     Kept(plan.folder).put(spec, result)
@@ -365,12 +355,11 @@ def _corpus(data: Path | None, max_bytes: int) -> Corpus:
     return load_corpus(data, max_bytes=max_bytes)
 
 
-# --- An equal number of settings tried for every variant, on a seed of their own, before the runs that count.
+# --- tuning
 #
-# A method that is tuned beats one that is not, whatever the two are worth. So all get the same number of runs to look
-# for their best: those with an outer optimizer for its ν, data parallel and a single node, which have none, for their
-# learning rate.
-
+# A tuned method beats an untuned one, whatever their merits. So every variant gets the same number of runs on a seed of
+# their own: methods with an outer optimizer search for its learning rate, data parallel and a single node for their
+# inner one.
 
 SEED_OFFSET = 1000
 """From the first seed to that of the tuning, which no run that counts may have."""

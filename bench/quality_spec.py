@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from farloop.algo.methods import METHODS, method_named
@@ -17,12 +18,13 @@ from farloop.algo.spec import RunSpec
 from farloop.bench.quality import CPU, RATE, SEED_OFFSET, Knob, QualityPlan, Trial, Tuned, Variant, settings_to_try
 from farloop.config.exit_codes import CommandError
 from farloop.config.run_spec import DataConfig, RunConfig, plan_run
-from farloop.config.sources import ConfigError, load_tables, nearest
+from farloop.config.settings import RUN_SCHEMA
+from farloop.config.sources import ConfigError, Given, load_tables, nearest
 from farloop.node.data import Corpus, load_corpus
 from farloop.node.model import PRESETS
+from farloop.quant.registry import CODECS
 
-# --- The words of `farloop bench quality`: how a variant, a setting and a knob are spelled. Nothing is run here.
-
+# --- how variants, settings and knobs are spelled
 
 SINGLE = "single"
 """Spells a node that trains alone; its averaging with itself changes nothing."""
@@ -77,9 +79,6 @@ def _is_pair(word: str) -> bool:
 
 
 def _method_fields(word: str, origin: str) -> dict[str, Any]:
-    from farloop.config.sources import nearest
-    from farloop.quant.registry import CODECS
-
     if word == SINGLE:
         return dict(_SINGLE)
     if word in METHODS:
@@ -104,9 +103,6 @@ def _how_for_all(name: str) -> str:
 
 def run_settings(words: Iterable[str], *, origin: str) -> dict[str, Any]:
     """`h=15` and the like as typed fields of `RunConfig`. Raises CommandError."""
-    from farloop.config.settings import RUN_SCHEMA
-    from farloop.config.sources import Given, nearest
-
     keys, fields = RUN_SCHEMA["run"], dict[str, Any]()
     for word in words:
         name, separator, value = word.partition("=")
@@ -120,12 +116,8 @@ def run_settings(words: Iterable[str], *, origin: str) -> dict[str, Any]:
     return fields
 
 
-def parse_knobs(words: Iterable[str]) -> "tuple[Knob, ...]":
+def parse_knobs(words: Iterable[str]) -> tuple[Knob, ...]:
     """`outer_lr=0.2,0.4,0.6`: what to try, in rising order. Raises CommandError."""
-    from farloop.bench.quality import Knob
-    from farloop.config.settings import RUN_SCHEMA
-    from farloop.config.sources import nearest
-
     numbers = [name for name, key in RUN_SCHEMA["run"].items() if key.kind is float]
     knobs: dict[str, Knob] = {}
     for word in words:
@@ -158,16 +150,13 @@ def _numbers(word: str, text: str) -> list[float]:
 
 def check_device(name: str) -> None:
     """Raises CommandError unless the device is there."""
-    import torch
-
     if name not in ("cpu", "cuda"):
         raise CommandError(f"--device is cpu or cuda, not {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise CommandError("--device cuda: torch finds no GPU here; take cpu")
 
 
-# --- A grid of `farloop bench quality`: which methods are compared at equal tokens. By default, from a file, by flags.
-
+# --- a grid: the default one, from a file, and from flags
 
 BASELINE = "data-parallel"
 """The method that all others are measured against."""
@@ -347,8 +336,7 @@ def command_of(grid: Grid, *, options: Sequence[str]) -> str:
     return shlex.join([*words, *options])
 
 
-# --- From the words of `farloop bench quality` to the runs that are asked for.
-
+# --- the runs of variants and of a grid
 
 EVALUATIONS = 15
 """Points of a loss curve."""
@@ -396,9 +384,6 @@ class _Source:
             raise CommandError(str(error)) from error
 
 
-# --- variants beside the first of them
-
-
 def plan_quality(
     variants: Iterable[str], base: Mapping[str, Any], *, seeds: int, data: DataConfig, out: Path, device: str = CPU
 ) -> QualityPlan:
@@ -418,9 +403,6 @@ def plan_quality(
             specs = tuple(source.spec(seeded) for seeded in _seeded(config, seeds))
         columns.append(Variant(label=label, specs=specs))
     return source.plan(columns, out, device)
-
-
-# --- methods at equal tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -511,9 +493,6 @@ def _grid_config(grid: Grid, base: Mapping[str, Any], overrides: Mapping[str, An
     return dataclasses.replace(config, batch_sequences=share_of(grid, config.nodes, label))
 
 
-# --- both
-
-
 def _config(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> RunConfig:
     """A variant's settings. What its method fixes it takes from the method, not from the base."""
     method = method_named(RunConfig(**{**base, **overrides}).method)
@@ -528,7 +507,7 @@ def _seeded(config: RunConfig, seeds: int) -> list[RunConfig]:
 
 @contextmanager
 def _about(label: str) -> Iterator[None]:
-    """What is wrong with a variant's numbers, in its name."""
+    """Errors about a variant's numbers begin with its label."""
     try:
         yield
     except ValueError as error:

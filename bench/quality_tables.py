@@ -27,7 +27,7 @@ def watched(plan: QualityPlan, console: "Console") -> Iterator[Watch]:
         for variant in plan.variants
         for spec in variant.specs
     }
-    total = sum(spec.terms.steps * spec.terms.min_nodes for spec in runs.values())
+    total = sum(spec.terms.schedule.steps * spec.terms.admission.min_nodes for spec in runs.values())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(f"inner steps of {len(runs)} runs", total=total)

@@ -17,14 +17,15 @@ from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.local_update import fragment_delta_into, mix_fragment_into
 from farloop.algo.outer_optimizers import default_outer, is_decayed, outer_step_
-from farloop.algo.spec import Fragment, NodeId, RunSpec, Terms, to_plain
+from farloop.algo.spec import Fragment, NodeId, RunSpec, to_plain
+from farloop.algo.terms import Terms
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.data import Corpus, EvaluationSet, Mixture, Samples, load_corpus
 from farloop.node.inner_optimizer import default_optimizer
 from farloop.node.model import GPT, PRESETS, build, from_json
 from farloop.node.trainer import EVALUATION_BATCH, check_data, mixed_precision
 
-# --- How many threads of the CPU a measurement uses.
+# --- threads
 
 
 @contextmanager
@@ -44,11 +45,10 @@ def default_threads(cores: int) -> tuple[int, ...]:
     return (*powers, cores)
 
 
-# --- The built-in model and a corpus as a problem for the simulator: what `node/trainer.py` trains, in one process.
+# --- the built-in model as a problem for the simulator
 #
-# Samples are a function of the node and of its inner step alone, not of leases, whose order follows the time that
-# transfers take: runs that differ in a codec see the same samples in the same places, and can be compared in pairs.
-
+# Samples depend on the node and its inner step alone, not on leases, whose order follows transfer times. So runs that
+# differ in a codec see the same samples in the same steps, and can be compared in pairs.
 
 CURVE_SEQUENCES = 128
 """Of the evaluations on the way: enough to see the course of a run. The whole set is for its end."""
@@ -58,7 +58,7 @@ OnStep = Callable[[], None]
 
 
 class BuiltIn:
-    """The run of a spec on a corpus. A learner's seed is its number, from 0 to `terms.min_nodes` − 1."""
+    """The run of a spec on a corpus. A learner's seed is its number, from 0 to `terms.admission.min_nodes` − 1."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class BuiltIn:
         """
         self.spec = spec
         self._evaluation = check_data(spec, corpus, *phases)
-        length = spec.terms.sequence_tokens
+        length = spec.terms.inner.sequence_tokens
         self._glance = EvaluationSet(
             corpus, sequences=min(CURVE_SEQUENCES, len(self._evaluation)), sequence_tokens=length
         )
@@ -118,8 +118,8 @@ class BuiltIn:
         terms = self.spec.terms
 
         def batch(inner_step: int, at: float) -> Tensor:
-            first = (inner_step * terms.min_nodes + number) * terms.batch_sequences
-            return self._samples.batch(range(first, first + terms.batch_sequences), at)
+            first = (inner_step * terms.admission.min_nodes + number) * terms.inner.batch_sequences
+            return self._samples.batch(range(first, first + terms.inner.batch_sequences), at)
 
         return batch
 
@@ -160,12 +160,10 @@ class Learner:
         return self._evaluation.loss(self._gpt, EVALUATION_BATCH)
 
 
-# --- Outer gradients of a short DiLoCo run, so that codecs are judged on what they will really carry.
+# --- outer gradients of a short DiLoCo run (arXiv 2311.08105)
 #
-# A handful of nodes train the built-in model side by side in this process, H inner steps a round, and average by the
-# outer optimizer (arXiv 2311.08105). The deltas of the last two rounds are kept: random numbers have neither the shapes
-# nor the spectra that the structured codecs (low rank, top-k, sketches) live off.
-
+# Codecs are judged on real deltas: random numbers have neither the shapes nor the spectra that structured codecs (low
+# rank, top-k, sketches) exploit. The deltas of the last two rounds are kept.
 
 _LONG_RUN = 100  # outer steps: the outer optimizer is that of a run of some length
 

@@ -1,1 +1,1 @@
-"""Storms over real processes: what injects faults, and what is observed of a run in them."""
+"""Storms over real processes: fault injection, and observation of the run."""

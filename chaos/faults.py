@@ -18,7 +18,7 @@ from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.sources import dump_toml
 from farloop.monitoring.status import Status
 
-# --- A full disk, for real: a file that takes all that is left of a small file system. Never of one that others need.
+# --- Full disk: a file that takes the free space of a small file system used by nothing else
 
 
 SMALL_BYTES = 4 << 30
@@ -71,7 +71,7 @@ class Ballast:
         self._path.unlink(missing_ok=True)
 
 
-# --- The files of a storm's run: the TOML that a person would write for it, and the pace of its nodes.
+# --- Configuration files of a storm's run, and the pace of its nodes
 
 
 PACE = "pace"
@@ -138,7 +138,7 @@ def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:
     return path
 
 
-# --- Damage to a copy of a storm's state folder, and a second start on the folder itself: what must come of each.
+# --- Damage to a copy of the state directory, a second start on the directory itself, and the expected result of each
 #
 # A trial is a generator that the storm advances at each of its turns; it never blocks. What it finds wrong it says in
 # sentences. Trials of damage work on a copy, so that the run itself goes on.
@@ -288,7 +288,7 @@ def second_start(
         if page(http) is None or not beside.running:
             both_since = None
         elif locked:
-            wrong("a second start on one folder came up beside the lock of the first")
+            wrong("a second start on one folder started despite the lock of the first")
             break
         else:
             both_since = both_since or time.monotonic()

@@ -1,6 +1,6 @@
-"""The referee's own reader of a journal. It shares no code with the coordinator, so that one bug cannot hide another.
+"""An independent journal reader. It shares no code with the coordinator, so one bug cannot hide another.
 
-It follows the documented bytes alone. A journal is the files `journal-NNNNNN.log`, in order; each is a segment of one
+It follows the documented format only. A journal is the files `journal-NNNNNN.log`, in order; each is a segment of one
 header and then records without gaps, little-endian:
 
     segment   0–7 "farloopJ"   8–11 u32 format version, 1   12–15 u32 number   16–23 u64 sequence of the first record
@@ -10,7 +10,7 @@ header and then records without gaps, little-endian:
               32–39 xxh3-64, seeded with the salt, of body and attachment
               40–47 xxh3-64, seeded with the salt, of bytes 0–39   48– body, then attachment
 
-A body is a msgpack map. Only the kinds that name a version of the model are looked into.
+A body is a msgpack map. Only records that name a version of the model are decoded.
 """
 
 import os
@@ -190,7 +190,7 @@ def _records(file: BinaryIO, place: _Place, until: int | None = None) -> Iterato
         if hasher.intdigest() != digest:
             return
         if sequence != place.sequence:
-            raise Unreadable(f"record {sequence} stands where {place.sequence} belongs")
+            raise Unreadable(f"record {sequence} is in the place of {place.sequence}")
         place.offset, place.sequence = end, sequence + 1
         yield _Found(kind=kind, anchors=_anchors(kind, body))
 

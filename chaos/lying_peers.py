@@ -1,9 +1,9 @@
-"""Peers that a storm sends to its coordinator: they keep none of the protocol's promises. One process, one behaviour.
+"""Peers that break the protocol's promises, sent by a storm to its coordinator. One process, one behaviour.
 
     python -m farloop.chaos.lying_peers BEHAVIOUR PORT
 
-Silent peers hold a session and do no work. Lying peers claim what cannot be. Both speak well-formed frames, as a
-broken or hostile node with a valid key would. A flood holds idle TCP connections and says nothing.
+Silent peers hold a session and do no work. Lying peers make impossible claims. Both send well-formed frames, as a
+broken or hostile node with a valid key would. A flood holds idle TCP connections and sends nothing.
 """
 
 import resource
@@ -138,7 +138,7 @@ class Peer:
         return self.welcome is not None
 
 
-# --- silent
+# --- Silent peers
 
 
 def mute(peer: Peer) -> Iterator[float]:
@@ -180,7 +180,7 @@ def undecided(peer: Peer) -> Iterator[float]:
         yield 0.5
 
 
-# --- lying
+# --- Lying peers
 
 
 def counters(peer: Peer) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Processes that a command starts as a person would, watches, and never leaves behind."""
+"""Child processes of a command: started as a person would start them, watched, and always ended."""
 
 import os
 import random

@@ -1,12 +1,11 @@
-"""What is seen of a run in a storm: its history by all who tell it, how soon it goes on, and the memory it takes.
+"""What a storm observes of its run: lost and forked versions, recovery times, and memory.
 
-**Told** is every (fragment, version, digest) that anybody outside the coordinator could have learned: its status page,
-the anchors that nodes hold and write down, and the journal as it lies on the disk each time the coordinator is dead.
-**Lost** is one that was told and that the journal never held, or that is not in a later journal that reaches back so
-far, or that a status page showed and a later one is behind of. The journal is read by a parser of the storm's own
-(`storm_journal.py`), while the coordinator appends to it and whole each time it is dead: segments that nobody needs are
-deleted, and what was in them is compared before.
-**A fork** is a version of a fragment with two digests, whoever told them. Both must not be, ever (protocol E, O, P, S).
+**Told** is every (fragment, version, digest) that anybody outside the coordinator could have learned: from its status
+page, from the anchors that nodes hold, and from the journal on disk each time the coordinator is dead.
+**Lost** is a told version that the journal never held, that a later journal covering it does not hold, or that a later
+status page is behind. `journal_referee.py` parses the journal independently, both while the coordinator appends to it
+and whole each time it is dead. Segments are deleted once nobody needs them, so they are compared before.
+**A fork** is a version of a fragment with two digests. Neither may ever occur.
 """
 
 import csv
@@ -109,7 +108,7 @@ class Book:
         return found
 
 
-# --- how soon
+# --- Recovery times
 
 
 @dataclass(slots=True)
@@ -157,7 +156,7 @@ class Recoveries:
                     break
 
 
-# --- memory
+# --- Memory
 
 
 class Memory:
@@ -191,7 +190,7 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-# --- the status page
+# --- Status page
 
 
 def trains(node: NodeStatus) -> bool:

@@ -16,7 +16,7 @@ from typing import Self
 from farloop.config.exit_codes import CommandError
 from farloop.config.sources import parse_host_port
 
-# --- A slow link for one machine: a TCP relay in user space that gives each direction a rate and a delay.
+# --- Relay
 #
 # It needs no root and no kernel module, so a laptop can show what a wide-area link does to a run. All connections
 # through one relay share its rate, as all traffic of a site shares its access link, and take turns on it. A new
@@ -323,7 +323,7 @@ def _small_socket() -> socket.socket:
     return small
 
 
-# --- A thin link of its own: a process between a node and its coordinator that gives the way a rate and a round trip.
+# --- Command `throttle`
 
 
 _log = logging.getLogger(__name__)
@@ -362,5 +362,5 @@ async def _relay(relay: Relay, to: str) -> None:
         try:
             await asyncio.wait_for(stop.wait(), REPORT_S)
         except TimeoutError:
-            _log.info("crossed up_bytes=%d down_bytes=%d", relay.bytes_up, relay.bytes_down)
+            _log.info("relayed up_bytes=%d down_bytes=%d", relay.bytes_up, relay.bytes_down)
     await relay.close()

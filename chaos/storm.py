@@ -1,7 +1,7 @@
-"""One storm: a run of real processes on this machine, to which a plan's faults happen, and that has to come to its end.
+"""One storm: a run of real processes on this machine that must finish despite the faults of a plan.
 
-Nothing of the product knows of it. Nodes dial through relays, as they would through a wide-area link; processes are
-killed and stopped by signals, the disk is filled by a file, and who was killed is started again as a supervisor would.
+The daemons do not know of it. Nodes dial through relays, as over a wide-area link. Processes are killed and stopped by
+signals, a file fills the disk, and killed processes are restarted as a supervisor would.
 """
 
 import heapq
@@ -170,8 +170,6 @@ class Storm:
     def state_dir(self) -> Path:
         return self.out / "state"
 
-    # --- the course of it
-
     def _weather(self) -> None:
         """From the first fault to the last."""
         begins = self._now
@@ -193,7 +191,7 @@ class Storm:
     def _end(self) -> None:
         self._ending = True
         files.set_pace(self.out, 0.0)
-        self.say("nothing goes wrong any more: the run goes to its end")
+        self.say("no more faults: the run continues to its end")
         self._shorten()
         over = self._until(
             "the run ends", lambda: not any(c.running for c in self._children), END_S + self.seconds, fatal=False
@@ -255,7 +253,7 @@ class Storm:
             for fragment, version, digest in book.read():
                 self._history.told(fragment, version, digest)
 
-    # --- faults
+    # --- Faults
 
     def _begin(self, fault: Fault) -> None:
         kind, target, since = fault.kind, fault.target, self._now
@@ -338,7 +336,7 @@ class Storm:
         self._history.saw_journal(journal)
         return journal
 
-    # --- processes
+    # --- Processes
 
     def _start(self, name: str) -> Child:
         if name == COORDINATOR:
@@ -398,7 +396,7 @@ class Storm:
     def _storm_steps(self) -> int:
         return round(self.seconds / STEP_S)
 
-    # --- looking
+    # --- Observation
 
     @property
     def _now(self) -> float:
@@ -422,7 +420,7 @@ class Storm:
     def _at(self, at: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (at, next(self._order), call))
 
-    # --- the end
+    # --- End
 
     def _outcome(self) -> Outcome:
         self._compare_journal()

@@ -1,7 +1,7 @@
-"""A node as `farloop node` starts it, but for two things: its steps take their time, and it writes down its anchors.
+"""A node as `farloop node` starts it, with two differences: its steps take a given time, and it records its anchors.
 
-The file PACE has the seconds that an inner step takes at least, and may be replaced at any time. ANCHORS gets a line
-for every version that the node holds, as it holds it: what it was told, for whoever compares.
+PACE is a file with the minimum seconds of an inner step; it may be replaced at any time. ANCHORS receives a line for
+every version that the node holds.
 
     python -m farloop.chaos.storm_node NODE.toml PACE ANCHORS
 """
@@ -67,8 +67,8 @@ def _pace_s(pace: Path) -> float:
 
 def _write_down(node: Node, told: list[tuple[int, int]], book: TextIO) -> None:
     """Versions whose digest the node has compared with that of the commit, and not told yet."""
-    assert node.leader is not None and node.leader.replica is not None
-    replica = node.leader.replica
+    assert node.executor is not None and node.executor.replica is not None
+    replica = node.executor.replica
     now = list(zip(replica.versions.values(), replica.digests.values(), strict=True))
     for fragment, (version, digest) in enumerate(now):
         if version >= 0 and (not told or told[fragment] != (version, digest)):

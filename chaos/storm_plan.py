@@ -1,4 +1,4 @@
-"""What a storm does to a run, and when: drawn from a seed before it begins. Pure."""
+"""The faults of a storm and their times, drawn from a seed before the storm begins."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -89,10 +89,6 @@ class Fault:
     kind: Kind
     target: str
     lasts_s: float
-
-    @property
-    def ends_s(self) -> float:
-        return self.at_s + self.lasts_s
 
 
 def plan(seed: int, *, seconds: float, nodes: Sequence[str], kinds: Collection[Kind] = KINDS) -> list[Fault]:

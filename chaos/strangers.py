@@ -1,7 +1,7 @@
-"""Who comes to a storm's run beside its nodes: slow joiners, silent and lying peers, floods, and second starts.
+"""Visitors of a storm's run: slow joiners, silent and lying peers, floods, and second starts on the state directory.
 
-They are processes that nobody supervises, and they end with their fault. Trials of damage to a copy of the state go on
-after it.
+They are processes without a supervisor and end with their fault. Trials of damage to a copy of the state continue
+after their fault.
 """
 
 import random

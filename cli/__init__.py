@@ -1,1 +1,1 @@
-"""One front door: `farloop …`."""
+"""The commands of `farloop`, one module each."""

@@ -1,97 +1,112 @@
-"""The command bench."""
+"""`farloop bench`: options, progress and output of the measurements in `farloop.bench`."""
 
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.config.exit_codes import CommandError, ExitCode, ended_in_one_line
+from farloop.cli.options import AsJson, Commands, TextData
+from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.monitoring.units import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from farloop.bench.codecs import CodecReport, Plan, Watch
+    from farloop.bench.comparison import Report
+    from farloop.bench.pipeline import Processes
+    from farloop.bench.quality_spec import Grid
     from farloop.bench.routing import Findings
-    from farloop.bench.routing_processes import Processes
 
-
-# --- `farloop bench codecs`: its words, its progress, and where its findings go.
-
+bench_app = Commands("Measure the cost of a codec, a method or a setting.")
 
 _UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 QUICK_ELEMENTS = 16 << 20
 
+_PAIRS: dict[str, Any] = {"seeds": 5, "nodes": 4, "model": "nano", "steps": 600, "h": 30}
+"""Defaults of a comparison of pairs."""
 
+_WITHIN_OF_GRID, _WITHIN_OF_PAIRS = 1.0, 0.5
+"""%; default of --within."""
+
+_WIDE = 140
+"""Columns of the quality table in a file or pipe."""
+
+
+@bench_app.command()
 def codecs(
     codec: Annotated[
         list[str] | None,
-        typer.Option(show_default="all", help="A codec as runs spell it, as q4r:step=0.7; may be repeated."),
+        typer.Option(show_default="all", help="A codec, e.g. q4r:step=0.7; repeatable."),
     ] = None,
-    threads: Annotated[str, typer.Option(help="Of the CPU, as 1,2.", show_default="1, 2, 4, … all cores")] = "",
+    threads: Annotated[
+        str, typer.Option(help="Numbers of CPU threads, e.g. 1,2.", show_default="1, 2, 4, … all cores")
+    ] = "",
     device: Annotated[
-        list[str] | None, typer.Option(help="cpu or cuda; may be repeated.", show_default="what there is")
+        list[str] | None, typer.Option(help="cpu or cuda; repeatable.", show_default="all available")
     ] = None,
     elements: Annotated[
-        str, typer.Option(help="Of a vector that is timed, as 64Mi.", show_default="64Mi; on a GPU 256Mi")
+        str, typer.Option(help="Elements of a timed vector, e.g. 64Mi.", show_default="64Mi; GPU: 256Mi")
     ] = "",
     quick: Annotated[
         bool, typer.Option("--quick", help="A sixth of the time: fewer repetitions, smaller vectors, a shorter run.")
     ] = False,
-    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure how fast they are.")] = True,
-    quality: Annotated[bool, typer.Option("--quality/--no-quality", help="Measure what they lose.")] = True,
+    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed.")] = True,
+    quality: Annotated[bool, typer.Option("--quality/--no-quality", help="Measure the error.")] = True,
     peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Measure other people's codecs too, where installed.")
+        bool, typer.Option("--peers/--no-peers", help="Also measure installed codecs of other projects.")
     ] = True,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="codecs.json and the plots.")] = Path("out/codecs"),
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for codecs.json and the plots.")] = Path(
+        "out/codecs"
+    ),
+    as_json: AsJson = False,
 ) -> None:
-    """Measure every codec on this machine: how fast it is, and what it loses.
+    """Measure the speed and the error of codecs on this machine.
 
-    Speed is GB/s of fp32, and its share of a plain copy's, which is timed again before every single
-    repetition, so that whatever else the machine does hits both. add: decode into a sum. sum8: eight
-    payloads at once. fused: add the residual, encode, renew the residual. outer: Nesterov step,
-    encode, apply. First calls, which may compile, do not count.
+    Speed is in GB/s of fp32 and relative to a plain copy, which is timed before each repetition so
+    that other load affects both. add: decode into a sum. sum8: decode eight payloads at once. fused:
+    add the residual, encode, update the residual. outer: Nesterov step, encode, apply. The first
+    calls, which may compile, are not timed.
 
-    Quality is the squared error of one encoding, of random matrices and of outer gradients of a short
-    DiLoCo run, which is trained once and kept in --out. Bits are those of the blob, after its entropy
-    stage.
+    Quality is the squared error of one encoding, of random matrices and of outer gradients from a
+    short DiLoCo run, which is trained once and kept in --out. Bits are those of the blob after its
+    entropy stage.
 
-    bitsandbytes, hivemind, pi-quant (pypiquant) and torchao are measured too where they are
-    installed; nothing needs them. Leave the machine alone meanwhile: the numbers are a quiet
-    machine's or nobody's.
+    bitsandbytes, hivemind, pi-quant (pypiquant) and torchao are also measured if installed. Run on an
+    idle machine; otherwise the results are meaningless.
 
     Example: farloop bench codecs --codec q4 --codec q4r:step=0.7 --quick
     """
-    with ended_in_one_line():
-        from farloop.bench.codecs import run
-        from farloop.cli.progress import progress_console
-        from farloop.cli.run_results import source_commit
+    from farloop.bench.codecs import run
+    from farloop.cli.progress import progress_console
 
-        console = progress_console(json=as_json)
-        plan = plan_codecs(
-            codec or [],
-            threads,
-            device or [],
-            elements,
-            quick=quick,
-            speed=speed,
-            quality=quality,
-            peers=peers,
-            out=out,
-        )
-        with _watched(console) as watch:
-            report = run(plan, watch=watch, commit=source_commit())
-        files = write_report(report, out)
-        if as_json:
-            typer.echo(json.dumps(report.plain(), indent=1))
-        else:
-            _show(report, files, console)
+    console = progress_console(json=as_json)
+    plan = plan_codecs(
+        codec or [],
+        threads,
+        device or [],
+        elements,
+        quick=quick,
+        speed=speed,
+        quality=quality,
+        peers=peers,
+        out=out,
+    )
+    with _watched(console) as watch:
+        report = run(plan, watch=watch)
+    files = write_report(report, out)
+    if as_json:
+        typer.echo(json.dumps(report.plain(), indent=1))
+    else:
+        _show(report, files, console)
 
 
 def plan_codecs(
@@ -106,7 +121,7 @@ def plan_codecs(
     peers: bool,
     out: Path,
 ) -> "Plan":
-    """What is asked for. Raises CommandError for a word that cannot be used."""
+    """The measurements to run. Raises CommandError for an invalid option."""
     from farloop.bench.codec_peers import PEERS
     from farloop.bench.codec_quality import DISTRIBUTIONS
     from farloop.bench.codec_speed import QUICK, STEADY
@@ -201,75 +216,72 @@ def _show(report: "CodecReport", files: Sequence[Path], console: "Console") -> N
     console.print("\n".join(["", *map(str, files)]), markup=False, soft_wrap=True)
 
 
-# --- `farloop bench routing`: its words, what it prints, and where its findings go.
-
-
+@bench_app.command()
 def routing(
-    nodes: Annotated[str, typer.Option(metavar="LIST", help="Sizes of plans that are timed.")] = "20,64,256,512",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="routing.json, .svg and .png.")] = Path("out/routing"),
+    nodes: Annotated[str, typer.Option(metavar="LIST", help="Numbers of nodes to plan for.")] = "20,64,256,512",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for routing.json, .svg and .png.")] = Path(
+        "out/routing"
+    ),
     run_processes: Annotated[
-        bool, typer.Option("--processes", help="Run pipelines of real processes as well: some minutes more.")
+        bool, typer.Option("--processes", help="Also run pipelines of real processes, for some minutes.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure the planner: what it chooses, how long that takes, and what it is worth in simulations.
+    """Measure the planner: its choices, its running time, and its gains in simulation.
 
-    Seconds of planning are measured here. All others are predicted, or come out of
-    simulations of microbatches on their paths and of transfers that share links.
+    The planning time is measured. All other times are predicted, or simulated with
+    microbatches on their paths and transfers that share links.
 
-    With --processes the paths of one plan are run too, by eight processes with emulated
-    distances: steps are measured beside their prediction, and losses beside those of one
-    process. Steps are true where the machine has nothing else to do.
+    With --processes, the paths of one plan also run as eight processes with emulated
+    distances, to compare step times with the prediction and losses with those of one
+    process. Step times are valid only on an idle machine.
 
     Example: farloop bench routing --nodes 20,256
     """
-    with ended_in_one_line():
-        from farloop.bench import routing as bench
-        from farloop.cli.progress import progress_console
-        from farloop.cli.run_results import source_commit
-        from farloop.plots.planner import plot
+    from farloop.bench import routing as bench
+    from farloop.bench.machine import source_commit
+    from farloop.cli.progress import progress_console
+    from farloop.plots.planner import plot
 
-        sizes = _sizes(nodes)
-        console = progress_console(json=as_json)
-        rows, star = bench.modes()
-        timed = []
-        for row in bench.planning(sizes):
-            console.print(f" {row.nodes} nodes planned in {row.plan_s:.2f} s", style="dim")
-            timed.append(row)
-        findings = bench.Findings(
-            modes=rows,
-            h_star=star,
-            small=bench.small_paths(),
-            planning=tuple(timed),
-            relaying=bench.relaying(),
-            slow_link=bench.slow_link(),
-        )
-        found = {"commit": source_commit(), **dataclasses.asdict(findings), "recovered": findings.recovered}
-        made = _processes(console) if run_processes else None
-        if made is not None:
-            found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "routing.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        what = "Planning measured, all other seconds predicted or simulated."
-        if made is not None:
-            what = "Planning, and steps and losses of processes, measured; all other seconds predicted or simulated."
-        caption = f"farloop bench routing, commit {found['commit']}. {what}"
-        for kind in (".svg", ".png"):
-            plot(out / f"routing{kind}", findings, caption, made)
-        if as_json:
-            typer.echo(json.dumps(found, indent=1))
-        else:
-            for line in [*lines(findings), *(_measured(made) if made is not None else ())]:
-                typer.echo(line)
-            typer.echo(f" {out}/routing.json, .svg and .png")
+    sizes = _sizes(nodes)
+    console = progress_console(json=as_json)
+    rows, star = bench.modes()
+    timed = []
+    for row in bench.planning(sizes):
+        console.print(f" {row.nodes} nodes planned in {row.plan_s:.2f} s", style="dim")
+        timed.append(row)
+    findings = bench.Findings(
+        modes=rows,
+        h_star=star,
+        small=bench.small_paths(),
+        planning=tuple(timed),
+        relaying=bench.relaying(),
+        slow_link=bench.slow_link(),
+    )
+    found = {"commit": source_commit(), **dataclasses.asdict(findings), "recovered": findings.recovered}
+    made = _processes(console) if run_processes else None
+    if made is not None:
+        found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "routing.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    what = "Planning measured, all other seconds predicted or simulated."
+    if made is not None:
+        what = "Planning, and steps and losses of processes, measured; all other seconds predicted or simulated."
+    caption = f"farloop bench routing, commit {found['commit']}. {what}"
+    for kind in (".svg", ".png"):
+        plot(out / f"routing{kind}", findings, caption, made)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        for line in [*lines(findings), *(_measured(made) if made is not None else ())]:
+            typer.echo(line)
+        typer.echo(f" {out}/routing.json, .svg and .png")
 
 
 def _processes(console: "Console") -> "Processes":
-    from farloop.bench.routing_processes import processes
+    from farloop.bench.pipeline import processes
 
-    console.print(
-        " pipelines of four and eight processes; a step takes their time only on a machine at rest", style="dim"
-    )
+    console.print(" pipelines of four and eight processes; step times are valid only on an idle machine", style="dim")
     return processes(lambda line: console.print(f" {line}", style="dim", soft_wrap=True))
 
 
@@ -311,23 +323,6 @@ def _sizes(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-# --- `farloop bench …`: the words of the measurements, and what they print. How to measure, `farloop.bench` knows.
-
-
-bench_app = typer.Typer(
-    help="Measure what a codec, a method or a setting costs.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-bench_app.command()(codecs)
-bench_app.command()(routing)
-
-_PAIRS: dict[str, Any] = {"seeds": 5, "nodes": 4, "model": "nano", "steps": 600, "h": 30}
-"""Where variants are compared with the first of them and an option is not given."""
-
-
 @bench_app.command()
 def quality(
     pairs: Annotated[
@@ -335,7 +330,7 @@ def quality(
         typer.Argument(
             metavar="PAIR",
             show_default=False,
-            help="Instead of a grid: UP/DOWN codecs, KEY=VALUE settings of a run, or both, as 'q4/q4 h=15'. "
+            help="Instead of a grid: UP/DOWN codecs, KEY=VALUE settings of a run, or both, e.g. 'q4/q4 h=15'. "
             "The first is the baseline.",
         ),
     ] = None,
@@ -345,25 +340,26 @@ def quality(
             "--variant",
             metavar="VARIANT",
             show_default="eight methods",
-            help="A method, or single, with KEY=VALUE settings of a run, as 'streaming nodes=4 h=30 codec=q4'. "
-            "May be repeated.",
+            help="A method, or single, with KEY=VALUE settings of a run, e.g. 'streaming nodes=4 h=30 codec=q4'; "
+            "repeatable.",
         ),
     ] = None,
     grid: Annotated[
-        Path | None, typer.Option(metavar="TOML", show_default=False, help="Variants and the next options in a file.")
+        Path | None,
+        typer.Option(metavar="TOML", show_default=False, help="A file with variants and the options below."),
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, show_default="3; of pairs 5", help="Runs of each variant; an interval takes two."),
+        typer.Option(min=1, show_default="3; pairs: 5", help="Runs per variant; an interval needs two."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, show_default="4 for pairs", help="Of variants that do not say.")
+        int | None, typer.Option(min=1, show_default="pairs: 4", help="Nodes of variants that do not set it.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(show_default="micro; of pairs nano", help="nano, micro, tiny, small or base.")
+        str | None, typer.Option(show_default="micro; pairs: nano", help="nano, micro, tiny, small or base.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, show_default="400; of pairs 600", help="Inner steps of each node.")
+        int | None, typer.Option(min=1, show_default="400; pairs: 600", help="Inner steps of each node.")
     ] = None,
     h: Annotated[
         int | None,
@@ -371,14 +367,14 @@ def quality(
     ] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option(min=1, show_default="16", help="Of a grid: sequences of a step, shared by the nodes."),
+        typer.Option(min=1, show_default="16", help="For a grid: sequences per step, shared by the nodes."),
     ] = None,
     tune: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=V,V,…",
             show_default=False,
-            help="Of a grid: try these for every variant first, as outer_lr=0.2,0.4,0.6; may be repeated.",
+            help="For a grid: values to try for every variant first, e.g. outer_lr=0.2,0.4,0.6; repeatable.",
         ),
     ] = None,
     settings: Annotated[
@@ -387,46 +383,44 @@ def quality(
             "--set",
             metavar="KEY=VALUE",
             show_default=False,
-            help="Another setting of the run for all variants, as min_lr=1e-5; may be repeated.",
+            help="A setting for all variants, e.g. min_lr=1e-5; repeatable.",
         ),
     ] = None,
     within: Annotated[
         float | None,
-        typer.Option(min=0.0, show_default="1; of pairs 0.5", help="Largest difference, in %, that is called none."),
+        typer.Option(min=0.0, show_default="1; pairs: 0.5", help="Largest difference, in %, that counts as equal."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time, one core each.", show_default="all cores")
+        int | None, typer.Option(min=1, help="Concurrent runs, one core each.", show_default="all cores")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Text, JSONL or a folder.", show_default="Python's own library")
-    ] = None,
+    data: TextData = None,
     data_bytes: Annotated[
-        int | None, typer.Option(min=1, show_default="16000000", help="Of the text that are used at most.")
+        int | None, typer.Option(min=1, show_default="16000000", help="Most bytes of the text to use.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Of the nodes: cpu, or cuda, where they train in bfloat16.")] = "cpu",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Finished runs, quality.json, .md, .svg and .png.")] = Path(
-        "out/quality"
-    ),
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+    device: Annotated[str, typer.Option(help="Device of the nodes: cpu, or cuda (trains in bfloat16).")] = "cpu",
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for finished runs, quality.json, .md, .svg and .png.")
+    ] = Path("out/quality"),
+    as_json: AsJson = False,
 ) -> None:
-    """Train methods at equal tokens and say how much validation loss they cost.
+    """Compare the validation loss of methods or settings at equal tokens.
 
-    Every variant of a grid trains the same tokens: equal steps, each of them one
-    batch that its nodes share. The baseline is data parallel, or single where that is
-    among the variants and data parallel is not. Runs of one seed
-    begin with the same weights and see the same samples in the same steps; a
-    variant's cost is the mean of its paired differences to the baseline. Where
-    their 95 % interval lies within the bound, a larger effect is ruled out;
-    where it crosses the bound, more --seeds will tell.
+    Every variant of a grid trains the same tokens: the same number of steps, each
+    with one batch shared by its nodes. The baseline is data-parallel, or single if
+    data-parallel is not among the variants. Runs of one seed start from the same
+    weights and see the same samples in the same steps; the cost of a variant is the
+    mean of its paired differences from the baseline. If their 95 % interval lies
+    within the bound, a larger effect is ruled out; if it crosses the bound, use more
+    --seeds.
 
-    With --tune every variant first looks for its best setting, on another seed:
-    in as many runs as any other, those without an outer optimizer for their
-    learning rate.
+    With --tune, every variant first searches for its best setting on another seed,
+    all with the same number of runs; variants without an outer optimizer search for
+    their learning rate.
 
-    Nodes and coordinator are the real ones on virtual time, in one process: no
-    network, and on a CPU the same numbers whenever it is repeated. Finished runs are kept
-    in --out and not done again: stop it, repeat it, add variants or seeds later.
-    A change of the code itself it does not notice: then name another --out.
+    Nodes and coordinator run the production code on virtual time in one process: no
+    network, and on a CPU reproducible numbers. Finished runs are kept in --out and
+    reused, so it can be stopped, repeated and extended. Changes of the code are not
+    detected: use another --out then.
 
     Example: farloop bench quality --tune outer_lr=0.2,0.4,0.6,0.8,1 --seeds 3
 
@@ -434,34 +428,124 @@ def quality(
     """
     given = {"seeds": seeds, "nodes": nodes, "model": model, "steps": steps, "h": h}
     named = {name: value for name, value in given.items() if value is not None}
-    with ended_in_one_line():
-        from farloop.bench.quality import RunFailed
-        from farloop.bench.quality_spec import check_device
-        from farloop.cli.bench_quality import Bench
-        from farloop.cli.progress import progress_console
-        from farloop.config.run_spec import DataConfig
+    from farloop.bench.quality import RunFailed
+    from farloop.bench.quality_spec import asked_for, check_device
+    from farloop.bench.quality_tables import markdown, table, tuning_lines
+    from farloop.cli.progress import progress_console
+    from farloop.config.run_spec import DataConfig
 
-        check_device(device)
-        bench = Bench(
-            data=DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes),
-            out=out,
-            device=device,
-            jobs=jobs or os.cpu_count() or 1,
-            within=within,
-            console=progress_console(json=as_json),
-        )
-        try:
-            if pairs:
-                _only_for_grids(variant=variants, grid=grid, global_batch=global_batch, tune=tune)
-                found = bench.pairs(pairs, {**_PAIRS, **named}, settings or [])
-            else:
-                from farloop.bench.quality_spec import asked_for
+    check_device(device)
+    texts = DataConfig(path=data) if data_bytes is None else DataConfig(path=data, max_bytes=data_bytes)
+    where: dict[str, Any] = {"data": texts, "out": out, "device": device}
+    console = progress_console(json=as_json)
+    running: dict[str, Any] = {"jobs": jobs or os.cpu_count() or 1, "within": within, "console": console}
+    try:
+        if pairs:
+            _only_for_grids(variant=variants, grid=grid, global_batch=global_batch, tune=tune)
+            found = _compare_pairs(pairs, {**_PAIRS, **named}, settings or [], where, **running)
+        else:
+            lists = {"variants": variants, "tune": tune, "settings": settings}
+            found = _compare_grid(asked_for(grid, {**named, "global_batch": global_batch}, lists), where, **running)
+    except RunFailed as error:
+        raise CommandError(str(error), ExitCode(error.exit_code)) from error
+    (out / "quality.json").write_text(json.dumps(dataclasses.asdict(found), indent=1))
+    (out / "quality.md").write_text(markdown(found))
+    if as_json:
+        return typer.echo((out / "quality.json").read_text())
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDE)
+    console.print(table(found))
+    for line in tuning_lines(found.tuned):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"figure   {out / 'quality.svg'}\nfigures  {out / 'quality.json'}", soft_wrap=True)
+    console.print(f"again    {found.command}", markup=False, soft_wrap=True)
 
-                lists = {"variants": variants, "tune": tune, "settings": settings}
-                found = bench.grid(asked_for(grid, {**named, "global_batch": global_batch}, lists))
-        except RunFailed as error:
-            raise CommandError(str(error), ExitCode(error.exit_code)) from error
-        bench.show(found, as_json=as_json)
+
+def _compare_pairs(
+    spelled: Sequence[str],
+    given: Mapping[str, Any],
+    settings: Sequence[str],
+    where: Mapping[str, Any],
+    *,
+    jobs: int,
+    within: float | None,
+    console: "Console",
+) -> "Report":
+    """Train variants, each with a batch of its own, and compare them with the first; draw the result.
+
+    Args:
+        where: data, out folder and device.
+
+    Raises:
+        CommandError: a variant or setting is invalid.
+        RunFailed: a run broke.
+    """
+    from farloop.bench.comparison import report
+    from farloop.bench.quality import run_all
+    from farloop.bench.quality_spec import plan_quality, run_settings
+    from farloop.bench.quality_tables import watched
+    from farloop.plots.quality import plot
+
+    words = [f"{name}={value}" for name, value in given.items() if name != "seeds"]
+    plan = plan_quality(spelled, run_settings([*words, *settings], origin="--set"), seeds=given["seeds"], **where)
+    with watched(plan, console) as watch:
+        results = run_all(plan, jobs=jobs, watch=watch)
+    found = report(
+        plan,
+        results,
+        within_percent=_WITHIN_OF_PAIRS if within is None else within,
+        command=shlex.join(["farloop", *sys.argv[1:]]),
+    )
+    caption = f"{given['model']}, {given['nodes']} nodes, {given['steps']} steps, H {given['h']}"
+    caption += "".join(f", {word}" for word in settings)
+    for kind in ("svg", "png"):
+        file = where["out"] / f"quality.{kind}"
+        plot(file, found.variants, results, within_percent=found.within_percent, caption=caption)
+    return found
+
+
+def _compare_grid(
+    grid: "Grid", where: Mapping[str, Any], *, jobs: int, within: float | None, console: "Console"
+) -> "Report":
+    """Tune, then compare methods with data parallel at equal tokens, and draw the result. As `_compare_pairs`."""
+    from farloop.bench.comparison import report
+    from farloop.bench.quality import CPU, Tuned, plan_of, run_all, tune
+    from farloop.bench.quality_spec import command_of, picked_of, plan_grid
+    from farloop.bench.quality_tables import watched
+    from farloop.bench.training import CURVE_SEQUENCES
+    from farloop.config.run_spec import DataConfig
+    from farloop.plots.quality import plot_methods
+
+    planned = plan_grid(grid, **where)
+    plan, tuned = planned.plan, tuple[Tuned, ...]()
+    if (searches := plan_of(planned.trials, plan)) is not None:
+        console.print(f"[dim]tuning: {len(searches.runs)} runs before the {len(plan.runs)} that count[/]")
+        with watched(searches, console) as watch:
+            tuned = tune(searches, planned.trials, jobs=jobs, watch=watch)
+        plan = plan_grid(grid, **where, picked=picked_of(tuned)).plan
+    with watched(plan, console) as watch:
+        results = run_all(plan, jobs=jobs, watch=watch)
+    parameters = plan.variants[0].specs[0].identity.layout.num_parameters
+    data, device = where["data"], where["device"]
+    words = ["--data", str(data.path)] if data.path else []
+    words += ["--data-bytes", str(data.max_bytes)] if data.max_bytes != DataConfig().max_bytes else []
+    words += ["--device", device] if device != CPU else []
+    found = report(
+        plan,
+        results,
+        parameters=parameters,
+        tuned=tuned,
+        within_percent=_WITHIN_OF_GRID if within is None else within,
+        command=command_of(grid, options=words),
+    )
+    seeds = "1 seed" if grid.seeds == 1 else f"mean ± standard deviation of {grid.seeds} seeds"
+    title = f"{len(results)} ways to train {count_text(parameters)} parameters on equal tokens"
+    caption = f"{grid.steps} steps of {grid.global_batch} sequences; {seeds}"
+    caption += f"; curves on {CURVE_SEQUENCES} sequences, the table on all"
+    caption += f"; commit {found.commit}" if found.commit else ""
+    for kind in ("svg", "png"):
+        plot_methods(where["out"] / f"quality.{kind}", results, title=title, caption=caption)
+    return found
 
 
 def _only_for_grids(**options: object) -> None:

@@ -1,6 +1,6 @@
-"""`farloop chaos`: a storm over real processes on this machine, and what came of it in a table.
+"""`farloop chaos`: inject faults into a run of real processes on this machine, and report what happened.
 
-Seconds of recovery are measured from outside, on the status page, every tenth of a second or as soon as it answers:
+Recovery times are measured on the status page, every tenth of a second or as soon as it answers:
 
     kill_node          from SIGKILL to the survivors' next commit, without the node (where every window waited for it)
     node_back          from the start of its next process to the next commit that merges it
@@ -13,9 +13,9 @@ Seconds of recovery are measured from outside, on the status page, every tenth o
     truncate_file      from the coordinator's next start (it is killed for a copy of its state) to the next commit
     others             from the end of the fault to the next commit
 
-Other faults may be under way meanwhile, and their time is in it; so is the start of a Python process, and the time
-until a supervisor starts one (0.5 to 6 s, as drawn). What is hit again before it recovered is not counted.
-`recovery_s_mean` and `recovery_s_max` are over all of these but node_back: the others do not wait for that.
+The times include other faults at the same time, the start of a Python process, and the delay of its supervisor (0.5
+to 6 s, random). A process that fails again before it recovered is not counted. `recovery_s_mean` and `recovery_s_max`
+leave out node_back, for which no other node waits.
 """
 
 import json
@@ -26,23 +26,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib as mpl
 import typer
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
-from rich import box
 from rich.table import Table
 
+from farloop.bench.machine import machine, source_commit
 from farloop.chaos.faults import DATA, RUN, Ballast
 from farloop.chaos.processes import stop_on_signals
 from farloop.chaos.storm import Outcome, Stopped, Storm
 from farloop.chaos.storm_plan import COORDINATOR, KINDS, Kind, plan
+from farloop.cli.options import facts, table
 from farloop.cli.progress import progress_console
-from farloop.cli.run_results import machine, source_commit
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_spec import DataConfig, RunConfig, plan_run
 from farloop.monitoring.units import duration_text, size_text
-from farloop.plots.style import INK, MUTED, SERIES, STYLE
+from farloop.plots.style import INK, color_of, figure, ticks
 from farloop.quant.registry import warm_for
 
 NODE_BACK: Final = "node_back"
@@ -51,7 +48,7 @@ MOST_NODES: Final = 26
 
 
 def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path | None, as_json: bool) -> None:
-    """Storm, tell, and say by the exit code whether anything was lost; the options are those of the command.
+    """Run the storm, report, and fail if anything was lost.
 
     Raises:
         CommandError: one line; also where something was lost, forked or unequal.
@@ -72,7 +69,7 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
     seconds = 60.0 * minutes
     faults = plan(seed, seconds=seconds, nodes=names, kinds=[kind for kind in kinds if kind not in skipped])
     say(f"{len(faults)} faults in {duration_text(seconds)}, seed {seed}; logs and numbers: {folder}")
-    # Here, once, and from disk from then on: or all processes would compile the same kernels side by side.
+    # Compile the kernels once, before all processes would do it at the same time.
     warm_for(plan_run(RunConfig(**RUN, nodes=nodes), DataConfig(**DATA)).spec.terms)  # type: ignore[arg-type]
     with stop_on_signals() as stopped:
         storm = Storm(out=folder, seed=seed, seconds=seconds, nodes=names, faults=faults, say=say, stopped=stopped)
@@ -103,7 +100,7 @@ def run_chaos(*, minutes: float, seed: int, nodes: int, wanted: str, out: Path |
 
 
 def _kinds(wanted: str) -> list[Kind]:
-    """Of a list with commas; all where it is empty. Raises CommandError."""
+    """Kinds from a comma-separated list; an empty one is all. Raises CommandError."""
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     for name in names:
         if name not in KINDS:
@@ -113,7 +110,7 @@ def _kinds(wanted: str) -> list[Kind]:
 
 
 def _prepare(folder: Path) -> None:
-    """An empty folder, but for a file system that a person mounted for the state. Raises CommandError."""
+    """Create an empty folder; it may contain a file system mounted at state. Raises CommandError."""
     state = folder / "state"
     try:
         state.mkdir(parents=True, exist_ok=True)
@@ -139,11 +136,8 @@ def _verdict(outcome: Outcome, folder: Path) -> str:
     return f"{'; '.join(wrong)} (logs: {folder})"
 
 
-# --- what is told
-
-
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """For programs."""
+    """The results as JSON."""
     measured = [s for what, seconds in outcome.recovery_s.items() if what != NODE_BACK for s in seconds]
     return {
         "faults": {kind: outcome.faults[kind] for kind in KINDS if outcome.faults[kind]},
@@ -167,7 +161,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 
 SETTLED: Final = 15
-"""Samples until a process has all that it needs."""
+"""Samples until the memory of a process has settled."""
 
 
 def peak(series: Sequence[tuple[float, int]]) -> int:
@@ -180,35 +174,32 @@ def _mean(seconds: Sequence[float]) -> float | None:
 
 
 def faults_table(outcome: Outcome) -> Table:
-    """A row per kind: how often, and how soon the run went on."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
-    table.add_column("fault")
-    for title in ("times", "recovered", "mean", "max"):
-        table.add_column(title, justify="right")
+    """A row per kind of fault: count and recovery times."""
+    shown = table("fault", "times", "recovered", "mean", "max", left=("fault",))
     rows: list[tuple[str, str, Kind]] = [(kind, kind, kind) for kind in KINDS]
     for name, what, kind in [*rows, ("kill_node: the node itself", NODE_BACK, "kill_node")]:
         seconds = outcome.recovery_s.get(what, [])
         if times := outcome.faults[kind]:
-            table.add_row(name, str(times), str(len(seconds)), _s(_mean(seconds)), _s(max(seconds, default=None)))
-    return table
+            shown.add_row(name, str(times), str(len(seconds)), _s(_mean(seconds)), _s(max(seconds, default=None)))
+    return shown
 
 
 def result_table(outcome: Outcome, folder: Path) -> Table:
-    """What must be 0, and what must be equal."""
+    """What must be 0 or equal, and totals."""
     told = figures(outcome)
-    table = Table.grid(padding=(0, 2))
-    table.add_row("windows committed", f"{outcome.committed:,}")
-    table.add_row("faults", str(outcome.faults.total()))
-    table.add_row("lost", str(outcome.lost))
-    table.add_row("forks", str(outcome.forks))
-    table.add_row("holds that the operator released", str(outcome.released))
-    table.add_row("other findings", str(len(outcome.problems)))
-    table.add_row("digests equal", "yes" if outcome.digests_equal else "NO")
-    table.add_row("recovery", f"{_s(told['recovery_s_mean'])} mean, {_s(told['recovery_s_max'])} max")
+    shown = facts()
+    shown.add_row("windows committed", f"{outcome.committed:,}")
+    shown.add_row("faults", str(outcome.faults.total()))
+    shown.add_row("lost", str(outcome.lost))
+    shown.add_row("forks", str(outcome.forks))
+    shown.add_row("holds that the operator released", str(outcome.released))
+    shown.add_row("other findings", str(len(outcome.problems)))
+    shown.add_row("digests equal", "yes" if outcome.digests_equal else "NO")
+    shown.add_row("recovery", f"{_s(told['recovery_s_mean'])} mean, {_s(told['recovery_s_max'])} max")
     if COORDINATOR in outcome.memory:
-        table.add_row("coordinator's memory", f"at most {size_text(peak(outcome.memory[COORDINATOR]))}")
-    table.add_row("numbers", str(folder / "chaos.json"))
-    return table
+        shown.add_row("coordinator's memory", f"at most {size_text(peak(outcome.memory[COORDINATOR]))}")
+    shown.add_row("numbers", str(folder / "chaos.json"))
+    return shown
 
 
 def _s(seconds: float | None) -> str:
@@ -234,16 +225,14 @@ def draw_memory(path: Path, memory: dict[str, list[tuple[float, int]]]) -> None:
     Of each stretch the highest: a process that has just been started is small, and many starts would hide the rest.
     """
     stretch_s = max((series[-1][0] for series in memory.values()), default=0.0) / _STRETCHES
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.6, 4.0), layout="constrained")
-        axes = figure.add_subplot()
+    with figure(path, 9.6, 4.0) as drawn:
+        axes = drawn.add_subplot()
         for number, (name, series) in enumerate(sorted(memory.items(), key=lambda item: item[0] != COORDINATOR)):
             times, sizes = zip(*highest(series, stretch_s), strict=True)
-            color = INK if name == COORDINATOR else SERIES[(number - 1) % len(SERIES)]
+            color = INK if name == COORDINATOR else color_of(number - 1)
             axes.plot([t / 60 for t in times], sizes, color=color, linewidth=1.6, label=name)
         axes.set_ylim(0, 1.1 * max(peak(series) for series in memory.values()))
-        axes.set_xlabel("minutes", color=MUTED)
-        axes.set_ylabel(f"resident memory, highest of {stretch_s:.0f} s", color=MUTED)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
-        axes.legend(loc="lower right", ncols=3, labelcolor="linecolor", frameon=False)
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        axes.set_xlabel("minutes")
+        axes.set_ylabel(f"resident memory, highest of {stretch_s:.0f} s")
+        ticks(axes.yaxis, None, size_text)
+        axes.legend(loc="lower right", ncols=3, labelcolor="linecolor")

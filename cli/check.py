@@ -1,10 +1,10 @@
-"""What a good RUN.toml or NODE.toml comes to, in a few lines."""
+"""`farloop config check`: the run or node that a file describes, in a few lines."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from farloop.algo.schedule import first_rounds
-from farloop.algo.spec import Terms
+from farloop.algo.terms import Terms
 from farloop.config.run_spec import Plan
 from farloop.config.settings import NodeFile, RunFile, load, planned
 from farloop.config.sources import parse_tcp
@@ -37,27 +37,28 @@ def check(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> li
 
 
 def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
-    """What a good RUN.toml comes to: label and value."""
+    """A RUN.toml as labels and values."""
     identity, terms = plan.spec.identity, plan.spec.terms
     layout = identity.layout
     model = "the nodes' own" if identity.model == "own" else file.run.model
     sent = [
         sum(blob_bytes(codec_named(codec), fragment) for fragment in layout.fragments)
-        for codec in (terms.codec_up, terms.codec_down)
+        for codec in (terms.codecs.up, terms.codecs.down)
     ]
     fragments = plural(len(layout.fragments), "fragment")
-    batch = f"{terms.batch_sequences} × {terms.sequence_tokens} tokens"
+    nodes = plural(terms.admission.min_nodes, "node")
+    batch = f"{terms.inner.batch_sequences} × {terms.inner.sequence_tokens} tokens"
     data = "the nodes' own" if identity.data == "own" else f"{identity.num_samples:,} samples, digest {identity.data}"
     return [
         ("run", f"{identity.name}, fingerprint {identity.fingerprint()}"),
         ("model", f"{model}, {count_text(layout.num_parameters)} parameters in {fragments}"),
         ("data", data),
-        ("method", f"{terms.method}, H {_h_text(terms)}, τ {terms.tau}, mix {terms.mix:g}"),
-        ("codecs", f"{terms.codec_up} up, {terms.codec_down} down"),
-        *((node, f"sends by {codec}") for node, codec in terms.codec_up_of),
-        *((node, f"does {percent_text(share)} of a round's steps") for node, share in terms.h_share_of),
-        ("outer step", f"lr {terms.outer_lr:g}, momentum {terms.outer_momentum:g}"),
-        ("length", f"{plural(terms.steps, 'step')} of {batch} on each of {plural(terms.min_nodes, 'node')}"),
+        ("method", f"{terms.method}, H {_h_text(terms)}, τ {terms.schedule.tau}, mix {terms.schedule.mix:g}"),
+        ("codecs", f"{terms.codecs.up} up, {terms.codecs.down} down"),
+        *((node, f"sends by {codec}") for node, codec in terms.codecs.up_of),
+        *((node, f"does {percent_text(share)} of a round's steps") for node, share in terms.schedule.h_share_of),
+        ("outer step", f"lr {terms.outer.lr:g}, momentum {terms.outer.momentum:g}"),
+        ("length", f"{plural(terms.schedule.steps, 'step')} of {batch} on each of {nodes}"),
         ("traffic", f"{size_text(sent[0])} up and {size_text(sent[1])} down per node, every {_h_text(terms)} steps"),
         ("listens", f"{file.coordinator.bind}, {_guard(file.coordinator.bind, file.coordinator.key)}"),
         *(("note", note) for note in plan.notes),
@@ -65,15 +66,15 @@ def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
 
 
 def _h_text(terms: Terms) -> str:
-    """`30`, or `30 to 412` where rounds differ: the last one, which ends with the run, is not looked at."""
-    if terms.h_rule == "constant":
-        return str(terms.h)
-    lengths = [plan.length for plan in first_rounds(terms, terms.steps)]
-    return f"{min(lengths[:-1] or lengths)} to {max(lengths)} ({terms.h_rule})"
+    """`30`, or `30 to 412` if rounds differ; without the last, which ends with the run."""
+    if terms.schedule.h_rule == "constant":
+        return str(terms.schedule.h)
+    lengths = [plan.length for plan in first_rounds(terms, terms.schedule.steps)]
+    return f"{min(lengths[:-1] or lengths)} to {max(lengths)} ({terms.schedule.h_rule})"
 
 
 def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
-    """What a good NODE.toml comes to: label and value."""
+    """A NODE.toml as labels and values."""
     node = file.node
     return [
         ("node", f"{node.name}, {plural(node.nproc, 'rank')}"),

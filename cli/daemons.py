@@ -1,4 +1,4 @@
-"""The commands coordinator and node."""
+"""`farloop coordinator` and `farloop node`: settings in, an exit code out. The daemons are elsewhere."""
 
 import asyncio
 import dataclasses
@@ -18,7 +18,8 @@ from typing import Self
 import typer
 import uvloop
 
-from farloop.algo.spec import Identity, RunSpec, Terms
+from farloop.algo.spec import Identity, RunSpec
+from farloop.algo.terms import Terms
 from farloop.config.exit_codes import CommandError, ExitCode, say_error
 from farloop.config.run_spec import Plan
 from farloop.config.settings import NodeFile, RunFile, planned
@@ -28,7 +29,7 @@ from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.decide.adoption import PATIENCE_S, AdoptionSettings
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.errors import NoRoom
-from farloop.coordinator.net.sessions import BindError
+from farloop.coordinator.net.zmq_router import BindError
 from farloop.coordinator.storage.copies import Bucket, CopyFailed, read_manifest, restore
 from farloop.coordinator.storage.store import Store
 from farloop.monitoring import descriptors, page
@@ -38,9 +39,6 @@ from farloop.node.pipeline.trainer import PipelineConfig, train_stage
 from farloop.node.trainer import NodeConfig, train
 from farloop.quant.registry import warm_for
 
-# --- Tells a person why a node has not started yet: a silent daemon is the first thing that makes people give up.
-
-
 _log = logging.getLogger(__name__)
 
 FIRST_S = 5.0
@@ -48,7 +46,7 @@ EVERY_S = 30.0
 
 
 class Waiting:
-    """While it is open, says every now and then what is missing."""
+    """Log, now and then until training starts, what the node waits for."""
 
     def __init__(self, coordinator: str) -> None:
         self._address = parse_tcp(coordinator)
@@ -56,7 +54,7 @@ class Waiting:
         self._thread = threading.Thread(target=self._watch, name="waiting", daemon=True)
 
     def over(self) -> None:
-        """Training has begun."""
+        """Training has started."""
         self._over.set()
 
     def __enter__(self) -> Self:
@@ -76,7 +74,7 @@ class Waiting:
 
 
 def why(address: Address) -> str:
-    """What a plain connection to the coordinator's port tells."""
+    """What a plain connection to the coordinator's port shows."""
     failure = connect(address)
     if failure is None:
         return "the port answers; unless the link complains above, the run begins once all of its nodes are there"
@@ -84,7 +82,7 @@ def why(address: Address) -> str:
 
 
 def connect(address: Address, timeout_s: float = 3.0) -> str | None:
-    """Connect and hang up; what went wrong, or None."""
+    """Connect and close; the error, or None."""
     try:
         with socket.create_connection((address.host, address.port), timeout_s):
             return None
@@ -94,11 +92,8 @@ def connect(address: Address, timeout_s: float = 3.0) -> str | None:
         return (error.strerror or str(error)).lower()
 
 
-# --- The two daemons as a person starts them: settings in, an exit code out. What they do is decided elsewhere.
-
-
 STANDSTILL_S = 2.0
-"""A loop that has not answered for this long is not healthy."""
+"""Without an answer for this long, the event loop is unhealthy."""
 
 _DIFFERS = {
     "name": "the name differs",
@@ -111,7 +106,7 @@ _DIFFERS = {
 
 
 def adoption(patience_s: float | None, *, wanted: bool, rewind: bool, newest: bool = False) -> float | None:
-    """How patient a coordinator that goes on from what nodes hold is with those that are away; None where it does not.
+    """How long adoption from nodes waits for absent ones; None without adoption.
 
     Raises:
         CommandError: the flags contradict each other.
@@ -135,14 +130,16 @@ def run_coordinator(
     adopt_newest: bool = False,
     restore_from: str = "",
 ) -> ExitCode:
-    """Begin the run, or go on with the one that the state directory holds, to its end or the first signal.
+    """Start the run, or continue that of the state directory, until its end or the first signal.
 
-    `rewind`: though nodes may have seen what came after this state. `adopt_patience_s`: from what nodes hold, waiting
-    as long as that for those that are away; `adopt_newest`: also what one of them alone knows. `restore_from`: an
-    object store whose newest copy becomes the state directory first.
+    Args:
+        rewind: continue even if nodes have seen newer versions.
+        adopt_patience_s: adopt versions from nodes, and wait this long for absent ones.
+        adopt_newest: also adopt a version that only one node knows.
+        restore_from: object store whose newest copy becomes the state directory first.
 
     Raises:
-        ConfigError: there can be no such run.
+        ConfigError: the run is invalid.
         CommandError: the directory holds another run, or the port is taken.
         StorageError, KeyFileError, EndpointError: one line each.
     """
@@ -166,7 +163,7 @@ def run_coordinator(
 
 
 def restored(directory: Path, plan: Plan, url: str) -> None:
-    """Make the state directory of the newest copy. Raises CommandError, StorageError: the directory holds no run."""
+    """Restore the state directory from the newest copy. Raises CommandError, StorageError."""
     try:
         bucket = Bucket(url)
         manifest = read_manifest(bucket)
@@ -183,11 +180,10 @@ def restored(directory: Path, plan: Plan, url: str) -> None:
 
 
 def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool = False) -> Store:
-    """The run in the directory if it is the planned one, or a new one where there is none, and an old one is not meant.
+    """The planned run from the directory, or a new one if the directory has none and none is required.
 
     Raises:
-        CommandError: it is another one, and the line says what differs; or there is nothing to rewind, or to go on
-            with from what nodes hold.
+        CommandError: it is another run, and the line says what differs; or there is nothing to rewind or adopt.
         StorageError
     """
 
@@ -212,7 +208,7 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool =
         )
     if store is not None and rewind:
         versions = ",".join(str(version) for version in store.ledger.versions)
-        _log.warning("rewound history=%d versions=%s note='nodes begin anew from here'", store.ledger.history, versions)
+        _log.warning("rewound history=%d versions=%s note='nodes resync from here'", store.ledger.history, versions)
     if store is None:
         for note in plan.notes:
             _log.info("plan note=%r", note)
@@ -223,20 +219,20 @@ def open_run(directory: Path, plan: Plan, *, rewind: bool = False, adopt: bool =
 
 
 def _once_there_is_room(recover: Callable[[], Store | None]) -> Store | None:
-    """A run that a full disk holds is held through a restart, too: its start waits for room."""
+    """On a full disk, a restart waits for free space, like a running coordinator."""
     held = False
     while True:
         try:
             return recover()
         except NoRoom as error:
             if not held:
-                _log.warning("held what='the start' why=%r mend=%r", str(error), error.mend)
+                _log.warning("storage hold begin what='start' why=%r fix=%r", str(error), error.fix)
             held = True
             time.sleep(RETRY_S)
 
 
 def different_identity(kept: Identity, wanted: Identity) -> str:
-    """What of two runs' identities differs, in words."""
+    """The differences between two identities."""
     told = []
     for field in dataclasses.fields(kept):
         old, new = getattr(kept, field.name), getattr(wanted, field.name)
@@ -247,19 +243,19 @@ def different_identity(kept: Identity, wanted: Identity) -> str:
 
 
 def different_terms(kept: Terms, wanted: Terms) -> list[str]:
-    """`h=30 file=20`, for everything that the file says otherwise than the run began with."""
+    """`h=30 file=20`, for each term of the file that differs from those of the run."""
     old, new = _flat(kept), _flat(wanted)
     return [f"{name}={old[name]} file={new[name]}" for name in old if old[name] != new[name]]
 
 
 def _flat(terms: Terms) -> dict[str, object]:
-    values = dataclasses.asdict(terms)
+    values = terms.flat()
     rate = values.pop("lr")
-    return values | {"lr": rate["peak"], "min_lr": rate["minimum"], "warmup_steps": rate["warmup_steps"]}
+    return values | {"lr": rate.peak, "min_lr": rate.minimum, "warmup_steps": rate.warmup_steps}
 
 
 async def _serve(config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None) -> bool:
-    """Whether the run came to its end."""
+    """Whether the run has finished."""
     warm_for(store.ledger.spec.terms)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     coordinator = Coordinator(config, store, adopt)
@@ -290,7 +286,7 @@ def _ask_to_stop(stop: asyncio.Event) -> None:
 def _pages(
     config: CoordinatorConfig, coordinator: Coordinator, loop: asyncio.AbstractEventLoop, stop: asyncio.Event
 ) -> Iterator[str]:
-    """Serve the pages, and tell where; an empty text where nothing is served."""
+    """Serve the HTTP pages and yield their URL; an empty text without pages."""
     if not config.http:
         yield ""
         return
@@ -302,7 +298,7 @@ def _pages(
         return Response(body=b"ok\n") if _turns(loop) else Response(status=503, body=b"the loop stands still\n")
 
     def ready() -> Response:
-        # Ready to be joined. Whether a node has joined is no matter: behind a Kubernetes service none could before.
+        # Ready does not depend on nodes: behind a Kubernetes service none can join before.
         return Response(status=503, body=b"stopping\n") if stop.is_set() else Response(body=b"ready\n")
 
     def status() -> Response:
@@ -320,7 +316,7 @@ def _pages(
 
 
 def _turns(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the loop answers; asked from another thread."""
+    """Whether the event loop answers; called from another thread."""
 
     async def answer() -> bool:
         return True
@@ -331,9 +327,6 @@ def _turns(loop: asyncio.AbstractEventLoop) -> bool:
     except TimeoutError:
         question.cancel()
         return False
-
-
-# --- the node
 
 
 def run_node(file: NodeFile) -> ExitCode:
@@ -374,20 +367,20 @@ def _train(config: NodeConfig, pipeline: PipelineConfig, drain: "_Drain") -> Non
 
 
 class _Drain:
-    """The first signal lets the node finish what it has begun, the second ends it."""
+    """The first signal lets the node finish its work, the second ends it."""
 
     def __init__(self) -> None:
         self.asked = False
         self._node: Node | None = None
 
     def arm(self, node: Node) -> None:
-        """In place of the trainer's own handlers, which know no second signal."""
+        """Replace the handlers of the trainer, which ignore a second signal."""
         self._node = node
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
 
     def disarm(self) -> None:
-        """Let go of the node: a handler would keep its process group alive until too late in the interpreter's end."""
+        """Release the node: a handler would keep its process group alive during interpreter shutdown."""
         self._node = None
         _interrupt_on_signals()
 
@@ -400,6 +393,6 @@ class _Drain:
 
 
 def _interrupt_on_signals() -> None:
-    """Both signals raise KeyboardInterrupt, wherever the process stands."""
+    """Both signals raise KeyboardInterrupt."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)

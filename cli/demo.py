@@ -1,7 +1,6 @@
-"""`farloop demo`: a coordinator and its nodes as processes of this machine, watched until the run is done.
+"""`farloop demo`: a coordinator and its nodes as processes on this machine, until the run is finished.
 
-It writes the very TOML files a person would write, starts the very commands a person would start, and reads what
-they tell: nothing is done here that could not be done by hand.
+It writes the same TOML files, starts the same commands and reads the same pages as a person would.
 """
 
 import json
@@ -14,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -35,12 +35,12 @@ from farloop.quant.registry import warm_for
 
 POLL_S = 0.5
 START_S = 60.0
-"""How long the coordinator may take to answer for the first time."""
+"""Time limit for the coordinator's first answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoPlan:
-    """What `farloop demo` was asked for; kept in the run's folder for `--resume`."""
+    """The options of a demo; kept in the run's folder for `--resume`."""
 
     out: Path
     run: RunConfig
@@ -49,22 +49,9 @@ class DemoPlan:
 
 
 def run_demo(
-    *,
-    nodes: int,
-    steps: int,
-    method: str,
-    codec_up: str | None,
-    codec_down: str | None,
-    h: int | None,
-    model: str,
-    seed: int,
-    out: Path | None,
-    data: Path | None,
-    link: str,
-    resume: Path | None,
-    as_json: bool,
+    run: Mapping[str, Any], *, out: Path | None, data: Path | None, link: str, resume: Path | None, as_json: bool
 ) -> None:
-    """Start everything, show it, and leave the report; the options are those of the command.
+    """Start the processes, show progress, and write the report. `run`: fields of `RunConfig`.
 
     Raises:
         CommandError: one line.
@@ -76,27 +63,17 @@ def run_demo(
         if resume is not None:
             plan = _load(resume)
         else:
-            config = RunConfig(
-                name="demo",
-                seed=seed,
-                model=model,
-                nodes=nodes,
-                steps=steps,
-                method=method,
-                h=h,
-                codec_up=codec_up,
-                codec_down=codec_down,
-            )
-            plan = DemoPlan(out=out or _new_folder(method), run=config, data=DataConfig(path=data), link=link)
+            config = RunConfig(name="demo", **run)
+            plan = DemoPlan(out=out or _new_folder(config.method), run=config, data=DataConfig(path=data), link=link)
         planned = plan_run(plan.run, plan.data)
-    except ValueError as error:  # a name or number that cannot be
+    except ValueError as error:
         raise CommandError(str(error)) from error
     if resume is None:
         _prepare(plan)
     for note in planned.notes:
         console.print(f"note: {note}")
     console.print(f"run {plan.out}  (stop with Ctrl-C, go on with: farloop demo --resume {plan.out})", soft_wrap=True)
-    # Here, once, and from disk from then on: or all processes would compile the same kernels side by side.
+    # Compile the kernels once, before all processes would do it at the same time.
     with console.status("compiling kernels (once for this machine and version)"):
         warm_for(planned.spec.terms)
     status = _final_status(plan) or _train(plan, console)
@@ -110,9 +87,6 @@ def run_demo(
     else:
         console.print(summary_table(summary))
         console.print(f"report   {report}\nmodel    {plan.out / 'model.safetensors'}", soft_wrap=True)
-
-
-# --- the run's folder
 
 
 def _new_folder(method: str) -> Path:
@@ -137,7 +111,7 @@ def _load(folder: Path) -> DemoPlan:
 
 
 def _plain(config: RunConfig | DataConfig) -> dict[str, object]:
-    """What differs from nothing, ready for JSON and TOML."""
+    """The set fields, ready for JSON and TOML."""
     values = {name: getattr(config, name) for name in config.__slots__}
     return {
         name: str(value.resolve()) if isinstance(value, Path) else value
@@ -147,7 +121,7 @@ def _plain(config: RunConfig | DataConfig) -> dict[str, object]:
 
 
 def _final_status(plan: DemoPlan) -> Status | None:
-    """What the run's coordinator said as it ended; None for a run that is not finished."""
+    """The last status of a finished run, else None."""
     try:
         status: Status = json.loads((plan.out / "state" / "status.json").read_text())
     except (OSError, ValueError):
@@ -155,11 +129,8 @@ def _final_status(plan: DemoPlan) -> Status | None:
     return status if status["run"]["state"] == "finished" else None
 
 
-# --- processes
-
-
 def _train(plan: DemoPlan, console: Console) -> Status | None:
-    """Run to the end; None when a person stopped it."""
+    """Run to the end; None if a signal stopped it."""
     bind, http = free_port(), free_port()
     link = Link.parse(plan.link) if plan.link else None
     names = [chr(ord("a") + i) if plan.run.nodes <= 26 else f"n{i:03}" for i in range(plan.run.nodes)]
@@ -226,11 +197,8 @@ def _poll(http: int) -> Status | None:
     return None
 
 
-# --- the end
-
-
 def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:
-    """Score the first and the exported model on the same held-out set, and add everything up."""
+    """Evaluate the initial and the exported model on the same held-out set, and summarise the run."""
     model = build(from_json(planned.spec.identity.model), plan.run.seed)
     evaluation = planned.evaluation
     assert evaluation is not None

@@ -1,4 +1,4 @@
-"""Why a window closed as it did: what `decisions.jsonl` and the journal say of it, as a table or as JSON."""
+"""`farloop explain`: why a window closed, from `decisions.jsonl` and the journal, as a table or JSON."""
 
 import json
 import re
@@ -23,10 +23,10 @@ _WINDOW = re.compile(r"(?:f?([0-9]+):)?([1-9][0-9]*)")
 
 
 def explain_window(directory: Path, window: str, console: Console, *, as_json: bool) -> None:
-    """All that is known of a window, or of that of every fragment.
+    """Print a window, or that of every fragment.
 
     Raises:
-        CommandError: it is none, is not decided yet, or is known nowhere any more.
+        CommandError: no such window, not decided yet, or no longer known.
         StorageError: the folder cannot be read.
     """
     found = _WINDOW.fullmatch(window)
@@ -60,14 +60,14 @@ def _unknown(window: str, fragments: list[int], version: int, newest: list[int],
 
 
 def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """Lines of that version, by fragment and version; of two, the later: a commit may have been decided twice."""
+    """Lines of that version, by fragment and version; the later of two: a commit may have been decided twice."""
     mark = f'"version": {version},'.encode()
     for path in files(directory / FILE):
         try:
             with path.open("rb") as file:
                 lines = [line for line in file if mark in line]
         except OSError:
-            continue  # put aside, or thrown away, meanwhile
+            continue  # rotated or deleted meanwhile
         for line in lines:
             try:
                 told = json.loads(line)
@@ -78,12 +78,12 @@ def _decisions(directory: Path, version: int) -> Iterator[tuple[tuple[int, int],
 
 
 def _explained(told: dict[str, Any] | None, past: ClosedWindow | None) -> dict[str, Any]:
-    """Both sources as one; what neither knows is None."""
+    """Both sources combined; unknown values are None."""
     facts = {**(_from_journal(past) if past else {}), **(told or {})}
     facts.pop("event", None)
     for name in ("t", "open_s", "quorum", "quorum_s", "grace_s", "floor", "expected", "norm", "merge_s", "journal_s"):
         facts.setdefault(name, None)
-    facts.setdefault("revision", None)  # lines that are older than revisions do not have it
+    facts.setdefault("revision", None)  # missing in old lines
     facts["record"] = past.at.where if past else None
     facts["deltas_stored"] = bool(past and past.measured)
     measured = {}
@@ -136,9 +136,6 @@ def _from_journal(past: ClosedWindow) -> dict[str, Any]:
         "update_bytes": record.update_size,
         "anchor_digest": f"{record.anchor_digest:016x}",
     }
-
-
-# --- what a person sees
 
 
 def _picture(facts: dict[str, Any]) -> RenderableType:
@@ -206,7 +203,7 @@ def _arrived(rows: Iterable[dict[str, Any]], version: int) -> Table:
 
 
 def _own(row: dict[str, Any]) -> str:
-    """What its node has of its own."""
+    """Settings of the node that differ from the run's."""
     return ", ".join([*([f"by {row['codec']}"] if "codec" in row else []), *([f"H {row['h']}"] if "h" in row else [])])
 
 

@@ -1,13 +1,93 @@
-"""Makes the key pair of one daemon as two files, and keeps the coordinator's folder of keys that may come in."""
+"""`farloop keys`: key pairs, and the allow folder with the public keys of the nodes that may join."""
 
 import contextlib
 import os
+import platform
 import secrets
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from farloop.cli.options import Commands
 from farloop.config.exit_codes import CommandError
-from farloop.node.zmq_dealer import new_key_pair
 from farloop.wire.keys import KeyFileError, check_name, key_files, load_public
+
+keys_app = Commands("Create keys for encrypted links and manage the allow list.")
+
+AllowFolder = Annotated[Path, typer.Option("--allow", metavar="DIR", help="The coordinator's [coordinator] allow.")]
+
+ALLOWED = Path("allowed")
+
+
+@keys_app.command("new")
+def new_keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="Made where it is missing.")],
+    name: Annotated[
+        str, typer.Option(metavar="NAME", show_default="this host's name", help="The node's name in the run.")
+    ] = "",
+) -> None:
+    """Make a key pair: NAME.key stays secret (mode 0600), NAME.pub is for the other side.
+
+    Example: farloop keys new keys --name paris
+    """
+    secret, public = write_pair(folder, name or platform.node().partition(".")[0])
+    typer.echo(f"{secret}  secret: stays on this machine, as key = '{secret}' in its TOML file")
+    typer.echo(
+        f"{public}  public: a node's goes into the coordinator's allow folder (farloop keys authorize), "
+        "the coordinator's to every node"
+    )
+
+
+@keys_app.command("authorize")
+def authorize_key(
+    file: Annotated[
+        Path, typer.Argument(metavar="PUBKEY_FILE", show_default=False, help="The node's .pub; a secret stays there.")
+    ],
+    allow: AllowFolder = ALLOWED,
+    name: Annotated[
+        str, typer.Option(metavar="NAME", show_default="the file's", help="The node's name in the run.")
+    ] = "",
+) -> None:
+    """Let a node in: its public key goes into the allow folder, also while the coordinator runs.
+
+    Example: farloop keys authorize paris.pub --allow allowed
+    """
+    name = name or file.stem
+    if authorize(allow, file, name):
+        typer.echo(f"{name} may come in: {allow / f'{name}.pub'}; a coordinator that runs knows within 2 s")
+    else:
+        typer.echo(f"{name} may come in already, with this key: {allow / f'{name}.pub'}")
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="As farloop keys list shows it.")],
+    allow: AllowFolder = ALLOWED,
+) -> None:
+    """Shut a node out: its key leaves the allow folder, and a session that it has ends.
+
+    Example: farloop keys revoke paris --allow allowed
+    """
+    if twins := revoke(allow, name):
+        raise CommandError(f"{name}.pub is gone, but its key may still come in as {', '.join(twins)}: revoke that too")
+    typer.echo(f"{name} may come in no more; a coordinator that runs ends its session within 2 s")
+
+
+@keys_app.command("list")
+def list_keys(allow: AllowFolder = ALLOWED) -> None:
+    """Show who may come in: a name and a public key a line. Ends with 2 where a file cannot be used.
+
+    Example: farloop keys list --allow allowed
+    """
+    found = listed(allow)
+    width = max((len(name) for name, _, _ in found), default=0)
+    for name, words, good in found:
+        typer.echo(f"{name:<{width}}  {words if good else f'unusable: {words}'}")
+    if not found:
+        typer.echo(f"nobody may come in: {allow} holds no .pub file")
+    if bad := [name for name, _, good in found if not good]:
+        raise CommandError(f"nobody new is let in until these are mended or revoked: {', '.join(bad)}")
 
 
 def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
@@ -24,6 +104,8 @@ def write_pair(folder: Path, name: str) -> tuple[Path, Path]:
     for path in (secret_path, public_path):
         if path.exists():
             raise CommandError(f"{path} exists, and keys are never overwritten; delete it, or choose another --name")
+    from farloop.node.zmq_dealer import new_key_pair
+
     public, secret = new_key_pair()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,9 +132,6 @@ def _write_new(path: Path, key: bytes, mode: int) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
         raise
-
-
-# --- the allow-list
 
 
 def authorize(folder: Path, public_path: Path, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The front door: `farloop COMMAND`. Each command reads its words here and is at home elsewhere.
+"""The command table: `farloop COMMAND`. A command parses its options here or in its own module.
 
 Heavy modules are imported inside the commands, so that `farloop --help` answers at once.
 """
@@ -8,121 +8,110 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from farloop.cli.bench import bench_app
-from farloop.cli.journal_commands import explain, journal_app
-from farloop.cli.keys_commands import keys_app
+from farloop.cli.journal import journal_app
+from farloop.cli.keys import keys_app
+from farloop.cli.options import (
+    STATE,
+    AsJson,
+    Commands,
+    Level,
+    LogJson,
+    PagesUrl,
+    SetFlags,
+    StateFolder,
+    TextData,
+)
 from farloop.cli.plan import plan
 from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
 from farloop.cli.schedule import schedule
 from farloop.cli.set import release, set_terms
 from farloop.cli.simulate import simulate_app
-from farloop.config.exit_codes import EPILOG, CommandError, ExitCode, ended_in_one_line
+from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
 from farloop.config.logs import LogLevel, set_up
-
-_LOOK: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
 
 DEMO_STEPS = 2000
 """About three minutes on two cores; within 3 % of data parallel, which takes some sixty outer steps."""
 
-app = typer.Typer(
-    help="Train one model on GPU clusters that are far apart and joined by thin links.",
+PAGES = "http://127.0.0.1:9700"
+
+TRAIN, INSPECT, CONFIGURE = "Train", "Inspect", "Configure"
+"""Sections of `--help`."""
+
+app = Commands(
+    "Train one model on GPU clusters that are far apart and connected by slow links.",
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
-    **_LOOK,
 )
-config_app = typer.Typer(help="Check or show a RUN.toml or NODE.toml.", **_LOOK)
-app.command(rich_help_panel="Look")(schedule)
-app.command(rich_help_panel="Look")(plan)
-app.command(rich_help_panel="Look")(explain)
-app.add_typer(journal_app, name="journal", rich_help_panel="Look")
-app.add_typer(bench_app, name="bench", rich_help_panel="Look")
-app.add_typer(simulate_app, name="simulate", rich_help_panel="Look")
-app.add_typer(config_app, name="config", rich_help_panel="Set up")
-app.add_typer(keys_app, name="keys", rich_help_panel="Set up")
+config_app = Commands("Check or show a RUN.toml or NODE.toml.")
+app.command(rich_help_panel=INSPECT)(schedule)
+app.command(rich_help_panel=INSPECT)(plan)
+app.add_typer(journal_app, name="journal", rich_help_panel=INSPECT)
+app.add_typer(bench_app, name="bench", rich_help_panel=INSPECT)
+app.add_typer(simulate_app, name="simulate", rich_help_panel=INSPECT)
+app.add_typer(config_app, name="config", rich_help_panel=CONFIGURE)
+app.add_typer(keys_app, name="keys", rich_help_panel=CONFIGURE)
 
-RunToml = Annotated[Path, typer.Argument(metavar="RUN.toml", show_default=False, help="What is trained, and how.")]
-NodeToml = Annotated[Path, typer.Argument(metavar="NODE.toml", show_default=False, help="Who takes part, and where.")]
-AnyToml = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A RUN.toml or NODE.toml.")]
-SetFlags = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        show_default=False,
-        help="Override a setting, as FARLOOP_SECTION__KEY=VALUE does; may be repeated.",
-    ),
+RunToml = Annotated[
+    Path, typer.Argument(metavar="RUN.toml", show_default=False, help="The training run and its coordinator.")
 ]
-Level = Annotated[LogLevel, typer.Option(help="Least important log line that is written.", envvar="FARLOOP_LOG_LEVEL")]
-LogJson = Annotated[bool, typer.Option("--log-json", help="One JSON object a line.", envvar="FARLOOP_LOG_JSON")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")]
+NodeToml = Annotated[Path, typer.Argument(metavar="NODE.toml", show_default=False, help="This node.")]
+AnyToml = Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="A RUN.toml or NODE.toml.")]
 
 
-# --- training
-
-
-@app.command(rich_help_panel="Train")
+@app.command(rich_help_panel=TRAIN)
 def demo(
     context: typer.Context,
-    nodes: Annotated[int, typer.Option(help="Nodes to start, each a process of its own.")] = 2,
+    nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 2,
     steps: Annotated[int, typer.Option(help="Inner steps of each node.")] = DEMO_STEPS,
     method: Annotated[str, typer.Option(help="One of `farloop methods`.")] = "streaming",
     codec: Annotated[
         str | None,
         typer.Option(
-            help="Codec both ways, as q4 or q4r:step=0.7; farloop codecs lists them.", show_default="the method's: q4"
+            help="Codec in both directions, e.g. q4 or q4r:step=0.7; see farloop codecs.",
+            show_default="the method's: q4",
         ),
     ] = None,
     codec_up: Annotated[
-        str | None, typer.Option(help="From the nodes to the coordinator alone.", show_default="--codec")
+        str | None, typer.Option(help="Codec from the nodes to the coordinator.", show_default="--codec")
     ] = None,
-    codec_down: Annotated[str | None, typer.Option(help="... and back.", show_default="--codec")] = None,
+    codec_down: Annotated[
+        str | None, typer.Option(help="Codec from the coordinator to the nodes.", show_default="--codec")
+    ] = None,
     h: Annotated[
         int | None,
         typer.Option("--h", help="Inner steps between two sends of a fragment.", show_default="the method's: 30"),
     ] = None,
-    model: Annotated[str, typer.Option(help="nano, tiny, small or base.")] = "tiny",
-    seed: Annotated[int, typer.Option(help="Of the first weights and the order of the samples.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder of this run.", show_default="out/METHOD-TIME")] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Text, JSONL or a folder.", show_default="Python's own library")
+    model: Annotated[str, typer.Option(help="nano, micro, tiny, small or base.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and the sample order.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Output folder.", show_default="out/METHOD-TIME")] = None,
+    data: TextData = None,
+    link: Annotated[str, typer.Option(help="Emulated bandwidth and RTT of each node's link, e.g. 50mbit/50ms.")] = "",
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue the run in this folder with its original options.")
     ] = None,
-    link: Annotated[str, typer.Option(help="Rate and round trip of each node's link, as 50mbit/50ms.")] = "",
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was begun.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a small GPT right here: a coordinator and its nodes over real sockets, then a report.
+    """Train a small GPT on this machine with real processes and sockets, then write a report.
 
     Example: farloop demo --nodes 2 --link 50mbit/50ms
     """
-    with ended_in_one_line():
-        from farloop.cli.demo import run_demo
+    from farloop.cli.demo import run_demo
 
-        if resume is not None:
-            _only_resume(context)
-        run_demo(
-            nodes=nodes,
-            steps=steps,
-            method=method,
-            codec_up=codec_up or codec,
-            codec_down=codec_down or codec,
-            h=h,
-            model=model,
-            seed=seed,
-            out=out,
-            data=data,
-            link=link,
-            resume=resume,
-            as_json=as_json,
-        )
+    if resume is not None:
+        _only_resume(context)
+    run = {"nodes": nodes, "steps": steps, "method": method, "h": h, "model": model, "seed": seed}
+    run |= {"codec_up": codec_up or codec, "codec_down": codec_down or codec}
+    run_demo(run, out=out, data=data, link=link, resume=resume, as_json=as_json)
 
 
 def _only_resume(context: typer.Context) -> None:
-    """A run goes on as it was begun: an option that would say otherwise is refused, not ignored."""
+    """Refuse options that a resumed run would ignore."""
     beside = [
         parameter.opts[0]
         for parameter in context.command.params
@@ -132,65 +121,66 @@ def _only_resume(context: typer.Context) -> None:
         and source.name == "COMMANDLINE"
     ]
     if beside:
-        raise CommandError(f"--resume goes on as the run was begun; leave out {', '.join(beside)}")
+        raise CommandError(f"--resume keeps the options of the run; leave out {', '.join(beside)}")
 
 
-@app.command(rich_help_panel="Train")
+@app.command(rich_help_panel=TRAIN)
 def coordinator(
     file: RunToml,
     state: Annotated[
         Path | None, typer.Option(metavar="DIR", show_default=False, help="Journal, snapshots and the final model.")
     ] = None,
     rewind: Annotated[
-        bool, typer.Option("--rewind", help="Take an old copy of the state for the truth: what came after it is lost.")
+        bool, typer.Option("--rewind", help="Accept an old copy of the state: everything newer is lost.")
     ] = False,
     adopt_from_nodes: Annotated[
         bool,
-        typer.Option("--adopt-from-nodes", help="The state is an old copy: go on from the newest that nodes hold."),
+        typer.Option(
+            "--adopt-from-nodes", help="The state is an old copy: continue from the newest versions that nodes hold."
+        ),
     ] = False,
     adopt_patience: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", show_default="300", help="How long that waits for nodes that are away."),
+        typer.Option(metavar="SECONDS", show_default="300", help="How long to wait for absent nodes."),
     ] = None,
     adopt_newest: Annotated[
         bool,
-        typer.Option("--adopt-newest", help="Also take a version that only one node knows: you believe that node."),
+        typer.Option("--adopt-newest", help="Also accept a version that only one node reports."),
     ] = False,
     copy_to: Annotated[
-        str, typer.Option(metavar="URL", show_default=False, help="Copy the state there: s3://, gs:// or file:///.")
+        str, typer.Option(metavar="URL", show_default=False, help="Copy the state to s3://, gs:// or file:///.")
     ] = "",
     copy_every: Annotated[
-        float | None, typer.Option(metavar="SECONDS", show_default="600", help="Between two copies.")
+        float | None, typer.Option(metavar="SECONDS", show_default="600", help="Interval between copies.")
     ] = None,
     restore: Annotated[
-        str, typer.Option(metavar="URL", show_default=False, help="Begin with the newest copy there.")
+        str, typer.Option(metavar="URL", show_default=False, help="Restore the newest copy from this URL first.")
     ] = "",
     flags: SetFlags = None,
     log_level: Level = LogLevel.INFO,
     log_json: LogJson = False,
 ) -> None:
-    """Begin a run, or go on with the one in its state folder.
+    """Start a run, or continue the one in its state folder.
 
-    SIGTERM or Ctrl-C says good-bye to the nodes and stops; a second one stops at once. The same command goes on.
+    SIGTERM or Ctrl-C notifies the nodes and stops; a second signal stops at once. The same command continues the run.
 
     Example: farloop coordinator run.toml --set run.steps=2000
     """
-    with ended_in_one_line():
-        from farloop.cli.daemons import adoption, run_coordinator
-        from farloop.config.settings import load_run
+    from farloop.cli.daemons import adoption, run_coordinator
+    from farloop.config.settings import load_run
 
-        set_up(log_level, json_lines=log_json)
-        own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
-        given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value)]
-        adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind, newest=adopt_newest)
-        settings = load_run(file, flags=given, environ=os.environ)
-        code = run_coordinator(
-            settings, rewind=rewind, adopt_patience_s=adopt, adopt_newest=adopt_newest, restore_from=restore
-        )
+    set_up(log_level, json_lines=log_json)
+    own = {"state_dir": state, "copy_to": copy_to, "copy_every_s": copy_every}
+    given = [*(flags or []), *(f"coordinator.{key}={value}" for key, value in own.items() if value)]
+    adopt = adoption(adopt_patience, wanted=adopt_from_nodes, rewind=rewind, newest=adopt_newest)
+    settings = load_run(file, flags=given, environ=os.environ)
+    code = run_coordinator(
+        settings, rewind=rewind, adopt_patience_s=adopt, adopt_newest=adopt_newest, restore_from=restore
+    )
     raise typer.Exit(code)
 
 
-@app.command(rich_help_panel="Train")
+@app.command(rich_help_panel=TRAIN)
 def node(
     file: NodeToml,
     nproc: Annotated[
@@ -200,128 +190,135 @@ def node(
     log_level: Level = LogLevel.INFO,
     log_json: LogJson = False,
 ) -> None:
-    """Take part in a run with this machine.
+    """Train on this machine as a node of a run.
 
-    SIGTERM or Ctrl-C finishes what was begun and leaves; a second one stops at once. The same command takes part again.
+    SIGTERM or Ctrl-C finishes the current work and leaves; a second signal stops at once. The same command rejoins.
 
     Example: farloop node node.toml --nproc 8
     """
-    with ended_in_one_line():
-        from farloop.cli.daemons import run_node
-        from farloop.config.settings import load_node
+    from farloop.cli.daemons import run_node
+    from farloop.config.settings import load_node
 
-        given = [*(flags or []), *([f"node.nproc={nproc}"] if nproc is not None else [])]
-        settings = load_node(file, flags=given, environ=os.environ)
-        rank = rank_of(os.environ)
-        set_up(log_level, json_lines=log_json, rank=rank or 0)
-        if rank is not None or settings.node.nproc == 1:
-            with follows_rank_0(rank or 0):
-                code = run_node(settings)
-        else:
-            logs = ["--log-level", log_level.value, *(["--log-json"] if log_json else [])]
-            sets = [word for flag in given for word in ("--set", flag)]
-            code = launch(["node", str(file), *sets, *logs], nproc=settings.node.nproc, threads=settings.node.threads)
+    given = [*(flags or []), *([f"node.nproc={nproc}"] if nproc is not None else [])]
+    settings = load_node(file, flags=given, environ=os.environ)
+    rank = rank_of(os.environ)
+    set_up(log_level, json_lines=log_json, rank=rank or 0)
+    if rank is not None or settings.node.nproc == 1:
+        with follows_rank_0(rank or 0):
+            code = run_node(settings)
+    else:
+        logs = ["--log-level", log_level.value, *(["--log-json"] if log_json else [])]
+        sets = [word for flag in given for word in ("--set", flag)]
+        code = launch(["node", str(file), *sets, *logs], nproc=settings.node.nproc, threads=settings.node.threads)
     raise typer.Exit(code)
 
 
-@app.command(rich_help_panel="Train")
+@app.command(rich_help_panel=TRAIN)
 def chaos(
-    minutes: Annotated[float, typer.Option(help="How long things go wrong.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Of what goes wrong, and when.")] = 0,
-    nodes: Annotated[int, typer.Option(help="Nodes to start, each a process of its own.")] = 4,
-    faults: Annotated[
-        str, typer.Option(help="Kinds of faults, with commas between them.", show_default="all of them")
-    ] = "",
+    minutes: Annotated[float, typer.Option(help="Duration of the fault injection.")] = 5.0,
+    seed: Annotated[int, typer.Option(help="Seed of the fault schedule.")] = 0,
+    nodes: Annotated[int, typer.Option(help="Number of nodes; each is a process.")] = 4,
+    faults: Annotated[str, typer.Option(help="Comma-separated kinds of faults.", show_default="all")] = "",
     out: Annotated[Path | None, typer.Option(help="An empty folder.", show_default="out/chaos-TIME")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Break a run of real processes right here, again and again, and see whether anything is lost.
+    """Inject faults into a run of real processes on this machine and check that nothing is lost.
 
-    Nodes and the coordinator are killed and stopped, links cut and slowed. Joiners
-    come behind a very thin link, peers say nothing or lie, connections flood the
-    port, a second coordinator starts on the folder, and files of a copy of it are
-    truncated. Where OUT/state is a small file system of its own, it is filled as
-    well. Ends with 1 where a committed version is lost or forked, a process ends
-    that nobody killed, or anything else is found.
+    Kills and suspends nodes and the coordinator; cuts and slows links; adds joiners
+    on very slow links, silent and lying peers, connection floods, a second
+    coordinator on the same folder, and truncated files in a copy of the state. If
+    OUT/state is a small file system of its own, it is filled as well. Exits with 1
+    if a committed version is lost or forked, if a process ends unexpectedly, or on
+    any other finding.
 
     Example: farloop chaos --minutes 10 --seed 1
     """
-    with ended_in_one_line():
-        from farloop.cli.chaos import run_chaos
+    from farloop.cli.chaos import run_chaos
 
-        run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
-
-
-app.command("set", rich_help_panel="Train")(set_terms)
-app.command(rich_help_panel="Train")(release)
+    run_chaos(minutes=minutes, seed=seed, nodes=nodes, wanted=faults, out=out, as_json=as_json)
 
 
-@app.command(rich_help_panel="Train")
+app.command("set", rich_help_panel=TRAIN)(set_terms)
+app.command(rich_help_panel=TRAIN)(release)
+
+
+@app.command(rich_help_panel=TRAIN)
 def throttle(
-    link: Annotated[str, typer.Argument(metavar="RATE/RTT", show_default=False, help="As 50mbit/50ms.")],
+    link: Annotated[str, typer.Argument(metavar="RATE/RTT", show_default=False, help="E.g. 50mbit/50ms.")],
     to: Annotated[str, typer.Option(metavar="HOST:PORT", show_default=False, help="The coordinator.")],
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where nodes dial instead.")] = "127.0.0.1:7701",
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Address that nodes connect to instead.")
+    ] = "127.0.0.1:7701",
     log_level: Level = LogLevel.INFO,
     log_json: LogJson = False,
 ) -> None:
-    """Stand for a thin link: what passes gets this rate in each direction, and this round trip.
+    """Emulate a slow link: a TCP proxy with a given bandwidth and RTT.
 
     Example: farloop throttle 50mbit/50ms --to 127.0.0.1:7700
     """
-    with ended_in_one_line():
-        from farloop.chaos import relay as relays
+    from farloop.chaos import relay as relays
 
-        set_up(log_level, json_lines=log_json)
-        relays.throttle(link, listen=listen, to=to)
-
-
-# --- looking
+    set_up(log_level, json_lines=log_json)
+    relays.throttle(link, listen=listen, to=to)
 
 
-@app.command(rich_help_panel="Look")
-def status(
-    url: Annotated[str, typer.Option(help="Where the coordinator serves its pages.")] = "http://127.0.0.1:9700",
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep looking until the coordinator ends.")] = False,
-    network: Annotated[bool, typer.Option("--network", help="Machines and links instead: what was measured.")] = False,
+@app.command(rich_help_panel=INSPECT)
+def explain(
+    window: Annotated[str, typer.Argument(metavar="WINDOW", help="f0:812, or 812 for all fragments.")],
+    state: StateFolder = STATE,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a run goes: loss, traffic, nodes, windows.
+    """Explain why a window closed: expected nodes, arrivals, weights, and who is missing and why.
+
+    Example: farloop explain f0:812
+    """
+    from farloop.cli.explain import explain_window
+
+    explain_window(state, window, Console(highlight=False), as_json=as_json)
+
+
+@app.command(rich_help_panel=INSPECT)
+def status(
+    url: PagesUrl = PAGES,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the coordinator ends.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="Show machines and measured links instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the state of a run: loss, traffic, nodes, windows.
 
     Example: farloop status --watch
     """
-    with ended_in_one_line():
-        from farloop.cli import status as pages
+    from farloop.cli import status as pages
 
-        if as_json:
-            typer.echo(json.dumps(pages.fetch(url)))
-        elif network:
-            pages.show_network(url, Console(highlight=False))
-        else:
-            (pages.watch if watch else pages.show)(url, Console(highlight=False))
+    if as_json:
+        typer.echo(json.dumps(pages.fetch(url)))
+    elif network:
+        pages.show_network(url, Console(highlight=False))
+    else:
+        (pages.watch if watch else pages.show)(url, Console(highlight=False))
 
 
-@app.command(rich_help_panel="Look")
+@app.command(rich_help_panel=INSPECT)
 def top(
-    url: Annotated[str, typer.Option(help="Where the coordinator serves its pages.")] = "http://127.0.0.1:9700",
+    url: PagesUrl = PAGES,
     light: Annotated[
-        bool | None, typer.Option("--light/--dark", help="Colours; else as the terminal says in COLORFGBG, or dark.")
+        bool | None, typer.Option("--light/--dark", help="Colours. Default: from COLORFGBG, else dark.")
     ] = None,
 ) -> None:
-    """Watch a run on the whole terminal: sort its nodes, walk through them, see what happened lately.
+    """Full-screen view of a run: nodes to sort and inspect, and recent events.
 
-    Needs textual: pip install 'farloop[top]'. The keys are at the foot.
+    The keys are listed in the bottom line.
 
     Example: farloop top --url http://coordinator:9700
     """
-    with ended_in_one_line():
-        from farloop.cli.top import top as show_top
+    from farloop.cli.top import top as show_top
 
-        show_top(url, light=light)
+    show_top(url, light=light)
 
 
-@app.command(rich_help_panel="Look")
+@app.command(rich_help_panel=INSPECT)
 def methods(as_json: AsJson = False) -> None:
-    """List the training methods and their defaults; docs/methods.md has the equations, and when to take which."""
+    """List the training methods and their defaults; docs/methods.md has equations and advice."""
     from farloop.cli.methods import methods_json, methods_table
 
     if as_json:
@@ -330,84 +327,77 @@ def methods(as_json: AsJson = False) -> None:
         Console(highlight=False).print(methods_table())
 
 
-@app.command(rich_help_panel="Look")
+@app.command(rich_help_panel=INSPECT)
 def codecs(
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Some seconds of measuring on this machine.")
+        bool, typer.Option("--measure/--no-measure", help="Measure them on this machine for some seconds.")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """List the codecs: what they promise, what they lose, how fast they are here, and their parameters.
+    """List the codecs: guarantees, error, speed on this machine, and parameters.
 
     Example: farloop codecs --no-measure
     """
-    with ended_in_one_line():
-        from farloop.bench.codec_tables import TABLE_COLUMNS, codec_list, codec_list_json
-        from farloop.bench.codecs import brief
-        from farloop.quant.registry import CODECS
+    from farloop.bench.codec_tables import TABLE_COLUMNS, codec_list, codec_list_json
+    from farloop.bench.codecs import brief
+    from farloop.quant.registry import CODECS
 
-        measured = brief(tuple(CODECS.values())) if measure else None
-        if as_json:
-            typer.echo(json.dumps(codec_list_json(measured), indent=1))
-        else:
-            # Into a pipe or a file at its full width; on a narrow screen it folds.
-            width = None if sys.stdout.isatty() else TABLE_COLUMNS
-            Console(highlight=False, width=width).print(codec_list(measured))
-
-
-# --- setting up
+    measured = brief(tuple(CODECS.values())) if measure else None
+    if as_json:
+        typer.echo(json.dumps(codec_list_json(measured), indent=1))
+    else:
+        # Full width in a pipe or file; on a narrow terminal columns wrap.
+        width = None if sys.stdout.isatty() else TABLE_COLUMNS
+        Console(highlight=False, width=width).print(codec_list(measured))
 
 
-@app.command(rich_help_panel="Set up")
+@app.command(rich_help_panel=CONFIGURE)
 def doctor(
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE]", show_default=False, help="A RUN.toml or NODE.toml.")
     ] = None,
     flags: SetFlags = None,
-    url: Annotated[str, typer.Option(help="The coordinator's pages, to compare clocks with.")] = "",
+    url: Annotated[str, typer.Option(help="The coordinator's HTTP pages, to compare clocks.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Find what would stop a daemon before it is started: ports, keys, disk, data, devices.
+    """Check this machine before a daemon starts: ports, keys, disk, data, devices.
 
-    Ends with 0 when nothing fails (warnings are allowed), else with 2.
+    Exits with 0 if no check fails (warnings are allowed), else with 2.
 
     Example: farloop doctor node.toml
     """
-    with ended_in_one_line():
-        from farloop.cli.doctor import examine, print_findings
+    from farloop.cli.doctor import examine, print_findings
 
-        findings = examine(file, flags=flags or [], environ=os.environ, url=url)
-        print_findings(findings, as_json=as_json)
-        failed = any(finding.level == "fail" for finding in findings)
+    findings = examine(file, flags=flags or [], environ=os.environ, url=url)
+    print_findings(findings, as_json=as_json)
+    failed = any(finding.level == "fail" for finding in findings)
     raise typer.Exit(ExitCode.USAGE if failed else ExitCode.DONE)
 
 
 @config_app.command("check")
 def check_config(file: AnyToml, flags: SetFlags = None) -> None:
-    """Say whether a file is good, and what it comes to: nothing is started.
+    """Validate a file and show the resulting run or node, without starting anything.
 
     Example: farloop config check run.toml --set run.method=diloco
     """
-    with ended_in_one_line():
-        from farloop.cli.check import check
+    from farloop.cli.check import check
 
-        lines = check(file, flags=flags or [], environ=os.environ)
-        typer.echo(f"{file} is good")
-        for label, value in lines:
-            typer.echo(f"  {label:<12} {value}")
+    lines = check(file, flags=flags or [], environ=os.environ)
+    typer.echo(f"{file} is good")
+    for label, value in lines:
+        typer.echo(f"  {label:<12} {value}")
 
 
 @config_app.command("show")
 def show_config(file: AnyToml, flags: SetFlags = None, as_json: AsJson = False) -> None:
-    """Print every setting, what it means and where it came from; the output is a TOML file itself.
+    """Print every setting with its meaning and source, as a TOML file.
 
     Example: farloop config show run.toml > all.toml
     """
-    with ended_in_one_line():
-        from farloop.config.settings import json_text, load, toml_text
+    from farloop.config.settings import json_text, load, toml_text
 
-        settings = load(file, flags=flags or [], environ=os.environ).settings
-        typer.echo((json_text if as_json else toml_text)(settings))
+    settings = load(file, flags=flags or [], environ=os.environ).settings
+    typer.echo((json_text if as_json else toml_text)(settings))
 
 
 def _print_version(wanted: bool) -> None:
@@ -422,7 +412,7 @@ def front_door(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train one model on GPU clusters that are far apart and joined by thin links."""
+    """Train one model on GPU clusters that are far apart and connected by slow links."""
 
 
 def main() -> None:

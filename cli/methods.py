@@ -1,19 +1,20 @@
-"""What a run can be made of, as a small table: the methods. The codecs are in `codec_tables.py`."""
+"""`farloop methods`: the training methods as a table or JSON."""
 
 import dataclasses
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from farloop.algo.methods import METHODS, Method
+from farloop.cli.options import table
 
 
 def methods_table() -> Table:
     """Every method with its defaults."""
-    table = _table("method", "H", "overlap", "mix", "up", "down", "outer step", "what it does")
+    columns = ("method", "H", "overlap", "mix", "up", "down", "outer step", "what it does")
+    rows = table(*columns, fold=columns)
     for method in METHODS.values():
-        table.add_row(
+        rows.add_row(
             method.name,
             str(method.h),
             _overlap(method),
@@ -23,7 +24,7 @@ def methods_table() -> Table:
             method.outer,
             method.summary,
         )
-    return table
+    return rows
 
 
 def methods_json() -> list[dict[str, Any]]:
@@ -35,14 +36,7 @@ def methods_json() -> list[dict[str, Any]]:
 
 
 def _overlap(method: Method) -> str:
-    """How long an update may take before anybody waits for it."""
+    """How long an update may take before its node waits."""
     if method.lag:
         return "a round"
     return {0: "none", 1: "1 step"}.get(method.tau, f"{method.tau} steps")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

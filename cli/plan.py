@@ -1,4 +1,4 @@
-"""`farloop plan`: its words, what it prints, and its JSON. How to plan, `farloop.coordinator.routing` knows."""
+"""`farloop plan`: options, text and JSON. The planner is `farloop.coordinator.routing`."""
 
 import json
 import math
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.config.exit_codes import CommandError, ended_in_one_line
+from farloop.cli.options import AsJson, Plot, check_figure, table
+from farloop.config.exit_codes import CommandError
 from farloop.monitoring.units import NOTHING, percent_text, seconds_text
 
 if TYPE_CHECKING:
@@ -20,22 +21,20 @@ if TYPE_CHECKING:
     from farloop.coordinator.routing.plan import Plan
 
 _MOST_ROWS = 24
-"""Paths that are printed; JSON has all."""
-
-PLOTS = (".svg", ".png", ".pdf")
+"""Most paths in the text; JSON has all."""
 
 
 def plan(
     inventory: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Nodes, links and model: .toml or .json."),
+        typer.Option(metavar="FILE", show_default=False, help="Nodes, links and model, as .toml or .json."),
     ] = None,
     live: Annotated[
-        str, typer.Option(metavar="URL", show_default=False, help="Nodes and links as this coordinator sees them.")
+        str, typer.Option(metavar="URL", show_default=False, help="Take nodes and links from this coordinator.")
     ] = "",
-    stages: Annotated[int | None, typer.Option(show_default="the file's", help="Into which the model is cut.")] = None,
+    stages: Annotated[int | None, typer.Option(show_default="the file's", help="Number of stages.")] = None,
     skip: Annotated[
-        float | None, typer.Option(show_default="the file's", help="Share of them that a microbatch leaves out.")
+        float | None, typer.Option(show_default="the file's", help="Share of stages that a microbatch skips.")
     ] = None,
     h: Annotated[
         int | None, typer.Option("--h", show_default="the file's", help="Inner steps between two syncs.")
@@ -44,102 +43,98 @@ def plan(
         str | None,
         typer.Option(
             show_default="the cheapest",
-            help="A: fragments cross between islands. B: activations do. C: paths that may skip stages.",
+            help="A: fragments cross between islands. B: activations do. C: paths may skip stages.",
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(show_default="the file's", help="Of the searches.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(show_default="the file's", help="Seed of the search.")] = None,
+    plot: Plot = None,
     layout: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Write the layout file that [pipeline] layout reads."),
+        typer.Option(metavar="FILE", show_default=False, help="Write the layout file for [pipeline] layout."),
     ] = None,
     epoch: Annotated[
-        int | None, typer.Option(show_default="one more than the file has", help="Of the layout that is written.")
+        int | None, typer.Option(show_default="that of the file + 1", help="Epoch of the written layout.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write it over a layout that is nearly as good, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write the layout even if it gains little.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Plan who trains what with whom: islands, stages, paths, bits and H, and what all of it takes.
+    """Plan a run over unequal links: islands, stages, paths, bits and H, with predicted times.
 
-    Nodes that are close and have the same kind of network card form islands. Either
-    pipelines stay inside islands and fragments cross between them, or the pipeline
-    does, or microbatches take paths that skip some stages: whatever is predicted to
-    be faster, with what lost and by how much. The same inventory gives the same plan.
+    Nearby nodes with the same kind of network card form islands. Three modes are
+    compared: pipelines inside islands with fragments between them, pipelines across
+    islands, and paths that skip stages. The fastest is chosen, and the others are
+    listed with their times. The same inventory gives the same plan.
 
-    With --live the nodes and links are a running coordinator's; what the file does not
-    say of parameters, H and bits is its run's, and the line that puts the plan's bits
-    and H in place stands at the end. docs/routing.md explains the file and the plan.
+    With --live, nodes and links come from a running coordinator; parameters, H and bits
+    that the file leaves out come from its run. The output ends with the farloop set
+    command that applies the planned bits and H. docs/routing.md explains the file and
+    the plan.
 
-    With --layout the plan is written as the nodes of a pipeline read it, and the lines
-    that RUN.toml needs are shown. Where the file is there already, nodes keep their
-    stages, and only the paths are new: a running pipeline goes over to them. What its
-    present paths take is shown, and they stay where less than 10 % of a step is gained;
-    --force or --epoch write the plan all the same.
+    With --layout, the plan is written as a layout file for pipeline nodes, and the lines
+    for RUN.toml are shown. If the file exists, nodes keep their stages and only paths
+    change: a running pipeline switches to them. Its present paths stay if less than 10 %
+    of a step is gained; --force or --epoch writes the plan anyway.
 
     Example: farloop plan --inventory examples/plans/twelve-sites.toml --plot plan.svg
     """
-    with ended_in_one_line():
-        from farloop.cli import plan_layout
-        from farloop.cli.inventory_file import away, live_inventory, load_inventory
-        from farloop.coordinator.routing.plan import make_plan
+    from farloop.config import layout_file
+    from farloop.config.inventory_file import away, live_inventory, load_inventory
+    from farloop.coordinator.routing.plan import make_plan
 
-        if plot is not None and plot.suffix not in PLOTS:
-            raise CommandError(f"--plot is a file named {', '.join(PLOTS[:-1])} or {PLOTS[-1]}, not {str(plot)!r}")
-        if layout is None and (epoch is not None or force):
-            raise CommandError(f"--{'force' if epoch is None else 'epoch'} goes with --layout FILE, which is written")
-        now = plan_layout.present(layout) if layout is not None else None
-        status: Mapping[str, Any] | None = None
-        overrides = {"stages": stages, "skip": skip, "h": h, "mode": mode, "seed": seed}
-        if live:
-            from farloop.cli.status import fetch
+    check_figure(plot)
+    if layout is None and (epoch is not None or force):
+        raise CommandError(f"--{'force' if epoch is None else 'epoch'} goes with --layout FILE, which is written")
+    now = layout_file.present(layout) if layout is not None else None
+    status: Mapping[str, Any] | None = None
+    overrides = {"stages": stages, "skip": skip, "h": h, "mode": mode, "seed": seed}
+    if live:
+        from farloop.cli.status import fetch
 
-            status = fetch(live)
-            given = live_inventory(status, inventory, overrides)
-        elif inventory is not None:
-            given = load_inventory(inventory, overrides)
-        else:
-            raise CommandError(
-                "--inventory FILE or --live URL is wanted; examples/plans/twelve-sites.toml is one to begin with"
-            )
-        if layout is not None and now is not None:
-            given = plan_layout.kept(given, layout, now)
-        began = time.perf_counter()
-        try:
-            made = make_plan(given)
-        except ValueError as error:
-            raise CommandError(f"{inventory or live}: {error}") from error
-        plan_s = time.perf_counter() - began
-        words, why_not = _words(status, given, made)
-        gone = away(status) if status is not None else frozenset()
-        laid = None
-        if layout is not None:
-            where = str(inventory or live)
-            laid = plan_layout.write(layout, given, made, now=now, epoch=epoch, where=where, force=force, away=gone)
+        status = fetch(live)
+        given = live_inventory(status, inventory, overrides)
+    elif inventory is not None:
+        given = load_inventory(inventory, overrides)
+    else:
+        raise CommandError(
+            "--inventory FILE or --live URL is wanted; examples/plans/twelve-sites.toml is one to begin with"
+        )
+    if layout is not None and now is not None:
+        given = layout_file.kept(given, layout, now)
+    began = time.perf_counter()
+    try:
+        made = make_plan(given)
+    except ValueError as error:
+        raise CommandError(f"{inventory or live}: {error}") from error
+    plan_s = time.perf_counter() - began
+    words, why_not = _words(status, given, made)
+    gone = away(status) if status is not None else frozenset()
+    laid = None
+    if layout is not None:
+        where = str(inventory or live)
+        laid = layout_file.write(layout, given, made, now=now, epoch=epoch, where=where, force=force, away=gone)
+    if plot is not None:
+        from farloop.plots.planner import draw
+
+        draw(plot, given, made)
+    if as_json:
+        found = {**plan_json(given, made, plan_s), "set": words, "away": sorted(gone)}
+        if laid is not None:
+            found |= laid.json()
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        from rich.console import Console
+
+        show(Console(highlight=False), given, made, plan_s)
+        if gone:
+            typer.echo(f" away, planned without: {', '.join(sorted(gone))}")
         if plot is not None:
-            from farloop.plots.planner import draw
-
-            draw(plot, given, made)
-        if as_json:
-            found = {**plan_json(given, made, plan_s), "set": words, "away": sorted(gone)}
-            if laid is not None:
-                found |= laid.json()
-            typer.echo(json.dumps(found, indent=1))
-        else:
-            from rich.console import Console
-
-            show(Console(highlight=False), given, made, plan_s)
-            if gone:
-                typer.echo(f" away, planned without: {', '.join(sorted(gone))}")
-            if plot is not None:
-                typer.echo(f" figure  {plot}")
-            for text in laid.lines() if laid is not None else ():
-                typer.echo(text)
-            if words:
-                typer.echo(f"\nTo put these rates in place, beside the coordinator's state folder:\n\n{_line(words)}\n")
-            elif why_not:
-                typer.echo(f" not put in place: {why_not}")
+            typer.echo(f" figure  {plot}")
+        for text in laid.lines() if laid is not None else ():
+            typer.echo(text)
+        if words:
+            typer.echo(f"\nTo put these rates in place, beside the coordinator's state folder:\n\n{_line(words)}\n")
+        elif why_not:
+            typer.echo(f" not put in place: {why_not}")
 
 
 def _line(words: "Mapping[str, str]") -> str:
@@ -147,7 +142,7 @@ def _line(words: "Mapping[str, str]") -> str:
 
 
 def _words(status: "Mapping[str, Any] | None", inventory: "Inventory", plan: "Plan") -> tuple[dict[str, str], str]:
-    """What a running coordinator would be given, and why it cannot be."""
+    """The settings for a running coordinator, or why there are none."""
     from farloop.coordinator.routing.sync_plan import NotInPlace, settings
 
     if status is None or plan.sync is None:
@@ -159,7 +154,7 @@ def _words(status: "Mapping[str, Any] | None", inventory: "Inventory", plan: "Pl
 
 
 def plan_json(inventory: "Inventory", plan: "Plan", plan_s: float) -> dict[str, Any]:
-    """For programs. Seconds are predicted, but for `plan_s`, which this plan took to make."""
+    """The plan as JSON. Seconds are predicted, except `plan_s`, the time of planning."""
     sync = plan.sync
     return {
         "name": inventory.name,
@@ -216,9 +211,6 @@ def plan_json(inventory: "Inventory", plan: "Plan", plan_s: float) -> dict[str, 
     }
 
 
-# --- for people
-
-
 def show(console: "Console", inventory: "Inventory", plan: "Plan", plan_s: float) -> None:
     """The plan as text."""
     console.print(f"\n [bold]{inventory.name or 'plan'}[/]  mode {plan.mode.value}: {plan.why}", soft_wrap=True)
@@ -253,11 +245,9 @@ def _or_nothing(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _numbers(plan: "Plan") -> "Table":
-    table = _table()
-    for column in ("a step", f"H = {plan.h} steps", "a sync", "a round", "compute share", "… streamed", "H*"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = table("step", f"H = {plan.h} steps", "sync", "round", "compute share", "… streamed", "H*")
     star = "–" if plan.h_star is None else "∞" if math.isinf(plan.h_star) else f"{plan.h_star:.3g}"
-    table.add_row(
+    rows.add_row(
         seconds_text(plan.step_s),
         seconds_text(plan.compute_s),
         _or_nothing(plan.sync_s, seconds_text),
@@ -266,56 +256,41 @@ def _numbers(plan: "Plan") -> "Table":
         _or_nothing(plan.streamed_compute_share, percent_text),
         star,
     )
-    return table
+    return rows
 
 
 def _stages(plan: "Plan") -> "Table":
-    table = _table()
-    for column in ("stage", "layers", "group speaks", "replicas"):
-        table.add_column(column, justify="right" if column == "stage" else "left", no_wrap=column != "replicas")
+    rows = table("stage", "layers", "transport", "replicas", left=("layers", "transport"), fold=("replicas",))
     for group, stage in zip(plan.groups, plan.layout.stages, strict=True):
         words = list(stage.replicas[:12])
         names = ", ".join(words) + (f", … {len(stage.replicas) - 12} more" if len(stage.replicas) > 12 else "")
-        table.add_row(str(group.stage), f"{stage.first}–{stage.stop - 1}", group.transport.value, names)
-    return table
+        rows.add_row(str(group.stage), f"{stage.first}–{stage.stop - 1}", group.transport.value, names)
+    return rows
 
 
 def _paths(plan: "Plan") -> "Table":
-    table = _table()
-    table.add_column("a step", justify="right", no_wrap=True)
-    table.add_column("path (stage at node)")
+    rows = table("step", "path (stage at node)", fold=("path (stage at node)",))
     seconds = dict(plan.source_s)
     for path in sorted(plan.layout.paths, key=lambda path: -seconds[path.source])[:_MOST_ROWS]:
         way = " → ".join(f"[dim]{hop.stage}[/] {hop.node}" for hop in path.hops)
-        table.add_row(seconds_text(seconds[path.source]), way)
-    return table
+        rows.add_row(seconds_text(seconds[path.source]), way)
+    return rows
 
 
 def _rates(plan: "Plan") -> "Table":
     assert plan.sync is not None
-    table = _table()
-    for column in ("bits", "H", "nodes"):
-        table.add_column(column, justify="left" if column == "nodes" else "right", no_wrap=column != "nodes")
+    rows = table("bits", "H", "nodes", fold=("nodes",))
     alike: dict[tuple[int, int], list[str]] = {}
     for name, rate in plan.sync.rates.items():
         alike.setdefault((rate.bits, rate.h), []).append(name)
     for (bits, h), names in sorted(alike.items(), reverse=True):
         words = ", ".join(names[:8]) + (f", … {len(names) - 8} more" if len(names) > 8 else "")
-        table.add_row(str(bits), str(h), words)
-    return table
+        rows.add_row(str(bits), str(h), words)
+    return rows
 
 
 def _lost(plan: "Plan") -> "Table":
-    table = _table()
-    for column in ("instead", "seconds", "×", "of"):
-        table.add_column(column, justify="right" if column in ("seconds", "×") else "left", no_wrap=True)
+    rows = table("instead", "seconds", "×", "of", left=("instead", "of"))
     for one in plan.alternatives:
-        table.add_row(one.name, seconds_text(one.seconds), f"{one.factor:.2f}", one.of)
-    return table
-
-
-def _table() -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
+        rows.add_row(one.name, seconds_text(one.seconds), f"{one.factor:.2f}", one.of)
+    return rows

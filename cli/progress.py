@@ -1,6 +1,6 @@
-"""Shows a run while it goes on: a live picture on a terminal, plain lines anywhere else.
+"""Progress of a run: a live view on a terminal, plain lines anywhere else.
 
-Fed with statuses, as `/status` serves them. Time is the coordinator's own (`uptime_s`), so no clock is read here.
+Time is the coordinator's own (`uptime_s`), so no clock is read here.
 """
 
 import math
@@ -13,8 +13,8 @@ from rich.live import Live
 
 from farloop.cli.status_view import draw, fitting
 from farloop.monitoring.status import NodeStatus, Status
-from farloop.monitoring.status_summary import reduction
-from farloop.monitoring.units import duration_text, factor_text, loss_text, percent_text, plural, size_text
+from farloop.monitoring.status_summary import RunView, view_of
+from farloop.monitoring.units import duration_text, loss_text, plural
 
 LINE_EVERY_S = 10.0
 """Between two plain progress lines."""
@@ -31,25 +31,22 @@ def progress_console(*, json: bool) -> Console:
 
 
 class Display:
-    """Shows the newest status. `update` never waits: a thread of rich's own repaints the picture.
-
-    `link` is what the run's emulated or known link is called, if it is worth a word.
-    """
+    """Shows the newest status; a thread of rich's own repaints the view. `link` describes the run's emulated link."""
 
     def __init__(self, console: Console, *, link: str = "") -> None:
         self._console = console
         self._link = link
         self._pace = Pace()
-        self._shown: tuple[Status | None, float] = (None, math.inf)
+        self._shown: tuple[RunView | None, float] = (None, math.inf)
         self._lines = PlainLines()
         self._live = self._start_live() if _can_paint(console) else None
 
     def update(self, status: Status) -> None:
         """Take in a new status."""
-        eta_s = self._pace.update(status)
-        self._shown = (status, eta_s)
+        view, eta_s = view_of(status), self._pace.update(status)
+        self._shown = (view, eta_s)
         if self._live is None:
-            for line in self._lines.update(status, eta_s):
+            for line in self._lines.update(view, eta_s):
                 self._console.print(line, markup=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -71,10 +68,10 @@ class Display:
         return live
 
     def _picture(self) -> RenderableType:
-        status, eta_s = self._shown
+        view, eta_s = self._shown
         width, height = self._console.size
-        room = fitting(status, width=width, height=height)
-        return draw(status, width=width, link=self._link, eta_s=eta_s, **room)
+        room = fitting(view, width=width, height=height)
+        return draw(view, width=width, link=self._link, eta_s=eta_s, **room)
 
 
 class Pace:
@@ -98,7 +95,7 @@ class Pace:
 
 
 class PlainLines:
-    """The same in lines for a log: one every ten seconds, and one for every score and every node that comes or goes."""
+    """Progress as lines of a log: one every ten seconds, and one per evaluation, alarm, and change of a node."""
 
     def __init__(self) -> None:
         self._last_line_s = -math.inf
@@ -107,43 +104,40 @@ class PlainLines:
         self._alarms: list[str] = []
         self._run_state = ""
 
-    def update(self, status: Status, eta_s: float) -> list[str]:
-        """The lines that a new status is worth, oldest fact first."""
-        clock = _clock_text(status["run"]["started_s"])
-        facts = [*self._run_changes(status), *self._node_changes(status), *self._new_evaluations(status)]
-        facts += [f"ALARM: {alarm}" for alarm in status["alarms"] if alarm not in self._alarms]
-        self._alarms = list(status["alarms"])
-        now = status["run"]["uptime_s"]
+    def update(self, view: RunView, eta_s: float) -> list[str]:
+        """The lines for a new status."""
+        run = view.status["run"]
+        facts = [*self._run_changes(view), *self._node_changes(view), *self._new_evaluations(view)]
+        facts += [f"ALARM: {alarm}" for alarm in view.alarms if alarm not in self._alarms]
+        self._alarms = list(view.alarms)
+        now = run["uptime_s"]
         if now < self._last_line_s or now - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now
-            facts.append(_progress_line(status, eta_s))
-        return [f"{clock}  {fact}" for fact in facts]
+            facts.append(_progress_line(view, eta_s))
+        return [f"{_clock_text(run['started_s'])}  {fact}" for fact in facts]
 
-    def _run_changes(self, status: Status) -> list[str]:
-        run = status["run"]
-        if run["state"] == self._run_state:
+    def _run_changes(self, view: RunView) -> list[str]:
+        if view.state == self._run_state:
             return []
-        self._run_state = run["state"]
-        codecs = f"{run['codec_up']} up, {run['codec_down']} down"
-        return [f"run {run['name']} is {run['state']}: {run['method']}, {codecs}, H {run['h']}, {run['steps']:,} steps"]
+        self._run_state = view.state
+        return [f"run {view.name} is {view.state}: {', '.join(view.facts)}, {view.steps:,} steps"]
 
-    def _node_changes(self, status: Status) -> list[str]:
-        before, self._presence = self._presence, {node["name"]: _presence(node) for node in status["nodes"]}
-        changed = [node for node in status["nodes"] if before.get(node["name"]) != self._presence[node["name"]]]
-        return [f"node {node['name']} {self._presence[node['name']]}" for node in changed]
+    def _node_changes(self, view: RunView) -> list[str]:
+        before, self._presence = self._presence, {node.name: _presence(node.status) for node in view.nodes}
+        return [f"node {name} {what}" for name, what in self._presence.items() if before.get(name) != what]
 
-    def _new_evaluations(self, status: Status) -> list[str]:
-        evaluations = status["evaluations"]
-        new, self._evaluations = evaluations[self._evaluations :], len(evaluations)
+    def _new_evaluations(self, view: RunView) -> list[str]:
+        scores = view.status["evaluations"]
+        new, self._evaluations = scores[self._evaluations :], len(scores)
         return [
-            f"validation loss {loss_text(evaluation['loss'])} at step {evaluation['position']:,.0f}"
-            f" (first {loss_text(evaluations[0]['loss'])})"
-            for evaluation in new
+            f"validation loss {loss_text(score['loss'])} at step {score['position']:,.0f}"
+            f" (first {loss_text(scores[0]['loss'])})"
+            for score in new
         ]
 
 
 def _presence(node: NodeStatus) -> str:
-    """Where a node stands, coarsely: training, waiting and evaluating alternate every round and are not news."""
+    """A node's state, coarsely: training, waiting and evaluating alternate every round and are not reported."""
     if not node["connected"]:
         return f"is away: {node['reason']}" if node["reason"] else "is away"
     if node["state"] in ("joining", "paused", "draining", "finished"):
@@ -151,18 +145,12 @@ def _presence(node: NodeStatus) -> str:
     return f"takes part ({node['device']})" if node["device"] else "takes part"
 
 
-def _progress_line(status: Status, eta_s: float) -> str:
-    nodes = status["nodes"]
-    live = [node for node in nodes if node["connected"]]
-    losses = [node["loss"] for node in live if node["loss"] is not None]
-    up, down = sum(node["bytes_up"] for node in nodes), sum(node["bytes_down"] for node in nodes)
-    steps = status["run"]["steps"]
-    position = min(status["position"], steps)
-    parts = [f"step {position:,.0f}/{steps:,} ({percent_text(position / steps)})"]
-    parts += [f"loss {loss_text(sum(losses) / len(losses))}"] if losses else []
-    parts += [f"{plural(len(live), 'node')}", f"{size_text(up)} up", f"{size_text(down)} down"]
-    parts += [f"{factor_text(reduction(status))} less than fp32 data parallel"] if reduction(status) > 0 else []
-    parts += [f"{duration_text(eta_s)} left"] if math.isfinite(eta_s) and status["run"]["state"] == "training" else []
+def _progress_line(view: RunView, eta_s: float) -> str:
+    parts = [f"step {view.position:,.0f}/{view.steps:,} ({view.done})"]
+    parts += [f"loss {loss_text(view.training_loss)}"] if view.training_loss is not None else []
+    parts += [plural(view.live, "node"), f"{view.up} up", f"{view.down} down"]
+    parts += [f"{view.fewer} less than fp32 data parallel"] if view.fewer else []
+    parts += [f"{duration_text(eta_s)} left"] if math.isfinite(eta_s) and view.state == "training" else []
     return ", ".join(parts)
 
 

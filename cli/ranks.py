@@ -1,7 +1,7 @@
-"""A node of several processes: torchrun starts them, as it does anywhere else; here its outcome becomes our exit code.
+"""Nodes of several processes, started by torchrun, whose result becomes the exit code.
 
-`torchrun --standalone --nproc-per-node N -m farloop.cli.main node NODE.toml` does the same, but ends with 1 whatever
-went wrong.
+`torchrun --standalone --nproc-per-node N -m farloop.cli.main node NODE.toml` does the same, but every failure ends with
+exit code 1.
 """
 
 import logging
@@ -21,18 +21,17 @@ _log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 
 LINGER_S = 2.0
-"""Rank 0 has this long to end with its own code before another rank's makes torchrun stop them all."""
+"""Time for rank 0 to end with its own code before the failure of another rank makes torchrun stop all."""
 
 _LOST = re.compile(r"connection (was )?(closed|reset)|remote (process|worker)|broken pipe", re.IGNORECASE)
-"""What gloo and NCCL say of a peer that is gone."""
+"""Messages of gloo and NCCL about a lost peer."""
 
 
 def launch(arguments: list[str], *, nproc: int, threads: int) -> ExitCode:
-    """Run `farloop ARGUMENTS` as `nproc` ranks on this host, to the end of all.
+    """Run `farloop ARGUMENTS` as `nproc` ranks on this host.
 
-    Without `threads` the ranks share the processors: each would take all of them else.
+    Without `threads`, the ranks share the processors.
     """
-    # Only who launches ranks pays for the import.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -53,7 +52,7 @@ def launch(arguments: list[str], *, nproc: int, threads: int) -> ExitCode:
         max_restarts=0,
     )
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they would tell is told below, in one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # reported below in one line
     try:
         elastic_launch(config, sys.executable)("-m", "farloop.cli.main", *arguments)
     except ChildFailedError as error:
@@ -63,14 +62,14 @@ def launch(arguments: list[str], *, nproc: int, threads: int) -> ExitCode:
     except SignalException:
         _log.info("left note='the same command takes part again'")
     finally:
-        del store  # the one that the ranks met at
+        del store
     return ExitCode.DONE
 
 
 def store_on_loopback() -> tuple[object, str]:
-    """Where the ranks of one host meet, and its address: torch by itself would listen on every interface.
+    """The rendezvous store of the ranks and its address; torch's own would listen on every interface.
 
-    Torch shares the store of a port within a process: who asks for one there gets this.
+    Torch shares the store of a port within a process.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -83,7 +82,7 @@ def store_on_loopback() -> tuple[object, str]:
 
 
 def stay_on_this_host(environ: MutableMapping[str, str]) -> None:
-    """Have gloo and NCCL listen where nobody else can reach them, unless somebody has said where."""
+    """Make gloo and NCCL listen on loopback, unless configured otherwise."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -91,7 +90,7 @@ def stay_on_this_host(environ: MutableMapping[str, str]) -> None:
 
 
 def outcome(codes: dict[int, int]) -> ExitCode:
-    """What the node ended with: rank 0 knows best, another rank mostly knows only that rank 0 is gone."""
+    """The exit code of the node: that of the lowest rank with a known cause."""
     known = {code.value for code in ExitCode} - {ExitCode.DONE}
     for rank in sorted(codes):
         if codes[rank] in known - {ExitCode.UNEXPECTED}:
@@ -100,13 +99,13 @@ def outcome(codes: dict[int, int]) -> ExitCode:
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """This process's rank where torchrun started it; None otherwise."""
+    """The rank of this process under torchrun, else None."""
     return int(environ.get("RANK", "0")) if "WORLD_SIZE" in environ else None
 
 
 @contextmanager
 def follows_rank_0(rank: int) -> Iterator[None]:
-    """Around a rank's work: one that lost rank 0 lets that one say why, and end first, for its exit code counts."""
+    """Around the work of a rank: if it lost rank 0, let rank 0 report and end first, because its exit code counts."""
     try:
         yield
     except RuntimeError as error:
@@ -118,10 +117,10 @@ def follows_rank_0(rank: int) -> Iterator[None]:
 
 
 def end_rank(code: int) -> NoReturn:
-    """End the process here and now: its work is done, its state on disk.
+    """End the process at once, after its work.
 
-    The interpreter's own end aborts one time in five where gloo has been used (torch 2.13, "terminate called without
-    an active exception"), and torchrun takes that for a failure of the node.
+    Interpreter shutdown aborts one time in five after use of gloo (torch 2.13, "terminate called without an active
+    exception"), which torchrun takes for a failure.
     """
     logging.shutdown()
     sys.stdout.flush()

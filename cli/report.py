@@ -1,18 +1,16 @@
-"""The command report: one HTML file about a run."""
+"""The report of a run: one HTML file that needs neither scripts nor a network."""
 
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from string import Template
-from typing import Any, TypeVar
 
 import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from farloop.cli.run_results import (
     History,
@@ -24,19 +22,78 @@ from farloop.cli.run_results import (
     read_history,
     summary_rows,
 )
-from farloop.monitoring.status_summary import DATA_PARALLEL_BYTES
-from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
+from farloop.monitoring.page import template
+from farloop.monitoring.status_summary import DATA_PARALLEL_BYTES, cleaned
+from farloop.monitoring.units import (
+    NOTHING,
+    count_text,
+    duration_text,
+    factor_text,
+    loss_text,
+    percent_text,
+    size_text,
+    thinned,
+)
+from farloop.plots.style import beside, log_ticks, style, ticks
 
-# --- The plots of a report as SVG text to stand inside an HTML page.
+MAX_OCCURRENCES = 200
+
+
+def write_report(out_dir: Path, summary: Summary, metrics: Path, title: str) -> Path:
+    """Write `report.html` into `out_dir` from the run's figures and its `metrics.jsonl`; returns its path."""
+    history = read_history(metrics)
+    page = template("farloop.cli", "report.html").render(
+        title=title,
+        summary=cleaned(summary),
+        loss=loss_figure(history),
+        traffic=traffic_figure(history, summary["parameters"], summary["reduction"]),
+        node_table=_node_table(cleaned(summary)["node_table"]),
+        occurrences=cleaned([(duration_text(one.t), one.text) for one in history.occurrences]),
+        most_occurrences=MAX_OCCURRENCES,
+        equality=equality_text(summary),
+        bytes=bytes_text(summary["bytes_by_kind"]),
+        rows=summary_rows(summary),
+    )
+    out_dir.mkdir(parents=True, exist_ok=True)
+    path = out_dir / "report.html"
+    path.write_text(page + "\n", encoding="utf-8")
+    return path
+
+
+_NODE_COLUMNS: tuple[tuple[str, Callable[[NodeSummary], str | None]], ...] = (
+    ("device", lambda node: node.get("device")),
+    ("ended", lambda node: node.get("reason") or node.get("state")),
+    ("inner steps", lambda node: _text(node.get("inner_steps"), "{:,.0f}".format)),
+    ("lost", lambda node: _text(node.get("lost_steps"), "{:,.0f}".format)),
+    ("skipped", lambda node: _text(node.get("skipped_turns") or None, "{:,.0f}".format)),
+    ("tokens/s", lambda node: _text(node.get("tokens_per_s"), "{:,.0f}".format)),
+    ("loss", lambda node: _text(node.get("loss"), loss_text)),
+    ("up", lambda node: _text(node.get("bytes_up"), size_text)),
+    ("down", lambda node: _text(node.get("bytes_down"), size_text)),
+    ("snapshots, probes", lambda node: _text(node.get("bytes_state"), size_text)),
+    ("blocked", lambda node: _text(node.get("blocked_s"), duration_text)),
+    ("compute", lambda node: _text(node.get("compute_share"), percent_text)),
+)
+
+
+def _text(value: float | None, text_of: Callable[[float], str]) -> str | None:
+    return None if value is None else text_of(value)
+
+
+def _node_table(nodes: Sequence[NodeSummary]) -> tuple[list[str], list[list[str]]]:
+    """Column names and a row for every node; columns that no node fills are left out."""
+    columns = [(name, read) for name, read in _NODE_COLUMNS if any(read(node) for node in nodes)]
+    rows = [[node["name"], *(read(node) or NOTHING for _, read in columns)] for node in nodes]
+    return ["node", *(name for name, _ in columns)], rows
+
+
+# --- the plots, as SVG inside the page
 #
-# Colours are the page's own: matplotlib draws in placeholder colours, and these become CSS variables, so one drawing
-# serves light and dark. Text stays text in the page's font.
-
-
-_T = TypeVar("_T")
+# Matplotlib draws in placeholder colours that become CSS variables of the page, so that one drawing serves light and
+# dark. Text stays text in the page's font.
 
 SERIES = 6
-"""Node curves with a colour of their own; more nodes than that share one quiet colour."""
+"""Nodes with a colour of their own; more nodes than that share a muted one."""
 
 MAX_POINTS = 1200
 """Points of a curve: more cannot be told apart at this width."""
@@ -47,58 +104,34 @@ _ROLES = ("ink", "muted", "grid", "good", *(f"s{index}" for index in range(1, SE
 _PLACEHOLDERS = {role: f"#fe{number:02x}dc" for number, role in enumerate(_ROLES)}
 _INK, _MUTED, _GRID, _GOOD = (_PLACEHOLDERS[role] for role in _ROLES[:4])
 _SERIES = tuple(_PLACEHOLDERS[role] for role in _ROLES[4:])
-
-_STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "farloop",
-    "font.size": 11,
-    "text.color": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": _GRID,
-    "grid.linewidth": 0.8,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "xtick.major.pad": 7,
-    "ytick.major.pad": 7,
-    "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
-    "legend.frameon": False,
-}
+_STYLE = style(ink=_INK, muted=_MUTED, grid=_GRID, font_size=11) | {"axes.grid.axis": "y"}
 
 
-def loss_figure(history: History) -> str:
+def loss_figure(history: History) -> Markup:
     """Training loss of every node and validation loss, against the tokens of all nodes; empty without data."""
     if not history.losses and not history.evaluations:
-        return ""
+        return Markup()
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas()
         _node_losses(axes, history)
         if history.evaluations:
-            tokens, losses = zip(*_thinned(history.evaluations), strict=True)
+            tokens, losses = zip(*thinned(history.evaluations, MAX_POINTS), strict=True)
             axes.plot(tokens, losses, color=_INK, linewidth=2.2, marker="o", markersize=4, label="validation", zorder=5)
         axes.set_xlabel("tokens, all nodes together")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(count_text(value))))
+        ticks(axes.xaxis, None, lambda value: _short(count_text(value)))
         axes.set_xlim(left=0)
         axes.legend(loc="upper right", ncols=2 if len(history.losses) > 4 else 1, labelcolor="linecolor")
         return _svg(figure, "loss", "Training and validation loss against tokens")
 
 
-def traffic_figure(history: History, parameters: int, reduction: float) -> str:
-    """Bytes over the links against time, beside what fp32 data parallel would have sent; empty without data.
+def traffic_figure(history: History, parameters: int, reduction: float) -> Markup:
+    """Bytes over the links against time, compared with what fp32 data parallel would have sent; empty without data.
 
     `reduction` is the summary's: it also counts what was sent after the last line of the history.
     """
-    moments = [moment for moment in _thinned(history.traffic) if moment.bytes_up + moment.bytes_down > 0]
+    moments = [moment for moment in thinned(history.traffic, MAX_POINTS) if moment.bytes_up + moment.bytes_down > 0]
     if len(moments) < 2:
-        return ""
+        return Markup()
     with mpl.rc_context(_STYLE):
         figure, axes = _canvas()
         scale, unit = _time_unit(moments[-1].t)
@@ -139,7 +172,7 @@ def _node_losses(axes: Axes, history: History) -> None:
         crowded = len(history.losses) > SERIES
         color = _MUTED if crowded else _SERIES[index]
         label = (f"training, {len(history.losses)} nodes" if index == 0 else None) if crowded else node
-        tokens, losses = zip(*_thinned(points), strict=True)
+        tokens, losses = zip(*thinned(points, MAX_POINTS), strict=True)
         axes.plot(tokens, losses, color=color, linewidth=0.8, alpha=0.3)
         axes.plot(tokens, _running_mean(losses), color=color, linewidth=1.5, alpha=0.95, label=label)
 
@@ -159,9 +192,7 @@ def _log_bytes(axes: Axes, curves: Sequence[Curve]) -> None:
     positive = [value for _, values, *_ in curves for value in values if value > 0]
     axes.set_yscale("log")
     axes.set_ylim(min(positive) / 2, max(positive) * 2.5)
-    axes.yaxis.set_major_locator(LogLocator(base=10, numticks=8))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(size_text(value))))
+    log_ticks(axes.yaxis, lambda value: _short(size_text(value)))
 
 
 def _end_labels(axes: Axes, at: float, curves: Sequence[Curve]) -> None:
@@ -174,9 +205,9 @@ def _end_labels(axes: Axes, at: float, curves: Sequence[Curve]) -> None:
             continue
         place = min(math.log(values[-1] / low) / span, above - 0.072)
         above = place
-        axes.annotate(f"{label}  {size_text(values[-1])}", (1.0, place), xycoords="axes fraction", xytext=(10, 0),
-                      textcoords="offset points", va="center", color=_INK if color == _MUTED else color,
-                      annotation_clip=False)  # fmt: skip
+        look = {"xycoords": "axes fraction", "va": "center", "annotation_clip": False}
+        text = f"{label}  {size_text(values[-1])}"
+        beside(axes, text, (1.0, place), (10, 0), color=_INK if color == _MUTED else color, **look)
 
 
 def _gap(
@@ -194,20 +225,18 @@ def _gap(
         (times[index], top),
         arrowprops={"arrowstyle": "<->", "color": _GOOD, "linewidth": 1.4},
     )
-    axes.annotate(f"{factor_text(reduction)} fewer bytes", (times[index], math.sqrt(top * bottom)),
-                  xytext=(-10, 0), textcoords="offset points", ha="right", va="center", color=_GOOD, fontsize=15,
-                  fontweight="bold")  # fmt: skip
+    look = {"ha": "right", "va": "center", "color": _GOOD, "fontsize": 15, "fontweight": "bold"}
+    beside(axes, f"{factor_text(reduction)} fewer bytes", (times[index], math.sqrt(top * bottom)), (-10, 0), **look)
 
 
 def _canvas() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN))
     figure.subplots_adjust(left=0.085, right=0.985, top=0.97, bottom=0.14)
     axes = figure.add_subplot()
-    axes.set_axisbelow(True)
     return figure, axes
 
 
-def _svg(figure: Figure, name: str, description: str) -> str:
+def _svg(figure: Figure, name: str, description: str) -> Markup:
     """The figure as an `<svg>` element: no prologue or metadata, ids of its own, the page's colours and font."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -220,19 +249,12 @@ def _svg(figure: Figure, name: str, description: str) -> str:
     for role, placeholder in _PLACEHOLDERS.items():
         text = text.replace(placeholder, f"var(--{role})")
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text))
-    return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1).strip()
+    return Markup(text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1).strip())
 
 
 def _font(match: re.Match[str]) -> str:
     weight, size_px = match.groups()
     return f"font-size: {size_px}px" + (f"; font-weight: {weight}" if weight else "")
-
-
-def _thinned(points: list[_T]) -> list[_T]:
-    """At most `MAX_POINTS` of them, the first and the last among them."""
-    if len(points) <= MAX_POINTS:
-        return points
-    return [points[round(index * (len(points) - 1) / (MAX_POINTS - 1))] for index in range(MAX_POINTS)]
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
@@ -244,272 +266,3 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 def _short(number: str) -> str:
     """Tick labels are round: `10.0 MB` is `10 MB`."""
     return number.replace(".00 ", " ").replace(".0 ", " ")
-
-
-# --- The frame of a report page: its look in light and dark, and nothing of its contents.
-
-
-def render_page(*, title: str, lead: str, cards: str, body: str) -> str:
-    """A whole HTML document; all four are HTML already."""
-    return _PAGE.substitute(title=title, lead=lead, cards=cards, body=body, style=_PAGE_STYLE)
-
-
-_PAGE_STYLE = """
-:root {
-  color-scheme: light dark;
-  --page: #fafaf8; --raised: #ffffff; --ink: #1b1e23; --muted: #646b75; --grid: #e3e4e1;
-  --good: #0b7d55; --bad: #b3261e;
-  --s1: #2563c9; --s2: #0d8f72; --s3: #b86e00; --s4: #a8328a; --s5: #6247cf; --s6: #c2410c;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #14161a; --raised: #1c1f25; --ink: #e9eaec; --muted: #9aa2ad; --grid: #31353d;
-    --good: #4fd1a0; --bad: #ff8a80;
-    --s1: #7db0ff; --s2: #4fd1a8; --s3: #f2b457; --s4: #ea8bd0; --s5: #b3a1ff; --s6: #ff9a6b;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; padding: 3.5rem 1.5rem 4rem; max-width: 64rem;
-  background: var(--page); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif;
-}
-h1 { margin: 0; font-size: 2.1rem; line-height: 1.2; letter-spacing: -0.02em; }
-h2 { margin: 0 0 0.9rem; font-size: 1.2rem; letter-spacing: -0.01em; }
-.lead { margin: 0.5rem 0 2rem; color: var(--muted); font-size: 1.08rem; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(12.5rem, 1fr)); gap: 0.9rem; }
-.card { padding: 1.05rem 1.2rem 1.1rem; background: var(--raised); border: 1px solid var(--grid); border-radius: 10px; }
-.card .label { color: var(--muted); font-size: 0.86rem; }
-.card .value { margin: 0.1rem 0 0.15rem; font-size: 2.15rem; font-weight: 650;
-  line-height: 1.2; letter-spacing: -0.02em; }
-.card .note { color: var(--muted); font-size: 0.86rem; line-height: 1.4; }
-.card.good .value { color: var(--good); }
-.card.bad .value { color: var(--bad); }
-section { margin-top: 2.8rem; }
-figure { margin: 0; }
-.plot { padding: 1rem 0.8rem 0.4rem; background: var(--raised); border: 1px solid var(--grid);
-  border-radius: 10px; overflow-x: auto; }
-.plot svg { display: block; width: 100%; min-width: 40rem; height: auto; }
-figcaption, p.note { margin: 0.7rem 0 0; max-width: 52rem; color: var(--muted); font-size: 0.9rem; }
-p.note { margin: 0 0 0.9rem; }
-.scroll { overflow-x: auto; }
-table { width: 100%; border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.5rem 0.85rem 0.5rem 0; border-bottom: 1px solid var(--grid); text-align: left;
-  vertical-align: top; }
-th:last-child, td:last-child { padding-right: 0; }
-thead th { color: var(--muted); font-weight: 500; font-size: 0.86rem; white-space: nowrap; }
-tbody td:first-child { font-weight: 600; }
-.number { text-align: right; white-space: nowrap; }
-.facts th { width: 15rem; color: var(--muted); font-weight: 400; }
-code { font: 0.9em ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
-.yes { color: var(--good); white-space: nowrap; }
-.no { color: var(--bad); }
-summary { cursor: pointer; color: var(--muted); margin-bottom: 0.6rem; }
-footer { margin-top: 3.5rem; color: var(--muted); font-size: 0.86rem; }
-@media print { body { padding: 0; max-width: none; } section { break-inside: avoid; } }
-"""
-
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>$style</style>
-</head>
-<body>
-<header><h1>$title</h1><p class="lead">$lead</p></header>
-<main>
-<div class="cards">$cards</div>
-$body
-</main>
-<footer>Written by farloop. This page is complete: it loads nothing.</footer>
-</body>
-</html>
-""")
-
-
-# --- The report of a run: one HTML page that needs nothing else, neither scripts nor a network.
-
-
-MAX_OCCURRENCES = 200
-
-
-def write_report(out_dir: Path, summary: Summary, metrics: Path, title: str) -> Path:
-    """Write `report.html` into `out_dir` from the run's figures and its `metrics.jsonl`; returns its path."""
-    history = read_history(metrics)
-    sections = [
-        _loss_section(history),
-        _traffic_section(history, summary),
-        _nodes_section(summary["node_table"]),
-        _digests_section(summary),
-        _occurrences_section(history),
-        _facts_section(summary),
-    ]
-    page = render_page(
-        title=escape(title), lead=_lead(summary), cards=_cards(summary), body="\n".join(filter(None, sections))
-    )
-    out_dir.mkdir(parents=True, exist_ok=True)
-    path = out_dir / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-def _lead(summary: Summary) -> str:
-    return escape(
-        f"{count_text(summary['parameters'])} parameters trained on {plural(summary['nodes'], 'node')} with "
-        f"{summary['method']} in {duration_text(summary['wall_s'])}, {summary['codec_up']} up and "
-        f"{summary['codec_down']} down."
-    )
-
-
-def _cards(summary: Summary) -> str:
-    sent = summary["bytes_total"]
-    loss_start, loss_end = loss_text(summary["val_loss_start"]), loss_text(summary["val_loss_end"])
-    data_parallel = size_text(summary["bytes_data_parallel_fp32"])
-    verdict, kind = {True: ("identical", ""), False: ("different", "bad"), None: ("unknown", "")}[
-        summary["digests_equal"]
-    ]
-    cards = (
-        _card(
-            "fewer bytes", factor_text(summary["reduction"]), f"{size_text(sent)} instead of {data_parallel}", "good"
-        ),
-        _card("validation loss", loss_end, f"{loss_start} at the start"),
-        _card("compute share", percent_text(summary["compute_share"]), "of the time was the training loop's"),
-        _card("models at the end", verdict, equality_text(summary).removeprefix("yes, "), kind),
-    )
-    return "".join(cards)
-
-
-def _card(label: str, value: str, note: str, kind: str = "") -> str:
-    return (
-        f'<div class="card {kind}"><div class="label">{escape(label)}</div>'
-        f'<div class="value">{escape(value)}</div><div class="note">{escape(note)}</div></div>'
-    )
-
-
-def _loss_section(history: History) -> str:
-    note = (
-        "Cross-entropy in nats per token. A full line is the running mean of a node's training loss, the faint one "
-        "behind it every report; validation is the score of the shared model on sequences no node trains on."
-    )
-    return _figure_section("Loss", loss_figure(history), note)
-
-
-def _traffic_section(history: History, summary: Summary) -> str:
-    note = (
-        "All bytes of the connections, summed over nodes, on a logarithmic scale: "
-        f"{bytes_text(summary['bytes_by_kind'])}. "
-        f"fp32 data parallel would send 8 bytes (a gradient up, the mean down) × {count_text(summary['parameters'])} "
-        f"parameters × {summary['merged_steps']:,} inner steps = {size_text(summary['bytes_data_parallel_fp32'])}."
-    )
-    return _figure_section(
-        "Bytes over the links", traffic_figure(history, summary["parameters"], summary["reduction"]), note
-    )
-
-
-def _figure_section(heading: str, svg: str, note: str) -> str:
-    if not svg:
-        return _section(heading, '<p class="note">The run left no measurements to draw.</p>')
-    return _section(heading, f'<figure><div class="plot">{svg}</div><figcaption>{escape(note)}</figcaption></figure>')
-
-
-_NODE_COLUMNS: tuple[tuple[str, Callable[[NodeSummary], str | None]], ...] = (
-    ("device", lambda node: node.get("device")),
-    ("link", lambda node: node.get("link")),
-    ("ended", lambda node: node.get("reason") or node.get("state")),
-    ("inner steps", lambda node: _number(node.get("inner_steps"))),
-    ("lost", lambda node: _number(node.get("lost_steps"))),
-    ("skipped", lambda node: _number(node.get("skipped_turns") or None)),
-    ("tokens/s", lambda node: _number(node.get("tokens_per_s"))),
-    ("loss", lambda node: None if node.get("loss") is None else loss_text(node.get("loss"))),
-    ("up", lambda node: _size(node.get("bytes_up"))),
-    ("down", lambda node: _size(node.get("bytes_down"))),
-    ("snapshots, probes", lambda node: _size(node.get("bytes_state"))),
-    ("blocked", lambda node: None if "blocked_s" not in node else duration_text(node["blocked_s"])),
-    ("compute", lambda node: None if "compute_share" not in node else percent_text(node["compute_share"])),
-)
-_WORDS = frozenset({"node", "device", "link", "ended"})
-
-
-def _nodes_section(nodes: Sequence[NodeSummary]) -> str:
-    """A row for every node; columns that no node fills are left out."""
-    if not nodes:
-        return ""
-    columns = [(name, read) for name, read in _NODE_COLUMNS if any(read(node) for node in nodes)]
-    rows = [[node["name"], *(read(node) or "–" for _, read in columns)] for node in nodes]
-    return _section("Nodes", _table(["node", *(name for name, _ in columns)], rows))
-
-
-def _digests_section(summary: Summary) -> str:
-    """Per fragment the coordinator's digest and, where a node told its own, whether it is the same."""
-    witnesses = [node for node in summary["node_table"] if node.get("digests")]
-    rows = [
-        [f"fragment {index}", f"<code>{escape(digest)}</code>", *(_witness(node, index, digest) for node in witnesses)]
-        for index, digest in enumerate(summary["digests"])
-    ]
-    if not rows:
-        return ""
-    header = ["fragment", "coordinator", *(node["name"] for node in witnesses)]
-    note = (
-        "A digest covers every bit of a fragment's fp32 weights. All apply the same decoded updates in the same order, "
-        f"so the digests must agree. Equal at the end of this run: {equality_text(summary)}."
-    )
-    body = f'<p class="note">{escape(note)}</p>' + _table(header, rows, words=frozenset(header), markup=True)
-    return _section("One model, bit for bit", body)
-
-
-def _witness(node: NodeSummary, index: int, digest: str) -> str:
-    own = node["digests"][index] if index < len(node["digests"]) else "missing"
-    return (
-        '<span class="yes">✓ equal</span>' if own == digest else f'<span class="no">✗ <code>{escape(own)}</code></span>'
-    )
-
-
-def _occurrences_section(history: History) -> str:
-    if not history.occurrences:
-        return ""
-    shown = history.occurrences[:MAX_OCCURRENCES]
-    rows = [[duration_text(occurrence.t), occurrence.text] for occurrence in shown]
-    more = len(history.occurrences) - len(shown)
-    tail = f'<p class="note">and {more:,} more in metrics.jsonl</p>' if more else ""
-    summary = (
-        f"<summary>{plural(len(history.occurrences), 'event')}: nodes that came and went, deltas not merged</summary>"
-    )
-    table = _table(["at", "what"], rows, words=frozenset({"what"}))
-    return _section("What happened", f"<details>{summary}{table}{tail}</details>")
-
-
-def _facts_section(summary: Summary) -> str:
-    rows = [f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in summary_rows(summary)]
-    origin = [("command", summary["command"]), ("commit", summary.get("commit", "")), ("machine", summary["machine"])]
-    for label, value in origin:
-        cell = escape(value) if label == "machine" else f"<code>{escape(value)}</code>"
-        rows += [f"<tr><th>{label}</th><td>{cell}</td></tr>"] if value else []
-    return _section("The run in figures", f'<div class="scroll"><table class="facts">{"".join(rows)}</table></div>')
-
-
-def _section(heading: str, body: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2>{body}</section>"
-
-
-def _table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], *, words: frozenset[str] = _WORDS, markup: bool = False
-) -> str:
-    """A table whose columns are numbers, right-aligned, unless they are `words`; cells are escaped unless `markup`."""
-    classes = ["" if name in words else ' class="number"' for name in header]
-    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(header, classes, strict=True))
-    lines = []
-    for row in rows:
-        cells = (cell if markup else escape(cell) for cell in row)
-        lines.append("".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(cells, classes, strict=True)))
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}"
-
-
-def _size(value: int | None) -> str | None:
-    return None if value is None else size_text(value)

@@ -1,30 +1,33 @@
-"""Results of a finished run."""
+"""Results of a finished run: curves read back from metrics.jsonl, and the final status summed up."""
 
 import json
 import math
-import platform
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
-import torch
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from farloop.algo.spec import RunSpec
+from farloop.bench.machine import machine, source_commit
 from farloop.coordinator.observe.event_log import files
 from farloop.monitoring.status import BytesStatus, NodeStatus, Status
 from farloop.monitoring.status_summary import left_with_the_last
 from farloop.monitoring.units import count_text, duration_text, factor_text, loss_text, percent_text, plural, size_text
 
-# --- What happened in a run, read back from `metrics.jsonl` as curves over tokens and time.
+# --- metrics.jsonl
 
-
-_KINDS = ("delta", "update", "snapshot", "probe", "control")
-_COUNTERS = ("inner_steps", "lost_steps", "tokens", "bytes_up", "bytes_down", *_KINDS)
+BYTE_KINDS: tuple[Literal["delta", "update", "snapshot", "probe", "control"], ...] = (
+    "delta",
+    "update",
+    "snapshot",
+    "probe",
+    "control",
+)
+_COUNTERS = ("inner_steps", "lost_steps", "tokens", "bytes_up", "bytes_down", *BYTE_KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +49,8 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """One outer step of one fragment."""
-
-    t: float
-    fragment: int
-    version: int
-    merged: tuple[str, ...]
-    drops: tuple[tuple[str, str], ...]
-    """Node and reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrence:
-    """Something a reader would ask about: a node that came, left or changed, a delta that was not merged."""
+    """A line of the report's events: a node that joined, left or changed its state, a delta that was not merged."""
 
     t: float
     text: str
@@ -76,10 +67,9 @@ class History:
     traffic: list[Traffic] = field(default_factory=list)
     steps: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Per node, over all of its starts: inner steps, and those of them, per fragment, that no commit contains."""
-    commits: list[Commit] = field(default_factory=list)
     occurrences: list[Occurrence] = field(default_factory=list)
     unreadable: int = 0
-    """Lines that were no event: a run that was stopped may end in half a line."""
+    """Lines that are not events: a killed run may end in half a line."""
 
 
 def read_history(path: Path) -> History:
@@ -129,7 +119,7 @@ def _bytes(event: dict[str, Any]) -> dict[str, int]:
     """All bytes of a report. Older lines have no kinds, and snapshots and probes
     apart from the bytes of both directions."""
     if "bytes_by_kind" in event:
-        return {kind: int(event["bytes_by_kind"][kind]) for kind in _KINDS}
+        return {kind: int(event["bytes_by_kind"][kind]) for kind in BYTE_KINDS}
     up, down, state = int(event["bytes_up"]), int(event["bytes_down"]), int(event["bytes_state"])
     return {"bytes_down": down + state, "delta": up, "update": down, "snapshot": state, "probe": 0, "control": 0}
 
@@ -145,13 +135,7 @@ def _progress(event: dict[str, Any], history: History, totals: _Totals) -> None:
             t=float(event["t"]),
             bytes_up=totals.sum("bytes_up"),
             bytes_down=totals.sum("bytes_down"),
-            by_kind={
-                "delta": totals.sum("delta"),
-                "update": totals.sum("update"),
-                "snapshot": totals.sum("snapshot"),
-                "probe": totals.sum("probe"),
-                "control": totals.sum("control"),
-            },
+            by_kind=cast(BytesStatus, {kind: totals.sum(kind) for kind in BYTE_KINDS}),
             inner_steps=totals.sum("inner_steps"),
         )
     )
@@ -163,17 +147,9 @@ def _evaluation(event: dict[str, Any], history: History, totals: _Totals) -> Non
 
 
 def _commit(event: dict[str, Any], history: History, totals: _Totals) -> None:
-    commit = Commit(
-        t=float(event["t"]),
-        fragment=int(event["fragment"]),
-        version=int(event["version"]),
-        merged=tuple(event["merged"]),
-        drops=tuple((str(node), str(reason)) for node, reason in event["drops"]),
-    )
-    history.commits.append(commit)
-    for node, reason in commit.drops:
-        text = f"{node}: delta for window {commit.version} of fragment {commit.fragment} dropped: {reason}"
-        history.occurrences.append(Occurrence(t=commit.t, text=text))
+    for node, reason in event["drops"]:
+        text = f"{node}: delta for window {event['version']} of fragment {event['fragment']} dropped: {reason}"
+        history.occurrences.append(Occurrence(t=float(event["t"]), text=text))
 
 
 def _node(event: dict[str, Any], history: History, totals: _Totals) -> None:
@@ -188,15 +164,14 @@ def _ignore(event: dict[str, Any], history: History, totals: _Totals) -> None:
 _READERS = {"progress": _progress, "evaluation": _evaluation, "commit": _commit, "node": _node}
 
 
-# --- What a finished run comes to: its figures, as `--json` prints them, and the table that ends a run on a terminal.
+# --- the summary, as `--json` prints it, and as a table on the terminal
 
 
 class NodeSummary(TypedDict):
-    """One node's part in the run; what is not known is left out."""
+    """One node, as the final status has it; unknown fields are left out."""
 
     name: str
     device: NotRequired[str]
-    link: NotRequired[str]
     state: NotRequired[str]
     reason: NotRequired[str]
     inner_steps: NotRequired[int]
@@ -281,11 +256,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def bytes_text(moved: BytesStatus) -> str:
     """All bytes by kind, in words."""
-    return (
-        f"{size_text(moved['delta'])} of deltas, {size_text(moved['update'])} of updates, "
-        f"{size_text(moved['snapshot'])} of snapshots, {size_text(moved['probe'])} of probes, "
-        f"{size_text(moved['control'])} of control"
-    )
+    return ", ".join(f"{size_text(moved[kind])} of {kind if kind == 'control' else f'{kind}s'}" for kind in BYTE_KINDS)
 
 
 def equality_text(summary: Summary) -> str:
@@ -314,9 +285,6 @@ def _style(label: str, summary: Summary) -> str:
     return "bold" if label in ("validation loss", "reduction", "compute share") else ""
 
 
-# --- What a run came to: the final status and metrics.jsonl added up to a summary (protocol, Figures).
-
-
 def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float, loss_end: float) -> Summary:
     """The figures of a finished run. Byte counts are sums over nodes and over their starts."""
     run, terms = status["run"], spec.terms
@@ -329,7 +297,7 @@ def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float
     summary: Summary = {
         "val_loss_start": loss_start,
         "val_loss_end": loss_end,
-        "tokens": last.inner_steps * terms.batch_sequences * terms.sequence_tokens,
+        "tokens": last.inner_steps * terms.inner.batch_sequences * terms.inner.sequence_tokens,
         "inner_steps": last.inner_steps,
         "merged_steps": merged,
         "outer_steps": status["outer_steps"],
@@ -354,7 +322,7 @@ def summarise(status: Status, metrics: Path, spec: RunSpec, *, loss_start: float
         "seed": spec.identity.seed,
         "command": " ".join(["farloop", *sys.argv[1:]]),
         "machine": machine(),
-        "node_table": [_node_of_outcome(node) for node in nodes],
+        "node_table": [_node_summary(node) for node in nodes],
     }
     if commit := source_commit():
         summary["commit"] = commit
@@ -367,53 +335,5 @@ def merged_steps(history: History, *, fragments: int, steps: int) -> int:
     return sum(min(inner - math.ceil(lost / fragments), steps) for inner, lost in history.steps.values())
 
 
-def machine() -> str:
-    """This machine in a line: processor, cores, Python and torch."""
-    model = platform.processor() or platform.machine()
-    for line in _read(Path("/proc/cpuinfo")).splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    cores = torch.get_num_threads()
-    return f"{model}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}"
-
-
-def source_commit() -> str | None:
-    """The commit of the source tree this runs from; None for an installed package."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _node_of_outcome(node: NodeStatus) -> NodeSummary:
-    return {
-        "name": node["name"],
-        "device": node["device"],
-        "state": node["state"],
-        "reason": node["reason"],
-        "inner_steps": node["inner_steps"],
-        "tokens": node["tokens"],
-        "loss": node["loss"],
-        "tokens_per_s": node["tokens_per_s"],
-        "compute_share": node["compute_share"],
-        "blocked_s": node["blocked_s"],
-        "lost_steps": node["lost_steps"],
-        "skipped_turns": node.get("skipped_turns", 0),
-        "bytes_up": node["bytes_up"],
-        "bytes_down": node["bytes_down"],
-        "bytes_state": node["bytes_state"],
-        "digests": node.get("digests", []),
-    }
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+def _node_summary(node: NodeStatus) -> NodeSummary:
+    return cast(NodeSummary, {key: value for key, value in node.items() if key in NodeSummary.__annotations__})

@@ -1,7 +1,7 @@
-"""`farloop schedule`: the rounds of a run before it starts, as a table, as JSON or drawn. Nothing is read or started.
+"""`farloop schedule`: the rounds of a run before it starts, as a table, as JSON or as a figure.
 
-The rounds are those that the coordinator will plan, by the same function. The model is not looked at: whether rounds
-are long enough for its fragments, `farloop config check` says.
+The rounds come from the function that the coordinator plans with. The model is not read: `farloop config check` says
+whether rounds are long enough for its fragments.
 """
 
 import dataclasses
@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.config.exit_codes import CommandError, ended_in_one_line
+from farloop.cli.options import AsJson, Plot, check_figure, table
+from farloop.config.exit_codes import CommandError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from farloop.algo.spec import RoundPlan, Terms
+    from farloop.algo.spec import RoundPlan
+    from farloop.algo.terms import Terms
     from farloop.config.run_spec import RunConfig
 
 ROWS = 16
-"""Of the table: more rounds than that are shown at even distances."""
+"""Most rows of the table; of more rounds, evenly spaced ones are shown."""
 
 _BAR = 24
 """Characters of the longest bar."""
@@ -41,7 +43,7 @@ _FLAGS = {
     "h_max": "--h-max",
     "h_switch": "--h-switch",
 }
-"""What the mathematics calls otherwise than this command does."""
+"""Options of this command for names in error messages of `algo.validation`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class Preview:
     @property
     def comm_percent(self) -> float:
         """Syncs in a hundred inner steps: the traffic beside that of a sync at every step."""
-        return 100 * len(self.rounds) / self.terms.steps
+        return 100 * len(self.rounds) / self.terms.schedule.steps
 
     @property
     def longest_round(self) -> int:
@@ -66,26 +68,26 @@ class Preview:
         """As `--json` gives it; `rounds` are lengths, in order."""
         terms = self.terms
         return {
-            "steps": terms.steps,
+            "steps": terms.schedule.steps,
             "syncs": len(self.rounds),
             "comm_percent": self.comm_percent,
             "longest_round": self.longest_round,
             "rounds": [plan.length for plan in self.rounds],
             "starts": [plan.start for plan in self.rounds],
             "learning_rates": list(self.learning_rates),
-            "schedule": terms.lr.shape,
-            "rule": terms.h_rule,
-            "alpha": terms.h_alpha or None,
-            "h_base": terms.h,
-            "h_init": terms.h_init,
-            "h_max": terms.h_max,
+            "schedule": terms.schedule.lr.shape,
+            "rule": terms.schedule.h_rule,
+            "alpha": terms.schedule.h_alpha or None,
+            "h_base": terms.schedule.h,
+            "h_init": terms.schedule.h_init,
+            "h_max": terms.schedule.h_max,
         }
 
 
 def schedule(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN.toml", show_default=False, help="The run; the options overrule it."),
+        typer.Argument(metavar="RUN.toml", show_default=False, help="The run; options override it."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Inner steps of each node.", show_default="600")] = None,
     warmup: Annotated[
@@ -94,11 +96,17 @@ def schedule(
     shape: Annotated[
         str | None,
         typer.Option(
-            "--schedule", help="cosine, linear, step, wsd, infinite or constant, after it.", show_default="cosine"
+            "--schedule",
+            help="Learning rate after the warm-up: cosine, linear, step, wsd, infinite or constant.",
+            show_default="cosine",
         ),
     ] = None,
-    peak_lr: Annotated[float | None, typer.Option("--peak-lr", help="Largest η.", show_default="2e-3")] = None,
-    min_lr: Annotated[float | None, typer.Option("--min-lr", help="η at both ends.", show_default="2e-4")] = None,
+    peak_lr: Annotated[
+        float | None, typer.Option("--peak-lr", help="Peak learning rate η.", show_default="2e-3")
+    ] = None,
+    min_lr: Annotated[
+        float | None, typer.Option("--min-lr", help="η at the start and the end.", show_default="2e-4")
+    ] = None,
     rule: Annotated[
         str | None,
         typer.Option(
@@ -109,66 +117,64 @@ def schedule(
     alpha: Annotated[
         float | None,
         typer.Option(
-            help="α of linear, qsr and cubic; qsr has --h-base steps at the peak with peak-lr·√h-base.",
+            help="α of linear, qsr and cubic. With peak-lr·√h-base, qsr has --h-base steps at the peak.",
             show_default=False,
         ),
     ] = None,
     h_base: Annotated[
-        int | None, typer.Option("--h-base", help="Shortest H, and that of constant.", show_default="30")
+        int | None, typer.Option("--h-base", help="Shortest H; the H of constant.", show_default="30")
     ] = None,
     h_init: Annotated[
         int | None,
-        typer.Option("--h-init", help="H while η warms up.", show_default="--h-base; of post-local 1, to --h-switch"),
+        typer.Option("--h-init", help="H during the warm-up.", show_default="--h-base; post-local: 1 until --h-switch"),
     ] = None,
-    h_max: Annotated[int | None, typer.Option("--h-max", help="Longest H.", show_default="no bound")] = None,
+    h_max: Annotated[int | None, typer.Option("--h-max", help="Longest H.", show_default="unbounded")] = None,
     h_switch: Annotated[
-        int | None, typer.Option("--h-switch", help="Step from which post-local has --h-base.", show_default=False)
+        int | None, typer.Option("--h-switch", help="Step from which post-local uses --h-base.", show_default=False)
     ] = None,
     flags: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="run.KEY=VALUE", show_default=False, help="Any other setting of a run."),
+        typer.Option(
+            "--set", metavar="run.KEY=VALUE", show_default=False, help="Any other setting of the run; repeatable."
+        ),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+    plot: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show the rounds of a run before it starts: H over time, syncs, and the share of steps with one.
+    """Show the rounds of a run before it starts: H over time, number of syncs, share of steps with a sync.
 
-    H(s) = max(h-base, ⌊(α/η)^power⌋), with η at the first step of round s, decided
-    once by the coordinator (QSR is arXiv 2310.14423). The last round ends with the
-    run. At a re-warm (--set run.rewarms=600:1e-3) a round begins, and H is short.
+    H(s) = max(h-base, ⌊(α/η)^power⌋), with η at the first step of round s (QSR: arXiv
+    2310.14423). The last round ends with the run. A re-warm (--set
+    run.rewarms=600:1e-3) starts a new, short round.
 
     Example: farloop schedule --steps 2000 --peak-lr 2e-3 --rule qsr --alpha 0.011 --h-base 30
     """
-    with ended_in_one_line():
-        if plot is not None and plot.suffix not in (".svg", ".png", ".pdf"):
-            raise CommandError(f"--plot is a file named .svg, .png or .pdf, not {str(plot)!r}")
-        given: dict[str, Any] = {
-            "steps": steps,
-            "warmup_steps": warmup,
-            "schedule": shape,
-            "lr": peak_lr,
-            "min_lr": min_lr,
-            "h_rule": rule,
-            "h_alpha": alpha,
-            "h": h_base,
-            "h_init": h_init,
-            "h_max": h_max,
-            "h_switch": h_switch,
-        }
-        config = dataclasses.replace(
-            config_of(file, flags or []), **{key: value for key, value in given.items() if value is not None}
-        )
-        shown, notes = preview(config)
-        if plot is not None:
-            from farloop.plots.simulation import draw_schedule
+    check_figure(plot)
+    given: dict[str, Any] = {
+        "steps": steps,
+        "warmup_steps": warmup,
+        "schedule": shape,
+        "lr": peak_lr,
+        "min_lr": min_lr,
+        "h_rule": rule,
+        "h_alpha": alpha,
+        "h": h_base,
+        "h_init": h_init,
+        "h_max": h_max,
+        "h_switch": h_switch,
+    }
+    config = dataclasses.replace(
+        config_of(file, flags or []), **{key: value for key, value in given.items() if value is not None}
+    )
+    shown, notes = preview(config)
+    if plot is not None:
+        from farloop.plots.simulation import draw_schedule
 
-            draw_schedule(plot, shown.terms, shown.rounds)
-        if as_json:
-            typer.echo(json.dumps(shown.plain(), indent=1))
-        else:
-            _show(shown, notes, plot)
+        draw_schedule(plot, shown.terms, shown.rounds)
+    if as_json:
+        typer.echo(json.dumps(shown.plain(), indent=1))
+    else:
+        _show(shown, notes, plot)
 
 
 def config_of(file: Path | None, flags: Iterable[str]) -> "RunConfig":
@@ -197,7 +203,7 @@ def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
         check(terms, one_slot)
     except ValueError as error:
         raise CommandError(_with_flags(str(error))) from error
-    rounds = first_rounds(terms, terms.steps)
+    rounds = first_rounds(terms, terms.schedule.steps)
     rates = tuple(learning_rate(terms, plan.start) for plan in rounds)
     return Preview(terms=terms, rounds=rounds, learning_rates=rates), [*notes, *_correction(terms, rounds)]
 
@@ -217,8 +223,8 @@ def _correction(terms: "Terms", rounds: "tuple[RoundPlan, ...]") -> list[str]:
         return []
     work = [work_ratio(terms, plan.start, plan.start + plan.length) for plan in rounds]
     return [
-        f"outer lr {terms.outer_lr:g} and momentum {terms.outer_momentum:g} are corrected for the work of a round, "
-        f"worth {min(work):.2g} to {max(work):.2g} of one with {terms.h} steps"
+        f"outer lr {terms.outer.lr:g} and momentum {terms.outer.momentum:g} are corrected for the work of a round, "
+        f"worth {min(work):.2g} to {max(work):.2g} of one with {terms.schedule.h} steps"
     ]
 
 
@@ -229,12 +235,13 @@ def _show(shown: Preview, notes: Iterable[str], plot: Path | None) -> None:
 
     console, terms = Console(highlight=False), shown.terms
     console.print(_table(shown))
-    constant = -(-terms.steps // terms.h)
-    against = "" if terms.h_rule == "constant" else f", {constant:,} with H = {terms.h} throughout"
+    constant = -(-terms.schedule.steps // terms.schedule.h)
+    against = "" if terms.schedule.h_rule == "constant" else f", {constant:,} with H = {terms.schedule.h} throughout"
+    longest = 100 * shown.longest_round / terms.schedule.steps
     lines: Mapping[str, str] = {
-        "syncs": f"{len(shown.rounds):,} in {plural(terms.steps, 'step')}{against}",
+        "syncs": f"{len(shown.rounds):,} in {plural(terms.schedule.steps, 'step')}{against}",
         "comm": f"{shown.comm_percent:.3g} % of the steps",
-        "longest": f"{plural(shown.longest_round, 'step')}, {100 * shown.longest_round / terms.steps:.3g} % of the run",
+        "longest": f"{plural(shown.longest_round, 'step')}, {longest:.3g} % of the run",
     }
     for label, value in [*lines.items(), *(("note", note) for note in notes)]:
         console.print(f"{label:<8} {value}", markup=False, soft_wrap=True)
@@ -244,20 +251,14 @@ def _show(shown: Preview, notes: Iterable[str], plot: Path | None) -> None:
 
 def _table(shown: Preview) -> "Table":
     """A row per round, or `ROWS` of them at even distances in time."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
-    for title in ("round", "from step", "learning rate", "H"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    rows = table("round", "from step", "learning rate", "H", "", left=("",))
     for index in _chosen(shown.rounds):
         plan = shown.rounds[index]
         bar = "█" * max(1, round(_BAR * plan.length / shown.longest_round))
-        table.add_row(
+        rows.add_row(
             f"{index:,}", f"{plan.start:,}", f"{shown.learning_rates[index]:.3g}", f"{plan.length:,}", f"[cyan]{bar}[/]"
         )
-    return table
+    return rows
 
 
 def _chosen(rounds: "tuple[RoundPlan, ...]") -> list[int]:

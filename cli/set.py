@@ -1,4 +1,4 @@
-"""`farloop set` and `farloop release`: ask a running coordinator through its admin socket."""
+"""`farloop set` and `farloop release`: requests to a running coordinator through its admin socket."""
 
 import json
 from collections.abc import Mapping
@@ -6,50 +6,52 @@ from typing import Annotated, Any
 
 import typer
 
-from farloop.cli.journal_commands import STATE, AsJson, StateFolder
-from farloop.config.admin_client import asked, change_terms
-from farloop.config.exit_codes import ended_in_one_line
+from farloop.cli.options import STATE, AsJson, StateFolder
 
 DisbelievedNodes = Annotated[
     list[str] | None,
-    typer.Option("--node", show_default=False, help="A node that is wrong; once for each by which the run is held."),
+    typer.Option("--node", show_default=False, help="A node whose claim is wrong; repeatable."),
 ]
 
 
 def set_terms(
     words: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE…", show_default=False, help="As outer_lr=0.5, h=60, codec_up=q8.")
+        list[str],
+        typer.Argument(metavar="KEY=VALUE…", show_default=False, help="E.g. outer_lr=0.5, h=60, codec_up=q8."),
     ],
     state: StateFolder = STATE,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the change without making it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Change a run while it goes on: what its windows have from the next ones on, its rounds from a later one on.
+    """Change hyperparameters of a live run; some apply from the next window, others from a later round.
 
     Example: farloop set outer_lr=0.5 codec_up=q8 --state state --dry-run
     """
-    with ended_in_one_line():
-        answer = change_terms(words, state, dry_run=dry_run)
-        typer.echo(json.dumps(answer) if as_json else "\n".join(lines(answer)))
+    from farloop.config.admin_client import change_terms
+
+    answer = change_terms(words, state, dry_run=dry_run)
+    typer.echo(json.dumps(answer) if as_json else "\n".join(lines(answer)))
 
 
 def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
-    """Go on with a run that is held because a node says it has seen more than the state folder holds.
+    """Continue a run that is held because a node reports newer versions than the state folder has.
 
-    The node is kept out until it takes that back; the run goes on with the first other node. Use it when you know that
-    the node is wrong. Where several nodes say so, the state folder is probably an old copy, and each has to be named.
+    The node is rejected until it withdraws the report; the run continues with the first other node. Use this if you
+    know that the node is wrong. If several nodes report it, the state folder is probably an old copy, and each must
+    be named.
 
     Example: farloop release --state state
     """
-    with ended_in_one_line():
-        answer = asked({"do": "release", **({"nodes": node} if node else {})}, state)
-        typer.echo(f"not believed any more: {answer['held']}")
-        still = answer.get("still")
-        typer.echo(f"the run is still held: {still}" if still else "the run goes on")
+    from farloop.config.admin_client import asked
+
+    answer = asked({"do": "release", **({"nodes": node} if node else {})}, state)
+    typer.echo(f"not believed any more: {answer['held']}")
+    still = answer.get("still")
+    typer.echo(f"the run is still held: {still}" if still else "the run goes on")
 
 
 def lines(answer: Mapping[str, Any]) -> list[str]:
-    """What changes and from where on, as a person reads it."""
+    """What changes, and from which window or round."""
     head = "would be" if answer["dry_run"] else "is"
     rows = [f"{c['key']} {_shown(c['before'])} → {_shown(c['after'])} from {c['from']} on" for c in answer["changes"]]
     return [f"revision {answer['revision']} {head}:", *(f"  {row}" for row in rows)]

@@ -1,4 +1,4 @@
-"""The commands simulate run and simulate bandwidth."""
+"""`farloop simulate bandwidth` and `farloop simulate run`; the simulators are in `farloop.sim`."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.config.exit_codes import CommandError, ended_in_one_line
+from farloop.cli.options import AsJson, Commands, Plot, check_figure, table
+from farloop.config.exit_codes import CommandError
 from farloop.monitoring.units import NOTHING, count_text, duration_text, percent_text, plural, size_text
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from farloop.sim.bandwidth import MethodName, ModelName, Training
     from farloop.sim.flow.scenario import Case, FlowScenario
     from farloop.sim.flow.sweep import Row
-
-
-# --- `farloop simulate bandwidth`: its words, its tables and its JSON. The simulator is `farloop.sim.bandwidth`.
 
 
 ALL = "all"
@@ -50,16 +48,14 @@ class Curve:
 
 
 def bandwidth(
-    params: Annotated[str, typer.Option(help="Parameters of the model, as 1e9, 1B or 350M.")] = "1B",
-    layers: Annotated[int, typer.Option(help="Layers between which they are divided.")] = 24,
-    step_s: Annotated[float, typer.Option("--step-s", help="Seconds of compute of one inner step.")] = 0.1,
-    method: Annotated[
-        str, typer.Option(help="data-parallel, diloco or streaming; all compares them, one step after the other.")
-    ] = "streaming",
+    params: Annotated[str, typer.Option(help="Parameters of the model, e.g. 1e9, 1B or 350M.")] = "1B",
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 24,
+    step_s: Annotated[float, typer.Option("--step-s", help="Compute time of one inner step.")] = 0.1,
+    method: Annotated[str, typer.Option(help="data-parallel, diloco or streaming; all compares them.")] = "streaming",
     model: Annotated[
         str,
         typer.Option(
-            help="farloop: what the daemons do. published: the tables of Streaming DiLoCo, which need less bandwidth."
+            help="farloop: as the daemons send. published: as in the Streaming DiLoCo paper, with less bandwidth."
         ),
     ] = "farloop",
     h: Annotated[
@@ -67,89 +63,88 @@ def bandwidth(
         typer.Option(
             "--h",
             help="Inner steps between two syncs of the same parameters.",
-            show_default=f"{H}; data-parallel has 1",
+            show_default=f"{H}; data-parallel: 1",
         ),
     ] = None,
-    bits: Annotated[float, typer.Option(help="Sent per parameter and sync; a codec's are in farloop codecs.")] = 16.0,
+    bits: Annotated[
+        float, typer.Option(help="Bits per parameter and sync; farloop codecs lists those of codecs.")
+    ] = 16.0,
     layers_per_fragment: Annotated[
         int | None,
-        typer.Option("--layers-per-fragment", help="Of streaming.", show_default=str(LAYERS_PER_FRAGMENT)),
+        typer.Option(
+            "--layers-per-fragment", help="Layers per fragment, for streaming.", show_default=str(LAYERS_PER_FRAGMENT)
+        ),
     ] = None,
     overlap: Annotated[
         int | None,
         typer.Option(
-            help="Inner steps that training goes on while a payload is on its way (tau).",
-            show_default=f"0; with all {LADDER['farloop'][0]}, published {LADDER['published'][0]}",
+            help="Inner steps of training during a transfer (tau).",
+            show_default=f"0; with all: {LADDER['farloop'][0]}, published: {LADDER['published'][0]}",
         ),
     ] = None,
-    lag: Annotated[int, typer.Option(help="Rounds that an update may come late: 0 or 1, as co2 has.")] = 0,
-    gbit_s: Annotated[str, typer.Option("--gbit-s", metavar="LIST", help="Bandwidths to look at, in Gbit/s.")] = GBIT_S,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+    lag: Annotated[int, typer.Option(help="Rounds by which an update may be late: 0, or 1 as in co2.")] = 0,
+    gbit_s: Annotated[
+        str, typer.Option("--gbit-s", metavar="LIST", help="Bandwidths to simulate, in Gbit/s.")
+    ] = GBIT_S,
+    plot: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Say how busy nodes stay behind a link, and which bandwidth keeps them busy.
+    """Compute utilisation for a given bandwidth, and the bandwidth for a given utilisation.
 
-    Model farloop: at the step boundary at which a fragment is due the node uploads
-    all of it, the coordinator waits for all nodes, and the node downloads all of
-    the update. It merges the update --overlap steps after the send, and stands
-    still from there until it has come. With --lag 1 the update may come during
-    the next round. A sync of the model is params × bits in each direction.
+    Model farloop: when a fragment is due, at a step boundary, the node uploads it,
+    the coordinator waits for all nodes, and the node downloads the update. It merges
+    the update --overlap steps after the send, and waits if it has not arrived. With
+    --lag 1 the update may arrive during the next round. A sync of the model is
+    params × bits in each direction.
 
-    Model published: each layer queues on one link as soon as its backward pass
-    ends, and its next forward pass, or the one --overlap steps later, waits for
-    it. With --method all data-parallel is always of this model: its gradients
-    overlap the backward pass, which farloop's own method data-parallel does not.
+    Model published: each layer queues on one link when its backward pass ends, and
+    its next forward pass, or the one --overlap steps later, waits for it. With
+    --method all, data-parallel always uses this model: its gradients overlap the
+    backward pass, unlike farloop's own method data-parallel.
 
-    All nodes are alike: give the slowest link and step. Latency, encoding, the
-    commit's own time and what a site does within itself are left out.
+    All nodes are alike: give the slowest link and step. Latency, encoding, the time
+    of a commit and traffic within a site are not simulated.
 
     Example: farloop simulate bandwidth --method all --params 10B --layers 48 --step-s 0.8
     """
-    with ended_in_one_line():
-        from farloop.sim.bandwidth import required_gbit_s, utilization
+    from farloop.sim.bandwidth import required_gbit_s, utilization
 
-        if plot is not None and plot.suffix not in (".svg", ".png", ".pdf"):
-            raise CommandError(f"--plot is a file named .svg, .png or .pdf, not {str(plot)!r}")
-        bandwidths = parse_bandwidths(gbit_s)
-        try:
-            trainings = plan(
-                method,
-                params=parse_number(params),
-                layers=layers,
-                step_s=step_s,
-                h=h,
-                bits=bits,
-                layers_per_fragment=layers_per_fragment,
-                overlap=overlap,
-                lag=lag,
-                model=model,
-            )
-        except ValueError as error:
-            raise CommandError(str(error)) from error
-        for note in unused(method, h=h, layers_per_fragment=layers_per_fragment, overlap=overlap):
-            typer.echo(f"farloop: {note}", err=True)
-        curves = [
-            Curve(
-                training=training,
-                required_gbit_s=required_gbit_s(training),
-                utilization=dict(zip(bandwidths, utilization(training, bandwidths).tolist(), strict=True)),
-            )
-            for training in trainings
-        ]
-        if plot is not None:
-            from farloop.plots.simulation import draw_bandwidth
+    check_figure(plot)
+    bandwidths = parse_bandwidths(gbit_s)
+    try:
+        trainings = plan(
+            method,
+            params=parse_number(params),
+            layers=layers,
+            step_s=step_s,
+            h=h,
+            bits=bits,
+            layers_per_fragment=layers_per_fragment,
+            overlap=overlap,
+            lag=lag,
+            model=model,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    for note in unused(method, h=h, layers_per_fragment=layers_per_fragment, overlap=overlap):
+        typer.echo(f"farloop: {note}", err=True)
+    curves = [
+        Curve(
+            training=training,
+            required_gbit_s=required_gbit_s(training),
+            utilization=dict(zip(bandwidths, utilization(training, bandwidths).tolist(), strict=True)),
+        )
+        for training in trainings
+    ]
+    if plot is not None:
+        from farloop.plots.simulation import draw_bandwidth
 
-            draw_bandwidth(plot, trainings)
-        if as_json:
-            found = [curve_json(curve) for curve in curves]
-            typer.echo(json.dumps({"methods": found} if method == ALL else found[0], indent=1))
-        else:
-            _show(curves, plot)
-
-
-# --- from words to trainings
+        draw_bandwidth(plot, trainings)
+    if as_json:
+        found = [curve_json(curve) for curve in curves]
+        typer.echo(json.dumps({"methods": found} if method == ALL else found[0], indent=1))
+    else:
+        _show(curves, plot)
 
 
 def plan(
@@ -165,12 +160,12 @@ def plan(
     lag: int = 0,
     model: str = "farloop",
 ) -> "list[Training]":
-    """The training that is asked for; of `all` a ladder, whose every step adds one thing to the one before.
+    """The trainings to compare; `all` is a ladder in which each step adds one technique.
 
-    Without an overlap, farloop's streaming waits as long as diloco: the ladder of that model begins with an overlap.
+    Without an overlap, farloop's streaming waits as long as diloco: its ladder starts with an overlap.
 
     Raises:
-        ValueError: there can be no such training.
+        ValueError: the options contradict each other.
     """
     from farloop.sim.bandwidth import METHOD_NAMES, MODEL_NAMES, Training
 
@@ -203,7 +198,7 @@ def plan(
 
 
 def unused(method: str, *, h: int | None, layers_per_fragment: int | None, overlap: int | None) -> Iterator[str]:
-    """What was given and does not apply to the method, a sentence each."""
+    """A sentence for each option that does not apply to the method."""
     if method == "data-parallel" and h not in (None, 1):
         yield f"data-parallel syncs at every step: --h {h} does not apply to it"
     if method == "data-parallel" and overlap:
@@ -231,9 +226,6 @@ def parse_bandwidths(text: str) -> list[float]:
     if not found or not all(math.isfinite(value) and value > 0 for value in found):
         raise CommandError(f"--gbit-s is a list of numbers above 0, as 1,10,100, not {text!r}")
     return list(dict.fromkeys(found))
-
-
-# --- from curves to text
 
 
 def curve_json(curve: Curve) -> dict[str, Any]:
@@ -270,9 +262,9 @@ def _show(curves: Sequence[Curve], plot: Path | None) -> None:
     console.print(f"\n {model_text(curves[0].training)}", soft_wrap=True)
     for line in model_lines([curve.training for curve in curves]):
         console.print(f" {line}", soft_wrap=True)
-    console.print("\n Gbit/s that so much compute utilisation takes:")
+    console.print("\n Gbit/s for a compute utilisation of:")
     console.print(required_table(curves))
-    console.print(" Compute utilisation at so many Gbit/s:")
+    console.print(" Compute utilisation by Gbit/s:")
     console.print(utilization_table(curves))
     if plot is not None:
         console.print(f" figure  {plot}", soft_wrap=True)
@@ -283,24 +275,21 @@ def required_table(curves: Sequence[Curve]) -> "Table":
     from farloop.sim.bandwidth import gbit_text
 
     targets = list(curves[0].required_gbit_s)
-    table = _table()
-    for column in ("method", "H", "τ", "bits", "parts", *(f"{100 * target:g}%" for target in targets)):
-        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    percent = [f"{100 * target:g}%" for target in targets]
+    rows = table("method", "H", "τ", "bits", "parts", *percent, left=("method",))
     for name, curve in zip(_names(curves), curves, strict=True):
         training = curve.training
         settings = [str(training.h), str(training.overlap), f"{training.bits:g}", str(training.fragments)]
-        table.add_row(name, *settings, *(gbit_text(curve.required_gbit_s[target]) for target in targets))
-    return table
+        rows.add_row(name, *settings, *(gbit_text(curve.required_gbit_s[target]) for target in targets))
+    return rows
 
 
 def utilization_table(curves: Sequence[Curve]) -> "Table":
     """A row per bandwidth, a column per training."""
-    table = _table()
-    for column in ("Gbit/s", *_names(curves)):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = table("Gbit/s", *_names(curves))
     for gbit_s in curves[0].utilization:
-        table.add_row(f"{gbit_s:,.12g}", *(percent_text(curve.utilization[gbit_s]) for curve in curves))
-    return table
+        rows.add_row(f"{gbit_s:,.12g}", *(percent_text(curve.utilization[gbit_s]) for curve in curves))
+    return rows
 
 
 def _names(curves: Sequence[Curve]) -> list[str]:
@@ -310,77 +299,62 @@ def _names(curves: Sequence[Curve]) -> list[str]:
     return [short_name(training, before) for training, before in zip(trainings, [None, *trainings], strict=False)]
 
 
-def _table() -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
-
-
-# --- `farloop simulate run`: its words, its table and its JSON. The simulator is `farloop.sim.flow.simulator`.
-
-
 def run(
     file: Annotated[
-        Path | None, typer.Argument(metavar="SCENARIO.toml", show_default=False, help="What is played.")
+        Path | None, typer.Argument(metavar="SCENARIO.toml", show_default=False, help="The scenario.")
     ] = None,
     example: Annotated[
-        str | None, typer.Option(metavar="NAME", show_default=False, help="Play one that comes with farloop.")
+        str | None, typer.Option(metavar="NAME", show_default=False, help="Use a scenario that comes with farloop.")
     ] = None,
-    list_examples: Annotated[bool, typer.Option("--list", help="Name those.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Print the example's file, to begin one's own with.")] = False,
+    list_examples: Annotated[bool, typer.Option("--list", help="List the examples.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the example's file as a template.")] = False,
     seed: Annotated[
-        int | None, typer.Option(min=0, show_default="the scenario's", help="Of everything that is left to chance.")
+        int | None, typer.Option(min=0, show_default="the scenario's", help="Seed of all random events.")
     ] = None,
     repeats: Annotated[
-        int | None, typer.Option(min=1, show_default="the scenario's", help="Seeds that results are means of.")
+        int | None, typer.Option(min=1, show_default="the scenario's", help="Number of seeds to average over.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")] = False,
+    plot: Plot = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Play nodes, links and failures on virtual time, and say where the machine-seconds went.
+    """Simulate nodes, links and failures on virtual time, and show how the machine time was spent.
 
-    Goodput is the share of all machine-seconds that ended in a merged delta (of
-    data parallel: in a step that was kept). The rest was idle (waiting, joining),
-    down (broken, or brought back) or lost (computed, and never merged).
+    Goodput is the share of all machine-seconds whose work was merged (data parallel:
+    whose step was kept). The rest was idle (waiting, joining), down (failed or
+    recovering) or lost (computed but never merged).
 
-    Sizes and durations only: no loss curve comes out, and a second takes
-    thousands of nodes a good step ahead. The same scenario and seed give the
-    same numbers.
+    Only sizes and durations are simulated, no training: thousands of nodes take
+    seconds. The same scenario and seed give the same numbers.
 
     Example: farloop simulate run --example failures --plot failures.svg
     """
-    with ended_in_one_line():
-        from farloop.sim.flow.simulator import Stuck
-        from farloop.sim.flow.sweep import run_all
+    from farloop.sim.flow.simulator import Stuck
+    from farloop.sim.flow.sweep import run_all
 
-        if list_examples:
-            return _list()
-        if plot is not None and plot.suffix not in (".svg", ".png", ".pdf"):
-            raise CommandError(f"--plot is a file named .svg, .png or .pdf, not {str(plot)!r}")
-        scenario = _scenario(file, example, seed, repeats)
-        if show:
-            return typer.echo(_example_text(example))
-        timeline = plot is not None and scenario.sweep is None
-        try:
-            with _watched(scenario, quiet=as_json) as watch:
-                rows = run_all(scenario, timeline=timeline, watch=watch)
-        except Stuck as error:
-            raise CommandError(f"{scenario.name} stands still for good: {error}") from error
-        if plot is not None:
-            from farloop.plots.simulation import draw_flow
+    if list_examples:
+        return _list()
+    check_figure(plot)
+    scenario = _scenario(file, example, seed, repeats)
+    if show:
+        return typer.echo(_example_text(example))
+    timeline = plot is not None and scenario.sweep is None
+    try:
+        with _watched(scenario, quiet=as_json) as watch:
+            rows = run_all(scenario, timeline=timeline, watch=watch)
+    except Stuck as error:
+        raise CommandError(f"{scenario.name} never finishes: {error}") from error
+    if plot is not None:
+        from farloop.plots.simulation import draw_flow
 
-            draw_flow(plot, scenario, rows)
-        if as_json:
-            typer.echo(json.dumps(report_json(scenario, rows), indent=1))
-        else:
-            _show_outcome(scenario, rows, plot)
+        draw_flow(plot, scenario, rows)
+    if as_json:
+        typer.echo(json.dumps(report_json(scenario, rows), indent=1))
+    else:
+        _show_outcome(scenario, rows, plot)
 
 
 def _scenario(file: Path | None, example: str | None, seed: int | None, repeats: int | None) -> "FlowScenario":
-    from farloop.cli.scenario_file import example_names, load_example, load_scenario
+    from farloop.config.scenario_file import example_names, load_example, load_scenario
 
     if (file is None) == (example is None):
         raise CommandError(f"either a SCENARIO.toml or --example is wanted, of {', '.join(example_names())}")
@@ -390,7 +364,7 @@ def _scenario(file: Path | None, example: str | None, seed: int | None, repeats:
 
 
 def _example_text(example: str | None) -> str:
-    from farloop.cli.scenario_file import example_text
+    from farloop.config.scenario_file import example_text
 
     if example is None:
         raise CommandError("--show goes with --example: it prints that file")
@@ -398,7 +372,7 @@ def _example_text(example: str | None) -> str:
 
 
 def _list() -> None:
-    from farloop.cli.scenario_file import example_names, load_example
+    from farloop.config.scenario_file import example_names, load_example
 
     names = example_names()
     for name in names:
@@ -407,7 +381,7 @@ def _list() -> None:
 
 @contextmanager
 def _watched(scenario: "FlowScenario", *, quiet: bool) -> "Iterator[Callable[[Case], None]]":
-    """A bar over the cases, on standard error, while they are played."""
+    """A progress bar on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -425,9 +399,6 @@ def _watched(scenario: "FlowScenario", *, quiet: bool) -> "Iterator[Callable[[Ca
             begun = True
 
         yield watch
-
-
-# --- what is shown
 
 
 def report_json(scenario: "FlowScenario", rows: "Sequence[Row]") -> dict[str, Any]:
@@ -460,7 +431,7 @@ def _show_outcome(scenario: "FlowScenario", rows: "Sequence[Row]", plot: Path | 
 
 
 def shares_table(scenario: "FlowScenario", rows: "Sequence[Row]") -> "Table":
-    """A row per variant and swept value: where its machine-seconds went."""
+    """A row per variant and swept value: shares of the machine time."""
     published = any(row.published is not None for row in rows)
     titles = ["goodput", *(["published"] if published else []), "idle", "down", "lost", "stale"]
     cells = []
@@ -473,7 +444,7 @@ def shares_table(scenario: "FlowScenario", rows: "Sequence[Row]") -> "Table":
 
 
 def work_table(scenario: "FlowScenario", rows: "Sequence[Row]") -> "Table":
-    """A row per variant and swept value: what was done, lost and sent, by all nodes together."""
+    """A row per variant and swept value: steps and bytes of all nodes."""
     titles = ["rounds", *(["in"] if scenario.steps else []), "lost steps", "up", "down", "state"]
     cells = []
     for row in rows:
@@ -493,15 +464,9 @@ def work_table(scenario: "FlowScenario", rows: "Sequence[Row]") -> "Table":
 def _outcome_table(
     scenario: "FlowScenario", rows: "Sequence[Row]", titles: Sequence[str], cells: Sequence[Sequence[str]]
 ) -> "Table":
-    from rich import box
-    from rich.table import Table
-
-    found = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
-    if scenario.sweep:
-        found.add_column(scenario.sweep.key, justify="right", no_wrap=True)
-    found.add_column("", overflow="fold", min_width=min(12, max(len(row.variant) for row in rows)))
-    for title in titles:
-        found.add_column(title, justify="right", no_wrap=True)
+    swept = [scenario.sweep.key] if scenario.sweep else []
+    found = table(*swept, "", *titles, fold=("",))
+    found.columns[len(swept)].min_width = min(12, max(len(row.variant) for row in rows))
     before: float | None = None
     for row, line in zip(rows, cells, strict=True):
         begins = row.value != before
@@ -513,15 +478,6 @@ def _outcome_table(
     return found
 
 
-# --- `farloop simulate …`: what a run would cost, before there is one. The commands are at home in files of their own.
-
-
-simulate_app = typer.Typer(
-    help="See what a link, a method or a failure costs before anything is started.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
+simulate_app = Commands("Predict the cost of a link, a method or failures before a run starts.")
 simulate_app.command()(bandwidth)
 simulate_app.command()(run)

@@ -1,4 +1,4 @@
-"""What a running coordinator tells, once or until it ends."""
+"""The command status: fetch the status of a running coordinator and show it, once or until the run ends."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from farloop.cli.progress import Display
 from farloop.cli.status_view import draw, draw_network
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.monitoring.status import Status
-from farloop.monitoring.status_summary import cleaned
+from farloop.monitoring.status_summary import cleaned, view_of
 
 DEFAULT_URL = "http://127.0.0.1:9700"
 
@@ -28,7 +28,7 @@ def fetch(url: str) -> Status:
     """The status of the coordinator at `url`.
 
     Raises:
-        CommandError: nobody answers there, or it is not a coordinator.
+        CommandError: no answer, or not from a coordinator.
     """
     page = page_of(url)
     try:
@@ -64,18 +64,18 @@ def page_of(url: str) -> str:
 
 
 def show(url: str, console: Console) -> None:
-    """One picture."""
+    """Show the status once."""
     status, (width, height) = cleaned(fetch(url)), console.size
-    console.print(draw(status, width=width, max_nodes=max(height, 40)))
+    console.print(draw(view_of(status), width=width, max_nodes=max(height, 40)))
 
 
 def show_network(url: str, console: Console) -> None:
-    """Machines and links."""
+    """Show machines and links."""
     console.print(draw_network(cleaned(fetch(url))))
 
 
 def watch(url: str, console: Console) -> None:
-    """A living picture until the coordinator ends, or Ctrl-C."""
+    """Show the status live until the coordinator ends, or Ctrl-C."""
     status = cleaned(fetch(url))
     with Display(console) as display:
         while True:

@@ -1,6 +1,9 @@
-"""The command top."""
+"""The command top: a full-screen view of a run, whose nodes can be sorted and selected.
 
-import importlib.util
+It draws with `status_view.py` and fetches the status in a thread: when the coordinator does not answer, the last view
+stays, with a line that says so.
+"""
+
 import math
 import os
 import threading
@@ -21,14 +24,8 @@ from farloop.cli.status import fetch
 from farloop.cli.status_view import WIDE, head, node_cells, recent_table
 from farloop.config.exit_codes import CommandError
 from farloop.monitoring.status import NodeStatus, Status
-from farloop.monitoring.status_summary import cleaned, part_text, sync_text
+from farloop.monitoring.status_summary import NodeView, cleaned, view_of
 from farloop.monitoring.units import NOTHING, count_text, duration_text, size_text
-
-# --- The screen of `farloop top`: nodes to sort and to walk through, above them the run, below what happened lately.
-#
-# Draws what `status_view.py` draws, and asks for a status in a thread of its own: a coordinator that does not answer
-# leaves the last picture standing, with a line that says so.
-
 
 POLL_S = 1.0
 
@@ -81,7 +78,7 @@ class Top(App[None]):
     #nodes { height: auto; max-height: 50%; margin-top: 1; }
     #chosen { padding: 0 1; margin-top: 1; height: auto; color: $text-muted; text-wrap: nowrap;
               text-overflow: ellipsis; }
-    #lately { padding: 0 1; margin-top: 1; height: 1fr; scrollbar-size-vertical: 1; }
+    #recent { padding: 0 1; margin-top: 1; height: 1fr; scrollbar-size-vertical: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         ("q", "quit", "quit"),
@@ -99,7 +96,7 @@ class Top(App[None]):
         super().__init__()
         self.ansi_theme_light = ON_LIGHT
         self.theme = LIGHT if is_light else DARK
-        self._status, self._look, self._poll_s = first, look, poll_s
+        self._view, self._look, self._poll_s = view_of(first), look, poll_s
         self._pace = Pace()
         self._eta_s = math.inf
         self._sort, self._descending, self._paused = "node", False, False
@@ -111,21 +108,21 @@ class Top(App[None]):
         yield Static(id="head")
         yield DataTable[Text](id="nodes", cursor_type="row", cell_padding=_PADDING // 2)
         yield Static(id="chosen")
-        with VerticalScroll(id="lately", can_focus=True):
-            yield Static(id="happenings")
+        with VerticalScroll(id="recent", can_focus=True):
+            yield Static(id="events")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         """Show the first status, and ask for more."""
         self.query_one(DataTable).focus()
-        self.take(self._status)
+        self.take(self._view.status)
         self.set_interval(self._poll_s, self._ask)
 
     # --- what is told
 
     def take(self, status: Status) -> None:
         """Show a status."""
-        self._status, self._eta_s = status, self._pace.update(status)
+        self._view, self._eta_s = view_of(status), self._pace.update(status)
         if self._is_up:
             self.query_one("#silent").display = False
             self._draw()
@@ -201,20 +198,19 @@ class Top(App[None]):
     @property
     def _is_up(self) -> bool:
         """Whether all parts of the screen are there: events may come before, and while it is taken down."""
-        return len(self.query("#silent, #head, #nodes, #chosen, #happenings")) == 5
+        return len(self.query("#silent, #head, #nodes, #chosen, #events")) == 5
 
     def _draw(self) -> None:
         if not self._is_up:
             return
         width = self.size.width - 2
         paused = "paused" if self._paused else ""
-        self.query_one("#head", Static).update(head(self._status, width=width, link=paused, eta_s=self._eta_s))
+        self.query_one("#head", Static).update(head(self._view, width=width, link=paused, eta_s=self._eta_s))
         self._draw_nodes()
         self._draw_chosen()
-        recent = self._status.get("recent", [])
-        shown = recent_table(recent[::-1], wide=width >= WIDE, most=len(recent)) if recent else Text(
-            "nothing was refused, dropped or lost lately", style="dim")  # fmt: skip
-        self.query_one("#happenings", Static).update(shown)
+        none = Text("no recent refusals, drops or losses", style="dim")
+        events = self._view.events[::-1]
+        self.query_one("#events", Static).update(recent_table(events, wide=width >= WIDE) if events else none)
 
     def _draw_nodes(self) -> None:
         table, chosen = self.query_one(DataTable), self._chosen()
@@ -227,60 +223,58 @@ class Top(App[None]):
                 mark = (" ▼" if self._descending else " ▲") if name == self._sort else ""
                 justify: JustifyMethod = "left" if name in _LEFT else "right"
                 table.add_column(Text(name + mark, justify=justify), key=name, width=widths[name])
-            nodes = sorted(self._status["nodes"], key=SORTS[self._sort], reverse=self._descending)
+            nodes = sorted(self._view.nodes, key=lambda node: SORTS[self._sort](node.status), reverse=self._descending)
             for node in nodes:
-                cells = node_cells(node, self._status) | {"heard": Text(duration_text(node["last_heard_s"]))}
+                cells = node_cells(node, self._view)
                 for name, cell in cells.items():
                     cell.justify = "left" if name in _LEFT else "right"
                     cell.truncate(widths.get(name, 1), overflow="ellipsis")
-                table.add_row(*(cells[name] for name in columns), key=node["name"])
-            names = [node["name"] for node in nodes]
-            if chosen is not None and chosen["name"] in names:
-                table.move_cursor(row=names.index(chosen["name"]))
+                table.add_row(*(cells[name] for name in columns), key=node.name)
+            names = [node.name for node in nodes]
+            if chosen is not None and chosen.name in names:
+                table.move_cursor(row=names.index(chosen.name))
 
-    def _chosen(self) -> NodeStatus | None:
+    def _chosen(self) -> NodeView | None:
         table = self.query_one(DataTable)
         if not table.row_count:
             return None
         name = table.ordered_rows[table.cursor_row].key.value
-        return next((node for node in self._status["nodes"] if node["name"] == name), None)
+        return next((node for node in self._view.nodes if node.name == name), None)
 
     def _draw_chosen(self) -> None:
         node = self._chosen()
-        text = about(node, self._status) if node is not None else Text("no node has joined yet")
+        text = about(node) if node is not None else Text("no node has joined yet")
         self.query_one("#chosen", Static).update(text)
 
 
-def about(node: NodeStatus, status: Status) -> Text:
-    """Up to three lines on one node: what has no column, or does not fit into one; the least important comes last."""
+def about(view: NodeView) -> Text:
+    """Up to three lines on one node: what has no column or does not fit into one; the least important comes last."""
+    node = view.status
     text = Text()
-    text.append(node["name"], style="bold")
-    text.append(f"  {node['device'] or NOTHING}, heard {duration_text(node['last_heard_s'])} ago")
+    text.append(view.name, style="bold")
+    text.append(f"  {node['device'] or NOTHING}, last message {view.heard} ago")
     text.append(f", start {node['incarnation']}" if node["incarnation"] > 1 else "")
-    text.append(f", holds {part}" if (part := part_text(node)) else "")
+    text.append(f", holds {view.part}" if view.part else "")
     facts = [
         f"round {node['round']:,}",
         f"{count_text(node['tokens'])} tokens",
         f"blocked {duration_text(node['blocked_s'])}",
-        f"{size_text(node['bytes_up'])} up",
-        f"{size_text(node['bytes_down'])} down",
+        f"{view.up} up",
+        f"{view.down} down",
         f"{size_text(node['bytes_state'])} of snapshots and probes",
     ]
     missed = {
         "steps lost": node["lost_steps"],
         "steps skipped": node.get("skipped_steps", 0),
-        "sends left out": node.get("skipped_turns", 0),
+        "sends skipped": node.get("skipped_turns", 0),
     }
     facts[2:2] = [f"{count:,} {what}" for what, count in missed.items() if count]
     text.append(f"\n{', '.join(facts)}")
-    text.append(f"\n{now}" if (now := sync_text(node, status["windows"])) else "")
+    text.append(f"\n{view.now}" if view.now else "")
     return text
 
 
-# --- `farloop top`: a live view of a run on a whole terminal. What it looks like is in `top.py`.
-
-
-MISSING = "farloop top needs textual: pip install 'farloop[top]'; farloop status --watch does without"
+# --- the command
 
 
 def is_light(environ: Mapping[str, str]) -> bool:
@@ -292,10 +286,8 @@ def top(url: str, *, light: bool | None = None) -> None:
     """Show the run until `q`, dark or light; None: as the terminal says that it is, or else dark.
 
     Raises:
-        CommandError: textual is missing, nobody answers at `url`, or it is no coordinator.
+        CommandError: nobody answers at `url`, or it is no coordinator.
     """
-    if importlib.util.find_spec("textual") is None:
-        raise CommandError(MISSING)
 
     def look() -> Status:
         return cleaned(fetch(url))

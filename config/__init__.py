@@ -1,1 +1,1 @@
-"""RUN.toml and NODE.toml, flags and environment; from settings to the run's specification."""
+"""Settings files, flags and environment; the run's specification from them; inputs of the planner and the simulator."""

@@ -1,4 +1,4 @@
-"""Ask the coordinator of a state directory through its admin socket."""
+"""Requests to the coordinator of a state directory through its admin socket."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,20 +8,20 @@ from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.coordinator.admin import NAME, ask
 
 TIMEOUT_S = 60.0
-"""For an answer: it comes once the change is durable, and a disk may have to be emptied first."""
+"""Time limit for an answer, which comes once the change is durable."""
 
 
 def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping[str, Any]:
-    """Ask the coordinator of this state folder; its answer.
+    """Request a change of terms, and return the answer.
 
     Raises:
-        CommandError: the words are none, no coordinator runs there, or it refused: one line each.
+        CommandError: invalid words, no coordinator, or a refusal; one line each.
     """
     return asked({"do": "set", "given": _given(words), "dry_run": dry_run}, state)
 
 
 def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
-    """What the coordinator of this state folder answers. Raises CommandError, as `change_terms`; NoFolder."""
+    """The coordinator's answer to a request. Raises CommandError, NoFolder."""
     from farloop.coordinator.storage.state_reader import state_folder
 
     state_folder(state)

@@ -1,7 +1,7 @@
-"""How a command ends: one line for the person, one number for the scheduler that has to decide whether to retry.
+"""How commands end: one line on standard error, and an exit code from which a scheduler decides whether to retry.
 
-Every expected error is one line on standard error, never a traceback; whatever is left is a bug, and shows all it has.
-The table is in `docs/exit-codes.md` and at the foot of `farloop --help`.
+An expected error has no traceback; an unexpected one is a bug and shows it. The codes are in `docs/exit-codes.md` and
+in `farloop --help`.
 """
 
 import traceback
@@ -30,7 +30,7 @@ class ExitCode(IntEnum):
 
     @property
     def meaning(self) -> str:
-        """What a person or a scheduler should know."""
+        """For help texts."""
         return _MEANINGS[self]
 
 
@@ -49,7 +49,7 @@ EPILOG = "Exit codes: " + ", ".join(f"{code.value} {code.meaning}" for code in E
 
 
 class CommandError(Exception):
-    """What this command line itself has to refuse: one line, and the code to end with."""
+    """A refusal of a command: one line, and the exit code."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.USAGE) -> None:
         super().__init__(message)
@@ -57,8 +57,8 @@ class CommandError(Exception):
 
 
 def explain(error: BaseException) -> tuple[ExitCode, str] | None:
-    """Code and line of an expected error, also one inside a group; None for a surprise."""
-    # Imported when something failed, not before: `farloop --help` has no use for the daemons.
+    """Code and line of an expected error, also inside a group; None for others."""
+    # Late, for the speed of `farloop --help`.
     from farloop.coordinator.errors import Fenced, NoFolder, StorageError
     from farloop.monitoring.endpoint import EndpointError
     from farloop.node.data import CorpusError
@@ -93,7 +93,7 @@ def _with_next_step(error: "StorageError") -> str:
 
 @contextmanager
 def ended_in_one_line() -> Iterator[None]:
-    """Around the body of every command: errors become one line and an exit code."""
+    """The error edge of a command: errors become one line and an exit code."""
     try:
         yield
     except KeyboardInterrupt:
@@ -112,5 +112,5 @@ def ended_in_one_line() -> Iterator[None]:
 
 
 def say_error(line: str) -> None:
-    """One line on standard error, whatever is in it."""
+    """Print one line on standard error."""
     typer.echo(f"farloop: error: {' '.join(line.split())}", err=True)

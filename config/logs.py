@@ -1,6 +1,6 @@
-"""Log lines on standard error: `key=value` for people and grep, or one JSON object each for collectors.
+"""Log lines on standard error: `key=value`, or one JSON object per line.
 
-Messages are written as `event key=value …` all over farloop; here the pairs are told apart again.
+All messages of farloop have the form `event key=value …`; the pairs are parsed here.
 """
 
 import ast
@@ -24,7 +24,7 @@ class LogLevel(StrEnum):
 
 
 def set_up(level: LogLevel, *, json_lines: bool = False, rank: int = 0) -> None:
-    """Send all logs of this process to standard error. Ranks other than 0 repeat what rank 0 says: warnings only."""
+    """Send all logs of this process to standard error; of ranks other than 0 warnings only."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if json_lines else KeyValueLines())
     threshold = getattr(logging, level.upper())

@@ -1,7 +1,7 @@
 """From settings to the run's specification and first anchors."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,17 +15,8 @@ from farloop.algo.methods import Method, default_mix, method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.sample_order import arrivals
 from farloop.algo.schedule import num_rounds
-from farloop.algo.spec import (
-    Identity,
-    InnerOptimizer,
-    LearningRate,
-    LearningRateShape,
-    Rewarm,
-    RoundRule,
-    RunSpec,
-    Screen,
-    Terms,
-)
+from farloop.algo.spec import Identity, RunSpec
+from farloop.algo.terms import InnerOptimizer, LearningRate, LearningRateShape, Rewarm, RoundRule, Screen, Terms
 from farloop.algo.validation import check, check_learning_rate, check_rounds, given_as
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.data import Corpus, CorpusError, EvaluationSet, load_corpus, num_samples
@@ -38,121 +29,121 @@ from farloop.wire.keys import check_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The table `[run]` of a RUN.toml. What is None follows from the method and the size of the run."""
+    """The table `[run]` of a RUN.toml. None: derived from the method and the size of the run."""
 
     name: str = "run"
-    """What people call it."""
+    """Name of the run."""
     seed: int = 0
-    """Of the first weights and of the order of the samples."""
+    """Seed of the initial weights and the sample order."""
     model: str = "tiny"
     """A built-in model: nano, micro, tiny, small or base."""
     init: Path | None = None
-    """A safetensors file with the first weights of a model of your own; takes the place of `model`, and of the data."""
+    """A safetensors file with the initial weights of your own model; replaces `model` and the data."""
     nodes: int = 2
     """Nodes that the run waits for before it starts."""
     steps: int = 600
     """Inner steps of each node."""
     method: str = "streaming"
-    """diloco, streaming, co2, decoupled, async, sparse or data-parallel; `farloop methods` tells them apart."""
+    """diloco, streaming, co2, decoupled, async, sparse or data-parallel; `farloop methods` compares them."""
     h: int | None = None
     """Inner steps between two sends of a fragment."""
     h_share_of: str | None = None
-    """Nodes that do a share of a round's steps, as "rome=0.86 oslo=0.5": a step per slot at least."""
+    """Nodes that do a share of the steps of a round, e.g. "rome=0.86 oslo=0.5"; at least one step per slot."""
     tau: int | None = None
     """Inner steps between a send and its merge."""
     mix: float | None = None
-    """Share of the local weights that a merge keeps, 0 to 1; unless given, that of the method, and at most 1/nodes."""
+    """Share of the local weights that a merge keeps, 0 to 1. Default: that of the method, at most 1/nodes."""
     lag: int | None = None
-    """1: an update has the whole next round to come, and is merged at its end; tau and mix are 0 then."""
+    """1: an update may arrive during the next round and is merged at its end; tau and mix are 0."""
     eager: bool = False
-    """With lag = 1: train on as if the node's own latest delta were merged already (arXiv 2502.12996)."""
+    """With lag = 1: continue as if the node's own latest delta were already merged (arXiv 2502.12996)."""
     blocks_per_fragment: int = 3
-    """Transformer blocks of a fragment, where the method cuts the model."""
+    """Transformer blocks per fragment, for methods that cut the model."""
     stages: str | None = None
-    """Where a pipeline cuts the model: the first block of every stage but the first, as "4,8". No fragment crosses a
-    cut, embedding and head are of stage 0, and a node may hold some stages; nodes and quorum are of each."""
+    """First block of each pipeline stage but the first, e.g. "4,8". No fragment crosses a cut; embedding and head
+    belong to stage 0. A node may hold some stages; nodes and quorum count per stage."""
     codec_up: str | None = None
-    """From the nodes to the coordinator: a name of `farloop codecs`, or one with parameters, as q4r:step=0.7."""
+    """Codec from the nodes to the coordinator: a name from `farloop codecs`, or with parameters, e.g. q4r:step=0.7."""
     codec_up_of: str | None = None
-    """Nodes that send by another one, as "rome=q4r oslo=q8": behind thinner links than the others."""
+    """Nodes with another uplink codec, e.g. "rome=q4r oslo=q8", for slower links."""
     codec_down: str | None = None
-    """... and back."""
+    """Codec from the coordinator to the nodes."""
     outer_lr: float | None = None
-    """ν of the outer optimizer."""
+    """Learning rate ν of the outer optimizer."""
     outer_momentum: float | None = None
-    """μ of the outer optimizer."""
+    """Momentum μ of the outer optimizer."""
     outer_clip: float | None = None
-    """co2: largest size of an element of the outer momentum; 1 unless given (arXiv 2401.16265)."""
+    """co2: largest absolute element of the outer momentum. Default: 1 (arXiv 2401.16265)."""
     outer_buffer: int | None = None
-    """async: deltas between two steps of the outer momentum; the number of nodes unless given (arXiv 2401.09135)."""
+    """async: deltas between two steps of the outer momentum. Default: the number of nodes (arXiv 2401.09135)."""
     outer_spread: float = 0.0
     """async: share of the momentum in each of these steps, 0 to 1/outer_buffer (same source; 0.1 is no better)."""
     outer_restart: int = 0
-    """Outer steps after which the outer momentum begins anew from zero; 0 for never (arXiv 2605.28585)."""
+    """Outer steps after which the outer momentum is reset to zero; 0: never (arXiv 2605.28585)."""
     inner_optimizer: str = "adamw"
-    """adamw, or muon for the matrices of layers with adamw for the rest, at the same learning rate."""
+    """adamw, or muon for the matrices of layers and adamw for the rest, at the same learning rate."""
     screen: str = "norm"
-    """What is looked for in deltas: norm (far too long, replayed or copied), full (directions as well), or off."""
+    """Screening of deltas: norm (far too long, replayed or copied), full (also directions), or off."""
     norm_band: float = 8.0
-    """Times the usual length of late that a delta may have."""
+    """Largest norm of a delta, as a multiple of the recent norm."""
     merge: str | None = None
-    """For nodes that nobody vouches for, in the place of the mean: clipped, median, trimmed or krum."""
+    """Robust aggregation for untrusted nodes: clipped, median, trimmed or krum. Default: the mean."""
     control_variates: bool = False
-    """Correct each node's steps for what its data differ from those of all (arXiv 2308.08165): for shards that are not
-    alike, with diloco, outer_momentum = 0 and a dense codec_up as q4; one more fp32 copy of the model on each node."""
+    """Correct the steps of each node for its data distribution (arXiv 2308.08165), for shards that differ. Needs
+    diloco, outer_momentum = 0 and a dense codec_up such as q4; costs one more fp32 copy of the model per node."""
     outer_correction: bool = True
-    """Where rounds differ in length, correct ν, μ and the delta for the work in each (arXiv 2609.36662)."""
+    """If rounds differ in length, correct ν, μ and the delta for the work in each (arXiv 2609.36662)."""
     h_rule: str = "constant"
-    """How long rounds are: constant, qsr (α/η)², linear α/η, cubic (α/η)³, or post-local."""
+    """Length of rounds: constant, qsr (α/η)², linear α/η, cubic (α/η)³, or post-local."""
     h_alpha: float | None = None
-    """α of qsr, linear and cubic; lr·√h starts qsr with h steps at the peak (arXiv 2310.14423)."""
+    """α of qsr, linear and cubic. With lr·√h, qsr has h steps at the peak (arXiv 2310.14423)."""
     h_init: int | None = None
-    """H while the learning rate warms up: h unless given; of post-local, before h_switch: 1."""
+    """H during the warm-up of the learning rate. Default: h; post-local: 1 until h_switch."""
     h_max: int | None = None
-    """Longest round; as long as the run unless given. What a crash can lose grows with it."""
+    """Longest round. Default: unbounded. A crash can lose up to this many steps."""
     h_switch: int | None = None
     """post-local: position from which rounds have h steps."""
     lr: float = 2e-3
     """Peak of the inner learning rate."""
     min_lr: float = 2e-4
-    """Where it starts and ends."""
+    """Learning rate at the start and the end."""
     warmup_steps: int | None = None
-    """Schedule positions from min_lr to lr; a tenth of the run, at most 100, unless given."""
+    """Schedule positions from min_lr to lr. Default: a tenth of the run, at most 100."""
     schedule: str = "cosine"
-    """Of the learning rate after its warm-up: cosine, linear, step, wsd, infinite or constant."""
+    """Learning rate after the warm-up: cosine, linear, step, wsd, infinite or constant."""
     drops: str | None = None
-    """step: positions from which the learning rate is drop_factor of what it was, as "300,450"."""
+    """step: positions at which the learning rate is multiplied by drop_factor, e.g. "300,450"."""
     drop_factor: float = 0.1
-    """step: what is left after a drop."""
+    """step: factor of each drop."""
     decay_share: float = 0.2
-    """wsd: share of the run in which it falls from lr to min_lr, at the end (arXiv 2405.18392)."""
+    """wsd: share of the run, at its end, for the decay from lr to min_lr (arXiv 2405.18392)."""
     decay: str = "sqrt"
-    """wsd: sqrt or linear."""
+    """wsd: shape of the decay, sqrt or linear."""
     constant_lr: float | None = None
-    """infinite: what is held after the cool-down; midway between lr and min_lr unless given."""
+    """infinite: learning rate after the cool-down. Default: the mean of lr and min_lr."""
     cooldown_steps: int | None = None
-    """infinite: positions from lr to constant_lr; a quarter of the run unless given."""
+    """infinite: positions from lr to constant_lr. Default: a quarter of the run."""
     anneal_at: int | None = None
-    """infinite: position from which it falls to min_lr at the run's end; never unless given."""
+    """infinite: position at which the decay to min_lr starts, until the end of the run. Default: never."""
     rewarms: str | None = None
-    """Position and peak of every re-warm, as "600:1e-3,900:5e-4", and where it brings a text of [data] phases the share
-    of samples still drawn from the data before, as "600:1e-3:0.05": 0.05 after a weak shift (arXiv 2403.08763)."""
+    """Position and peak of each re-warm, e.g. "600:1e-3,900:5e-4". If it brings a text of [data] phases, also the share
+    of samples still drawn from earlier data, e.g. "600:1e-3:0.05": 0.05 suits a weak shift (arXiv 2403.08763)."""
     rewarm_momentum: float = 0.0
-    """Share of the outer momentum that survives a re-warm."""
+    """Share of the outer momentum that is kept at a re-warm."""
     clip: float = 1.0
     """Largest global norm of an inner gradient."""
     weight_decay: float = 0.1
-    """Of matrices, in the inner optimizer."""
+    """Weight decay of matrices in the inner optimizer."""
     batch_sequences: int = 8
-    """Sequences of one inner step of one node."""
+    """Sequences per inner step of one node."""
     sequence_tokens: int = 128
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     quorum: int | None = None
-    """Contributions that close a window; all that are expected unless given."""
+    """Contributions that close a window. Default: all expected ones."""
     floor: int = 1
     """Fewest contributions that may be merged."""
     evaluate_every_rounds: int | None = None
-    """Rounds between two evaluations; about every 30 steps unless given."""
+    """Rounds between two evaluations. Default: about every 30 steps."""
     evaluation_sequences: int = 64
     """Sequences of the fixed evaluation set."""
 
@@ -162,26 +153,26 @@ class DataConfig:
     """The table `[data]` of a RUN.toml or NODE.toml; both must name the same text."""
 
     path: Path | None = None
-    """Text file, JSONL file or folder; the source of Python's standard library unless given."""
+    """Text file, JSONL file or folder. Default: the source of Python's standard library."""
     max_bytes: int = 16_000_000
-    """How much of it is read at most, and of each of the phases."""
+    """Most bytes to read from it, and from each of the phases."""
     phases: tuple[Path, ...] | None = None
-    """Texts as that of path, one of each re-warm that has a replay, in order. The evaluation set stays that of path."""
+    """Texts like path, one for each re-warm with a replay, in order. The evaluation set stays that of path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run that can be begun."""
+    """A valid run."""
 
     spec: RunSpec
     anchors: list[Tensor]
     notes: list[str]
-    """Choices that a person should know of."""
+    """Derived settings worth telling the user."""
     evaluation: EvaluationSet | None
 
 
 def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) -> Plan:
-    """Everything the nodes must agree on. `corpus`: that of `data`, where the caller has read it already.
+    """Everything the nodes must agree on. `corpus`: that of `data`, if already loaded.
 
     Raises:
         ValueError: a setting is out of range, one sentence.
@@ -222,8 +213,8 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
 
 
 def _check_phases(terms: Terms, data: DataConfig, *, brings_data: bool) -> None:
-    """Every re-warm with a replay has its text, and the other way round. Raises ValueError, one sentence."""
-    brought, texts = len(arrivals(terms.lr)), len(data.phases or ())
+    """Each re-warm with a replay needs its text, and vice versa. Raises ValueError, one sentence."""
+    brought, texts = len(arrivals(terms.schedule.lr)), len(data.phases or ())
     if not brings_data and brought:
         raise ValueError("rewarms: one has a replay, but with init the nodes' own loops bring the data: leave it out")
     if brings_data and brought != texts:
@@ -235,7 +226,7 @@ def _check_phases(terms: Terms, data: DataConfig, *, brings_data: bool) -> None:
 
 
 def _later_corpus(path: Path, max_bytes: int, sequence_tokens: int) -> Corpus:
-    """One that a re-warm brings. Raises CorpusError."""
+    """The corpus of a re-warm. Raises CorpusError."""
     try:
         corpus = load_corpus(path, max_bytes=max_bytes)
     except CorpusError as error:
@@ -255,7 +246,7 @@ def _stages(text: str | None) -> tuple[int, ...]:
 
 
 def _given_of(key: str, text: str | None) -> Any:
-    """What some nodes have of their own. Raises ValueError, one sentence."""
+    """Settings of single nodes. Raises ValueError, one sentence."""
     given = given_as(key, text or "", ())
     for node, _ in given:
         try:
@@ -280,10 +271,10 @@ def _first_weights(config: RunConfig) -> tuple[dict[str, Tensor], str]:
 
 
 def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
-    """The run's terms, and the choices in them that a person should know of.
+    """The run's terms, and notes about derived ones.
 
     Raises:
-        ValueError: it cannot have such a learning rate or such rounds, one sentence.
+        ValueError: learning rate or rounds are invalid, one sentence.
     """
     notes: list[str] = []
     h = method.h if config.h is None else config.h
@@ -291,7 +282,7 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
         raise ValueError(f"steps and h are at least 1, not {config.steps} and {h}")
     every = max(1, round(30 / h)) if config.evaluate_every_rounds is None else config.evaluate_every_rounds
     lag = method.lag if config.lag is None else config.lag
-    terms = Terms(
+    terms = Terms.from_flat(
         method=method.name,
         steps=config.steps,
         h=h,
@@ -342,7 +333,7 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
     outer_momentum = outer.momentum if config.outer_momentum is None else config.outer_momentum
     clip = outer.clip if config.outer_clip is None else config.outer_clip
     buffer = outer.buffer if config.outer_buffer is None else config.outer_buffer
-    settled = replace(terms, outer_lr=outer_lr, outer_momentum=outer_momentum, outer_clip=clip, outer_buffer=buffer)
+    settled = terms.replace(outer_lr=outer_lr, outer_momentum=outer_momentum, outer_clip=clip, outer_buffer=buffer)
     return settled, notes
 
 

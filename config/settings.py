@@ -1,4 +1,8 @@
-"""RUN.toml and NODE.toml, environment and flags, as settings."""
+"""Settings: RUN.toml and NODE.toml, the environment and flags, validated into the dataclasses of the daemons.
+
+The keys are the fields of those dataclasses, and their meanings the docstrings below the fields. `load` checks types,
+names, bounds, addresses and keys; `planned` also checks the run itself: it builds the model and reads the data.
+"""
 
 import ast
 import dataclasses
@@ -9,7 +13,7 @@ import os
 import re
 import textwrap
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -42,12 +46,8 @@ from farloop.node.pipeline.events import LayoutError
 from farloop.node.pipeline.layout import read_layout
 from farloop.node.pipeline.trainer import NORMALISE, PipelineConfig
 from farloop.node.trainer import NodeConfig
-from farloop.quant.errors import BadParameter
 from farloop.quant.registry import CODECS, codec_named
 from farloop.wire.keys import check_name
-
-# --- Which keys the sections of a settings file have: taken from the dataclasses that own them, docstrings included.
-
 
 _PATHS = tuple[Path, ...]
 
@@ -63,10 +63,10 @@ _WANTED: Mapping[object, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """Keys that both daemons have and only the command line cares for."""
+    """Keys of both daemons that only the command line uses."""
 
     insecure: bool = False
-    """Beyond this machine without keys: everything in the clear, and anybody may take part."""
+    """Allow connections beyond this machine without keys: unencrypted, and open to anybody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +77,14 @@ class Key:
     name: str
     kind: type
     optional: bool
-    """Whether it may stay open, as None."""
+    """Whether None is allowed."""
     default: object
-    """`dataclasses.MISSING` where it has to be given."""
+    """`dataclasses.MISSING` for a required key."""
     meaning: str
     """The docstring of its field, as one line."""
 
     def parse(self, given: Given) -> object:
-        """The value that was given, as the type it must have. Raises ConfigError."""
+        """The given value in its type. Raises ConfigError."""
         if self.optional and given.value == "":
             return None
         if (self.kind is Path and given.value == "") or (isinstance(given.value, list) and "" in given.value):
@@ -99,15 +99,15 @@ class Key:
 
     def _validated(self, value: object, *, is_text: bool) -> Any:
         adapter: TypeAdapter[Any] = TypeAdapter(self.kind)
-        if is_text and self.kind == _PATHS:  # a text has commas where a file has a list
+        if is_text and self.kind == _PATHS:  # a file has a list
             return tuple(Path(part.strip()) for part in str(value).split(","))
         if is_text:
             return adapter.validate_strings(value)
-        # As JSON, because only there strict means: a path may be text, a number may not.
+        # Strict validation accepts text for a path only as JSON.
         return adapter.validate_json(json.dumps(value), strict=True)
 
     def _hint(self, given: Given) -> str:
-        """A value of another type that says the same, as `"600"` for 600."""
+        """The value in the right type, as 600 for `"600"`."""
         if given.is_text or self.kind is Path or isinstance(given.value, dict | list):
             return ""
         try:
@@ -153,7 +153,7 @@ def _kind(hint: Any) -> tuple[type, bool]:
 
 
 def _meanings(owner: type) -> dict[str, str]:
-    """The docstrings below the fields of a dataclass, which Python itself forgets."""
+    """The docstrings below the fields of a dataclass, which Python does not keep."""
     (body,) = (node for node in ast.parse(textwrap.dedent(inspect.getsource(owner))).body)
     assert isinstance(body, ast.ClassDef)
     meanings = {}
@@ -178,17 +178,11 @@ RUN_SCHEMA: Schema = {
 }
 
 NODE_SCHEMA: Schema = {
-    # The data has a section of its own, the same in both files.
+    # Data have a section of their own, the same in both files.
     "node": _section("node", NodeConfig, Exposure, without=frozenset({"data", "data_bytes", "data_phases"})),
     "data": _section("data", DataConfig),
     "pipeline": _section("pipeline", PipelineConfig),
 }
-
-
-# --- RUN.toml and NODE.toml with the environment and flags on top, as the dataclasses that the daemons take.
-#
-# Here ends the doubt: what leaves this room has the right types, names that exist, and keys where others can listen.
-# What the mathematics of a run demands is asked by `planned`, for it takes the model and the data to know.
 
 
 CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
@@ -201,7 +195,7 @@ CHOICES: Mapping[tuple[str, str], Iterable[str]] = {
     ("run", "screen"): SCREENS,
     ("run", "merge"): ROBUST_RULES,
     ("pipeline", "normalise"): NORMALISE,
-    ("coordinator", "adapt"): ADAPTS,
+    ("coordinator", "mitigation"): ADAPTS,
 }
 
 LEAST = {
@@ -221,7 +215,14 @@ LEAST = {
 }
 
 _MOST = 2**63 - 1
-"""What the wire and torch can carry."""
+"""Largest integer of the wire and of torch."""
+
+_SHARES = {
+    ("coordinator", "min_participation"): (1.0, "share; 0 to 1 is wanted, as 0.5"),
+    ("coordinator", "egress_price_per_gb"): (math.inf, "price; 0 or more is wanted"),
+    ("coordinator", "probe_share"): (math.inf, "share; 0 or more is wanted, as 0.01"),
+}
+"""Largest value, and what is wanted."""
 
 _TERM_KEYS = {
     "min_nodes": "nodes",
@@ -232,7 +233,7 @@ _TERM_KEYS = {
     **{f"lr.{key}": key for key in ("warmup_steps", "drops", "drop_factor", "decay_share", "cooldown_steps")},
     **{f"lr.{key}": key for key in ("anneal_at", "rewarms")},
 }
-"""What the terms of a run call otherwise than the file does."""
+"""Names of terms that differ from the keys of the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,11 +243,11 @@ class Setting:
     key: Key
     value: Any
     given: Given | None
-    """None where it is the default."""
+    """None for the default."""
 
     @property
     def origin(self) -> str:
-        """Who gave it."""
+        """Where the value comes from."""
         return self.given.origin if self.given else "default"
 
 
@@ -261,6 +262,15 @@ class Settings:
         """The values of one section."""
         return {key: setting.value for (section, key), setting in self.by_name.items() if section == name}
 
+    def check(self, section: str, key: str, rule: Callable[[Any], object]) -> None:
+        """Apply a rule that raises ValueError, unless the key is open, or empty as by default. Raises ConfigError."""
+        setting = self.by_name[section, key]
+        try:
+            if setting.value is not None and (setting.value, setting.key.default) != ("", ""):
+                rule(setting.value)
+        except ValueError as error:
+            raise self.error(section, key, str(error)) from error
+
     def error(self, section: str, key: str, what: str) -> ConfigError:
         """About a key, wherever it was given."""
         given = self.by_name[section, key].given
@@ -269,7 +279,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """What a coordinator needs."""
+    """A valid RUN.toml."""
 
     settings: Settings
     run: RunConfig
@@ -279,7 +289,7 @@ class RunFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFile:
-    """What a node needs."""
+    """A valid NODE.toml."""
 
     settings: Settings
     node: NodeConfig
@@ -288,7 +298,7 @@ class NodeFile:
 
 
 def load(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> RunFile | NodeFile:
-    """Whichever of the two a file is: a NODE.toml has a section [node]. Raises ConfigError."""
+    """A RUN.toml or NODE.toml; the latter has a section [node]. Raises ConfigError."""
     if "node" in load_tables(path)[1]:
         return load_node(path, flags=flags, environ=environ)
     return load_run(path, flags=flags, environ=environ)
@@ -297,18 +307,10 @@ def load(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> Run
 def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> RunFile:
     """A RUN.toml with the environment and `section.key=value` flags on top. Raises ConfigError."""
     settings = _resolve(path, RUN_SCHEMA, flags, environ)
+    settings.check("coordinator", "bind", lambda text: parse_tcp(text, listens=True))
+    _check_daemon(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator = settings.section("coordinator")
-    _check_address(settings, "coordinator", "bind", listens=True)
-    _check_http(settings, "coordinator")
-    _check_keys(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator.pop("insecure")
-    _check_congestion(settings, "coordinator")
-    if (share := coordinator["floor_share"]) is not None and not 0.0 <= share <= 1.0:
-        raise settings.error("coordinator", "floor_share", f"{share:g} is no share; 0 to 1 is wanted, as 0.5")
-    if not 0.0 <= (price := coordinator["egress_price_per_gb"]) < math.inf:
-        raise settings.error("coordinator", "egress_price_per_gb", f"{price:g} is no price; 0 or more is wanted")
-    if not 0.0 <= (share := coordinator["probe_share"]) < math.inf:
-        raise settings.error("coordinator", "probe_share", f"{share:g} is no share; 0 or more is wanted, as 0.01")
     return RunFile(
         settings=settings,
         run=RunConfig(**settings.section("run")),
@@ -320,13 +322,14 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
 def load_node(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> NodeFile:
     """A NODE.toml with the environment and `section.key=value` flags on top. Raises ConfigError."""
     settings = _resolve(path, NODE_SCHEMA, flags, environ)
+    settings.check("node", "name", check_name)
+    settings.check("node", "fingerprint", _check_fingerprint)
+    settings.check("node", "address", parse_tcp)
+    settings.check("node", "nics", parse_nics)
+    settings.check("node", "coordinator", parse_tcp)
+    _check_daemon(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
     node = settings.section("node")
-    _check_node(settings, node)
-    _check_address(settings, "node", "coordinator", listens=False)
-    _check_http(settings, "node")
-    _check_keys(settings, "node", address="coordinator", partner="server_key", whose="the coordinator's .pub file")
     node.pop("insecure")
-    _check_congestion(settings, "node")
     data = DataConfig(**settings.section("data"))
     config = NodeConfig(**node, data=data.path, data_bytes=data.max_bytes, data_phases=data.phases or ())
     return NodeFile(settings=settings, node=config, data=data, pipeline=pipeline_of(settings))
@@ -339,15 +342,13 @@ def pipeline_of(settings: Settings) -> PipelineConfig:
         return PipelineConfig(**values)
     if node["nproc"] != 1:
         raise settings.error("node", "nproc", "a stage of a pipeline is one process; name each of them in the layout")
-    if values["codec"]:
-        _check_codec(settings, "codec", section="pipeline")
+    settings.check("pipeline", "codec", _check_codec)
     for key in ("patience_s", "late_s", "liveness_s"):
         if not 0.0 < values[key] < math.inf:
             raise settings.error("pipeline", key, f"{values[key]:g} is no time; seconds above 0 are wanted")
     if values["peers"] is not None and node["key"] is None:
         raise settings.error("pipeline", "peers", "goes with [node] key (this side's secret key), which is missing")
-    if values["bind"]:
-        _check_address(settings, "pipeline", "bind", listens=True)
+    settings.check("pipeline", "bind", lambda text: parse_tcp(text, listens=True))
     try:
         layout, addresses = read_layout(values["layout"])
     except LayoutError as error:
@@ -365,7 +366,7 @@ def planned(file: RunFile) -> Plan:
     """The run that the file describes. Takes seconds: it reads the data and builds the model.
 
     Raises:
-        ConfigError: such a run cannot be; the line names the key where it can.
+        ConfigError: the run is invalid; the line names the key if possible.
     """
     settings, run = file.settings, file.run
     if run.init is None and run.sequence_tokens > (context := PRESETS[run.model].context):
@@ -384,7 +385,7 @@ def planned(file: RunFile) -> Plan:
 
 
 def _about_run(settings: Settings, sentence: str) -> ConfigError:
-    """The mathematics' own sentence, with the key it begins with."""
+    """An error of `algo.validation`, with the key that it begins with."""
     sentence = sentence.removeprefix("[run] ")
     for term, key in _TERM_KEYS.items():
         sentence = sentence.replace(term, key)
@@ -394,10 +395,8 @@ def _about_run(settings: Settings, sentence: str) -> ConfigError:
     return settings.error("run", key, re.sub(rf"^{key}(: | is )", "", sentence))
 
 
-# --- resolving
-
-
 def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[str, str]) -> Settings:
+    """Every key with its value: typed, a known choice, and within its bounds. Raises ConfigError."""
     everything = {**RUN_SCHEMA, **NODE_SCHEMA}
     sources = [*read_file(path, schema), *read_environment(environ, everything), *read_flags(flags, schema)]
     given: dict[tuple[str, str], Given] = {}
@@ -408,24 +407,25 @@ def _resolve(path: Path, schema: Schema, flags: Iterable[str], environ: Mapping[
         given[one.section, one.key] = one
     by_name = {
         (section, name): _setting(path, key, given.get((section, name)))
-        for section, keys in schema.items()
-        for name, key in keys.items()
+        for section, table in schema.items()
+        for name, key in table.items()
     }
     settings = Settings(path=path, by_name=by_name)
-    for (section, name), choices in CHOICES.items():
-        if (
-            (setting := by_name.get((section, name)))
-            and setting.value is not None
-            and setting.value not in list(choices)
-        ):
-            raise settings.error(section, name, f"there is no {setting.value!r}; {nearest(setting.value, choices)}")
-    for name in ("codec_up", "codec_down"):
-        _check_codec(settings, name)
     for (section, name), setting in by_name.items():
+        choices, value = CHOICES.get((section, name)), setting.value
+        if choices and value is not None and value not in list(choices):
+            raise settings.error(section, name, f"there is no {value!r}; {nearest(value, choices)}")
         least = LEAST.get((section, name), -_MOST)
-        if type(setting.value) is int and not least <= setting.value <= _MOST:
-            bound = f"the least is {least}" if setting.value < least else f"the most is {_MOST}"
-            raise settings.error(section, name, f"{bound}, not {setting.value}")
+        if type(value) is int and not least <= value <= _MOST:
+            bound = f"the least is {least}" if value < least else f"the most is {_MOST}"
+            raise settings.error(section, name, f"{bound}, not {value}")
+        if (section, name) in _SHARES and value is not None:
+            most, what = _SHARES[section, name]
+            if not (0.0 <= value <= most and value < math.inf):
+                raise settings.error(section, name, f"{value:g} is no {what}")
+    for section, name in (("run", "codec_up"), ("run", "codec_down")):
+        if section in schema:
+            settings.check(section, name, _check_codec)
     return settings
 
 
@@ -437,83 +437,40 @@ def _setting(path: Path, key: Key, given: Given | None) -> Setting:
     return Setting(key=key, value=key.default, given=None)
 
 
-# --- rules
-
-
-def _check_codec(settings: Settings, key: str, section: str = "run") -> None:
-    setting = settings.by_name.get((section, key))
-    if setting is None or setting.value is None:
-        return
-    name = setting.value.partition(":")[0]
+def _check_codec(spelling: str) -> None:
+    name = spelling.partition(":")[0]
     if name not in CODECS:
-        raise settings.error(section, key, f"there is no {name!r}; {nearest(name, CODECS)}")
-    try:
-        codec_named(setting.value)
-    except BadParameter as error:
-        raise settings.error(section, key, str(error)) from error
+        raise ValueError(f"there is no {name!r}; {nearest(name, CODECS)}")
+    codec_named(spelling)
 
 
-def _check_node(settings: Settings, node: Mapping[str, Any]) -> None:
-    try:
-        check_name(node["name"])
-    except ValueError as error:
-        raise settings.error("node", "name", str(error)) from error
-    if node["fingerprint"] is not None and not re.fullmatch("[0-9a-f]{16}", node["fingerprint"]):
-        raise settings.error(
-            "node", "fingerprint", "16 hex digits are wanted, as the coordinator says them at its start"
-        )
-    if node["address"]:
-        _check_address(settings, "node", "address", listens=False)
-    try:
-        parse_nics(node["nics"])
-    except ValueError as error:
-        raise settings.error("node", "nics", str(error)) from error
+def _check_fingerprint(text: str) -> None:
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        raise ValueError("16 hex digits are wanted, as the coordinator says them at its start")
 
 
-def _check_congestion(settings: Settings, section: str) -> None:
-    """Asked of this machine's kernel, so that nobody finds out at a slow link."""
-    name = settings.section(section)["congestion"]
-    if name and (refused := congestion_refused(name)):
-        raise settings.error(section, "congestion", refused.partition(": ")[2])
-
-
-def _check_address(settings: Settings, section: str, key: str, *, listens: bool) -> None:
-    try:
-        parse_tcp(settings.section(section)[key], listens=listens)
-    except ValueError as error:
-        raise settings.error(section, key, str(error)) from error
-
-
-def _check_http(settings: Settings, section: str) -> None:
-    if http := settings.section(section)["http"]:
-        try:
-            parse_host_port(http, listens=True)
-        except ValueError as error:
-            raise settings.error(section, "http", str(error)) from error
-
-
-def _check_keys(settings: Settings, section: str, *, address: str, partner: str, whose: str) -> None:
-    """Both halves of encryption or none, and none only on this machine or when told so."""
+def _check_daemon(settings: Settings, section: str, *, address: str, partner: str, whose: str) -> None:
+    """HTTP address, keys and congestion control. Encryption has both of its keys, and is required beyond loopback."""
     values = settings.section(section)
+    settings.check(section, "http", lambda text: text and parse_host_port(text, listens=True))
     for key, other in (("key", partner), (partner, "key")):
         if values[key] is not None and values[other] is None:
             what = whose if other == partner else "this side's secret key, made by: farloop keys new DIR"
             raise settings.error(section, key, f"goes with {other} ({what}), which is missing")
-    if parse_tcp(values[address], listens=True).is_loopback or values["key"] is not None or values["insecure"]:
-        return
-    raise settings.error(
-        section,
-        address,
-        f"{values[address]} goes beyond this machine, so key and {partner} are required (make keys with: farloop keys "
-        "new DIR), or insecure = true to let anybody listen and take part",
-    )
-
-
-# --- Resolved settings as text: a TOML file that says of every key what it means and who gave it, or the same as JSON.
+    open_to_all = values["key"] is None and not values["insecure"]
+    if open_to_all and not parse_tcp(values[address], listens=True).is_loopback:
+        raise settings.error(
+            section,
+            address,
+            f"{values[address]} goes beyond this machine, so key and {partner} are required (make keys with: farloop "
+            "keys new DIR), or insecure = true to let anybody listen and take part",
+        )
+    if refused := congestion_refused(values["congestion"]) if values["congestion"] else None:
+        raise settings.error(section, "congestion", refused.partition(": ")[2])
 
 
 def toml_text(settings: Settings) -> str:
-    """A TOML file with every key: what a person may copy, keep and edit."""
+    """A TOML file with every key, its source and its meaning."""
     sections: dict[str, list[Setting]] = {}
     for (section, _), setting in settings.by_name.items():
         sections.setdefault(section, []).append(setting)

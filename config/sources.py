@@ -5,14 +5,13 @@ import ipaddress
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from farloop.config.exit_codes import CommandError
-
-# --- TOML out: the few kinds of values that settings have. Reading is the standard library's.
 
 
 def dump_toml(tables: Mapping[str, Mapping[str, object]]) -> str:
@@ -42,9 +41,6 @@ def _value(value: object) -> str:
             raise TypeError(f"{value!r} has no place in a settings file")
 
 
-# --- Addresses as people write them, `tcp://host:port` and `host:port`, and whether only this machine can reach them.
-
-
 ANY_HOST = ("*", "0.0.0.0", "::")
 
 
@@ -58,7 +54,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody outside this machine is at the other end."""
+        """Whether only this machine can be at the other end."""
         if self.host == "localhost":
             return True
         try:
@@ -68,7 +64,7 @@ class Address:
 
     @property
     def reachable_host(self) -> str:
-        """Where this machine itself finds what listens here."""
+        """The host by which this machine reaches a listener on the address."""
         return "127.0.0.1" if self.host in ANY_HOST else self.host
 
     def __str__(self) -> str:
@@ -79,7 +75,7 @@ def parse_tcp(text: str, *, listens: bool = False) -> Address:
     """The address in `tcp://host:port`.
 
     Args:
-        listens: it is bound here, so port 0 (any free one) and host * (all interfaces) make sense.
+        listens: it will be bound, so port 0 (any free one) and host * (all interfaces) are valid.
 
     Raises:
         ValueError: one sentence.
@@ -109,33 +105,30 @@ def parse_host_port(text: str, *, listens: bool = False) -> Address:
     return Address(host=host, port=int(port))
 
 
-# --- Where settings come from, weakest first: a TOML file, the environment, flags. Reads them; believes nothing yet.
-
-
 PREFIX = "FARLOOP_"
 """Environment variables are `FARLOOP_<SECTION>__<KEY>`: two underscores, because Kubernetes makes names with one."""
 
-_HEADER = re.compile(r"\s*\[\s*([\w-]+)\s*\]")
+_HEADER = re.compile(r"\s*\[\[?\s*([\w-]+)\s*\]")
 _KEY = re.compile(r"\s*([\w-]+)\s*=")
 
 
 class ConfigError(CommandError):
-    """A setting that cannot be used: where it stands, what is wrong, and the nearest thing that would do."""
+    """An invalid setting: its place, what is wrong, and the nearest valid value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A value that somebody gave for a key."""
+    """A value given for a key."""
 
     section: str
     key: str
     value: object
     origin: str
-    """Where to look: `run.toml:7`, `FARLOOP_RUN__STEPS` or `--set`."""
+    """`run.toml:7`, `FARLOOP_RUN__STEPS` or `--set`."""
     is_text: bool
-    """From a place that knows only text: `600` may be a number."""
+    """From the environment or a flag: `600` may be a number."""
     folder: Path
-    """What a relative path in it is relative to: a file's own folder, else the working folder."""
+    """Base of relative paths: the folder of the file, else the working folder."""
 
     def error(self, what: str) -> ConfigError:
         """About this value."""
@@ -145,10 +138,10 @@ class Given:
 def read_file(path: Path, known: Iterable[str]) -> list[Given]:
     """All keys of a TOML file whose sections are `known`. Raises ConfigError."""
     text, tables = load_tables(path)
-    lines, sections = _line_numbers(text), list(known)
+    lines, sections = line_numbers(text), list(known)
     found = []
     for section, table in tables.items():
-        line = lines.get((section, ""), lines.get(("", section)))
+        line = lines.get((section, 0, ""), lines.get(("", 0, section)))
         where = _origin(path, line)
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {section} stands outside of a section; put it below {_listed(sections)}")
@@ -160,7 +153,7 @@ def read_file(path: Path, known: Iterable[str]) -> list[Given]:
                     section=section,
                     key=key,
                     value=value,
-                    origin=_origin(path, lines.get((section, key))),
+                    origin=_origin(path, lines.get((section, 0, key))),
                     is_text=False,
                     folder=path.absolute().parent,
                 )
@@ -169,7 +162,7 @@ def read_file(path: Path, known: Iterable[str]) -> list[Given]:
 
 
 def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
-    """A TOML file's text and what it says. Raises ConfigError."""
+    """A TOML file as text and as tables. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
@@ -185,7 +178,7 @@ def load_tables(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def read_environment(environ: Mapping[str, str], sections: Mapping[str, Iterable[str]]) -> list[Given]:
-    """What `FARLOOP_<SECTION>__<KEY>` say. `sections` are all that farloop knows, with their keys."""
+    """Settings from `FARLOOP_<SECTION>__<KEY>`. `sections`: all of farloop, with their keys. Raises ConfigError."""
     spellings = {f"{PREFIX}{s}_{k}".upper(): f"{PREFIX}{s}__{k}".upper() for s, keys in sections.items() for k in keys}
     found = []
     for name, value in sorted(environ.items()):
@@ -201,7 +194,7 @@ def read_environment(environ: Mapping[str, str], sections: Mapping[str, Iterable
 
 
 def read_flags(flags: Iterable[str], known: Iterable[str]) -> list[Given]:
-    """What `--set section.key=value` say. Raises ConfigError."""
+    """Settings from `--set section.key=value`. Raises ConfigError."""
     found, sections = [], list(known)
     for flag in flags:
         name, separator, value = flag.partition("=")
@@ -217,7 +210,7 @@ def read_flags(flags: Iterable[str], known: Iterable[str]) -> list[Given]:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """`did you mean steps?`, or which ones there are."""
+    """`did you mean steps?`, or a list of all words."""
     known = list(words)
     close = difflib.get_close_matches(word.lower(), known, n=1)
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
@@ -231,13 +224,19 @@ def _origin(path: Path, line: int | None) -> str:
     return f"{path}:{line}" if line else str(path)
 
 
-def _line_numbers(text: str) -> dict[tuple[str, str], int]:
-    """(section, key) → its line, as far as plain spelling goes; a section's own line has the key ''."""
-    section, lines = "", {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := _HEADER.match(line):
-            section = header[1]
-            lines[section, ""] = number
-        elif key := _KEY.match(line):
-            lines.setdefault((section, key[1]), number)
+def line_numbers(text: str) -> dict[tuple[str, int, str], int]:
+    """(table, its number among tables of that name, key) → line, for keys that are spelled plainly.
+
+    The header of a table has the key ''.
+    """
+    table, number, seen = "", 0, Counter[str]()
+    lines: dict[tuple[str, int, str], int] = {}
+    for line, content in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(content):
+            table = header[1]
+            number = seen[table]
+            seen[table] += 1
+            lines[table, number, ""] = line
+        elif key := _KEY.match(content):
+            lines.setdefault((table, number, key[1]), line)
     return lines

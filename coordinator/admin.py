@@ -69,7 +69,11 @@ class AdminSocket:
             self._server = await asyncio.start_unix_server(self._serve, sock=door, limit=MAX_BYTES)
         except OSError as error:
             door.close()
-            _log.warning("no door path=%s why=%r: farloop set cannot reach this coordinator", self._path, str(error))
+            _log.warning(
+                "admin socket unavailable path=%s why=%r note='no farloop set'",
+                self._path,
+                str(error),
+            )
 
     async def close(self) -> None:
         if self._server is not None:
@@ -85,7 +89,7 @@ class AdminSocket:
             writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
             await writer.drain()
         except (TimeoutError, ValueError, OSError) as error:  # ValueError: a line without an end
-            _log.info("the door was closed on somebody why=%r", str(error))
+            _log.info("admin client disconnected why=%r", str(error))
         finally:
             writer.close()
 

@@ -26,13 +26,15 @@ from farloop.algo.outer_optimizers import (
     state_names,
     step_,
 )
-from farloop.algo.spec import Fragment, RoundPlan, Terms
+from farloop.algo.spec import Fragment, RoundPlan
+from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
 from farloop.quant.blob import HEADER_BYTES, BlobHeader, Expected, as_tensor, blob_bytes, parse_blob, seal
 from farloop.quant.codec import Codec
 from farloop.quant.errors import NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
+from farloop.quant.kernels.interface import OuterStep
 from farloop.quant.norm import norm_sq, tensor_norms
 from farloop.quant.registry import codec_named
 
@@ -50,13 +52,13 @@ class Buffers:
     @classmethod
     def begin(cls, anchor: Tensor, terms: Terms) -> "Buffers":
         """Version 0: the target is the anchor, the optimizer's state is zero."""
-        names = state_names(method_named(terms.method).outer, terms.outer_momentum)
+        names = state_names(method_named(terms.method).outer, terms.outer.momentum)
         outer = {name: torch.zeros_like(anchor) for name in names}
         return cls(version=0, anchor=anchor, target=anchor.clone(), outer=outer)
 
     def ready_for(self, terms: Terms) -> "Buffers":
         """With the state that these terms need: of an optimizer that got its momentum while the run goes on, zero."""
-        names = state_names(method_named(terms.method).outer, terms.outer_momentum)
+        names = state_names(method_named(terms.method).outer, terms.outer.momentum)
         missing = {name: torch.zeros_like(self.anchor) for name in names if name not in self.outer}
         return replace(self, outer={**self.outer, **missing}) if missing else self
 
@@ -231,7 +233,7 @@ def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: fl
             step=step.version,
             lr=schedule.learning_rate(terms, step.round.start),
             grad_norm=norm_sq(delta) ** 0.5,
-            settings=AdamWSettings(clip=terms.clip, weight_decay=terms.weight_decay),
+            settings=AdamWSettings(clip=terms.inner.clip, weight_decay=terms.inner.weight_decay),
         )
     else:
         step_(target, outer, delta, step.outer, version=step.version, gap=gap)
@@ -263,11 +265,11 @@ def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down
     momentum = buffers.outer.get("momentum")
     new_target, new_anchor = torch.empty_like(delta), torch.empty_like(delta)
     new_momentum = None if momentum is None else torch.empty_like(delta)
-    bad = fast.outer(
-        _scaled(delta, step),
-        buffers.target,
-        momentum,
-        buffers.anchor,
+    outer_step = OuterStep(
+        delta=_scaled(delta, step),
+        target=buffers.target,
+        momentum=momentum,
+        anchor=buffers.anchor,
         lr=step.outer.lr,
         mu=step.outer.momentum,
         out=as_tensor(update)[HEADER_BYTES:],
@@ -277,7 +279,7 @@ def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down
         seed=header.seed,
         steps=codec.steps(step.fragment),
     )
-    if bad >= 0:
+    if (bad := fast.outer(outer_step)) >= 0:
         raise NonFiniteError(bad)
     outer = buffers.outer if new_momentum is None else {**buffers.outer, "momentum": new_momentum}
     after = Buffers(version=step.version, anchor=new_anchor, target=new_target, outer=outer)
@@ -324,11 +326,7 @@ def apply_update_(anchor: Tensor, update: bytes | bytearray | memoryview, step: 
     """anchor += decoded update: the one line that makes all anchors equal."""
     codec = codec_named(codec_down)
     expect = Expected(
-        codecs=(codec,),
-        fragment=step.fragment,
-        version=step.version,
-        base=step.version - 1,
-        newest_epoch=step.epoch,
+        codecs=(codec,), fragment=step.fragment, version=step.version, base=step.version - 1, newest_epoch=step.epoch
     )
     header, payload = parse_blob(update, expect)
     codec.decode_add_(payload, anchor, 1.0, step.fragment, seed=header.seed)

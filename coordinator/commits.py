@@ -12,7 +12,8 @@ from farloop.algo.fragments import view
 from farloop.algo.merge_rules import cosines, weights_by
 from farloop.algo.methods import method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, usual
-from farloop.algo.spec import BlobId, BlobKind, Fragment, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Fragment, WindowTerms
+from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
 from farloop.coordinator import aggregator
 from farloop.coordinator.aggregator import Buffers, Result, Step
@@ -39,14 +40,14 @@ from farloop.wire.reasons import Reason
 def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, str]:
     """What is chosen for the fragment's next deltas by its merged delta, fp32 [numel]: by the codec that the terms of
     their window ask for, where it is one that leaves a choice."""
-    asked = dict.fromkeys((terms.codec_up, *(codec for _, codec in terms.codec_up_of)))
+    asked = dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of)))
     return {codec: chosen for codec in asked if (chosen := next_codec(codec, delta, fragment)) is not None}
 
 
 def as_chosen(terms: Terms, window: WindowTerms) -> dict[str, str]:
     """What was chosen for the deltas of an open window, of which `terms` say what was asked for."""
     own = dict(window.codec_up_of)
-    return {terms.codec_up: window.codec_up} | {codec: own[node] for node, codec in terms.codec_up_of}
+    return {terms.codecs.up: window.codec_up} | {codec: own[node] for node, codec in terms.codecs.up_of}
 
 
 def with_chosen(following: WindowTerms, chosen: Mapping[str, str]) -> WindowTerms:
@@ -118,7 +119,7 @@ def _named(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId] | No
     """Base and window of each delta, of the record's unless given. A late one names the window after its base; with a
     lag bases are older, and none is late."""
     bases = [blob.version for blob in (blobs or [addend.blob for addend in record.blobs])]
-    return [(base, record.version if ledger.spec.terms.lag else base + 1) for base in bases]
+    return [(base, record.version if ledger.spec.terms.schedule.lag else base + 1) for base in bases]
 
 
 def spools_inputs(terms: Terms) -> bool:
@@ -145,9 +146,9 @@ def step_of(ledger: Ledger, record: WindowCommitted, terms: Terms) -> Step:
 
 def _rule(record: WindowCommitted, terms: Terms) -> str:
     """How the deltas of this commit are made one, by its window's terms."""
-    if terms.merge is not None:
+    if terms.outer.merge is not None:
         steps = sum(addend.weight > 0.0 for addend in record.blobs)
-        return terms.merge if steps >= ROBUST_RULES[terms.merge].least else "mean"
+        return terms.outer.merge if steps >= ROBUST_RULES[terms.outer.merge].least else "mean"
     # A run ends on the mean of what the nodes hold, as its last outer step is plain.
     return "mean" if record.flush else method_named(terms.method).merge
 
@@ -168,7 +169,7 @@ def _measured(
     ledger: Ledger, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray], terms: Terms
 ) -> tuple[tuple[float, ...] | None, tuple[float | None, ...]]:
     """What a robust rule weighs the deltas with, and where they point: both follow from all pairs of them."""
-    rule, full = _rule(draft, terms), terms.screen == "full" and spools_inputs(terms)
+    rule, full = _rule(draft, terms), terms.admission.screen == "full" and spools_inputs(terms)
     weighted = rule in ROBUST_RULES and ROBUST_RULES[rule].weighted
     if not weighted and not full:
         return None, ()
@@ -194,11 +195,7 @@ def _expected(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId]) 
 
 
 def compute(
-    ledger: Ledger,
-    buffers: Buffers,
-    draft: WindowCommitted,
-    inputs: Inputs,
-    others: Sequence[bytes | bytearray] = (),
+    ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray] = ()
 ) -> Result:
     """The arithmetic of the draft of an open window: sum, outer step, update. `others` are those of `apart(draft)`.
 

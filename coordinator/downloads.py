@@ -1,45 +1,46 @@
-"""Snapshots on request, one after another."""
+"""Snapshots for nodes that join or lost an anchor: whose turn it is, and the encoded copies that are held for them.
 
-import asyncio
+Encoding takes as long as reading the whole fragment, and a copy takes as much memory. So snapshots are made outside the
+order of commands, one copy for all sessions that may use it, and never more copies than a bound. A session is sent one
+at a time. Only the offer is a command: it goes out behind the commits that were told before it, so that a node never
+has the bytes of a version that it has not heard of.
+
+A node hears of every commit from its welcome on. So any version from the one that stood when it asked will do, and the
+newest leaves it the least to catch up with.
+
+A session that takes its updates more slowly than they come is not pushed more and more of them: beyond a bound those of
+a fragment are dropped, and a snapshot takes their place. It yields to the updates of other fragments, and stands for
+all that is committed until it is made: a slow node gets as many fragments up to date as its link carries.
+"""
+
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from farloop.algo.spec import BlobId, BlobKind
 from farloop.coordinator import commits
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.net.sessions import Peer
+from farloop.coordinator.storage.storage_queue import Failed
 from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
+from farloop.runtime.ports import Worker
 from farloop.wire.blobs import BlobSource, BytesSource
 from farloop.wire.messages import Committed, Offer, update_id
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
 from farloop.wire.session import Session, State
 
-# --- Snapshots for who joins, or lost an anchor: whose turn it is, and which encoded copies are held for it.
-#
-# Encoding takes as long as reading the whole fragment, and a copy as much memory: they are made outside the order of
-# commands, one copy for all who may use it, and never more of them than a bound. A session is sent one at a time.
-#
-# Which version a node gets is free within what makes its updates right: it hears of every commit from its welcome on,
-# so any version from the one that stood when it asked will do, and the newest leaves it the least to catch up with.
-#
-# A session that takes its updates more slowly than they come is not pushed more and more of them: beyond a bound those
-# of a fragment are dropped, and a snapshot of it takes their place. It yields to the updates of other fragments, and
-# stands for all that is committed until it is made: so who is slow gets as many fragments up to date as its link
-# carries.
-
+_log = logging.getLogger(__name__)
 
 MOST_UPDATES: Final = 16
-"""Of one fragment that a session has not taken: as many as are remembered for who comes back (`ledger.py`)."""
+"""Updates of one fragment that a session has not taken: as many as are remembered for a node that comes back."""
 
 MOST_BYTES: Final = 2 << 30
-"""Of copies in memory; one copy is always allowed."""
+"""Limit of the copies in memory. One copy is always allowed."""
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class SnapshotRequest:
 
 
 class SnapshotService:
-    """Of one coordinator. Sessions are numbers."""
+    """Decides which session is sent which copy. Sans-I/O; sessions are numbers."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -203,41 +204,32 @@ class SnapshotService:
         return SnapshotRequest(session=session, fragment=fragment, copy=copy)
 
 
-# --- Snapshots on their way out: what `downloads.py` decides, carried out beside the order of commands.
-#
-# Only the offer itself is a command: it goes out behind the commits that were told before it, so that a node never has
-# the bytes of a version that it has not heard of.
-
-
-_log = logging.getLogger(__name__)
-
-
 class Downloads:
-    """All snapshots that one coordinator is asked for."""
+    """All snapshots and updates that one coordinator sends."""
 
     def __init__(
-        self,
-        store: Store,
-        ledger: Ledger,
-        in_compute: Callable[..., Awaitable[Any]],
-        do: Callable[[list[ev.Command]], None],
+        self, store: Store, ledger: Ledger, compute: Worker, run: Callable[[list[ev.Command]], None], fatal: Failed
     ) -> None:
-        """`ledger` is the machine's: what has been told; `do` queues commands behind those that wait."""
-        self._store, self._ledger, self._in_compute, self._do = store, ledger, in_compute, do
+        """`ledger` is the machine's: what nodes were told. `run` queues commands behind those that wait."""
+        self._store, self._ledger, self._compute = store, ledger, compute
+        self._run, self._fatal = run, fatal
         self._serving = SnapshotService()
-        self._changed, self._told = asyncio.Event(), asyncio.Event()
+        self._encoding = False
+        """Whether a copy is being made; one at a time is."""
+        self._untold: tuple[SnapshotRequest, EncodedSnapshot] | None = None
+        """A copy of a version that is durable and that nobody was told of yet."""
 
-    def ask(self, peer: Peer, fragment: int) -> None:
+    def ask(self, session: int, fragment: int) -> None:
         """A node needs this fragment's anchor."""
-        self._serving.ask(peer.number, fragment, self._ledger.versions[fragment])
-        self._changed.set()
+        self._serving.ask(session, fragment, self._ledger.versions[fragment])
+        self._advance()
 
     def push(self, session: Session, number: int, committed: Committed) -> None:
         """Send the update of a commit that the node was told of, or have a snapshot take its place."""
         source = partial(self._store.update_source, committed.fragment, committed.version)
         if self._serving.push(session, number, committed, source, self._num_bytes(committed.fragment)):
-            _log.info("snapshot in place of updates session=%d fragment=%d", number, committed.fragment)
-            self._changed.set()
+            _log.info("snapshot instead of updates session=%d fragment=%d", number, committed.fragment)
+            self._advance()
 
     def offer(self, session: Session, number: int) -> None:
         """Begin to send what was made ready for a session, if it is still open."""
@@ -250,35 +242,47 @@ class Downloads:
         except (AlreadyUnderWay, LimitReached):  # when something has ended
             self._serving.put_off(number)
 
-    def ended(self, peer: Peer, blob: BlobId) -> None:
+    def ended(self, session: int, blob: BlobId) -> None:
         """A blob was sent, or is not wanted."""
         if blob.kind is BlobKind.SNAPSHOT:
-            self._serving.done(peer.number)
-        self._changed.set()
+            self._serving.done(session)
+        self._advance()
 
     def gone(self, session: int) -> None:
         """A session is over."""
         self._serving.gone(session)
-        self._changed.set()
+        self._advance()
 
     def committed(self, fragment: int, version: int) -> None:
-        """A commit is told of."""
-        self._told.set()
+        """Nodes were told of a commit."""
         self._serving.committed(fragment, version)
+        if self._untold is not None:
+            self._encoded(*self._untold)
 
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while turn := self._serving.next(self._ledger.versions, self._num_bytes):
-                if turn.copy is None:
-                    copy = EncodedSnapshot(*await self._in_compute(self._encode, turn.fragment))
-                    while self._ledger.versions[turn.fragment] < copy.blob.version:
-                        self._told.clear()
-                        await self._told.wait()
-                    self._serving.encoded(turn, copy)
-                self._do([ev.OfferSnapshot(session=turn.session)])
+    def check(self) -> None:
+        """Assert the invariants."""
+        self._serving.check()
+
+    def _advance(self) -> None:
+        """Make and offer the snapshots whose turn it is."""
+        while not self._encoding and (turn := self._serving.next(self._ledger.versions, self._num_bytes)):
+            if turn.copy is None:
+                self._encoding = True
+                self._compute.submit(partial(self._encode, turn.fragment), partial(self._made, turn), self._fatal)
+            else:
+                self._run([ev.OfferSnapshot(session=turn.session)])
+
+    def _made(self, turn: SnapshotRequest, made: tuple[BlobId, bytearray, int]) -> None:
+        self._encoded(turn, EncodedSnapshot(*made))
+
+    def _encoded(self, turn: SnapshotRequest, copy: EncodedSnapshot) -> None:
+        if self._ledger.versions[turn.fragment] < copy.blob.version:
+            self._untold = turn, copy
+            return
+        self._untold, self._encoding = None, False
+        self._serving.encoded(turn, copy)
+        self._run([ev.OfferSnapshot(session=turn.session)])
+        self._advance()
 
     def _num_bytes(self, fragment: int) -> int:
         return blob_bytes(codec_named("fp32"), self._store.ledger.spec.identity.layout.fragments[fragment])

@@ -70,15 +70,15 @@ class NoRoom(StorageError):
     """The disk takes nothing more. Nothing was changed: what was asked for can wait until somebody has mended it."""
 
     retriable = True
-    mend: ClassVar[str]
+    fix: ClassVar[str]
     """What a person has to do."""
 
 
 class DiskFull(NoRoom):
     """Room was asked for and is not there."""
 
-    mend = "free space on its file system"
-    next_step = f"{mend}, then start again"
+    fix = "free space on its file system"
+    next_step = f"{fix}, then start again"
 
     def __init__(self, path: Path, needed_bytes: int, free_bytes: int) -> None:
         super().__init__(path, f"{needed_bytes} bytes more are needed, {free_bytes} are free")
@@ -89,8 +89,8 @@ class DiskFull(NoRoom):
 class ReadOnly(NoRoom):
     """The file system may only be read, as Linux makes one that found an error in itself."""
 
-    mend = "find out why, and mount its file system for writing"
-    next_step = f"{mend}, then start again"
+    fix = "find out why, and mount its file system for writing"
+    next_step = f"{fix}, then start again"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "the file system is read-only")
@@ -99,8 +99,8 @@ class ReadOnly(NoRoom):
 class NoDescriptor(NoRoom):
     """The process, or the machine, has as many files and connections open as it may."""
 
-    mend = "raise the limit of open files (ulimit -n), or find out who opens so many connections"
-    next_step = f"{mend}, then start again"
+    fix = "raise the limit of open files (ulimit -n), or find out who opens so many connections"
+    next_step = f"{fix}, then start again"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "too many open files: no file can be opened now")
@@ -122,9 +122,7 @@ class Fenced(StorageError):
     next_step = "leave this one stopped while the other one runs; the nodes reconnect to the port that answers"
 
     def __init__(self, path: Path, own: int, found: int) -> None:
-        super().__init__(
-            path, f"epoch {found} was claimed here after ours, {own}: another coordinator has taken this state over"
-        )
+        super().__init__(path, f"epoch {found} was claimed after ours, {own}: another coordinator took over this state")
         self.own = own
         self.found = found
 

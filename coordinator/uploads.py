@@ -1,11 +1,12 @@
 """Deltas and anchors from the offer to the journal."""
 
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import xxhash
+from torch import Tensor
 
 from farloop.algo.spec import BlobId, Fragment, NodeId
 from farloop.coordinator import commits
@@ -15,19 +16,20 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.screening import measured
 from farloop.coordinator.decide.windows import Window
-from farloop.coordinator.storage.storage_queue import StorageQueue
+from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
 from farloop.coordinator.storage.store import Store
 from farloop.quant.blob import Bytes, Expected, blob_bytes, parse_blob
 from farloop.quant.errors import BadBlob
 from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
+from farloop.runtime.ports import Clock, Worker
 from farloop.wire import messages as msg
 from farloop.wire.blobs import Reassembly, blob_digest
 from farloop.wire.messages import AnchorRef, Offer
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, Reason
 from farloop.wire.session import Session
 
-# --- What a delta is, by its own bytes: well-formed or not, how long, and which numbers.
+# --- Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +61,23 @@ def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verif
     return Verified(offer=measured(offer, norm_sq), payload=xxhash.xxh3_64_intdigest(payload.numpy().data))
 
 
-# --- Deltas on their way in: what was offered, what is half here, what is here and not durable yet. No I/O.
-#
-# The daemon and the simulator hand it sessions and bytes; it outlives sessions, so that a transfer that broke off goes
-# on where it stopped (protocol Q). Memory is bounded over all nodes, and for each: a delta beyond that is not refused,
-# its first credit comes later.
+# --- Intake
 
 
 MOST_BYTES: Final = 4 << 30
-"""Of all deltas that are under way; one may always come."""
+"""Limit of all deltas that are under way. One delta is always allowed."""
 
 MOST_BYTES_OF_A_NODE: Final = 1 << 30
-"""... and of those of one node."""
+"""Limit of the deltas of one node."""
 
 
 @dataclass(slots=True)
 class DeltaIntake:
-    """One per coordinator."""
+    """Deltas that were offered, that are partly here, and that are here and not durable yet. Sans-I/O.
+
+    It outlives sessions, so that a transfer that broke off goes on where it stopped (protocol Q). Memory is bounded
+    over all nodes and for each node: a delta beyond that is not refused, its first credit comes later.
+    """
 
     most_bytes: int = MOST_BYTES
     most_bytes_of_a_node: int = MOST_BYTES_OF_A_NODE
@@ -204,21 +206,22 @@ def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) 
     )
 
 
-# --- Deltas from the offer to the commit: let in, verified, made durable, kept until their window has merged them.
-#
-# What half of them is here is `uploads.py`'s to know; which are wanted, the machine's to decide.
+# --- Deltas
 
 
-InCompute = Callable[..., Awaitable[Any]]
-"""Calls a function with its arguments in the thread that does the arithmetic."""
+Done = Callable[[ev.Event], None]
+"""Takes the event that an upload ends in."""
 
 
 class DeltaUploads:
-    """All deltas of one incarnation of the coordinator. Each that is let in ends in one event, or with its session."""
+    """Deltas from the offer to the commit: let in, verified, made durable, and kept until their window has merged them.
 
-    def __init__(self, store: Store, upkeep: StorageQueue, in_compute: InCompute) -> None:
-        """Those that are durable and without an outcome are here at once."""
-        self._store, self._upkeep, self._in_compute = store, upkeep, in_compute
+    Each that is let in ends in one event, or with its session. Which are wanted is the machine's decision.
+    """
+
+    def __init__(self, store: Store, storage: StorageQueue, compute: Worker, clock: Clock) -> None:
+        """Deltas that are durable and without an outcome are here at once."""
+        self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
         self._intake = DeltaIntake()
         self._bytes: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
 
@@ -226,7 +229,7 @@ class DeltaUploads:
         """Let a delta come over this session, if the fragment's open window still admits it."""
         fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
-        wrong = self._intake.let_in(session, offer, window, fragment, codec_up, time.monotonic())
+        wrong = self._intake.let_in(session, offer, window, fragment, codec_up, self._clock.now())
         return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
 
     def to_come(self, blob: BlobId) -> int | None:
@@ -245,22 +248,31 @@ class DeltaUploads:
         """The node's session is over."""
         self._intake.parted(node)
 
-    async def keep(self, offer: msg.Offer, data: bytearray) -> ev.InputStored | ev.InputFailed:
-        """Verify and spool a delta; durable before it counts (protocol P). Raises StorageFailed."""
+    def keep(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed) -> None:
+        """Verify and spool a delta; durable before it counts (protocol P). `failed` gets unexpected errors."""
         ledger = self._store.ledger
         fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
-        try:
-            expect = expected_delta(offer, fragment, codec_up, ledger.epoch)
-            measures = is_measured(offer, ledger)
-            found: Verified = await self._in_compute(verify, data, offer, expect, measures)
-        except BadBlob as error:
-            return self._rejected(offer, Reason.CORRUPT, str(error))
-        if commits.spools_inputs(ledger.spec.terms):
-            await self._upkeep.spool(rec.InputStored.of(found.offer, found.payload), data)
-        self._intake.settled(offer.blob)
-        self._bytes[offer.blob] = data
-        return ev.InputStored(offer=found.offer, payload=found.payload)
+        expect, measures = expected_delta(offer, fragment, codec_up, ledger.epoch), is_measured(offer, ledger)
+
+        def verified(found: Verified) -> None:
+            def stored() -> None:
+                self._intake.settled(offer.blob)
+                self._bytes[offer.blob] = data
+                done(ev.InputStored(offer=found.offer, payload=found.payload))
+
+            if commits.spools_inputs(ledger.spec.terms):
+                self._storage.spool(rec.InputStored.of(found.offer, found.payload), data, stored, failed)
+            else:
+                stored()
+
+        def refused(error: Exception) -> None:
+            if isinstance(error, BadBlob):
+                done(self._rejected(offer, Reason.CORRUPT, str(error)))
+            else:
+                failed(error)
+
+        self._compute.submit(partial(verify, data, offer, expect, measures), verified, refused)
 
     def corrupt(self, offer: msg.Offer) -> ev.InputFailed:
         """The bytes do not have the digest that was announced."""
@@ -271,7 +283,7 @@ class DeltaUploads:
         return self._rejected(offer, Reason.IDLE, Reason.IDLE.sentence)
 
     def broken(self, offer: msg.Offer, error: Exception) -> ev.InputFailed:
-        """It could not be kept, for a reason that nobody foresaw."""
+        """It could not be kept because of an unexpected error."""
         return self._rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}")
 
     def addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
@@ -287,27 +299,33 @@ class DeltaUploads:
         for blob in blobs:
             self._bytes.pop(blob, None)
 
+    def check(self) -> None:
+        """Assert the invariants."""
+        self._intake.check()
+
     def _rejected(self, offer: msg.Offer, reason: Reason, detail: str) -> ev.InputFailed:
         self._intake.settled(offer.blob)
         return ev.InputFailed(offer=offer, reason=reason, detail=detail)
 
 
-# --- Anchors that come up from nodes: let in, held against the digest that was named, journaled (protocol, Adoption).
+# --- Anchors
 
 
-class ExpectedAnchors:
-    """Those that were asked for, and are on their way. No I/O: the daemon and the simulator hand it sessions."""
+class AnchorUploads:
+    """Anchors that come up from nodes: verified by the digest that was named, and journaled (protocol, Adoption)."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store, storage: StorageQueue, compute: Worker, clock: Clock) -> None:
+        self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
         self._refs: dict[BlobId, AnchorRef] = {}
+        """Of the anchors that were asked for and are on their way."""
 
-    def let_in(self, session: Session, command: ev.ReceiveAnchor, size: int, now: float) -> ev.AnchorFailed | None:
-        """Let it come over this session; `size`: what an anchor of this fragment has."""
+    def let_in(self, session: Session, command: ev.ReceiveAnchor) -> ev.AnchorFailed | None:
+        """Let an anchor come over this session."""
         offer, ref = command.offer, command.anchor
-        if offer.size != size:
+        if offer.size != blob_bytes(codec_named("fp32"), self._fragment(ref)):
             return ev.AnchorFailed(node=offer.blob.node, anchor=ref, spoiled=True)
         try:
-            session.expect(offer.blob, offer.size, offer.digest, None, now)
+            session.expect(offer.blob, offer.size, offer.digest, None, self._clock.now())
         except AlreadyUnderWay:  # offered twice in one session
             return None
         except LimitReached:
@@ -315,42 +333,33 @@ class ExpectedAnchors:
         self._refs[offer.blob] = ref
         return None
 
-    def arrived(self, blob: BlobId) -> AnchorRef | None:
-        """All bytes are here, good or bad; None where nobody asked for them."""
-        return self._refs.pop(blob, None)
-
-    def would_fail(self, blob: BlobId) -> ev.AnchorFailed | None:
-        """What to say if it cannot be kept; None where nobody asked for it."""
-        ref = self._refs.get(blob)
-        return None if ref is None else ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=True)
-
     def ended(self, blob: BlobId, *, spoiled: bool) -> ev.AnchorFailed | None:
-        """It stopped coming, or its bytes are not those that were announced."""
-        ref = self.arrived(blob)
+        """It stopped coming, or its bytes are not those that were announced. None if it was not asked for."""
+        ref = self._refs.pop(blob, None)
         return None if ref is None else ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=spoiled)
 
+    def keep(self, blob: BlobId, data: bytearray, done: Done, failed: Callable[[Exception, ev.Event], None]) -> None:
+        """Verify and journal an anchor that is here, if it was asked for.
 
-class AnchorUploads:
-    """All of one start of the coordinator."""
-
-    def __init__(self, store: Store, upkeep: StorageQueue, in_compute: Callable[..., Awaitable[Any]]) -> None:
-        self.expected = ExpectedAnchors()
-        self._store, self._upkeep, self._in_compute = store, upkeep, in_compute
-
-    def size(self, fragment: int) -> int:
-        """Bytes of an anchor on its way."""
-        return blob_bytes(codec_named("fp32"), self._store.ledger.spec.identity.layout.fragments[fragment])
-
-    async def keep(self, blob: BlobId, data: bytearray) -> ev.Event | None:
-        """Verify and journal one that is here; None where nobody asked for it. Raises StorageFailed."""
-        ref = self.expected.arrived(blob)
+        `failed` gets unexpected errors, and what to tell the machine then.
+        """
+        ref = self._refs.pop(blob, None)
         if ref is None:
-            return None
-        fragment = self._store.ledger.spec.identity.layout.fragments[ref.fragment]
-        try:
-            await self._in_compute(commits.fetched_anchor, data, fragment, ref)
-        except BadBlob:
-            return ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=True)
-        record = rec.AnchorFetched(anchor=ref, node=blob.node, blob_digest=blob_digest(data))
-        await self._upkeep.keep(record, data)
-        return ev.AnchorStored(record=record)
+            return
+        spoiled = ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=True)
+
+        def verified(_: Tensor) -> None:
+            record = rec.AnchorFetched(anchor=ref, node=blob.node, blob_digest=blob_digest(data))
+            stored = ev.AnchorStored(record=record)
+            self._storage.keep(record, data, lambda: done(stored), lambda error: failed(error, spoiled))
+
+        def refused(error: Exception) -> None:
+            if isinstance(error, BadBlob):
+                done(spoiled)
+            else:
+                failed(error, spoiled)
+
+        self._compute.submit(partial(commits.fetched_anchor, data, self._fragment(ref), ref), verified, refused)
+
+    def _fragment(self, ref: AnchorRef) -> Fragment:
+        return self._store.ledger.spec.identity.layout.fragments[ref.fragment]

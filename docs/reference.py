@@ -35,7 +35,7 @@ _SORTS = {
 
 _SAME_DATA = "As in the RUN.toml, with the same text on every node: its digest is compared when a node joins."
 
-_PANELS = ("Train", "Look", "Set up")
+_PANELS = ("Train", "Inspect", "Configure")
 
 
 def configuration() -> str:

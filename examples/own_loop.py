@@ -50,7 +50,7 @@ def train(coordinator: str, name: str) -> None:
             batch = torch.stack([text[i : i + CONTEXT + 1] for i in starts]).long().to(node.cluster.device)
             loss = nn.functional.cross_entropy(node.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             torch.autograd.backward(loss)
-            logging.info("step %.0f of %d, loss %.3f", node.position, node.spec.terms.steps, loss.item())
+            logging.info("step %.0f of %d, loss %.3f", node.position, node.spec.terms.schedule.steps, loss.item())
             node.step(loss=loss.item(), tokens=BATCH * CONTEXT)  # 3, in place of optimizer.step()
 
 

@@ -1,1 +1,1 @@
-"""What an operator sees: the HTTP endpoint of both daemons (metrics, health, status)."""
+"""What operators see: HTTP endpoint, status, status page, dashboards and alerts. Imports no other package."""

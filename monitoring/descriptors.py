@@ -1,7 +1,7 @@
-"""How many files and connections this process may open, and a few that are kept for what must not fail.
+"""The limit of open files and connections of this process, and a reserve for calls that must not fail.
 
-The soft limit is what counts, and any process may raise its own to the hard one. A coordinator stays a little below:
-connections are opened by whoever reaches its port, and the last descriptors are for its disk.
+A process may raise its soft limit to the hard one. A coordinator stays a little below: anyone who reaches its port
+opens connections, and the last descriptors are for its disk.
 """
 
 import errno
@@ -16,29 +16,28 @@ SPARE: Final = 64
 """Descriptors between the soft and the hard limit, for `with_spare`."""
 
 WITHOUT_BOUND: Final = 1 << 20
-"""What is asked for where the hard limit is none."""
+"""The limit to set where the hard one is infinite."""
 
 TRIES: Final = 20
-"""Another thread may take the spare descriptors first: it holds them for some seconds at most, and there are many."""
+"""Another thread may take the spare descriptors first; it holds them for seconds at most, and there are many."""
 
 _LOCK = threading.Lock()
 
 
 def limit() -> int:
-    """How many this process may have open now."""
+    """The soft limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WITHOUT_BOUND if soft == resource.RLIM_INFINITY else soft
 
 
 def hard_limit() -> int:
-    """How many it may give itself."""
+    """The hard limit of this process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WITHOUT_BOUND if hard == resource.RLIM_INFINITY else hard
 
 
 def raise_limit(*, spare: int = 0) -> int:
-    """Let this process open as many as it may, but for `spare`; how many that is now. It stays as it is where that
-    cannot be."""
+    """Raise the soft limit to the hard one, less `spare`, and return it; unchanged where the system refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard_limit()
     wanted = most - spare if most > 4 * spare else most
@@ -50,10 +49,10 @@ def raise_limit(*, spare: int = 0) -> int:
 
 
 def with_spare(open_one: Callable[[], _T]) -> _T:
-    """Open a file; by one of the spare descriptors where no other is left.
+    """Open a file, with one of the spare descriptors if no other is left.
 
     Raises:
-        OSError: it cannot be opened, or there was none to spare either.
+        OSError: it cannot be opened, or there is no spare descriptor.
     """
     try:
         return open_one()

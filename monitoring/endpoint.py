@@ -1,9 +1,9 @@
-"""A small HTTP endpoint for the eyes of people and Prometheus: metrics, health, status. Standard library only.
+"""A small read-only HTTP endpoint: metrics, health, status. Standard library only.
 
-It only reads: GET and HEAD, one request a connection, each bounded in time. One thread reads all requests and sends all
-answers, so that slow clients cost it nothing but a place: of `MAX_CONNECTIONS`, whoever has kept it waiting longest
-gives way to a newcomer. Each page is made in a thread of its own, once for all who wait for it. Health therefore
-answers under any load of the other pages.
+It serves GET and HEAD, one request per connection, each with a deadline. One thread reads all requests and sends all
+answers, so a slow client costs only its place: of `MAX_CONNECTIONS`, the slowest client makes room for a new one. Each
+page is made in a thread of its own, once for all requests that wait for it, so health answers under any load of the
+other pages.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ REQUEST_LIMIT_S = 5.0
 """Longest time from accepting a connection to having read its request, and again for sending the answer."""
 
 MAX_CONNECTIONS = 64
-"""Open at once. Beyond them the one whose client is slowest is closed, of the address that has most."""
+"""Open connections. One more closes the slowest client of the address that has most of them."""
 
 MAX_WAITING = 32
-"""Requests that wait for a page to be made, health aside: the rest of the connections is free for that."""
+"""Requests that wait for a page, health excluded: the other connections stay free for health."""
 
 TOLD_EVERY_S = 60.0
-"""Between two lines in the log that all connections are taken."""
+"""Between two log lines about all connections being taken."""
 
 MAX_HEAD_BYTES = 16_384
-"""Of a request: its first line and its headers."""
+"""First line and headers of a request."""
 
 
 PAGE, METRICS, HEALTH, READY, STATUS = "/", "/metrics", "/healthz", "/readyz", "/status"
-"""The pages. A node has no status, nor a page of it: its coordinator tells it."""
+"""The pages. A node has no status: its coordinator has."""
 
 PROBES: Final = frozenset({HEALTH, READY})
-"""Pages that tell nothing worth hiding, and that must answer whatever name and load they are asked under."""
+"""Pages without private data, which must answer under any host name and any load."""
 
 PRIVATE_SUFFIXES: Final = (".internal", ".local", ".localhost", ".svc")
-"""Ends of names that no public name server knows: those of Kubernetes services, for one."""
+"""Suffixes that no public name server resolves, such as those of Kubernetes services."""
 
 
 class EndpointError(Exception):
-    """The endpoint cannot listen where it was told to; the message is one line and says what to change."""
+    """The endpoint cannot listen on its address; the message is one line and says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Response:
     content_type: str = "text/plain; charset=utf-8"
     body: bytes = b""
     headers: tuple[tuple[str, str], ...] = ()
-    """Besides those that every answer has."""
+    """In addition to those of every answer."""
 
 
 Handler = Callable[[], Response]
@@ -71,9 +71,8 @@ Handler = Callable[[], Response]
 class Endpoint:
     """Serves `routes` (path → handler) from a daemon thread until closed.
 
-    Port 0 takes any free one; `port` says which. Beyond loopback it warns: nobody is asked who he is. `names`: host
-    names under which it may be asked, besides those of `answers_to`. Raises `EndpointError` if the address cannot be
-    bound.
+    Port 0 takes a free one; `port` says which. It is unauthenticated, and warns when it listens beyond loopback.
+    `names`: more host names to answer to (`answers_to`). Raises `EndpointError` if the address cannot be bound.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Endpoint:
         self._on_loopback = ipaddress.ip_address(bound.partition("%")[0]).is_loopback
         if not self._on_loopback:
             log.warning(
-                "pages open to others host=%s port=%d cause='whoever reaches this port can read them, unencrypted; "
+                "pages open to others host=%s port=%d cause='anyone who reaches this port can read them, unencrypted; "
                 "keep http on 127.0.0.1 and look through a tunnel, or let a firewall decide'",
                 bound,
                 self.port,
@@ -102,7 +101,7 @@ class Endpoint:
         self._told_at = float("-inf")
         self._waiting = 0
         self._made: dict[str, asyncio.Future[Response]] = {}
-        """Pages that are being made, by path."""
+        """Pages in the making, by path."""
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
@@ -114,7 +113,7 @@ class Endpoint:
         return self._port
 
     def close(self) -> None:
-        """Stop listening, and end all connections. More than once is harmless."""
+        """Stop listening, and end all connections. Idempotent."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
@@ -162,7 +161,7 @@ class Endpoint:
             writer.transport.abort()
 
     def _has_room(self) -> bool:
-        """Whether there is a place, if need be that of a slow client."""
+        """Whether there is a free place, if necessary by closing a slow client."""
         if len(self._open) < MAX_CONNECTIONS:
             return True
         crowd = Counter(connection.client for connection in self._open)
@@ -229,7 +228,7 @@ class Endpoint:
             self._waiting -= 1
 
     async def _page(self, path: str) -> Response:
-        """The page as it is now; who asks while it is being made gets the same."""
+        """The page as it is now; requests that come while it is being made share it."""
         made = self._made.get(path)
         if made is None:
             made = self._loop.create_future()
@@ -238,7 +237,7 @@ class Endpoint:
         return await asyncio.shield(made)
 
     def _make(self, path: str, made: "asyncio.Future[Response]") -> None:
-        """In a thread of its own."""
+        """Runs in a thread of its own."""
         try:
             response = self._routes[path]()
         except Exception as error:  # the edge of the daemon: a broken page is an answer, not silence
@@ -259,7 +258,7 @@ class _Connection:
     client: str
     """Its IP address."""
     since: float
-    """When it began to read the request, or to send the answer."""
+    """Start of reading the request, or of sending the answer."""
     is_slow: bool = True
     """Whether it waits for its client, not for a page."""
 
@@ -272,16 +271,16 @@ class Request:
     path: str = ""
     """Without the query."""
     host: str | None = None
-    """As the client gave it; None if it did not."""
+    """The Host header; None without one."""
     fault: str = ""
-    """What is wrong with it."""
+    """What is wrong with the request; empty for a valid one."""
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
     """The next request's head.
 
     Raises:
-        EOFError: the client ended before.
+        EOFError: the client closed the connection first.
     """
     try:
         first = (await _line(reader)).split()
@@ -310,11 +309,11 @@ async def _line(reader: asyncio.StreamReader) -> str:
 
 
 def answers_to(host: str | None, *, on_loopback: bool, names: str = "") -> bool:
-    """Whether a page may be asked for under this `Host`.
+    """Whether a request with this `Host` header is answered.
 
-    A web page elsewhere can make its own name point here ("DNS rebinding"), and a browser then lets it read what it
-    finds. It cannot do so with an IP address, with `localhost`, or where nothing is public about the name. On loopback
-    only the first two are taken. `names`: others, with commas between them; * takes any.
+    A web page elsewhere can make its own name resolve to this address (DNS rebinding), and a browser then lets it read
+    the answers. That does not work with an IP address, with `localhost`, or with a name that is not public. On loopback
+    only the first two are accepted. `names`: others, separated by commas; * accepts any.
     """
     if host is None:  # no browser
         return True

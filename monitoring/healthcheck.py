@@ -1,6 +1,6 @@
-"""`python -m farloop.monitoring.healthcheck HOST:PORT/PATH`: 0 where the page answers 200, as health checks want it.
+"""`python -m farloop.monitoring.healthcheck HOST:PORT/PATH`: exit code 0 if the page answers 200.
 
-A command of its own because it starts in a tenth of the time of `farloop`, and the slim images have no curl.
+It starts in a tenth of the time of `farloop`, and slim images have no curl.
 """
 
 import sys
@@ -8,11 +8,11 @@ import urllib.error
 import urllib.request
 
 TIMEOUT_S = 4.0
-"""Less than the health check itself is given, so that the reason is told."""
+"""Less than the time-out of the health check itself, so that the reason is printed."""
 
 
 def probe(page: str) -> str:
-    """What is wrong with the page, in one line; empty where it answers 200."""
+    """The error in one line; empty if the page answers 200."""
     try:
         with urllib.request.urlopen(f"http://{page}", timeout=TIMEOUT_S):
             return ""

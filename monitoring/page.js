@@ -1,5 +1,5 @@
 "use strict";
-// Fetches this page again and takes over what has changed: it is written in one place, by the coordinator.
+// Fetches this page again and replaces the parts that changed.
 const PERIOD_MS = 2000, LIMIT_MS = 8000, SILENT_MS = 6000;
 const silent = document.getElementById("silent");
 let answered = Date.now();
@@ -16,7 +16,7 @@ async function refresh() {
     document.title = fresh.title;
     answered = Date.now();
   } catch {
-    // Said below, once it lasts.
+    // Reported below, once it lasts.
   }
   const seconds = Math.round((Date.now() - answered) / 1000);
   silent.hidden = Date.now() - answered < SILENT_MS;

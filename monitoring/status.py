@@ -1,20 +1,21 @@
-"""Shapes of the status JSON, metrics.jsonl and decisions.jsonl."""
+"""Shapes of the status JSON and of the lines of metrics.jsonl and decisions.jsonl, and how they are written.
 
-from typing import Literal, NotRequired, TypedDict
+Plain dictionaries, because different processes write and read them as JSON. Standard library only.
+"""
 
-# --- The shapes of what a coordinator tells about its run: the JSON at `/status` and the lines of `metrics.jsonl`.
-#
-# Plain dictionaries on purpose: they are written and read as JSON by different processes. Standard library only.
-
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NotRequired, TypedDict
 
 RunState = Literal["waiting", "training", "held", "holding", "finished"]
-"""Held: nothing is committed, for the disk takes nothing more or too few live nodes are merged. Holding: nor is
-anything while the state looks like an old copy. An alarm says what to do about it."""
+"""Held: nothing is committed because the disk is full or too few live nodes are merged. Holding: nothing is committed
+while the state looks like an old copy. In both an alarm says what to do."""
 WindowState = Literal["open", "closing", "final"]
 
 
 class RunStatus(TypedDict):
-    """What the run is and how far its daemon has come."""
+    """The run and its progress."""
 
     name: str
     fingerprint: str
@@ -31,25 +32,25 @@ class RunStatus(TypedDict):
     state: RunState
     epoch: int
     revision: int
-    """Of the terms: how often they changed while the run went on."""
+    """How often the terms changed during the run."""
     changed: list[str]
-    """What the last change changes, and from where on."""
+    """What the last change changed, and from which window or round on."""
     started_s: float
     """Seconds since training began; 0 before."""
     uptime_s: float
     """Seconds since this coordinator process started."""
     nodes: NotRequired[int]
-    """How many must be there for the run to begin."""
+    """Nodes that the run needs to begin."""
     stages: NotRequired[list[int]]
-    """Of a model that is cut in stages: how many nodes are there for each."""
+    """Connected nodes per stage, for a model that is cut in stages."""
     codec_up_of: NotRequired[dict[str, str]]
-    """Codecs of the nodes that have their own, by the newest terms, as `codec_up` is."""
+    """Codecs of nodes that have their own, by the newest terms."""
     h_share_of: NotRequired[dict[str, float]]
-    """Shares of a round's steps, of the nodes that do not do all."""
+    """Shares of a round's steps, for nodes that do not do all of them."""
 
 
 class PartStatus(TypedDict):
-    """What a node holds of the model, where that is not all of it."""
+    """The part of the model that a node holds, if not all of it."""
 
     stages: list[int]
     fragments: list[int]
@@ -57,7 +58,7 @@ class PartStatus(TypedDict):
 
 
 class BytesStatus(TypedDict):
-    """Bytes of both directions by what they were for; their sum is all bytes (protocol, Figures)."""
+    """Bytes of both directions by purpose; their sum is all bytes."""
 
     delta: int
     update: int
@@ -67,7 +68,7 @@ class BytesStatus(TypedDict):
 
 
 class NodeStatus(TypedDict):
-    """One node, as the coordinator last heard of it; a node that left stays in the list."""
+    """One node, by its last report; a node that left stays in the list."""
 
     name: str
     state: str
@@ -79,39 +80,39 @@ class NodeStatus(TypedDict):
     inner_steps: int
     tokens: int
     loss: float | None
-    """Training loss, or None before the first report, and where it is no finite number."""
+    """Training loss; None before the first report, and if it is not finite."""
     tokens_per_s: float
     compute_share: float
     blocked_s: float
     lost_steps: int
     bytes_up: int
-    """All bytes that it sent since its start."""
+    """Bytes sent since its start."""
     bytes_down: int
-    """All bytes that it received since its start."""
+    """Bytes received since its start."""
     bytes_state: int
-    """Of the two above: snapshots and probes."""
+    """Snapshots and probes, contained in the two above."""
     bytes_by_kind: NotRequired[BytesStatus]
     detail: str
-    """What it is doing, in words; may be empty."""
+    """Its activity in words; may be empty."""
     reason: str
     """Why it left; empty while it is here."""
     last_heard_s: float
     """Seconds since its last message."""
     skipped_turns: NotRequired[int]
-    """Due sends that it left out, for too many deltas of the fragment were undecided."""
+    """Due sends that it skipped because too many deltas of the fragment were undecided."""
     skipped_steps: NotRequired[int]
-    """Inner steps that stepped nothing, for the gradient held NaN or Inf."""
+    """Inner steps that it skipped because the gradient held NaN or Inf."""
     digests: NotRequired[list[str]]
-    """Of its anchors, in the order of its fragments, as it left with them."""
+    """Digests of its anchors when it left, in the order of its fragments."""
     part: NotRequired[PartStatus]
     quarantine: NotRequired[str]
-    """Why its deltas are measured and not merged; empty where they are."""
+    """Why its deltas are measured but not merged; empty if they are merged."""
     h: NotRequired[int]
-    """Its own H in the current round, where it differs from the run's."""
+    """Its H in the current round, if it differs from the run's."""
     codec_up: NotRequired[str]
-    """Its own, where it differs from the run's."""
+    """Its codec, if it differs from the run's."""
     loss_is: NotRequired[str]
-    """`nan`, `inf` or `-inf`, where its newest loss is that: JSON has no such numbers."""
+    """`nan`, `inf` or `-inf` if its newest loss is that: JSON has no such numbers."""
 
 
 class WindowStatus(TypedDict):
@@ -124,114 +125,114 @@ class WindowStatus(TypedDict):
     expected: list[str]
     arrived: list[str]
     merged: list[str]
-    """Whom the window before this one merged."""
+    """Nodes that the previous window merged."""
 
 
 class EvaluationStatus(TypedDict):
-    """One score of the anchors on the fixed evaluation set."""
+    """One evaluation of the anchors on the fixed evaluation set."""
 
     loss: float | None
-    """None where it is no finite number."""
+    """None if it is not finite."""
     position: float
     outer_steps: int
     seconds: float
     """Seconds since the run's start."""
 
 
-class HappeningStatus(TypedDict):
-    """Something was refused, dropped, lost or left, or an alarm began or ended."""
+class EventStatus(TypedDict):
+    """A refusal, a drop, a loss, a departure, or the begin or end of an alarm."""
 
     age_s: float
-    """Seconds since it happened last."""
+    """Seconds since the last occurrence."""
     kind: str
     node: str
-    """Empty where no node is concerned, or none is known."""
+    """Empty if no node is concerned or known."""
     code: str
     """The reason, for programs."""
     sentence: str
     """The reason, for people."""
     detail: str
-    """Where, or with what values; may be empty."""
+    """Place or values; may be empty."""
     count: int
-    """How often, of the same kind, node and reason."""
+    """Occurrences of the same kind, node and reason."""
 
 
 class SamplesStatus(TypedDict):
-    """What became of the samples that the coordinator grants, in numbers that only grow."""
+    """Counts of the samples that the coordinator grants; they only grow."""
 
     granted: int
-    """Again included."""
+    """Repeated grants included."""
     trained: int
-    """Used by a node that has stored a delta since: each sample once."""
+    """Used by a node that has stored a delta since; each sample counts once."""
     returned: int
-    """Given back, to be granted again."""
+    """Returned, to be granted again."""
     uncertain: int
-    """Those of them that had been trained on, in no stored delta."""
+    """Returned samples that had been trained on, in no stored delta."""
 
 
 class CopyStatus(TypedDict):
-    """Copies of the state to an object store, by this start of the coordinator."""
+    """Copies of the state in an object store, by this start of the coordinator."""
 
     url: str
     lag_s: float
-    """Age of the newest copy; how long there has been none, where there is none yet."""
+    """Age of the newest copy; before the first, time since the start."""
     copies: int
     failures: int
     bytes: int
-    """Of the newest."""
+    """Of the newest copy."""
     versions: list[int]
-    """Of the fragments in the newest."""
+    """Of the fragments in the newest copy."""
 
 
 class NicStatus(TypedDict):
-    """A network card of a node's machine, as it told in its greeting."""
+    """A network card of a node's machine, as its hello describes it."""
 
     name: str
     kind: str
     """`infiniband`, `roce-v2`, `roce-v1`, `iwarp`, `ethernet` or `virtual`."""
     netdev: str
     bytes_per_s: float | None
-    """None: nobody knows."""
+    """None if unknown."""
     flow_bytes_per_s: float | None
-    """The most that one connection gets; less than the above for a bond."""
+    """Limit of one connection; less than the above for a bond."""
     active: bool
     usable: bool
-    """Active, and what its class promises may be used by the node's process."""
+    """Active, and usable by the node's process as its kind promises."""
     why: str
-    """What is in the way; empty where nothing is."""
+    """Why it is not usable; empty if it is."""
     members: list[str]
     """Of a bond."""
     addresses: list[str]
     fabric: str
     provenance: str
-    """Who is believed in the rate: `operator`, `sysfs` or `annotation`; empty where nobody knows it."""
+    """Source of the rate: `operator`, `sysfs` or `annotation`; empty if unknown."""
     kind_from: str
-    """Who is believed in the kind."""
+    """Source of the kind."""
     others: list[str]
-    """What less trusted ones said differently, as `bits_per_s 1e+10 (sysfs)`."""
+    """Different values of less trusted sources, as `bits_per_s 1e+10 (sysfs)`."""
 
 
 class MachineStatus(TypedDict):
-    """What a node told of its machine, and what is known of it since."""
+    """A node's machine, by its hello and by measurements."""
 
     name: str
     site: str
     site_from: str
     address: str
-    """Where other nodes are said to reach it; empty: it only dials out."""
+    """Address at which other nodes can reach it; empty if it only dials out."""
     reachable: bool | None
-    """Whether the coordinator reached it there; None: not tried."""
+    """Whether the coordinator reached it there; None if not tried."""
     connected: bool
     nics: list[NicStatus]
     devices: int
     memory_bytes: int | None
     cpus: int
     memlock_bytes: int | None
-    """None: without bound, or not told."""
+    """None if unlimited or unknown."""
     nofile: int
     congestion: str
     seconds_per_step: float | None
-    """Of an inner step, lately; None before that is known."""
+    """Recent time of an inner step; None if unknown."""
     labels: list[list[str]]
     unread: list[str]
 
@@ -253,30 +254,30 @@ LinkStatus = TypedDict(
         "suspect": bool,
     },
 )
-"""One direction of a link; an end is a node's name, or `coordinator`. A rate is the receiver's, with its provenance
-(`probe`: it was measured; empty: nobody knows), its age, and what it was measured by: a `probe`, or a `transfer` of
-what had to be sent anyway. `why`: what the last measurement was not believed for.
-Retransmits are a share of the segments that the sender's kernel sent on the connection. A suspect link is slower than
-the best way round by so much that its measurement is doubted."""
+"""One direction of a link; an end is a node's name, or `coordinator`. A rate is measured by the receiver: with its
+provenance (`probe` for a measurement; empty if unknown), its age, and the kind of measurement: a `probe`, or a
+`transfer` of regular data. `why`: why the last measurement was rejected. Retransmits are a share of the segments that
+the sender's kernel sent on the connection. A suspect link is so much slower than the best detour that its measurement
+is doubted."""
 
 
 class InventoryStatus(TypedDict):
-    """What is seen of machines and links: the planner's input."""
+    """Machines and links: the planner's input."""
 
     nodes: list[MachineStatus]
     links: list[LinkStatus]
 
 
 class AdviceStatus(TypedDict):
-    """Terms of one node's own, and what they would come to."""
+    """Advised terms for one node, and their predicted effect."""
 
     bits: int
-    """Of a parameter."""
+    """Per parameter."""
     h: int
     round_s: float
-    """Predicted as it goes now ..."""
+    """Predicted with the present terms ..."""
     then_s: float
-    """... and with these terms."""
+    """... and with the advised ones."""
 
 
 class AnomalyStatus(TypedDict):
@@ -286,34 +287,34 @@ class AnomalyStatus(TypedDict):
     """`node slow`, `link slow`, `node hang`, `link hang` or `dead`; a link is that from the node to the coordinator."""
     node: str
     factor: float | None
-    """How many times as long as expected; None where it does not end."""
+    """Measured over expected time; None if it does not end."""
     since_round: int
     reason: str
     place: str
-    """Where the matrix of links says that it is; empty where it says nothing."""
+    """Location by the link table; empty if unknown."""
     action: str
-    """The last rung of the ladder ..."""
+    """The last mitigation ..."""
     done: bool
-    """... and whether that was done, or is only advised."""
+    """... and whether it was taken, or is only advised."""
     why: str
-    """Of that rung."""
+    """Reason of the mitigation."""
     advice: NotRequired[AdviceStatus]
 
 
 class WatchStatus(TypedDict):
-    """Who has become slow in the run that goes on."""
+    """Nodes and links that became slow during the run."""
 
     adapt: str
     """`off`, `advise`, `drop` or `act`."""
     why_not: str
-    """Why nobody is judged; empty where nodes are."""
+    """Why no node is judged; empty if nodes are."""
     coordinator: str
-    """Where its own end became slow for all links; empty for nowhere."""
+    """Side of the coordinator that became slow for all links; empty for none."""
     anomalies: list[AnomalyStatus]
 
 
 class Status(TypedDict):
-    """The whole answer at `/status`."""
+    """The JSON at `/status`."""
 
     run: RunStatus
     position: float
@@ -322,15 +323,15 @@ class Status(TypedDict):
     versions: list[int]
     """Per fragment."""
     digests: list[str]
-    """Of the anchors of these versions, 16 hex digits each."""
+    """Digests of the anchors of these versions, 16 hex digits each."""
     outer_steps: int
     commits: int
     nodes: list[NodeStatus]
     windows: list[WindowStatus]
     evaluations: list[EvaluationStatus]
     alarms: list[str]
-    recent: NotRequired[list[HappeningStatus]]
-    """The last happenings, oldest first."""
+    recent: NotRequired[list[EventStatus]]
+    """Recent events, oldest first."""
     samples: NotRequired[SamplesStatus]
     copy: NotRequired[CopyStatus]
     inventory: NotRequired[InventoryStatus]
@@ -365,7 +366,7 @@ class CommitEvent(TypedDict):
     round: int
     merged: list[str]
     drops: list[list[str]]
-    """Pairs of a node and the sentence why its delta was not merged."""
+    """Pairs of a node and the reason why its delta was not merged."""
     update_bytes: int
     norm: float
 
@@ -395,19 +396,16 @@ class NodeEvent(TypedDict):
 MetricsEvent = ProgressEvent | CommitEvent | EvaluationEvent | NodeEvent
 
 
-# --- The shape of `decisions.jsonl`: a line for every window that closed, with all that its decision rested on.
-#
-# The journal says what was decided, and forgets it once it is not needed; this says it for as long as the file is kept,
-# with the times that the journal has no business with. Standard library only.
+# --- decisions.jsonl: why each window closed. Kept longer than the journal, which forgets decisions it no longer needs.
 
 
 class OwnOfDelta(TypedDict):
-    """What its node had of its own."""
+    """Settings of the node that differ from the window's."""
 
     codec: NotRequired[str]
-    """By which it was sent, where that is not the window's `codec_up`."""
+    """Codec of the delta, if not the window's `codec_up`."""
     h: NotRequired[int]
-    """Of its node in the window's round, where that is not the round's."""
+    """The node's H in the window's round, if not the round's."""
 
 
 class ArrivedDelta(OwnOfDelta):
@@ -415,16 +413,16 @@ class ArrivedDelta(OwnOfDelta):
 
     node: str
     after_s: float | None
-    """Seconds from the opening until it was durable; negative: before; None: in an earlier start of the coordinator."""
+    """Seconds from the opening until it was durable; negative if before; None if in an earlier start."""
     base: int
-    """Version that it was taken from."""
+    """Version that it is relative to."""
     window: int
-    """Which it named: an earlier one than this where it was late."""
+    """Window that it named: an earlier one if it was late."""
     weight: float
     steps: int
     tokens: int
     norm: float
-    """As its node reported it."""
+    """Reported by its node."""
 
 
 class RefusedDelta(TypedDict):
@@ -437,7 +435,7 @@ class RefusedDelta(TypedDict):
 
 
 class MissingNode(TypedDict):
-    """Who was expected, and is not in it."""
+    """A node that was expected and not merged."""
 
     node: str
     code: str
@@ -460,16 +458,16 @@ class DecisionEvent(TypedDict):
     open_s: float
     """Seconds from the opening until it closed."""
     quorum: int | None
-    """Contributions that were enough; None: of all that were expected."""
+    """Contributions that suffice; None if all expected ones are needed."""
     quorum_s: float | None
-    """Seconds from the opening until the quorum had come; None where it had not, or is none."""
+    """Seconds from the opening to the quorum; None without one."""
     grace_s: float | None
-    """Seconds that the others were then given; None where that is not how the method waits."""
+    """Straggler grace in seconds; None if the method has none."""
     floor: int
     revision: int
-    """Of the terms that the window ran under."""
+    """Revision of the window's terms."""
     stage: NotRequired[int]
-    """Of the model, where that is cut in stages: those who hold it were expected."""
+    """Stage of the fragment, for a model cut in stages: its holders were expected."""
     expected: list[str]
     arrived: list[ArrivedDelta]
     missing: list[MissingNode]
@@ -487,3 +485,37 @@ class DecisionEvent(TypedDict):
     """Of the merged delta."""
     merge_s: NotRequired[float]
     journal_s: NotRequired[float]
+
+
+# --- JSON
+
+
+def dumps(value: Any) -> str:
+    """A JSON document that every reader takes: numbers that are not finite become null.
+
+    Python would write NaN and Infinity, which browsers and jq refuse. Raises TypeError for values without a JSON form.
+    """
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:  # rare: only then is the document copied
+        return json.dumps(_finite(value), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """The number if JSON can hold it: a loss may be NaN or infinite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def not_finite(value: float | None) -> str:
+    """`nan`, `inf` or `-inf`; empty for a finite number and for None."""
+    return "" if value is None or math.isfinite(value) else f"{value:g}"

@@ -1,23 +1,246 @@
-"""What a status comes to, in words and numbers that the page, the terminal and the reports share. Pure."""
+"""The view model of a run: a status summed up once, for the page, `farloop status`, `top`, the demo and the logs."""
 
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
-from farloop.monitoring.status import AnomalyStatus, NodeStatus, Status, WindowStatus
-from farloop.monitoring.units import duration_text
+from farloop.monitoring.status import AnomalyStatus, EventStatus, NodeStatus, Status, WindowStatus
+from farloop.monitoring.units import (
+    NOTHING,
+    count_text,
+    duration_text,
+    factor_text,
+    loss_text,
+    percent_text,
+    plural,
+    size_text,
+    speed_text,
+)
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _T = TypeVar("_T")
+
+Tone = Literal["good", "wait", "bad"]
+"""How a state is coloured."""
+
+_TONES: dict[str, Tone] = {
+    "waiting": "wait", "training": "good", "held": "bad", "holding": "bad", "finished": "good", "evaluating": "good",
+}  # fmt: skip
 
 DATA_PARALLEL_BYTES = 8
 """fp32 data parallel: 4 bytes of gradient up and 4 down, per parameter and inner step of every node."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """One node, ready to be shown."""
+
+    status: NodeStatus
+    state: str
+    """`away` and `finished` for nodes that are not connected, else the node's own state."""
+    tone: Tone
+    now: str
+    """What it exchanges or waits for, or why it left."""
+    part: str
+    loss: str
+    loss_is_finite: bool
+    speed: str
+    compute: str
+    compute_tone: Tone | Literal[""]
+    up: str
+    down: str
+    heard: str
+
+    @property
+    def name(self) -> str:
+        return self.status["name"]
+
+    @property
+    def connected(self) -> bool:
+        return self.status["connected"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowView:
+    """The open window of one fragment."""
+
+    fragment: int
+    window: int
+    state: str
+    arrived: int
+    expected: int
+    missing: tuple[str, ...]
+
+    @property
+    def note(self) -> str:
+        """Which nodes it waits for, or its state."""
+        more = f" and {len(self.missing) - 3} more" if len(self.missing) > 3 else ""
+        return f"waits for {', '.join(self.missing[:3])}{more}" if self.missing else self.state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventView:
+    """A line of the recent events."""
+
+    age: str
+    node: str
+    kind: str
+    code: str
+    """Empty where it only repeats the kind."""
+    sentence: str
+    detail: str
+    times: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """A run, ready to be shown. Numbers that several views show are text already."""
+
+    status: Status
+    tone: Tone
+    facts: tuple[str, ...]
+    """Method, codecs, H."""
+    lasted: str
+    """Training time; empty before training begins."""
+    position: float
+    steps: int
+    done: str
+    why: str
+    """Why the run does not progress; empty while it trains."""
+    anomalies: tuple[str, ...]
+    losses: tuple[float | None, ...]
+    """Validation losses, oldest first; None where it is no finite number."""
+    live: int
+    tokens: str
+    speed: str
+    """Tokens per second of the connected nodes."""
+    training_loss: float | None
+    """Mean over the connected nodes."""
+    outer_steps: str
+    commits: str
+    up: str
+    down: str
+    total: str
+    reduction: float
+    nodes: tuple[NodeView, ...]
+    windows: tuple[WindowView, ...]
+    """Those that expect a node, by fragment."""
+    events: tuple[EventView, ...]
+    """Oldest first."""
+
+    @property
+    def name(self) -> str:
+        return self.status["run"]["name"]
+
+    @property
+    def state(self) -> str:
+        return self.status["run"]["state"]
+
+    @property
+    def alarms(self) -> list[str]:
+        return self.status["alarms"]
+
+    @property
+    def fewer(self) -> str:
+        """How many times fewer bytes than fp32 data parallel; empty before bytes were sent."""
+        return factor_text(self.reduction) if self.reduction > 0 else ""
+
+
+def view_of(status: Status) -> RunView:
+    """Everything that the views of a run show."""
+    run, nodes = status["run"], status["nodes"]
+    live = [node for node in nodes if node["connected"]]
+    losses = [node["loss"] for node in live if node["loss"] is not None]
+    up, down = sum(node["bytes_up"] for node in nodes), sum(node["bytes_down"] for node in nodes)
+    position = min(status["position"], run["steps"])
+    return RunView(
+        status=status,
+        tone=_TONES.get(run["state"], "wait"),
+        facts=(run["method"], f"{run['codec_up']} up, {run['codec_down']} down", f"H {run['h']}"),
+        lasted=duration_text(run["started_s"]) if run["started_s"] > 0 else "",
+        position=position,
+        steps=run["steps"],
+        done=percent_text(position / run["steps"]),
+        why=standing(status),
+        anomalies=tuple(anomaly_lines(status)),
+        losses=tuple(score["loss"] for score in status["evaluations"]),
+        live=len(live),
+        tokens=count_text(sum(node["tokens"] for node in nodes)),
+        speed=speed_text(sum(node["tokens_per_s"] for node in live)),
+        training_loss=sum(losses) / len(losses) if losses else None,
+        outer_steps=f"{status['outer_steps']:,}",
+        commits=f"{plural(status['commits'], 'commit')}, round {status['round']:,}",
+        up=size_text(up),
+        down=size_text(down),
+        total=size_text(up + down),
+        reduction=reduction(status),
+        nodes=tuple(_node_view(node, status) for node in nodes),
+        windows=tuple(_window_view(w) for w in sorted(status["windows"], key=_fragment) if w["expected"]),
+        events=tuple(map(event_view, status.get("recent", []))),
+    )
+
+
+def validation_text(loss: float | None) -> str:
+    """A validation loss; a diverged one has no number."""
+    return "no finite number" if loss is None else loss_text(loss)
+
+
+def _node_view(node: NodeStatus, status: Status) -> NodeView:
+    here, done = node["connected"], ended_well(node, status)
+    wrong, share = node.get("loss_is", ""), node["compute_share"]
+    known = 0 < share < math.inf
+    tone: Tone = _TONES.get(node["state"], "wait")
+    if done or not here or node.get("quarantine"):
+        tone = "good" if done else "bad"
+    return NodeView(
+        status=node,
+        state=node["state"] if here else "finished" if done else "away",
+        tone=tone,
+        now=sync_text(node, status["windows"]),
+        part=part_text(node),
+        loss=wrong or loss_text(node["loss"]),
+        loss_is_finite=not wrong,
+        speed=speed_text(node["tokens_per_s"]) if here else NOTHING,
+        compute=percent_text(share) if known else NOTHING,
+        compute_tone="" if not known else "good" if share >= 0.9 else "wait" if share >= 0.6 else "bad",
+        up=size_text(node["bytes_up"]),
+        down=size_text(node["bytes_down"]),
+        heard=duration_text(node["last_heard_s"]),
+    )
+
+
+def _fragment(window: WindowStatus) -> int:
+    return window["fragment"]
+
+
+def _window_view(window: WindowStatus) -> WindowView:
+    return WindowView(
+        fragment=window["fragment"],
+        window=window["window"],
+        state=window["state"],
+        arrived=len(window["arrived"]),
+        expected=len(window["expected"]),
+        missing=tuple(name for name in window["expected"] if name not in window["arrived"]),
+    )
+
+
+def event_view(event: EventStatus) -> EventView:
+    """One of the recent events."""
+    return EventView(
+        age=f"{duration_text(event['age_s'])} ago",
+        node=event["node"] or NOTHING,
+        kind=event["kind"],
+        code=event["code"] if event["code"] != event["kind"] else "",
+        sentence=event["sentence"],
+        detail=f"({event['detail']})" if event["detail"] else "",
+        times=f"×{event['count']:,}" if event["count"] > 1 else "",
+    )
+
+
 def reduction(status: Status) -> float:
-    """How many times fewer bytes, of all kinds, crossed the links than fp32 data parallel sends for the inner steps
-    that were not lost; 0 before any did."""
+    """Bytes of fp32 data parallel for the inner steps that were not lost, over all bytes on the links; 0 before any."""
     sent = sum(node["bytes_up"] + node["bytes_down"] for node in status["nodes"])
     held = ((node["part"]["parameters"] if "part" in node else status["run"]["parameters"]) for node in status["nodes"])
     fragments = status["run"]["fragments"]
@@ -27,28 +250,28 @@ def reduction(status: Status) -> float:
 
 
 def part_text(node: NodeStatus) -> str:
-    """The stages of the model that it holds; empty for a node that holds all of it."""
+    """The stages that a node holds; empty for the whole model."""
     stages = node["part"]["stages"] if "part" in node else []
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}" if stages else ""
 
 
 def left_with_the_last(node: NodeStatus, status: Status) -> bool:
-    """Whether a node said good-bye with the anchors that the run has now, of all fragments that it holds."""
+    """Whether a node left with the run's present anchors, of all fragments that it holds."""
     held = node["part"]["fragments"] if "part" in node else range(len(status["digests"]))
     return node.get("digests") == [status["digests"][fragment] for fragment in held]
 
 
 _WAITS = frozenset({"joining", "ready", "waiting", "draining"})
-"""States in which the detail is what a node waits for; else it is a sentence."""
+"""States whose detail names what the node waits for; else it is a sentence."""
 
 
 def doing(node: NodeStatus) -> str:
-    """What a node says it does or waits for; may be empty."""
+    """The activity that a node reports; may be empty."""
     return f"waits for {node['detail']}" if node["detail"] and node["state"] in _WAITS else node["detail"]
 
 
 def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
-    """What a node exchanges right now, in words: its own, or else the windows that hold a delta of it."""
+    """What a node exchanges now: its own words, or else the windows that hold a delta of it."""
     if node["reason"] or not node["connected"]:
         return node["reason"] or f"not heard for {duration_text(node['last_heard_s'])}"
     if why := node.get("quarantine"):
@@ -64,38 +287,38 @@ def sync_text(node: NodeStatus, windows: Sequence[WindowStatus]) -> str:
 
 
 def ended_well(node: NodeStatus, status: Status) -> bool:
-    """Whether it has left as a node should: when the run was over."""
+    """Whether it left because the run was finished."""
     over = status["run"]["state"] == "finished"
     return over and not node["connected"] and node["state"] in ("finished", "left")
 
 
 def standing(status: Status) -> str:
-    """Why the run does not move, and what it takes until it does; empty while it trains as it should."""
+    """Why the run does not progress, and what resolves it; empty while it trains."""
     run, here = status["run"], sum(node["connected"] for node in status["nodes"])
     match run["state"]:
         case "finished":
             return "done; the model is model.safetensors in the coordinator's state folder"
         case "holding" if any(alarm.startswith("adoption:") for alarm in status["alarms"]):
-            return "nothing is committed until what the nodes hold is here: the alarm says what that waits for"
+            return "nothing is committed until the state of the nodes has arrived; the alarm names what is missing"
         case "holding":
-            return "nothing is committed and nobody is let in until you decide: the alarm says between what"
+            return "nothing is committed and no node is admitted until you decide; the alarm names the choices"
         case "held":
-            return "nothing is committed until the alarm is mended; it then goes on by itself"
+            return "nothing is committed until the alarm is resolved; the run then continues"
         case "waiting":
             wanted = run.get("nodes", 0)
             if stages := run.get("stages"):
                 counts = ", ".join(f"stage {stage} has {count} of {wanted}" for stage, count in enumerate(stages))
-                return f"begins when its nodes are there: {counts} so far"
+                return f"begins when its nodes are connected: {counts} so far"
             have = f"{here} of {wanted}" if wanted else f"{here}"
-            return f"begins when its nodes are there: {have} so far" + ("" if here else "; start one: farloop node")
+            return f"begins when its nodes are connected: {have} so far" + ("" if here else "; start one: farloop node")
         case "training" if not here:
-            return "no node is connected, so nothing moves; a node that comes back goes on where the run stands"
+            return "no node is connected, so nothing progresses; a node that returns continues where the run is"
         case _:
             return ""
 
 
 def anomaly_text(anomaly: AnomalyStatus) -> str:
-    """A node or link that has become slow, and what was done, in a line."""
+    """A slow node or link, and the mitigation, in a line."""
     factor = anomaly["factor"]
     much = f" {factor:.1f} times" if factor is not None else ""
     text = f"{anomaly['node']}: {anomaly['kind']}{much} since round {anomaly['since_round']}"
@@ -110,35 +333,25 @@ def anomaly_text(anomaly: AnomalyStatus) -> str:
 
 
 def anomaly_lines(status: Status) -> list[str]:
-    """All of them; that the coordinator's own end is slow comes first."""
+    """All anomalies; a slow side of the coordinator comes first."""
     if (watch := status.get("watch")) is None:
         return []
     own = [f"the coordinator's links: {watch['coordinator']}"] if watch["coordinator"] else []
     return own + [anomaly_text(anomaly) for anomaly in watch["anomalies"]]
 
 
-def finite_or_none(value: float | None) -> float | None:
-    """The number as JSON has it: a loss may be NaN or infinite, and JSON knows neither."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def not_finite(value: float | None) -> str:
-    """`nan`, `inf` or `-inf`; empty for a finite number, and for none."""
-    return "" if value is None or math.isfinite(value) else f"{value:g}"
-
-
 def printable(text: str) -> str:
-    """In one line and without control characters, also those that turn the direction of text: nodes name themselves."""
+    """The text without line breaks, control characters and direction marks: nodes choose their own names."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def named(node: str) -> str:
-    """A node's name as it may stand in a log line: what is more than a name is quoted, so that it adds no fields."""
+    """A node's name for a log line: anything but a plain name is quoted, so that it adds no fields."""
     return node if _NAME.fullmatch(node) else repr(node)
 
 
 def cleaned(told: _T) -> _T:
-    """The same with every text in it printable."""
+    """The same value with every text printable."""
     return _cleaned(told)  # type: ignore[no-any-return]
 
 

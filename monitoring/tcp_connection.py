@@ -1,9 +1,9 @@
-"""Looks at a TCP connection that somebody else owns, through its file descriptor, and chooses its congestion control.
+"""Reads TCP_INFO of a connection that ZeroMQ owns, through its file descriptor, and sets its congestion control.
 
-ZeroMQ has no option for either, but tells the descriptor of a connection when it opens, and with every message. It may
-close it at any moment, and the number may then be another socket's: so nothing here keeps it. Every look takes a
-duplicate for the blink of an eye, and asks first whether the other end is still the one that is meant. What can remain
-is a number that went to another connection with the same peer: two lanes of one node are mixed up then, for a moment.
+ZeroMQ has no option for either, but reports the descriptor of a connection when it opens and with every message. It may
+close the descriptor at any moment, and the number may then belong to another socket. So each call briefly duplicates
+the descriptor and first checks the peer. One confusion remains possible: a number that went to another connection with
+the same peer, so that two lanes of one node are briefly mixed up.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _NAME_BYTES: Final = 16
 
 
 def host_of(descriptor: int) -> str:
-    """Who is at the other end now; empty where nobody is. To be asked as soon as the descriptor is told."""
+    """Host of the peer; empty without one. To be called as soon as the descriptor is reported."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         peer = connection.getpeername()
         return str(peer[0]) if isinstance(peer, tuple) else ""
@@ -26,7 +26,7 @@ def host_of(descriptor: int) -> str:
 
 
 def end_of(descriptor: int) -> tuple[str, int]:
-    """Address and port of who is at the other end now; nobody is ("", 0). Takes no descriptor of its own."""
+    """Address and port of the peer; ("", 0) without one. Needs no descriptor of its own."""
     with contextlib.suppress(OSError), _as_it_is(descriptor) as connection:
         peer = connection.getpeername()
         return (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else ("", 0)
@@ -34,8 +34,8 @@ def end_of(descriptor: int) -> tuple[str, int]:
 
 
 def hang_up(descriptor: int, host: str, port: int) -> bool:
-    """End the connection to this address and port, if the descriptor is still its own; whether it was. Its owner sees
-    the end of the stream, and closes it."""
+    """Shut the connection to this address and port down, if the descriptor still belongs to it; returns whether it did.
+    Its owner sees the end of the stream, and closes it."""
     with contextlib.suppress(OSError), _as_it_is(descriptor) as connection:
         peer = connection.getpeername()
         if isinstance(peer, tuple) and (str(peer[0]), int(peer[1])) == (host, port):
@@ -45,7 +45,7 @@ def hang_up(descriptor: int, host: str, port: int) -> bool:
 
 
 def tcp_info(descriptor: int, host: str, num_bytes: int) -> bytes:
-    """TCP_INFO of the connection to `host`; empty where there is none, or it cannot be read on this system."""
+    """TCP_INFO of the connection to `host`; empty without one, or where the system cannot read it."""
     if _INFO is None:
         return b""
     with contextlib.suppress(OSError), _borrowed(descriptor, host) as connection:
@@ -54,7 +54,7 @@ def tcp_info(descriptor: int, host: str, num_bytes: int) -> bytes:
 
 
 def congestion_of(descriptor: int, host: str) -> str:
-    """Its congestion control, as `cubic`; empty where that cannot be read."""
+    """Its congestion control, as `cubic`; empty where the system cannot read it."""
     if _CONGESTION is None:
         return ""
     with contextlib.suppress(OSError), _borrowed(descriptor, host) as connection:
@@ -75,7 +75,7 @@ def choose_congestion(descriptor: int, host: str, name: str) -> bool:
 def congestion_refused(name: str) -> str | None:
     """Why this process may not choose it, as one line with what it may; None where it may."""
     if _CONGESTION is None:
-        return f"congestion = {name!r}: this system lets nobody choose; leave it out"
+        return f"congestion = {name!r}: this system does not support the choice; leave it out"
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())

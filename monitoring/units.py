@@ -1,6 +1,10 @@
-"""Numbers as people read them: three digits and a unit. Pure; for pages, terminals and reports alike."""
+"""Numbers as text with three digits and a unit, for pages, terminals and reports; and curves of a bounded length."""
 
 import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 NOTHING = "–"
 """Stands where there is no number yet."""
@@ -76,6 +80,13 @@ def loss_text(loss: float | None) -> str:
 def plural(count: int, thing: str) -> str:
     """`1 node`, `3 nodes`."""
     return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
+
+
+def thinned(points: Sequence[_T], most: int) -> Sequence[_T]:
+    """At most so many of them, evenly spread; the first and the last are kept."""
+    if len(points) <= most:
+        return points
+    return [points[round(index * (len(points) - 1) / (most - 1))] for index in range(most)]
 
 
 def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:

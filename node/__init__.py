@@ -1,6 +1,7 @@
 """The node daemon, and the library call that makes a training loop a node: `from farloop.node import join`.
 
-What the call needs (torch above all) is loaded when it is asked for: the pure rooms beside it need nothing of that.
+Modules without I/O and without torch: machine, send_schedule, fragment_set, events, sample_cursor. `join` loads the
+rest when it is first used.
 """
 
 from typing import TYPE_CHECKING, Any

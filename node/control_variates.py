@@ -1,17 +1,17 @@
-"""Control variates on one node (`algo/local_update.py`): d_i of every fragment, and what each merge teaches it.
+"""Control variates on one node (`algo/local_update.py`): d_i of every fragment, and how each merge updates it.
 
-The shells tell what they do, in the order in which they do it; what follows from it is decided here.
+The executor reports what it does, in order; this module derives d_i from it.
 
-    applied(version, update) ── settled(own delta, merged in that version) ──▶ d_i learns      merged ──▶ Ση = 0
+    applied(version, update) ── settled(own delta, merged in that version) ──▶ d_i updated      merged ──▶ Ση = 0
 
-d_i learns from a version that was made by the same nodes as the one before. Where others made it (one has died, come or
-was late) all nodes begin anew, each from the same announcement, with d_i = 0: the d_i of those who are left would no
-longer sum to zero, and would push the model to where it is not wanted for the rest of the run.
+d_i is updated from a version that the same nodes made as the one before. If other nodes made it (one died, joined or
+was late), all nodes reset d_i to 0 at the same announcement: the remaining d_i would no longer sum to zero and would
+bias the model for the rest of the run.
 
-A dropped delta and a snapshot leave d_i as it is; who lost an anchor has heard what its update was, and learns from it
-all the same. The sum is not quite zero, until the nodes change, after a node was started anew so soon that no version
-was made without it (its d_i is gone: nothing of it is kept on disk), and while the learning rate of a late joiner is
-ramped, so that its Ση is another than the others'.
+A dropped delta and a snapshot leave d_i as it is; a node that lost an anchor knows its update, and still uses it. The
+sum is not exactly zero, until the set of nodes changes, in two cases: after a node restarted so quickly that no version
+was made without it (its d_i is gone: it is not kept on disk), and while the learning rate of a late joiner is ramped,
+because its Ση differs from the others'.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from farloop.algo.fragments import tiles, view
 from farloop.algo.local_update import correct_, learn_, merged_by_plain_step
-from farloop.algo.spec import BlobId, NodeId, Terms
+from farloop.algo.spec import BlobId, NodeId
+from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.node.replica import Replica
 from farloop.quant.blob import Expected, parse_blob
@@ -74,7 +75,7 @@ class ControlVariates:
     def __init__(self, replica: Replica, terms: Terms, terms_of: Callable[[int, int], Terms] | None = None) -> None:
         """`terms_of`: those of a fragment's window; `terms` for all of them unless given."""
         self._replica, self._terms_of = replica, terms_of or (lambda fragment, window: terms)
-        self._on = terms.control_variates
+        self._on = terms.inner.control_variates
         self._drifts: dict[int, Tensor] = {}
         """Those that are not zero."""
         self._lr_sums = {fragment.index: 0.0 for fragment in replica.fragments}
@@ -132,7 +133,7 @@ class ControlVariates:
         del self._sent[blob.fragment]
         if data is None or update is None or merged_in != update.command.version or not sent.lr_sum > 0.0:
             return
-        command, outer_lr = sent.command, self._terms_of(blob.fragment, merged_in).outer_lr
+        command, outer_lr = sent.command, self._terms_of(blob.fragment, merged_in).outer.lr
         try:
             own = self._decoded(data, command.codec, blob.fragment, command.window, blob.version, epoch)
             version, codec_down = update.command.version, update.command.codec

@@ -18,13 +18,13 @@ from farloop.algo.sample_order import arrivals, sample_index, source_of
 from farloop.algo.spec import RunSpec
 from farloop.node.model import GPT
 
-# --- Text as bytes: what the built-in trainer learns from, the same on every node that is given the same files.
+# --- Corpus
 #
-# The default is the source text of the running interpreter's standard library: some 12 MB that are already on every
-# machine. A corpus is a value; `farloop.node.data` cuts it into samples.
+# Text as bytes, the same on every node that is given the same files. The default is the source text of the running
+# interpreter's standard library: about 12 MB that every machine already has.
 #
-# A *document* is a text file or one record of a JSONL file. Documents are de-duplicated, put in the order of the
-# SHA-256 of their bytes and each closed by a byte 0, so neither names nor the order of a directory show in the result.
+# A *document* is a text file or one record of a JSONL file. Documents are de-duplicated, ordered by the SHA-256 of
+# their bytes and each closed by a byte 0, so neither names nor directory order affect the result.
 
 
 DEFAULT_MAX_BYTES = 16_000_000
@@ -223,10 +223,9 @@ def _digest(train: bytes, validation: bytes) -> str:
     return content.hexdigest()[:16]
 
 
-# --- From a corpus and positions of the stream to a batch: training samples, and the fixed evaluation set.
+# --- Batches and the evaluation set
 #
-# The coordinator grants positions of one endless stream of samples (protocol "Data leases"); a node alone turns them
-# into tokens. Nothing here knows of the link.
+# The coordinator grants positions of one endless stream of samples; the node turns them into tokens.
 #
 # Shape suffixes: B batch, S = L + 1 tokens of a sample of sequence length L (inputs and, shifted by one, targets).
 
@@ -271,9 +270,9 @@ class Mixture:
 
         Raises CorpusError when one is too short for one sample.
         """
-        self._brought = arrivals(spec.terms.lr)
+        self._brought = arrivals(spec.terms.schedule.lr)
         assert len(corpora) == 1 + len(self._brought), "a corpus to begin with, and one of each re-warm that brings one"
-        self._length, self._seed = spec.terms.sequence_tokens, spec.identity.seed
+        self._length, self._seed = spec.terms.inner.sequence_tokens, spec.identity.seed
         self._sources = [Samples(corpus, self._length, self._seed) for corpus in corpora]
 
     def batch(self, positions: Sequence[int], at: float) -> Tensor:

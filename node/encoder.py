@@ -1,12 +1,9 @@
-"""Deltas become blobs in a thread of their own, while training goes on."""
+"""Encodes deltas into blobs. The executor submits this work to its compute worker, so training goes on meanwhile."""
 
 import math
-import time
 import zlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from torch import Tensor
 
@@ -23,67 +20,8 @@ from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import Offer
 
-_T = TypeVar("_T")
-
-Done = Callable[["Encoded"], None]
-Failed = Callable[[Exception], None]
-
 SMALLEST_NORM_SQ: Final = 1e-300
 """Stands for the squared norm of a delta that is zero."""
-
-
-class Encoder:
-    """One worker thread; deltas leave in the order they were taken."""
-
-    def __init__(self, replica: Replica, done: Done, failed: Failed) -> None:
-        """`done` and `failed` are called in the worker's thread."""
-        self._replica, self._done, self._failed = replica, done, failed
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="codec")
-        self.seconds = 0.0
-        """That the thread has worked; written by it alone."""
-
-    def submit(
-        self,
-        command: ev.Encode,
-        delta: Tensor,
-        epoch: int,
-        inner_step: int,
-        residual: Tensor | None = None,
-        previous: Tensor | None = None,
-    ) -> None:
-        """Encode `delta`, fp32 [numel], which now belongs to the encoder, as does `residual`. As `encode_delta`."""
-        future = self._pool.submit(
-            self._timed, encode_delta, self._replica, command, delta, epoch, inner_step, residual, previous
-        )
-        future.add_done_callback(self._report)
-
-    def submit_packed(self, packed: "Packed") -> None:
-        """Finish a blob whose payload is written."""
-        self._pool.submit(self._timed, finish, packed).add_done_callback(self._report)
-
-    def run_before_the_next(self, job: Callable[[], None]) -> None:
-        """Something small that must be over when the next delta is encoded."""
-        self._pool.submit(job).add_done_callback(self._report_failure)
-
-    def close(self) -> None:
-        """Finish what was submitted."""
-        self._pool.shutdown()
-
-    def _timed(self, job: Callable[..., _T], *args: Any) -> _T:
-        started = time.perf_counter()
-        try:
-            return job(*args)
-        finally:
-            self.seconds += time.perf_counter() - started
-
-    def _report(self, future: "Future[Encoded]") -> None:
-        self._report_failure(future)
-        if future.exception() is None:
-            self._done(future.result())
-
-    def _report_failure(self, future: "Future[Any]") -> None:
-        if isinstance(error := future.exception(), Exception):
-            self._failed(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

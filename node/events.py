@@ -1,4 +1,4 @@
-"""What a node's machine hears (events) and what it asks its shell to do (commands).
+"""Events that a node's machine takes, and commands that it gives to the executor.
 
 Commands run in the order they are given, in the training thread. `Encode` is answered by one `DeltaEncoded`, `Apply`
 and `Install` by nothing or one `AnchorMismatch`; the rest is fire and forget.
@@ -10,7 +10,7 @@ from farloop.algo.spec import BlobId, Lease, WindowTerms
 from farloop.wire.messages import Message, Offer
 from farloop.wire.reasons import Reason
 
-# --- events
+# --- Events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class DeltaEncoded:
 
     offer: Offer
     offered: bool = False
-    """The shell has offered it already, if the session was open."""
+    """The executor has offered it already, if the session was open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class DrainRequested:
 
 Event = StepDone | Received | BlobArrived | Disconnected | DeltaEncoded | AnchorMismatch | DrainRequested
 
-# --- commands
+# --- Commands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

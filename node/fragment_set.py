@@ -1,17 +1,19 @@
-"""The fragments that a node holds: their state, the fate of its deltas, and when updates are merged."""
+"""The fragments that a node holds: their state, the outcomes of its deltas, and when updates are merged."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from farloop.algo.outer_settings import step_gain, usual
-from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec, Terms, WindowTerms
+from farloop.algo.schedule import own_of_window
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec, WindowTerms
 from farloop.algo.stages import Part, fragments_of
+from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.wire.messages import Committed, Offer, Welcome
 from farloop.wire.reasons import Reason
 
-# --- What a node's machine knows of one fragment: the version it holds, what has arrived, what it has sent.
+# --- One fragment
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class FragmentState:
 
     def is_behind(self, terms: Terms) -> bool:
         """Whether the base is too old for any window."""
-        return max(self.pending, default=0) > self.version + terms.max_staleness + terms.lag
+        return max(self.pending, default=0) > self.version + terms.admission.max_staleness + terms.schedule.lag
 
     def is_free(self, lag: int) -> bool:
         """Whether no delta is in the way of another one: the local weights hold nothing of what was sent."""
@@ -140,14 +142,15 @@ class FragmentState:
         if terms.window > self.version:
             self.terms_of[terms.window] = terms
 
-    def terms_for(self, window: int, run: Terms) -> WindowTerms | Terms:
+    def terms_for(self, window: int, run: Terms) -> WindowTerms:
         """What a window from the held version on runs under.
 
         By the run's terms where its own did not come: they are told with the version before, which a snapshot may
         overtake, and then the link may break. If those are others by now, an anchor's digest will not fit, and a
         snapshot mends it.
         """
-        return self.terms_of.get(window, run)
+        told, own = self.terms_of.get(window), own_of_window(run)
+        return told or WindowTerms(fragment=self.fragment.index, window=window, round=0, **own)
 
     def announce(self, committed: Committed) -> None:
         """A commit was announced; one that is held already changes nothing."""
@@ -254,9 +257,9 @@ class FragmentState:
         assert self.snapshot is None or self.snapshot >= 0
 
 
-# --- What becomes of a node's deltas: part of a version, refused, too late, or overtaken by a snapshot.
+# --- Outcomes of deltas
 #
-# Each function is asked with the fragment's state as it was before, changes it, and says what the shell is to do.
+# Each function gets the fragment's state as it was before, changes it, and returns the commands that follow.
 
 
 def forgotten(state: FragmentState, kind: BlobKind, version: int) -> ev.ForgetBlob:
@@ -303,11 +306,11 @@ def decided(state: FragmentState, max_staleness: int) -> list[ev.Command]:
 def overtaken(state: FragmentState, version: int, terms: Terms) -> list[ev.Command]:
     """A snapshot takes the anchor's place: of what was sent, only what a later window can take is still of use."""
     commands = list[ev.Command]()
-    for undecided in [u for u in state.sent if not state.can_be_taken(u, terms.max_staleness, version)]:
+    for undecided in [u for u in state.sent if not state.can_be_taken(u, terms.admission.max_staleness, version)]:
         commands.append(ev.ForgetBlob(blob=undecided.blob))
         state.sent.remove(undecided)
-    if terms.lag and state.last is not None:
-        state.last.merged = version >= state.last.terms.window - terms.lag
+    if terms.schedule.lag and state.last is not None:
+        state.last.merged = version >= state.last.terms.window - terms.schedule.lag
     skipped = sorted(arrived for arrived in state.arrived if arrived <= version)
     return [*commands, *(forgotten(state, BlobKind.UPDATE, update) for update in skipped)]
 
@@ -321,7 +324,7 @@ def dropped(state: FragmentState) -> list[ev.Command]:
     return commands
 
 
-# --- What is merged now, by either policy for updates that are late (protocol E, F).
+# --- Merge policies, one for each `on_late_update`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,16 +351,16 @@ def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *
         return None
     if last is None or last.merged:
         # With a lag the base of what was done since the last merge still serves the next window.
-        works_on = bool(terms.lag) and (last is not None or inner_steps > state.counted_from)
+        works_on = bool(terms.schedule.lag) and (last is not None or inner_steps > state.counted_from)
         if not versions or (training and works_on and not state.is_behind(terms)):
             return None
         return DueMerge(versions=versions, mix=_mix_unsent(state, versions[-1], inner_steps), loses_steps=True)
-    wanted = last.terms.window - terms.lag
-    if (versions[-1] if versions else state.version) < wanted or (terms.eager and last.offer is None):
+    wanted = last.terms.window - terms.schedule.lag
+    if (versions[-1] if versions else state.version) < wanted or (terms.schedule.eager and last.offer is None):
         return None
-    if terms.lag:
+    if terms.schedule.lag:
         newest = max(state.pending, default=0)
-        if training and newest <= wanted + terms.lag:  # else the next delta would come too late from there
+        if training and newest <= wanted + terms.schedule.lag:  # else the next delta would come too late from there
             versions = [version for version in versions if version <= wanted]
         return DueMerge(versions=versions, mix=0.0)
     if state.undecided_is_in(last) == last.terms.window:
@@ -391,14 +394,14 @@ def merging_when_going_on(state: FragmentState, terms: Terms, inner_steps: int, 
 def merge_command(state: FragmentState, terms: Terms, mix: float) -> ev.Merge:
     """The merge with the held anchor; an eager node adds its own deltas that are not in it yet."""
     own = tuple((undecided.blob, undecided.terms) for undecided in state.sent if not undecided.dropped)
-    if not terms.eager or not own or state.last is None:
+    if not terms.schedule.eager or not own or state.last is None:
         return ev.Merge(fragment=state.fragment.index, mix=mix)
-    share = 1 / terms.min_nodes if state.share is None else state.share
+    share = 1 / terms.admission.min_nodes if state.share is None else state.share
     factor = share * step_gain(usual(terms), state.last.terms.gap)
     return ev.Merge(fragment=state.fragment.index, mix=mix, own=own, factor=factor)
 
 
-# --- The fragments that a node holds, each with its state: all of the run's, or those of its part of the model.
+# --- All fragments that the node holds
 
 
 class FragmentSet:
@@ -411,7 +414,7 @@ class FragmentSet:
     def begin(cls, spec: RunSpec, part: Part) -> "FragmentSet":
         """Of a node that has none of its anchors yet."""
         held = fragments_of(part, spec.identity.layout)
-        return cls(FragmentState(fragment=fragment, lag=spec.terms.lag) for fragment in held)
+        return cls(FragmentState(fragment=fragment, lag=spec.terms.schedule.lag) for fragment in held)
 
     def __iter__(self) -> Iterator[FragmentState]:
         return iter(self._states.values())

@@ -1,7 +1,7 @@
-"""The inner step of `Node.step` (docs/step.md), and the inner optimizers of loops that bring none of their own.
+"""The inner step of `Node.step` (docs/step.md), and the default inner optimizers.
 
-Those are AdamW, or Muon for the matrices with AdamW for the rest. Both are torch's. Their moments outlive merges, and
-are never exchanged.
+The defaults are torch's AdamW, or Muon for matrices with AdamW for the rest. Their moments survive merges and are never
+exchanged.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from torch.optim import AdamW, Muon, Optimizer, SparseAdam
 
 from farloop.algo.fragments import is_hidden_matrix
 from farloop.algo.outer_optimizers import is_decayed
-from farloop.algo.spec import Terms
+from farloop.algo.terms import Terms
 from farloop.node.errors import LoopError
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _MUON_MOMENTUM = 0.9  # MuLoCo's (arXiv 2505.23725); torch's own default, 0.95, 
 def default_optimizer(module: nn.Module, terms: Terms) -> Optimizer:
     """What the terms name, at their learning rate, with their weight decay on matrices."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if terms.inner_optimizer == "adamw":
+    if terms.inner.optimizer == "adamw":
         return _adamw([parameter for _, parameter in named], terms)
     tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     hidden = {id(p) for name, p in named if p.ndim == 2 and is_hidden_matrix(name, p.shape) and id(p) not in tables}
@@ -45,8 +45,8 @@ def default_optimizer(module: nn.Module, terms: Terms) -> Optimizer:
     # serve both (arXiv 2502.16982).
     muon = Muon(
         matrices,
-        lr=terms.lr.peak,
-        weight_decay=terms.weight_decay,
+        lr=terms.schedule.lr.peak,
+        weight_decay=terms.inner.weight_decay,
         momentum=_MUON_MOMENTUM,
         adjust_lr_fn="match_rms_adamw",
     )
@@ -57,8 +57,8 @@ def _adamw(parameters: Iterable[nn.Parameter], terms: Terms) -> AdamW:
     parameters = list(parameters)
     decayed = [p for p in parameters if is_decayed(tuple(p.shape))]
     plain = [p for p in parameters if not is_decayed(tuple(p.shape))]
-    groups = [{"params": decayed, "weight_decay": terms.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return AdamW([group for group in groups if group["params"]], lr=terms.lr.peak, betas=_BETAS, eps=1e-8)
+    groups = [{"params": decayed, "weight_decay": terms.inner.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=terms.schedule.lr.peak, betas=_BETAS, eps=1e-8)
 
 
 class Together(Optimizer):
@@ -122,7 +122,7 @@ class InnerStep:
         Raises:
             LoopError: this cannot be stepped; one line that says what to change.
         """
-        self._optimizer, self._parameters, self._clip_norm = optimizer, parameters, terms.clip
+        self._optimizer, self._parameters, self._clip_norm = optimizer, parameters, terms.inner.clip
         self._rate, self._clip, self._scaler, self._all_agree = rate, clip, scaler, all_agree
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._reference, self._ratios, self._rates = 1.0, list[float](), list[float]()
@@ -141,7 +141,7 @@ class InnerStep:
             self._reference = _reference_rate(optimizer)
             self._ratios = [_rate_at_join(group) / self._reference for group in optimizer.param_groups]
             self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if terms.control_variates and (rate == "own" or set(self._ratios) != {1.0}):
+        if terms.inner.control_variates and (rate == "own" or set(self._ratios) != {1.0}):
             raise LoopError(
                 "the run has control_variates, which need one learning rate for all parameters: take rate='run', and "
                 "give every parameter group the same lr"

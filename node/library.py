@@ -10,13 +10,15 @@ a method that has none, sends the gradients), then exchanges whatever is due (do
 the same call.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import logging
 import math
 import os
+import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, get_args
@@ -28,22 +30,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from farloop.algo.methods import method_named
-from farloop.algo.spec import RunSpec
+from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.stages import Part, is_source
 from farloop.algo.validation import check_own_tau
 from farloop.monitoring.endpoint import Endpoint
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.errors import DataError, LoopError, TermsMismatch
-from farloop.node.executor import NodeExecutor
+from farloop.node.errors import DataError, LoopError, TermsMismatch, Unreachable
+from farloop.node.executor import Input, NodeExecutor
 from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
 from farloop.node.replica import matched_parameters
 from farloop.node.state_dir import NodeState
-from farloop.node.zmq_dealer import LinkConfig
+from farloop.node.zmq_dealer import LinkConfig, LinkThread
+from farloop.quant.registry import warm_for
+from farloop.runtime.system import ThreadWorker
+from farloop.wire import messages as msg
 from farloop.wire.bounds import MOST_TOKENS
 from farloop.wire.keys import check_name
 from farloop.wire.machine_info import NOTHING, Inventory
+from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +60,9 @@ DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
 process after SIGTERM."""
 
+WAIT_S = 0.2
+"""Longest wait for an event before the node looks whether a report is due."""
+
 
 class Node:
     """A model that takes part in a run. Made by `join`; use it as a context manager, or call `leave`."""
@@ -61,7 +70,7 @@ class Node:
     def __init__(
         self,
         cluster: Cluster,
-        leader: NodeExecutor | None,
+        driver: "Driver | None",
         spec: RunSpec,
         module: nn.Module,
         optimizer: Optimizer | None,
@@ -73,8 +82,7 @@ class Node:
     ) -> None:
         """Not to be called: `join` is the way in. Raises LayoutMismatch or LoopError."""
         self.spec, self.cluster = spec, cluster
-        self.leader = leader
-        """Rank 0's machinery; None on the other ranks."""
+        self._driver = driver
         self.module = module
         self.model = module if cluster.alone else DistributedDataParallel(module)
         """What to call in the forward pass: gradients are averaged over the node's ranks."""
@@ -97,6 +105,11 @@ class Node:
         """Where this node shows itself, if anywhere."""
 
     @property
+    def executor(self) -> NodeExecutor | None:
+        """What exchanges deltas with the coordinator; None on ranks other than 0."""
+        return None if self._driver is None else self._driver.executor
+
+    @property
     def running(self) -> bool:
         """Whether another inner step is wanted; False at the run's end, and after `request_drain`."""
         return self._decision.running
@@ -109,7 +122,7 @@ class Node:
     @property
     def closes_round(self) -> bool:
         """Whether the next inner step is the last of its round; False on a node's other ranks."""
-        machine = self.leader.machine if self.leader is not None else None
+        machine = self.executor.machine if self.executor is not None else None
         plan = machine.schedule.plan if machine is not None else None
         return machine is not None and plan is not None and machine.schedule.step + 1 >= plan.steps_of(machine.name)
 
@@ -149,16 +162,8 @@ class Node:
             )
         trained = self._batch_tokens() if tokens is None else self._checked(tokens)
         seen = None if loss is None else _number("loss", loss)
-        clock = self.leader.clock if self.leader is not None else None
-        if clock is not None and clock.activity is None:
-            clock.turn("training", time.monotonic())
         stepped = self._inner.take(self._decision.lr)
-        if self.leader is not None and clock is not None:
-            clock.turn("farloop", time.monotonic())
-            self._decide(self.leader.after_step(trained, seen, stepped=stepped))
-            clock.turn("training" if self.running else None, time.monotonic())
-        else:
-            self._decide(None)
+        self._decide(self._driver.after_step(trained, seen, stepped=stepped) if self._driver is not None else None)
         self.module.zero_grad(set_to_none=True)
         self._inner.zero_grad()
         return self.running
@@ -166,8 +171,8 @@ class Node:
     def request_drain(self) -> None:
         """Stop after the current step, as SIGTERM asks: what is begun is finished. From any thread, or a handler."""
         self.asked_to_leave = True
-        if self.leader is not None:
-            self.leader.request_drain()
+        if self._driver is not None:
+            self._driver.executor.request_drain()
 
     def leave(self, timeout_s: float = DRAIN_S) -> None:
         """Wait for the outcome of what was sent, say good-bye, stop all threads. More than once is harmless."""
@@ -175,8 +180,8 @@ class Node:
             return
         self._left = True
         try:
-            if self.leader is not None:
-                self.leader.drain(timeout_s)
+            if self._driver is not None:
+                self._driver.drain(timeout_s)
         finally:
             self.abandon()
 
@@ -186,8 +191,8 @@ class Node:
         if self.endpoint is not None:
             self.endpoint.close()
             self.endpoint = None
-        if self.leader is not None:
-            self.leader.close()
+        if self._driver is not None:
+            self._driver.close()
         self.cluster.close()
 
     def __enter__(self) -> Self:
@@ -202,14 +207,14 @@ class Node:
             self.abandon()
 
     def _begin(self) -> None:
-        self._decide(self.leader.wait_for_start() if self.leader is not None else None)
+        self._decide(self._driver.wait_for_start() if self._driver is not None else None)
 
     def _decide(self, decision: Decision | None) -> None:
         self._decision = self.cluster.share_decision(decision)
         self.cluster.share_weights(self.spec.identity.layout, self._decision.merged, self._parameters)
 
     def _batch_tokens(self) -> int:
-        return self.spec.terms.batch_sequences * self.spec.terms.sequence_tokens
+        return self.spec.terms.inner.batch_sequences * self.spec.terms.inner.sequence_tokens
 
     def _checked(self, given: int | Tensor) -> int:
         """The tokens that the loop says a step had: a coordinator refuses the delta of a step that had more."""
@@ -222,9 +227,9 @@ class Node:
             raise ValueError(f"step(tokens={tokens}): 0 or more are wanted")
         if tokens > MOST_TOKENS:
             raise ValueError(f"step(tokens={tokens}): at most {MOST_TOKENS} are wanted")
-        granted = self.spec.identity.num_samples and self.leader is not None and self.leader.machine.takes_samples
+        granted = self.spec.identity.num_samples and self.executor is not None and self.executor.machine.takes_samples
         if granted and tokens > most:
-            batch = f"{terms.batch_sequences} sequences of {terms.sequence_tokens}"
+            batch = f"{terms.inner.batch_sequences} sequences of {terms.inner.sequence_tokens}"
             raise ValueError(f"step(tokens={tokens}): a step of this run has at most {most} tokens, {batch}")
         return tokens
 
@@ -238,6 +243,96 @@ def _number(argument: str, given: object) -> float:
     except (TypeError, ValueError, RuntimeError):
         what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
         raise ValueError(f"step({argument}=…) got {what}: a number is wanted") from None
+
+
+class Driver:
+    """Rank 0: drives the executor from the training thread, and waits there where training has to."""
+
+    def __init__(
+        self,
+        name: NodeId,
+        link: LinkThread,
+        state: NodeState,
+        fingerprint: str | None = None,
+        device: str = "",
+        tau: int | None = None,
+        holds: Part = None,
+    ) -> None:
+        """Begins to dial."""
+        self.link = link
+        self._inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
+        self._worker = ThreadWorker("codec", self._inbox.put)
+        self.executor = NodeExecutor(
+            name,
+            inbox=self._inbox,
+            now=time.monotonic,
+            worker=self._worker,
+            link=link,
+            state=state,
+            fingerprint=fingerprint,
+            device=device,
+            tau=tau,
+            holds=holds,
+        )
+
+    def wait_for_spec(self, timeout_s: float | None) -> RunSpec:
+        """What the run is. Raises Refused or Unreachable."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self.executor.machine.spec is None:
+            self._wait()
+            if time.monotonic() > deadline:
+                raise Unreachable(f"no answer from the coordinator within {timeout_s:g} s; is its address right?")
+        return self.executor.machine.spec
+
+    def wait_for_start(self) -> Decision:
+        """Block until training begins, or the run is over."""
+        with self._failure_told():
+            return self._decide()
+
+    def after_step(self, tokens: int, loss: float | None, *, stepped: bool = True) -> Decision:
+        """What to do after an inner step; blocks where the method says that training waits."""
+        with self._failure_told():
+            self.executor.step_done(tokens, loss, stepped=stepped)
+            return self._decide()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for the outcome of what was sent, then say good-bye; False when that took too long."""
+        machine = self.executor.machine
+        self.executor.request_drain()
+        deadline = time.monotonic() + timeout_s
+        with self._failure_told():
+            while not machine.ended and time.monotonic() < deadline:
+                self._wait()
+        if not machine.ended:
+            detail = "without the outcome of what it had sent"
+            self.executor.say_goodbye(msg.Leave(reason=Reason.DRAINED, detail=detail))
+        return self.link.flushed(max(1.0, deadline - time.monotonic())) and machine.ended
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self.link.close()
+        self._worker.close()
+
+    def _decide(self) -> Decision:
+        while not self.executor.settle():
+            self._wait()
+        return self.executor.decision()
+
+    def _wait(self) -> None:
+        """For an event, but no longer than until a report may be due."""
+        with contextlib.suppress(queue.Empty):
+            self.executor.take(self._inbox.get(timeout=WAIT_S))
+        self.executor.report_if_due()
+
+    @contextlib.contextmanager
+    def _failure_told(self) -> Iterator[None]:
+        """Tell the coordinator of an error that ends training before it is raised."""
+        try:
+            yield
+        except Exception as error:
+            self.executor.say_failed(error)
+            self.link.flushed(2.0)
+            raise
 
 
 def join(
@@ -302,30 +397,31 @@ def join(
         link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
     )
     cluster = Cluster.from_torchrun()
-    leader, endpoint = None, None
+    driver, endpoint = None, None
     try:
         if cluster.leads:
             config = dataclasses.replace(config, inventory=_told(config.inventory, cluster))
-            memory = NodeState.claim(state_dir or Path(".farloop") / name)
-            leader = NodeExecutor(node_id, config, cluster, memory, fingerprint, tau, part)
-            endpoint = serve(http, leader.metrics, http_names) if http else None
-        spec = cluster.share_spec(leader.wait_for_spec(timeout_s) if leader else None)
+            state = NodeState.claim(state_dir or Path(".farloop") / name)
+            driver = Driver(node_id, LinkThread(config), state, fingerprint, cluster.describe(), tau, part)
+            endpoint = serve(http, driver.executor.metrics, http_names) if http else None
+        spec = cluster.share_spec(driver.wait_for_spec(timeout_s) if driver else None)
         _check_batch(spec, cluster, part)
         _check_tau(spec, tau)
         _check_ranks(spec, cluster)
         module = _bare(model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
         inner = _inner_optimizer(optimizer, module, spec)
-        node = Node(cluster, leader, spec, module, inner, part, rate=rate, clip=clip, scaler=scaler)
+        node = Node(cluster, driver, spec, module, inner, part, rate=rate, clip=clip, scaler=scaler)
         node.endpoint = endpoint
-        if leader is not None:
-            leader.attach(module)
-            leader.evaluate = (lambda: evaluate(module)) if evaluate is not None else None
+        if driver is not None:
+            warm_for(spec.terms)
+            driver.executor.attach(module)
+            driver.executor.evaluate = (lambda: evaluate(module)) if evaluate is not None else None
         node._begin()
     except BaseException:
         if endpoint is not None:
             endpoint.close()
-        if leader is not None:
-            leader.close()
+        if driver is not None:
+            driver.close()
         cluster.close()
         raise
     return node
@@ -343,7 +439,7 @@ def _told(inventory: Inventory, cluster: Cluster) -> Inventory:
 
 def _check_batch(spec: RunSpec, cluster: Cluster, part: Part) -> None:
     """Ranks average their gradients with equal weight, so each must have as many of the granted samples."""
-    batch = spec.terms.batch_sequences
+    batch = spec.terms.inner.batch_sequences
     if spec.identity.num_samples and is_source(part) and batch % cluster.size:
         raise DataError(
             f"the run's batch of {batch} sequences does not divide among {cluster.size} processes; "
@@ -362,7 +458,7 @@ def _check_tau(spec: RunSpec, tau: int | None) -> None:
 
 def _check_ranks(spec: RunSpec, cluster: Cluster) -> None:
     """What corrects the steps is on rank 0 alone."""
-    if spec.terms.control_variates and not cluster.alone:
+    if spec.terms.inner.control_variates and not cluster.alone:
         raise TermsMismatch(
             f"the run has control_variates, which this node's {cluster.size} processes would not share; start one"
         )

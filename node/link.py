@@ -1,34 +1,28 @@
 """The node's session with the coordinator: dial, back off, upload, download, measure."""
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
-import random
-import socket
-import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import uvloop
-
 from farloop.algo.spec import BlobId, BlobKind
-from farloop.node.errors import LinkFailed
-from farloop.node.zmq_dealer import Dealers, LinkConfig, ZmqDialer, split_address
+from farloop.runtime.ports import Buffer, Clock, Connection, Dialer, Timer
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, Reassembly
-from farloop.wire.link_measurement import DIGEST, Noise, Sink
-from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Connection, Observed, Offer, Probe, Seen
+from farloop.wire.limits import BAD_FRAMES, Limits, Timing
+from farloop.wire.link_measurement import DIGEST, Noise, Sink, parse
+from farloop.wire.machine_info import NOTHING, Inventory
+from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Observed, Offer, Probe, Seen
+from farloop.wire.messages import Connection as ConnectionFacts
 from farloop.wire.meter import HALF_LEAST_CHUNKS, enough
-from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, Reason
+from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, Reason, RemoteProtocolError
 from farloop.wire.session import Role, Session, State
 
-# --- What a node's link moved, by direction and kind (protocol, Figures).
+# --- Traffic
 
 
 NONE: Final = BytesByKind()
@@ -55,10 +49,10 @@ def moved_by(session: Session) -> Traffic:
     return Traffic(session.traffic.sent, session.traffic.received)
 
 
-# --- The node's side of measuring its link: sends and ends probes as the coordinator asks, and reports what came in.
+# --- Bandwidth measurement
 #
-# Whatever arrives is a measurement (`wire/meter.py`); it is told as it was seen, and judged by the coordinator, which
-# knows the round trip. Lives in the link's thread; reads no clock.
+# The node sends and ends probes as the coordinator asks, and reports what arrived. Everything that arrives is a
+# measurement (`wire/meter.py`). The coordinator judges the reports, because it knows the round trip.
 
 
 PROBES_SINCE = 3
@@ -127,7 +121,7 @@ class Probing:
         """Whether it is time to look at the connection again."""
         return now - self._told_at >= LOOK_S
 
-    def connection(self, session: Session, told: Connection | None, now: float) -> Observed | None:
+    def connection(self, session: Session, told: ConnectionFacts | None, now: float) -> Observed | None:
         """What the kernel says of the connection that carries blobs, as a report."""
         self._told_at = now
         if told is None or session.state is not State.OPEN or session.protocol < PROBES_SINCE:
@@ -147,11 +141,10 @@ def _blob(probe: Probe) -> BlobId:
     return BlobId(kind=BlobKind.PROBE, fragment=0, version=probe.number)
 
 
-# --- Blobs on their way to a node, over its sessions: what goes on where it stopped, and what will never come.
+# --- Downloads
 #
-# A transfer that broke off is continued if it is announced again (protocol Q). Not every one is: a snapshot may take
-# the place of updates, or a later one its own. What a session did not ask for again is let go with it at the latest, so
-# that a node holds half a blob only for as long as somebody may send the rest.
+# A transfer that broke off is resumed if the next session announces it again. A snapshot may replace updates, or an
+# older snapshot, so not every blob is announced again. What a session did not ask for is dropped at its end.
 
 
 _log = logging.getLogger(__name__)
@@ -229,7 +222,7 @@ class Downloads:
             del self._partial[blob]
 
 
-# --- Deltas on their way from a node: what its session does not take yet waits here, and is offered when one has ended.
+# --- Uploads
 
 
 class Uploads:
@@ -258,7 +251,7 @@ class Uploads:
             except LimitReached:
                 return
             except AlreadyUnderWay as error:  # offered twice, by a reconnection and by its encoder
-                _log.debug("offer skipped reason=%s", error)
+                _log.debug("duplicate offer reason=%s", error)
             except LocalProtocolError as error:
                 _log.warning("delta not offered blob=%s reason=%r", blob, str(error))
             del self._waiting[blob]
@@ -268,254 +261,281 @@ class Uploads:
         self._waiting.clear()
 
 
-# --- The node's link: a background thread that keeps a session with the coordinator alive, whatever the network does.
-#
-# A session lives as long as its connections (`zmq_dealer.py`); when one breaks, the link dials again after a jittered
-# pause. Nothing here decides: what the session reports goes to the training thread through `deliver`, what that wants
-# to send comes back through thread-safe calls. A fault of the link itself is delivered too, as an exception: training
-# would wait for ever for a thread that is gone.
-
-
 BACKOFF_S = (0.1, 5.0)
 """First and longest pause between two attempts; the second to tenth double, each is jittered by a half."""
 
-TOLD_EVERY_S = 60.0
-"""An outage is told of when it begins, and again once in so long: somebody may have to do something."""
+REPEAT_S = 60.0
+"""An outage is logged when it begins, and again this often: somebody may have to act."""
 
 BAD_SESSIONS = 8
-"""So many sessions in a row that end because one end does not understand the other, without a delta of this node being
-taken in between, end the node: the next one would end the same way."""
+"""This many sessions in a row that end because one end does not understand the other, without a delta of this node
+being stored in between, end the node: the next one would end the same way."""
+
+CHUNKS_AHEAD = 4
+"""Chunks handed to the connection at a time: the session cannot take back what is queued there."""
+
+CONTROL, BULK = 0, 1
+"""The lanes of a session."""
 
 
 class NodeLink:
-    """Runs from `start` to `close`. Every public call may be made from any thread."""
+    """Keeps a session with the coordinator open: dials, backs off, downloads, uploads, and measures the link.
+
+    A session lives as long as its connection; when that is lost, the link dials again after a jittered pause. All calls
+    and all callbacks of the ports come in one thread, in which `hello` and `deliver` are called too.
+    """
 
     def __init__(
         self,
-        config: LinkConfig,
-        hello: Callable[[], msg.Hello],
-        deliver: Callable[[wire_ev.SessionEvent | Exception], None],
+        dialer: Dialer,
+        clock: Clock,
+        uniform: Callable[[float, float], float],
+        *,
+        coordinator: str,
+        limits: Limits,
+        timing: Timing,
+        inventory: Inventory = NOTHING,
+        encrypted: bool = False,
+        check: bool = False,
     ) -> None:
-        """`hello` tells what the node holds when a session begins; `deliver` must not block. Both run in the thread.
-
-        Raises:
-            BadAddress: the coordinator's address is none.
-            KeyFileError: a key file cannot be used.
         """
-        self._config, self._hello, self._deliver = config, hello, deliver
-        self._host, self._port = split_address(config.coordinator)
-        self._dealers = Dealers(config)
+        Args:
+            dialer: makes connections.
+            clock: monotonic time and timers.
+            uniform: a random number between two.
+            coordinator: the address, for log lines.
+            limits: of a session.
+            timing: of a session.
+            inventory: what the node tells of its machine.
+            encrypted: whether connections are, for the count of bytes.
+            check: assert the session's invariants after every change.
+        """
+        self._dialer, self._clock, self._uniform, self._coordinator = dialer, clock, uniform, coordinator
+        self._limits, self._timing, self._inventory = limits, timing, inventory
+        self._encrypted, self._check = encrypted, check
+        self._hello: Callable[[], msg.Hello]
+        self._deliver: Callable[[wire_ev.SessionEvent], None]
         self._session: Session | None = None
+        self._connection: Connection | None = None
         self._traffic: tuple[Traffic, Session | None] = (Traffic(), None)
         """Of past sessions, and the present one; replaced as a whole: other threads read it."""
-        self._downloads, self._uploads = Downloads(), Uploads()
-        self._probing = Probing()
-        self._dialogue: ZmqDialer | None = None
-        self._wake = asyncio.Event()
-        """Something is to be sent, or the session's state has changed."""
+        self._downloads, self._uploads, self._probing = Downloads(), Uploads(), Probing()
+        self._bulk = self._bulk_opened = False
+        """Whether a bulk lane was asked for, as it is once the session is open, and whether it takes frames."""
+        self._bad_frames: dict[int, int] = {}
+        """In a row, of each lane."""
+        self._timer: tuple[float, Timer] | None = None
+        """The session's next one, and when it is due."""
+        self._advancing = False
+        self._attempt = 0
+        """Sessions and attempts in a row that came to nothing."""
+        self._away_since = self._logged_at = float("-inf")
         self._ended_by = ""
         """Why the last session, or attempt, ended."""
         self._misunderstood = 0
         """Sessions in a row that ended because one end did not understand the other."""
-        self._hurt = False
+        self._failed = False
         """Whether the last session ended by an error: the next one may, too, and the pause grows."""
         self._over = False
         """No further session is wanted."""
-        self._closing = asyncio.Event()
-        self._loop = uvloop.new_event_loop()
-        self._main: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
-    def start(self) -> None:
-        """Begin to dial."""
-        self._thread.start()
+    def start(self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent], None]) -> None:
+        """Begin to dial. `hello` tells what the node holds when a session begins."""
+        self._hello, self._deliver = hello, deliver
+        self._away_since = self._clock.now()
+        self._dial()
 
-    def close(self, linger_s: float = 1.0) -> None:
-        """End the session and the thread; what is queued has `linger_s` to leave. More than once is harmless."""
-        if self._thread.is_alive():
-            self._call(self._end, linger_s)
-            self._thread.join(linger_s + 5.0)
-        elif not self._loop.is_closed():
-            self._loop.close()
+    def close(self) -> None:
+        """End the session; no other one follows."""
+        self._over = True
+        if self._session is not None:
+            self._session.close(Reason.CLOSED, "this node stops")
+            self._advance()
+
+    @property
+    def state(self) -> State | None:
+        """Of the present session; None without one."""
+        return None if self._session is None else self._session.state
 
     @property
     def moved(self) -> Traffic:
-        """All bytes so far."""
+        """All bytes so far. From any thread."""
         past, session = self._traffic
         return past + moved_by(session) if session is not None and session.traffic.connections else past
 
     def send(self, message: msg.Message) -> None:
         """Queue a message; dropped where no session is open: the next handshake tells all that matters. So is one that
         the session's version of the protocol does not have."""
-        self._call(self._send, message)
+        self._send(message)
+        self._advance()
 
     def send_blob(self, offer: msg.Offer, data: bytearray) -> None:
         """Offer a delta; dropped where no session is open: it is offered again after the next Welcome."""
-        self._call(self._send_blob, offer, data)
-
-    def flushed(self, timeout_s: float) -> bool:
-        """Wait until a Leave that was sent is acknowledged, or its session is over."""
-        if self._loop.is_closed():
-            return True
-        future: Future[bool] = asyncio.run_coroutine_threadsafe(self._flushed(timeout_s), self._loop)
-        try:
-            return future.result(timeout_s + 1.0)
-        except TimeoutError:
-            return False
-
-    # --- on the loop
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Have the link's thread call it; nothing happens once the link is closed."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._main = self._loop.create_task(self._live())
-        try:
-            self._loop.run_until_complete(self._main)
-        except asyncio.CancelledError:
-            pass
-        finally:
-            self._loop.close()
-
-    async def _live(self) -> None:
-        """Keep connected as long as that is wanted, then stay until `close`: other threads may still call."""
-        try:
-            await self._keep_connected()
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: it becomes an event for the one that waits
-            self._deliver(LinkFailed(error))
-        await self._closing.wait()
-
-    def _end(self, linger_s: float) -> None:
-        self._over = True
-        self._closing.set()
-        if self._session:
-            self._session.close(Reason.CLOSED, "this node stops")
-        self._wake.set()
-        assert self._main is not None
-        self._loop.call_later(linger_s if self._session else 0.0, self._main.cancel)
-
-    async def _flushed(self, timeout_s: float) -> bool:
-        deadline = self._loop.time() + timeout_s
-        while (session := self._session) and session.state is State.CLOSING:
-            if self._loop.time() > deadline:
-                return False
-            await asyncio.sleep(0.02)
-        return True
-
-    def _send(self, message: msg.Message) -> None:
-        if (
-            self._session
-            and self._session.state is State.OPEN
-            and self._session.protocol >= SINCE.get(type(message), 0)
-        ):
-            try:
-                self._session.send(message, time.monotonic())
-                self._over = self._over or isinstance(message, msg.Leave)
-            except LimitReached as error:  # a message that is lost would be missed: the next session derives it again
-                self._session.close(Reason.BEHIND, f"the coordinator takes no messages: {error}")
-            except LocalProtocolError as error:
-                _log.warning("not sent message=%s reason=%r", type(message).__name__, str(error))
-            self._wake.set()
-
-    def _send_blob(self, offer: msg.Offer, data: bytearray) -> None:
-        if self._session and self._session.state is State.OPEN:
+        if self._session is not None and self._session.state is State.OPEN:
             self._uploads.offer(self._session, offer, data)
-            self._wake.set()
+            self._advance()
 
-    async def _keep_connected(self) -> None:
-        attempt, since, told_at = 0, time.monotonic(), float("-inf")
-        while not self._over:
-            self._hurt = False
-            opened = await self._one_session()
-            attempt = 0 if opened and not self._hurt else attempt + 1
-            if opened:
-                since, told_at = time.monotonic(), float("-inf")
-            if self._over:
-                return
-            now = time.monotonic()
-            if now - told_at >= TOLD_EVERY_S:
-                for_s = now - since
-                _log.warning(
-                    "no link coordinator=%s reason=%r for=%.0fs", self._config.coordinator, self._ended_by, for_s
-                )
-                told_at = now
-            first, longest = BACKOFF_S
-            await asyncio.sleep(min(longest, first * 2 ** min(attempt, 10)) * random.uniform(0.5, 1.5))
+    # --- dialing
 
-    async def _one_session(self) -> bool:
-        """Dial, talk until the session is over; whether it was ever open."""
-        if not await self._resolves():
-            return False
-        session = Session(Role.NODE, time.monotonic(), limits=self._config.limits, timing=self._config.timing)
-        session.traffic.curve = self._config.key is not None
-        session.send(dataclasses.replace(self._hello(), inventory=self._config.inventory), time.monotonic())
-        self._session, self._traffic = session, (self._traffic[0], session)
-        dialogue = ZmqDialer(
-            session, self._config.coordinator, self._dealers, self._emit, self._key_refused, self._wake
-        )
-        self._dialogue = dialogue
-        try:
-            await dialogue.run()
-        finally:
-            self._emit(session)
-            self._downloads.session_over()
-            self._uploads.session_over()
-            self._probing = Probing()
-            self._session, self._dialogue, self._traffic = None, None, (self.moved, None)
-        return dialogue.opened
+    def _dial(self) -> None:
+        if not self._over:
+            self._dialer.dial(self._dialed, self._not_dialed)
 
-    async def _resolves(self) -> bool:
-        """Whether the host has an address. ZeroMQ would look for one in silence, and never say that there is none."""
-        try:
-            async with asyncio.timeout(self._config.timing.liveness_s):
-                await self._loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        except TimeoutError:
-            self._ended_by = f"no name server answers for {self._host!r}"
-        except OSError as error:
-            self._ended_by = f"the host {self._host!r} has no address: {error.strerror or error}"
-        else:
-            return True
-        return False
+    def _dialed(self, connection: Connection) -> None:
+        """There is a way to the coordinator; whether it answers will be seen."""
+        if self._over:
+            return connection.close()
+        now = self._clock.now()
+        session = Session(Role.NODE, now, limits=self._limits, timing=self._timing)
+        session.traffic.curve = self._encrypted
+        session.send(dataclasses.replace(self._hello(), inventory=self._inventory), now)
+        self._session, self._connection, self._traffic = session, connection, (self._traffic[0], session)
+        self._bulk, self._bulk_opened, self._bad_frames, self._failed = False, False, {}, False
+        connection.listen(self)
+        self._advance()
 
-    def _ended(self, reason: Reason, detail: str) -> None:
-        """A session, or an attempt at one, is over."""
-        self._ended_by = detail or reason.sentence
-        self._hurt = reason in (Reason.MALFORMED, Reason.FAULT)
-        opened = self._dialogue is not None and self._dialogue.opened
-        if reason is Reason.SILENT and not opened and self._session is not None and self._session.traffic.connections:
-            self._ended_by += "; it takes the connection and does not answer: it is busy, or of another version"
+    def _not_dialed(self, why: str) -> None:
+        self._ended_by, self._failed = why, False
+        self._dial_again(opened=False)
+
+    def _dial_again(self, *, opened: bool) -> None:
+        self._attempt = 0 if opened and not self._failed else self._attempt + 1
+        now = self._clock.now()
+        if opened:
+            self._away_since, self._logged_at = now, float("-inf")
         if self._over:
             return
-        if reason is not Reason.MALFORMED:
-            self._misunderstood = 0 if opened else self._misunderstood
-            return
-        self._misunderstood += 1
-        why = f"the coordinator at {self._config.coordinator} and this node do not understand each other: {detail}"
-        mend = "install the same version of farloop on both"
-        _log.warning("session refused times=%d of=%d why=%r mend=%r", self._misunderstood, BAD_SESSIONS, why, mend)
-        if self._misunderstood >= BAD_SESSIONS:
-            self._over = True
-            told = f"{why} ({self._misunderstood} sessions in a row ended so). Their versions may differ: {mend}"
-            refused = msg.Refused(reason=Reason.MALFORMED, detail=told, retriable=False)
-            self._deliver(wire_ev.MessageReceived(message=refused))
+        if now - self._logged_at >= REPEAT_S:
+            for_s = now - self._away_since
+            _log.warning("no link coordinator=%s reason=%r for=%.0fs", self._coordinator, self._ended_by, for_s)
+            self._logged_at = now
+        first, longest = BACKOFF_S
+        pause_s = min(longest, first * 2.0 ** min(self._attempt, 10)) * self._uniform(0.5, 1.5)
+        self._clock.call_later(pause_s, self._dial)
 
-    def _key_refused(self) -> None:
-        self._over = True
-        detail = "the coordinator does not know this node's key; add its .pub file to the allow-list"
-        refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
-        self._deliver(wire_ev.MessageReceived(message=refused))
+    # --- a session, as its connection reports
+
+    def on_connected(self, lane: int) -> None:
+        """The lane's greetings have been exchanged: its bytes count."""
+        assert self._session is not None
+        self._session.traffic.connected()
+
+    def on_frame(self, lane: int, parts: Sequence[Buffer]) -> None:
+        """A frame came."""
+        assert self._session is not None
+        try:
+            self._session.receive(lane, parts, self._clock.now())
+        except RemoteProtocolError as error:
+            self._bad_frames[lane] = self._bad_frames.get(lane, 0) + 1
+            _log.warning("bad frame lane=%d reason=%r", lane, str(error))
+            if self._bad_frames[lane] >= BAD_FRAMES:
+                self._session.close(Reason.MALFORMED, str(error))
+        else:
+            self._bad_frames[lane] = 0
+        self._advance()
+
+    def on_ready(self, lane: int) -> None:
+        """The lane has sent all it was given; of the bulk lane, its greeting first."""
+        assert self._session is not None
+        if lane == BULK and not self._bulk_opened and self._session.state is State.OPEN:
+            self._bulk_opened = True
+            self._session.lane_opened(lane)
+        self._advance()
+
+    def on_lost(self, why: str, *, key_refused: bool = False) -> None:
+        """The connection is gone."""
+        assert self._session is not None
+        if key_refused:
+            self._over = True
+            detail = "the coordinator does not know this node's key; add its .pub file to the allow-list"
+            refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
+            self._deliver(wire_ev.MessageReceived(message=refused))
+        self._session.close(Reason.CLOSED, why)
+        self._advance()
+
+    # --- what the session wants
+
+    def _advance(self) -> None:
+        """Do all that is due: handle events, send, and end with the session. To be called after each use of it."""
+        session, connection = self._session, self._connection
+        if session is None or connection is None or self._advancing:
+            return
+        self._advancing = True
+        try:
+            session.handle_timer(self._clock.now())
+            while self._exchange(session, connection):
+                pass
+        finally:
+            self._advancing = False
+        if self._check:
+            session.check()
+        if session.state is State.CLOSED:
+            self._end(session, connection)
+        else:
+            self._arm(session)
+
+    def _exchange(self, session: Session, connection: Connection) -> bool:
+        """Take the session's events, and send what its lanes take; whether anything was sent."""
+        self._emit(session)
+        if session.state is State.OPEN and not self._bulk:
+            self._bulk = True
+            connection.open_lane(BULK, session.lane_hello())
+        if session.state is State.CLOSED or not connection.is_ready(CONTROL):
+            return False
+        chunks = CHUNKS_AHEAD if self._bulk_opened and connection.is_ready(BULK) else 0
+        frames = session.outgoing(self._clock.now(), max_chunks=chunks)
+        for lane in (CONTROL, BULK):
+            if batch := [parts for to, parts in frames if to == lane]:
+                connection.send(lane, batch)
+        return bool(frames)
+
+    def _end(self, session: Session, connection: Connection) -> None:
+        """The session is closed. One last frame may tell the coordinator that its Leave came."""
+        connection.close([parts for _, parts in session.outgoing(self._clock.now())])
+        self._downloads.session_over()
+        self._uploads.session_over()
+        self._probing = Probing()
+        self._session, self._connection, self._traffic = None, None, (self.moved, None)
+        if self._timer is not None:
+            self._timer[1].cancel()
+            self._timer = None
+        self._dial_again(opened=self._bulk)
+
+    def _arm(self, session: Session) -> None:
+        due = session.next_timer()
+        if due is None or (self._timer is not None and self._timer[0] <= due):
+            return
+        if self._timer is not None:
+            self._timer[1].cancel()
+        self._timer = due, self._clock.call_later(max(0.0, due - self._clock.now()), self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._advance()
+
+    def _send(self, message: msg.Message) -> None:
+        session = self._session
+        if session is None or session.state is not State.OPEN or session.protocol < SINCE.get(type(message), 0):
+            return
+        try:
+            session.send(message, self._clock.now())
+            self._over = self._over or isinstance(message, msg.Leave)
+        except LimitReached as error:  # a message that is lost would be missed: the next session derives it again
+            session.close(Reason.BEHIND, f"the coordinator takes no messages: {error}")
+        except LocalProtocolError as error:
+            _log.warning("not sent message=%s reason=%r", type(message).__name__, str(error))
+
+    # --- events of the session
 
     def _emit(self, session: Session) -> None:
+        now = self._clock.now()
         for event in session.events():
             match event:
                 case wire_ev.MessageReceived(message=msg.Probe() as probe):
                     self._probing.asked(session, probe)
                     continue
                 case wire_ev.MessageReceived(message=msg.Offer(blob=BlobId(kind=BlobKind.PROBE)) as offer):
-                    self._probing.offered(session, offer, time.monotonic())
+                    self._probing.offered(session, offer, now)
                     continue
                 case (
                     wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.PROBE) as blob)
@@ -525,31 +545,52 @@ class NodeLink:
                     self._probing.ended(blob)
                     continue
                 case wire_ev.MessageReceived(message=msg.Offer() as offer):
-                    self._downloads.announced(session, offer.blob, offer.size, offer.digest, time.monotonic())
+                    self._downloads.announced(session, offer.blob, offer.size, offer.digest, now)
                     continue
                 case wire_ev.MessageReceived(message=msg.Committed() as committed):
                     blob = msg.update_id(committed)
-                    self._downloads.announced(session, blob, committed.size, committed.digest, time.monotonic())
+                    self._downloads.announced(session, blob, committed.size, committed.digest, now)
                 case wire_ev.MessageReceived(message=msg.Refused(retriable=False)):
                     self._over = True
                 case wire_ev.BlobReceived(blob=blob) | wire_ev.BlobCorrupt(blob=blob):
-                    self._downloads.ended(session, blob, time.monotonic())
+                    self._downloads.ended(session, blob, now)
                 case wire_ev.MessageReceived(message=msg.Stored()):
                     self._misunderstood = 0
                 case wire_ev.SessionClosed(reason=reason, detail=detail):
-                    self._ended(reason, detail)
+                    self._ended(session, reason, detail)
                 case _:
                     pass
             self._deliver(event)
         self._uploads.go_on(session)
-        self._report(session)
+        self._report(session, now)
 
-    def _report(self, session: Session) -> None:
-        """Tell what was seen of the link."""
-        now = time.monotonic()
+    def _ended(self, session: Session, reason: Reason, detail: str) -> None:
+        """The session, or an attempt at one, is over."""
+        self._ended_by = detail or reason.sentence
+        self._failed = reason in (Reason.MALFORMED, Reason.FAULT)
+        if reason is Reason.SILENT and not self._bulk and session.traffic.connections:
+            self._ended_by += "; it takes the connection and does not answer: it is busy, or of another version"
+        if self._over:
+            return
+        if reason is not Reason.MALFORMED:
+            self._misunderstood = 0 if self._bulk else self._misunderstood
+            return
+        self._misunderstood += 1
+        why = f"the coordinator at {self._coordinator} and this node do not understand each other: {detail}"
+        fix = "install the same version of farloop on both"
+        _log.warning("session refused times=%d of=%d why=%r fix=%r", self._misunderstood, BAD_SESSIONS, why, fix)
+        if self._misunderstood >= BAD_SESSIONS:
+            self._over = True
+            told = f"{why} ({self._misunderstood} sessions in a row ended so). Their versions may differ: {fix}"
+            refused = msg.Refused(reason=Reason.MALFORMED, detail=told, retriable=False)
+            self._deliver(wire_ev.MessageReceived(message=refused))
+
+    def _report(self, session: Session, now: float) -> None:
+        """Tell the coordinator what was seen of the link."""
         reports = [self._probing.look(session)]
-        if self._dialogue is not None and self._probing.is_due(now):
-            reports.append(self._probing.connection(session, self._dialogue.connection(), now))
+        if self._connection is not None and self._probing.is_due(now):
+            kernel = self._connection.kernel()
+            reports.append(self._probing.connection(session, None if kernel is None else parse(*kernel), now))
         for report in reports:
             if report is not None:
                 self._send(report)

@@ -1,4 +1,4 @@
-"""The node's decisions: when a fragment is sent, what is merged and how, when training waits, when it ends. Pure.
+"""The node's decisions: when a fragment is sent, what is merged and how, when training waits, when it ends.
 
 `NodeMachine` runs in the training thread, inside `step()`, so that sends and merges happen at exact inner steps
 (protocol X). It never touches a tensor, a socket or a clock: events in, commands out (`node/events.py`).
@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import Literal, assert_never
 
 from farloop.algo.revisions import Revisions
-from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec, Terms
+from farloop.algo.spec import BlobId, BlobKind, NodeId, Revision, RoundPlan, RunSpec
 from farloop.algo.stages import Part, fault_of, is_source
+from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.node.fragment_set import (
     FragmentSet,
@@ -69,7 +70,7 @@ class NodeMachine:
         self._sessions = 0
         self._commands: list[ev.Command] = []
 
-    # --- what the shell reads
+    # --- Read by the executor
 
     @property
     def running(self) -> bool:
@@ -253,7 +254,7 @@ class NodeMachine:
         self.fragments.learn(welcome)
         for state in self.fragments:
             current = welcome.versions[state.fragment.index]
-            max_staleness = self.terms_at(state, current).max_staleness
+            max_staleness = self.terms_at(state, current).admission.max_staleness
             for offer in state.offer_again(current, max_staleness, restarted=restarted):
                 self._do(ev.SendBlob(offer=offer))
             if state.lost:  # what was asked for may have gone with the last session
@@ -366,14 +367,14 @@ class NodeMachine:
         """Samples of its leases in the inner steps that are done; None for who brings its own."""
         if self.spec is None or not self.takes_samples:
             return None
-        return (self.inner_steps - self.samples_from) * self.spec.terms.batch_sequences
+        return (self.inner_steps - self.samples_from) * self.spec.terms.inner.batch_sequences
 
     # --- merging
 
     @property
     def _goes_on(self) -> bool:
         """Whether training goes on where an update is late (protocol F)."""
-        return self.spec is not None and self.spec.terms.on_late_update == "continue"
+        return self.spec is not None and self.spec.terms.schedule.on_late_update == "continue"
 
     def _settle(self) -> None:
         """Merge what is due, then see whether the stage changes."""
@@ -423,7 +424,7 @@ class NodeMachine:
 
     def _settle_sent(self, state: FragmentState, version: int) -> None:
         assert self.spec is not None
-        commands, lost_steps = settled(state, version, self.name, self.spec.terms.lag)
+        commands, lost_steps = settled(state, version, self.name, self.spec.terms.schedule.lag)
         self.lost_steps += lost_steps
         self._do(*commands)
 
@@ -438,7 +439,7 @@ class NodeMachine:
 
     def _decide(self, state: FragmentState) -> None:
         if self._goes_on:
-            self._do(*decided(state, self.terms_at(state).max_staleness))
+            self._do(*decided(state, self.terms_at(state).admission.max_staleness))
 
     def _install(self, state: FragmentState) -> None:
         version, state.snapshot = state.snapshot, None
@@ -470,7 +471,7 @@ class NodeMachine:
         sent as well, or the run would never end.
         """
         assert self.spec is not None
-        free, lag = self._round_terms.lag, self.spec.terms.lag
+        free, lag = self._round_terms.schedule.lag, self.spec.terms.schedule.lag
         return [
             state
             for state in self.fragments
@@ -484,7 +485,7 @@ class NodeMachine:
 
         The node tells it, and stands by its anchors for as long as the session lasts: what it said it held, it can
         send. What it follows does not change by that: only the Welcome of a coordinator that goes on can do this.
-        Anchors and samples are the shell's to fill in: it has them.
+        The executor fills in anchors and samples.
         """
         if self.revisions is None:  # it holds nothing
             return

@@ -1,4 +1,4 @@
-"""What a node finds out about its machine: NICs, memory, limits, labels of the cloud."""
+"""Detects the machine: network cards, memory, limits and cloud labels."""
 
 import errno
 import json
@@ -13,9 +13,10 @@ from typing import Any, Final, Literal
 from farloop.monitoring import descriptors
 from farloop.wire.machine_info import KINDS, RDMA, TRUST, Fact, Inventory, Nic, NicKind, Source, trimmed
 
-# --- Reads small files of the kernel below a root folder, and never raises: what cannot be read is remembered and told.
+# --- Kernel files
 #
-# The root is a parameter, so that a test can build a machine of files. Nothing here needs a privilege.
+# Reads small files below a root folder, which tests can build. Needs no privilege and never raises: a file that cannot
+# be read is remembered and reported.
 
 
 LONGEST = 64 << 10
@@ -86,14 +87,14 @@ class SysfsReader:
             self.unread.append(f"/{place}: {(error.strerror or str(error)).lower()}")
 
 
-# --- What the surroundings of a container tell: Kubernetes through files and variables, Docker through one variable.
+# --- Labels from Kubernetes and Docker
 #
 #     Kubernetes  a downward-API volume at /etc/podinfo with the files `labels` and `annotations`: `farloop/site`,
 #                 `farloop/nic.eth0` and the usual topology labels; Multus' k8s.v1.cni.cncf.io/network-status
 #     SR-IOV      PCIDEVICE_<RESOURCE>, the PCI addresses that the device plugin handed out
 #     Docker      FARLOOP_LABELS="site=oslo,nic.eth0=roce-v2/100gbit": a container does not see its own labels
 #
-# All of it is an annotation: believed where nobody better says anything. Nothing here raises, or reads the environment.
+# Labels are used only where no better source has a value. Nothing here raises, or reads the environment.
 
 
 POD_INFO: Final = "etc/podinfo"
@@ -238,14 +239,14 @@ def _handed_out(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-# --- Which network cards a machine has, of which class and rate, and who says so: from sysfs, labels and the operator.
+# --- Network cards: class and rate, from sysfs, labels and the operator
 #
 # Needs no privilege and never raises. Classes (Holmes, arXiv 2312.03549, groups by them): InfiniBand; RoCE, whose two
-# versions do not talk to each other on every fabric; iWARP, which is RDMA of its own kind; plain Ethernet; and virtual
-# devices, of whose rate the kernel knows nothing, whatever it says (a veth claims 10 Gbit/s always).
+# versions do not interoperate on every fabric; iWARP; plain Ethernet; and virtual devices, whose rate in sysfs means
+# nothing (a veth always claims 10 Gbit/s).
 #
-# An RDMA port and its network device are one card and told once. Visible is not usable: in a container the device files
-# may be missing, or memory may not be locked.
+# An RDMA port and its network device are one card and are reported once. A visible card may still be unusable: in a
+# container the device files may be missing, or memory may not be locked.
 
 
 _INFINIBAND: Final = "sys/class/infiniband"
@@ -355,7 +356,7 @@ def _tell(drafts: list[_Draft], name: str, told: LabelSource, source: Source) ->
         draft.addresses = told.addresses or draft.addresses
 
 
-# --- cards with RDMA
+# --- Cards with RDMA
 
 
 def _ports(tree: SysfsReader, memlock_bytes: int | None) -> Iterable[_Draft]:
@@ -424,7 +425,7 @@ def _of_pci(tree: SysfsReader, pci: str) -> list[str]:
     return [name for name in tree.names(_NET) if pci and tree.target(f"{_NET}/{name}/device") == pci]
 
 
-# --- network devices
+# --- Network devices
 
 
 def _netdev(tree: SysfsReader, name: str) -> _Draft | None:
@@ -471,7 +472,7 @@ def _speed(tree: SysfsReader, name: str) -> float | None:
     return megabits * 1e6 if megabits is not None and megabits > 0 else None
 
 
-# --- What a node tells of its machine in the handshake: cards, memory, limits, labels. Looked at once, at its start.
+# --- The inventory that the handshake carries; built once, at start
 
 
 _SYSTEM: Final = "proc/sys/net"

@@ -15,11 +15,10 @@ from farloop.monitoring.endpoint import HEALTH, METRICS, READY, Endpoint, Endpoi
 from farloop.node.reports import Activity
 from farloop.wire.messages import Progress, moved_by
 
-# --- Every Prometheus metric of a node, declared once: `farloop_node_` prefix, base units, bounded labels.
+# --- Metrics: `farloop_node_` prefix, base units, bounded labels
 #
-# The training thread hands in what it also tells the coordinator, once a second; a scrape reads that one value and
-# touches nothing that trains. What grows is a counter here. The coordinator shows the same facts of all of its nodes as
-# gauges, so that one scrape target is enough where nodes cannot be reached.
+# The training thread hands in what it also reports to the coordinator, once a second; a scrape reads that one value.
+# The coordinator shows the same facts of all of its nodes as gauges, for nodes that cannot be scraped.
 
 
 _STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})
@@ -38,7 +37,8 @@ class Metrics(Collector):
         self._seen: tuple[Progress, Mapping[int, int], bool, bool] | None = None
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
-        self._mismatches = 0
+        self.mismatches = 0
+        """Anchors that did not have their digest; a snapshot replaces each."""
         self._spent: tuple[Mapping[Activity, float], float] = {}, 0.0
         self._piped: tuple[Mapping[str, int], int, int] | None = None
         self.registry = CollectorRegistry()
@@ -58,10 +58,6 @@ class Metrics(Collector):
     def piped(self, became: Mapping[str, int], sent_bytes: int, inputs: int) -> None:
         """Of a stage of a pipeline: what became of microbatches so far, bytes of tensors sent, inputs kept now."""
         self._piped = dict(became), sent_bytes, inputs  # replaced as a whole, as everything here
-
-    def anchor_mismatched(self) -> None:
-        """An anchor did not have its digest; a snapshot replaces it."""
-        self._mismatches += 1
 
     def lost_by_codec(self, fragment: int, ratio: float) -> None:
         """|residual| ÷ |delta| of the last encoding of a fragment, under a codec with error feedback."""
@@ -107,11 +103,11 @@ class Metrics(Collector):
         yield self._counter("tokens", "Tokens trained on since the node's start.", progress.tokens)
         yield self._counter("blocked_seconds", "Training stood still for the link or other nodes.", progress.blocked_s)
         yield self._counter("lost_steps", "Inner steps, per fragment, that no commit contains.", progress.lost_steps)
-        yield self._counter("anchor_mismatches", "Anchors without their digest, replaced.", self._mismatches)
+        yield self._counter("anchor_mismatches", "Anchors without their digest, replaced.", self.mismatches)
         yield self._counter(
             "skipped_steps", "Inner steps left out: NaN or Inf in the gradient.", progress.skipped_steps
         )
-        yield self._counter("skipped_turns", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
+        yield self._counter("skipped_sends", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
         moved = CounterMetricFamily(
             "farloop_node_bytes", "All bytes, up and down, by kind.", labels=["node", "direction", "kind"]
         )
@@ -168,7 +164,7 @@ class Metrics(Collector):
         return family
 
 
-# --- What a node shows over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever started it.
+# --- HTTP: `/metrics`, `/healthz` and `/readyz`
 
 
 STANDSTILL_S = 600.0

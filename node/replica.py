@@ -1,7 +1,7 @@
-"""A node's tensors: the local parameters, the anchors beside them, and the three things done with them.
+"""A node's tensors: local parameters and anchors.
 
-take a delta, apply an update to an anchor, merge an anchor into the local weights. What is done when, the machine
-decides; here nothing knows of windows or sessions.
+Three operations: take a delta, apply an update to an anchor, merge an anchor into the local weights. The machine
+decides when; this module knows nothing of windows or sessions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from farloop.quant.codec import Codec
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.kernels.dispatch import fast_path
+from farloop.quant.kernels.interface import Encode
 from farloop.quant.registry import codec_named
 
 
@@ -90,7 +91,10 @@ class Replica:
         for slot, tensor in tensors:
             here = slice(slot.offset, slot.offset + slot.numel)
             x, local = (tensor.view(-1), None) if self.gradients else (start[here], tensor.view(-1))
-            bad = fast.encode(x, payload, numel=fragment.numel, local=local, seed=seed, steps=steps, start=slot.offset)
+            call = Encode(
+                x=x, out=payload, numel=fragment.numel, local=local, seed=seed, steps=steps, start=slot.offset
+            )
+            bad = fast.encode(call)
             if bad >= 0:
                 raise NonFiniteError(slot.offset + bad)
         return True

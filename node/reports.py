@@ -1,11 +1,10 @@
-"""What a node tells: hello, progress, farewell, isolation, where its time goes."""
+"""What a node reports: hello, progress, farewell, isolation and time accounting."""
 
 import dataclasses
 import logging
 from typing import Final, Literal
 
 from farloop.algo.spec import NodeId
-from farloop.node.cluster import Cluster
 from farloop.node.link import Traffic
 from farloop.node.machine import NodeMachine, Stage
 from farloop.node.replica import Replica
@@ -13,9 +12,9 @@ from farloop.node.sample_cursor import LeaseCursor
 from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
 
-# --- Whether a node trains alone, as far as it can tell: its work reaches nobody, or nobody else's reaches it.
+# --- Isolation: the node's work reaches nobody, or nobody else's reaches it
 #
-# It goes on all the same, as its method says; but it says so, for its numbers alone look as good as ever.
+# Training goes on, as the method says; but its numbers alone look normal, so the node reports it.
 
 
 ROUNDS: Final = 3
@@ -74,7 +73,7 @@ class Isolation:
         return ""
 
 
-# --- Where a node's wall time goes: training, farloop's own code, standing still, evaluation (protocol, Figures).
+# --- Time accounting
 
 
 Activity = Literal["training", "farloop", "blocked", "evaluation"]
@@ -115,7 +114,7 @@ class TimeAccount:
         return self.seconds("training", now) / wall if wall > 0 else 1.0
 
 
-# --- One log line for every step of a node's way through a run, and why it took it. Decides nothing.
+# --- Log lines of stage transitions
 
 
 _log = logging.getLogger(__name__)
@@ -158,10 +157,10 @@ class StageLog:
             )
 
 
-# --- What a node tells of itself: who it is and what it holds (Hello), how it goes (Progress), and its good-bye.
+# --- Hello, Progress and the farewell
 #
-# `hello` and `starts_in` are called in the link's thread. All that they share with the training thread is replaced as a
-# whole.
+# `hello` and `starts_in` are called in the link's thread. State that they share with the training thread is replaced as
+# a whole.
 
 
 PROGRESS_S = 1.0
@@ -221,11 +220,11 @@ class Reports:
         machine: NodeMachine,
         clock: TimeAccount,
         samples: LeaseCursor,
-        memory: NodeState,
-        cluster: Cluster,
+        state: NodeState,
+        device: str,
         fingerprint: str | None,
     ) -> None:
-        """`fingerprint`: of the run that is wanted; None takes any."""
+        """`device`: what the node trains on, in words; `fingerprint`: of the run that is wanted, None takes any."""
         self.loss: float | None = None
         """Of the last inner step."""
         self.skipped_steps = 0
@@ -235,7 +234,7 @@ class Reports:
         self.announced = Announced()
         """The link's thread's own."""
         self._machine, self._clock, self._samples = machine, clock, samples
-        self._memory, self._cluster, self._fingerprint = memory, cluster, fingerprint
+        self._state, self._device, self._fingerprint = state, device, fingerprint
         self._held: tuple[int, tuple[msg.AnchorRef, ...]] = (0, ())
         """A history, and the anchors of it that are held: together, for the link's thread may ask at any moment."""
         self._starts_in: int | None = None
@@ -266,10 +265,10 @@ class Reports:
             incarnation=machine.incarnation,
             fingerprint=self._fingerprint if machine.spec is None else machine.spec.identity.fingerprint(),
             layout=self.layout,
-            epoch_seen=max(self._memory.epoch, machine.epoch),
+            epoch_seen=max(self._state.epoch, machine.epoch),
             anchors=anchors,
             round=machine.schedule.round if machine.schedule.start_round is not None else self._starts_in,
-            device=self._cluster.describe(),
+            device=self._device,
             history=history,
             announced=announced,
             holds=machine.holds,
@@ -293,7 +292,7 @@ class Reports:
         since, tokens = self._reported
         rate = (machine.tokens - tokens) / (now - since) if since and now > since else 0.0
         return msg.Progress(
-            state=self._state(waiting),
+            state=self._progress_state(waiting),
             position=machine.position,
             round=machine.schedule.round,
             inner_steps=machine.inner_steps,
@@ -319,7 +318,7 @@ class Reports:
         """With the anchors, which prove what this node holds."""
         return dataclasses.replace(leave, anchors=self._held[1])
 
-    def _state(self, waiting: str | None) -> msg.NodeState:
+    def _progress_state(self, waiting: str | None) -> msg.NodeState:
         match self._machine.stage:
             case "joining" | "ready" | "draining" as stage:
                 return stage

@@ -1,7 +1,4 @@
-"""A node's place in the samples it was granted: taken in the order of the grants, each once (protocol "Data leases").
-
-Pure. What a sample is, `node/data.py` knows; who holds which, the coordinator.
-"""
+"""A node's position in the samples it was granted: taken in the order of the grants, each once."""
 
 from collections import deque
 from collections.abc import Collection

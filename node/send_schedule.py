@@ -1,10 +1,11 @@
-"""Where a node stands in the run's rounds, and when it is to send a fragment by that (protocol A, D, F)."""
+"""A node's position in the run's rounds, and when a fragment is due to be sent (protocol A, D, F)."""
 
 from collections.abc import Iterable
 from typing import Final, Literal
 
 from farloop.algo import schedule
-from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms, WindowTerms
+from farloop.algo.spec import Fragment, NodeId, RoundPlan, WindowTerms
+from farloop.algo.terms import Terms
 from farloop.algo.validation import at_most
 from farloop.node.fragment_set import FragmentState
 
@@ -139,7 +140,13 @@ class SendSchedule:
         """Whether a delta of the fragment can be of use now: no window is known that could not take it, and the node
         has held the fragment for a full period. `behind`: its base is too old for the window that is open."""
         window = state.terms
-        if window is None or state.discard or not state.is_free(terms.lag) or state.version < state.owed or behind:
+        if (
+            window is None
+            or state.discard
+            or not state.is_free(terms.schedule.lag)
+            or state.version < state.owed
+            or behind
+        ):
             return False
         assert self.start_round is not None
         first = schedule.first_send_round(self.start_round, state.fragment.slot, self._slots, self.start_slot)
@@ -157,11 +164,11 @@ class SendSchedule:
     def holds_up(self, state: FragmentState, terms: Terms, inner_steps: int) -> bool:
         """Whether training waits for what became of the last delta: at the end of the overlap, or rounds later."""
         last = state.last
-        if terms.on_late_update == "wait":
+        if terms.schedule.on_late_update == "wait":
             if last is not None and last.merged:
                 return self._has_come_again(state.fragment, last.terms)
             return last is not None and last.is_due(inner_steps)
-        if self.round <= state.sent_round + terms.max_stale_rounds:
+        if self.round <= state.sent_round + terms.schedule.max_stale_rounds:
             return False
         return last is not None or (state.owed > state.version and inner_steps >= (state.merge_at or 0))
 

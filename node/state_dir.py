@@ -18,14 +18,15 @@ from farloop.algo.spec import BlobId, Layout, RunSpec
 from farloop.node.errors import StateUnusable
 from farloop.quant.registry import codec_named
 
-# --- What a node remembers between its starts: how often it started, and the highest epoch it has met.
+# --- Start counter and epoch
 
 
 @dataclass(slots=True)
 class NodeState:
     """One node's small state file. Weights are never in it: anchors come from the coordinator."""
 
-    path: Path
+    path: Path | None
+    """None in a simulation: whoever drives the node carries the state over to its next start."""
     incarnation: int
     """Grows with every start (protocol Q)."""
     epoch: int
@@ -49,9 +50,9 @@ class NodeState:
         return memory
 
     @property
-    def folder(self) -> Path:
-        """Where else this node may keep what survives its restarts."""
-        return self.path.parent
+    def folder(self) -> Path | None:
+        """Where copies of residuals are kept; None: nowhere."""
+        return None if self.path is None else self.path.parent
 
     def see_epoch(self, epoch: int) -> None:
         """Remember an epoch, durably, if it is the highest. Raises StateUnusable."""
@@ -60,6 +61,8 @@ class NodeState:
             self._save()
 
     def _save(self) -> None:
+        if self.path is None:
+            return
         temporary = self.path.with_suffix(".tmp")
         try:
             with temporary.open("w") as file:
@@ -80,11 +83,10 @@ def _unusable(path: Path, error: Exception) -> StateUnusable:
     return StateUnusable(f"cannot use the node's state {path}: {error}; choose another state_dir")
 
 
-# --- What the codec lost of this node's deltas: buffers driven by `algo/error_feedback.py`, and a copy on disk where it
-# pays.
+# --- Residuals: what the codec lost of this node's deltas
 #
-# The training thread decides, the encoder's thread writes into the buffer; a buffer is read again only once its
-# encoding has been reported.
+# `algo/error_feedback.py` drives the buffers; durable ones have a copy on disk. The training thread decides, the worker
+# writes into a buffer; a buffer is read again only once its encoding has been reported.
 
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from farloop.algo.methods import method_named
-from farloop.algo.spec import RunSpec, Terms
+from farloop.algo.spec import RunSpec
+from farloop.algo.terms import Terms
 from farloop.node.data import Corpus, EvaluationSet, Mixture, load_corpus
 from farloop.node.errors import DataError
 from farloop.node.library import Node, join
@@ -34,38 +35,38 @@ class NodeConfig:
     coordinator: str = "tcp://127.0.0.1:7700"
     """The coordinator's address."""
     key: Path | None = None
-    """Secret key file."""
+    """Secret key file; turns on encryption."""
     server_key: Path | None = None
-    """The coordinator's public key file: nobody else can play it."""
+    """Public key file of the coordinator."""
     state_dir: Path | None = None
-    """Remembers starts and epochs; `.farloop/NAME` unless given."""
+    """Folder for starts, epochs and residuals. Default: `.farloop/NAME`."""
     fingerprint: str | None = None
-    """Take part in this run only."""
+    """Join only the run with this fingerprint."""
     http: str = ""
-    """Where /metrics, /healthz and /readyz are served, as host:port; an empty text serves nothing."""
+    """Address of /metrics, /healthz and /readyz, as host:port; empty: none."""
     http_names: str = ""
-    """Public host names under which these pages may be asked for, as oslo.example.com, with commas between them. IP
-    addresses and private names need not be given; * takes any name."""
+    """Comma-separated public host names under which these pages may be requested, e.g. oslo.example.com. IP addresses
+    and private names are always allowed; * allows any name."""
     data: Path | None = None
-    """Text file, JSONL file or folder; the standard library's source unless given."""
+    """Text file, JSONL file or folder. Default: the source of Python's standard library."""
     data_bytes: int = 16_000_000
-    """How much of it is read at most."""
+    """Most bytes to read from it."""
     data_phases: tuple[Path, ...] = ()
     """The text of each re-warm that brings new data, in order."""
     nproc: int = 1
     """Processes on this host, one per device, started by torchrun."""
     threads: int = 0
-    """CPU threads per process; 0 leaves it to torch."""
+    """CPU threads per process; 0: torch decides."""
     tau: int | None = None
-    """Inner steps between a send and its merge on this node; the run's unless given (arXiv 2501.18512)."""
+    """Inner steps between a send and its merge on this node. Default: the run's (arXiv 2501.18512)."""
     site: str = ""
-    """Label of the place; nodes of one site are near each other. A label of the container may name it, too."""
+    """Label of the place; nodes of one site are close to each other. Default: from the labels of the container."""
     address: str = ""
-    """Where other nodes reach this one, as tcp://host:port; an empty text: it only dials out."""
+    """Address at which other nodes reach this one, as tcp://host:port; empty: outbound connections only."""
     nics: str = ""
-    """Network cards that the machine does not show, or shows wrong: `eth0=roce-v2/100gbit, eth1=ethernet`."""
+    """Network cards that the machine hides or misreports: `eth0=roce-v2/100gbit, eth1=ethernet`."""
     congestion: str = ""
-    """Congestion control of its TCP connections, as bbr; the system's unless given."""
+    """Congestion control of its TCP connections, e.g. bbr. Default: the system's."""
 
 
 def train(
@@ -141,7 +142,7 @@ def check_data(spec: RunSpec, corpus: Corpus, *phases: Corpus) -> EvaluationSet:
                 f"{wanted or 'none'}; give every node the same files with [data] phases"
             )
     sequences = evaluation_sequences(identity.evaluation_set)
-    evaluation = EvaluationSet(corpus, sequences=sequences, sequence_tokens=spec.terms.sequence_tokens)
+    evaluation = EvaluationSet(corpus, sequences=sequences, sequence_tokens=spec.terms.inner.sequence_tokens)
     if evaluation_name(evaluation) != identity.evaluation_set:
         raise DataError(
             f"this node's evaluation set is {evaluation_name(evaluation)}, the run's is {identity.evaluation_set}; "

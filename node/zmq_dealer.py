@@ -1,29 +1,40 @@
-"""The node's sockets: one DEALER per lane, in the link's thread."""
+"""The node's link on ZeroMQ: its thread, and the sockets of its connections, one DEALER per lane.
+
+A socket dials once: when its connection breaks the session ends with it, and `node/link.py` dials again.
+"""
 
 import asyncio
-import logging
+import contextlib
+import random
 import re
-import time
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import uvloop
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, host_of, tcp_info
-from farloop.node.errors import BadAddress
-from farloop.wire.frames import Buffer
+from farloop.node.errors import BadAddress, LinkFailed
+from farloop.node.link import BULK, CONTROL, NodeLink, Traffic
+from farloop.runtime import ports
+from farloop.runtime.ports import Buffer
+from farloop.runtime.system import LoopClock
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
 from farloop.wire.keys import load_public, load_secret
-from farloop.wire.limits import BAD_FRAMES, Limits, Timing
-from farloop.wire.link_measurement import INFO_BYTES, parse
+from farloop.wire.limits import Limits, Timing
+from farloop.wire.link_measurement import INFO_BYTES
 from farloop.wire.machine_info import NOTHING, Inventory
-from farloop.wire.messages import Connection
-from farloop.wire.reasons import Reason, RemoteProtocolError
-from farloop.wire.session import Session, State
+from farloop.wire.reasons import Reason
+from farloop.wire.session import State
 
-# --- Where the coordinator is, and with which key to knock: what a node's link is told.
+# --- Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +69,6 @@ def split_address(address: str) -> tuple[str, int]:
     return match[1].strip("[]"), int(match[2])
 
 
-# --- One session on its sockets: a DEALER for control, and one for bulk, from the dial to the close.
-#
-# A socket dials once: when its connection breaks the session ends with it, and `node/link.py` begins another on fresh
-# sockets. Each lane is written by tasks of its own, so that a full bulk lane never holds up control.
-
-
-_log = logging.getLogger(__name__)
-
-CHUNKS_AHEAD = 4
-"""Chunks handed to ZeroMQ at a time: what is queued there, the session cannot take back."""
-
 DEAD_TCP_MS = 60_000
 """A connection that acknowledges nothing for this long is closed. The session's own time-out is shorter; this one is
 for a bulk lane that died alone, behind a firewall that forgot it."""
@@ -78,20 +78,45 @@ HANGS_UP = (
     "server_key holds the .pub that belongs to the coordinator's key, and that both ends have keys or neither has"
 )
 
-CONTROL, BULK = 0, 1
 
+class ZmqDialer:
+    """Connections to the coordinator over ZeroMQ, made in a running loop."""
 
-class Dealers:
-    """Makes the sockets of one node."""
-
-    def __init__(self, config: LinkConfig) -> None:
-        """Raises KeyFileError: a key file cannot be used."""
-        self._limits, self.congestion = config.limits, config.congestion
+    def __init__(self, config: LinkConfig, failed: Callable[[Exception], None]) -> None:
+        """`failed` gets an error of the link's own code. Raises BadAddress, and KeyFileError for an unusable key."""
+        self.address, self.congestion = config.coordinator, config.congestion
+        self._host, self._port = split_address(config.coordinator)
+        self._limits, self._timing, self._failed = config.limits, config.timing, failed
         self._secret = load_secret(config.key) if config.key else None
         self._server = load_public(config.server_key) if config.server_key else None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connections: set[ZmqConnection] = set()
 
-    def open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        """A DEALER that dials once, and never again by itself: a broken connection ends the session (protocol T)."""
+    def dial(self, opened: Callable[[ports.Connection], None], failed: Callable[[str], None]) -> None:
+        self.spawn(self._dial(opened, failed), "dial")
+
+    def spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        """A task whose failure ends the link."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def finish(self, timeout_s: float) -> None:
+        """Close all connections, and wait until they are gone."""
+        for connection in list(self._connections):
+            connection.close()
+        closing = {task for task in self._tasks if task.get_name() == "close"}
+        for task in self._tasks - closing:
+            task.cancel()
+        await asyncio.wait_for(asyncio.gather(*self._tasks, return_exceptions=True), max(timeout_s, 1.0))
+
+    def closed(self, connection: "ZmqConnection") -> None:
+        """The connection is closed."""
+        self._connections.discard(connection)
+
+    def socket(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        """A DEALER that dials once, and never again by itself: a broken connection ends the session."""
         dealer = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),
@@ -115,6 +140,27 @@ class Dealers:
             dealer.curve_serverkey = self._server
         return dealer
 
+    async def _dial(self, opened: Callable[[ports.Connection], None], failed: Callable[[str], None]) -> None:
+        """ZeroMQ would look for an address in silence, and never say that there is none."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timing.liveness_s):
+                await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except TimeoutError:
+            failed(f"no name server answers for {self._host!r}")
+        except OSError as error:
+            failed(f"the host {self._host!r} has no address: {error.strerror or error}")
+        else:
+            connection = ZmqConnection(self)
+            self._connections.add(connection)
+            opened(connection)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._failed(error)
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -122,170 +168,237 @@ class _Lane:
 
     socket: zmq.asyncio.Socket
     monitor: zmq.asyncio.Socket
-    free: bool
+    ready: bool
     """Whether nothing is on its way into the socket."""
     connection: tuple[int, str] | None = None
     """File descriptor of its connection when that opened, and the host at the other end. It may be another socket's by
     now (`monitoring/tcp_connection.py`)."""
 
 
-class ZmqDialer:
-    """One session on its sockets, from the dial to the close. Whatever goes wrong in a task of it ends all of them."""
+class ZmqConnection:
+    """The sockets of one session: a DEALER per lane, so that a full bulk lane never holds up control."""
 
-    def __init__(
-        self,
-        session: Session,
-        address: str,
-        dealers: Dealers,
-        emit: Callable[[Session], None],
-        key_refused: Callable[[], None],
-        wake: asyncio.Event,
-    ) -> None:
-        """`emit` takes the session's events; `wake` is set when there is something to send, or its state changed."""
-        self._session, self._address, self._dealers = session, address, dealers
-        self._emit, self._key_refused, self._wake = emit, key_refused, wake
+    def __init__(self, dialer: ZmqDialer) -> None:
+        self._dialer, self._context = dialer, zmq.asyncio.Context()
+        self._listener: ports.ConnectionListener
         self._lanes: dict[int, _Lane] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
-    @property
-    def opened(self) -> bool:
-        """Whether the session was ever open."""
-        return BULK in self._lanes
+    def listen(self, listener: ports.ConnectionListener) -> None:
+        self._listener = listener
+        self._open(CONTROL, ready=True)
 
-    def connection(self) -> Connection | None:
-        """What the kernel says of the connection that carries blobs; None before it is there."""
+    def open_lane(self, lane: int, greeting: Sequence[Buffer]) -> None:
+        self._open(lane, ready=False)
+        self._spawn(partial(self._send, lane, [greeting]), f"greet-{lane}")
+
+    def is_ready(self, lane: int) -> bool:
+        return self._lanes[lane].ready
+
+    def send(self, lane: int, frames: Sequence[Sequence[Buffer]]) -> None:
+        self._lanes[lane].ready = False
+        self._spawn(partial(self._send, lane, frames), f"send-{lane}")
+
+    def kernel(self) -> tuple[bytes, str] | None:
         lane = self._lanes.get(BULK)
         if lane is None or lane.connection is None:
             return None
-        return parse(tcp_info(*lane.connection, INFO_BYTES), congestion_of(*lane.connection))
+        return tcp_info(*lane.connection, INFO_BYTES), congestion_of(*lane.connection)
 
-    async def run(self) -> None:
-        """Until the session is closed, by its peer, its own end or a fault of the sockets.
-
-        Raises:
-            ExceptionGroup: what else went wrong in a task.
-        """
-        try:
-            await self._run()
-        except* zmq.ZMQError as group:
-            self._session.close(Reason.CLOSED, f"ZeroMQ: {group.exceptions[0]}")
-
-    async def _run(self) -> None:
-        session, context = self._session, zmq.asyncio.Context()
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = self._dial(CONTROL, context, group)
-                while session.state is not State.CLOSED:
-                    tasks = [task for task in tasks if not task.done()] + self._pump(group)
-                    if session.state is State.OPEN and BULK not in self._lanes:
-                        tasks += self._dial(BULK, context, group)
-                    self._emit(session)
-                    await self._sleep()
-                for task in tasks:
-                    task.cancel()
-            self._acknowledge_farewell()
-        finally:
-            context.destroy(linger=200)
-
-    def _dial(self, number: int, context: zmq.asyncio.Context, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Open one lane; the tasks that serve it."""
-        dealer = self._dealers.open(context)
-        monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
-        assert isinstance(monitor, zmq.asyncio.Socket)
-        lane = self._lanes[number] = _Lane(dealer, monitor, free=number == CONTROL)
-        dealer.connect(self._address)
-        tasks = [
-            group.create_task(self._watch(lane), name=f"watch-{number}"),
-            group.create_task(self._read(lane, number), name=f"read-{number}"),
-        ]
-        if number != CONTROL:
-            greeting = self._session.lane_hello()
-            tasks.append(group.create_task(self._greet(lane, number, greeting), name=f"greet-{number}"))
-        return tasks
-
-    def _pump(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Send what the session wants to, as far as the lanes are free; control never waits for bulk."""
-        now = time.monotonic()
-        self._session.handle_timer(now)
-        if not self._lanes[CONTROL].free:
-            return []
-        bulk = self._lanes.get(BULK)
-        frames = self._session.outgoing(now, max_chunks=CHUNKS_AHEAD if bulk and bulk.free else 0)
-        tasks = []
-        for number, lane in self._lanes.items():
-            if batch := [parts for to, parts in frames if to == number]:
-                lane.free = False
-                tasks.append(group.create_task(self._send(lane, batch), name=f"send-{number}"))
-        return tasks
-
-    async def _sleep(self) -> None:
-        due = self._session.next_timer()
-        if due is None:
+    def close(self, last: Sequence[Sequence[Buffer]] = ()) -> None:
+        if self._closed:
             return
-        try:
-            async with asyncio.timeout(max(0.0, due - time.monotonic())):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
-        self._wake.clear()
-
-    def _acknowledge_farewell(self) -> None:
-        """The coordinator's Leave closes the session; one last frame tells that it came."""
-        for _, parts in self._session.outgoing(time.monotonic()):
+        self._closed = True
+        for parts in last:
             sent = self._lanes[CONTROL].socket.send_multipart(parts, flags=zmq.DONTWAIT)
             assert isinstance(sent, asyncio.Future) and sent.done()  # DONTWAIT is decided at once
             sent.exception()  # a full socket is no loss: the coordinator's own linger ends its wait
+        self._dialer.spawn(self._shut(), "close")
+        self._dialer.closed(self)
+
+    async def _shut(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._context.destroy(linger=200)
+
+    def _open(self, number: int, *, ready: bool) -> None:
+        dealer = self._dialer.socket(self._context)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_ALL)
+        assert isinstance(monitor, zmq.asyncio.Socket)
+        lane = self._lanes[number] = _Lane(dealer, monitor, ready)
+        dealer.connect(self._dialer.address)
+        self._spawn(partial(self._watch, lane, number), f"watch-{number}")
+        self._spawn(partial(self._read, lane, number), f"read-{number}")
+
+    def _spawn(self, work: Callable[[], Coroutine[None, None, None]], name: str) -> None:
+        task = self._dialer.spawn(self._guarded(work), name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """A fault of the sockets ends the session."""
+        try:
+            await work()
+        except zmq.ZMQError as error:
+            if not self._closed:
+                self._listener.on_lost(f"ZeroMQ: {error}")
 
     # --- tasks of one lane
 
-    async def _send(self, lane: _Lane, frames: list[list[Buffer]]) -> None:
+    async def _send(self, number: int, frames: Sequence[Sequence[Buffer]]) -> None:
+        lane = self._lanes[number]
         for parts in frames:
             await lane.socket.send_multipart(parts, copy=False)
-        lane.free = True
-        self._wake.set()
-
-    async def _greet(self, lane: _Lane, number: int, greeting: list[Buffer]) -> None:
-        await self._send(lane, [greeting])
-        self._session.lane_opened(number)
-        self._wake.set()
+        lane.ready = True
+        if not self._closed:
+            self._listener.on_ready(number)
 
     async def _read(self, lane: _Lane, number: int) -> None:
-        bad_frames = 0
-        while True:
+        while not self._closed:
             frames = await lane.socket.recv_multipart(copy=False)
-            try:
-                self._session.receive(number, [frame.buffer for frame in frames], time.monotonic())
-            except RemoteProtocolError as error:
-                bad_frames += 1
-                _log.warning("bad frame lane=%d reason=%r", number, str(error))
-                if bad_frames >= BAD_FRAMES:
-                    self._session.close(Reason.MALFORMED, str(error))
-            else:
-                bad_frames = 0
-            self._emit(self._session)
-            self._wake.set()
+            if not self._closed:
+                self._listener.on_frame(number, [frame.buffer for frame in frames])
 
-    async def _watch(self, lane: _Lane) -> None:
-        """End the session when the lane's connection ends, or the key is refused."""
+    async def _watch(self, lane: _Lane, number: int) -> None:
+        """Report when the lane's connection is made, and when it ends or the key is refused."""
         why = "cannot connect: is the coordinator running, and its port open from here?"
-        while True:
+        key_refused = False
+        while not self._closed:
             told = await recv_monitor_message(lane.monitor)
             match told["event"]:
                 case zmq.EVENT_CONNECTED:
                     why = HANGS_UP
                     lane.connection = (told["value"], host_of(told["value"]))
-                    if chosen := self._dealers.congestion:
+                    if chosen := self._dialer.congestion:
                         choose_congestion(*lane.connection, chosen)
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._session.traffic.connected()
                     why = "the connection ended"
+                    if not self._closed:
+                        self._listener.on_connected(number)
                 case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    self._key_refused()
-                    why = Reason.WRONG_KEY.sentence
+                    why, key_refused = Reason.WRONG_KEY.sentence, True
                     break
                 case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
                     break
-        self._session.close(Reason.CLOSED, why)
-        self._wake.set()
+        if not self._closed:
+            self._listener.on_lost(why, key_refused=key_refused)
+
+
+class LinkThread:
+    """A node's link in a thread of its own, from `start` to `close`. Every call may be made from any thread."""
+
+    def __init__(self, config: LinkConfig) -> None:
+        """
+        Raises:
+            BadAddress: the coordinator's address is none.
+            KeyFileError: a key file cannot be used.
+        """
+        self._config, self._dialer = config, ZmqDialer(config, self._fail)
+        self._hello: Callable[[], msg.Hello]
+        self._deliver: Callable[[wire_ev.SessionEvent | Exception], None]
+        self._link: NodeLink | None = None
+        """Made in the thread, whose loop gives it its clock."""
+        self._failed = False
+        self._closing, self._linger_s = asyncio.Event(), 0.0
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+
+    def start(
+        self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent | Exception], None]
+    ) -> None:
+        """Begin to dial. `hello` tells what the node holds when a session begins; `deliver` must not block. Both are
+        called in the thread. A fault of the link itself is delivered as LinkFailed: training would wait for ever."""
+        self._hello, self._deliver = hello, deliver
+        self._thread.start()
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """End the session and the thread; sockets have `linger_s` to close. More than once is harmless."""
+        if self._thread.is_alive():
+            self._linger_s = linger_s
+            with contextlib.suppress(RuntimeError):  # the loop has just ended by itself
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(linger_s + 5.0)
+        elif not self._loop.is_closed():
+            self._loop.close()
+
+    @property
+    def moved(self) -> Traffic:
+        """All bytes so far."""
+        return Traffic() if self._link is None else self._link.moved
+
+    def send(self, message: msg.Message) -> None:
+        """As `NodeLink.send`."""
+        self._call(lambda link: link.send(message))
+
+    def send_blob(self, offer: msg.Offer, data: bytearray) -> None:
+        """As `NodeLink.send_blob`."""
+        self._call(lambda link: link.send_blob(offer, data))
+
+    def flushed(self, timeout_s: float) -> bool:
+        """Wait until a Leave that was sent is acknowledged, or its session is over."""
+        if self._loop.is_closed():
+            return True
+        future = asyncio.run_coroutine_threadsafe(self._flushed(timeout_s), self._loop)
+        try:
+            return future.result(timeout_s + 1.0)
+        except TimeoutError:
+            return False
+
+    async def _flushed(self, timeout_s: float) -> bool:
+        deadline = self._loop.time() + timeout_s
+        while self._link is not None and self._link.state is State.CLOSING:
+            if self._loop.time() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def _call(self, action: Callable[[NodeLink], None]) -> None:
+        """Have the link's thread do it; nothing happens once the link is closed, or has failed."""
+
+        def act() -> None:
+            if self._link is None or self._failed:
+                return
+            try:
+                action(self._link)
+            except Exception as error:  # noqa: BLE001 - the edge of the thread
+                self._fail(error)
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(act)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        config = self._config
+        link = self._link = NodeLink(
+            self._dialer,
+            LoopClock(self._fail),
+            random.uniform,
+            coordinator=config.coordinator,
+            limits=config.limits,
+            timing=config.timing,
+            inventory=config.inventory,
+            encrypted=config.key is not None,
+        )
+        link.start(self._hello, self._deliver)
+        await self._closing.wait()
+        if not self._failed:
+            link.close()
+        await self._dialer.finish(self._linger_s)
+
+    def _fail(self, error: Exception) -> None:
+        """An error of the link's own: the thread stays until `close`, for others may still call."""
+        if not self._failed:
+            self._failed = True
+            self._deliver(LinkFailed(error))
 
 
 def new_key_pair() -> tuple[bytes, bytes]:

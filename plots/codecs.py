@@ -1,23 +1,21 @@
 """The plots of `farloop bench codecs`: error against bits beside what theory allows, and speed beside a plain copy.
 
-SVG, PNG or PDF by the file's name, in the look of `figures.py`.
+SVG, PNG or PDF by the file's name, in the look of `style.py`.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from farloop.bench.codec_quality import OUTER, QualityRow
 from farloop.bench.codec_speed import SpeedRow, Where
 from farloop.bench.codecs import CodecReport
-from farloop.plots.style import GOOD, GRID, INK, MUTED, SERIES, STYLE
+from farloop.plots.style import GOOD, GRID, INK, MUTED, SERIES, beside, figure, shares, ticks
 from farloop.quant.registry import CODECS, codec_named
 
 BARS = ("encode", "decode", "add", "fused")
@@ -43,21 +41,18 @@ def plot_quality(path: Path, report: CodecReport) -> None:
     titles = {"gauss": "a Gaussian", OUTER: "outer gradients of a run"}
     note = "One encoding by itself, without error feedback; bits as sent, after the entropy stage."
     note += f" Outer gradients: {report.outer}." if report.outer else ""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(6.6 * len(panels), 6.4), layout="constrained")
-        for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            rows = [row for row in report.quality if row.data == name and row.codec not in _DUPLICATES]
+    with figure(path, 6.6 * len(panels), 6.4, note=note) as drawn:
+        for axes, name in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            found = [row for row in report.quality if row.data == name and row.codec not in _DUPLICATES]
             _error_panel(
-                axes, [row for row in rows if row.rel_mse > _LEAST_ERROR], f"relative squared error on {titles[name]}"
+                axes, [row for row in found if row.rel_mse > _LEAST_ERROR], f"relative squared error on {titles[name]}"
             )
-        figure.supxlabel(note, color=MUTED, fontsize=8.5, x=0.01, ha="left")
-        _save(figure, path)
 
 
-def _error_panel(axes: Axes, rows: Sequence[QualityRow], title: str) -> None:
+def _error_panel(axes: Axes, found: Sequence[QualityRow], title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlim(min(0.2, 0.8 * min(row.bits for row in rows)), 26)
+    axes.set_xlim(min(0.2, 0.8 * min(row.bits for row in found)), 26)
     axes.set_ylim(_LEAST_ERROR, _MOST_ERROR)
     bits = np.linspace(0.01, 26, 800)
     axes.plot(bits, 4.0**-bits, color=MUTED, linewidth=1.2, zorder=1)
@@ -65,18 +60,16 @@ def _error_panel(axes: Axes, rows: Sequence[QualityRow], title: str) -> None:
     axes.annotate(
         "no code of a Gaussian\ncan lie below: 4^−bits", (2.0, 4e-5), color=MUTED, fontsize=9, ha="center", va="center"
     )
-    for row in rows:
+    for row in found:
         axes.plot([row.bits], [row.rel_mse], linestyle="", zorder=3 + _is_ours(row.codec), **_look(row.codec))
-    axes.xaxis.set_major_locator(FixedLocator([0.25, 0.5, 1, 2, 4, 8, 16]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_locator(NullLocator())
+    ticks(axes.xaxis, [0.25, 0.5, 1, 2, 4, 8, 16], lambda value: f"{value:g}")
+    ticks(axes.yaxis, None)
     axes.set_xlabel("bits per parameter")
     axes.set_title(title)
     looks = [("unbiased", "q4r"), ("biased", "q4"), ("others", "")]
     handles = [Line2D([], [], linestyle="", label=label, **_look(name)) for label, name in looks]
     axes.legend(handles=handles, loc="lower left")
-    _label(axes, [(row.bits, row.rel_mse, _short(row.codec), _is_ours(row.codec)) for row in rows])
+    _label(axes, [(row.bits, row.rel_mse, _short(row.codec), _is_ours(row.codec)) for row in found])
 
 
 def _look(codec: str) -> dict[str, Any]:
@@ -89,10 +82,10 @@ def _look(codec: str) -> dict[str, Any]:
 
 def _label(axes: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None:
     """Names beside their points, each where it covers neither a point nor a name; ours choose first."""
-    figure = axes.figure
-    assert isinstance(figure, Figure)
+    whole = axes.figure
+    assert isinstance(whole, Figure)
     places = axes.transData.transform([(x, y) for x, y, _, _ in points])  # [points, 2] in pixels
-    scale = figure.dpi / 72
+    scale = whole.dpi / 72
     taken = [(x - 6 * scale, y - 6 * scale, x + 6 * scale, y + 6 * scale) for x, y in places]
     frame = axes.get_window_extent()
     order = sorted(range(len(points)), key=lambda index: not points[index][3])
@@ -104,20 +97,11 @@ def _label(axes: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None
         box, (dx, dy) = _free_place((x, y), (width, height), scale, frame.extents, taken)
         taken.append(box)
         far = np.hypot(dx, dy) > 10 * scale
-        axes.annotate(
-            text,
-            points[index][:2],
-            xytext=(((box[0] + box[2]) / 2 - x) / scale, ((box[1] + box[3]) / 2 - y) / scale),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=size,
-            color=INK if ours else MUTED,
-            zorder=6,
-            arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3}
-            if far
-            else None,
-        )
+        line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3} if far else None
+        beside(
+            axes, text, points[index][:2], (((box[0] + box[2]) / 2 - x) / scale, ((box[1] + box[3]) / 2 - y) / scale),
+            ha="center", va="center", fontsize=size, color=INK if ours else MUTED, zorder=6, arrowprops=line,
+        )  # fmt: skip
 
 
 Box = tuple[float, float, float, float]
@@ -152,59 +136,36 @@ def _within(box: Box, frame: Box) -> bool:
 
 def plot_speed(path: Path, report: CodecReport) -> None:
     """Bars for every codec, as a share of a copy's speed; one panel for one thread, for all, and for the GPU."""
-    places = _panels(report)
-    bars = _bars(report)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(1.8 + 4.9 * len(places), 1.6 + 0.13 * bars[-1][2]), layout="constrained")
-        all_axes = figure.subplots(1, len(places), squeeze=False, sharey=True)[0]
+    places, bars, machine = _panels(report), _bars(report), report.machine
+    size = ", ".join(f"{count >> 20} Mi elements" for count in sorted(set(report.elements.values())))
+    note = f"GB/s of fp32 beside the bars. {size}. {machine.gpu or machine.cpu}, torch {machine.torch}."
+    with figure(path, 1.8 + 4.9 * len(places), 1.6 + 0.13 * bars[-1][2], note=note) as drawn:
+        all_axes = drawn.subplots(1, len(places), squeeze=False, sharey=True)[0]
         for axes, where in zip(all_axes, places, strict=True):
-            rows = {
-                (row.codec, row.op): row
-                for row in report.speed
-                if Where(device=row.device, threads=row.threads) == where
-            }
-            _speed_panel(axes, where, bars, rows)
+            found = [row for row in report.speed if Where(device=row.device, threads=row.threads) == where]
+            _speed_panel(axes, where, bars, {(row.codec, row.op): row for row in found})
         handles, labels = all_axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=len(BARS) + 1)
-        machine = report.machine
-        size = ", ".join(f"{count >> 20} Mi elements" for count in sorted(set(report.elements.values())))
-        figure.supxlabel(
-            f"GB/s of fp32 beside the bars. {size}. {machine.gpu or machine.cpu}, torch {machine.torch}.",
-            color=MUTED,
-            fontsize=8.5,
-            x=0.01,
-            ha="left",
-        )
-        _save(figure, path)
+        drawn.legend(handles, labels, loc="outside upper right", ncols=len(BARS) + 1)
 
 
-def _speed_panel(axes: Axes, where: Where, bars: Sequence[Bar], rows: Mapping[tuple[str, str], SpeedRow]) -> None:
+def _speed_panel(axes: Axes, where: Where, bars: Sequence[Bar], found: Mapping[tuple[str, str], SpeedRow]) -> None:
     for number, op in enumerate(BARS):
-        found = [(y, rows[name, op]) for name, bar, y in bars if bar == op and (name, op) in rows]
-        shares = [min(row.ratio_to_memcpy, _MOST_SHARE) for _, row in found]
-        axes.barh([y for y, _ in found], shares, 0.86, color=SERIES[number], label=op, linewidth=0, zorder=2)
-        for y, row in found:
-            axes.annotate(
-                _speed_text(row.gb_per_s),
-                (min(row.ratio_to_memcpy, _MOST_SHARE), y),
-                xytext=(3, -0.3),
-                textcoords="offset points",
-                va="center",
-                fontsize=7,
-                color=MUTED,
-                zorder=4,
-            )
+        mine = [(y, found[name, op]) for name, bar, y in bars if bar == op and (name, op) in found]
+        lengths = [min(row.ratio_to_memcpy, _MOST_SHARE) for _, row in mine]
+        axes.barh([y for y, _ in mine], lengths, 0.86, color=SERIES[number], label=op, linewidth=0, zorder=2)
+        for (y, row), length in zip(mine, lengths, strict=True):
+            look = {"va": "center", "fontsize": 7, "color": MUTED, "zorder": 4}
+            beside(axes, _speed_text(row.gb_per_s), (length, y), (3, -0.3), **look)
     axes.axvline(1.0, color=INK, linewidth=1.1, zorder=2.5, label="memcpy")
     middles = {name: [y for other, _, y in bars if other == name] for name, _, _ in bars}
     axes.set_yticks([sum(ys) / len(ys) for ys in middles.values()], [_short(name) for name in middles])
     for label in axes.get_yticklabels():
         label.set_color(INK if _is_ours(label.get_text()) else MUTED)
     axes.set_ylim(bars[-1][2] + 1, -1)
-    shares = [row.ratio_to_memcpy for row in rows.values() if row.op in BARS]
-    axes.set_xlim(0, 1.12 * min(_MOST_SHARE, max(1.0, *shares)))
+    axes.set_xlim(0, 1.12 * min(_MOST_SHARE, max(1.0, *(r.ratio_to_memcpy for r in found.values() if r.op in BARS))))
     axes.grid(visible=False, axis="y")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    copy = rows.get(("memcpy", "copy"))
+    shares(axes.xaxis)
+    copy = found.get(("memcpy", "copy"))
     axes.set_title(f"{where.describe()}: share of memcpy" + (f", {copy.gb_per_s:.3g} GB/s" if copy else ""))
 
 
@@ -241,8 +202,3 @@ def _short(name: str) -> str:
     for long, short in _SHORT:
         name = name.replace(long, short)
     return name
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

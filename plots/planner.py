@@ -1,7 +1,7 @@
-"""Plots of the planner."""
+"""Plots of the planner: the findings of `farloop bench routing`, and a plan of `farloop plan`."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,31 +10,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from farloop.bench.routing import Findings
 from farloop.coordinator.routing.inventory import Inventory
 from farloop.coordinator.routing.plan import Plan
 from farloop.monitoring.units import seconds_text
-from farloop.plots.style import GOOD, GRID, INK, MUTED, SERIES, STYLE
+from farloop.plots.style import GOOD, GRID, INK, MUTED, PALE, SERIES, WARN, beside, figure, rows, ticks
 
 if TYPE_CHECKING:
-    from farloop.bench.routing_processes import Processes
+    from farloop.bench.pipeline import Processes
 
-
-# --- The plot of `farloop bench routing`: where the mode turns, time of planning, what relays and a replan are worth.
-
-
-_PALE = "#9db7e8"
-"""Predicted, beside what was measured."""
+# --- the findings of `farloop bench routing`
 
 
 def plot(path: Path, findings: Findings, caption: str, processes: "Processes | None" = None) -> None:
-    """Write the figure; SVG, PNG or PDF by its name. With `processes` it has a column more, of what was measured."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(12.5 if processes is None else 18.5, 8.2), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr, call-arg]
-        (modes, planning, *steps), (relays, slow, *losses) = figure.subplots(2, 2 if processes is None else 3)
+    """Write the figure; `processes` adds a column of what was measured."""
+    with figure(path, 12.5 if processes is None else 18.5, 8.2, note=caption) as drawn:
+        drawn.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr, call-arg]
+        (modes, planning, *steps), (relays, slow, *losses) = drawn.subplots(2, 2 if processes is None else 3)
         if processes is not None:
             _steps(steps[0], processes)
             _losses(losses[0], processes)
@@ -42,9 +35,6 @@ def plot(path: Path, findings: Findings, caption: str, processes: "Processes | N
         _planning(planning, findings)
         _relays(relays, findings)
         _slow(slow, findings)
-        figure.supxlabel(caption, color=MUTED, fontsize=8.5, x=0.01, ha="left")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _modes(axes: Axes, findings: Findings) -> None:
@@ -53,16 +43,11 @@ def _modes(axes: Axes, findings: Findings) -> None:
     axes.plot(hs, inside, color=SERIES[0], linewidth=2.2, marker="o", label="A: fragments cross")
     axes.plot(hs, across, color=SERIES[2], linewidth=2.2, marker="o", label="B: activations cross")
     axes.axvline(findings.h_star, color=MUTED, linestyle=":", linewidth=1.2)
-    axes.annotate(f"H* = {findings.h_star:.2f}", (findings.h_star, max(inside)), xytext=(6, -4),
-                  textcoords="offset points", color=INK)  # fmt: skip
+    beside(axes, f"H* = {findings.h_star:.2f}", (findings.h_star, max(inside)), (6, -4), color=INK)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(hs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_major_locator(FixedLocator([0.2, 0.5, 1, 2, 5]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+    ticks(axes.xaxis, hs, lambda value: f"{value:g}")
+    ticks(axes.yaxis, [0.2, 0.5, 1, 2, 5], lambda value: f"{value:g} s")
     axes.set_xlabel("inner steps between syncs, H")
     axes.set_title("communication of a step, two islands of two nodes")
     axes.legend(loc="lower left", labelcolor="linecolor")
@@ -75,14 +60,11 @@ def _planning(axes: Axes, findings: Findings) -> None:
             label = "budget" if place == 0 else None
             axes.bar(place, budgets[row.nodes], width=0.62, color=GRID, label=label)
         axes.bar(place, row.cpu_s, width=0.4, color=SERIES[0], label="measured" if place == 0 else None)
-        axes.annotate(f"{row.cpu_s:.2g} s", (place, row.cpu_s), xytext=(0, 4), textcoords="offset points",
-                      ha="center", color=SERIES[0], fontweight="bold")  # fmt: skip
+        look = {"ha": "center", "color": SERIES[0], "fontweight": "bold"}
+        beside(axes, f"{row.cpu_s:.2g} s", (place, row.cpu_s), (0, 4), **look)
     axes.set_yscale("log")
-    axes.set_axisbelow(True)
     axes.set_ylim(0.05, 60)
-    axes.yaxis.set_major_locator(FixedLocator([0.1, 1, 10]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+    ticks(axes.yaxis, [0.1, 1, 10], lambda value: f"{value:g} s")
     axes.set_xticks(range(len(findings.planning)), [f"{row.nodes} nodes" for row in findings.planning], color=INK)
     axes.grid(visible=False, axis="x")
     axes.set_title("seconds of one core to make a plan")
@@ -91,22 +73,27 @@ def _planning(axes: Axes, findings: Findings) -> None:
 
 def _relays(axes: Axes, findings: Findings) -> None:
     found = findings.relaying
-    rows = (("star", found.star_s, found.star_simulated_s), ("relay per site", found.relay_s, found.relay_simulated_s))
-    for place, (name, predicted, simulated) in enumerate(rows):
-        for offset, seconds, colour, label in ((-0.17, predicted, _PALE, "predicted"),
-                                               (0.17, simulated, SERIES[0], "simulated")):  # fmt: skip
-            axes.barh(place + offset, seconds, height=0.3, color=colour, label=label if place == 0 else None)
-            axes.annotate(f"{seconds:.1f} s", (seconds, place + offset), xytext=(5, 0), textcoords="offset points",
-                          va="center", color=INK)  # fmt: skip
-        axes.annotate(name, (0, place - 0.36), xytext=(0, 2), textcoords="offset points", color=INK)
-    axes.set_axisbelow(True)
-    axes.set_ylim(1.5, -0.65)
-    axes.set_xlim(0, 1.2 * found.star_s)
-    axes.set_yticks([])
-    axes.grid(visible=False, axis="y")
+    pairs = [
+        ("star", found.star_s, found.star_simulated_s),
+        ("relay per site", found.relay_s, found.relay_simulated_s),
+    ]
+    _pairs(axes, pairs, "simulated", lambda seconds: f"{seconds:.1f} s", 1.2 * found.star_s)
     axes.set_xlabel("seconds")
     factor = found.star_simulated_s / found.relay_simulated_s
     axes.set_title(f"a sync of 16 nodes at 4 sites, 100 MB each: {factor:.1f} times")
+
+
+def _pairs(
+    axes: Axes, pairs: Sequence[tuple[str, float, float]], other: str, text: Callable[[float], str], reach: float
+) -> None:
+    """A row per name: what was predicted, and below it the other."""
+    for place, (name, predicted, found) in enumerate(pairs):
+        for offset, value, colour, label in ((-0.17, predicted, PALE, "predicted"), (0.17, found, SERIES[0], other)):
+            axes.barh(place + offset, value, height=0.3, color=colour, label=label if place == 0 else None)
+            beside(axes, text(value), (value, place + offset), (5, 0), va="center", color=INK)
+        beside(axes, name, (0, place - 0.36), (0, 2), color=INK)
+    rows(axes, len(pairs), above=0.65)
+    axes.set_xlim(0, reach)
     axes.legend(loc="lower right")
 
 
@@ -115,56 +102,46 @@ def _slow(axes: Axes, findings: Findings) -> None:
     axes.plot(range(len(found.round_s)), found.round_s, color=SERIES[0], linewidth=2.0, marker="o", markersize=4)
     top = max(found.round_s)
     marks = (
-        (found.slow_from, "n3's uplink\n8 times slower", "#b86e00"),
+        (found.slow_from, "n3's uplink\n8 times slower", WARN),
         (found.found_at, "named", SERIES[3]),
         (found.replanned_at, f"replanned:\n{found.after}", GOOD),
     )
     for place, (number, words, colour) in enumerate(marks):
         axes.axvline(number, color=colour, linestyle=":", linewidth=1.4)
         left = place == 0
-        axes.annotate(words, (number, (0.32, 0.12, 0.82)[place] * top), xytext=(-6 if left else 6, 0), color=colour,
-                      textcoords="offset points", va="center", ha="right" if left else "left")  # fmt: skip
+        at = (number, (0.32, 0.12, 0.82)[place] * top)
+        beside(axes, words, at, (-6 if left else 6, 0), color=colour, va="center", ha="right" if left else "left")
     axes.set_ylim(0, 1.12 * top)
     axes.set_xlabel("round")
     axes.set_title("seconds of a round when a link becomes slow, simulated")
 
 
 def _steps(axes: Axes, processes: "Processes") -> None:
-    for place, step in enumerate(processes.steps):
-        both = ((-0.17, step.made.predicted_s, _PALE, "predicted"), (0.17, step.made.measured_s, SERIES[0], "measured"))
-        for offset, seconds, colour, label in both:
-            axes.barh(place + offset, 1e3 * seconds, height=0.3, color=colour, label=label if place == 0 else None)
-            axes.annotate(f"{1e3 * seconds:.1f} ms", (1e3 * seconds, place + offset), xytext=(5, 0), color=INK,
-                          textcoords="offset points", va="center")  # fmt: skip
-        axes.annotate(step.name, (0, place - 0.36), xytext=(0, 2), textcoords="offset points", color=INK)
-    axes.set_axisbelow(True)
-    axes.set_ylim(len(processes.steps) - 0.5, -0.65)
-    axes.set_xlim(0, 1.25e3 * max(max(step.made.measured_s, step.made.predicted_s) for step in processes.steps))
-    axes.set_yticks([])
-    axes.grid(visible=False, axis="y")
+    pairs = [(step.name, 1e3 * step.made.predicted_s, 1e3 * step.made.measured_s) for step in processes.steps]
+    reach = 1.25 * max(max(predicted, measured) for _, predicted, measured in pairs)
+    _pairs(axes, pairs, "measured", lambda milliseconds: f"{milliseconds:.1f} ms", reach)
     axes.set_xlabel("milliseconds, median")
     axes.set_title("a step of eight processes in four stages")
-    axes.legend(loc="lower right")
 
 
 def _losses(axes: Axes, processes: "Processes") -> None:
     learning = processes.learning
-    rows = (
+    curves = (
         (learning.alone, MUTED, 4.0, "one process"),
         (learning.whole, SERIES[0], 1.6, "four stages"),
         (learning.skipping, SERIES[2], 1.6, f"… {100 * learning.skipping.skipped:.0f} % left out"),
     )
-    for found, colour, width, label in rows:
+    for found, colour, width, label in curves:
         axes.plot(range(1, len(found.losses) + 1), found.losses, color=colour, linewidth=width, label=label)
     axes.set_xlabel("step")
     axes.set_title("training loss of a small model, nats per token")
     axes.legend(loc="upper right", labelcolor="linecolor")
 
 
-# --- The picture of a plan: a map of stages and sites with the ways of the microbatches, a step over time, what lost.
+# --- a plan
 #
-# SVG, PNG or PDF by the file's name, in the look of `farloop.plots.style`. Where nothing is piped between nodes, the
-# map shows who syncs with the coordinator, how fast, at how many bits and every how many steps.
+# A map of stages and sites with the routes of the microbatches, a step over time, and the alternatives. Without
+# pipelines between nodes, the map shows each node's sync with the coordinator: rate, bits and steps.
 
 
 _LINES: Final = (*SERIES, "#0e7490", "#7c5800", "#be185d", "#4d7c0f")
@@ -180,31 +157,24 @@ _KINDS: Final = (("F", "forward", SERIES[0]), ("L", "loss", SERIES[2]), ("B", "b
 def draw(path: Path, inventory: Inventory, plan: Plan) -> None:
     """Write the figure."""
     piped = len(plan.layout.stages) > 1
-    rows = _rows(inventory, plan)
-    height = min(13.0, max(6.4, 2.2 + 0.46 * len(rows))) if piped else min(12.0, max(5.2, 1.8 + 0.3 * len(rows)))
-    with mpl.rc_context({**STYLE, "font.size": 9.5}):
-        figure = Figure(figsize=(14.5, height), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.14, h_pad=0.1)  # type: ignore[union-attr, call-arg]
-        halves: Any = figure.subfigures(1, 2, width_ratios=(1.45, 1.0))
+    sites = _rows(inventory, plan)
+    height = min(13.0, max(6.4, 2.2 + 0.46 * len(sites))) if piped else min(12.0, max(5.2, 1.8 + 0.3 * len(sites)))
+    with figure(path, 14.5, height, font_size=9.5) as drawn:
+        drawn.get_layout_engine().set(w_pad=0.14, h_pad=0.1)  # type: ignore[union-attr, call-arg]
+        halves: Any = drawn.subfigures(1, 2, width_ratios=(1.45, 1.0))
         left, right = halves
-        _title(figure, inventory, plan)
-        axes = left.subplots()
-        if piped:
-            _ways(axes, inventory, plan, rows)
-        else:
-            _star(axes, inventory, plan, rows)
+        _title(drawn, inventory, plan)
+        (_ways if piped else _star)(left.subplots(), inventory, plan, sites)
         if piped:
             upper, lower = right.subplots(2, 1, height_ratios=(1.1, 1.0))
             _step(upper, plan)
             _lost(lower, plan)
         else:
             _lost(right.subplots(), plan)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _title(figure: Figure, inventory: Inventory, plan: Plan) -> None:
-    figure.suptitle(
+def _title(drawn: Figure, inventory: Inventory, plan: Plan) -> None:
+    drawn.suptitle(
         f"{inventory.name or 'A plan'}  ·  mode {plan.mode.value}, {plan.why}",
         x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK,
     )  # fmt: skip
@@ -216,7 +186,7 @@ def _title(figure: Figure, inventory: Inventory, plan: Plan) -> None:
     ]
     if plan.suspects:
         words.append(f"{len(plan.suspects)} links not believed")
-    figure.supxlabel("   ·   ".join(word for word in words if word), color=MUTED, fontsize=9.5, x=0.012, ha="left")
+    drawn.supxlabel("   ·   ".join(word for word in words if word), color=MUTED, fontsize=9.5, x=0.012, ha="left")
 
 
 def _h_words(plan: Plan) -> str:
@@ -224,9 +194,6 @@ def _h_words(plan: Plan) -> str:
         return f"H = {plan.h}"
     steps = [rate.h for rate in plan.sync.rates.values()]
     return f"H = {min(steps)}" if min(steps) == max(steps) else f"H = {min(steps)} to {max(steps)}"
-
-
-# --- the map
 
 
 def _rows(inventory: Inventory, plan: Plan) -> list[str]:
@@ -246,11 +213,11 @@ def _rows(inventory: Inventory, plan: Plan) -> list[str]:
     return found
 
 
-def _ways(axes: Axes, inventory: Inventory, plan: Plan, rows: Sequence[str]) -> None:
+def _ways(axes: Axes, inventory: Inventory, plan: Plan, sites: Sequence[str]) -> None:
     """Stages from left to right, sites from top to bottom; a line is the way of a source's microbatches."""
     site = {node.name: node.site for node in inventory.nodes}
-    place = _places(plan, site, rows)
-    for row in range(len(rows)):
+    place = _places(plan, site, sites)
+    for row in range(len(sites)):
         axes.axhspan(row - 0.5, row + 0.5, color=GRID, alpha=0.45 if row % 2 == 0 else 0.0, linewidth=0, zorder=0)
     seconds = dict(plan.source_s)
     order = sorted(plan.layout.paths, key=lambda path: -seconds[path.source])
@@ -274,10 +241,8 @@ def _ways(axes: Axes, inventory: Inventory, plan: Plan, rows: Sequence[str]) -> 
             markeredgewidth=2.4 if few else 0.9, zorder=4,
         )  # fmt: skip
         if few:
-            axes.annotate(
-                name, (x, y), xytext=(0, -8), textcoords="offset points", ha="center", va="top", fontsize=7.5,
-                color=INK, zorder=5, bbox={"facecolor": "white", "alpha": 0.72, "linewidth": 0, "pad": 0.6},
-            )  # fmt: skip
+            back = {"facecolor": "white", "alpha": 0.72, "linewidth": 0, "pad": 0.6}
+            beside(axes, name, (x, y), (0, -8), ha="center", va="top", fontsize=7.5, color=INK, zorder=5, bbox=back)
     stages = plan.layout.stages
     axes.set_xticks(
         range(len(stages)),
@@ -285,8 +250,7 @@ def _ways(axes: Axes, inventory: Inventory, plan: Plan, rows: Sequence[str]) -> 
         color=INK,
     )
     axes.xaxis.tick_top()
-    axes.set_yticks(range(len(rows)), rows, color=INK)
-    axes.set_ylim(len(rows) - 0.45, -0.55)
+    rows(axes, len(sites), sites, above=0.55)
     axes.set_xlim(-0.6, len(stages) - 0.4)
     axes.grid(visible=False)
     axes.tick_params(axis="both", length=0)
@@ -307,11 +271,11 @@ def _ways(axes: Axes, inventory: Inventory, plan: Plan, rows: Sequence[str]) -> 
     )
 
 
-def _places(plan: Plan, site: dict[str, str], rows: Sequence[str]) -> dict[str, tuple[float, float]]:
+def _places(plan: Plan, site: dict[str, str], sites: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Where each node stands; several of one site and stage beside each other."""
     found: dict[str, tuple[float, float]] = {}
     for number, stage in enumerate(plan.layout.stages):
-        for row, name in enumerate(rows):
+        for row, name in enumerate(sites):
             here = [node for node in stage.replicas if site[node] == name]
             wide = min(0.26, 0.8 / max(1, len(here)))
             for index, node in enumerate(here):
@@ -329,7 +293,7 @@ def _bend(
     alpha: float,
     zorder: float,
 ) -> None:
-    """A line as on the map of an underground railway: level, then across, then level."""
+    """A curve that begins and ends level."""
     (x0, y0), (x1, y1) = begin, end
     reach = 0.5 * (x1 - x0)
     curve = Curve(
@@ -343,16 +307,16 @@ def _bend(
     )
 
 
-def _star(axes: Axes, inventory: Inventory, plan: Plan, rows: Sequence[str]) -> None:
+def _star(axes: Axes, inventory: Inventory, plan: Plan, sites: Sequence[str]) -> None:
     """Sites and nodes to the left, the coordinator to the right; a line is as thick as its link is fast."""
-    order = [node for site in rows for node in inventory.nodes if node.site == site]
+    order = [node for site in sites for node in inventory.nodes if node.site == site]
     ups = {node.name: inventory.uplink(node) for node in order}
     rates = {name: link.bytes_per_s for name, link in ups.items() if link is not None}
     fastest = max(rates.values(), default=1.0)
     middle = (len(order) - 1) / 2
     hub = (1.0, middle)
     for index, node in enumerate(order):
-        colour = _LINES[rows.index(node.site) % len(_LINES)]
+        colour = _LINES[sites.index(node.site) % len(_LINES)]
         rate = rates.get(node.name, 0.0)
         if rate:
             _bend(axes, (0.0, float(index)), hub, colour, 0.6 + 3.0 * (rate / fastest) ** 0.5, 0.75, zorder=2)
@@ -362,29 +326,24 @@ def _star(axes: Axes, inventory: Inventory, plan: Plan, rows: Sequence[str]) -> 
             own = plan.sync.rates[node.name]
             words += f"   {own.bits} bit, H = {own.h}"
         relay = plan.sync is not None and node.name in plan.sync.relays
-        axes.annotate(
-            words + ("   would relay" if relay else ""), (0.0, index), xytext=(-12, 0), textcoords="offset points",
-            ha="right", va="center", color=GOOD if relay else INK, fontsize=8.5,
-        )  # fmt: skip
+        look = {"ha": "right", "va": "center", "color": GOOD if relay else INK, "fontsize": 8.5}
+        beside(axes, words + ("   would relay" if relay else ""), (0.0, index), (-12, 0), **look)
     axes.plot([hub[0]], [hub[1]], marker="s", markersize=17, color=INK, zorder=4)
     size = f"\n{8 * inventory.hub.in_bytes_per_s / 1e9:g} Gbit/s in" if inventory.hub is not None else ""
-    axes.annotate(f"coordinator{size}", hub, xytext=(0, 16), textcoords="offset points", ha="center", va="bottom")
-    for site in rows:
+    beside(axes, f"coordinator{size}", hub, (0, 16), ha="center", va="bottom")
+    for site in sites:
         own_rates = {rates[node.name] for node in order if node.site == site and node.name in rates}
         if own_rates:
             at = [index for index, node in enumerate(order) if node.site == site]
             axes.annotate(
                 f"{site}: {8 * min(own_rates) / 1e6:g} Mbit/s each", (0.2, sum(at) / len(at)), fontsize=8.5,
-                color=_LINES[rows.index(site) % len(_LINES)], va="center",
+                color=_LINES[sites.index(site) % len(_LINES)], va="center",
                 bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 1.5}, zorder=5,
             )  # fmt: skip
     axes.set_xlim(-0.55, 1.12)
     axes.set_ylim(len(order) - 0.4, -0.8)
     axes.set_axis_off()
     axes.set_title("who syncs with the coordinator, at how many bits and every how many steps")
-
-
-# --- a step, and what lost
 
 
 def _step(axes: Axes, plan: Plan) -> None:
@@ -399,39 +358,34 @@ def _step(axes: Axes, plan: Plan) -> None:
             if bars:
                 axes.broken_barh(bars, (row - 0.33, 0.66), facecolors=colour, edgecolor="white", linewidth=0.5)
         axes.plot([], [], color=colour, linewidth=6, label=label)
-    axes.set_yticks(range(len(shown)), [f"{name}  · {stage}" for stage, name in shown], color=INK)
-    axes.set_ylim(len(shown) - 0.4, -0.6)
+    rows(axes, len(shown), [f"{name}  · {stage}" for stage, name in shown], above=0.6)
     axes.set_xlim(0, plan.makespan_s or 1.0)
-    axes.set_axisbelow(True)
-    axes.grid(visible=False, axis="y")
     axes.set_xlabel("seconds")
     axes.set_title(f"a step of the slowest source, {slowest}: its path, node · stage")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
 
 
 def _lost(axes: Axes, plan: Plan) -> None:
-    """What else there is, beside what was chosen, in shares of it."""
+    """The alternatives, as multiples of the chosen plan."""
     found = plan.alternatives
     if not found:
         axes.set_axis_off()
         axes.text(0.0, 0.9, "There was nothing to choose.", color=MUTED, transform=axes.transAxes)
         return
-    rows: list[tuple[str, float, float, str]] = []
+    bars: list[tuple[str, float, float, str]] = []
     for of in dict.fromkeys(one.of for one in found):
         alike = [one for one in found if one.of == of]
         chosen = "the star, which runs" if "star" in of else f"this plan: {of}"
-        rows.append((chosen, 1.0, alike[0].chosen_s, GOOD))
-        rows += [(one.name, one.factor, one.seconds, "#b86e00" if one.factor > 1 else SERIES[0]) for one in alike]
-    longest = max(factor for _, factor, _, _ in rows)
-    for row, (name, factor, seconds, colour) in enumerate(rows):
+        bars.append((chosen, 1.0, alike[0].chosen_s, GOOD))
+        bars += [(one.name, one.factor, one.seconds, WARN if one.factor > 1 else SERIES[0]) for one in alike]
+    for row, (name, factor, seconds, colour) in enumerate(bars):
         axes.barh(row, factor, height=0.4, color=colour, alpha=0.85)
-        axes.annotate(name, (0.0, row - 0.24), xytext=(0, 2), textcoords="offset points", va="bottom", color=INK)
-        axes.annotate(f"{seconds_text(seconds)}   × {factor:.2f}", (factor, row), xytext=(5, 0), va="center",
-                      textcoords="offset points", color=colour, fontweight="bold")  # fmt: skip
+        beside(axes, name, (0.0, row - 0.24), (0, 2), va="bottom", color=INK)
+        text = f"{seconds_text(seconds)}   × {factor:.2f}"
+        beside(axes, text, (factor, row), (5, 0), va="center", color=colour, fontweight="bold")
     axes.axvline(1.0, color=MUTED, linewidth=0.8, linestyle=":")
-    axes.set_xlim(0, 1.38 * longest)
-    axes.set_ylim(len(rows) - 0.5, -0.75)
-    axes.set_yticks([])
+    axes.set_xlim(0, 1.38 * max(factor for _, factor, _, _ in bars))
+    rows(axes, len(bars), above=0.75)
     axes.set_xticks([])
     axes.grid(visible=False)
-    axes.set_title("what it is measured by, predicted")
+    axes.set_title("this plan and its alternatives, predicted")

@@ -1,6 +1,6 @@
 """The plot of methods at equal tokens: validation loss against tokens, and against the bytes that a node moved.
 
-SVG, PNG or PDF by the file's name. The style is that of `figures.py`.
+SVG, PNG or PDF by the file's name. The style is that of `style.py`.
 """
 
 import math
@@ -10,20 +10,86 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
+from farloop.bench.comparison import Comparison, difference_text
 from farloop.bench.quality import RunResult
-from farloop.plots.style import GRID, INK, MUTED, STYLE
+from farloop.plots.style import GOOD, INK, MUTED, beside, color_of, figure, log_ticks, rows, ticks
 
 COLORS = ("#2563c9", "#0d8f72", "#d1620a", "#a8328a", "#6247cf", "#b08900", "#0891b2", "#c2262e", "#5b7a1c")
 """Of the variants but the baseline, which is dark; in the second round through them lines are dashed."""
 
 _BEGINNING = 0.1
-"""Share of a run that may be above the picture: there all fall alike."""
+"""Share of a run that may be above the plot: there all fall alike."""
+
+_ROW_IN = 0.62
+"""Height of a variant."""
+
+
+def plot(
+    path: Path,
+    comparisons: Sequence[Comparison],
+    results: Mapping[str, Sequence[RunResult]],
+    *,
+    within_percent: float,
+    caption: str,
+) -> None:
+    """Write the figure of what `compare` found in `results`; the first comparison is the baseline's."""
+    height = 3.6 + _ROW_IN * max(0, len(comparisons) - 4)
+    with figure(path, 11.0, height, note=caption) as drawn:
+        left, right = drawn.subplots(1, 2, width_ratios=(1.15, 1.0))
+        _differences(left, comparisons, within_percent)
+        _curves(right, results)
+
+
+def _differences(axes: Axes, comparisons: Sequence[Comparison], within_percent: float) -> None:
+    """A row per variant: its seeds as faint dots, their mean with its interval."""
+    baseline, *others = comparisons
+    axes.axvspan(-within_percent, within_percent, color=GOOD, alpha=0.08, linewidth=0)
+    axes.axvline(0.0, color=MUTED, linewidth=1.0)
+    for row, found in enumerate(others):
+        color, seeds = color_of(row), found.differences_percent
+        axes.plot(seeds, [row + 0.16] * len(seeds), linestyle="", marker="o", markersize=4, color=color, alpha=0.35)
+        if found.low_percent is not None and found.high_percent is not None:
+            axes.plot([found.low_percent, found.high_percent], [row, row], color=color, linewidth=2.4)
+        axes.plot([found.mean_percent], [row], marker="o", markersize=8, color=color)
+        back = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
+        beside(axes, difference_text(found), (found.mean_percent, row), (0, 9), ha="center", color=color, bbox=back)
+    rows(axes, len(others), [found.label for found in others], above=0.6)
+    reach = max(
+        [1.25 * within_percent]
+        + [1.1 * abs(x) for c in others for x in (*c.differences_percent, c.low_percent or 0.0, c.high_percent or 0.0)]
+    )
+    axes.set_xlim(-reach, reach)
+    ticks(axes.xaxis, None, lambda value: f"{value:+g}" if value else "0")
+    axes.set_xlabel("paired difference in final validation loss, mean and 95 % interval, %")
+    axes.set_title(f"cost against {baseline.label}, {len(baseline.losses)} seeds")
+
+
+def _curves(axes: Axes, results: Mapping[str, Sequence[RunResult]]) -> None:
+    """Every run as a faint line, the mean of a variant's as a full one, without the first steep fall."""
+    highest = []
+    for number, (label, runs) in enumerate(results.items()):
+        color = color_of(number - 1) if number else MUTED
+        for run in runs:
+            axes.plot(*zip(*run.curve, strict=True), color=color, linewidth=0.7, alpha=0.3)
+        course = course_of(label, runs)
+        steps = [position for position, _ in runs[0].curve][: len(course.loss)]
+        axes.plot(steps, course.loss, color=color, linewidth=1.8, label=label)
+        highest += [loss for step, loss in zip(steps, course.loss, strict=True) if step >= 0.15 * steps[-1]][:1]
+    lowest = min(loss for runs in results.values() for run in runs for _, loss in run.curve)
+    room = 0.06 * (max(highest) - lowest) or 0.1
+    axes.set_ylim(lowest - room, max(highest) + room)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.set_xlabel("inner steps of each node")
+    axes.set_title("validation loss, nats per byte")
+    axes.legend(loc="upper right", labelcolor="linecolor")
+
+
+# --- methods at equal tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +129,8 @@ def plot_methods(path: Path, results: Mapping[str, Sequence[RunResult]], *, titl
     """Write the figure of the runs of every variant; the first one is the baseline."""
     courses = [course_of(label, runs) for label, runs in results.items()]
     looks = [_look(number) for number in range(len(courses))]
-    with mpl.rc_context(STYLE):
-        rows = math.ceil(len(courses) / 2)
-        figure = Figure(figsize=(11.5, 5.2 + 0.24 * rows), layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True)
+    with figure(path, 11.5, 5.2 + 0.24 * math.ceil(len(courses) / 2)) as drawn:
+        left, right = drawn.subplots(1, 2, sharey=True)
         bottom, top = _heights(courses)
         for course, look in zip(courses, looks, strict=True):
             _draw(left, course.tokens, course, look)
@@ -78,18 +142,15 @@ def plot_methods(path: Path, results: Mapping[str, Sequence[RunResult]], *, titl
         _tokens_axis(left, courses)
         _bytes_axis(right, courses, bottom, top)
         handles = [Line2D([], [], marker="o", markersize=5, **look) for look in looks]
-        figure.legend(
+        drawn.legend(
             handles, [course.label for course in courses], loc="outside lower left", ncols=2, fontsize=9.5,
             handlelength=2.2, columnspacing=3.0, labelcolor=INK,
         )  # fmt: skip
-        head = figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=13, color=INK)  # a line for what comes below
+        head = drawn.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=13, color=INK)  # a line for the caption
         below = left.annotate(
             caption, (0, 0), xycoords=head, va="bottom", fontsize=9, color=MUTED, annotation_clip=False
         )
         below.set_in_layout(False)  # or the axes would begin where the widest text ends
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=160, metadata=metadata)
 
 
 def _look(number: int) -> dict[str, Any]:
@@ -121,8 +182,7 @@ def _heights(courses: Sequence[Course]) -> tuple[float, float]:
 
 def _tokens_axis(axes: Axes, courses: Sequence[Course]) -> None:
     axes.set_xlim(0, 1.02 * max(course.tokens[-1] for course in courses))
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    ticks(axes.xaxis, MaxNLocator(nbins=6), _short)
     axes.set_xlabel("tokens of all nodes together")
     axes.set_title("validation loss (nats per byte) against tokens")
 
@@ -137,19 +197,14 @@ def _bytes_axis(axes: Axes, courses: Sequence[Course], bottom: float, top: float
     ]
     if shown:
         axes.set_xlim(min(shown) / 1.6, max(shown) * 1.6)
-    axes.xaxis.set_major_locator(LogLocator(base=10, numticks=8))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{_short(value)}B"))
+    log_ticks(axes.xaxis, lambda value: f"{_short(value)}B")
     axes.set_xlabel("bytes up and down of each node, log scale")
     axes.set_title("against bytes over the link")
     axes.tick_params(axis="y", labelleft=False)
     for course, look in zip(courses, map(_look, range(len(courses))), strict=True):
         if course.alone:
-            axes.annotate(
-                "one node, no link", (0.0, course.loss[-1]), xycoords=("axes fraction", "data"), xytext=(4, -3),
-                textcoords="offset points", va="top", fontsize=8.5, color=look["color"],
-            )  # fmt: skip
-    axes.grid(visible=True, color=GRID)
+            place = {"xycoords": ("axes fraction", "data"), "va": "top", "fontsize": 8.5, "color": look["color"]}
+            beside(axes, "one node, no link", (0.0, course.loss[-1]), (4, -3), **place)
 
 
 def _short(value: float) -> str:

@@ -1,4 +1,4 @@
-"""What a setting of a codec would cost, and lose, on given numbers: for whoever chooses settings."""
+"""Size and error of a codec's setting on given numbers, for choosing settings."""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from farloop.quant.codec import Codec, flat
 from farloop.quant.norm import norm_sq
 
 SAMPLE_ELEMENTS = 1 << 14
-"""Of a tensor: enough for its error within a few percent, in a millisecond."""
+"""Per tensor: enough for its error within a few percent, in a millisecond."""
 
 _PIECE = 1024
-"""Elements that stay together in a sample: whole blocks of every format."""
+"""Elements of one piece of a sample: whole blocks of every format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +22,13 @@ class Rate:
     """A point of a codec's rate–distortion curve."""
 
     bits: int
-    """Of the payload, after the entropy stage where there is one."""
+    """Of the payload, after the entropy stage if there is one."""
     error: float
-    """Squared norm of what was lost."""
+    """Squared norm of the error."""
 
 
 def measure(codec: Codec, x: Tensor) -> Rate:
-    """The cost of x, fp32 [n], by encoding a sample of it; exact where n is at most `SAMPLE_ELEMENTS`.
+    """Encode a sample of x, fp32 [n], and scale up; exact if n is at most `SAMPLE_ELEMENTS`.
 
     Raises:
         NonFiniteError: as encoding.

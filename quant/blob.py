@@ -14,7 +14,7 @@ from farloop.quant.codec import Codec
 from farloop.quant.errors import BadBlob, BadPayload
 from farloop.quant.registry import codec_named
 
-# --- A blob: one encoded fragment that says what it is, a 64-byte header before the payload.
+# --- A blob: a 64-byte header that describes one encoded fragment, and its payload
 #
 #  off  type  field
 #    0  u32   magic, the bytes "FLBL"
@@ -33,9 +33,9 @@ from farloop.quant.registry import codec_named
 #   48  u64   bytes of the payload as it stands here
 #   56  u64   xxh3-64 of the bytes [0, 56), seeded with the xxh3-64 of the payload
 #
-# Little-endian. Shapes are not sent: they follow from the fragment and the layout that both ends agreed on.
+# Little-endian. Shapes are not sent: they follow from the fragment and the agreed layout.
 #
-# Where a codec is entropy coded, its payload becomes a zstd frame, unless that is no shorter.
+# The payload of an entropy-coded codec becomes a zstd frame, unless that is no shorter.
 
 
 HEADER_BYTES = 64
@@ -51,7 +51,7 @@ _MAX_WINDOW: Final = 128 << 20
 _RUN_LENGTH: Final = 1
 _FRAME_CHECKSUM_BYTES: Final = 4
 _SMALLEST_BLOCK: Final = 256
-"""Bytes that a zstd block holds at least, on average: no encoder comes near it, and empty blocks would cost time."""
+"""Least mean number of bytes in a zstd block: no encoder writes smaller ones, and empty blocks would cost time."""
 
 _FIELDS = struct.Struct("<4sBBBBHHIQQQIIQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -63,7 +63,7 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobHeader:
-    """What a blob says of itself. The field table above says what each number means."""
+    """The fields of a blob's header; see the table above."""
 
     codec: Codec
     fragment: Fragment
@@ -74,32 +74,32 @@ class BlobHeader:
 
     @property
     def seed(self) -> int:
-        """Of the codec's random numbers, below 2³²: the same for sender and receiver."""
+        """Seed of the codec's random numbers, below 2³²: the same for sender and receiver."""
         fields = _SEEDED_BY.pack(self.fragment.index, self.version, self.base, self.salt)
         return xxhash.xxh3_64_intdigest(fields) & 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """The blob that was asked for."""
+    """What the receiver expects of a blob."""
 
     codecs: tuple[Codec, ...]
-    """Those that its window, or its kind, allows."""
+    """The codecs that are allowed."""
     fragment: Fragment
-    """From the layout; what a blob says of it is compared, and never sizes anything."""
+    """From the layout. The fields of the blob are compared with it, and never used as sizes."""
     version: int
     base: int
     newest_epoch: int
-    """Blobs outlive their coordinator (journal, resumed transfers): an older epoch is good, a newer one is not."""
+    """Blobs outlive their coordinator (journal, resumed transfers): older epochs are accepted, newer ones are not."""
 
 
 def blob_bytes(codec: Codec, fragment: Fragment) -> int:
-    """Size of a fragment's blob, header included; the most it can be where the codec is entropy coded."""
+    """Size of a fragment's blob, header included; an upper bound if the codec is entropy coded."""
     return HEADER_BYTES + codec.payload_bytes(fragment)
 
 
 def pack_blob(header: BlobHeader, payload: Tensor) -> bytearray:
-    """A blob of its own from a payload, uint8 on any device."""
+    """Copy a payload, uint8 on any device, into a new blob."""
     blob = bytearray(blob_bytes(header.codec, header.fragment))
     as_tensor(blob)[HEADER_BYTES:].copy_(payload)
     return seal(header, blob)
@@ -145,7 +145,7 @@ def seal(header: BlobHeader, blob: bytearray) -> bytearray:
 
 
 def parse_blob(data: Bytes, expect: Expected, *, scratch: bytearray | None = None) -> tuple[BlobHeader, Tensor]:
-    """Believe the bytes of a blob, or raise. Nothing is allocated by what they say.
+    """Parse and validate an untrusted blob. No size in it decides an allocation.
 
     `scratch` takes a decompressed payload: a buffer of that length or more, reused from blob to blob.
 
@@ -153,7 +153,7 @@ def parse_blob(data: Bytes, expect: Expected, *, scratch: bytearray | None = Non
         The header, and the validated payload: uint8, a view of `data` unless that is read-only or compressed.
 
     Raises:
-        BadBlob: they are not the blob that was asked for, whatever the reason.
+        BadBlob: the bytes are not the expected blob, for any reason.
     """
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
@@ -173,7 +173,7 @@ def parse_blob(data: Bytes, expect: Expected, *, scratch: bytearray | None = Non
 
 
 def as_tensor(data: Bytes) -> Tensor:
-    """Bytes as uint8 [len(data)], at any address. No copy, unless they are read-only: torch cannot keep them so."""
+    """Bytes as uint8 [len(data)], at any address. Copies only read-only bytes, which torch does not support."""
     view = memoryview(data)
     if not len(view):
         return torch.empty(0, dtype=torch.uint8)
@@ -213,7 +213,7 @@ def _parse_header(view: memoryview, expect: Expected) -> tuple[BlobHeader, bool]
 
 
 def _decompressed(frame: memoryview, size: int, scratch: bytearray | None) -> memoryview:
-    """The `size` bytes of one zstd frame, and nothing but them; what the frame says of itself is checked first."""
+    """Decompress one zstd frame of exactly `size` bytes; the sizes that the frame declares are checked first."""
     try:
         says = zstandard.get_frame_parameters(frame)
         start = zstandard.frame_header_size(frame)
@@ -240,9 +240,9 @@ def _decompressed(frame: memoryview, size: int, scratch: bytearray | None) -> me
 
 
 def _blocks_end(frame: memoryview, start: int, size: int) -> int:
-    """Where the blocks of a zstd frame end, by their headers (RFC 8878, 3.1.1.2); −1 where they do not.
+    """Where the blocks of a zstd frame end, by their headers (RFC 8878, 3.1.1.2); −1 if they do not.
 
-    The stream reader stops at the last byte it can use, and takes a cut frame, or two, for a whole one.
+    The stream reader stops at the last byte it can use, so it would accept a truncated frame, or two.
     """
     for _ in range(2 + size // _SMALLEST_BLOCK):
         header = int.from_bytes(frame[start : start + 3], "little")
@@ -263,7 +263,7 @@ def _checksum(blob: memoryview) -> int:
     return digest
 
 
-# --- A snapshot: an anchor as it is, fp32, in a blob that says of which fragment and version it is.
+# --- A snapshot: the blob of an anchor, in fp32
 
 
 _ANY_EPOCH: Final = (1 << 32) - 1
@@ -278,7 +278,7 @@ def pack_anchor(anchor: Tensor, fragment: Fragment, version: int, epoch: int) ->
 
 
 def unpack_anchor(data: bytes | bytearray, fragment: Fragment, version: int) -> Tensor:
-    """The anchor in a blob that was made under whichever epoch, fp32 [numel]. Raises BadBlob."""
+    """The anchor in a blob of any epoch, fp32 [numel]. Raises BadBlob."""
     codec, anchor = codec_named("fp32"), torch.zeros(fragment.numel)
     expect = Expected(codecs=(codec,), fragment=fragment, version=version, base=version, newest_epoch=_ANY_EPOCH)
     codec.decode_into(parse_blob(data, expect)[1], anchor, fragment)

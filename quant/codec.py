@@ -1,4 +1,12 @@
-"""What a codec is: its interface, its traits, and the parameters that its spelling carries."""
+"""The interface of a codec, its traits, and the parameters that its spelling carries.
+
+A codec writes a *fragment*, a flat fp32 vector whose tensors start on multiples of 256, as a *payload* of bytes, and
+reads it back. It is a frozen value: `codec_named("topk:k=128")` twice gives two equal codecs. It keeps nothing between
+calls; what a sender must remember (a residual, the last payload) the sender passes in.
+
+The size of a payload follows from the fragment alone. If the codec is `entropy_coded`, the blob around the payload is
+compressed as a last step (`blob.py`).
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,18 +18,18 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from farloop.algo.spec import TILE, Fragment, TensorSlot
+from farloop.algo.spec import Fragment, TensorSlot
 from farloop.quant.errors import BadPayload, NonFiniteError
 
-# --- What may stand after the colon of a codec's spelling, and how it is read and written.
+# --- Parameters of a spelling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One thing that may stand after the colon."""
+    """One key that may follow the colon of a spelling."""
 
     read: Callable[[str], Any]
-    """Raises ValueError with what would be right."""
+    """Raises ValueError with the values that are allowed."""
     write: Callable[[Any], str]
     meaning: str
 
@@ -42,7 +50,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def numbers(low: float, high: float) -> Callable[[str], tuple[float, ...]]:
-    """Reads one or more numbers of this range, with slashes between them."""
+    """Reads one or more numbers of this range, separated by slashes."""
     read = number(low, high)
     return lambda text: tuple(read(part) for part in text.split("/"))
 
@@ -70,7 +78,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def float_text(value: float) -> str:
-    """The shorter of the usual texts of a number that read back as it."""
+    """The shorter of the usual texts of a number that read back exactly."""
     return min((text for text in (f"{value:g}", repr(value)) if float(text) == value), key=len)
 
 
@@ -80,31 +88,23 @@ BETA: Final = Parameter(
 """Every codec has it."""
 
 
-# --- What a codec is: a format with its parameters, and what may be asked of it.
-#
-# A codec writes a *fragment*, a flat fp32 vector whose tensors start on multiples of 256, as a *payload* of bytes, and
-# reads it back. It is a frozen value: `codec_named("topk:k=128")` twice gives two equal codecs. It keeps nothing
-# between calls; what a sender must remember (a residual, the last payload) the sender hands in.
-#
-# Payloads have a size that follows from the fragment alone. Where `entropy_coded`, the blob around the payload is
-# compressed as a last step (`blob.py`).
-
+# --- The interface
 
 _INFINITY_BITS = 0x7F800000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What a codec promises. Tests hold each to it; a run that needs a promise refuses a codec without it."""
+    """What a codec promises. Tests check each promise; a run that needs one refuses a codec without it."""
 
     bits_per_element: float
     """Bits of a large fragment, scales included; before the entropy stage."""
     exact_decode: bool
-    """Decoding gives the same fp32 numbers on every machine: asked of everything that anchors are made of."""
+    """Decoding gives the same fp32 numbers on every machine: anchors need that."""
     unbiased: bool
-    """The mean of what is decoded, over seeds, is what was encoded."""
+    """The mean of the decoded numbers, over seeds, is what was encoded."""
     contraction: float
-    """δ: E|x − decoded|² ≤ (1 − δ)|x|² for every x. 0 where none is guaranteed: a residual would grow without bound."""
+    """δ: E|x − decoded|² ≤ (1 − δ)|x|² for every x. 0: none is guaranteed, so a residual could grow without bound."""
     deterministic: bool
     """The seed changes nothing."""
     summable: bool = False
@@ -128,7 +128,7 @@ class Codec(ABC):
     code: int
     """Its number on the wire, 1…255; never reused."""
     block: int = 1
-    """Elements that share a scale; 1 where there are no scales."""
+    """Elements that share a scale; 1: there are no scales."""
     beta: float = 0.0
     """Error feedback: the share of what was lost that the sender adds to its next delta; 0 for none."""
 
@@ -142,6 +142,17 @@ class Codec(ABC):
         """Exact size of the payload of a fragment."""
 
     @abstractmethod
+    def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
+        """`encode_into` of checked operands."""
+
+    @abstractmethod
+    def _tiles(self, payload: Tensor, fragment: Fragment, *, seed: int, device: torch.device) -> Iterator[Tensor]:
+        """`decoded_tiles` of a payload of the right size."""
+
+    @abstractmethod
+    def _check(self, payload: Tensor, fragment: Fragment) -> None:
+        """`validate` of a payload of the right size."""
+
     def encode_into(
         self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None
     ) -> None:
@@ -154,37 +165,13 @@ class Codec(ABC):
             NonFiniteError: x holds a NaN or an infinity; `out` is meaningless then.
             ValueError: shape, dtype or memory layout are not as above.
         """
-
-    @abstractmethod
-    def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
-        """Write what a valid payload says into out fp32 [numel], on any two devices.
-
-        Bytes from outside go through `validate` first; what is decoded here is believed.
-
-        Raises:
-            ValueError: shape, dtype or memory layout are not as above.
-        """
-
-    @abstractmethod
-    def validate(self, payload: Tensor, fragment: Fragment) -> None:
-        """Believe a payload from outside, or raise.
-
-        What passes decodes to finite numbers, in time and memory that follow from the fragment alone.
-
-        Raises:
-            BadPayload: bytes that no encoder of this codec can have written.
-        """
+        self._require_operands(fragment, out, x=x)
+        self._encode_into(x, out, fragment, seed=seed, previous=previous)
 
     def encode(self, x: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None) -> Tensor:
         """The payload of x, uint8 on x's device. As `encode_into`."""
         out = torch.empty(self.payload_bytes(fragment), dtype=torch.uint8, device=x.device)
         self.encode_into(x, out, fragment, seed=seed, previous=previous)
-        return out
-
-    def decode(self, payload: Tensor, fragment: Fragment, *, seed: int = 0) -> Tensor:
-        """fp32 [numel] on the payload's device. As `decode_into`."""
-        out = torch.empty(fragment.numel, dtype=torch.float32, device=payload.device)
-        self.decode_into(payload, out, fragment, seed=seed)
         return out
 
     def encode_feedback_(
@@ -199,12 +186,46 @@ class Codec(ABC):
     ) -> None:
         """Encode v = fl(x + fl(β·residual)); the residual becomes what v lost, fl(v − decoded), fp32 [numel].
 
-        As `encode_into`; the residual, too, is meaningless after an error.
+        As `encode_into`; after an error the residual is meaningless too.
         """
-        require_flat(residual, torch.float32, "residual", numel=fragment.numel)
+        self._require_operands(fragment, out, x=x, residual=residual)
         residual.mul_(finite_weight(self.beta)).add_(x)
-        self.encode_into(residual, out, fragment, seed=seed, previous=previous)
+        self._encode_into(residual, out, fragment, seed=seed, previous=previous)
         self.decode_add_(out, residual, -1.0, fragment, seed=seed)
+
+    def validate(self, payload: Tensor, fragment: Fragment) -> None:
+        """Check a payload from outside.
+
+        What passes decodes to finite numbers, in time and memory that follow from the fragment alone.
+
+        Raises:
+            BadPayload: no encoder of this codec can have written these bytes.
+        """
+        if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
+            raise ValueError("a payload is a contiguous, one-dimensional uint8 tensor")
+        if payload.numel() != (right := self.payload_bytes(fragment)):
+            raise BadPayload(f"{payload.numel()} bytes, {right} are right for {fragment.numel} elements")
+        self._check(payload, fragment)
+
+    def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
+        """Write what a valid payload says into out fp32 [numel], on any two devices.
+
+        It does not check the bytes: those from outside go through `validate` first.
+
+        Raises:
+            ValueError: shape, dtype or memory layout are not as above.
+        """
+        self._require_operands(fragment, payload, out=out)
+        start = 0
+        for tile in self._tiles(payload, fragment, seed=seed, device=out.device):
+            out[start : start + tile.numel()].copy_(tile)
+            start += tile.numel()
+
+    def decode(self, payload: Tensor, fragment: Fragment, *, seed: int = 0) -> Tensor:
+        """fp32 [numel] on the payload's device. As `decode_into`."""
+        out = torch.empty(fragment.numel, dtype=torch.float32, device=payload.device)
+        self.decode_into(payload, out, fragment, seed=seed)
+        return out
 
     def decoded_tiles(
         self, payload: Tensor, fragment: Fragment, *, seed: int = 0, device: torch.device | None = None
@@ -213,21 +234,19 @@ class Codec(ABC):
 
         All pieces may be the same buffer: use one, or change it, before asking for the next.
         """
-        decoded = torch.empty(fragment.numel, dtype=torch.float32, device=device or payload.device)
-        self.decode_into(payload, decoded, fragment, seed=seed)
-        for start in range(0, fragment.numel, TILE):
-            yield decoded[start : start + TILE]
+        self._require_operands(fragment, payload)
+        yield from self._tiles(payload, fragment, seed=seed, device=device or payload.device)
 
     def decode_add_(self, payload: Tensor, acc: Tensor, weight: float, fragment: Fragment, *, seed: int = 0) -> None:
-        """acc += weight · decoded by the arithmetic of protocol M: u = fl(w·t), acc = fl(acc + u), w = fl(weight).
+        """acc += weight · decoded, with two roundings: u = fl(w·t), acc = fl(acc + u), w = fl(weight).
 
         Raises:
             ValueError: `weight` is not finite in fp32, or as `decode_into`.
         """
-        require_flat(acc, torch.float32, "acc", numel=fragment.numel)
+        self._require_operands(fragment, payload, acc=acc)
         w = torch.tensor(finite_weight(weight), dtype=torch.float32)
         start = 0
-        for t in self.decoded_tiles(payload, fragment, seed=seed, device=acc.device):
+        for t in self._tiles(payload, fragment, seed=seed, device=acc.device):
             # Two operations, two roundings: `add_(t, alpha=weight)` may be compiled to a fused multiply-add.
             u = t.mul_(w)
             acc[start : start + u.numel()].add_(u)
@@ -242,62 +261,47 @@ class Codec(ABC):
         *,
         seeds: Sequence[int],
     ) -> None:
-        """acc = Σ weight · decoded: zero, and then `decode_add_` of each in order. Bit for bit that, if faster."""
+        """acc = Σ weight · decoded, bit for bit as `decode_add_` of each in order to zero, but maybe faster."""
         acc.zero_()
         for payload, weight, seed in zip(payloads, weights, seeds, strict=True):
             self.decode_add_(payload, acc, weight, fragment, seed=seed)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelKey:
-    """What of a block codec decides which kernels serve it. All but the name is of `q4r` alone."""
-
-    name: str
-    stochastic: bool = False
-    """How codes are rounded."""
-    absolute: bool = False
-    """Steps are scales, not multiples of a block's rms."""
-    step: float | None = 1.0
-    """Of every block, where a call brings no steps of its own; None: it must."""
+    def _require_operands(self, fragment: Fragment, payload: Tensor, **vectors: Tensor) -> None:
+        """Raise ValueError unless the payload has the right size and all vectors are fp32 [numel]."""
+        for what, vector in vectors.items():
+            require_flat(vector, torch.float32, what, numel=fragment.numel)
+        require_flat(payload, torch.uint8, "a payload", numel=self.payload_bytes(fragment))
 
 
 def flat(numel: int) -> Fragment:
-    """A fragment that is one plain vector: for who has no model."""
+    """A fragment that is one plain vector, for callers without a model."""
     return Fragment(index=0, slot=0, numel=numel, tensors=(TensorSlot(name="x", shape=(numel,), offset=0),))
 
 
 def finite_weight(weight: float) -> float:
-    """`weight` as fp32 has it. Raises ValueError where that is not finite."""
+    """`weight` rounded to fp32. Raises ValueError if that is not finite."""
     rounded = torch.tensor(weight, dtype=torch.float32).item()
     if not math.isfinite(rounded):
         raise ValueError(f"a weight must be finite in fp32, not {weight}")
     return rounded
 
 
-def require_flat(tensor: Tensor, dtype: torch.dtype, what: str, numel: int | None = None) -> None:
-    """Raise ValueError unless the tensor is contiguous, one-dimensional, and as long as it has to be."""
+def require_flat(tensor: Tensor, dtype: torch.dtype, what: str, numel: int) -> None:
+    """Raise ValueError unless the tensor is contiguous, one-dimensional, and of this length."""
     if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"{what} must be a contiguous, one-dimensional {dtype} tensor, not {tensor.dtype} {list(tensor.shape)} "
             f"with strides {tensor.stride()}"
         )
-    if numel is not None and tensor.numel() != numel:
+    if tensor.numel() != numel:
         raise ValueError(f"{what} has {tensor.numel()} elements, {numel} are right")
 
 
-def require_payload_size(payload: Tensor, right: int, fragment: Fragment) -> None:
-    """Raise BadPayload, for bytes from outside, unless there are as many as the fragment asks for."""
-    if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
-        raise ValueError("a payload is a contiguous, one-dimensional uint8 tensor")
-    if payload.numel() != right:
-        raise BadPayload(f"{payload.numel()} bytes, {right} are right for {fragment.numel} elements")
-
-
 def finite_magnitude(x: Tensor, start: int = 0) -> Tensor:
-    """The bits of x fp32 without their signs, int32. `start` is the place of x[0] in what is encoded.
+    """The bits of x fp32 without their signs, int32. `start` is the index of x[0] in what is encoded.
 
     Raises:
-        NonFiniteError: one of them is a NaN or an infinity.
+        NonFiniteError: x holds a NaN or an infinity.
     """
     # On integer bits, because floating-point maxima may drop a NaN (SIMD and GPU do).
     magnitude = x.view(torch.int32) & 0x7FFFFFFF

@@ -1,6 +1,6 @@
-"""Whether codecs may serve a run: what goes wrong slowly is refused at the start."""
+"""Refuse at the start of a run the codecs that would make it fail slowly."""
 
-from farloop.algo.spec import Terms
+from farloop.algo.terms import Terms
 from farloop.quant.codec import Codec
 from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing
 from farloop.quant.formats.q4r import Q4rCodec
@@ -8,10 +8,10 @@ from farloop.quant.registry import codec_named, spelling_of
 
 
 def check_codecs(terms: Terms) -> None:
-    """Raise UnsoundPairing, UnknownCodec or BadParameter unless a run and its nodes can have these codecs."""
-    _check_up(terms.codec_up, terms)
-    check_downlink(codec_named(terms.codec_down))
-    for node, spelling in terms.codec_up_of:
+    """Raise UnsoundPairing, UnknownCodec or BadParameter unless these codecs can serve a run and its nodes."""
+    _check_up(terms.codecs.up, terms)
+    check_downlink(codec_named(terms.codecs.down))
+    for node, spelling in terms.codecs.up_of:
         try:
             _check_up(spelling, terms)
         except (UnknownCodec, BadParameter, UnsoundPairing) as error:
@@ -21,12 +21,12 @@ def check_codecs(terms: Terms) -> None:
 def _check_up(spelling: str, terms: Terms) -> None:
     codec = codec_named(spelling)
     check_uplink(codec)
-    if terms.control_variates:
+    if terms.inner.control_variates:
         check_variates(codec)
 
 
 def check_uplink(codec: Codec) -> None:
-    """Raise UnsoundPairing unless deltas can travel by this codec for a whole run."""
+    """Raise UnsoundPairing unless this codec can carry deltas for a whole run."""
     _check_one_step("codec_up", codec)
     if codec.beta > 0 and codec.traits.contraction == 0:
         raise UnsoundPairing(
@@ -40,7 +40,7 @@ def check_uplink(codec: Codec) -> None:
 
 
 def check_downlink(codec: Codec) -> None:
-    """Raise UnsoundPairing unless anchors can be made by this codec: target − anchor is an error feedback by itself."""
+    """Raise UnsoundPairing unless this codec can carry updates: target − anchor is already an error feedback."""
     _check_one_step("codec_down", codec)
     if not codec.traits.exact_decode:
         raise UnsoundPairing(
@@ -58,9 +58,9 @@ def check_downlink(codec: Codec) -> None:
 
 
 def check_variates(codec: Codec) -> None:
-    """Raise UnsoundPairing unless nodes with control variates (`algo/local_update.py`) can send deltas by this codec.
+    """Raise UnsoundPairing unless nodes with control variates (`algo/local_update.py`) can use this codec.
 
-    What a delta loses they add to the next one by themselves.
+    Control variates already add what a delta loses to the next one.
     """
     name = spelling_of(codec)
     if codec.traits.sparse:

@@ -1,4 +1,4 @@
-"""What can go wrong between numbers and bytes. None is retriable: the same input fails again.
+"""Errors between numbers and bytes. None is retriable: the same input fails again.
 
 CodecError
 ├── NonFiniteError    a NaN or an infinity was given to an encoder
@@ -6,7 +6,7 @@ CodecError
 ├── BadBlob           bytes that are not the blob that was asked for
 ├── UnknownCodec      a name or a number that no codec has (a ValueError too: it comes from a user's configuration)
 ├── BadParameter      a codec has no such parameter, or not of that value (a ValueError too)
-├── UnsoundPairing    codecs that cannot serve a run as they are meant to (a ValueError too)
+├── UnsoundPairing    codecs that cannot serve a run as configured (a ValueError too)
 └── UnsupportedHost   a machine whose byte order is not the wire's
 """
 
@@ -21,7 +21,7 @@ class CodecError(Exception):
 
 
 class NonFiniteError(CodecError):
-    """Nothing can be sent of this fragment; what was written to the output so far is meaningless."""
+    """The fragment cannot be sent; what was written to the output so far is meaningless."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -34,11 +34,11 @@ class BadPayload(CodecError):
 
 
 class BadBlob(CodecError):
-    """The one failure of `parse_blob`, whatever was wrong; the text says what, for the log and the drop's detail."""
+    """The only error of `parse_blob`; its text names the problem, for the log and for the detail of the drop."""
 
 
 class UnknownCodec(CodecError, ValueError):
-    """Names the nearest codec there is."""
+    """Names the nearest known codec."""
 
     def __init__(self, wanted: str | int, known: Iterable[str]) -> None:
         self.wanted = wanted

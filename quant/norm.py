@@ -1,4 +1,4 @@
-"""Squared norms that are the same number on every machine (protocol M)."""
+"""Squared norms that are the same number on every machine."""
 
 from collections.abc import Iterable
 
@@ -27,9 +27,9 @@ def payload_norm_sq(codec: Codec, payload: Tensor, fragment: Fragment, *, seed: 
 
 
 def tensor_norms(pieces: Iterable[Tensor], fragment: Fragment) -> list[float]:
-    """Norm of each tensor of a fragment, fp32 in pieces of any length: √ of `norm_sq` of the tensor on its own."""
+    """The norm of each tensor of a fragment whose fp32 numbers come in pieces of any length: √ of its `norm_sq`."""
     totals = [0.0] * len(fragment.tensors)
-    begun = [torch.empty(0)] * len(fragment.tensors)  # what is not a whole tile of its tensor yet
+    begun = [torch.empty(0)] * len(fragment.tensors)  # of each tensor, the start of its next tile
     start = 0
     for piece in pieces:
         end = start + piece.numel()
@@ -40,7 +40,7 @@ def tensor_norms(pieces: Iterable[Tensor], fragment: Fragment) -> list[float]:
             part = torch.cat([begun[k].to(piece.device), piece[first - start : last - start]])
             whole = part.numel() - part.numel() % NORM_TILE
             totals[k] = _add_tiles(totals[k], part[:whole])
-            begun[k] = part[whole:].clone()  # the piece may be a buffer that is filled anew
+            begun[k] = part[whole:].clone()  # the piece may be a buffer that is reused
         start = end
     return [_add_tiles(total, rest) ** 0.5 for total, rest in zip(totals, begun, strict=True)]
 

@@ -1,17 +1,18 @@
-"""Numbers and bit packing that formats and kernels share: block sizes, bf16 scales, nibbles, bit fields, noise."""
+"""What formats and kernels share: payload layouts, bf16 scales, bit packing, counter-based random numbers.
 
+This module lies below formats and kernels, so that kernels need no format. Compiled kernels contain its constants: a
+change here recompiles them.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from farloop.quant.errors import BadPayload
-
-# --- Numbers that a block format and its kernels share: block sizes, the ends of the range of scales, the hash of
-# seeds.
-#
-# Below formats and kernels: both import it, so that kernels need no format and formats may choose kernels.
-
 
 CODES_ALIGN: Final = 64
 """The codes start on a multiple of this many bytes: one cache line, and the widest vector load there is."""
@@ -34,59 +35,82 @@ Q4R_LEAST_SCALE: Final = 0.144
 """Of a block's largest magnitude: a little over 1/7, so that the rounding of the scale to bf16 cannot make it less."""
 
 Q4R_SMALLEST_MAGNITUDE: Final = SMALLEST_SCALE << 16
-"""Bits of 2⁻¹⁰⁰: blocks in which all is smaller are written as zeros."""
+"""Bits of 2⁻¹⁰⁰: blocks whose magnitudes are all smaller are written as zeros."""
 
 
 def largest_scale(largest_code: int) -> int:
-    """Bits of the largest bf16 scale that a code of magnitude `largest_code`, a power of two, times it is finite."""
+    """Bits of the largest bf16 scale whose product with `largest_code`, a power of two, is finite."""
     halvings = largest_code.bit_length() - 1
     assert largest_code == 1 << halvings
     return BF16_LARGEST - (halvings << 7)
 
 
-def mix32(x: int) -> int:
-    """A bijection of 32 bits in which every output bit depends on every input bit."""
-    x ^= x >> 16
-    x = x * 0x21F0AAAD & 0xFFFFFFFF
-    x ^= x >> 15
-    x = x * 0x735A2D97 & 0xFFFFFFFF
-    return x ^ (x >> 15)
+# --- Layout of a payload of blocks
 
 
-# --- Two 4-bit codes in a byte, "half split": byte j of a block of B holds code j (low) and code j + B/2 (high).
-#
-# Neighbouring lanes stay neighbours, so that SIMD and GPU kernels unpack with two wide loads and no shuffle.
+def aligned(num_bytes: int) -> int:
+    """The next multiple of `CODES_ALIGN`: where codes start after so many bytes of scales."""
+    return -(-num_bytes // CODES_ALIGN) * CODES_ALIGN
 
 
-def pack(codes: Tensor) -> Tensor:
-    """codes uint8 [m, B] below 16 → uint8 [m·B/2]."""
-    low, high = codes.chunk(2, dim=1)  # [m, B/2] each
-    return (low | (high << 4)).view(-1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """`[scales bf16 × num_blocks][zeros up to a multiple of 64][codes]`, little-endian."""
+
+    block: int
+    """Elements that share a scale: a power of two up to 256. 1: there are no scales."""
+    code_bits: int
+
+    @property
+    def has_scales(self) -> bool:
+        return self.block > 1
+
+    def num_blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def padded(self, numel: int) -> int:
+        """Elements up to the end of the last block."""
+        return self.num_blocks(numel) * self.block
+
+    def scale_bytes(self, numel: int) -> int:
+        return 2 * self.num_blocks(numel) if self.has_scales else 0
+
+    def code_bytes(self, numel: int) -> int:
+        """Codes are written for whole blocks."""
+        return self.padded(numel) * self.code_bits // 8
+
+    def codes_start(self, numel: int) -> int:
+        return aligned(self.scale_bytes(numel))
+
+    def payload_bytes(self, numel: int) -> int:
+        return self.codes_start(numel) + self.code_bytes(numel)
+
+    def gap(self, numel: int) -> slice:
+        """The zero bytes between scales and codes."""
+        return slice(self.scale_bytes(numel), self.codes_start(numel))
+
+    def parts(self, numel: int, start: int, length: int) -> tuple[slice, slice]:
+        """Scales and codes of the blocks of the elements [start, start + length); `start` is a block's first."""
+        codes, end = self.codes_start(numel), start + length
+        return (
+            slice(self.scale_bytes(start), self.scale_bytes(end)),
+            slice(codes + self.code_bytes(start), codes + self.code_bytes(end)),
+        )
 
 
-def unpack_into(packed: Tensor, out: Tensor) -> None:
-    """packed uint8 [m·B/2] → out [m, B] of any number type, 0…15."""
-    low, high = out.chunk(2, dim=1)
-    packed = packed.view(low.shape)
-    low.copy_(packed & 0xF)
-    high.copy_(packed >> 4)
-
-
-# --- Codes of 1 or 2 bits, several in a byte, split as `packing.py` splits two.
+# --- Codes of 1, 2 or 4 bits, several in a byte
 #
 # With k codes in a byte, byte j of a group of B holds the codes j, j + B/k, j + 2B/k, …, the first in its lowest bits.
+# Neighbouring lanes stay neighbours, so SIMD and GPU kernels unpack with wide loads and no shuffle.
 
 
-def pack_bits(codes: Tensor, bits: int) -> Tensor:
+def pack(codes: Tensor, bits: int = 4) -> Tensor:
     """codes uint8 [m, B] below 2^bits → uint8 [m·B·bits/8]."""
-    first, *others = codes.chunk(8 // bits, dim=1)  # [m, B·bits/8] each
-    packed = first.clone()
-    for place, part in enumerate(others, start=1):
-        packed |= part << (place * bits)
-    return packed.view(-1)
+    parts = codes.chunk(8 // bits, dim=1)  # [m, B·bits/8] each
+    return reduce(or_, (part << (place * bits) if place else part for place, part in enumerate(parts))).reshape(-1)
 
 
-def unpack_bits_into(packed: Tensor, out: Tensor, bits: int) -> None:
+def unpack_into(packed: Tensor, out: Tensor, bits: int = 4) -> None:
     """packed uint8 [m·B·bits/8] → out [m, B] of any number type, each below 2^bits."""
     parts = out.chunk(8 // bits, dim=1)
     packed = packed.view(parts[0].shape)
@@ -94,9 +118,10 @@ def unpack_bits_into(packed: Tensor, out: Tensor, bits: int) -> None:
         part.copy_((packed >> (place * bits)) & ((1 << bits) - 1))
 
 
-# --- The bf16 numbers inside payloads: rounded on integer bits, so that every device gives the same 16 bits.
+# --- bf16 numbers in payloads
 #
-# Casts are not used: some hardware conversions flush subnormals, and Triton's interpreter truncates.
+# Rounding works on integer bits, so every device gives the same 16 bits. Casts are not used: some hardware conversions
+# flush subnormals, and Triton's interpreter truncates.
 
 
 def to_bf16(x: Tensor, largest: int = BF16_LARGEST) -> Tensor:
@@ -112,30 +137,45 @@ def from_bf16(bits: Tensor) -> Tensor:
     return (bits.to(torch.int32) << 16).view(torch.float32)
 
 
+def bf16_bits(data: Tensor) -> Tensor:
+    """Bytes → bf16 bits int16. It copies: received bytes may start at an odd address, which no wider view may."""
+    return data.clone().view(torch.int16)
+
+
 def to_scale(x: Tensor, largest: int) -> Tensor:
     """Finite x fp32 → the bf16 bits of the scale that is stored for it: int16, 0 if below 2⁻¹⁰⁰."""
     bits = to_bf16(x, largest)
     return torch.where((bits & 0x7FFF) < SMALLEST_SCALE, torch.zeros_like(bits), bits)
 
 
-def check_scales(scales: Tensor, largest: int, *, signed: bool) -> None:
-    """Raise BadPayload unless every scale, bf16 bits int16, is one that `to_scale` can have given."""
+def check_scales(scales: Tensor, largest: int, *, signed: bool = False) -> None:
+    """Raise BadPayload unless `to_scale` can have given every scale, bf16 bits int16."""
     magnitude = scales & 0x7FFF if signed else scales
-    # A negative scale where none may be is a negative int16 here, and −0 is one in either case: both fall below.
+    # A negative scale where none is allowed is a negative int16 here, and −0 always is: both are below the smallest.
     good = (scales == 0) | ((magnitude >= SMALLEST_SCALE) & (magnitude <= largest))
     if not bool(good.all()):
         first = int((~good).nonzero()[0])
         raise BadPayload(f"scale {int(scales[first]) & 0xFFFF:#06x} is out of range")
 
 
-# --- Random bits that are a function of a seed and a place: no generator's state, and the same bits on every device.
+# --- Random bits as a function of a seed and a place
 #
-# A counter is mixed by a 32-bit finaliser of xorshifts and multiplications, with the least biased constants of the
-# hash-prospector project; every word serves two elements with 16 bits each.
+# There is no generator state, and every device gives the same bits. A 32-bit finaliser of xorshifts and multiplications
+# mixes a counter; its constants are the least biased of the hash-prospector project. Each word serves two elements with
+# 16 bits each.
 
 
 _MASK = 0xFFFFFFFF
 _ODD = 0x9E3779B1  # 2³² ÷ golden ratio: neighbouring counters differ in many bits
+
+
+def mix32(x: int) -> int:
+    """A bijection of 32 bits in which every output bit depends on every input bit."""
+    x ^= x >> 16
+    x = x * 0x21F0AAAD & _MASK
+    x ^= x >> 15
+    x = x * 0x735A2D97 & _MASK
+    return x ^ (x >> 15)
 
 
 def words(seed: int, first: int, count: int, device: torch.device | None = None) -> Tensor:

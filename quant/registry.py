@@ -1,7 +1,7 @@
 """Every codec by its spelling and by its number on the wire.
 
-A spelling is a name and, where a format has parameters, what differs from its defaults: `q4`, `q4r:step=0.7`,
-`topk:k=128,beta=0.9`. It is what configuration, the terms of a window and the command line say.
+A spelling is a name, plus the parameters that differ from the format's defaults: `q4`, `q4r:step=0.7`,
+`topk:k=128,beta=0.9`. Configuration, the terms of a window and the command line use spellings.
 """
 
 import dataclasses
@@ -11,22 +11,20 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from farloop.algo.spec import Terms
+from farloop.algo.terms import Terms
 from farloop.quant.codec import BETA, Codec, Parameter
 from farloop.quant.errors import BadParameter, UnknownCodec, UnsupportedHost
 from farloop.quant.formats.bf16 import BF16
-from farloop.quant.formats.e2m1 import E2M1
-from farloop.quant.formats.e3m0 import E3M0
 from farloop.quant.formats.fp32 import FP32
 from farloop.quant.formats.lattice import LATTICE
 from farloop.quant.formats.lowrank import LOWRANK
-from farloop.quant.formats.nf4 import NF4
 from farloop.quant.formats.q4 import Q4
 from farloop.quant.formats.q4r import Q4R
 from farloop.quant.formats.q8 import Q8
 from farloop.quant.formats.randk import RANDK
 from farloop.quant.formats.sign import SIGN
 from farloop.quant.formats.sketch import SKETCH
+from farloop.quant.formats.tables import E2M1, E3M0, NF4
 from farloop.quant.formats.ternary import TERNARY
 from farloop.quant.formats.topk import TOPK
 from farloop.quant.kernels.dispatch import warm
@@ -39,7 +37,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
         for codec in (FP32, BF16, Q8, Q4, Q4R, E3M0, TOPK, RANDK, SKETCH, TERNARY, SIGN, LATTICE, LOWRANK, E2M1, NF4)
     }
 )
-"""Every format with the parameters it has unless told otherwise."""
+"""Every format with its default parameters."""
 
 _BY_CODE: Mapping[int, Codec] = MappingProxyType({codec.code: codec for codec in CODECS.values()})
 
@@ -49,7 +47,7 @@ def codec_named(spelling: str) -> Codec:
 
     Raises:
         UnknownCodec: there is none; the error names the nearest.
-        BadParameter: it has no such parameter, or the value is not one of it.
+        BadParameter: it has no such parameter, or the value is not allowed.
         UnsupportedHost: this machine is big-endian.
     """
     _require_little_endian()
@@ -85,15 +83,15 @@ def spelling_of(codec: Codec) -> str:
 
 
 def parameters_of(name: str) -> Mapping[str, Parameter]:
-    """What may stand after the colon of a codec's spelling."""
+    """The parameters that may follow the colon of a codec's spelling."""
     return {**CODECS[name].PARAMETERS, "beta": BETA}
 
 
 def downlink_spelling(spelling: str) -> str:
-    """How a codec is meant where a user names it for the way down, with nothing said of what differs there.
+    """The full spelling of a codec that a user names for updates to nodes.
 
-    target − anchor feeds every error back by itself: nearest rounding, for its smaller error, and no residual.
-    Raises as `codec_named`.
+    target − anchor already feeds every error back, so the defaults differ there: nearest rounding, for its smaller
+    error, and no residual. Raises as `codec_named`.
     """
     codec = codec_named(spelling)
     said = {part.partition("=")[0].strip() for part in spelling.partition(":")[2].split(",")}
@@ -103,13 +101,13 @@ def downlink_spelling(spelling: str) -> str:
 
 
 def warm_for(terms: Terms) -> None:
-    """Make the kernels of a run with these terms ready, those of its fp32 snapshots too.
+    """Prepare the kernels of a run with these terms, including those of its fp32 snapshots.
 
-    To be called before training begins (see `kernels/choice.py`). Raises as `codec_named`.
+    Call it before training begins (see `kernels/dispatch.py`). Raises as `codec_named`.
     """
-    up = dict.fromkeys((terms.codec_up, *(codec for _, codec in terms.codec_up_of)))
-    seconds = warm(codec_named(spelling).name for spelling in (*up, terms.codec_down, "fp32"))
-    _log.info("kernels ready codecs=%s/%s seconds=%.1f", " ".join(up), terms.codec_down, seconds)
+    up = dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of)))
+    seconds = warm(codec_named(spelling).name for spelling in (*up, terms.codecs.down, "fp32"))
+    _log.info("kernels ready codecs=%s/%s seconds=%.1f", " ".join(up), terms.codecs.down, seconds)
 
 
 def codec_numbered(code: int) -> Codec:

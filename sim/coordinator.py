@@ -1,55 +1,175 @@
-"""One start of the coordinator on virtual time: `coordinator/daemon.py` with the same machine, aggregator and sessions.
+"""One start of the coordinator on virtual time, and the disk of its machine.
 
-Commands run one after the other, so that a record is durable before what follows from it is told; commits and inputs
-run beside them, each ending in exactly one event. The disk and the arithmetic each have a worker with a queue.
+The executor, the session router, the storage queue and the store are the daemon's own. Here they are given a virtual
+clock, virtual workers, virtual files and the simulated network.
 """
 
-import dataclasses
+import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import assert_never
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, Revision, RunSpec
-from farloop.coordinator import aggregator, commits
+from torch import Tensor
+
+from farloop.algo.spec import NodeId, Revision, RunSpec
+from farloop.coordinator import aggregator
 from farloop.coordinator.adoption_checks import adoption_of
 from farloop.coordinator.change_terms import revision_asked_for
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.closing import RETRY_S
-from farloop.coordinator.decide.hold import StorageHold
 from farloop.coordinator.decide.machine import CoordinatorMachine
-from farloop.coordinator.downloads import EncodedSnapshot, SnapshotRequest, SnapshotService
-from farloop.coordinator.errors import NoRoom
-from farloop.coordinator.observe.straggler_detector import StragglerDetector
-from farloop.coordinator.uploads import DeltaIntake, ExpectedAnchors, Verified, expected_delta, is_measured, verify
-from farloop.quant.blob import blob_bytes
-from farloop.quant.errors import BadBlob, NonFiniteError
-from farloop.quant.registry import codec_named
-from farloop.sim.disk import Disk, MemoryStore, Worker
-from farloop.sim.router import Peer, Router
+from farloop.coordinator.executor import CoordinatorExecutor
+from farloop.coordinator.net.router import SessionRouter
+from farloop.coordinator.storage.segment import Entry, read_all, scan_segment, segment_numbers, segment_path
+from farloop.coordinator.storage.storage_queue import StorageQueue
+from farloop.coordinator.storage.store import Store
+from farloop.sim.network import VirtualRouterSocket
 from farloop.sim.scenario import Scenario
-from farloop.sim.virtual_time import Action, Process
-from farloop.sim.watching import LOOK_S, look
-from farloop.wire import events as wire_ev
-from farloop.wire import messages as msg
-from farloop.wire.blobs import BytesSource, blob_digest
-from farloop.wire.reasons import AlreadyUnderWay, LimitReached, Reason
-from farloop.wire.session import State
+from farloop.sim.virtual_files import AllOrNothing, Drawn, VirtualFiles
+from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
+from farloop.wire.reasons import Reason
 
-JUMP_S = 1.2
-"""A deadline that fires this late tells of a stop of our own process (protocol C)."""
+FOLDER = Path("/state")
+
+_KIND_AT = 4
+"""Where a record in a segment has its kind (`storage/segment.py`)."""
+
+_BOOKKEEPING = (rec.LedgerSaved, rec.SnapshotTaken)
+"""Records that say nothing new of the run."""
 
 
-class CoordinatorActor:
-    """The daemon. `saw` is told every event that its machine takes, before the commands are carried out."""
+class StateDisk:
+    """The disk of the coordinator's machine over all starts: what survives a crash, and what is done to it."""
+
+    def __init__(self, spec: RunSpec, anchors: Sequence[Tensor], rng: random.Random, *, copies: int = 0) -> None:
+        """`copies`: how many commits back a copy may be restored."""
+        self.spec, self.anchors, self._rng = spec, anchors, rng
+        self.writes = -1
+        """Records that were written, or were to be, over all starts; the first one, the run's start, is number 0."""
+        self.at_write: list[Callable[[int, bool], None]] = []
+        """Told of every record: its number, and whether it is durable by now. May raise PowerCut."""
+        self.alarms = 0
+        """Commits whose optimizer state came out different when a restart repeated them."""
+        self._undurable: list[int] = []
+        """Numbers of the records that were written since the last sync."""
+        self._copies: deque[VirtualFiles] = deque(maxlen=copies)
+        """The disk just before each of the last commits."""
+        self._pruned: dict[int, list[rec.Record]] = {}
+        """Records of the segments that were deleted."""
+        self._full = self._read_only = False
+        self._room: int | None = None
+        self._use(VirtualFiles())
+
+    def open(self, *, rewind: bool = False) -> Store:
+        """Begin the run, or go on with what the disk holds. Raises as `Store.recover`."""
+        store = Store.recover(FOLDER, rewind=rewind, files=self.files)
+        if store is None:
+            return Store.create(FOLDER, self.spec, self.anchors, files=self.files)
+        self.alarms += sum(what.startswith("optimizer of fragment") for what in store.alarms)
+        return store
+
+    def reopened(self) -> Store | None:
+        """What one more start would find, on a disk without faults. Ends the use of this one."""
+        return Store.recover(FOLDER, files=self.files.killed())
+
+    def records(self) -> list[rec.Record]:
+        """The journal, with what was pruned and without what only helps a restart."""
+        numbers = segment_numbers(FOLDER, self.files) if self.files.is_directory(FOLDER) else set()
+        if not numbers:
+            return []
+        pruned = [record for number in range(min(numbers)) for record in self._pruned[number]]
+        _, items = read_all(FOLDER, self.files)
+        found = [*pruned, *(item.record for item in items if isinstance(item, Entry))]
+        return [record for record in found if not isinstance(record, _BOOKKEEPING)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return self.files.num_bytes
+
+    # --- What is done to it
+
+    def set_space(self, *, full: bool | None = None, read_only: bool | None = None) -> None:
+        """Nothing more goes onto it, or everything does."""
+        self._full = self._full if full is None else full
+        self._read_only = self._read_only if read_only is None else read_only
+        self._use(self.files)
+
+    def set_room(self, room: int | None) -> None:
+        """No file grows by more than this; None for any size."""
+        self._room = room
+        self._use(self.files)
+
+    def power_cut(self) -> None:
+        """What was not synced is lost, or not."""
+        self._use(self.files.power_cut(Drawn(self._rng.randrange)))
+
+    def restore(self, commits_ago: int) -> list[rec.WindowCommitted]:
+        """Put back a copy that was taken before the last `commits_ago` commits; returns those. The process is gone."""
+        if commits_ago == 0 or not self._copies:
+            return []
+        before, back = self.records(), min(commits_ago, len(self._copies))
+        for _ in range(back):
+            copy = self._copies.pop()
+        self._use(copy)
+        return [record for record in before[len(self.records()) :] if isinstance(record, rec.WindowCommitted)]
+
+    def _use(self, files: VirtualFiles) -> None:
+        self.files, self._undurable = files, []
+        files.full, files.exhausted, files.read_only, files.room = self._full, self._full, self._read_only, self._room
+        files.on_write, files.after_sync, files.on_call = self._on_write, self._after_sync, self._on_call
+
+    def _on_write(self, path: Path, data: bytes) -> None:
+        if path.suffix != ".log":
+            return
+        kind = data[_KIND_AT]
+        if kind in (rec.KINDS[cls] for cls in _BOOKKEEPING):
+            return
+        if kind == rec.KINDS[rec.WindowCommitted] and self._copies.maxlen:
+            self._copies.append(self.files.survivor(AllOrNothing(writes=True, names=True)))
+        self.writes += 1
+        self._undurable.append(self.writes)
+        for look in self.at_write:
+            look(self.writes, False)
+
+    def _after_sync(self, path: Path) -> None:
+        if path.suffix == ".log":
+            durable, self._undurable = self._undurable, []
+            for write in durable:
+                for look in self.at_write:
+                    look(write, True)
+
+    def _on_call(self, what: str, path: Path) -> bool:
+        if what == "unlink" and path.suffix == ".log":
+            number = next(n for n in segment_numbers(FOLDER, self.files) if segment_path(FOLDER, n) == path)
+            self._pruned[number] = [entry.record for entry in scan_segment(path, number, None, self.files).entries]
+        return True
+
+
+class NoObserver:
+    """Nobody watches a simulated run; the tape has all of it."""
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None: ...
+
+    def carries_out(self, command: ev.Command) -> None: ...
+
+    def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None: ...
+
+    def committed(
+        self, record: rec.WindowCommitted, result: aggregator.Result, merge_s: float, journal_s: float
+    ) -> None: ...
+
+    def refresh(self, machine: CoordinatorMachine) -> None: ...
+
+
+class SimulatedCoordinator:
+    """One start. `saw` is told every event that the machine takes, before the commands are carried out."""
 
     def __init__(
         self,
         process: Process,
-        disk: Disk,
-        spec: RunSpec,
+        disk: StateDisk,
         scenario: Scenario,
         rng: random.Random,
         saw: Callable[[object], None],
@@ -57,9 +177,12 @@ class CoordinatorActor:
         rewind: bool = False,
         adopt_after_s: float | None = None,
     ) -> None:
-        """`adopt_after_s`: go on from what nodes hold, and be as patient as that with those that are away."""
-        self.process, self._rng, self._saw = process, rng, saw
-        self.store = MemoryStore(disk, spec, rewind=rewind)
+        """`adopt_after_s`: go on from what nodes hold, and be as patient as that with those that are away.
+
+        Raises NoRoom: there is no room to begin.
+        """
+        self.process, self._disk, self._rng = process, disk, rng
+        self.store = disk.open(rewind=rewind)
         self.machine = CoordinatorMachine(
             self.store.ledger.copy(),
             now=process.now,
@@ -69,28 +192,40 @@ class CoordinatorActor:
             drops_silent=scenario.drops_silent,
             adopt=None if adopt_after_s is None else adoption_of(adopt_after_s, self.store.fetched, newest=True),
         )
-        self.hold = StorageHold(self.machine.alarms)
-        self.finished = False
-        self._storage = Worker(process, lambda: rng.uniform(*scenario.job_s))
-        self._compute = Worker(process, lambda: rng.uniform(*scenario.job_s))
-        self._commands: deque[ev.Command] = deque()
-        self._busy = False
-        self._peers: dict[int, Peer] = {}
-        self._sessions: dict[NodeId, Peer] = {}
-        self._intake = DeltaIntake()
-        """Deltas that are here and not durable yet."""
-        self._anchors = ExpectedAnchors()
-        self._serving = SnapshotService()
-        self._encoding = False
-        """Whether a snapshot is being made."""
-        self._inputs: dict[BlobId, bytes | bytearray] = {b: self.store.read_input(b) for b in self.store.ledger.inputs}
-        self.router = Router(process, self._heard, scenario.limits, scenario.timing)
-        self._timer: float | None = None
-        self.watch = StragglerDetector(scenario.adapt)
+        clock, tokens = VirtualClock(process), itertools.count(1)
+        self._storage = VirtualWorker(process, lambda: rng.uniform(*scenario.job_s))
+        self.socket = VirtualRouterSocket(process, scenario.lane_buffer_s)
+        self.router = SessionRouter(
+            self.socket,
+            clock,
+            on_event=lambda peer, event: self.executor.heard(peer, event),
+            limits=scenario.limits,
+            timing=scenario.timing,
+            rates=scenario.rates,
+            background_share=scenario.background_share,
+            new_token=lambda: next(tokens).to_bytes(16),
+            check=True,
+        )
+        self.executor = CoordinatorExecutor(
+            clock=clock,
+            compute=VirtualWorker(process, lambda: rng.uniform(*scenario.job_s)),
+            storage=StorageQueue(self.store, self._storage, clock, self.machine.alarms, _fail),
+            store=self.store,
+            machine=self.machine,
+            router=self.router,
+            observer=NoObserver(),
+            fatal=_fail,
+            adapt=scenario.adapt,
+            model_path=FOLDER / "model.safetensors",
+            saw=saw,
+            check=True,
+        )
         self.machine.check()
-        self._run_commands(self.machine.start())
-        if scenario.adapt != "off":
-            self._look()
+        self.executor.start()
+
+    @property
+    def finished(self) -> bool:
+        return self.executor.finished
 
     def change_terms(self, given: Mapping[str, str]) -> Revision | str:
         """As somebody asks for at its door: the revision, or why there is none."""
@@ -98,350 +233,16 @@ class CoordinatorActor:
             revision = revision_asked_for(self.machine, given)
         except ValueError as error:
             return str(error)
-        self._happened(ev.TermsGiven(revision=revision))
+        self.executor.happened(ev.TermsGiven(revision=revision))
         return revision
 
     def crash(self) -> None:
-        """Die now, perhaps in the middle of a sync."""
+        """Die now, perhaps in the middle of a job of the disk."""
+        self.executor.stop()
         self._storage.interrupt(finished=self._rng.random() < 0.5)
         self.process.kill()
+        self._disk.power_cut()
 
-    @property
-    def _now(self) -> float:
-        return self.process.now
 
-    # --- events
-
-    def _happened(self, event: ev.Event) -> None:
-        self.watch.saw(event, self.machine, self._now)
-        commands = self.machine.handle(event, self._now)
-        self.machine.check()
-        self._saw(event)
-        self._run_commands(commands)
-
-    def _run_commands(self, commands: list[ev.Command]) -> None:
-        self._commands.extend(commands)
-        self._arm()
-        self._go_on()
-
-    def _heard(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
-        """What a session reports."""
-        match event:
-            case wire_ev.MessageReceived(message=msg.Hello() as hello):
-                self._peers[peer.number] = peer
-                self._happened(ev.NodeHello(session=peer.number, node=hello.node, hello=hello))
-            case wire_ev.MessageReceived(message=message):
-                node = self._node_of(peer)
-                if node is None:
-                    return
-                self._happened(ev.NodeMessage(session=peer.number, node=node, message=message))
-            case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
-                self._compute.submit(lambda: None, partial(self._keep_anchor, blob, data))
-            case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
-                if failed := self._anchors.ended(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
-                    self._happened(failed)
-            case wire_ev.BlobReceived(blob=blob, data=data):
-                self.watch.pacing.whole(blob, self._now)
-                if offer := self._intake.arrived(blob):
-                    self._verify(offer, data)
-            case wire_ev.BlobCorrupt(blob=blob):
-                if offer := self._intake.arrived(blob):
-                    self._reject(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
-            case wire_ev.BlobIdle(blob=blob):
-                if offer := self._intake.arrived(blob):
-                    self._reject(offer, Reason.IDLE, Reason.IDLE.sentence)
-            case wire_ev.SessionClosed(reason=reason):
-                node = self._node_of(peer)
-                self._peers.pop(peer.number, None)
-                self._serving.gone(peer.number)
-                self._serve()
-                if node is not None:
-                    self._drop_session(peer)
-                    self._intake.parted(node)
-                    self._happened(ev.NodeDisconnected(session=peer.number, node=node, reason=reason))
-            case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
-                if blob.kind is BlobKind.SNAPSHOT:
-                    self._serving.done(peer.number)
-                self._serve()
-            case _:
-                assert_never(event)
-        if not isinstance(event, wire_ev.MessageReceived):
-            while waited := self._intake.next():
-                self._receive(waited)
-        self._intake.check()
-
-    def _node_of(self, peer: Peer) -> NodeId | None:
-        return next((node for node, known in self._sessions.items() if known is peer), None)
-
-    def _drop_session(self, peer: Peer) -> None:
-        self._sessions = {node: known for node, known in self._sessions.items() if known is not peer}
-
-    # --- commands
-
-    def _go_on(self) -> None:
-        """Carry out commands until one has to wait for a worker."""
-        while self._commands and not self._busy and self.process.alive:
-            command = self._commands.popleft()
-            self._saw(command)
-            self._execute(command)
-
-    def _hold(self) -> None:
-        self._busy = True
-
-    def _release(self) -> None:
-        self._busy = False
-        self._go_on()
-
-    def _execute(self, command: ev.Command) -> None:
-        match command:
-            case ev.Record(record=record):
-                self._hold()
-                self._append("a record", record, b"", self._release)
-            case ev.ReceiveAnchor():
-                self._receive_anchor(command)
-            case ev.Accept(session=number, node=node, welcome=welcome):
-                if peer := self._peers.get(number):
-                    self._sessions[node] = peer
-                    self._tell(peer, dataclasses.replace(welcome, lane_token=peer.token))
-            case ev.Refuse(session=number, refused=refused):
-                if peer := self._peers.pop(number, None):
-                    self._tell(peer, refused)
-            case ev.CloseSession(session=number, reason=reason):
-                if peer := self._peers.pop(number, None):
-                    self._drop_session(peer)
-                    self.router.closed_by_us(peer, reason)
-            case ev.Tell(node=node, message=message):
-                if peer := self._sessions.get(node):
-                    self._tell(peer, message)
-            case ev.Receive(offer=offer):
-                self._receive(offer)
-            case ev.Publish(nodes=nodes, committed=committed):
-                self._publish(nodes, committed)
-                self._serving.committed(committed.fragment, committed.version)
-            case ev.SendSnapshot(node=node, fragment=fragment):
-                if peer := self._sessions.get(node):
-                    self._serving.ask(peer.number, fragment, self.machine.ledger.versions[fragment])
-                    self._serve()
-            case ev.OfferSnapshot(session=number):
-                self._offer_snapshot(number)
-            case ev.Commit():
-                self._commit(command)
-            case ev.Forget(blob=blob):
-                self._inputs.pop(blob, None)
-            case ev.Finish():
-                self.finished = True
-            case _:
-                assert_never(command)
-
-    def _tell(self, peer: Peer, message: msg.Message) -> None:
-        if peer.session.state in (State.OPENING, State.OPEN):
-            peer.session.send(message, self._now)
-            self.router.flush(peer)
-
-    def _receive(self, offer: msg.Offer) -> None:
-        peer = self._sessions.get(offer.blob.node)
-        if peer is None or peer.session.state is not State.OPEN:
-            return
-        fragment = self._fragment(offer.blob.fragment)
-        window = self.machine.windows.get(fragment.index)
-        codec_up = self.machine.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
-        wrong = self._intake.let_in(peer.session, offer, window, fragment, codec_up, self._now)
-        if wrong is not None:
-            return self._reject(offer, Reason.TOO_LARGE, wrong)
-        if (num_bytes := self._intake.to_come(offer.blob)) is not None:
-            self.watch.pacing.asked(offer.blob, num_bytes, self._now)
-        self.router.flush(peer)
-
-    def _fragment(self, index: int) -> Fragment:
-        return self.store.ledger.spec.identity.layout.fragments[index]
-
-    def _reject(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
-        self._intake.settled(offer.blob)
-        self._happened(ev.InputFailed(offer=offer, reason=reason, detail=detail))
-
-    def _verify(self, offer: msg.Offer, data: bytearray) -> None:
-        """Verify and spool a delta; durable before it counts (protocol P)."""
-        ledger, fragment = self.store.ledger, self._fragment(offer.blob.fragment)
-        codec_up = ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
-        expect = expected_delta(offer, fragment, codec_up, ledger.epoch)
-
-        def spool() -> None:
-            try:
-                found = verify(data, offer, expect, is_measured(offer, ledger))
-            except BadBlob as error:
-                return self._reject(offer, Reason.CORRUPT, str(error))
-            self._spool(found, data)
-
-        self._compute.submit(lambda: None, spool)
-
-    def _spool(self, found: Verified, data: bytearray) -> None:
-        offer = found.offer
-
-        def stored() -> None:
-            self._intake.settled(offer.blob)
-            self._inputs[offer.blob] = data
-            self._happened(ev.InputStored(offer=offer, payload=found.payload))
-
-        if not commits.spools_inputs(self.store.ledger.spec.terms):
-            return self._storage.submit(lambda: None, stored)
-        self._append(f"a delta of {offer.blob.node}", rec.InputStored.of(offer, found.payload), data, stored)
-
-    def _append(self, what: str, record: rec.Record, attachment: bytes | bytearray, then: Action) -> None:
-        """Make a record durable, as soon as there is room for it."""
-        failures: list[NoRoom] = []
-
-        def append() -> None:
-            try:
-                if isinstance(record, rec.Adopted):
-                    self.store.adopt(record)
-                else:
-                    self.store.append(record, attachment)
-            except NoRoom as error:
-                failures.append(error)
-
-        def done() -> None:
-            if failures:
-                self.hold.begin(what, failures[0])
-                return self.process.after(RETRY_S, lambda: self._append(what, record, attachment, then))
-            self.hold.end(what)
-            then()
-
-        self._storage.submit(append, done)
-
-    def _receive_anchor(self, command: ev.ReceiveAnchor) -> None:
-        peer = self._sessions.get(command.offer.blob.node)
-        if peer is None or peer.session.state is not State.OPEN:
-            return
-        size = blob_bytes(codec_named("fp32"), self._fragment(command.anchor.fragment))
-        if failed := self._anchors.let_in(peer.session, command, size, self._now):
-            return self._happened(failed)
-        self.router.flush(peer)
-
-    def _keep_anchor(self, blob: BlobId, data: bytearray) -> None:
-        ref = self._anchors.arrived(blob)
-        if ref is None:
-            return
-        try:
-            commits.fetched_anchor(data, self._fragment(ref.fragment), ref)
-        except BadBlob:
-            return self._happened(ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=True))
-        record = rec.AnchorFetched(anchor=ref, node=blob.node, blob_digest=blob_digest(data))
-        self._append(f"an anchor of {blob.node}", record, data, lambda: self._happened(ev.AnchorStored(record=record)))
-
-    def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
-        for node in nodes:
-            peer = self._sessions.get(node)
-            if peer is None or peer.session.state is not State.OPEN:
-                continue
-            source = partial(self.store.update_source, committed.fragment, committed.version)
-            size = blob_bytes(codec_named("fp32"), self._fragment(committed.fragment))
-            peer.session.send(committed, self._now)
-            if self._serving.push(peer.session, peer.number, committed, source, size):
-                self._serve()
-            self.router.flush(peer)
-
-    def _serve(self) -> None:
-        """Make and offer the snapshots whose turn it is, beside the order of commands."""
-
-        def made(turn: SnapshotRequest) -> None:
-            buffers, epoch = self.store.buffers[turn.fragment], self.store.ledger.epoch
-            copy = EncodedSnapshot(*commits.snapshot_blob(buffers, self._fragment(turn.fragment), epoch))
-            assert copy.blob.version <= self.machine.ledger.versions[turn.fragment], "nobody was told of it"
-            self._encoding = False
-            self._serving.encoded(turn, copy)
-            self._run_commands([ev.OfferSnapshot(session=turn.session)])
-            self._serve()
-
-        codec = codec_named("fp32")
-        while not self._encoding:
-            turn = self._serving.next(self.machine.ledger.versions, lambda f: blob_bytes(codec, self._fragment(f)))
-            if turn is None:
-                return
-            if turn.copy is not None:
-                self._run_commands([ev.OfferSnapshot(session=turn.session)])
-            else:
-                self._encoding = True
-                self._compute.submit(lambda: None, partial(made, turn))
-        self._serving.check()
-
-    def _offer_snapshot(self, session: int) -> None:
-        peer, copy = self._peers.get(session), self._serving.copy_for(session)
-        if peer is None or copy is None or peer.session.state is not State.OPEN:
-            return self._serving.gone(session)
-        offer = msg.Offer(blob=copy.blob, size=len(copy.data), digest=copy.digest)
-        try:
-            peer.session.send_blob(offer, BytesSource(copy.data), background=True)
-        except (AlreadyUnderWay, LimitReached):  # when something has ended
-            self._serving.put_off(session)
-        self.router.flush(peer)
-
-    def _commit(self, command: ev.Commit) -> None:
-        """Reserve, compute, make durable: three jobs, the last of which is the commit (protocol O)."""
-        draft, results, records = command.draft, list[aggregator.Result](), list[rec.WindowCommitted]()
-        too_much: list[ev.SumOverflow] = []
-
-        def reserved() -> None:
-            what = f"the update of fragment {draft.fragment}"
-            try:
-                self.store.reserve(draft.fragment, command.codec_down)
-            except NoRoom as error:
-                self.hold.begin(what, error)
-                failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error))
-                return self._happened(failed)
-            self.hold.end(what)
-            self._compute.submit(compute, computed)
-
-        def compute() -> None:
-            try:
-                results.append(self._compute_commit(command))
-            except NonFiniteError as error:
-                blame = commits.longest(self.store.ledger, draft, self._addends(draft))
-                too_much.append(ev.SumOverflow.of(draft, blame, error))
-
-        def computed() -> None:
-            if too_much:
-                return self._happened(too_much[0])
-            self._storage.submit(lambda: records.append(self.store.commit(draft, results[0])), durable)
-
-        def durable() -> None:
-            for addend in draft.blobs:
-                self._inputs.pop(addend.blob, None)
-            self._happened(ev.CommitDone(record=records[0]))
-
-        self._storage.submit(lambda: None, reserved)
-
-    def _compute_commit(self, command: ev.Commit) -> aggregator.Result:
-        draft = command.draft
-        buffers = self.store.buffers[draft.fragment]
-        apart = [self._inputs[blob] for blob in commits.apart(draft)]
-        return commits.compute(self.store.ledger, buffers, draft, self._addends(draft), apart)
-
-    def _addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
-        return [(self._inputs[addend.blob], addend.weight) for addend in draft.blobs]
-
-    # --- time
-
-    def _look(self) -> None:
-        """As the daemon does, some times a second; what is found and done is on the tape."""
-        look(self.watch, self.machine, self._now, held=bool(self.hold), saw=self._saw, happened=self._happened)
-        if not self.finished:
-            self.process.after(LOOK_S, self._look)
-
-    def _arm(self) -> None:
-        due = self.machine.next_timer()
-        if due is None or self._timer == due:
-            return
-        self._timer = due
-        self.process.after(max(0.0, due - self._now), lambda: self._keep_time(due))
-
-    def _keep_time(self, armed: float) -> None:
-        if self._timer != armed:
-            return
-        self._timer = None
-        if self._now - armed > JUMP_S:
-            self.machine.clock_jumped(self._now - armed)
-            self.watch.clock_jumped()
-        due = self.machine.next_timer()
-        commands = self.machine.handle_timer(self._now) if due is not None and due <= self._now else []
-        self.machine.check()
-        self._run_commands(commands)
+def _fail(error: Exception) -> None:
+    raise error

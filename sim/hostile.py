@@ -1,26 +1,33 @@
-"""Nodes that do not play fair: each trains as the others do, and sends something else.
+"""Nodes that cheat: each trains as the others do, and its link sends something else.
 
-What they send is sealed as an honest node's is, so that it is stopped by a judgement on numbers, not by a checksum.
+The forged blobs are sealed as an honest node's are: they must be found by their numbers, not by a checksum.
 """
 
 import dataclasses
-from typing import Final, Literal
+from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from farloop.algo.spec import Fragment, NodeId
-from farloop.node.encoder import Encoded
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId
+from farloop.node.link import NodeLink, Traffic
 from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
 from farloop.quant.norm import payload_norm_sq
 from farloop.quant.registry import codec_named
+from farloop.sim.scenario import NodeSetup
+from farloop.sim.virtual_time import Process
 from farloop.wire.blobs import blob_digest
-from farloop.wire.messages import Offer
-
-Deceit = Literal["nan", "thousandfold", "overflow", "flipped", "noise", "replayed", "copied", "stale", "claims"]
+from farloop.wire.events import SessionEvent
+from farloop.wire.messages import Hello, Message, Offer
+from farloop.wire.session import State
 
 _FACTORS: Final = {"thousandfold": 1000.0, "flipped": -1.0}
 _NEARLY_INFINITE: Final = 3e38
+_ANY_EPOCH: Final = 1 << 62
+
+HOP_S: Final = 0.0005
+"""From the training thread to the link's."""
 
 
 class SharedForgeries:
@@ -30,36 +37,73 @@ class SharedForgeries:
         self.payloads: dict[tuple[NodeId, int], Tensor] = {}
 
 
-class Forger:
-    """What leaves one start of one node in the place of its deltas; an honest one's leave as they are."""
+class SimulatedLink:
+    """A node's link. What the training thread asks for is done a moment later, as between real threads. A cheating
+    node's link sends forged deltas in place of the node's own."""
 
-    def __init__(self, deceit: Deceit | None, board: SharedForgeries, seed: int) -> None:
-        self._deceit, self._board = deceit, board
+    def __init__(self, link: NodeLink, process: Process, setup: NodeSetup, board: SharedForgeries) -> None:
+        self._link, self._process, self._setup, self._board = link, process, setup, board
+        self._deceit = setup.deceit
+        self._expected: dict[BlobId, tuple[str, Fragment]] = {}
+        self._sent: dict[BlobId, tuple[Offer, bytearray]] = {}
+        """Deltas that may be offered again."""
         self._first: dict[int, Tensor] = {}
         """Payload of the first delta of each fragment."""
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(setup.seed)
 
-    def sent(self, encoded: Encoded, fragment: Fragment, epoch: int) -> Encoded:
-        """A delta is to be offered."""
-        offer = encoded.offer
+    def encodes(self, blob: BlobId, codec: str, fragment: Fragment) -> None:
+        """A delta is about to be encoded."""
+        self._expected[blob] = codec, fragment
+
+    def forget(self, blob: BlobId) -> None:
+        """A delta is not offered any more."""
+        self._sent.pop(blob, None)
+
+    def start(self, hello: Callable[[], Hello], deliver: Callable[[SessionEvent], None]) -> None:
+        self._link.start(lambda: dataclasses.replace(hello(), protocol_max=self._setup.protocol), deliver)
+
+    def close(self) -> None:
+        self._link.close()
+
+    @property
+    def moved(self) -> Traffic:
+        return self._link.moved
+
+    @property
+    def flushed(self) -> bool:
+        """Whether a Leave was acknowledged, or there is no session."""
+        return self._link.state in (None, State.CLOSED)
+
+    def send(self, message: Message) -> None:
+        self._process.after(HOP_S, lambda: self._link.send(message))
+
+    def send_blob(self, offer: Offer, data: bytearray) -> None:
+        if offer.blob.kind is BlobKind.DELTA:
+            if offer.blob not in self._sent:
+                self._sent[offer.blob] = self._forged(offer, data)
+            offer, data = self._sent[offer.blob]
+        self._process.after(HOP_S, lambda: self._link.send_blob(offer, data))
+
+    def _forged(self, offer: Offer, data: bytearray) -> tuple[Offer, bytearray]:
+        spelling, fragment = self._expected[offer.blob]
         expect = Expected(
-            codecs=(codec_named(encoded.codec),),
+            codecs=(codec_named(spelling),),
             fragment=fragment,
             version=offer.window,
             base=offer.blob.version,
-            newest_epoch=epoch,
+            newest_epoch=_ANY_EPOCH,
         )
-        header, payload = parse_blob(encoded.data, expect)
+        header, payload = parse_blob(data, expect)
         if self._deceit is None:
             self._board.payloads[offer.blob.node, fragment.index] = payload.clone()
-            return encoded
+            return offer, data
         (share,) = offer.contributors
         if self._deceit == "claims":
             share = dataclasses.replace(share, steps=1000 * share.steps, tokens=1000 * share.tokens)
-            return _offered(encoded, dataclasses.replace(offer, contributors=(share,)), encoded.data)
+            return dataclasses.replace(offer, contributors=(share,)), data
         if self._deceit == "stale":
             share = dataclasses.replace(share, base=share.base - 1)
-            return _offered(encoded, dataclasses.replace(offer, contributors=(share,)), encoded.data)
+            return dataclasses.replace(offer, contributors=(share,)), data
         forged = self._payload(header, payload)
         if forged.numel() != payload.numel():  # of another codec, which the run had when it was kept
             forged = payload
@@ -68,8 +112,7 @@ class Forger:
             share = dataclasses.replace(
                 share, norm_sq=payload_norm_sq(header.codec, forged, fragment, seed=header.seed)
             )
-        offer = dataclasses.replace(offer, size=len(data), digest=blob_digest(data), contributors=(share,))
-        return _offered(encoded, offer, data)
+        return dataclasses.replace(offer, size=len(data), digest=blob_digest(data), contributors=(share,)), data
 
     def _payload(self, header: BlobHeader, payload: Tensor) -> Tensor:
         codec, fragment = header.codec, header.fragment
@@ -90,7 +133,3 @@ class Forger:
         else:
             numbers = numbers * _FACTORS[str(self._deceit)]
         return codec.encode(numbers, fragment, seed=header.seed)
-
-
-def _offered(encoded: Encoded, offer: Offer, data: bytearray) -> Encoded:
-    return dataclasses.replace(encoded, offer=offer, data=data)

@@ -4,13 +4,15 @@ In clear weather a pipe is what TCP gives: late, but whole and in order. In a st
 overtaken and damaged, which no real link does to its application; the session must bear it all the same.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import cast
 
+from farloop.runtime.ports import Buffer, ConnectionListener, Route, RouterListener, Sent
 from farloop.sim.virtual_time import EventQueue, Process
-from farloop.wire.frames import Buffer
 
 Frame = list[bytes]
 """One message of one or more parts, with bytes of its own."""
@@ -61,7 +63,8 @@ class Pipe:
         self, agenda: EventQueue, weather: LinkConditions, rng: random.Random, deliver: Callable[[Frame], None]
     ) -> None:
         self._agenda, self._weather, self._rng, self._deliver = agenda, weather, rng, deliver
-        self._free_at = 0.0
+        self.free_at = 0.0
+        """When the link has carried all that was sent."""
         self._last_arrival = 0.0
 
     def change(self, weather: LinkConditions) -> None:
@@ -74,7 +77,7 @@ class Pipe:
         weather, rng = self._weather, self._rng
         link_s = sum(map(len, frame)) / weather.bytes_per_s
         link_s *= rng.lognormvariate(0.0, weather.wobble) if weather.wobble else 1.0
-        self._free_at = max(self._free_at, self._agenda.now) + link_s
+        self.free_at = max(self.free_at, self._agenda.now) + link_s
         if not gently and rng.random() < weather.loss:
             return
         if not gently and rng.random() < weather.garbage:
@@ -84,7 +87,7 @@ class Pipe:
             self._arrive(frame, overtaken=True)
 
     def _arrive(self, frame: Frame, *, overtaken: bool) -> None:
-        arrival = self._free_at + self._weather.latency_s + self._rng.uniform(0.0, self._weather.jitter_s)
+        arrival = self.free_at + self._weather.latency_s + self._rng.uniform(0.0, self._weather.jitter_s)
         if overtaken:
             arrival += self._rng.uniform(0.0, 0.2)
         else:
@@ -179,6 +182,11 @@ class Connection:
         self._pipes[lane, sender].send(parts, gently=gently)
         return True
 
+    def queued_s(self, sender: Side, lane: int) -> float:
+        """How long the link still needs for the frames that were sent on this lane."""
+        pipe = self._pipes.get((lane, sender))
+        return 0.0 if pipe is None else max(0.0, pipe.free_at - self._agenda.now)
+
     def change(self, weather: LinkConditions) -> None:
         """The weather of all that is sent from now on."""
         self._weather = weather
@@ -208,3 +216,108 @@ class Connection:
     def _hand_over(self, side: Side, lane: int, frame: Frame) -> None:
         if self._open[side]:
             self._processes[side].deliver(lambda: self.deliver[side](lane, frame))
+
+
+Dial = Callable[[Callable[[Connection | None], None]], None]
+"""Ask the network for a connection; the answer comes later, None where nobody answers."""
+
+
+class VirtualDialer:
+    """Makes a node's connections."""
+
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+
+    def dial(self, opened: Callable[["NodeEnd"], None], failed: Callable[[str], None]) -> None:
+        self._dial(lambda connection: opened(NodeEnd(connection)) if connection else failed("nobody answers"))
+
+
+class NodeEnd:
+    """The node's end of a connection, which takes whatever it is given."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._closed = connection, False
+
+    def listen(self, listener: ConnectionListener) -> None:
+        self._listener = listener
+        self._connection.deliver[Side.NODE] = self._arrived
+        self._connection.lost = self._lost
+        listener.on_connected(0)
+
+    def open_lane(self, lane: int, greeting: Sequence[Buffer]) -> None:
+        self._connection.send(Side.NODE, lane, greeting, gently=True)
+        self._listener.on_connected(lane)
+        self._listener.on_ready(lane)
+
+    def is_ready(self, lane: int) -> bool:
+        return True
+
+    def send(self, lane: int, frames: Sequence[Sequence[Buffer]]) -> None:
+        for parts in frames:
+            self._connection.send(Side.NODE, lane, parts)
+
+    def kernel(self) -> None:
+        return None
+
+    def close(self, last: Sequence[Sequence[Buffer]] = ()) -> None:
+        self._closed = True
+        self.send(0, last)
+        self._connection.close(Side.NODE)
+
+    def _arrived(self, lane: int, frame: Frame) -> None:
+        if not self._closed:
+            self._listener.on_frame(lane, frame)
+
+    def _lost(self) -> None:
+        if not self._closed:
+            self._listener.on_lost("the connection ended")
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualSender:
+    """Where a frame came from: nodes have no keys, addresses or file descriptors."""
+
+    owner: str | None = None
+    address: str = "?"
+    descriptor: int | None = None
+
+
+class VirtualRouterSocket:
+    """The coordinator's end of all connections. A route is a connection and its lane."""
+
+    endpoint = "virtual"
+    authenticates = False
+
+    def __init__(self, process: Process, lane_buffer_s: float = math.inf) -> None:
+        """`lane_buffer_s`: a lane that holds more than the link carries in this time takes no further frame."""
+        self._process, self._lane_buffer_s = process, lane_buffer_s
+        self._retries = False
+
+    def listen(self, listener: RouterListener) -> None:
+        self._listener = listener
+
+    def accept(self, connection: Connection) -> None:
+        """A node has connected."""
+        sender = VirtualSender()
+        connection.deliver[Side.COORDINATOR] = lambda lane, frame: self._listener.on_frame(
+            (connection, lane), frame, sender
+        )
+
+    def send(self, route: Route, parts: Sequence[Buffer]) -> Sent:
+        connection, lane = cast(tuple[Connection, int], route)
+        full_s = connection.queued_s(Side.COORDINATOR, lane) - self._lane_buffer_s
+        if full_s > 0.0:
+            if not self._retries:
+                self._retries = True
+                self._process.after(full_s + 1e-6, self._retry)  # beyond the rounding of the sum
+            return Sent.FULL
+        return Sent.TAKEN if connection.send(Side.COORDINATOR, lane, parts) else Sent.GONE
+
+    def receive(self) -> None:
+        """Nothing is left to read: a process that was stopped gets its frames before its timers."""
+
+    def close(self) -> None: ...
+
+    def _retry(self) -> None:
+        self._retries = False
+        self._listener.on_writable()

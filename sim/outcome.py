@@ -3,20 +3,21 @@
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
 
 from farloop.algo.revisions import Revisions
-from farloop.algo.spec import BlobId, Layout, NodeId, Terms
+from farloop.algo.spec import BlobId, Layout, NodeId
 from farloop.algo.stages import Part, fragments_of, is_in
+from farloop.algo.terms import Terms
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.leases import Owner
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.node.link import Traffic
 from farloop.node.machine import Stage
-from farloop.sim.node import NodeActor
+from farloop.sim.node import SimulatedNode
 from farloop.sim.send_log import SendLog
 from farloop.wire.messages import Drop, Share
 from farloop.wire.reasons import Reason
@@ -109,14 +110,16 @@ class SampleBook:
     def _check_repeats(self, diaries: Diaries, terms: Terms, liars: Collection[NodeId]) -> None:
         """What came twice is what was uncertain, which is little, and counted as far as it was told of."""
         longest = max(plan.length for plan in self.ledger.rounds.values())
-        patience = terms.max_stale_rounds if terms.on_late_update == "continue" else 1
+        patience = terms.schedule.max_stale_rounds if terms.schedule.on_late_update == "continue" else 1
         # A round between two deltas, another before a joiner's first, and those that it goes on without an answer.
-        most = (2 + patience + terms.lag) * longest * terms.batch_sequences
+        most = (2 + patience + terms.schedule.lag) * longest * terms.inner.batch_sequences
         uncertain = 0
         for end in self.ends:
             used = (len(diaries[end.owner].samples) if end.used is None else end.used) - end.stored
             assert 0 <= end.counted <= used, f"{end} counts more than it used"
-            unbounded = terms.quorum is not None or end.owner[0] in liars  # a straggler's deltas may all come too late
+            unbounded = (
+                terms.admission.quorum is not None or end.owner[0] in liars
+            )  # a straggler's deltas may all come too late
             assert used <= most or unbounded, f"{end} leaves {used} samples uncertain, of {most} at most"
             assert end.used is None or end.counted == used, f"{end} has told of all"
             uncertain += used
@@ -222,7 +225,7 @@ class NodeOutcome:
     diary: SendLog
 
     @classmethod
-    def of(cls, actor: NodeActor, *, alive: bool) -> Self:
+    def of(cls, actor: SimulatedNode, *, alive: bool) -> Self:
         """What a node's machine and replica hold now."""
         machine = actor.machine
         return cls(
@@ -299,9 +302,9 @@ class Outcome:
             for start in starts:
                 self._check_start(name, start)
         diaries = {name: [start.diary for start in starts] for name, starts in self.nodes.items()}
-        stale = max(revision.terms.max_stale_rounds for revision in self.revisions.kept)
+        stale = max(revision.terms.schedule.max_stale_rounds for revision in self.revisions.kept)
         if not self.lost:  # an old copy grants again what it does not know that it granted, noticed or not
-            check_samples(self.records, diaries, replace(self.terms, max_stale_rounds=stale), liars=self.liars)
+            check_samples(self.records, diaries, self.terms.replace(max_stale_rounds=stale), liars=self.liars)
 
     def _check_versions(self, fragment: int) -> None:
         """They rise by one, but where the run went on from what nodes held; and that was what had been committed."""
@@ -346,9 +349,9 @@ class Outcome:
     def _check_bases(self) -> None:
         """No delta is too old, and none holds again what an earlier one of its sender brought: its base has that."""
         merged_in: dict[tuple[int, NodeId, int], int] = {}
-        lag, revisions = self.terms.lag, self.revisions
+        lag, revisions = self.terms.schedule.lag, self.revisions
         for commit in self.commits:
-            staleness = revisions.of_window(commit.fragment, commit.version).max_staleness
+            staleness = revisions.of_window(commit.fragment, commit.version).admission.max_staleness
             for blob in commit.blobs:
                 sender = (blob.fragment, blob.node, blob.incarnation)
                 assert commit.version - 1 - staleness - lag <= blob.version < commit.version, "a fresh base"
@@ -383,5 +386,5 @@ class Outcome:
             begins = max([begins, *(merge.inner_step for merge in merges if merge.sends <= number)])
             assert send.steps == send.inner_step - begins, f"{send} counts its steps"
             steps += send.steps
-            begins = send.inner_step if self.terms.mix == 1.0 else begins
+            begins = send.inner_step if self.terms.schedule.mix == 1.0 else begins
         assert steps <= start.inner_steps, "no work is in two deltas"

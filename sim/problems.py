@@ -12,8 +12,9 @@ from torch.nn import functional
 from farloop.algo.digest import digest
 from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.methods import method_named
-from farloop.algo.spec import Identity, Layout, LearningRate, NodeId, RunSpec, Terms
+from farloop.algo.spec import Identity, Layout, NodeId, RunSpec
 from farloop.algo.stages import Part, fragments_of
+from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.aggregator import first_anchor
 
 # --- What a simulated run trains: the two interfaces of a problem, and the smallest problem worth training.
@@ -109,16 +110,20 @@ class Task:
 def inner_optimizer(module: nn.Module, kind: Inner, terms: Terms) -> torch.optim.Optimizer:
     """The optimizer that a node brings; its learning rate is set at every step."""
     if kind == "sgd":
-        return torch.optim.SGD(module.parameters(), lr=terms.lr.peak, foreach=False)
+        return torch.optim.SGD(module.parameters(), lr=terms.schedule.lr.peak, foreach=False)
     return torch.optim.AdamW(
-        module.parameters(), lr=terms.lr.peak, betas=(0.9, 0.95), weight_decay=terms.weight_decay, foreach=False
+        module.parameters(),
+        lr=terms.schedule.lr.peak,
+        betas=(0.9, 0.95),
+        weight_decay=terms.inner.weight_decay,
+        foreach=False,
     )
 
 
 def terms_of(method: str, **choices: object) -> Terms:
     """Terms of a short run: the method's own choices, a constant learning rate, then `choices`."""
     row = method_named(method)
-    terms = Terms(
+    terms = Terms.from_flat(
         method=method,
         steps=12,
         h=min(row.h, 4),
@@ -140,7 +145,7 @@ def terms_of(method: str, **choices: object) -> Terms:
         sequence_tokens=SEQUENCE_TOKENS,
         min_nodes=2,
     )
-    return dataclasses.replace(terms, **choices)  # type: ignore[arg-type]
+    return terms.replace(**choices)
 
 
 def layout_of(

@@ -11,14 +11,15 @@ from typing import get_args
 
 from farloop.algo.methods import max_tau, method_named
 from farloop.algo.schedule import POWERS, steps_by_share
-from farloop.algo.spec import LearningRate, NodeId, Rewarm, Terms
+from farloop.algo.spec import NodeId
+from farloop.algo.terms import LearningRate, Rewarm, Terms
 from farloop.algo.validation import at_most
 from farloop.coordinator.decide.roster import EXPIRE_S
 from farloop.sim import problems
 from farloop.sim import scenario as ft
 from farloop.sim import scenario as sc
-from farloop.sim.hostile import Deceit
 from farloop.sim.network import HOSTILE_LINK, LinkConditions
+from farloop.sim.scenario import Deceit
 
 _OWN_CODECS = ("q8", "q4r", "fp32", "topk", "q4:beta=0.9", "q4r:policy=l-greco")
 
@@ -50,7 +51,7 @@ def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
     more = random.Random(seed + 2)
     nastier = _nastier(more, scenario, faults)
     if nastier:  # and long enough for them to happen in it
-        longer = dataclasses.replace(scenario.terms, steps=more.choice((1, 2, 4)) * scenario.terms.steps)
+        longer = scenario.terms.replace(steps=more.choice((1, 2, 4)) * scenario.terms.schedule.steps)
         scenario = dataclasses.replace(scenario, terms=longer)
     scenario = dataclasses.replace(scenario, faults=(*happened, *nastier))
     scenario = _with_own(random.Random(seed + 5), _with_a_liar(random.Random(seed + 3), scenario))
@@ -66,23 +67,23 @@ def _with_own(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     slots = 1 if row.pattern == "whole" else scenario.blocks + 1
     codecs = ((node, rng.choice(_OWN_CODECS)),) if rng.random() < 0.7 else ()
     share = rng.choice((0.25, 0.5, 0.8))
-    shares = ((node, share),) if steps_by_share(terms.h, share) >= slots and rng.random() < 0.7 else ()
-    return dataclasses.replace(scenario, terms=dataclasses.replace(terms, codec_up_of=codecs, h_share_of=shares))
+    shares = ((node, share),) if steps_by_share(terms.schedule.h, share) >= slots and rng.random() < 0.7 else ()
+    return dataclasses.replace(scenario, terms=terms.replace(codec_up_of=codecs, h_share_of=shares))
 
 
 def _with_a_liar(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     """One of the nodes may send something else than it has."""
-    terms = dataclasses.replace(scenario.terms, screen=rng.choice(("off", "norm", "norm", "full")))
-    if not method_named(terms.method).alone and len(scenario.nodes) >= 3 and terms.min_nodes >= 3:
-        terms = dataclasses.replace(terms, merge=rng.choice((None, None, "clipped", "median", "trimmed")))
-        terms = terms if terms.quorum is None else dataclasses.replace(terms, merge=None)
+    terms = scenario.terms.replace(screen=rng.choice(("off", "norm", "norm", "full")))
+    if not method_named(terms.method).alone and len(scenario.nodes) >= 3 and terms.admission.min_nodes >= 3:
+        terms = terms.replace(merge=rng.choice((None, None, "clipped", "median", "trimmed")))
+        terms = terms if terms.admission.quorum is None else terms.replace(merge=None)
     # Alone it would be held for good, as it should be: nobody's work would be part of the run.
     liar = rng.randrange(len(scenario.nodes)) if rng.random() < 0.4 and len(scenario.nodes) > 1 else None
     method = method_named(terms.method)
     deceits = get_args(Deceit) if method.inner else ("flipped", "claims", "nan")
-    if terms.screen == "off" or method.alone:  # what is merged may end it for good
+    if terms.admission.screen == "off" or method.alone:  # what is merged may end it for good
         deceits = tuple(deceit for deceit in deceits if deceit not in ("thousandfold", "overflow"))
-    if terms.eager:  # an eager node decodes what it sent itself
+    if terms.schedule.eager:  # an eager node decodes what it sent itself
         deceits = tuple(deceit for deceit in deceits if deceit != "nan")
     nodes = tuple(
         dataclasses.replace(node, deceit=rng.choice(deceits)) if number == liar else node
@@ -102,7 +103,7 @@ def restored_scenario(seed: int, *, faults: int = 1) -> sc.Scenario:
         decides_s=rng.choice((1.0, 3.0)),
         adopts=random.Random(seed + 5).random() < 0.5,
     )
-    terms = dataclasses.replace(scenario.terms, steps=2 * scenario.terms.steps)
+    terms = scenario.terms.replace(steps=2 * scenario.terms.schedule.steps)
     return dataclasses.replace(scenario, terms=terms, faults=(*scenario.faults, restored))
 
 
@@ -120,12 +121,12 @@ def parted_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:
     if rng.random() < 0.3:
         some = rng.choice((None, tuple(range(1, len(lengths))), tuple(range(len(lengths)))))
         nodes.append(dataclasses.replace(_late_or_lying(rng, _node(rng, "z")), holds=some))
-    quorum = None if base.terms.quorum is None else min(base.terms.quorum, least)
-    terms = dataclasses.replace(base.terms, min_nodes=least, quorum=quorum, merge=None, h_share_of=())
+    quorum = None if base.terms.admission.quorum is None else min(base.terms.admission.quorum, least)
+    terms = base.terms.replace(min_nodes=least, quorum=quorum, merge=None, h_share_of=())
     stages = tuple(itertools.accumulate(lengths))[:-1]
     scenario = dataclasses.replace(base, terms=terms, nodes=tuple(nodes), blocks=sum(lengths), stages=stages)
     slots = scenario.trains().begin(terms)[0].identity.layout.slots
-    terms = dataclasses.replace(terms, tau=min(terms.tau, at_most(terms, slots)))
+    terms = terms.replace(tau=min(terms.schedule.tau, at_most(terms, slots)))
     scenario = dataclasses.replace(scenario, terms=terms)
     happened = tuple(_fault(rng, scenario) for _ in range(rng.randint(0, faults)))
     return dataclasses.replace(scenario, faults=(*happened, *_nastier(rng, scenario, faults), *base.faults))
@@ -142,14 +143,14 @@ def _is_dispensable(node: sc.NodeSetup, scenario: sc.Scenario) -> bool:
     """Whether enough others hold each of the stages that it holds."""
     parts = [other.holds for other in scenario.nodes]
     stages = range(len(scenario.stages) + 1) if node.holds is None else node.holds
-    return all(sum(p is None or s in p for p in parts) > scenario.terms.min_nodes for s in stages)
+    return all(sum(p is None or s in p for p in parts) > scenario.terms.admission.min_nodes for s in stages)
 
 
 def _with_changes(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
     """Half of the runs are longer, and given other terms while they go on; what they cannot have is refused."""
     if rng.random() < 0.5:
         return scenario
-    terms = dataclasses.replace(scenario.terms, steps=3 * scenario.terms.steps)
+    terms = scenario.terms.replace(steps=3 * scenario.terms.schedule.steps)
     lied_to = any(node.deceit for node in scenario.nodes)  # and what is merged unseen may end the run for good
     moments = [rng.uniform(0.5, HORIZON_S) for _ in range(rng.randint(1, 5))]
     names = [node.name for node in scenario.nodes]
@@ -159,9 +160,9 @@ def _with_changes(rng: random.Random, scenario: sc.Scenario) -> sc.Scenario:
 
 def _given(rng: random.Random, terms: Terms, names: Sequence[NodeId], *, lied_to: bool) -> dict[str, str]:
     values: dict[str, object] = {
-        "h": terms.h + rng.randint(-1, 3),
-        "steps": terms.steps + rng.randint(-4, 6),
-        "tau": rng.randint(0, terms.h - 1),
+        "h": terms.schedule.h + rng.randint(-1, 3),
+        "steps": terms.schedule.steps + rng.randint(-4, 6),
+        "tau": rng.randint(0, terms.schedule.h - 1),
         "mix": rng.choice((0.0, 0.25, 0.5, 1.0)),
         "codec_up": rng.choice(("q4", "q8", "fp32", "e3m0", "topk", "q4r:policy=l-greco")),
         "codec_down": rng.choice(("q4", "bf16", "fp32")),
@@ -210,17 +211,18 @@ def _terms(rng: random.Random, method: str, blocks: int, num_nodes: int) -> Term
 
 def _with_rounds(rng: random.Random, terms: Terms) -> Terms:
     """Half of the runs have rounds that grow as the learning rate falls, and some a re-warm."""
-    if terms.h == 1 or rng.random() < 0.5:
+    if terms.schedule.h == 1 or rng.random() < 0.5:
         return terms
     rule = rng.choice(tuple(POWERS))
-    rewarms = (Rewarm(start=terms.steps // 2, peak=0.02),) if rng.random() < 0.3 and terms.steps > 4 else ()
-    return dataclasses.replace(
-        terms,
-        lr=LearningRate(peak=0.02, minimum=0.002, warmup_steps=min(1, terms.steps), rewarms=rewarms),
+    rewarms = (
+        (Rewarm(start=terms.schedule.steps // 2, peak=0.02),) if rng.random() < 0.3 and terms.schedule.steps > 4 else ()
+    )
+    return terms.replace(
+        lr=LearningRate(peak=0.02, minimum=0.002, warmup_steps=min(1, terms.schedule.steps), rewarms=rewarms),
         h_rule=rule,
-        h_alpha=0.02 * terms.h ** (1 / POWERS[rule]),
-        h_init=rng.choice((None, terms.h + 1)),
-        h_max=rng.choice((None, terms.h + 3)),
+        h_alpha=0.02 * terms.schedule.h ** (1 / POWERS[rule]),
+        h_init=rng.choice((None, terms.schedule.h + 1)),
+        h_max=rng.choice((None, terms.schedule.h + 3)),
     )
 
 
@@ -230,36 +232,14 @@ def _with_lag(rng: random.Random, terms: Terms) -> Terms:
     lag = rng.randint(row.lag, row.max_lag) if row.lag or rng.random() < 0.3 else 0
     if not lag:
         return terms
-    return dataclasses.replace(terms, lag=lag, tau=0, mix=0.0, eager=rng.random() < 0.5)
-
-
-def _unequal(rng: random.Random) -> tuple[sc.NodeSetup, ...]:
-    """Up to six nodes, the slowest of which may be 25 times slower than the fastest."""
-    names = "abcdef"[: rng.choice((1, 2, 2, 3, 3, 4, 5, 6))]
-    return tuple(
-        sc.NodeSetup(name=NodeId(name), seed=ord(name), step_s=rng.choice((0.02, 0.05, 0.1, 0.1, 0.2, 0.5)))
-        for name in names
-    )
-
-
-def _without_waiting(rng: random.Random, terms: Terms, num_nodes: int) -> Terms:
-    """What only methods that do not wait for updates leave open."""
-    least = rng.randint(1, num_nodes)
-    return dataclasses.replace(
-        terms,
-        steps=rng.choice((1, 1, 4)) * terms.steps,
-        quorum=rng.choice((1, 1, rng.randint(1, least))),
-        min_nodes=least,
-        max_staleness=rng.choice((0, 1, 2, terms.max_staleness, terms.max_staleness)),
-        max_stale_rounds=rng.choice((0, 1, terms.max_stale_rounds)),
-    )
+    return terms.replace(lag=lag, tau=0, mix=0.0, eager=rng.random() < 0.5)
 
 
 def _joining(rng: random.Random, nodes: tuple[sc.NodeSetup, ...], terms: Terms) -> tuple[sc.NodeSetup, ...]:
     """Those that the run does not need to begin may come late."""
     return tuple(
         dataclasses.replace(node, joins_at=rng.uniform(0.0, HORIZON_S))
-        if number >= terms.min_nodes and rng.random() < 0.5
+        if number >= terms.admission.min_nodes and rng.random() < 0.5
         else node
         for number, node in enumerate(nodes)
     )

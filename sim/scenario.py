@@ -1,12 +1,14 @@
 """Scenarios and faults, as values."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from farloop.algo.spec import NodeId, Terms
+from farloop.algo.spec import NodeId
 from farloop.algo.stages import Part
+from farloop.algo.terms import Terms
 from farloop.coordinator.decide.roster import EXPIRE_S
-from farloop.sim.hostile import Deceit
+from farloop.coordinator.net.sessions import UNLIMITED, RateLimits
 from farloop.sim.network import LinkConditions
 from farloop.sim.problems import Inner, Problem, Toy
 from farloop.wire.limits import Limits, Timing
@@ -119,6 +121,8 @@ class SlowNode:
     for_s: float
     factor: float
 
+
+Deceit = Literal["nan", "thousandfold", "overflow", "flipped", "noise", "replayed", "copied", "stale", "claims"]
 
 More = (
     CrashAtWrite
@@ -309,6 +313,12 @@ class Scenario:
     limits: Limits = field(default_factory=lambda: Limits(chunk_bytes=400))
     """Chunks small enough for a blob to have several."""
     timing: Timing = field(default_factory=Timing)
+    rates: RateLimits = UNLIMITED
+    """How often nodes may ask the coordinator."""
+    background_share: float = 1.0
+    """Share of the coordinator's uplink that downloads get while updates are sent."""
+    lane_buffer_s: float = math.inf
+    """A lane of the coordinator is full while this much of the link's time waits in it."""
     floor_share: float | None = None
     """The coordinator's; its own default unless given."""
     adapt: str = "off"

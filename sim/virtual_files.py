@@ -18,11 +18,12 @@ from torch import Tensor
 
 from farloop.coordinator.errors import DiskFull, ReadOnly, StateLocked, StorageFailed
 from farloop.coordinator.storage.files import Bytes, File, Files, Identity, Lock
+from farloop.sim.virtual_time import PowerCut
 
 SECTOR_BYTES = 512
 
 
-class Dead(Exception):
+class Dead(PowerCut):
     """The power is gone: nothing can be read or changed any more."""
 
 
@@ -146,11 +147,25 @@ class VirtualFiles(Files):
         self._locks: dict[Path, _Content] = {}
         self.dead = False
         self.on_call: Call = lambda what, path: True
+        self.on_write: Callable[[Path, bytes], None] = lambda path, data: None
+        """Told of what is about to be written."""
+        self.after_sync: Callable[[Path], None] = lambda path: None
+        self.allocation_step = 4096
+        """So small that a disk that fills up is noticed within a short run."""
         self.full = False
         """Nothing more can be allocated."""
+        self.exhausted = False
+        """Nothing more can be written, even where it was allocated, as where every write is a copy."""
+        self.room: int | None = None
+        """Most bytes that can be allocated at once; None for any number."""
         self.read_only = False
         self.failing_sync: Callable[[Path], bool] = lambda path: False
         """Whether the next sync of this file fails: the cached pages are called clean then, and are not on the disk."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files as they are now."""
+        return _num_bytes(self._root)
 
     # --- what happens to the machine
 
@@ -231,8 +246,8 @@ class VirtualFiles(Files):
         self._alive()
         if self.read_only:
             raise ReadOnly(path)
-        if self.full:
-            raise DiskFull(path, num_bytes, 0)
+        if self.full or (self.room is not None and num_bytes > self.room):
+            raise DiskFull(path, num_bytes, self.room or 0)
 
     def forget(self, path: Path) -> None:
         self._alive()
@@ -297,6 +312,7 @@ class VirtualFiles(Files):
 class _VirtualFile(File):
     def __init__(self, files: VirtualFiles, path: Path, content: _Content | _Folder) -> None:
         self._files, self.path, self._opened = files, path, content
+        self.allocation_step = files.allocation_step
 
     @property
     def _content(self) -> _Content:
@@ -312,6 +328,7 @@ class _VirtualFile(File):
 
     def write(self, parts: Sequence[Bytes], offset: int) -> None:
         data = b"".join(bytes(part) for part in parts)
+        self._files.on_write(self.path, data)
         if self._files._step("write", self.path):
             self._content.apply(_Write(offset, data))
 
@@ -327,6 +344,7 @@ class _VirtualFile(File):
     def sync(self) -> None:
         if self._files._step("sync", self.path):
             self._sync()
+            self._files.after_sync(self.path)
 
     def sync_and_forget(self) -> None:
         if self._files._step("forget", self.path):
@@ -349,6 +367,8 @@ class _VirtualFile(File):
     def require_writable(self) -> None:
         if self._files.read_only:
             raise ReadOnly(self.path)
+        if self._files.exhausted:
+            raise DiskFull(self.path, 0, 0)
 
     def close(self) -> None:
         pass
@@ -383,6 +403,12 @@ def _rename(names: "dict[str, _Content | _Folder]", change: "dict[str, _Content 
             names.pop(name, None)
         else:
             names[name] = content
+
+
+def _num_bytes(found: _Content | _Folder) -> int:
+    if isinstance(found, _Content):
+        return len(found.cache)
+    return sum(map(_num_bytes, found.cache.values()))
 
 
 def _identity(content: _Content) -> Identity:

@@ -1,10 +1,11 @@
 """Virtual time: what happens when, and the processes that it happens to. Knows nothing of runs, links or nodes."""
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Callable
 
-Action = Callable[[], None]
+from farloop.runtime.ports import Action, T
 
 
 class EventQueue:
@@ -82,3 +83,93 @@ class Process:
             held.append(action)
         else:
             action()
+
+
+class PowerCut(BaseException):
+    """The process dies in the middle of a job. No Exception: nothing in a daemon may catch it."""
+
+
+class VirtualTimer:
+    """An action of a virtual process that is due later."""
+
+    def __init__(self, action: Action) -> None:
+        self._action: Action | None = action
+
+    def cancel(self) -> None:
+        self._action = None
+
+    def fire(self) -> None:
+        action, self._action = self._action, None
+        if action is not None:
+            action()
+
+
+class VirtualClock:
+    """The clock port of a process in virtual time."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def now(self) -> float:
+        return self._process.now
+
+    def call_later(self, delay_s: float, action: Action) -> VirtualTimer:
+        timer = VirtualTimer(action)
+        self._process.after(max(0.0, delay_s), timer.fire)
+        return timer
+
+
+class VirtualWorker:
+    """The worker port in virtual time: a job runs when its time is over, and a crash may catch one half-way."""
+
+    def __init__(
+        self, process: Process, duration_s: Callable[[], float], post: Callable[[Action], object] = lambda act: act()
+    ) -> None:
+        """`post` is handed what became of a job: the `put` of an inbox, where the executor has one."""
+        self._process, self._duration_s, self._post = process, duration_s, post
+        self.seconds = 0.0
+        self._jobs: list[tuple[Action, list[Action]]] = []
+        """Jobs, and what each leaves to be called in the process."""
+        self._working = False
+
+    def submit(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+        """`job` may raise PowerCut, which kills the process."""
+        report: list[Action] = []
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:  # noqa: BLE001 - the edge of the worker: whoever submitted the job is told
+                told = error
+                report.append(lambda: failed(told))
+            else:
+                report.append(lambda: done(result))
+
+        self._jobs.append((run, report))
+        if len(self._jobs) == 1:
+            self._process.after(self._duration_s(), self._finish)
+
+    def interrupt(self, *, finished: bool) -> None:
+        """The process dies: the job under way is finished or was never begun; those that wait never run."""
+        if self._jobs and finished and not self._working:
+            with contextlib.suppress(PowerCut):
+                self._jobs[0][0]()
+        self._jobs.clear()
+
+    def close(self) -> None:
+        pass
+
+    def _finish(self) -> None:
+        run, report = self._jobs[0]
+        self._working = True
+        try:
+            run()
+        except PowerCut:
+            return
+        finally:
+            self._working = False
+        del self._jobs[0]
+        if self._jobs:
+            self._process.after(self._duration_s(), self._finish)
+        for action in report:
+            self._post(action)

@@ -16,16 +16,19 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import adoption, rollback
 from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.errors import StateLocked
+from farloop.coordinator.decide.closing import RETRY_S
+from farloop.coordinator.errors import NoRoom, StateLocked
+from farloop.coordinator.storage.epoch import claimed_epoch
+from farloop.coordinator.storage.store import Store
+from farloop.node.state_dir import NodeState
 from farloop.sim import scenario as ft
 from farloop.sim import scenario as sc
-from farloop.sim.coordinator import CoordinatorActor
-from farloop.sim.disk import Disk, MemoryStore, PowerCut
+from farloop.sim.coordinator import FOLDER, SimulatedCoordinator, StateDisk
 from farloop.sim.hostile import SharedForgeries
 from farloop.sim.network import CONNECT_TIMEOUT_S, HOSTILE_LINK, Connection, LinkConditions, PhysicalLink, Side
-from farloop.sim.node import NodeActor
+from farloop.sim.node import SimulatedNode
 from farloop.sim.outcome import NodeOutcome, Outcome, commit_of
-from farloop.sim.virtual_time import EventQueue, Process
+from farloop.sim.virtual_time import EventQueue, PowerCut, Process
 from farloop.wire.messages import Progress
 
 KNOCK_S = 1.0
@@ -51,7 +54,7 @@ class Host:
 
     setup: sc.NodeSetup
     cable: PhysicalLink
-    actors: list[NodeActor]
+    actors: list[SimulatedNode]
     """One for each start; the last one lives, or was the last to live."""
     connections: list[Connection]
     down: bool = True
@@ -59,7 +62,7 @@ class Host:
     """For a while, instead of what the scenario says."""
 
     @property
-    def actor(self) -> NodeActor:
+    def actor(self) -> SimulatedNode:
         return self.actors[-1]
 
 
@@ -74,8 +77,9 @@ class World:
         self._rng = random.Random(scenario.seed)
         assert not (scenario.frugal and scenario.faults), "a frugal world forgets what a recovery needs"
         self.spec, anchors = scenario.trains().begin(scenario.terms)
-        self.disk = Disk(anchors=anchors, frugal=scenario.frugal)
-        self.coordinator: CoordinatorActor | None = None
+        copies = max((fault.commits_ago for fault in scenario.faults if isinstance(fault, sc.RestoreCopy)), default=0)
+        self.disk = StateDisk(self.spec, anchors, random.Random(scenario.seed), copies=copies)
+        self.coordinator: SimulatedCoordinator | None = None
         self.hosts = {
             setup.name: Host(setup=setup, cable=PhysicalLink(self.agenda), actors=[], connections=[])
             for setup in scenario.nodes
@@ -86,6 +90,8 @@ class World:
         self._coordinator_events = 0
         self._commits: dict[sc.RestoreCopy, int] = {}
         """That were made under the eyes of each of these faults."""
+        self._down_s = 0.0
+        """How long a coordinator stays away that dies in its recovery."""
         self._progress: object = None
         self._moved_at = 0.0
         self._start_coordinator()
@@ -154,7 +160,7 @@ class World:
     def _watch(self) -> None:
         """Notice a world that only sends heartbeats to itself."""
         progress = (
-            len(self.disk.entries),
+            self.disk.writes,
             tuple(
                 (
                     len(host.actors),
@@ -178,22 +184,21 @@ class World:
 
     def _start_coordinator(self, *, rewind: bool = False, adopt_after_s: float | None = None) -> None:
         process, rng = Process(self.agenda), random.Random(self._rng.random())
-        self.disk.locked = False
+        again = partial(self._start_coordinator, rewind=rewind, adopt_after_s=adopt_after_s)
         try:
-            self.coordinator = CoordinatorActor(
+            self.coordinator = SimulatedCoordinator(
                 process,
                 self.disk,
-                self.spec,
                 self.scenario,
                 rng,
                 self._coordinator_saw,
                 rewind=rewind,
                 adopt_after_s=adopt_after_s,
             )
-        except PowerCut as cut:  # in the middle of its recovery
-            again = partial(self._start_coordinator, rewind=rewind, adopt_after_s=adopt_after_s)
-            return self.agenda.after(cut.down_s, again)
-        self.disk.locked = True
+        except PowerCut:  # in the middle of its recovery
+            self.agenda.after(self._down_s, again)
+        except NoRoom:
+            self.agenda.after(RETRY_S, again)
 
     def _coordinator_saw(self, what: object) -> None:
         self.tape.append((self.agenda.now, "coordinator", what))
@@ -257,14 +262,13 @@ class World:
         process = Process(self.agenda)
         host.down = False
         host.actors.append(
-            NodeActor(
+            SimulatedNode(
                 process,
                 host.setup,
                 self.scenario,
                 lambda answer: self._dial(host, process, answer),
                 random.Random(self._rng.random()),
-                incarnation=len(host.actors) + 1,
-                epoch_seen=host.actor.epoch_seen if host.actors else 0,
+                NodeState(None, len(host.actors) + 1, host.actor.state.epoch if host.actors else 0),
                 saw=self._saw(name),
                 board=self._board,
             )
@@ -282,7 +286,7 @@ class World:
                 return answer(None)
             rng = random.Random(self._rng.random())
             connection = Connection(self.agenda, host.cable, weather, rng, process, self.coordinator.process)
-            self.coordinator.router.accept(connection)
+            self.coordinator.socket.accept(connection)
             host.connections.append(connection)
             answer(connection)
 
@@ -321,10 +325,10 @@ class World:
             case sc.PauseCoordinator(at=at, for_s=for_s):
                 agenda.at(at, lambda: self._pause(self.coordinator.process if self.coordinator else None, for_s))
             case sc.FillDisk(at=at, for_s=for_s):
-                agenda.at(at, lambda: setattr(self.disk, "full", True))
-                agenda.at(at + for_s, lambda: setattr(self.disk, "full", False))
+                agenda.at(at, lambda: self.disk.set_space(full=True))
+                agenda.at(at + for_s, lambda: self.disk.set_space(full=False))
             case sc.DrainNode(node=node, at=at):
-                agenda.at(at, lambda: self.actor(node, NodeActor.drain))
+                agenda.at(at, lambda: self.actor(node, SimulatedNode.drain))
             case sc.ChangeTerms(at=at, given=given):
                 agenda.at(at, lambda: self._change_terms(dict(given)))
             case sc.SpoilAnchor(node=node, at=at, fragment=fragment):
@@ -332,11 +336,11 @@ class World:
             case ft.CrashAtWrite():
                 self.disk.at_write.append(self._crash_at_write(fault))
             case ft.ReadOnlyDisk(at=at, for_s=for_s):
-                agenda.at(at, lambda: setattr(self.disk, "read_only", True))
-                agenda.at(at + for_s, lambda: setattr(self.disk, "read_only", False))
+                agenda.at(at, lambda: self.disk.set_space(read_only=True))
+                agenda.at(at + for_s, lambda: self.disk.set_space(read_only=False))
             case ft.LowDisk(at=at, for_s=for_s, room=room):
-                agenda.at(at, lambda: setattr(self.disk, "room", room))
-                agenda.at(at + for_s, lambda: setattr(self.disk, "room", None))
+                agenda.at(at, lambda: self.disk.set_room(room))
+                agenda.at(at + for_s, lambda: self.disk.set_room(None))
             case ft.ClockJump(at=at):
                 agenda.at(at, lambda: self._jump_clock(fault.node, fault.by_s))
             case ft.OneWayCut(node=node, at=at, for_s=for_s, to=to):
@@ -361,8 +365,11 @@ class World:
     def _crash_at_write(self, fault: ft.CrashAtWrite) -> Callable[[int, bool], None]:
         def look(write: int, durable: bool) -> None:
             if (write, durable) == (fault.write, fault.durable):
+                if self.coordinator is None:
+                    self._down_s = fault.down_s
+                    self.disk.power_cut()
                 self.crash_coordinator(fault.down_s)
-                raise PowerCut(fault.down_s)
+                raise PowerCut
 
         return look
 
@@ -408,7 +415,7 @@ class World:
         if host.down or not host.actors:
             return self.agenda.after(_LOOKS_S, lambda: self._leave_and_return(fault))
         if fault.gently:
-            self.actor(fault.node, NodeActor.drain)
+            self.actor(fault.node, SimulatedNode.drain)
         else:
             self.crash_node(fault.node)
         leaving = host.actor
@@ -431,11 +438,12 @@ class World:
     def _start_second_coordinator(self) -> None:
         if self.coordinator is None:
             return
-        before = self.disk.epoch, len(self.disk.entries)
+        files = self.disk.files
+        before = claimed_epoch(FOLDER, files), self.disk.writes
         try:
-            MemoryStore(self.disk, self.spec)
+            Store.recover(FOLDER, files=files)
         except StateLocked:
-            assert before == (self.disk.epoch, len(self.disk.entries)), "who is refused changes nothing"
+            assert before == (claimed_epoch(FOLDER, files), self.disk.writes), "who is refused changes nothing"
         else:
             raise AssertionError("two coordinators have one state")
 
@@ -444,7 +452,7 @@ class World:
             told = lambda: self.tape.append((self.agenda.now, "operator", coordinator.change_terms(given)))  # noqa: E731
             coordinator.process.deliver(told)
 
-    def actor(self, node: NodeId, action: Callable[[NodeActor], None]) -> None:
+    def actor(self, node: NodeId, action: Callable[[SimulatedNode], None]) -> None:
         host = self.hosts[node]
         if not host.down:
             action(host.actor)
@@ -472,14 +480,11 @@ class World:
     def _outcome(self) -> Outcome:
         assert self.coordinator is not None
         store = self.coordinator.store
-        commits = [commit_of(r) for r, _ in self.disk.entries if isinstance(r, rec.WindowCommitted)]
-        again = None
-        if self.scenario.faults:
-            copy = Disk(anchors=self.disk.anchors, entries=list(self.disk.entries), epoch=self.disk.epoch)
-            again = MemoryStore(copy, self.spec)
+        records = self.disk.records()
+        again = self.disk.reopened() if self.scenario.faults else None
         return Outcome(
             layout=self.spec.identity.layout,
-            commits=tuple(commits),
+            commits=tuple(commit_of(record) for record in records if isinstance(record, rec.WindowCommitted)),
             lost=tuple(commit_of(record) for record in self._lost),
             versions=tuple(store.ledger.versions),
             anchors=tuple(buffers.anchor for buffers in store.buffers),
@@ -493,7 +498,7 @@ class World:
             liars=frozenset(setup.name for setup in self.scenario.nodes if setup.deceit is not None),
             alarms=self.disk.alarms,
             evaluations=tuple(store.ledger.evaluations),
-            records=tuple(record for record, _ in self.disk.entries),
+            records=tuple(records),
             tape=tuple(self.tape),
             seconds=self.agenda.now,
         )

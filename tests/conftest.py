@@ -1,4 +1,4 @@
-"""For every test: one thread of arithmetic in each process.
+"""For every test: one thread of arithmetic in each process, and no deadline of an example.
 
 Tests and the processes that they start share the processors, and are small. With a thread per processor each, they wait
 for each other at every sum: on a busy machine a test of three seconds took two minutes.
@@ -6,4 +6,8 @@ for each other at every sum: on a busy machine a test of three seconds took two 
 
 import os
 
+from hypothesis import settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, here and in what is started from here
+settings.register_profile("farloop", deadline=None)
+settings.load_profile("farloop")

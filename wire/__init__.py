@@ -1,1 +1,1 @@
-"""What both ends say, sans-I/O: messages, frames, blobs, sessions. `wire/README.md` is the specification."""
+"""The protocol between node and coordinator, sans-I/O: messages, frames, blobs, sessions. See `wire/README.md`."""

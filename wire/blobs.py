@@ -1,4 +1,4 @@
-"""Blobs: their keys, where their bytes come from, and how they are put together again."""
+"""Blobs: keys, sources of bytes, and reassembly."""
 
 from bisect import bisect_left
 from typing import Protocol

@@ -1,8 +1,7 @@
-"""What a node may say at most: every number, text and list of its messages, before anybody looks at it. Pure.
+"""Bounds of every number, text and list in a node's messages, checked before anything else reads them.
 
-The rules go by the type of a field, so that a field that is added is bounded, too; the few exceptions go by its name.
-What a number can be in this run (granted samples, inner steps that were possible) only the coordinator can say
-(`coordinator/decide/admission.py`).
+The rules go by the type of a field, so a new field is bounded too; the few exceptions go by its name. Bounds that
+depend on the run (granted samples, possible inner steps) are checked by `coordinator/decide/admission.py`.
 """
 
 import dataclasses
@@ -10,6 +9,7 @@ import math
 from enum import Enum
 from typing import Any, Final, TypeVar
 
+from farloop.algo.terms import Terms
 from farloop.wire.machine_info import Inventory, printable, trimmed
 from farloop.wire.reasons import OutOfBounds
 
@@ -77,6 +77,9 @@ def _checked(value: Any, where: str, name: str) -> Any:
             return tuple(_checked(item, where, name) for item in value)
         case Inventory():
             return trimmed(value)
+        case Terms():
+            flat = value.flat()
+            return value.replace(**{name: _checked(flat[name], f"{where}.{name}", name) for name in flat})
         case _:
             assert dataclasses.is_dataclass(value) and not isinstance(value, type), where
             return _checked_fields(value, where)

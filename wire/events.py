@@ -1,4 +1,4 @@
-"""What a session tells its application."""
+"""Events from a session to its application."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class BlobIdle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobSent:
-    """The peer's session has received all bytes of a blob. Not yet `Stored`: they may still be needed (protocol Q)."""
+    """The peer's session has all bytes of a blob. Not yet `Stored`: they may be needed again."""
 
     blob: BlobId
 

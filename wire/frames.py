@@ -76,7 +76,7 @@ class ControlFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulkFrame:
-    """One chunk of a blob. It describes itself, so any lane may carry it (protocol T)."""
+    """One chunk of a blob. It describes itself, so any lane may carry it (protocol, Sessions)."""
 
     run: int
     epoch: int

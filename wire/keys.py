@@ -1,7 +1,7 @@
-"""CURVE keys as files, and the list of those that may come in. Standard library only; nothing here makes a key.
+"""CURVE keys as files, and the allow-list. Standard library only; keys are generated elsewhere.
 
 `NAME.key` holds a secret key, mode 0600; `NAME.pub` its public key. Both are one line of 40 characters of Z85 text.
-The coordinator's allow-list is a folder of `NAME.pub` files: the file's name is the node's name (protocol U).
+The allow-list is a directory of `NAME.pub` files: the file's name is the node's name (protocol, Identity).
 """
 
 import errno

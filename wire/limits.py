@@ -1,4 +1,4 @@
-"""What a session may hold and send (`Limits`), and when it acts (`Timing`): local settings, never sent to the peer."""
+"""Limits of what a session holds and sends (`Limits`), and its intervals (`Timing`): local settings, never sent."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,10 @@ BAD_FRAMES = 8
 """Frames in a row that break the protocol before a link ends the session: one that is damaged is sent again."""
 
 SMALLEST_CHUNK = 256 << 10
-"""Below this, headers and events cost more than they give (protocol T)."""
+"""Below this, headers and events cost more than they give (protocol, Sessions)."""
 
 LARGEST_CHUNK = 4 << 20
-"""Above this, a lane is held too long by one blob (protocol T)."""
+"""Above this, a lane is held too long by one blob (protocol, Sessions)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Limits:
     max_blob_bytes: int = 2 << 30
     """Largest blob; the largest fragment (256 Mi elements) is 1 GiB in fp32."""
     window_bytes: int = INITIAL_CREDIT
-    """Credit beyond the received prefix that a receiver grants at first; never less than two chunks (protocol T)."""
+    """Credit beyond the received prefix that a receiver grants at first; never less than two chunks."""
     max_window_bytes: int = 32 << 20
     """... and at most: 1 Gbit/s over 250 ms."""
     max_blobs: int = 256
@@ -71,7 +71,7 @@ class Timing:
     heartbeat_s: float = 1.0
     """Longest silence on the control lane of this end."""
     liveness_s: float = 10.0
-    """Silence of the peer after which it is given up (protocol V)."""
+    """Silence of the peer after which it is given up (protocol, Liveness)."""
     ack_delay_s: float = 0.25
     """How long an acknowledgement waits for a frame to ride on."""
     rto_s: float = 2.0
@@ -90,4 +90,4 @@ class Timing:
     """A coordinator ends the session of a peer that takes nothing for this long, though its heart beats: it grants no
     credit for blobs that were announced to it, and acknowledges no byte of those that were sent."""
     jump_s: float = 1.0
-    """A timer that fires this late tells of a stop of our own process, not of the peer's silence (protocol C)."""
+    """A timer that fires this late tells of a stop of our own process, not of the peer's silence."""

@@ -8,7 +8,7 @@ from farloop.wire.blobs import Reassembly
 from farloop.wire.limits import LARGEST_CHUNK
 from farloop.wire.messages import Connection
 
-# --- The bytes of a probe: noise at one end, nothing kept at the other.
+# --- Bytes of a probe
 #
 # A probe is a blob like any other on its way, offered, credited and sent in the background, so that it is measured as
 # blobs are, and yields as snapshots do. Noise, because something on the way may compress.
@@ -56,7 +56,7 @@ class Sink(Reassembly):
         assert 0 <= self.received <= self.size and not self.data
 
 
-# --- What the kernel tells of a TCP connection, from the bytes of TCP_INFO (Linux, include/uapi/linux/tcp.h).
+# --- TCP_INFO (Linux, include/uapi/linux/tcp.h)
 
 
 INFO_BYTES: Final = 232

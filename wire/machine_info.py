@@ -1,7 +1,7 @@
-"""What a node tells of its machine and its network cards: bounded, typed, every fact with the one who said it.
+"""Facts of a node about its machine and its network cards: bounded, typed, each with its source.
 
-The node fills it in without believing anybody more than they deserve, the coordinator cuts it to size before it keeps
-it (`trimmed`). Nothing here is needed to train: a node that tells nothing takes part like any other.
+The node fills it in, and the coordinator trims it before keeping it (`trimmed`). Training does not need it: a node that
+reports nothing takes part like any other.
 """
 
 import dataclasses

@@ -7,7 +7,6 @@ import msgpack
 from pydantic import TypeAdapter, ValidationError
 
 from farloop.algo.spec import (
-    LATER,
     BlobId,
     BlobKind,
     Contribution,
@@ -19,12 +18,13 @@ from farloop.algo.spec import (
     WindowTerms,
     to_plain,
 )
+from farloop.algo.terms import LATER, flat_path
 from farloop.wire.bounds import bounded
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.meter import Burst
 from farloop.wire.reasons import Reason, RemoteProtocolError
 
-# --- What a node reports of itself while it trains: progress, bytes by kind, and the loss of the anchors.
+# --- Progress reports of a node
 
 
 NodeState = Literal["joining", "ready", "training", "waiting", "paused", "evaluating", "draining", "finished"]
@@ -84,7 +84,7 @@ class Progress:
     detail: str = ""
     """What it waits for, in words."""
     skipped_turns: int = 0
-    """Due sends that did not take place, for too many deltas of the fragment were undecided (protocol D)."""
+    """Due sends that did not take place, for too many deltas of the fragment were undecided (protocol, Windows)."""
     samples_left: int | None = None
     """Samples of its leases that it can still use. None where it is not told."""
     sent: BytesByKind | None = field(default=None, metadata=LATER)
@@ -97,7 +97,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol J)."""
+    """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol, Evaluation)."""
 
     loss: float
     versions: tuple[int, ...]
@@ -114,8 +114,7 @@ def moved_by(progress: Progress) -> tuple[BytesByKind, BytesByKind]:
     return BytesByKind(delta=progress.bytes_up), received
 
 
-# --- What a coordinator over an old copy of its state asks of nodes, and what they answer (protocol, Adoption). From
-# version 4 of the protocol on.
+# --- Adoption (protocol, Adoption), from protocol version 4 on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +152,7 @@ class Recall:
     fragment: int
 
 
-# --- What both ends say about the link between them: echoes, probes, and what was seen. From protocol version 3 on.
+# --- Link measurements, from protocol version 3 on
 #
 # None of it decides anything in a run. A probe's bytes travel as a blob of a kind of its own, in the background:
 # whatever anybody waits for goes first (`link_measurement.py`).
@@ -241,7 +240,7 @@ class Observed:
     links: tuple[Seen, ...]
 
 
-# --- Every control message, typed, and their bytes: the only place where msgpack is used.
+# --- All control messages and their bytes: the only place where msgpack is used
 #
 # A message is a msgpack array [number, must_understand, fields]. Numbers are never reused. A receiver ignores unknown
 # fields, and unknown messages unless `must_understand` is set. Byte-level rules: `wire/README.md`.
@@ -418,7 +417,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """Coordinator → node: a durable decision, and the announcement of its update's bytes (protocol E, R)."""
+    """Coordinator → node: a durable decision, and the announcement of its update's bytes (protocol, Downlink)."""
 
     fragment: int
     version: int
@@ -476,7 +475,7 @@ class Finished:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revised:
     """Coordinator → node, from protocol version 2 on: the run has other terms, from windows and a round that lie ahead
-    of all that was told (protocol Z)."""
+    of all that was told (protocol, Versions)."""
 
     revision: Revision
 
@@ -620,6 +619,6 @@ def validate(cls: type[_T], fields: Any) -> _T:
         message: _T = adapter(cls).validate_python(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in flat_path(first["loc"]))
         raise RemoteProtocolError(f"{cls.__name__}.{where}: {first['msg']}") from error
     return message

@@ -1,12 +1,11 @@
-"""How fast a link is, from what its receiver saw arrive: honest, or silent.
+"""The rate of a link, measured from arrivals at its receiver, or a reason why it cannot be told.
 
-A transfer tells little of its link in its first round trips: TCP's slow start fills them, and a burst shorter than the
-bandwidth-delay product shows how packets were spaced, not what the link carries. So only the second half of the bytes
-counts, it must last for two round trips, and its two halves must agree; all else is `Insufficient`, with the reason.
-A sender's clock is never asked: what it has handed to its kernel has not arrived.
+The first round trips of a transfer say little about its link: TCP's slow start fills them, and a burst shorter than the
+bandwidth-delay product shows how packets were spaced, not the link's rate. So only the second half of the bytes counts,
+it must last for two round trips, and its two halves must agree. Everything else is `Insufficient`, with the reason.
+A sender's clock is not used: what it has handed to its kernel has not arrived.
 
-`Meter` gathers arrivals and makes a `Burst` of each busy time; `judge` is where the round trip is known. Pure: the time
-is passed in.
+`Meter` gathers arrivals and makes a `Burst` of each busy time; `judge` needs the round-trip time. Time is an argument.
 """
 
 import math
@@ -143,8 +142,13 @@ class Meter:
             self._skip *= 2
 
     def over(self) -> None:
-        """Nothing more is on its way: the busy time has ended."""
-        if (burst := self.burst()) is not None:
+        """Nothing more is on its way: the busy time has ended.
+
+        One of which a quarter came in no measurable time tells nothing, and is not kept: a message holds finite numbers
+        only, so an infinite rate would end the session of whoever reports it.
+        """
+        burst = self.burst()
+        if burst is not None and math.isfinite(burst.third_bytes_per_s + burst.fourth_bytes_per_s):
             self._bursts.append(burst)
         self._points = []
 

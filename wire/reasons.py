@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-# --- Why a node was refused, a delta dropped, or a session ended: a number for the wire, a sentence for people.
+# --- Reasons: a number for the wire, a sentence for people
 
 
 class Reason(IntEnum):
@@ -65,51 +65,51 @@ class Reason(IntEnum):
 
 _SENTENCES = {
     Reason.NONE: "no reason was given",
-    Reason.PROTOCOL_VERSION: "no protocol version is spoken by both ends",
+    Reason.PROTOCOL_VERSION: "the two ends share no protocol version",
     Reason.WRONG_RUN: "the node was set up for another run (fingerprints differ)",
-    Reason.WRONG_LAYOUT: "the node's model has other parameters than the run's",
+    Reason.WRONG_LAYOUT: "the node's model has different parameters from the run's",
     Reason.WRONG_KEY: "the key is not on the coordinator's allow-list",
-    Reason.NAME_TAKEN: "a node of this name is connected, and its incarnation is newer",
+    Reason.NAME_TAKEN: "a newer start of a node with this name is connected",
     Reason.FENCED: "the coordinator's state is older than one this node has seen (lower epoch)",
-    Reason.MALFORMED: "a message was damaged, or is not one that the protocol allows",
-    Reason.OLD_INCARNATION: "a newer start of this node has taken its place",
-    Reason.LATE: "the window had closed before the delta came",
-    Reason.STALE_BASE: "the delta was taken from a version too far behind",
+    Reason.MALFORMED: "a message was damaged or violates the protocol",
+    Reason.OLD_INCARNATION: "a newer start of this node replaced it",
+    Reason.LATE: "the window had closed before the delta arrived",
+    Reason.STALE_BASE: "the delta's base version is too old",
     Reason.UNKNOWN_WINDOW: "the delta names a window that is neither open nor next",
     Reason.OVERLAP: "one of its contributors is already in the window",
     Reason.NOT_A_PARTICIPANT: "the node has not started training yet",
     Reason.CORRUPT: "the bytes do not match their announced digest, size or layout",
     Reason.NON_FINITE: "the delta holds NaN or Inf",
     Reason.CLOSED: "the connection closed",
-    Reason.SILENT: "nothing was heard for the liveness time-out",
-    Reason.DRAINED: "the node left after finishing what it had begun",
+    Reason.SILENT: "no message arrived within the liveness timeout",
+    Reason.DRAINED: "the node left after finishing its work",
     Reason.SUPERSEDED: "a newer session of the same node took over",
     Reason.RUN_FINISHED: "the run is finished",
-    Reason.COORDINATOR_STOPPING: "the coordinator is shutting down; it can be started again",
-    Reason.WRONG_CODEC: "the blob's codec is not the one its window asks for",
+    Reason.COORDINATOR_STOPPING: "the coordinator is shutting down and can be restarted",
+    Reason.WRONG_CODEC: "the blob's codec is not the window's codec",
     Reason.TOO_LARGE: "the blob is larger than its fragment allows",
-    Reason.STALLED: "its training has made no progress for too long, though its connection lives",
-    Reason.IMPLAUSIBLE: "what the delta says of the work in it cannot be true",
+    Reason.STALLED: "its training makes no progress, although its connection is alive",
+    Reason.IMPLAUSIBLE: "the delta's claims about its work are impossible",
     Reason.HOLDING: "the coordinator's state looks like an old copy: the run is held until a person decides",
-    Reason.FOREIGN: "the delta was taken from an anchor of a history that the run was wound back from",
-    Reason.WRONG_PART: "the part of the model that the node holds is none of the run's",
-    Reason.NOT_HELD: "the delta is of a fragment that its node does not hold",
-    Reason.TOO_OFTEN: "it came more often than an honest node ever would; it is heard again after a while",
-    Reason.CROWDED: "there are as many sessions as the coordinator takes",
-    Reason.IDLE: "none of the delta's bytes came for too long, though they were asked for",
-    Reason.TAKES_NOTHING: "the node took none of the bytes sent to it for too long, though its connection lives",
-    Reason.BEHIND: "too many messages wait for the node: it acknowledges them too slowly, or not at all",
-    Reason.FAULT: "the coordinator met an unexpected error in this session's work; its log has the traceback",
-    Reason.OUTLIER: "the delta is far longer than those of its fragment are",
+    Reason.FOREIGN: "the delta's base belongs to a discarded history of the run",
+    Reason.WRONG_PART: "the node's part of the model is not a stage of the run",
+    Reason.NOT_HELD: "the node does not hold the delta's fragment",
+    Reason.TOO_OFTEN: "it connected too often and is ignored for a while",
+    Reason.CROWDED: "the coordinator has its maximum number of sessions",
+    Reason.IDLE: "the delta's bytes were requested and did not arrive in time",
+    Reason.TAKES_NOTHING: "the node accepts no bytes, although its connection is alive",
+    Reason.BEHIND: "too many messages wait for the node, which acknowledges them too slowly or not at all",
+    Reason.FAULT: "unexpected error in this session; the coordinator's log has the traceback",
+    Reason.OUTLIER: "the delta is much longer than usual for its fragment",
     Reason.REPLAYED: "the node has sent the same numbers before",
     Reason.COPIED: "another node has sent the same numbers before",
-    Reason.QUARANTINED: "deltas of this node were refused before: it is measured, and not merged, until they are good",
-    Reason.TOO_MUCH: "with this delta the sum is more than fp32 holds",
+    Reason.QUARANTINED: "the node is in quarantine: its deltas are measured and not merged until they are good again",
+    Reason.TOO_MUCH: "the sum with this delta overflows fp32",
     Reason.VOID: "its window ended with fewer good deltas than a merge needs",
 }
 
 
-# --- What can go wrong on the wire.
+# --- Errors
 #
 # WireError
 # ├── LocalProtocolError    the session cannot do what this side asked for

@@ -41,7 +41,7 @@ from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, Remot
 from farloop.wire.traffic import Traffic
 from farloop.wire.transfer import Transfers
 
-# --- Who may say what, and when. Everything that moves a session's state is in this file.
+# --- Handshake: which end may send what, and every change of a session's state
 #
 #     NODE         OPENING ── Welcome delivered ──► OPEN ── Leave sent ──► CLOSING ── acknowledged ──► CLOSED
 #     COORDINATOR  OPENING ── Welcome sent ───────► OPEN ── Leave sent ──► CLOSING ── acknowledged ──► CLOSED
@@ -168,7 +168,7 @@ class Handshake:
         return True
 
     def check_run(self, run: int, epoch: int) -> None:
-        """Raise RemoteProtocolError unless a frame is of the open session's run and epoch (protocol S)."""
+        """Raise RemoteProtocolError unless a frame is of the open session's run and epoch (protocol, Fencing)."""
         if (run, epoch) != (self.run, self.epoch) or epoch == 0:
             raise RemoteProtocolError(f"run {run:016x} epoch {epoch}, here {self.run:016x} epoch {self.epoch}")
 
@@ -198,7 +198,7 @@ def run_tag(welcome: Welcome) -> int:
     return int(welcome.spec.identity.fingerprint(), 16)
 
 
-# --- The control lane's reliable stream: every message in order, exactly once, whatever the pipe does.
+# --- Control stream: every message in order, exactly once
 #
 # Each direction numbers its frames from 0. `ack` on every frame says how many have arrived without a gap; what is not
 # acknowledged within a time-out is sent again from the first missing one. Heartbeats have no number: they carry an
@@ -351,12 +351,12 @@ class ControlStream:
         return silent_until if self._ack_at is None else min(silent_until, self._ack_at)
 
 
-# --- The protocol state of one node–coordinator link, without I/O: one control lane, any number of bulk lanes.
+# --- Session: one control lane and any number of bulk lanes
 #
 # A link owns the sockets and turns the crank: it hands in what arrives (`receive`), what its application asks (`send`,
 # `send_blob`, …) and the passing of time (`handle_timer`); then it drains `events()`, transmits `outgoing(now)` until
 # that is empty or a socket is full, and sleeps until a socket is readable or `next_timer()` has come. All readable
-# frames go in before a due timer does (protocol C).
+# frames go in before a due timer does (protocol, Monotonic clocks).
 
 
 ROUND_TRIPS = 10
@@ -491,8 +491,8 @@ class Session:
     def expect(self, blob: BlobId, size: int, digest: int, reassembly: Reassembly | None, now: float) -> Reassembly:
         """Allow the peer to send an announced blob. Ends in BlobReceived or BlobCorrupt.
 
-        A `reassembly` of an earlier session is continued if size and digest are equal (protocol Q), else a new one is
-        begun. Keep the one returned to resume after this session.
+        A `reassembly` of an earlier session is continued if size and digest are equal
+        (protocol, Acknowledgements), else a new one is begun. Keep the one returned to resume after this session.
 
         Raises:
             AlreadyUnderWay, LimitReached: expected already; too many blobs at once.
@@ -611,7 +611,7 @@ class Session:
         """Do what is due.
 
         A call much later than `next_timer()` asked for means that this process stood still: the time is not held
-        against the peer (protocol C).
+        against the peer (protocol, Monotonic clocks).
         """
         due = self.next_timer()
         if due is None or now < due:

@@ -1,4 +1,4 @@
-"""What a session moved, counted as ZeroMQ puts it on the wire: the figures behind `bytes_up` and `bytes_down`."""
+"""Bytes and frames of a session as ZeroMQ sends them: the source of `bytes_up` and `bytes_down`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -14,7 +14,7 @@ from farloop.wire.meter import Meter
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, RemoteProtocolError
 from farloop.wire.traffic import Traffic
 
-# --- Flow control of one blob: what its sender may send (`Outgoing`) and what its receiver allows (`Incoming`).
+# --- Flow control of one blob: its sender (`Outgoing`) and its receiver (`Incoming`)
 
 
 _SLOWEST_LINK_BYTES_PER_S = 64 << 10
@@ -179,7 +179,7 @@ class Incoming:
         return Credit(blob=self.blob, received=self._credited, limit=self.limit)
 
 
-# --- All blobs of one session: taking turns on the way out, sorted by key on the way in.
+# --- All blobs of a session: outgoing in turns, incoming by key
 
 
 _FINISHED_KEYS = 1024
@@ -400,7 +400,7 @@ class Transfers:
         return self._waits_since + self._stall_s
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: that is not held against the peer (protocol C)."""
+        """This process stood still: that is not held against the peer (protocol, Monotonic clocks)."""
         if self._waits_since is not None:
             self._waits_since += seconds
         for incoming in self._incoming.values():

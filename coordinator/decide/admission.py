@@ -1,4 +1,4 @@
-"""Who and what is let in: a node into the run, a delta into its window. Every refusal has its reason. Pure.
+"""Whether a hello or an offer is accepted, and the reason of every refusal.
 
 What a node says of its own work decides what its deltas weigh and how long everybody's rounds are: it is held against
 what the work can have been, and never refused to who is merely late.
@@ -111,13 +111,15 @@ def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int
     """Inner steps that a delta of this base can hold.
 
     They are of the rounds since the base was made, and of the one that a node was in when it got it, which it may have
-    begun long before; then it jumps to the run's (protocol A). That is known by the last slot's windows, which may be a
+    begun long before; then it jumps to the run's round. That is known by the last slot's windows, which may be a
     round behind this fragment's; as many as updates may be late where they are not waited for.
     """
     kept, plans = [revision.terms for revision in ledger.revisions.kept], ledger.rounds.values()
-    behind = max(terms.max_stale_rounds for terms in kept) if kept[0].on_late_update == "continue" else 1
+    behind = (
+        max(terms.schedule.max_stale_rounds for terms in kept) if kept[0].schedule.on_late_update == "continue" else 1
+    )
     begun = ledger.round_of(fragment, base) - behind
-    if kept[0].mix == 1.0:  # nothing is ever mixed in: the work is that since the last send, however long ago
+    if kept[0].schedule.mix == 1.0:  # nothing is ever mixed in: the work is that since the last send, however long ago
         begun = 0
     oldest = ledger.rounds[min(ledger.rounds)]
     forgotten = oldest.start if begun < oldest.index else 0
@@ -162,7 +164,7 @@ def last_position(ledger: Ledger) -> int:
 
 
 def _longest(ledger: Ledger) -> int:
-    return max(revision.terms.steps for revision in ledger.revisions.kept)
+    return max(revision.terms.schedule.steps for revision in ledger.revisions.kept)
 
 
 def samples_untrue(progress: Progress, member: Member, ledger: Ledger) -> str | None:
@@ -191,7 +193,7 @@ def _tokens_untrue(tokens: int, steps: int, ledger: Ledger, holds: Part) -> str 
     """
     terms = ledger.spec.terms
     if ledger.spec.identity.num_samples:
-        granted = steps * terms.batch_sequences * terms.sequence_tokens
+        granted = steps * terms.inner.batch_sequences * terms.inner.sequence_tokens
         most = granted if is_source(holds) else granted * MOST_MEMBERS
         return None if 0 <= tokens <= most else f"{tokens} tokens in {steps} inner steps, which have {most} at most"
     return None if 0 <= tokens <= steps * MOST_TOKENS else f"{tokens} tokens in {steps} inner steps"

@@ -19,7 +19,7 @@ from farloop.wire import messages as msg
 from farloop.wire.messages import SINCE, AnchorRef, Held, Hello
 from farloop.wire.reasons import Reason
 
-# --- What nodes say that they hold, against each other and against an old copy of the state (protocol, Adoption).
+# --- Survey of what nodes hold (protocol, Adoption)
 #
 # Of each fragment it finds the newest version that somebody can bring, and what speaks against going on from there: two
 # digests of one version, terms or rounds that nobody tells.
@@ -204,7 +204,7 @@ def rounds_since(
         terms = terms.and_then(revision)
     for window in windows:
         ours = terms.of_window(window.fragment, window.window)
-        if dict(window.codec_up_of).keys() != dict(ours.codec_up_of).keys():
+        if dict(window.codec_up_of).keys() != dict(ours.codecs.up_of).keys():
             raise Unknown(f"window {window.window} of fragment {window.fragment} is told of with codecs of other nodes")
     told = {plan.index: plan for one in held for plan in one.rounds}
     plans = dict(ledger.rounds)
@@ -220,7 +220,7 @@ def rounds_since(
     return tuple(plan for index, plan in plans.items() if ledger.rounds.get(index) != plan)
 
 
-# --- Going on from what nodes hold: a coordinator over an old copy of its state learns what came after it.
+# --- Adoption: continue an old copy of the state from what nodes hold
 #
 #     listen   every node that greets says what it holds: it is let in for that alone, and told nothing
 #     fetch    the newest version of each fragment that somebody holds comes up, is held against the digest that was
@@ -303,7 +303,7 @@ class Adoption:
         return self._look(now)
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still, and nobody could come (protocol C)."""
+        """This process stood still, and nobody could come (protocol, Monotonic clocks)."""
         self.began_at += seconds
         for claim in self._claims.values():
             claim.heard_at += seconds

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable
 from statistics import median
 from typing import Final
 
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
-from farloop.algo.spec import Fragment, NodeId, RoundPlan, Terms
+from farloop.algo.spec import Fragment, NodeId, RoundPlan
 from farloop.algo.stages import Part, is_in
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
@@ -19,53 +19,45 @@ from farloop.coordinator.decide.hold import ALARM as STORAGE
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import WindowCommitted
 from farloop.coordinator.decide.roster import Member
+from farloop.coordinator.decide.run_state import RunState, speeds_of
 from farloop.coordinator.decide.windows import Window
 from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason
 
-# --- How long a window waits for those who are later than its quorum: as long as they have lately been late.
+# --- Straggler grace
 #
-# A guessed constant is wrong on every network but one. What counts is how late deltas came after the quorum of the
-# window they name, whether it was still open or not (arXiv 2604.21428 has a grace window of this kind; the rule is
-# ours).
+# A fixed time fits one network only. Windows wait as long as deltas have recently been late after the quorum of the
+# window that they name, open or not (arXiv 2604.21428 has such a grace window; this rule is our own).
 
 
 _MEMORY: Final = 64
 """Recent deltas, and windows, that are remembered."""
 
 _SHARE: Final = 0.5
-"""Of a window's usual time to its quorum: who is later than that is not waited for, or all would run at its pace."""
+"""Of a window's usual time to its quorum. Waiting longer would slow all nodes down to the slowest."""
 
 _HEADROOM: Final = 2.0
-"""Times the greatest lateness seen: the next one may well be greater."""
+"""Factor on the greatest lateness seen: the next one may be greater."""
 
 
-class StragglerGrace:
-    """What was seen of arrivals, and what follows for open windows. Forgotten at a restart."""
+class Lateness:
+    """How late deltas came after the quorum of the window that they name, and how long windows wait from that."""
 
-    def __init__(self, terms: Terms, quorum_of: Callable[[Window], int | None] | None = None) -> None:
-        """`quorum_of`: a window's own quorum; that of `terms` unless given."""
-        self._enabled = method_named(terms.method).grace
-        self._quorum_of = quorum_of or (lambda window: terms.quorum)
+    def __init__(self) -> None:
         self._quorum_at: dict[tuple[int, int], float] = {}
         """Of recent windows, by fragment and number."""
         self._lateness_s: deque[float] = deque(maxlen=_MEMORY)
         self._to_quorum_s: deque[float] = deque(maxlen=_MEMORY)
 
-    def came(self, offer: Offer, now: float) -> None:
-        """A delta is here; it is late by the time since the quorum of the window it names."""
-        self._lateness_s.append(now - self._quorum_at.get((offer.blob.fragment, offer.window), now))
+    def came(self, fragment: int, window: int, now: float) -> None:
+        """A delta is here; it is late by the time since the quorum of the window that it names."""
+        self._lateness_s.append(now - self._quorum_at.get((fragment, window), now))
 
-    def look_at(self, window: Window, now: float) -> None:
-        """Remember when an open window has its quorum."""
-        quorum = self._quorum_of(window)
-        if quorum is None or window.quorum_at is not None or window.toward_quorum < quorum:
-            return
-        window.quorum_at = now
-        self._to_quorum_s.append(now - window.opened_at)
-        fragment, number = window.terms.fragment, window.terms.window
-        self._quorum_at[fragment, number] = now
-        oldest = number - window.max_staleness
+    def has_quorum(self, fragment: int, window: int, opened_at: float, now: float, max_staleness: int) -> None:
+        """From now on others are late for it."""
+        self._to_quorum_s.append(now - opened_at)
+        self._quorum_at[fragment, window] = now
+        oldest = window - max_staleness
         self._quorum_at = {key: at for key, at in self._quorum_at.items() if key[0] != fragment or key[1] >= oldest}
 
     def clock_jumped(self, seconds: float) -> None:
@@ -81,6 +73,36 @@ class StragglerGrace:
         # The latest, not most of them: a delta that is left out costs its sender the next turn as well, and training
         # stands still nowhere in the meantime.
         return min(bound, _HEADROOM * max((late for late in self._lateness_s if late <= bound), default=0.0))
+
+
+class StragglerGrace:
+    """When open windows stop waiting for stragglers. Forgotten at a restart."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        """`enabled`: the method has a grace; without one, windows close at their quorum."""
+        self._enabled = enabled
+        self.lateness = Lateness()
+
+    def came(self, offer: Offer, now: float) -> None:
+        """A delta is here."""
+        self.lateness.came(offer.blob.fragment, offer.window, now)
+
+    def look_at(self, window: Window, quorum: int | None, now: float) -> None:
+        """Remember when an open window has its quorum."""
+        if quorum is None or window.quorum_at is not None or window.toward_quorum < quorum:
+            return
+        window.quorum_at = now
+        terms = window.terms
+        self.lateness.has_quorum(terms.fragment, terms.window, window.opened_at, now, window.max_staleness)
+
+    def clock_jumped(self, seconds: float) -> None:
+        """This process stood still: nobody was late by that."""
+        self.lateness.clock_jumped(seconds)
+
+    @property
+    def seconds(self) -> float | None:
+        """As `Lateness.seconds`."""
+        return self.lateness.seconds
 
     def until(self, window: Window) -> float | None:
         """When an open window that has its quorum stops waiting for the others; None: by no clock."""
@@ -100,13 +122,12 @@ class StragglerGrace:
         return self._enabled and (until is None or now < until)
 
 
-# --- That a run does not go on with the work of a few while many are connected: who is live has to be merged.
+# --- Participation check
 #
-# A node that is live and of which nothing was merged for some rounds is left out: refused, dropped, stalled,
-# quarantined, whatever the reasons say. Where too large a share of the live nodes is, a window may be about to make the
-# model that of the rest. Then the coordinator says so; and, where windows wait for all, it commits nothing until that
-# is mended: until they are merged again, or leave. Who leaves, drains, pauses or loses its connection is not live: a
-# run may shrink.
+# A live node is left out when none of its deltas was merged for some rounds, for any reason: refused, dropped, stalled
+# or quarantined. If too large a share of the live nodes is left out, the model would become that of the others. Then
+# the coordinator raises an alarm and, where windows wait for all nodes, commits nothing until these nodes are merged
+# again or leave. Nodes that leave, drain, pause or disconnect are not live: a run may shrink.
 
 
 ROUNDS: Final = 3
@@ -156,7 +177,7 @@ class ParticipationCheck:
         """By the newest terms, whether a window has them yet or not: who sets a quorum says that some may be left."""
         if self._given_share is not None:
             return self._given_share
-        return FLOOR_SHARE if self._ledger.spec.terms.quorum is None else 0.0
+        return FLOOR_SHARE if self._ledger.spec.terms.admission.quorum is None else 0.0
 
     def committed(self, record: WindowCommitted) -> None:
         """A commit is durable."""
@@ -212,14 +233,13 @@ def _is_live(member: Member) -> bool:
     return member.progress is None or member.progress.state not in _TAKE_NO_PART
 
 
-# --- When windows close, with which deltas, and what is tried again: the commits that are decided (protocol D, E, O).
+# --- Closing of windows, and retries of their commits
 #
-# Pure, like the machine whose part it is. A decision stands: once a window is closing, its draft is tried until it is
-# durable, or until it turns out that no arithmetic can hold it.
+# A decision stands: the draft of a closing window is retried until it is durable, or until its sum overflows.
 
 
 SILENT: Final = "silent "
-"""Begin of the alarm that names a node for which no window waits."""
+"""Prefix of the alarm of a node that no window waits for."""
 
 QUARANTINE: Final = "quarantine of "
 
@@ -228,34 +248,17 @@ RETRY_S: Final = 1.0
 
 
 class Closing:
-    """The windows of one machine on their way to a commit."""
+    """Closes windows and retries their commits."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        decisions: Decisions,
-        windows: Mapping[int, Window],
-        alarms: MutableMapping[str, str],
-        *,
-        now: float,
-        floor_share: float | None,
-        members: Callable[[], Mapping[NodeId, Member]],
-        drops_silent: bool,
-        speeds: Callable[[], Mapping[NodeId, float]],
-        stands_still: Callable[[], bool],
-    ) -> None:
-        """`windows` are the open ones, by fragment. `drops_silent`: whether a window goes on without a node that misses
-        its deadline. `speeds`: inner steps a second, of who deals with rounds of their
-        own; `stands_still`: whether no window may close now."""
-        self._ledger, self._decisions, self._windows, self._alarms = ledger, decisions, windows, alarms
-        self._members, self._speeds, self._stands_still = members, speeds, stands_still
-        self.grace = StragglerGrace(ledger.spec.terms, lambda window: ledger.terms_at(window.terms).quorum)
-        self.guard = ParticipationCheck(ledger, floor_share)
-        self.node_deadlines = Deadlines(ledger, members, now=now, drops=drops_silent)
-        self.now = now
-        """The machine's; whoever changes it calls what follows from it."""
+    def __init__(self, run: RunState, decisions: Decisions, *, floor_share: float | None, drops_silent: bool) -> None:
+        """`drops_silent`: whether a window goes on without a node that misses its deadline."""
+        self._run, self._decisions = run, decisions
+        self._ledger, self._windows, self._alarms = run.ledger, run.windows, run.alarms
+        self.grace = StragglerGrace(enabled=method_named(run.ledger.spec.terms.method).grace)
+        self.guard = ParticipationCheck(run.ledger, floor_share)
+        self.node_deadlines = Deadlines(run, drops=drops_silent)
         self._commits: dict[int, ev.Commit] = {}
-        """Of the windows that are closing. A decision stands: after a failure it is tried again (protocol O)."""
+        """Of the windows that are closing. A decision stands: after a failure it is tried again (commit order)."""
         self._retry_at: dict[int, float] = {}
         self._ahead: set[int] = set()
         """Fragments whose windows could close, and wait for another stage's."""
@@ -269,19 +272,19 @@ class Closing:
 
     def try_one(self, fragment: int) -> None:
         """Close the fragment's window, if it can be."""
-        if self._stands_still():
+        if self._run.stands_still:
             return
         window = self._windows[fragment]
         terms = self._ledger.terms_at(window.terms)
-        quorum = None if window.needs_steps and window.terms.final else terms.quorum
-        patient = self.grace.lasts(window, self.now)
-        why = window.why_close(quorum, terms.floor, patient=patient)
+        quorum = None if window.needs_steps and window.terms.final else terms.admission.quorum
+        patient = self.grace.lasts(window, self._run.now)
+        why = window.why_close(quorum, terms.admission.floor, patient=patient)
         if why is not None and self._screened(window):
-            why = window.why_close(quorum, terms.floor, patient=patient)
+            why = window.why_close(quorum, terms.admission.floor, patient=patient)
         short = f"floor of fragment {fragment}"
         self._alarms.pop(short, None)
         if why is None:
-            if lacking := window.short_of(terms.floor):
+            if lacking := window.short_of(terms.admission.floor):
                 self._alarms[short] = lacking
             return
         if self._held(window):
@@ -290,7 +293,7 @@ class Closing:
             self._ahead.add(fragment)
             return
         self._ahead.discard(fragment)
-        if len(window.contributors) < terms.floor:
+        if len(window.contributors) < terms.admission.floor:
             window.make_void(why)
         self.fix_rounds()
         window.state = "closing"
@@ -301,7 +304,7 @@ class Closing:
         self._decisions.do(commit)
 
     def fix_rounds(self) -> None:
-        """Fix what the open windows need: the round after the newest of theirs (protocol B).
+        """Fix what the open windows need: the round after the newest of theirs (protocol, Window terms).
 
         A window of round r may close before any of round r − 1 did, and a restart may find a commit whose round is not
         in the journal.
@@ -314,32 +317,32 @@ class Closing:
         more than its speed allows. The stages of a cut model do as many as each other."""
         layout, terms = self._ledger.spec.identity.layout, self._ledger.terms_in(plan.index)
         by_speed = method_named(terms.method).per_node_h and layout.num_stages == 1
-        rates = self._speeds() if by_speed else {}
-        return schedule.dealt(plan, layout.slots, rates=rates, shares=terms.h_share_of)
+        rates = speeds_of(self._run.members.values()) if by_speed else {}
+        return schedule.dealt(plan, layout.slots, rates=rates, shares=terms.schedule.h_share_of)
 
     def _held(self, window: Window) -> bool:
-        """Whether too few of the live nodes would be part of the run, if this window closed now."""
+        """Whether too few of the live nodes would be merged if this window closed now."""
         fragment = self._ledger.fragment(window.terms.fragment)
         about = f"{ALARM} in stage {fragment.stage}" if fragment.stage else ALARM
-        self.guard.look(self._members().values())
+        self.guard.look(self._run.members.values())
         self._alarms.pop(about, None)
         if alarm := self.guard.alarm(window.contributors, fragment):
             self._alarms[about] = alarm
         return self.guard.holds_stage(fragment.stage)
 
     def _screened(self, window: Window) -> bool:
-        """Leave out what must not be merged. Whether there was any."""
+        """Refuse deltas that must not be merged; whether there were any."""
         ledger, holders = self._ledger, self._ledger.holders(window.terms.fragment)
         refusals = ledger.screening.verdicts(window.terms, list(window.inputs.values()), ledger.rounds, holders)
         for refusal in refusals:
             window.refuse(refusal)
         return bool(refusals)
 
-    # --- what became of it
+    # --- outcomes
 
     def committed(self, record: rec.WindowCommitted, closed: Window) -> None:
         """It is durable; the ledger knows."""
-        self.node_deadlines.committed(closed, self.now)
+        self.node_deadlines.committed(closed, self._run.now)
         del self._commits[record.fragment]
         self._alarms.pop(f"commit of fragment {record.fragment}", None)
         self.guard.committed(record)
@@ -362,27 +365,27 @@ class Closing:
             self.try_one(fragment)
 
     def failed(self, event: ev.CommitFailed) -> None:
-        """Nothing was changed: the same is tried again soon."""
+        """Nothing was changed: the commit is retried after `RETRY_S`."""
         self._alarms[f"commit of fragment {event.fragment}"] = event.detail
-        self._retry_at[event.fragment] = self.now + RETRY_S
+        self._retry_at[event.fragment] = self._run.now + RETRY_S
 
     def too_much(self, event: ev.SumOverflow) -> None:
-        """A sum that fp32 does not hold will not be held at the next attempt either: the longest delta is left out."""
+        """The sum overflows fp32 and would again: leave the longest delta out."""
         window = self._windows[event.fragment]
         if event.longest is None:
             self._alarms[f"commit of fragment {event.fragment}"] = event.detail
             return  # a window without deltas takes no step; what it publishes is finite, or no version ever was
         del self._commits[event.fragment]
         window.refuse(rec.Refusal(blob=event.longest, reason=Reason.TOO_MUCH, detail=event.detail))
-        window.open_again(self._ledger.inputs, self._ledger.terms_at(window.terms).quorum)
+        window.open_again(self._ledger.inputs, self._ledger.terms_at(window.terms).admission.quorum)
         self.try_one(event.fragment)
 
     def look(self) -> None:
-        """After any event: it may have mended what the guard holds the run for, and what alarms tell of."""
+        """After any event: end alarms and a participation hold whose cause is gone."""
         self.look_for_progress()
         if not self.guard.holds:
             return
-        self.guard.look(self._members().values())
+        self.guard.look(self._run.members.values())
         if not self.guard.left_out():
             self.guard.let_go()
             for about in [about for about in self._alarms if about.startswith(ALARM)]:
@@ -392,13 +395,13 @@ class Closing:
     # --- time
 
     def deadlines(self) -> list[float]:
-        """When `pass_time` has something to do."""
-        late = self.node_deadlines.timers(self._windows, self.now)
-        return [*self._retry_at.values(), *self.grace.deadlines(self._windows.values(), self.now), *late]
+        """When to call `pass_time`."""
+        late = self.node_deadlines.timers(self._windows, self._run.now)
+        return [*self._retry_at.values(), *self.grace.deadlines(self._windows.values(), self._run.now), *late]
 
     def pass_time(self) -> None:
         """Try again what failed, and close what has waited long enough."""
-        for fragment in [f for f, at in self._retry_at.items() if at <= self.now]:
+        for fragment in [f for f, at in self._retry_at.items() if at <= self._run.now]:
             del self._retry_at[fragment]
             self._decisions.do(self._commits[fragment])
         self._drop_overdue()
@@ -406,30 +409,30 @@ class Closing:
         self.look_for_progress()
 
     def look_for_progress(self) -> None:
-        """Say so where nothing is committed for longer than usual, and who owes what; and whom no window waits for."""
+        """Raise an alarm when nothing was committed for longer than usual, and for nodes that no window waits for."""
         for what in [what for what in self._alarms if what == NO_PROGRESS or what.startswith(SILENT)]:
             del self._alarms[what]
-        for node, why in self.node_deadlines.resting(self.now).items():
+        for node, why in self.node_deadlines.resting(self._run.now).items():
             self._alarms[f"{SILENT}{node}"] = why
-        if self._stands_still() or self.guard.holds or STORAGE in self._alarms:
+        if self._run.stands_still or self.guard.holds or STORAGE in self._alarms:
             return  # that has an alarm of its own
-        if alarm := self.node_deadlines.alarm(self._windows, self.now):
+        if alarm := self.node_deadlines.alarm(self._windows, self._run.now):
             self._alarms[NO_PROGRESS] = alarm
 
     def _drop_overdue(self) -> None:
         """The windows that are due go on without the nodes that missed their deadline."""
-        if self._stands_still() or STORAGE in self._alarms:
-            return self.node_deadlines.held(self.now)
-        for window, node in self.node_deadlines.overdue(self._windows, self.now):
+        if self._run.stands_still or STORAGE in self._alarms:
+            return self.node_deadlines.held(self._run.now)
+        for window, node in self.node_deadlines.overdue(self._windows, self._run.now):
             if node in window.missing:
-                self.node_deadlines.missed(window, node, self.now)
-                expects = self.node_deadlines.expects(node, self.now)
+                self.node_deadlines.missed(window, node, self._run.now)
+                expects = self.node_deadlines.expects(node, self._run.now)
                 for one in [window] if expects else self._windows.values():
                     if one.state == "open" and node in one.missing:
                         one.removed[node] = Reason.LATE
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: every deadline moves (protocol C)."""
+        """This process stood still: every deadline moves (protocol, Monotonic clocks)."""
         for window in self._windows.values():
             window.opened_at += seconds
             window.quorum_at = None if window.quorum_at is None else window.quorum_at + seconds

@@ -1,4 +1,4 @@
-"""How long a window waits for a node that owes it a delta: a multiple of what that node usually takes. Pure.
+"""How long a window waits for a node that owes it a delta: a multiple of the node's usual time.
 
 A node may be connected, report whatever it likes, and never send. What it reports is not believed here: only its stored
 deltas say how long it takes. A slow node on a thin link is slow in every window, so its own deadline is long; a node
@@ -9,15 +9,15 @@ All in memory: after a restart everything is learnt again.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import Final
 
 from farloop.algo import schedule
 from farloop.algo.spec import NodeId
-from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.decide.roster import SLOW_TASKS, STALL_S, Member
+from farloop.coordinator.decide.roster import SLOW_TASKS, STALL_S
+from farloop.coordinator.decide.run_state import RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.monitoring.units import duration_text
 from farloop.wire.messages import Offer
@@ -86,11 +86,9 @@ class _Pace:
 class Deadlines:
     """Of one coordinator."""
 
-    def __init__(
-        self, ledger: Ledger, members: Callable[[], Mapping[NodeId, Member]], *, now: float, drops: bool
-    ) -> None:
+    def __init__(self, run: RunState, *, drops: bool) -> None:
         """`drops`: whether a node that misses its deadline is dropped from the window; else it is only told."""
-        self._ledger, self._members, self._drops = ledger, members, drops
+        self._ledger, self._run, self._drops = run.ledger, run, drops
         self._paces: dict[NodeId, _Pace] = {}
         self._opened_at: dict[tuple[int, int], float] = {}
         """Of recent windows, by fragment and number."""
@@ -100,7 +98,7 @@ class Deadlines:
         """(node, fragment) → newest window that it offered a delta for."""
         self._middle_s = 0.0
         """The usual time of the quicker half of the nodes."""
-        self._moved_at = now
+        self._moved_at = run.now
         """Of the last commit. Nodes that wait for one window cannot serve the next: its commit gives them all their
         time again."""
 
@@ -134,7 +132,7 @@ class Deadlines:
         """A window was committed."""
         self._windows_took.append((now - window.opened_at, self._steps(window.terms.round, None)))
         self._moved_at = now
-        here = self._members()
+        here = self._run.members
         self._paces = {node: pace for node, pace in self._paces.items() if node in here}
         self._offered = {key: number for key, number in self._offered.items() if key[0] in here}
 
@@ -240,7 +238,7 @@ class Deadlines:
         else:
             usual = min(pace.usual_s, _MOST * self._middle_s)
             allowed = max(FLOOR_S, MULTIPLE * usual * _longer(steps, pace.steps))
-        member = self._members().get(node)
+        member = self._run.members.get(node)
         return allowed * (SLOW_TASKS if member is not None and member.evaluates else 1.0)
 
     # --- how
@@ -266,7 +264,7 @@ class Deadlines:
         return [(node, self._since(window, node), self.allowed_s(window, node)) for node in sorted(window.missing)]
 
     def _since(self, window: Window, node: NodeId) -> float:
-        member = self._members().get(node)
+        member = self._run.members.get(node)
         return max(window.opened_at, self._moved_at, member.awaited_since if member is not None else 0.0)
 
     def _steps(self, round_index: int, node: NodeId | None) -> int:
@@ -295,7 +293,7 @@ class Deadlines:
     def _first_s(self, window: Window, steps: int) -> float:
         """For a node of which too little is known: by the others' windows, by the steps of all, and a thin link."""
         usual, slots = self._usual_window_s, self._ledger.spec.identity.layout
-        known = [s for member in self._members().values() if (s := member.seconds_per_step) is not None]
+        known = [s for member in self._run.members.values() if (s := member.seconds_per_step) is not None]
         if usual is None and not known:
             return UNKNOWN_S
         slot = slots.fragments[window.terms.fragment].slot
@@ -309,7 +307,7 @@ class Deadlines:
         more = f" (and of {len(windows) - 1} more fragments)" if len(windows) > 1 else ""
         what = f"{node} owes its delta for window {window.terms.window} of fragment {window.terms.fragment}{more}"
         offered = self._offered.get((node, window.terms.fragment), 0) >= window.terms.window
-        member = self._members().get(node)
+        member = self._run.members.get(node)
         if member is None or member.session is None:
             state = "it is not connected"
         elif member.progress is None:

@@ -1,4 +1,4 @@
-"""What one call of the machine decides: commands in their order, and records, which are known at once. Pure."""
+"""Commands and records of one call of the machine, in order. Records take effect in the ledger at once."""
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as ev

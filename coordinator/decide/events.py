@@ -14,7 +14,7 @@ from farloop.wire.reasons import Reason
 
 SessionId = int
 
-# --- events
+# --- Events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ Event = (
 )
 
 
-# --- commands
+# --- Commands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ class ReceiveAnchor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
-    """Announce a commit, and send the bytes of its update from the journal under the node's credit (protocol R)."""
+    """Announce a commit, and send the bytes of its update from the journal under the node's credit (downlink)."""
 
     nodes: tuple[NodeId, ...]
     committed: Committed
@@ -228,7 +228,7 @@ class OfferSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Sum the inputs in this order with these weights, step, encode, journal (protocol O); `draft` lacks digests."""
+    """Sum the inputs in this order with these weights, step, encode, journal (commit order); `draft` lacks digests."""
 
     draft: WindowCommitted
     codec_down: str

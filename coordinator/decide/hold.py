@@ -1,4 +1,4 @@
-"""What waits for the disk, and why. While anything does, the run is held: nothing new is committed (protocol O)."""
+"""The hold of a run while something waits for room on the disk: nothing new is committed (protocol, Commit order)."""
 
 import logging
 from collections.abc import MutableMapping
@@ -8,7 +8,7 @@ from farloop.coordinator.errors import NoRoom
 _log = logging.getLogger(__name__)
 
 ALARM = "storage"
-"""The alarm that says what is wrong and how to mend it, for as long as it is."""
+"""The alarm that says what is wrong and how to fix it, for as long as it is."""
 
 
 class StorageHold:
@@ -24,14 +24,14 @@ class StorageHold:
     def begin(self, what: str, why: NoRoom) -> None:
         """`what` did not fit, and will be tried again."""
         if not self._waiting:
-            _log.warning("held what=%r why=%r mend=%r", what, str(why), why.mend)
+            _log.warning("storage hold begin what=%r why=%r fix=%r", what, str(why), why.fix)
         self._waiting[what] = why
         self._tell()
 
     def end(self, what: str) -> None:
         """`what` fits now, if it ever did not."""
         if self._waiting.pop(what, None) and not self._waiting:
-            _log.info("goes on what=%r", what)
+            _log.info("storage hold end what=%r", what)
         self._tell()
 
     def _tell(self) -> None:
@@ -40,4 +40,4 @@ class StorageHold:
             return
         why = next(iter(self._waiting.values()))
         names = ", ".join(self._waiting)
-        self._alarms[ALARM] = f"the run is held: {names} must wait: {why}; {why.mend}, and it goes on by itself"
+        self._alarms[ALARM] = f"the run is held: {names} must wait: {why}; {why.fix}, and it goes on by itself"

@@ -1,8 +1,8 @@
-"""Which samples belong to whom: ranges of the endless stream of data passes, granted to nodes. Pure.
+"""Sample leases: ranges of the endless stream of data passes, granted to nodes.
 
 A position below the frontier is free (it came back), held (granted, and in no stored delta yet) or trained (granted to
 one start of a node, which has stored a delta since it used it). No position is granted twice unless it came back, and
-what comes back is in no stored delta (protocol "Data leases").
+what comes back is in no stored delta (protocol, Data leases).
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The coordinator's durable knowledge, as a fold over journal records. Pure.
+"""The coordinator's durable knowledge as a fold over journal records.
 
 The running machine and a restart build it by the same `apply`, so that what was decided before a crash is what is
 known after it. Sessions, expectations and deadlines are not durable: they live in `machine.py` and `membership.py`.
@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from farloop.algo import schedule
 from farloop.algo.revisions import Revisions
-from farloop.algo.spec import BlobId, Fragment, NodeId, Revision, RoundPlan, RunSpec, Terms, WindowTerms
+from farloop.algo.spec import BlobId, Fragment, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
 from farloop.algo.stages import Part, fragments_of
+from farloop.algo.terms import Terms
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.leases import Leases, Owner
 from farloop.coordinator.decide.screening import VERDICTS, Screening
@@ -18,7 +19,7 @@ from farloop.wire.messages import AnchorRef, Committed, Offer
 from farloop.wire.reasons import Reason
 
 HISTORY_VERSIONS = 16
-"""Commits a fragment remembers for those who come back (protocol R asks for 7 at least)."""
+"""Commits a fragment remembers for those who come back, at least 7 (protocol, Downlink)."""
 
 ROUNDS_KEPT = 1024
 """Rounds before those of the open windows that are remembered: a restart repeats the commits of a few of them."""
@@ -41,7 +42,7 @@ class Ledger:
     """With the terms of the newest revision; what a window or a round runs under, say `terms_of` and `terms_in`."""
     epoch: int = 0
     history: int = 0
-    """Epoch in which the run was last wound back, or adopted; 0 where it never was (protocol S)."""
+    """Epoch in which the run was last wound back, or adopted; 0 where it never was (fencing and old copies)."""
     epoch_seen: int = 0
     """Highest epoch that a node had met and this state had not."""
     versions: list[int] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Ledger:
 
     @classmethod
     def begin(cls, started: rec.RunStarted) -> "Ledger":
-        """A new run: version 0 of everything, window 1 open, rounds 0 and 1 fixed (protocol B)."""
+        """A new run: version 0 of everything, window 1 open, rounds 0 and 1 fixed (protocol, Window terms)."""
         spec = started.spec
         ledger = cls(spec=spec, epoch=started.epoch, versions=[0] * len(spec.identity.layout.fragments))
         plans = started.rounds or schedule.first_rounds(spec.terms)
@@ -236,7 +237,7 @@ class Ledger:
         self.rounds = {index: fixed for index, fixed in self.rounds.items() if index >= oldest}
 
     def _adopt(self, record: rec.Adopted) -> None:
-        """Go on from what nodes held. Who follows another history has nothing of this one (protocol S)."""
+        """Go on from what nodes held. Who follows another history has nothing of this one (fencing and old copies)."""
         self.epoch = self.history = record.epoch
         self.inputs = {}
         for revision in record.revisions:
@@ -276,7 +277,7 @@ class Ledger:
         return self.revisions.kept if len(self.revisions.kept) > 1 else ()
 
     def terms_of(self, fragment: int, window: int, round_index: int | None = None) -> Terms:
-        """What this window runs under (protocol Z)."""
+        """What this window runs under (protocol, Versions and compatibility)."""
         return self.revisions.of_window(fragment, window, round_index)
 
     def terms_at(self, window: WindowTerms) -> Terms:
@@ -288,7 +289,7 @@ class Ledger:
         return self.revisions.of_round(round_index)
 
     def next_round_to_fix(self) -> RoundPlan | None:
-        """The round that the first commit of a window of round r fixes: r + 2 (protocol B); None when it is fixed."""
+        """The round that the first commit of a window of round r fixes: r + 2 (window terms); None when it is fixed."""
         newest = self.rounds[max(self.rounds)]
         reached = max((self.windows[f].round for f in self.windows), default=newest.index)
         return schedule.round_after(self.terms_in(newest.index + 1), newest) if newest.index < reached + 1 else None
@@ -350,7 +351,7 @@ class Ledger:
     def h(self) -> int:
         """Inner steps of the current round; the run's, where all rounds but a short last one have as many."""
         terms = self.terms_in(self.current_round)
-        return terms.h if terms.h_rule == "constant" else self.rounds[self.current_round].length
+        return terms.schedule.h if terms.schedule.h_rule == "constant" else self.rounds[self.current_round].length
 
     def rounds_ahead(self) -> tuple[RoundPlan, ...]:
         """The fixed rounds that a node may still need."""
@@ -366,8 +367,8 @@ class Ledger:
     def updates_after(self, fragment: int, held: AnchorRef | None) -> list[Committed] | None:
         """The commits that lead from the anchor that a node holds to the current one; None where it needs a snapshot.
 
-        Updates if they are all remembered and no more bytes than a snapshot (protocol R). An anchor with another digest
-        is of another history (protocol S).
+        Updates if they are all remembered and no more bytes than a snapshot (downlink). An anchor with another digest
+        is of another history (protocol, Fencing and old copies).
         """
         if held is None or held.digest != self.anchor_digest(fragment, held.version):
             return None
@@ -407,8 +408,8 @@ class Ledger:
 
     def outcome_reason(self, blob: BlobId, window: int) -> Reason | None:
         """Why a delta for `window` cannot be taken any more; None while its window is open and its base fits."""
-        version, lag = self.versions[blob.fragment], self.spec.terms.lag
-        staleness = self.terms_of(blob.fragment, version + 1).max_staleness  # of the window that is open
+        version, lag = self.versions[blob.fragment], self.spec.terms.schedule.lag
+        staleness = self.terms_of(blob.fragment, version + 1).admission.max_staleness  # of the window that is open
         if window + staleness <= version:
             return Reason.LATE
         if window > version + 1 or blob.fragment not in self.windows:

@@ -1,6 +1,7 @@
-"""Which evaluations are waited for: of the nodes that were asked, one answer each (protocol J). Pure.
+"""The decisions of the coordinator: events in, commands out (`events.py`).
 
-An evaluation is kept for as long as the run, and shown to everybody: nobody can add one unasked.
+What must survive a crash goes through the journal into the `Ledger`; nodes are told after the record that makes it
+true. The caller passes the time. `membership.py` decides who takes part, `closing.py` when windows close.
 """
 
 import dataclasses
@@ -21,19 +22,24 @@ from farloop.coordinator.decide.membership import Membership
 from farloop.coordinator.decide.revising import revision_of
 from farloop.coordinator.decide.rollback import RollbackGuard
 from farloop.coordinator.decide.roster import EXPIRE_S, Member, look_after_stages
+from farloop.coordinator.decide.run_state import RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 _MEMORY: Final = 16
-"""Questions without an answer that are remembered: a node may go away before it gives one."""
+"""Unanswered questions that are remembered: a node may leave before it answers."""
 
 
 class Evaluations:
-    """The open questions of one incarnation of the coordinator. Versions are those of the last fragment."""
+    """Evaluations that nodes were asked for: each may be answered once, by the node that was asked.
+
+    Evaluations are kept as long as the run and shown to all, so an unasked one is not taken. Versions are those of the
+    last fragment.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
-        """Whom the incarnation before has asked is not known: what it may have asked for, any node may answer once."""
+        """Any node may answer once what an earlier incarnation asked for: the nodes it asked are not known."""
         self._ledger, self._last = ledger, len(ledger.versions) - 1
         self._asked: dict[int, NodeId] = {}
         known = [evaluation.versions[self._last] for evaluation in ledger.evaluations]
@@ -42,7 +48,7 @@ class Evaluations:
 
     @property
     def evaluator(self) -> NodeId | None:
-        """Who was asked last, and has not answered."""
+        """The node that was asked last and has not answered."""
         return self._asked[max(self._asked)] if self._asked else None
 
     def ask(self, version: int, node: NodeId) -> None:
@@ -75,15 +81,11 @@ class Evaluations:
             self._asked = {v: who for v, who in self._asked.items() if who != node or v > version}
 
 
-# --- The coordinator's decisions: what a window merges, when it closes, what happens next.
-#
-# Events in, commands out (`coordinator/decide/events.py`). What must outlive a crash goes through the journal into the
-# `Ledger`; what is told to nodes follows the record that makes it true. Time is the `now` that the shell hands in. Who
-# takes part is decided in `membership.py`.
+# --- The machine
 
 
 REPORT, ANCHOR = "report of ", "anchor of "
-"""Alarms of one node that its next report, or delta, ends."""
+"""Prefixes of alarms that the next report, or delta, of the node ends."""
 
 
 class CoordinatorMachine:
@@ -107,32 +109,15 @@ class CoordinatorMachine:
         whether windows go on without a node that misses its deadline (`deadlines.py`). `adopt`: the ledger is an old
         copy's, and what nodes hold comes first (`adoption.py`).
         """
-        self.ledger = ledger
-        self.windows: dict[int, Window] = {}
-        self.alarms: dict[str, str] = {}
-        self._stopping, self._cut_in_stages = False, ledger.spec.identity.layout.num_stages > 1
+        self._run = run = RunState(ledger, now)
+        self.ledger, self.windows, self.members, self.alarms = ledger, run.windows, run.members, run.alarms
+        self._cut_in_stages = ledger.spec.identity.layout.num_stages > 1
         self._decisions = Decisions(ledger)
-        self._doubts = RollbackGuard(ledger, self._decisions, self.alarms)
-        self._closing = Closing(
-            ledger,
-            self._decisions,
-            self.windows,
-            self.alarms,
-            now=now,
-            floor_share=floor_share,
-            members=lambda: self.members,
-            drops_silent=drops_silent,
-            speeds=lambda: self._membership.speeds(),
-            stands_still=lambda: self._stands_still,
-        )
+        self._rollback = RollbackGuard(run, self._decisions)
+        self._closing = Closing(run, self._decisions, floor_share=floor_share, drops_silent=drops_silent)
+        gone_at = now + liveness_s
         self._membership = Membership(
-            ledger,
-            self._decisions,
-            self.windows,
-            self._closing.try_one,
-            self._doubts,
-            gone_at=now + liveness_s,
-            expire_s=expire_s,
+            run, self._decisions, self._closing, self._rollback, gone_at=gone_at, expire_s=expire_s
         )
         self._adoption = None if adopt is None else Adoption(ledger, self._decisions, self.alarms, adopt, now)
         self._evaluations = Evaluations(ledger)
@@ -151,28 +136,19 @@ class CoordinatorMachine:
         self._finish_if_over()
 
     @property
-    def members(self) -> dict[NodeId, Member]:
-        """Everybody who ever greeted."""
-        return self._membership.members
-
-    @property
     def in_quarantine(self) -> dict[NodeId, str]:
-        """Whose deltas are measured and not merged, and why."""
+        """Nodes whose deltas are measured but not merged, and why."""
         return self._closing.in_quarantine
 
     @property
     def grace(self) -> StragglerGrace:
-        """How long windows wait for those that are not there yet."""
+        """How long windows wait for stragglers."""
         return self._closing.grace
 
     @property
     def guard(self) -> ParticipationCheck:
         """Whether enough of the live nodes are part of the run."""
         return self._closing.guard
-
-    @property
-    def _now(self) -> float:
-        return self._closing.now
 
     @property
     def begun(self) -> bool:
@@ -182,28 +158,23 @@ class CoordinatorMachine:
     @property
     def holding(self) -> str | None:
         """Why nothing is committed until a person decides (`rollback.py`); None while all is well."""
-        return self._doubts.holding if self._adoption is None else self._adoption.waits
-
-    @property
-    def _stands_still(self) -> bool:
-        """No window closes, and no time passes."""
-        return self._stopping or self.holding is not None
+        return self._run.held if self._adoption is None else self._adoption.waits
 
     @property
     def awaited(self) -> list[NodeId]:
-        """Nodes that are connected, or may yet be back: who is not there to hear that the run is over never ends."""
+        """Nodes that are connected or may come back: a node that does not hear of the end never stops."""
         return self._membership.awaited
 
     def start(self) -> list[ev.Command]:
-        """What a restart owes right away: windows that can close."""
+        """Commands of a restart: windows that can close at once."""
         return self._decisions.take()
 
     def stop(self) -> None:
-        """This coordinator ends, and its farewells end the sessions: nobody is removed for that, and no window closes.
+        """This coordinator ends and closes its sessions: no node is removed for that, and no window closes.
 
-        What has come is durable: the next start closes what can close, and waits for the nodes (protocol C).
+        Stored deltas are durable: the next start closes what can close, and waits for the nodes (monotonic clocks).
         """
-        self._stopping = True
+        self._run.stopping = True
 
     def believes(self, node: NodeId, message: msg.Progress | msg.Evaluation) -> bool:
         """Whether a report or an evaluation will be taken from this node now."""
@@ -215,11 +186,11 @@ class CoordinatorMachine:
 
     @property
     def hold_claims(self) -> dict[NodeId, str]:
-        """The nodes that say this state is an old copy, and what each of them proves; empty where none holds it."""
-        return self._doubts.claims if self._adoption is None else {}
+        """Nodes that prove this state to be an old copy, with their proofs; empty while the run is not held."""
+        return self._rollback.claims if self._adoption is None else {}
 
     def revision_for(self, given: Mapping[str, str]) -> Revision:
-        """What the run would have from its next windows and round on. Raises ValueError, one sentence, if it cannot."""
+        """The revision that would give the run these terms. Raises ValueError, one sentence, if it cannot have them."""
         if self.holding is not None:
             raise ValueError(f"the run is held, and its state may be an old copy: {self.holding}")
         closing = {fragment for fragment, window in self.windows.items() if window.state == "closing"}
@@ -228,8 +199,8 @@ class CoordinatorMachine:
     # --- events
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
-        """Take one event; return what is to be done, in order."""
-        self._closing.now = now
+        """Take one event; return the commands, in order."""
+        self._run.now = now
         if self._adoption is not None:
             return self._adopting(self._adoption, event, now)
         held = self.holding
@@ -261,7 +232,7 @@ class CoordinatorMachine:
                 self._decisions.record(rec.TermsChanged(revision=revision))
                 self._membership.tell_revision(revision)
             case ev.HoldReleased():
-                self._doubts.release(now, "the run was released, and goes on without it")
+                self._rollback.release(now, "the run was released, and goes on without it")
             case ev.LeftOut(node=node):
                 self._membership.leave_out(node)
             case ev.AnchorStored() | ev.AnchorFailed():
@@ -276,26 +247,26 @@ class CoordinatorMachine:
 
     def _adopting(self, adoption: Adoption, event: ev.Event | None, now: float) -> list[ev.Command]:
         """Before the run goes on from what nodes hold."""
-        if not self._stopping and adoption.handle(event, now):
+        if not self._run.stopping and adoption.handle(event, now):
             self._adoption = None
             self._membership.clock_jumped(now - adoption.began_at)  # nobody could come to it
             self._begin()
         return self._decisions.take()
 
     def next_timer(self) -> float | None:
-        """When `handle_timer` wants to be called."""
+        """When to call `handle_timer`."""
         if self._adoption is not None:
-            return None if self._stopping else self._adoption.wakes_at
-        if self._stands_still:
+            return None if self._run.stopping else self._adoption.wakes_at
+        if self._run.stands_still:
             return None
         return min([*self._membership.deadlines(), *self._closing.deadlines()], default=None)
 
     def handle_timer(self, now: float) -> list[ev.Command]:
-        """Deadlines that have passed: of nodes, of windows, of commits to try again."""
-        self._closing.now = now
+        """Act on deadlines that have passed: of nodes, of windows, of commits to retry."""
+        self._run.now = now
         if self._adoption is not None:
             return self._adopting(self._adoption, None, now)
-        if self._stands_still:
+        if self._run.stands_still:
             return []
         self._membership.remove_overdue(now)
         self._forget_the_gone()
@@ -305,11 +276,11 @@ class CoordinatorMachine:
         return self._decisions.take()
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: every deadline moves (protocol C)."""
+        """This process stood still: every deadline moves (protocol, Monotonic clocks)."""
         if self._adoption is not None:
             self._adoption.clock_jumped(seconds)
         self._membership.clock_jumped(seconds)
-        self._doubts.clock_jumped(seconds)
+        self._rollback.clock_jumped(seconds)
         self._closing.clock_jumped(seconds)
 
     def check(self) -> None:
@@ -343,16 +314,16 @@ class CoordinatorMachine:
                 pass  # the session's own business
 
     def _look_at_hold(self, before: str | None) -> None:
-        """The run is held from now on, or not any more: then no deadline has come nearer meanwhile."""
+        """Begin or end a hold of the run. The time of a hold does not count toward deadlines."""
         if before is None and self.holding is not None:
             self._membership.send_away(self.holding)
         elif before is not None and self.holding is None:
-            self._membership.clock_jumped(self._doubts.held_s)
-            self._closing.clock_jumped(self._doubts.held_s)
+            self._membership.clock_jumped(self._rollback.held_s)
+            self._closing.clock_jumped(self._rollback.held_s)
             self._closing.try_all()
 
     def _reported(self, member: Member, progress: msg.Progress, now: float) -> None:
-        """A report that cannot be true counts for nothing, not even as a sign of progress."""
+        """Ignore a report that cannot be true: it is no sign of progress."""
         untrue = progress_untrue(progress, self.ledger, member.holds)
         if untrue is not None:
             self.alarms[f"{REPORT}{member.name}"] = untrue
@@ -363,7 +334,7 @@ class CoordinatorMachine:
         self._membership.reported(member, progress, now)
 
     def _evaluated(self, member: Member, evaluation: msg.Evaluation) -> None:
-        """Only who was asked is heard, and once: all of them are kept as long as the run."""
+        """Take the evaluation of a node that was asked, once."""
         asked = self._evaluations.asked(member.name, evaluation.versions, evaluation.position)
         if asked is None or member.stage != "training":
             return
@@ -374,7 +345,7 @@ class CoordinatorMachine:
         )
 
     def _mend(self, node: NodeId, fragments: set[int]) -> None:
-        """These anchors of a node did not match, and are not known to be mended."""
+        """Set the fragments of a node whose anchors did not match and are not known to be repaired."""
         self._mending.pop(node, None)
         self.alarms.pop(f"{ANCHOR}{node}", None)
         if fragments:
@@ -383,11 +354,8 @@ class CoordinatorMachine:
             self.alarms[f"{ANCHOR}{node}"] = f"fragment {which} did not match its digest"
 
     def _forget_the_gone(self) -> None:
-        """What is wrong in a node that is gone concerns nobody: it left, or was waited for and did not come back.
-
-        One that comes back says it again. A node whose session has just ended may come back to the same alarm.
-        """
-        self._doubts.pass_time(self._now)
+        """End the alarms of nodes that left or did not come back in time. One that comes back raises them again."""
+        self._rollback.pass_time(self._run.now)
         awaited = set(self.awaited)
         for node in self._mending.keys() - awaited:
             self._mend(node, set())
@@ -404,20 +372,22 @@ class CoordinatorMachine:
     # --- windows
 
     def _open(self, terms: WindowTerms) -> None:
-        """Open a window, with the deltas that came too late for the windows before, where the method takes them."""
+        """Open a window, with the deltas that were late for earlier windows where the method takes them."""
         ours = self.ledger.terms_at(terms)
-        expected = {n for n in self._membership.expected(terms) if self._closing.node_deadlines.expects(n, self._now)}
+        expected = {
+            n for n in self._membership.expected(terms) if self._closing.node_deadlines.expects(n, self._run.now)
+        }
         window = self.windows[terms.fragment] = Window(
             terms=terms,
-            max_staleness=ours.max_staleness,
+            max_staleness=ours.admission.max_staleness,
             alone=method_named(self.ledger.spec.terms.method).alone,
-            needs_steps=ours.on_late_update == "continue",
-            opened_at=self._now,
+            needs_steps=ours.schedule.on_late_update == "continue",
+            opened_at=self._run.now,
             expected=expected,
         )
         self._closing.node_deadlines.opened(window)
-        window.begin_with(self.ledger.inputs, ours.quorum)
-        self.grace.look_at(window, self._now)
+        window.begin_with(self.ledger.inputs, ours.admission.quorum)
+        self.grace.look_at(window, ours.admission.quorum, self._run.now)
 
     def _offered(self, member: Member, offer: msg.Offer) -> None:
         blob = offer.blob
@@ -432,7 +402,7 @@ class CoordinatorMachine:
         self._decisions.do(ev.Receive(offer=offer))
 
     def _refuse(self, member: Member, offer: msg.Offer, reason: Reason, detail: str) -> None:
-        """An offer has its outcome at once. Who claims what cannot be true has had its turn: nobody waits for more."""
+        """Refuse an offer at once. No window waits for another delta of a node whose claim cannot be true."""
         self._tell_outcome(member.name, offer, reason, detail)
         if reason in (Reason.CORRUPT, Reason.IMPLAUSIBLE, Reason.STALE_BASE) and offer.blob.node == member.name:
             self._give_up(offer, reason)
@@ -449,18 +419,19 @@ class CoordinatorMachine:
             return self._drop(offer, Reason.LATE, Reason.LATE.sentence)
         if self.ledger.holds_one_of(offer.blob.node, offer.blob.fragment):
             return self._drop(offer, Reason.OVERLAP, Reason.OVERLAP.sentence)
-        self.grace.came(offer, self._now)
-        self._closing.node_deadlines.came(offer, self._now)
+        self.grace.came(offer, self._run.now)
+        self._closing.node_deadlines.came(offer, self._run.now)
         self.ledger.apply(rec.InputStored.of(offer, payload))
         self._decisions.tell(offer.blob.node, msg.Stored(blob=offer.blob))
         if window.state == "open":  # else the next one may begin with it
             window.inputs[offer.blob] = offer
-            self.grace.look_at(window, self._now)
+            quorum = self.ledger.terms_at(window.terms).admission.quorum
+            self.grace.look_at(window, quorum, self._run.now)
         self._closing.try_all()  # what was seen of lateness says of others, too, that they have waited long enough
-        self._membership.start_ready(self._now, "none")
+        self._membership.start_ready(self._run.now, "none")
 
     def _drop(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
-        """A delta's outcome before its window closes (protocol E)."""
+        """A delta's outcome before its window closes (protocol, Delta outcomes)."""
         blob = offer.blob
         self._decisions.record(rec.InputDropped(blob=blob, reason=reason, detail=detail))
         self._decisions.do(ev.Forget(blob=blob))
@@ -468,14 +439,14 @@ class CoordinatorMachine:
         self._give_up(offer, reason)
 
     def _give_up(self, offer: msg.Offer, reason: Reason) -> None:
-        """A node's delta for the open window will not come: it is not made anew."""
+        """Stop waiting for a node's delta of the open window: it is not computed again."""
         node, window = offer.blob.node, self.windows.get(offer.blob.fragment)
         if window and window.terms.window == offer.window and node in window.missing:
             window.removed[node] = reason
             self._closing.try_one(offer.blob.fragment)
 
     def _committed(self, record: rec.WindowCommitted) -> None:
-        """A commit is durable: open what follows, tell everybody, start who waits, and end the run where it ends."""
+        """A commit is durable: publish it, start waiting nodes, open the next window, or end the run."""
         before, held = self.ledger.current_round, self.ledger.inputs
         closed = self.windows.pop(record.fragment)
         self.ledger.apply(record)
@@ -488,7 +459,7 @@ class CoordinatorMachine:
             self._decisions.tell(refusal.blob.node, outcome)
         self._closing.show_quarantine()
         self._publish(record, closed)
-        self._membership.start_ready(self._now, "round" if self.ledger.current_round > before else "slot")
+        self._membership.start_ready(self._run.now, "round" if self.ledger.current_round > before else "slot")
         if self.ledger.current_round > before:
             self._membership.top_up_all()
         if record.next_window:
@@ -498,8 +469,8 @@ class CoordinatorMachine:
         self._finish_if_over(record.fragment)
 
     def _finish_if_over(self, fragment: int | None = None) -> None:
-        """End the run where every fragment is final: here, or at the restart after a crash in between. Who holds the
-        fragment that was last committed may have no other to wait for."""
+        """End the run when every fragment is final, also at a restart after a crash in between, and tell nodes whose
+        own fragments are all final."""
         if not self.ledger.windows and not self.ledger.finished:
             self._decisions.record(rec.RunFinished())
         for member in self._membership.connected:
@@ -515,14 +486,12 @@ class CoordinatorMachine:
             self._evaluations.ask(record.version, evaluator)
             self._membership.evaluates(evaluator)
         committed = dataclasses.replace(
-            self.ledger.commits[record.fragment, record.version],
-            rounds=self.ledger.rounds_ahead(),
-            evaluator=evaluator,
+            self.ledger.commits[record.fragment, record.version], rounds=self.ledger.rounds_ahead(), evaluator=evaluator
         )
         self._decisions.do(ev.Publish(nodes=self._membership.audience(record.fragment), committed=committed))
 
     def _evaluator(self, terms: WindowTerms) -> NodeId | None:
-        """The lowest live node id, where the commit is one to evaluate at (protocol J): a round's last."""
+        """The lowest live node id, where the commit is one to evaluate at (protocol, Evaluation): a round's last."""
         following = self.ledger.windows.get(terms.fragment)
         stays = following is not None and following.round == terms.round
         spec = dataclasses.replace(self.ledger.spec, terms=self.ledger.terms_at(terms))

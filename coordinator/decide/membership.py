@@ -1,18 +1,16 @@
-"""The nodes of a run: how they come, start, get samples, fall away and leave. Which windows close is not decided here.
+"""The nodes of a run: how they join, start, get samples, disconnect and leave. `closing.py` decides on windows.
 
     greeted ──▶ joining ──Ready──▶ ready ──a slot's boundary──▶ training ──Leave, or a newer start of it──▶ left
                                                                    │ ▲
                                             its session ends, ─────┘ └───── it greets again
                                  and in time no window waits for it
 
-A node that trains and shows no progress for too long, though its session lives, is one that no window waits for either,
-until it moves.
-
-Pure. What is decided goes into the machine's `Decisions`; who is expected, removed and back is marked in its windows.
+No window waits either for a connected node that reports no progress for too long, until it moves again. Decisions go
+into `Decisions`; windows carry which nodes are expected and which were removed.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 from farloop.algo import schedule
@@ -21,17 +19,18 @@ from farloop.algo.stages import fragments_of, is_source, is_whole
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.admission import refusal
+from farloop.coordinator.decide.closing import Closing
 from farloop.coordinator.decide.decisions import Decisions
-from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.revising import REVISED_SINCE
 from farloop.coordinator.decide.rollback import RollbackGuard, as_newcomer
 from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, Member, too_few_to_begin
+from farloop.coordinator.decide.run_state import RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 Boundary = Literal["none", "slot", "round"]
-"""What has just come: nothing, the end of a slot, or that of a round."""
+"""What has just ended: nothing, a slot or a round."""
 
 
 class Membership:
@@ -39,24 +38,22 @@ class Membership:
 
     def __init__(
         self,
-        ledger: Ledger,
+        run: RunState,
         decisions: Decisions,
-        windows: Mapping[int, Window],
-        try_close: Callable[[int], None],
-        doubts: RollbackGuard,
+        closing: Closing,
+        rollback: RollbackGuard,
         *,
         gone_at: float,
         expire_s: float = EXPIRE_S,
     ) -> None:
         """Nodes that take part have until `gone_at` to come back; `expire_s` later their samples go to others.
 
-        `windows` are the open ones, by fragment; `try_close` is called for those that may wait for nobody any more.
+        `closing` is asked to close the windows that may wait for nobody any more.
         """
-        self._ledger, self._decisions = ledger, decisions
-        self._windows, self._try_close, self._doubts = windows, try_close, doubts
+        self._ledger, self._windows, self.members = run.ledger, run.windows, run.members
+        self._decisions, self._closing, self._rollback = decisions, closing, rollback
         self._expire_s = expire_s
-        self.members: dict[NodeId, Member] = {}
-        for name, started in ledger.started.items():
+        for name, started in run.ledger.started.items():
             self.members[name] = Member(
                 name=name,
                 incarnation=started.incarnation,
@@ -69,7 +66,7 @@ class Membership:
                 reason=Reason.CLOSED,
             )
 
-    # --- who is here
+    # --- members
 
     @property
     def begun(self) -> bool:
@@ -83,11 +80,11 @@ class Membership:
 
     @property
     def connected(self) -> list[Member]:
-        """Who hears of what is decided."""
+        """Members that are told of decisions."""
         return [m for m in self.members.values() if m.session is not None and m.stage != "left"]
 
     def audience(self, fragment: int) -> tuple[NodeId, ...]:
-        """Who hears of its commits."""
+        """Nodes that are told of its commits."""
         return tuple(sorted(m.name for m in self.connected if m.has(self._ledger.fragment(fragment))))
 
     def in_session(self, node: NodeId, session: ev.SessionId) -> Member | None:
@@ -96,7 +93,7 @@ class Membership:
         return member if member and member.session == session else None
 
     def expected(self, terms: WindowTerms) -> set[NodeId]:
-        """Who may serve a window that opens now."""
+        """Nodes that may send a delta for a window that opens now."""
         fragment, slots = self._ledger.fragment(terms.fragment), self._ledger.spec.identity.layout.slots
         holders = [m for m in self.members.values() if m.counts and m.has(fragment)]
         return {
@@ -105,21 +102,17 @@ class Membership:
             if m.start_round is not None and schedule.may_send(terms, m.start_round, fragment.slot, slots, m.start_slot)
         }
 
-    def speeds(self) -> dict[NodeId, float]:
-        """Inner steps a second of those who train; 0 where that is not known yet. Their batches may differ."""
-        return {member.name: member.steps_per_s for member in self.members.values() if member.counts}
-
     def evaluator(self) -> NodeId | None:
-        """Who is to evaluate now: the lowest live node id of those that hold all of the model (protocol J)."""
+        """Who is to evaluate now: the lowest live node id of those that hold all of the model (evaluation)."""
         layout = self._ledger.spec.identity.layout
         return min((m.name for m in self.connected if m.counts and is_whole(m.holds, layout)), default=None)
 
     def evaluates(self, node: NodeId | None) -> None:
-        """Who is expected to evaluate now, and may take longer for it than for a step."""
+        """Mark the node that evaluates now: it may take longer than an inner step."""
         for member in self.members.values():
             member.evaluates = member.name == node
 
-    # --- coming
+    # --- joining
 
     def is_new(self, event: ev.NodeHello) -> bool:
         """Whether this start of the node was never met."""
@@ -130,7 +123,7 @@ class Membership:
         """A session's first message: let the node in, with all that it must know, or say why not."""
         hello, name = event.hello, event.node
         member = self.members.get(name)
-        refused = refusal(hello, name, self._ledger, member) or self._doubts.refusal(name, hello, now)
+        refused = refusal(hello, name, self._ledger, member) or self._rollback.refusal(name, hello, now)
         if refused:
             return self._decisions.do(ev.Refuse(session=event.session, refused=refused))
         if hello.history != self._ledger.history:
@@ -158,7 +151,7 @@ class Membership:
             self._catch_up(member, hello, fragment.index)
 
     def _forget_one(self) -> None:
-        """Names cost nothing where no keys are asked for."""
+        """Bound the number of members: without keys, anyone can claim any number of names."""
         gone = [m for m in self.members.values() if m.session is None and m.stage != "training"]
         if len(self.members) > MOST_MEMBERS and len(gone) > 1:  # the one that has just come has no session yet
             del self.members[min(gone[:-1], key=lambda m: m.heard_at).name]
@@ -191,7 +184,7 @@ class Membership:
                 self._decisions.tell(member.name, msg.Revised(revision=revision))
 
     def _welcome_back(self, member: Member, now: float) -> None:
-        """Windows that went on without a node take it in again while they are open."""
+        """Open windows expect the node again."""
         assert member.start_round is not None
         if member.name not in self._ledger.started:
             self._record_start(member)
@@ -216,7 +209,7 @@ class Membership:
     # --- starting
 
     def ready(self, member: Member, now: float) -> None:
-        """It holds all anchors."""
+        """The member holds all anchors."""
         if member.stage == "joining":
             member.stage = "ready"
             self.start_ready(now, "none")
@@ -255,7 +248,7 @@ class Membership:
 
     def _lacks(self, window: Window) -> bool:
         """Whether the window is held though nobody is awaited any more."""
-        return window.short_of(self._ledger.terms_at(window.terms).floor) is not None
+        return window.short_of(self._ledger.terms_at(window.terms).admission.floor) is not None
 
     def _start(self, member: Member, plan: RoundPlan, slot: int, now: float) -> None:
         member.start(plan.index, slot, now)
@@ -273,7 +266,7 @@ class Membership:
         round windows are open already that do not expect it.
         """
         ledger = self._ledger
-        if member.protocol < msg.SLOTS_SINCE or member.holds is not None or ledger.spec.terms.lag:
+        if member.protocol < msg.SLOTS_SINCE or member.holds is not None or ledger.spec.terms.schedule.lag:
             return 0
         return 0 if schedule.is_last(ledger.spec.terms, plan) else ledger.slot_at(plan.index)
 
@@ -309,7 +302,7 @@ class Membership:
         self._top_up(member)
 
     def top_up_all(self) -> None:
-        """Nobody shall wait for samples in the round that begins."""
+        """Grant all members samples for the round that begins."""
         for member in self.members.values():
             self._top_up(member)
 
@@ -334,8 +327,8 @@ class Membership:
         spec, book, owner = self._ledger.spec, self._ledger.leases, (member.name, member.incarnation)
         if not spec.identity.num_samples or not is_source(member.holds):
             return []
-        longest = max([spec.terms.h, *(plan.length for plan in self._ledger.rounds_ahead())])
-        leases = book.top_up(*owner, longest, spec.terms.batch_sequences)
+        longest = max([spec.terms.schedule.h, *(plan.length for plan in self._ledger.rounds_ahead())])
+        leases = book.top_up(*owner, longest, spec.terms.inner.batch_sequences)
         for lease in leases:
             self._decisions.record(
                 rec.LeaseGranted(
@@ -360,19 +353,19 @@ class Membership:
         for lease in leases:
             self._decisions.tell(member.name, msg.Grant(lease=lease))
 
-    # --- falling away, and leaving
+    # --- disconnecting and leaving
 
     def send_away(self, why: str) -> None:
-        """The run is held: those who were let in before hear of it, and dial again until it goes on."""
+        """The run is held: tell connected nodes, which dial again until it goes on."""
         for member in self.connected:
             self._decisions.tell(member.name, msg.Leave(reason=Reason.HOLDING, detail=why))
 
     def parted(self, member: Member, reason: Reason, now: float) -> None:
-        """Its session ended."""
+        """The member's session ended."""
         member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0, self._expire_s)
 
     def left(self, member: Member, leave: msg.Leave, now: float) -> None:
-        """It said good-bye."""
+        """The member sent Leave."""
         member.anchors = leave.anchors
         member.disconnect(leave.reason, now, 0.0)
         self._leave(member, leave.reason)
@@ -390,14 +383,14 @@ class Membership:
                 self._leave(member, member.reason)
 
     def deadlines(self) -> list[float]:
-        """When `remove_overdue` has something to do."""
+        """When to call `remove_overdue`."""
         waits = (
             [at for m in self.members.values() for at in (m.stalls_at, m.expires_at)] if self._ledger.windows else []
         )
         return [at for at in (*(m.gone_at for m in self.members.values()), *waits) if at is not None]
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: every deadline moves (protocol C)."""
+        """This process stood still: every deadline moves (protocol, Monotonic clocks)."""
         for member in self.members.values():
             member.progress_at += seconds
             member.awaited_since += seconds
@@ -407,7 +400,7 @@ class Membership:
                 member.expires_at += seconds
 
     def _leave(self, member: Member, reason: Reason) -> None:
-        """It will not be back under this incarnation."""
+        """The member will not come back under this incarnation."""
         self._remove(member, reason)
         member.stage, member.expires_at = "left", None
         if member.name in self._ledger.started:
@@ -416,12 +409,12 @@ class Membership:
             self._decisions.record(rec.NodeLeft(node=member.name, reason=reason, consumed=consumed, stored=stored))
 
     def _remove(self, member: Member, reason: Reason) -> None:
-        """No window waits for it any more."""
+        """Windows stop waiting for the member."""
         member.gone_at, member.absent, member.reason = None, True, reason
         for fragment, window in self._windows.items():
             if member.name in window.missing:
                 window.removed[member.name] = reason
-                self._try_close(fragment)
+                self._closing.try_one(fragment)
 
     def leave_out(self, node: NodeId) -> None:
         """The open windows wait for it no more; a delta that comes while one is still open is merged, and the next
@@ -429,7 +422,7 @@ class Membership:
         for fragment, window in list(self._windows.items()):
             if window.state == "open" and node in window.missing:
                 window.removed[node] = Reason.LATE
-                self._try_close(fragment)
+                self._closing.try_one(fragment)
 
     def check(self) -> None:
         """All invariants."""

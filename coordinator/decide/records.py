@@ -9,14 +9,15 @@ a decision that was skipped is a decision that was lost.
 from dataclasses import dataclass, field
 from typing import Any
 
-from farloop.algo.spec import LATER, BlobId, Contribution, Lease, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.spec import BlobId, Contribution, Lease, NodeId, Revision, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.terms import LATER
 from farloop.wire.messages import AnchorRef, Committed, Drop, Offer, Share, pack, unpack, validate
 from farloop.wire.reasons import Reason, RemoteProtocolError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """The run began: the commit of version 0 of every fragment, which opens window 1 (protocol B)."""
+    """The run began: the commit of version 0 of every fragment, which opens window 1 (protocol, Window terms)."""
 
     spec: RunSpec
     epoch: int
@@ -26,7 +27,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochClaimed:
-    """A later start of the coordinator took over; lower epochs are fenced (protocol S)."""
+    """A later start of the coordinator took over; lower epochs are fenced (protocol, Fencing and old copies)."""
 
     epoch: int
 
@@ -40,7 +41,7 @@ class EpochSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewound:
-    """A start of the coordinator took this state for the truth, whatever nodes had seen since (protocol S).
+    """A start of the coordinator took this state for the truth, whatever nodes had seen since (fencing and old copies).
 
     The epoch names the history that begins here. Stored deltas are dropped: their nodes begin again from snapshots, and
     could not tell the outcome of such a delta from that of the next one.
@@ -142,7 +143,7 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFixed:
-    """A round's place in the schedule and its steps per node, decided once (protocol B)."""
+    """A round's place in the schedule and its steps per node, decided once (protocol, Window terms)."""
 
     round: RoundPlan
 
@@ -187,7 +188,7 @@ class InputStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputDropped:
-    """A stored delta's outcome, decided before its window closed (protocol E)."""
+    """A stored delta's outcome, decided before its window closed (protocol, Delta outcomes)."""
 
     blob: BlobId
     reason: Reason
@@ -221,7 +222,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCommitted:
-    """A window's decision, and all that its arithmetic needs. Attached: the encoded update (protocol P)."""
+    """A window's decision, and all that its arithmetic needs. Attached: the encoded update (journal and recovery)."""
 
     fragment: int
     version: int
@@ -229,9 +230,9 @@ class WindowCommitted:
     merged: tuple[Share, ...]
     drops: tuple[Drop, ...]
     blobs: tuple[Addend, ...]
-    """In the order of the sum, which is that of the smallest node name in each contributor set (protocol H)."""
+    """In the order of the sum: by the smallest node name in each contributor set."""
     anchor_digest: int
-    """Digests (protocol N) of the buffers after the commit."""
+    """Digests (protocol, Tiles, padding and digest) of the buffers after the commit."""
     target_digest: int
     momentum_digest: int | None
     """Over the whole outer-optimizer state; None without one."""
@@ -265,7 +266,7 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTaken:
-    """The loss of the anchors of these versions on the evaluation set (protocol J)."""
+    """The loss of the anchors of these versions on the evaluation set (protocol, Evaluation)."""
 
     loss: float
     versions: tuple[int, ...]
@@ -274,7 +275,7 @@ class EvaluationTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermsChanged:
-    """The run has other terms, from these windows and this round on (protocol Z)."""
+    """The run has other terms, from these windows and this round on (protocol, Versions and compatibility)."""
 
     revision: Revision
 

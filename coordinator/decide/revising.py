@@ -1,7 +1,7 @@
 """Other terms for a run that goes on: what is asked becomes a revision, with the first windows and round it holds for.
 
 Nothing that was told to a node is touched: a fragment's next window is the first of which nobody knows the terms, a
-round the first that is not fixed. A window that is closing has said already what the one after it runs under. Pure.
+round the first that is not fixed. A window that is closing has said already what the one after it runs under.
 """
 
 import difflib
@@ -11,7 +11,8 @@ from typing import Final
 
 from farloop.algo import schedule
 from farloop.algo.revisions import Change, changes, nodes_must_hear, revised
-from farloop.algo.spec import NodeId, Revision, RoundPlan, Terms
+from farloop.algo.spec import NodeId, Revision, RoundPlan
+from farloop.algo.terms import Terms
 from farloop.algo.validation import OF_NODES
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.wire.messages import OWN_CODECS_SINCE, SINCE, Revised
@@ -106,7 +107,7 @@ def cannot_follow(ledger: Ledger, node: NodeId, protocol: int) -> str | None:
         return None
     for fragment, window in ledger.windows.items():
         later = ledger.revisions.from_window(fragment, window.window)
-        if node in dict(window.codec_up_of) or any(node in dict(terms.codec_up_of) for terms in later):
+        if node in dict(window.codec_up_of) or any(node in dict(terms.codecs.up_of) for terms in later):
             return f"codec_up_of says how {node} sends, and this node speaks a version of the protocol without that"
     return None
 
@@ -147,5 +148,7 @@ def _check_rounds(ledger: Ledger, after: Terms, first_round: int) -> None:
     if plan is None or schedule.is_last(ledger.terms_in(plan.index), plan):
         raise ValueError("the run's last round is fixed: no later one is left to change")
     end = plan.start + plan.length
-    if after.steps <= end:
-        raise ValueError(f"steps is {after.steps}; the rounds up to position {end} are fixed, so at least {end + 1}")
+    if after.schedule.steps <= end:
+        raise ValueError(
+            f"steps is {after.schedule.steps}; the rounds up to position {end} are fixed, so at least {end + 1}"
+        )

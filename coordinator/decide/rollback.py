@@ -1,4 +1,4 @@
-"""Whether nodes have seen more than the state folder knows, and what follows from it (protocol S). Pure.
+"""Detects that the state directory is an old copy: nodes have seen more than it knows (fencing and old copies).
 
 What is told to a node is durable before. So a node that has met a higher epoch, or holds (or was told of) a version
 that this state does not have or has otherwise, proves that the state is an old copy, or that another coordinator went
@@ -21,7 +21,6 @@ not kept out: where all nodes have seen more, the state is an old copy, and to c
 """
 
 import dataclasses
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -30,6 +29,7 @@ from farloop.algo.stages import fragments_of
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.decisions import Decisions
 from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.run_state import RunState
 from farloop.wire.messages import Hello, Refused
 from farloop.wire.reasons import Reason
 
@@ -123,13 +123,11 @@ def as_newcomer(hello: Hello) -> Hello:
 class RollbackGuard:
     """Holds the run of one start of the coordinator, where nodes prove that its state is an old copy."""
 
-    def __init__(self, ledger: Ledger, decisions: Decisions, alarms: MutableMapping[str, str]) -> None:
-        """Nothing is in doubt yet. `alarms` is told what is."""
-        self._ledger, self._decisions, self._alarms = ledger, decisions, alarms
+    def __init__(self, run: RunState, decisions: Decisions) -> None:
+        self._run, self._decisions = run, decisions
+        self._ledger, self._alarms = run.ledger, run.alarms
         self._trusted_at: float | None = None
         """From when on a single node's claim holds nobody but itself; None before the first node was let in."""
-        self.holding: str | None = None
-        """Why the run is held, in words; None while it is not."""
         self.held_s = 0.0
         """How long the hold lasted that ended last."""
         self._held_at = 0.0
@@ -150,21 +148,21 @@ class RollbackGuard:
         self._weigh(node, hello, standing, now)
         if standing.is_in_doubt:
             self._remember(epoch_met(hello))
-            trusted = self.holding is None and self._trusted_at is not None and now >= self._trusted_at
+            trusted = self._run.held is None and self._trusted_at is not None and now >= self._trusted_at
             if trusted or node in self._disbelieved:
                 self._keep_out(node, standing.detail, "another history of this run goes on", now)
                 detail = f"node {node} {standing.detail}"
                 return Refused(reason=Reason.FENCED, detail=detail, retriable=True)
-            if self.holding is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
-                self._held_at = now if self.holding is None else self._held_at
-                self.holding = f"node {node} {standing.detail}"
-                self._alarms[ALARM] = f"the run is held: {self.holding}; {WAYS_OUT}"
+            if self._run.held is None or self._claims == {node: standing.detail}:  # the first claim, or since a release
+                self._held_at = now if self._run.held is None else self._held_at
+                self._run.held = f"node {node} {standing.detail}"
+                self._alarms[ALARM] = f"the run is held: {self._run.held}; {WAYS_OUT}"
         else:
             self._disbelieved.discard(node)
-            if self.holding is not None and not self._claims and self._disbelieved:
+            if self._run.held is not None and not self._claims and self._disbelieved:
                 self._end_hold(now, trusted_at=None)  # it was released, and this is the first node to go on with
-        if self.holding is not None:
-            return Refused(reason=Reason.HOLDING, detail=f"{self.holding}; {WAYS_OUT}", retriable=True)
+        if self._run.held is not None:
+            return Refused(reason=Reason.HOLDING, detail=f"{self._run.held}; {WAYS_OUT}", retriable=True)
         if self._trusted_at is None:
             self._trusted_at = now + TRUSTED_AFTER_S
         self._end_alarm(node)
@@ -173,13 +171,13 @@ class RollbackGuard:
     @property
     def claims(self) -> dict[NodeId, str]:
         """The nodes by which the run is held, and what each of them proves."""
-        return dict(self._claims) if self.holding is not None else {}
+        return dict(self._claims) if self._run.held is not None else {}
 
     def release(self, now: float, why: str) -> None:
         """Keep out the nodes by which the run is held, until they take their word back, and go on without them: at
         once where a node contradicts them, else with the first node that has seen nothing newer. Nothing where no node
         holds the run."""
-        if self.holding is None:
+        if self._run.held is None:
             return
         for node, detail in self._claims.items():
             self._keep_out(node, detail, why, now)
@@ -187,12 +185,12 @@ class RollbackGuard:
         self._claims = {}
         if self._against:
             return self._end_hold(now, trusted_at=now)
-        self.holding = f"{_names(self._disbelieved)} kept out, and no other node has come yet"
-        self._alarms[ALARM] = f"the run is held: {self.holding}; it goes on with the first other node"
+        self._run.held = f"{_names(self._disbelieved)} kept out, and no other node has come yet"
+        self._alarms[ALARM] = f"the run is held: {self._run.held}; it goes on with the first other node"
 
     def _end_hold(self, now: float, *, trusted_at: float | None) -> None:
         del self._alarms[ALARM]
-        self.holding, self.held_s, self._trusted_at = None, now - self._held_at, trusted_at
+        self._run.held, self.held_s, self._trusted_at = None, now - self._held_at, trusted_at
 
     def pass_time(self, now: float) -> None:
         """End the alarm of a node that was kept out and does not come any more. It stays kept out."""
@@ -218,7 +216,7 @@ class RollbackGuard:
             self._against.add(node)
             self._claims.pop(node, None)
         alone = len(self._claims) <= 1 and bool(self._against)
-        if self.holding is not None and alone and now >= self._held_at + TRUSTED_AFTER_S:
+        if self._run.held is not None and alone and now >= self._held_at + TRUSTED_AFTER_S:
             self.release(now, f"{', '.join(sorted(self._against)[:4])} contradicts it, and the run goes on")
 
     def _was_here_last(self, hello: Hello, standing: HelloStanding) -> bool:
@@ -232,7 +230,7 @@ class RollbackGuard:
         return standing.kind in ("same", "behind") and all(newest.get(f, -2) + 1 >= ledger.versions[f] for f in held)
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still, and nobody could come (protocol C)."""
+        """This process stood still, and nobody could come (protocol, Monotonic clocks)."""
         self._held_at += seconds
         self._kept_out_at = {node: at + seconds for node, at in self._kept_out_at.items()}
         if self._trusted_at is not None:

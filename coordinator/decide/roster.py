@@ -13,7 +13,7 @@ from farloop.wire.machine_info import NOTHING, Inventory, trimmed
 from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, Hello, NodeState, Progress
 from farloop.wire.reasons import Reason
 
-# --- Who is here: one member per node name, from its first greeting to its leave.
+# --- Members
 
 
 CLOSED_GRACE_S = 1.0
@@ -177,7 +177,7 @@ class Member:
         assert self.stage != "training" or self.start_round is not None
 
 
-# --- Whether every stage of the model has nodes that hold it.
+# --- Holders of the stages
 #
 # A stage that nobody holds is told, and nothing else is done about it: its windows stay open, for nobody is expected in
 # them, and those of other stages a round later (`Ledger.is_too_far_ahead`), until a node comes that has it. To skip
@@ -193,7 +193,7 @@ def stages_held(members: Iterable[Member], ledger: Ledger) -> dict[int, int]:
 
 def too_few_to_begin(ready: Iterable[Member], ledger: Ledger) -> bool:
     """Whether a stage is held by fewer of those who are ready than a run waits for before it starts."""
-    return min(stages_held(ready, ledger).values()) < ledger.spec.terms.min_nodes
+    return min(stages_held(ready, ledger).values()) < ledger.spec.terms.admission.min_nodes
 
 
 def look_after_stages(members: Collection[Member], ledger: Ledger, alarms: MutableMapping[str, str]) -> None:

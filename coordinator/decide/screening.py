@@ -1,4 +1,4 @@
-"""Which of a window's deltas are not what they should be, and whose deltas are not merged for a while. Pure.
+"""Norm screening of deltas, and quarantine of the nodes that send bad ones.
 
 A delta can be well-formed, timely and finite, and still ruin a model: a thousand times too long, pointing the wrong
 way, an old one once more, or another node's. What a window refuses is journaled with its commit, and what is known of
@@ -18,7 +18,8 @@ from typing import Final, Literal
 
 from farloop.algo import schedule
 from farloop.algo.revisions import Revisions
-from farloop.algo.spec import BlobId, Contribution, NodeId, RoundPlan, RunSpec, Terms, WindowTerms
+from farloop.algo.spec import BlobId, Contribution, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.terms import Terms
 from farloop.coordinator.decide import records as rec
 from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason
@@ -98,7 +99,7 @@ class Screening:
 
     def measures(self, fragment: int, window: int) -> bool:
         """Whether a delta that names this window may be held against others: there, or in a later one that takes it."""
-        return any(terms.screen != "off" for terms in self.revisions.from_window(fragment, window))
+        return any(terms.admission.screen != "off" for terms in self.revisions.from_window(fragment, window))
 
     def in_quarantine(self, nodes: Collection[NodeId]) -> dict[NodeId, str]:
         """Whose deltas are not merged, and why.
@@ -113,21 +114,19 @@ class Screening:
     # --- verdicts
 
     def verdicts(
-        self,
-        terms: WindowTerms,
-        offers: Sequence[Offer],
-        rounds: Mapping[int, RoundPlan],
-        nodes: Collection[NodeId],
+        self, terms: WindowTerms, offers: Sequence[Offer], rounds: Mapping[int, RoundPlan], nodes: Collection[NodeId]
     ) -> list[rec.Refusal]:
         """What a window that would close with these deltas, in the order they came, must not merge."""
         ours = self.revisions.of_window(terms.fragment, terms.window, terms.round)
-        if ours.screen == "off":
+        if ours.admission.screen == "off":
             return []
         rate, apart = rate_of(ours, rounds[terms.round]), self.in_quarantine(nodes)
         peers = [offer for offer in offers if offer.blob.node not in apart]
         refusals = []
         for number, offer in enumerate(offers):
-            found = self._known_numbers(offer, offers[:number]) or self._too_long(offer, peers, rate, ours.norm_band)
+            found = self._known_numbers(offer, offers[:number]) or self._too_long(
+                offer, peers, rate, ours.admission.norm_band
+            )
             if found is None and offer.blob.node in apart:
                 why = f"{Reason.QUARANTINED.sentence} ({apart[offer.blob.node]})"
                 found = rec.Refusal(blob=offer.blob, reason=Reason.QUARANTINED, detail=why, strikes=False)
@@ -212,7 +211,7 @@ class Screening:
     ) -> None:
         """A window has closed. `inputs` still holds its deltas, but where these are not spooled."""
         terms = self.revisions.of_window(record.fragment, record.version, record.round)
-        if terms.screen == "off":  # whoever looks again will not hold new deltas against such old ones
+        if terms.admission.screen == "off":  # whoever looks again will not hold new deltas against such old ones
             self.seen.pop(record.fragment, None)
             self.standings.clear()
         else:

@@ -1,4 +1,4 @@
-"""One open window of one fragment: who is expected, who came, when and why it closes. Pure."""
+"""One open window of a fragment: expected nodes, stored deltas, and when and why it closes."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,8 @@ from typing import Final, Literal
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
 from farloop.algo.outer_settings import settings_of
-from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, Terms, WindowTerms
+from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.terms import Terms
 from farloop.algo.weights import WEIGHT_RULES, reach, sum_key
 from farloop.coordinator.decide.records import Addend, Refusal, WindowCommitted
 from farloop.wire.messages import Drop, Offer, Share
@@ -35,7 +36,7 @@ _OF_THE_DELTA: Final = frozenset(
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """An outer step of one fragment before its commit (protocol D)."""
+    """An outer step of one fragment before its commit (protocol, Windows and bases)."""
 
     terms: WindowTerms
     max_staleness: int = 0
@@ -82,7 +83,7 @@ class Window:
         return sum(1 for offer in timely if any(c.steps for c in offer.contributors))
 
     def refuse(self, refusal: Refusal) -> None:
-        """One of its deltas is not to be merged, by this window or another (protocol E)."""
+        """One of its deltas is not to be merged, by this window or another (protocol, Delta outcomes)."""
         offer = self.inputs.pop(refusal.blob)
         self.refused[refusal.blob] = refusal
         for contribution in offer.contributors:

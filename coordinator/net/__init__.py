@@ -1,1 +1,1 @@
-"""Sessions of the coordinator, their limits, and what is known of links."""
+"""Sessions of the coordinator and measurements of links. `router`, `sessions` and `link_table` are sans-I/O."""

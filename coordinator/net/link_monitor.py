@@ -1,7 +1,7 @@
-"""What the coordinator sees of machines and links: moves echoes, probes and reports between sessions and the matrix.
+"""Measures links: passes echoes, probes and reports between sessions and the link table.
 
-Everything here may be missing, and the run goes on as well: nodes of an older protocol tell nothing and are asked for
-nothing. What is known stays in memory; after a restart it is measured again.
+A run does not depend on it: nodes of an older protocol report nothing and are asked nothing. Results are kept in memory
+only; after a restart links are measured again.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ from farloop.wire.session import ROUND_TRIPS, Session, State
 _log = logging.getLogger(__name__)
 
 SINCE = 3
-"""Version of the protocol from which on links are measured together."""
+"""First protocol version with echoes and probes."""
 
 ECHO_S = 10.0
-"""Between two echoes, once the first ten are back."""
+"""Interval of echoes, once the first ten have returned."""
 
 DIAL_S = 5.0
-"""How long a node's declared address may take to answer."""
+"""How long a connection to a node's declared address may take."""
 
 LOOK_S = 5.0
-"""Between two looks at the connections, in the kernel."""
+"""Interval of reading TCP_INFO of the connections."""
 
 
 class LinkMonitor:
-    """Of one coordinator. `look` is called some times a second, `heard` and `ended` as things come."""
+    """Call `look` a few times a second, `heard` and `ended` for what sessions report."""
 
     def __init__(
         self,
@@ -60,29 +60,31 @@ class LinkMonitor:
         quiet_s: float,
         share: float = PROBE_SHARE,
     ) -> None:
-        """`probe_bytes`: that one probe may cost; 0 probes nothing. `working_for`: what is done in a session is done in
-        its block (`router.py`).
-
-        `quiet_s`: how long nobody must have waited for bytes before one. `share`: of what a link moves, for its probes.
+        """
+        Args:
+            probe_bytes: most bytes of one probe; 0 disables probes.
+            working_for: the context for all work in a session (`router.py`).
+            quiet_s: seconds without waiting transfers before a probe.
+            share: share of a link's traffic that probes may take.
         """
         self.matrix, self._working_for = LinkTable(), working_for
         self._prober = BandwidthProbe(probe_bytes, now, quiet_s=quiet_s, share=share)
         self._counted: dict[int, tuple[int, int]] = {}
-        """Session → bytes of the run, and of probes, as last seen."""
+        """Session → bytes of the run and bytes of probes, at the last look."""
         self._echoed_at: dict[int, float] = {}
-        """Session → when it was asked last."""
+        """Session → time of the last echo."""
         self._looked_at = now
         self._peer: Peer | None = None
-        """Whose link is being probed."""
+        """The session that is being probed."""
         self.reachable: dict[str, bool] = {}
-        """Node → whether it was reached at the address that it declares."""
+        """Node → whether its declared address answered."""
         self._dialled: dict[str, tuple[str, int]] = {}
-        """Node → (address, start of the node) that was last tried."""
+        """Node → (address, incarnation) that was tried last."""
 
     async def dial_back(self, members: Mapping[NodeId, Member], sessions: Mapping[NodeId, Peer]) -> None:
-        """Try the addresses that nodes declare, once for each start of a node: others will want to dial them.
+        """Try the addresses that nodes declare for other nodes to dial, once for each start of a node.
 
-        A node without a key may name no host but the one that it comes from: nobody is to have others dialled.
+        A node without a key may name only the host that it connects from: it must not make us dial others.
         """
         for node, peer in sessions.items():
             member = members.get(node)
@@ -98,16 +100,14 @@ class LinkMonitor:
         self._dialled = {node: tried for node, tried in self._dialled.items() if NodeId(node) in members}
 
     def probe_next(self, node: str) -> str:
-        """Measure what comes from this node as soon as nobody waits for bytes. Why that cannot be; empty if it can."""
+        """Probe the uplink of this node as soon as no transfer waits. Returns why not, or an empty text."""
         if not self._prober.probes:
             return "probe_bytes is 0"
         self._prober.asked.add((node, True))
         return ""
 
-    # --- what comes
-
     def heard(self, peer: Peer, node: NodeId, message: msg.Message, known: Iterable[str], now: float) -> bool:
-        """Whether the message was for here. `known`: all nodes of the run."""
+        """Handle a message. Returns whether it was about links. `known`: all nodes of the run."""
         match message:
             case Observed(links=links):
                 for seen in links[:MOST_SEEN]:
@@ -120,7 +120,7 @@ class LinkMonitor:
         return True
 
     def ended(self, event: wire_ev.SessionEvent) -> bool:
-        """Whether the event was about a probe."""
+        """Returns whether the event was about a probe."""
         match event:
             case (
                 wire_ev.BlobReceived(blob=blob)
@@ -156,7 +156,7 @@ class LinkMonitor:
             self._prober.over(now, learned=isinstance(found, Measured))
 
     def _offered(self, peer: Peer, blob: BlobId, size: int, now: float) -> None:
-        """A node offers the bytes that it was asked for."""
+        """A node offers the bytes of an uplink probe."""
         running, session = self._prober.running, peer.session
         wanted = running is not None and running.upward and peer is self._peer and blob.version == running.number
         if session.state is not State.OPEN:
@@ -165,13 +165,11 @@ class LinkMonitor:
             if not wanted or running is None or not 0 < size <= running.num_bytes:
                 session.cancel(blob)
             else:
-                with contextlib.suppress(AlreadyUnderWay, LimitReached):  # offered twice; or it can wait
+                with contextlib.suppress(AlreadyUnderWay, LimitReached):  # offered twice, or no room now
                     session.expect(blob, size, DIGEST, Sink(size), now)
 
-    # --- what is done some times a second
-
     def look(self, sessions: Mapping[NodeId, Peer], members: Mapping[NodeId, Member], now: float) -> None:
-        """Ask for echoes, see what came in, and go on with the probe or begin one."""
+        """Send echoes, read new measurements, and continue or begin a probe."""
         here = {node: peer for node, peer in sessions.items() if peer.session.state is State.OPEN}
         self.matrix.keep(members.keys())
         self._prober.keep(members.keys())
@@ -193,7 +191,7 @@ class LinkMonitor:
         self._begin(here, now)
 
     def _count(self, here: Mapping[NodeId, Peer]) -> None:
-        """What has crossed each link since the last look: probes may take a share of it."""
+        """Count what crossed each link since the last look: probes may take a share of it."""
         before, self._counted = self._counted, {}
         for node, peer in here.items():
             traffic = peer.session.traffic
@@ -228,13 +226,11 @@ class LinkMonitor:
             self._echoed_at[peer.number] = now
             session.echo(now)
 
-    # --- the probe
-
     def _is_probed(self, peer: Peer) -> bool:
         return self._prober.running is not None and peer is self._peer
 
     def _go_on(self, now: float) -> None:
-        """Call the running probe off where somebody waits for bytes, its node is gone, or it takes too long."""
+        """Cancel the running probe if a transfer waits, its session is over, or it takes too long."""
         running, peer = self._prober.running, self._peer
         if running is None:
             return
@@ -243,7 +239,7 @@ class LinkMonitor:
             return
         why = "it takes too long" if running.quiet else "somebody waits for bytes"
         why = "its session is over" if gone else why
-        _log.info("probe called off node=%s upward=%s why=%r", running.node, running.upward, why)
+        _log.info("probe cancelled node=%s upward=%s why=%r", running.node, running.upward, why)
         self._peer = None
         self._prober.over(now, learned=False)
         if peer is not None and not gone:
@@ -269,17 +265,15 @@ class LinkMonitor:
             rtt_s = self.matrix.rtt_s(node, COORDINATOR)
             if rtt_s is None or len(peer.session.round_trips) < ROUND_TRIPS:
                 continue
-            if peer.session.state is not State.OPEN:  # it was found broken as something was let out
+            if peer.session.state is not State.OPEN:  # sending found its connection broken
                 continue
             for upward, ends in ((True, (node, COORDINATOR)), (False, (COORDINATOR, node))):
                 age_s, changed = self.matrix.age_s(ends, now), self.matrix.changed(ends)
                 found.append(Candidate(node=node, upward=upward, rtt_s=rtt_s, age_s=age_s, changed=changed))
         return found
 
-    # --- what is told
-
     def status(self, members: Iterable[Member], now: float) -> InventoryStatus:
-        """Machines and links, as they are told."""
+        """Machines and links, for the status."""
         nodes = [self._machine(member) for member in members if member.stage != "left"]
         return {"nodes": nodes, "links": self.matrix.rows(now)}
 
@@ -306,10 +300,10 @@ class LinkMonitor:
 
 
 async def reaches(address: str, only: str | None) -> bool | None:
-    """Whether a connection to tcp://host:port comes about; None where it is not tried.
+    """Whether tcp://host:port accepts a connection; None if it is not tried.
 
     Args:
-        only: the one address that may be dialled; None for any.
+        only: the only host that may be dialled; None for any.
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = host.strip("[]")
@@ -329,7 +323,7 @@ async def reaches(address: str, only: str | None) -> bool | None:
 
 
 def _is_busy(session: Session, probed: bool) -> bool:
-    """Whether somebody waits for bytes of this session; those of a probe are nobody's."""
+    """Whether a transfer of this session waits, other than a probe."""
     if session.live_in_flight:
         return True
     return not probed and (session.background_in_flight > 0 or session.background_waits or session.meter.busy)

@@ -1,4 +1,8 @@
-"""What is known of each link, and which link to probe next."""
+"""Measurements of each link, and which link to probe next.
+
+Each direction of a link has its own entry. Rates come from the receiver, and only measurements that `wire/meter.py`
+accepts count: a probe replaces the rate, a transfer moves it. A direction that was never measured has no rate.
+"""
 
 import math
 from collections import deque
@@ -22,21 +26,14 @@ from farloop.wire.meter import (
     judge,
 )
 
-# --- What is known of every link: round trip, rate each way, retransmits, and how old that is.
-#
-# One entry a direction. Rates are the receiver's and believed only as `wire/meter.py` says; a probe replaces what was
-# known, a transfer that had to be made anyway moves it. Nothing is made up: a direction that nobody measured has no
-# rate.
-
-
 COORDINATOR: Final = "coordinator"
-"""The coordinator's name as an end of a link."""
+"""Name of the coordinator as an end of a link."""
 
 MOST_LINKS: Final = 4096
-"""Directions that are remembered; beyond it the one that was measured longest ago is forgotten."""
+"""Most entries; beyond it the one with the oldest measurement is dropped."""
 
 Means = Literal["probe", "transfer", ""]
-"""A probe, or whatever had to be sent anyway."""
+"""How a rate was measured: by a probe, or by transfers of the run."""
 
 Ends = tuple[str, str]
 """(from, to)."""
@@ -51,12 +48,12 @@ class _Direction:
     measured_at: float | None = None
     why: str = ""
     changed: bool = False
-    """The last measurements say something else than those before: worth a probe."""
+    """The last measurements differ from earlier ones: a probe is due."""
     connection: Connection | None = None
 
 
 class LinkTable:
-    """All links of one coordinator's run."""
+    """All links of a run."""
 
     def __init__(self) -> None:
         self._directions: dict[Ends, _Direction] = {}
@@ -64,17 +61,17 @@ class LinkTable:
         """Ends → (least, median), seconds."""
 
     def round_trips(self, one: str, other: str, seconds: Sequence[float]) -> None:
-        """The last echoes between two places."""
+        """Round trips of the last echoes between two ends."""
         if seconds:
             self._round_trips[frozenset((one, other))] = (min(seconds), median(seconds))
 
     def rtt_s(self, one: str, other: str) -> float | None:
-        """The least of the last round trips; None before there was one. What is longer stood in a queue."""
+        """The shortest of the last round trips: longer ones include queueing. None before the first."""
         found = self._round_trips.get(frozenset((one, other)))
         return None if found is None else found[0]
 
     def burst(self, ends: Ends, burst: Burst, now: float, *, probe: bool) -> Measured | Insufficient:
-        """Something came over a link; what it tells of it."""
+        """A burst of bytes arrived over a link. Returns what it measures."""
         direction = self._direction(ends)
         rtt_s = self.rtt_s(*ends)
         if rtt_s is None:
@@ -93,7 +90,7 @@ class LinkTable:
         return found
 
     def transfer(self, ends: Ends, transfer: Transfer, now: float) -> None:
-        """A node told how long a message took; what cannot be is passed over."""
+        """A node reported how long a message took. Impossible reports are ignored."""
         rate = transfer.num_bytes / transfer.seconds if transfer.seconds > 0.0 else 0.0
         if 0.0 < rate < math.inf:
             direction = self._direction(ends)
@@ -101,33 +98,33 @@ class LinkTable:
             direction.measured_by, direction.measured_at, direction.why = "transfer", now, ""
 
     def connection(self, ends: Ends, connection: Connection) -> None:
-        """What the sender's kernel says of the connection."""
+        """TCP_INFO of the sender's connection."""
         numbers = (connection.rtt_s, connection.least_rtt_s, connection.delivered_bytes_per_s)
         if all(math.isfinite(number) and number >= 0 for number in numbers) and connection.segments >= 0:
             self._direction(ends).connection = connection
 
     def age_s(self, ends: Ends, now: float) -> float:
-        """Since the rate was measured last; infinite where it never was."""
+        """Age of the last measurement; infinite without one."""
         direction = self._directions.get(ends)
         return math.inf if direction is None or direction.measured_at is None else now - direction.measured_at
 
     def changed(self, ends: Ends) -> bool:
-        """Whether the link seems to have changed since the last probe."""
+        """Whether the rate seems to have changed since the last probe."""
         return ends in self._directions and self._directions[ends].changed
 
     def rate(self, ends: Ends) -> float | None:
-        """Bytes a second; None where nobody measured it."""
+        """Bytes per second; None if it was never measured."""
         direction = self._directions.get(ends)
         return None if direction is None else direction.rate.value
 
     def keep(self, places: Collection[str]) -> None:
-        """Only these are still somebody."""
+        """Forget all links but those of these ends and the coordinator."""
         here = {*places, COORDINATOR}
         self._directions = {ends: known for ends, known in self._directions.items() if set(ends) <= here}
         self._round_trips = {ends: known for ends, known in self._round_trips.items() if ends <= here}
 
     def rows(self, now: float) -> list[LinkStatus]:
-        """Everything, as it is told: by ends."""
+        """All links for the status, sorted by ends."""
         doubted = suspects({ends: rate for ends in self._directions if (rate := self.rate(ends)) is not None})
         named = {ends for pair in self._round_trips for ends in _both(pair)}
         return [self._row(ends, now, ends in doubted) for ends in sorted(self._directions.keys() | named)]
@@ -159,14 +156,14 @@ class LinkTable:
 
 
 def retransmit_ratio(connection: Connection | None) -> float | None:
-    """Segments sent again, as a share of all; None where nothing was sent."""
+    """Share of segments that were sent again; None if none was sent."""
     if connection is None or not connection.segments:
         return None
     return min(1.0, max(0, connection.retransmits) / connection.segments)
 
 
 def suspects(rates: Mapping[Ends, float]) -> set[Ends]:
-    """Directions that take a byte far longer than the best way over one other place, as a planner doubts them too."""
+    """Directions that are far slower than the best path over one other end: their measurement is doubtful."""
     places = sorted({place for ends in rates for place in ends})
     byte_s = [[1.0 / rates[u, v] if (u, v) in rates else UNREACHABLE_S for v in places] for u in places]
     return {(places[u], places[v]) for u, v in slow_links(byte_s)}
@@ -177,59 +174,51 @@ def _both(pair: frozenset[str]) -> list[Ends]:
     return [(one, other), (other, one)]
 
 
-# --- Which link is probed next, and whether now is the time. Pure: decides, and moves no byte.
-#
-# All probes of a star have the coordinator as one end, so there is one at a time: two would measure each other. None
-# begins unless all links have been quiet for a while, and whatever anybody waits for calls it off: live traffic is a
-# measurement itself, and worth more. What a probe may cost is bounded for each node and hour, and all of them together
-# by a share of what the node's link has moved for the run; each direction has one small probe before that.
-
-
 FRESH_S: Final = 1800.0
-"""A rate this old is measured again, if nothing did so in passing."""
+"""A rate this old is probed again, unless transfers measured it."""
 
 QUIET_S: Final = 10.0
-"""How long nobody must have waited for bytes: until then downloads are held back (`router.py`), probes with them."""
+"""Seconds without waiting transfers before a probe: until then `router.py` paces downloads, and probes with them."""
 
 AGAIN_S: Final = (30.0, 3600.0)
-"""After a probe that told nothing, the next of that node waits; twice as long each time, and at most so long."""
+"""First and longest pause after a probe of a node without a result; it doubles each time."""
 
 HOUR_S: Final = 3600.0
 
 PROBES_AN_HOUR: Final = 6
-"""Of one node, in times of the budget of one."""
+"""Bytes that probes of one node may take in an hour, as a multiple of the budget of one probe."""
 
 PROBE_SHARE: Final = 0.01
-"""Of the bytes that a node's link has moved for the run, that probes of the link may take."""
+"""Share of the bytes that a node's link has moved for the run that probes of the link may take."""
 
 FIRST_BYTES: Final = 64 << 10
-"""The first probe of a direction, whatever the run has moved: enough for thin links with short round trips."""
+"""Size of the first probe of a direction, whatever the run has moved: enough for thin links with short round trips."""
 
 GROWTH: Final = 16
-"""A probe that told nothing is repeated only with so many times its bytes."""
+"""A probe without a result is repeated only with this many times its bytes."""
 
 _FRAMED: Final = 1.02
-"""Bytes on the wire for one byte of a probe, at most."""
+"""Most bytes on the wire for one byte of a probe."""
 
 SLOW_S: Final = 90.0
-"""Given on top of a probe's own time: a thin link takes so long for its first chunks."""
+"""Added to the time limit of a probe: a thin link may take this long for the first chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One direction that could be probed."""
+    """A direction that could be probed."""
 
     node: str
     upward: bool
     rtt_s: float
     age_s: float
-    """Infinite where it was never measured."""
+    """Infinite if it was never measured."""
     changed: bool
 
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """A probe under way."""
+    """The current probe."""
 
     number: int
     node: str
@@ -238,16 +227,22 @@ class Running:
     num_bytes: int
     began_at: float
     quiet: bool = True
-    """Whether nothing else has moved since it began."""
+    """Whether no other transfer was seen since it began."""
 
     @property
     def ends_by(self) -> float:
-        """When it is given up."""
+        """When it is cancelled."""
         return self.began_at + PROBE_PATIENCE * max(PROBE_LEAST_S, PROBE_ROUND_TRIPS * self.rtt_s) + SLOW_S
 
 
 class BandwidthProbe:
-    """Of one coordinator."""
+    """Decides which link is probed next, and when.
+
+    All probes have the coordinator as one end, so there is one at a time: two would measure each other. None begins
+    before all links were idle for a while, and any waiting transfer cancels it: transfers measure links as well. Bytes
+    are bounded for each node and hour, and for all probes of a node by a share of its traffic, after one small probe
+    of each direction.
+    """
 
     def __init__(
         self,
@@ -258,35 +253,39 @@ class BandwidthProbe:
         share: float = PROBE_SHARE,
         first: int = FIRST_BYTES,
     ) -> None:
-        """`budget_bytes`: of one probe at most; 0 probes nothing. `share`: of what the link moves, for all of them.
-        `first`: bytes of the first probe of a direction."""
+        """
+        Args:
+            budget_bytes: most bytes of one probe; 0 disables probes.
+            share: share of a link's traffic that probes may take.
+            first: bytes of the first probe of a direction.
+        """
         self._budget_bytes, self._quiet_s, self._share, self._first = budget_bytes, quiet_s, share, first
         self._moved: dict[str, tuple[int, int]] = {}
-        """Node → bytes that its link has moved for the run, and for probes."""
+        """Node → bytes of the run and bytes of probes that its link has moved."""
         self._sizes: dict[tuple[str, bool], tuple[int, bool]] = {}
-        """(node, upward) → bytes of the last probe, and whether it told the rate."""
+        """(node, upward) → bytes of the last probe, and whether it measured the rate."""
         self._busy_at = now
         self._number = 0
         self._pause: dict[str, tuple[float, float]] = {}
-        """Node → (not before, how long the next wait is) after probes that told nothing."""
+        """Node → (no probe before, next pause) after probes without a result."""
         self._spent: dict[str, deque[tuple[float, int]]] = {}
         self.running: Running | None = None
         self.asked: set[tuple[str, bool]] = set()
-        """(node, upward) of directions that somebody wants to know, however fresh they are."""
+        """(node, upward) of directions to probe next, however fresh their rate is."""
 
     @property
     def probes(self) -> bool:
-        """Whether it ever does."""
+        """Whether probes are enabled."""
         return self._budget_bytes > 0
 
     def busy(self, now: float) -> None:
-        """Somebody waits for bytes."""
+        """A transfer waits."""
         self._busy_at = now
         if self.running is not None:
             self.running.quiet = False
 
     def next(self, candidates: Iterable[Candidate], now: float) -> Running | None:
-        """Begin a probe if one is due and may be; it is then the running one."""
+        """Begin a probe if one is due and allowed; it becomes `running`."""
         if self.running is not None or not self._budget_bytes or now - self._busy_at < self._quiet_s:
             return None
         due = [c for c in candidates if (self._is_asked(c) or c.changed or c.age_s > FRESH_S)]
@@ -308,13 +307,13 @@ class BandwidthProbe:
         return self.running
 
     def over(self, now: float, *, learned: bool) -> None:
-        """The running one has ended; `learned`: it told the rate."""
+        """The running probe ended; `learned`: it measured the rate."""
         running, self.running = self.running, None
         if running is None:
             return
         if running.quiet or learned:
             self._sizes[running.node, running.upward] = (running.num_bytes, learned)
-        else:  # it was called off: what it was to cost says nothing
+        else:  # it was cancelled, which says nothing about its size
             self._sizes.setdefault((running.node, running.upward), (0, True))
         if learned:
             self._pause.pop(running.node, None)
@@ -325,7 +324,7 @@ class BandwidthProbe:
         self._pause[running.node] = (now + wait_s, min(2 * wait_s, longest))
 
     def keep(self, nodes: Iterable[str]) -> None:
-        """Only these are still known."""
+        """Forget all nodes but these."""
         known = set(nodes)
         self._pause = {node: pause for node, pause in self._pause.items() if node in known}
         self._spent = {node: spent for node, spent in self._spent.items() if node in known}
@@ -334,12 +333,12 @@ class BandwidthProbe:
         self.asked = {(node, upward) for node, upward in self.asked if node in known}
 
     def has_moved(self, node: str, run_bytes: int, probe_bytes: int) -> None:
-        """So many more bytes have crossed a node's link, both ways: for the run, and of probes."""
+        """A node's link moved this many more bytes, both ways together."""
         before = self._moved.get(node, (0, 0))
         self._moved[node] = (before[0] + run_bytes, before[1] + probe_bytes)
 
     def _size(self, candidate: Candidate) -> int:
-        """How many bytes a probe may have now; 0 where that is too few to be worth it."""
+        """Bytes that a probe may take now; 0 if that is too few to measure anything."""
         run_bytes, probe_bytes = self._moved.get(candidate.node, (0, 0))
         allowed = int(min(self._budget_bytes, max(0.0, self._share * run_bytes - probe_bytes) / _FRAMED))
         last, learned = self._sizes.get((candidate.node, candidate.upward), (0, True))

@@ -1,1 +1,1 @@
-"""What is shown of a run: status, metrics, logs; who is slow and what is done about it."""
+"""Observation of a run: status, metrics, logs, and the detection of stragglers with their mitigation."""

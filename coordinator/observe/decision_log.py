@@ -1,7 +1,7 @@
-"""Why every window closed as it did, with ages: the lines of `decisions.jsonl`. Reads the machine, decides nothing.
+"""`decisions.jsonl`: why every window closed as it did, with ages. Reads the machine and decides nothing.
 
-Times are the observer's, and are written here alone: the journal holds none, so that a run and its repetition have the
-same records to the bit.
+The observer measures the times, and only these lines hold them. The journal has no times, so a run and its repetition
+have identical records.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ class DecisionLog:
         ledger, opened = machine.ledger, window.opened_at
         terms = ledger.terms_of(record.fragment, record.version, record.round)
         closed = self._closed.pop(record.fragment, now)
-        quorum = None if window.max_staleness and window.terms.final else terms.quorum
+        quorum = None if window.max_staleness and window.terms.final else terms.admission.quorum
         line: DecisionEvent = {
             "event": "decision",
             "t": t,
@@ -100,7 +100,7 @@ class DecisionLog:
             "quorum": quorum,
             "quorum_s": None if window.quorum_at is None else window.quorum_at - opened,
             "grace_s": _given(machine, window),
-            "floor": terms.floor,
+            "floor": terms.admission.floor,
             "revision": ledger.revisions.number_of(record.fragment, record.version),
             "expected": sorted(window.expected),
             "arrived": _arrived(record, window, ledger, {blob: at - opened for blob, at in self._came.items()}),
@@ -163,4 +163,4 @@ def _given(machine: CoordinatorMachine, window: Window) -> float | None:
 
 def _length(ledger: Ledger, round_index: int) -> int:
     plan = ledger.rounds.get(round_index)
-    return plan.length if plan else ledger.terms_in(round_index).h
+    return plan.length if plan else ledger.terms_in(round_index).schedule.h

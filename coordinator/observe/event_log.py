@@ -17,13 +17,12 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.observe.metrics import Metrics
-from farloop.monitoring import plain_json
-from farloop.monitoring.status import DecisionEvent, HappeningStatus, MetricsEvent
+from farloop.monitoring.status import DecisionEvent, EventStatus, MetricsEvent, dumps
 from farloop.monitoring.status_summary import named
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
-# --- What was refused, dropped, lost or left, and why: each with a code and a sentence, told in three places at once.
+# --- Event log
 #
 # In the log as it happens, in a counter by reason for alarms and graphs, and in a short list for who looks at the
 # status. Whatever ends a node's part in something comes through `EventLog.told`: no reason is known in one place
@@ -80,8 +79,6 @@ class EventLog:
     def turned_away(self, reason: Reason, who: str, now: float) -> None:
         """A peer was rejected. `RejectionCounter` writes the log: a flood of the port is no flood of the log."""
         self._note("refused", "", reason.code, reason.sentence, who, now)
-
-    # --- what is seen
 
     def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
         """An event on its way to the machine."""
@@ -143,9 +140,7 @@ class EventLog:
             self._metrics.alarm.labels(kind).set(kinds.count(kind))
         self._alarms = dict(alarms)
 
-    # --- what is shown
-
-    def recent(self, now: float) -> list[HappeningStatus]:
+    def recent(self, now: float) -> list[EventStatus]:
         """The last ones, oldest first."""
         return [
             {
@@ -169,7 +164,7 @@ class EventLog:
         self._note(kind, node, code, sentence, detail, now)
 
     def _note(self, kind: Kind, node: str, code: str, sentence: str, detail: str, now: float) -> None:
-        self._metrics.happenings.labels(kind, code).inc()
+        self._metrics.events.labels(kind, code).inc()
         before = self._recent.pop((kind, node, code), None)
         self._recent[kind, node, code] = _Happening(
             at=now,
@@ -195,7 +190,7 @@ def kind_of_alarm(what: str) -> str:
     return what.partition(" ")[0]
 
 
-# --- What was not heard, for people: counted by its reason, and told in the log without letting strangers fill it.
+# --- Rejected peers: counted by reason, and logged at a bounded rate
 
 
 TOLD_EVERY_S = 60.0
@@ -214,7 +209,7 @@ class RejectionCounter:
         """When it was told, and how often it has come since."""
 
     def __call__(self, reason: Reason, who: str) -> None:
-        self._metrics.turned_away.labels(reason.code).inc()
+        self._metrics.rejected_peers.labels(reason.code).inc()
         now, key = time.monotonic(), (reason, who)
         told_at, since = self._told.get(key, (float("-inf"), 0))
         while self._told and next(iter(self._told.values()))[0] < now - TOLD_EVERY_S:
@@ -225,11 +220,10 @@ class RejectionCounter:
             self._told.pop(key, None)
             self._told[key] = (now, 0)
             again = f" again={since}" if since else ""
-            _log.warning("turned away who=%r reason=%s why=%r%s", who, reason.name, reason.sentence, again)
+            _log.warning("rejected peer who=%r reason=%s why=%r%s", who, reason.name, reason.sentence, again)
 
 
-# --- `metrics.jsonl`: what happened in a run, a line per event, for reports. Never a reason that the run stops or
-# waits.
+# --- `metrics.jsonl`: a line per event, for reports. The run never stops or waits for it.
 #
 # The newest lines are in the file of that name. One that has grown to `PART_BYTES` is put aside under a number, as
 # `metrics-000003.jsonl`, higher numbers being later; of those the last `KEEP` stay. A line that cannot be written, on a
@@ -260,14 +254,14 @@ class MetricsLog:
 
     def write(self, event: MetricsEvent | DecisionEvent) -> None:
         """Append a line, or drop it."""
-        line = plain_json.dumps(event).encode() + b"\n"
+        line = dumps(event).encode() + b"\n"
         try:
             self._append(line)
         except OSError as error:
             self._failed(error)
             return
         if self._failing_since is not None:
-            _log.info("lines are written again path=%s dropped=%d", self._path, self.dropped - self._failing_since)
+            _log.info("lines written again path=%s dropped=%d", self._path, self.dropped - self._failing_since)
             self._failing_since = None
 
     def close(self) -> None:
@@ -310,7 +304,7 @@ class MetricsLog:
     def _failed(self, error: OSError) -> None:
         if self._failing_since is None:
             self._failing_since = self.dropped
-            _log.warning("lines are dropped path=%s why=%r", self._path, error.strerror)
+            _log.warning("lines dropped path=%s why=%r", self._path, error.strerror)
         self.dropped += 1
         self.close()  # a file that is gone is begun anew with the next line
 
@@ -330,7 +324,7 @@ def last_time(path: Path) -> float:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
                 lines = file.read(_END_BYTES).splitlines()
         except OSError as error:
-            _log.warning("the run's clock may begin anew path=%s why=%r", part, error.strerror)
+            _log.warning("run clock may restart path=%s why=%r", part, error.strerror)
             continue
         for line in reversed(lines):
             try:

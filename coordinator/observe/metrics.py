@@ -15,13 +15,14 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from farloop.algo.spec import BlobKind, NodeId, Terms
+from farloop.algo.spec import BlobKind, NodeId
+from farloop.algo.terms import Terms
 from farloop.coordinator.net.sessions import Peer
 from farloop.monitoring.status import DecisionEvent, InventoryStatus, NodeStatus, SamplesStatus
 from farloop.wire.reasons import Reason
 from farloop.wire.traffic import Traffic
 
-# --- Every Prometheus metric of the coordinator, declared once: `farloop_` prefix, base units, bounded labels.
+# --- Metrics: `farloop_` prefix, base units, bounded labels
 
 
 _ON_PURPOSE = frozenset({Reason.DRAINED.sentence, Reason.RUN_FINISHED.sentence})
@@ -114,12 +115,12 @@ class Metrics:
             "farloop_dropped_deltas", "Deltas expected and not merged.", ["node", "reason"], registry=registry
         )
         self.refusals = Counter("farloop_refusals", "Greetings refused.", ["reason"], registry=registry)
-        self.turned_away = Counter(
-            "farloop_turned_away", "Greetings, frames and keys that were not heard.", ["reason"], registry=registry
+        self.rejected_peers = Counter(
+            "farloop_rejected_peers", "Greetings, frames and keys that were not heard.", ["reason"], registry=registry
         )
         self.alarm = Gauge("farloop_alarm", "Alarms that are on now, by their first word.", ["kind"], registry=registry)
-        self.happenings = Counter(
-            "farloop_happenings", "Refusals, drops, ends and alarms.", ["kind", "reason"], registry=registry
+        self.events = Counter(
+            "farloop_events", "Refusals, drops, ends and alarms.", ["kind", "reason"], registry=registry
         )
         self.participation = Gauge(
             "farloop_participation_ratio", "Share of the live nodes that were merged lately.", registry=registry
@@ -220,21 +221,23 @@ class Metrics:
             "farloop_storage_held", "1 while nothing is committed: the state folder takes no more.", registry=registry
         )
         self.samples = Counter(
-            "farloop_samples", "Samples of the leases by what became of them.", ["fate"], registry=registry
+            "farloop_samples", "Samples of the leases by what became of them.", ["outcome"], registry=registry
         )
         self._samples: dict[str, int] = {}
-        self.history_held = Gauge(
-            "farloop_history_held", "1 while nothing is committed: the state looks like an old copy.", registry=registry
+        self.rollback_held = Gauge(
+            "farloop_rollback_held",
+            "1 while nothing is committed: the state looks like an old copy.",
+            registry=registry,
         )
         self.copy_lag = Gauge(
             "farloop_copy_lag_seconds", "Age of the newest copy in the object store.", registry=registry
         )
-        self.dropped_lines = Counter(
-            "farloop_dropped_timeline_lines", "Lines that metrics.jsonl did not take.", registry=registry
+        self.log_dropped_lines = Counter(
+            "farloop_metrics_log_dropped_lines", "Lines that metrics.jsonl did not take.", registry=registry
         )
         # What alerts ask for is there from the start: a series that begins at one has not grown.
-        self.happenings.labels("anchor", "anchor_mismatch")
-        self.turned_away.labels(Reason.WRONG_KEY.code)
+        self.events.labels("anchor", "anchor_mismatch")
+        self.rejected_peers.labels(Reason.WRONG_KEY.code)
         self._shown: set[str] = set()
         """Nodes that are connected, or missed."""
         labels = ["node"]
@@ -248,8 +251,8 @@ class Metrics:
         self.node_connected = Gauge(
             "farloop_node_connected", "1 while a session with the node is open.", labels, registry=registry
         )
-        self.node_heard = Gauge(
-            "farloop_node_heard_seconds", "Since the node's last message.", labels, registry=registry
+        self.node_last_message = Gauge(
+            "farloop_node_last_message_seconds", "Since the node's last message.", labels, registry=registry
         )
         self.node_position = Gauge(
             "farloop_node_position_steps", "Schedule position: the run's clock.", labels, registry=registry
@@ -264,7 +267,7 @@ class Metrics:
             "farloop_node_lost_steps", "Inner steps, per fragment, that no commit contains.", labels, registry=registry
         )
         self.node_skipped = Gauge(
-            "farloop_node_skipped_turns", "Due sends left out: too many deltas undecided.", labels, registry=registry
+            "farloop_node_skipped_sends", "Due sends left out: too many deltas undecided.", labels, registry=registry
         )
         self._links = LinkMetrics(registry)
         self.node_bytes = Gauge(
@@ -274,16 +277,16 @@ class Metrics:
             registry=registry,
         )
 
-    def count_samples(self, fates: SamplesStatus) -> None:
+    def count_samples(self, samples: SamplesStatus) -> None:
         """What became of the samples so far, from the ledger's numbers."""
-        for fate, count in (
-            ("granted", fates["granted"]),
-            ("trained", fates["trained"]),
-            ("returned", fates["returned"]),
-            ("uncertain", fates["uncertain"]),
+        for outcome, count in (
+            ("granted", samples["granted"]),
+            ("trained", samples["trained"]),
+            ("returned", samples["returned"]),
+            ("uncertain", samples["uncertain"]),
         ):
-            self.samples.labels(fate).inc(max(0, count - self._samples.get(fate, 0)))
-            self._samples[fate] = count
+            self.samples.labels(outcome).inc(max(0, count - self._samples.get(outcome, 0)))
+            self._samples[outcome] = count
 
     def scored(self, loss: float) -> None:
         """The anchors' loss. Before the first there is no series: a zero would look like a perfect model."""
@@ -294,7 +297,7 @@ class Metrics:
 
     def describe(self, run: str, terms: Terms, folder: Path) -> None:
         """Which run this is, and where its state is kept."""
-        self.info.labels(run, terms.method, terms.codec_up, terms.codec_down).set(1)
+        self.info.labels(run, terms.method, terms.codecs.up, terms.codecs.down).set(1)
         # Asked at a scrape, in its thread: a file system that does not answer holds up the scrape alone.
         self.storage_free.set_function(lambda: disk_usage(folder).free)
         self.storage_size.set_function(lambda: disk_usage(folder).total)
@@ -329,7 +332,7 @@ class Metrics:
                 continue
             self._shown.add(name)
             self.node_connected.labels(name).set(node["connected"])
-            self.node_heard.labels(name).set(node["last_heard_s"])
+            self.node_last_message.labels(name).set(node["last_heard_s"])
             self.node_position.labels(name).set(node["position"])
             self.node_rate.labels(name).set(node["tokens_per_s"] if node["connected"] else 0.0)
             self.node_incarnation.labels(name).set(node["incarnation"])
@@ -353,7 +356,7 @@ class Metrics:
         if name in self._shown:
             self._shown.remove(name)
             self.node_connected.remove(name)
-            self.node_heard.remove(name)
+            self.node_last_message.remove(name)
             self.node_rate.remove(name)
 
     def exposition(self) -> bytes:
@@ -362,7 +365,7 @@ class Metrics:
         return text
 
 
-# --- What the sessions moved, as metrics: bytes by node, direction and kind, what was sent again, and what that costs.
+# --- Traffic of the sessions
 #
 # Reads sessions, decides nothing. Every byte of a link leaves one of its two ends, whose provider may charge for it: a
 # byte costs once, whichever way it goes.

@@ -1,6 +1,6 @@
-"""What is told about a run: the status JSON, metrics.jsonl, the Prometheus metrics, and one log line per transition.
+"""Everything shown about a run: status JSON, metrics.jsonl, Prometheus metrics, and one log line per transition.
 
-Reads the machine, decides nothing.
+Reads the machine and decides nothing.
 """
 
 import logging
@@ -27,7 +27,6 @@ from farloop.coordinator.observe.event_log import EventLog, MetricsLog, Rejectio
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.storage.files import DISK
 from farloop.coordinator.storage.store import Store
-from farloop.monitoring import plain_json
 from farloop.monitoring.status import (
     BytesStatus,
     CopyStatus,
@@ -38,15 +37,18 @@ from farloop.monitoring.status import (
     Status,
     WatchStatus,
     WindowStatus,
+    dumps,
+    finite_or_none,
+    not_finite,
 )
-from farloop.monitoring.status_summary import doing, finite_or_none, named, not_finite, standing
+from farloop.monitoring.status_summary import doing, named, standing
 from farloop.wire import messages as msg
 from farloop.wire.messages import moved_by
 from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
 
-_TRAINS = "nodes that train are there, and nothing holds it"
+_TRAINS = "nodes are training and nothing holds the run"
 
 
 class Observer:
@@ -77,9 +79,9 @@ class Observer:
         """Of the run, as it was told last."""
         self._evaluated_at: dict[tuple[int, ...], float] = {}
         terms = store.ledger.spec.terms
-        metrics.steps.set(terms.steps)
+        metrics.steps.set(terms.schedule.steps)
         metrics.h.set(store.ledger.h)
-        metrics.h_max.set(terms.h_max or 0)
+        metrics.h_max.set(terms.schedule.h_max or 0)
         metrics.epoch.set(store.ledger.epoch)
         # Of what never changes: a digest over every tensor's name is too much to take with every status.
         identity = store.ledger.spec.identity
@@ -98,7 +100,7 @@ class Observer:
             with DISK.replacing(path) as temporary:
                 temporary.write_bytes(self.status_json)
         except (OSError, StorageError) as error:
-            _log.warning("status not kept path=%s why=%r", path, str(error))
+            _log.warning("status not written path=%s why=%r", path, str(error))
 
     @property
     def t(self) -> float:
@@ -233,9 +235,9 @@ class Observer:
         if self.watch is not None:
             status["watch"] = self.watch()
         self._metrics.count_samples(machine.ledger.leases.fates())
-        self._metrics.history_held.set(machine.holding is not None)
+        self._metrics.rollback_held.set(machine.holding is not None)
         self._metrics.alarms.set(len(status["alarms"]))
-        self.status_json = plain_json.dumps(status).encode()
+        self.status_json = dumps(status).encode()
 
     def status(self, machine: CoordinatorMachine) -> Status:
         """Everything a person or a program may want to know."""
@@ -257,23 +259,23 @@ class Observer:
                 "name": identity.name,
                 "fingerprint": self._fingerprint,
                 "method": terms.method,
-                "codec_up": terms.codec_up,
-                "codec_down": terms.codec_down,
-                "steps": terms.steps,
+                "codec_up": terms.codecs.up,
+                "codec_down": terms.codecs.down,
+                "steps": terms.schedule.steps,
                 "h": ledger.h,
-                "tau": terms.tau,
-                "mix": terms.mix,
+                "tau": terms.schedule.tau,
+                "mix": terms.schedule.mix,
                 "fragments": len(identity.layout.fragments),
                 "parameters": self._num_parameters,
                 "state": "finished" if ledger.finished else state,
                 "epoch": ledger.epoch,
                 "revision": ledger.spec.revision,
                 "changed": last_change(ledger),
-                "nodes": terms.min_nodes,
+                "nodes": terms.admission.min_nodes,
                 "started_s": until - self._training_since if self._training_since is not None else 0.0,
                 "uptime_s": now - self._started,
             },
-            "position": float(terms.steps) if ledger.finished else _position(members),
+            "position": float(terms.schedule.steps) if ledger.finished else _position(members),
             "round": ledger.current_round,
             "versions": list(ledger.versions),
             "digests": [f"{ledger.anchor_digest(f, v):016x}" for f, v in enumerate(ledger.versions)],
@@ -294,10 +296,10 @@ class Observer:
             "recent": self._happenings.recent(now),
             "samples": ledger.leases.fates(),
         }
-        if terms.codec_up_of:
-            told["run"]["codec_up_of"] = {str(node): codec for node, codec in terms.codec_up_of}
-        if terms.h_share_of:
-            told["run"]["h_share_of"] = {str(node): share for node, share in terms.h_share_of}
+        if terms.codecs.up_of:
+            told["run"]["codec_up_of"] = {str(node): codec for node, codec in terms.codecs.up_of}
+        if terms.schedule.h_share_of:
+            told["run"]["h_share_of"] = {str(node): share for node, share in terms.schedule.h_share_of}
         counts = stages_held((member for member in members if member.session is not None), ledger)
         if len(counts) > 1:
             told["run"]["stages"] = list(counts.values())
@@ -341,7 +343,7 @@ class Observer:
         plan, codec = ledger.rounds[ledger.current_round], ledger.spec.terms.codec_of(member.name)
         if (own := plan.steps_of(member.name)) != plan.length:
             told["h"] = own
-        if codec != ledger.spec.terms.codec_up:
+        if codec != ledger.spec.terms.codecs.up:
             told["codec_up"] = codec
         return told
 
@@ -404,7 +406,7 @@ class Observer:
     def _write(self, event: MetricsEvent) -> None:
         before = self._timeline.dropped
         self._timeline.write(event)
-        self._metrics.dropped_lines.inc(self._timeline.dropped - before)
+        self._metrics.log_dropped_lines.inc(self._timeline.dropped - before)
 
 
 def _by_kind(moved: msg.BytesByKind) -> BytesStatus:

@@ -31,7 +31,7 @@ from farloop.coordinator.routing.anomalies import (
 from farloop.coordinator.routing.sync_plan import CHANGED, FOR_ROUNDS, Advice, Pace, lighter
 from farloop.wire import messages as msg
 
-# --- What each node's rounds take, its steps and the bytes of its deltas, beside those of its own rounds before.
+# --- Round times of each node: duration, steps and bytes of deltas, now and before
 #
 # What is expected of a node is what it did before: the median of its own rounds, by step and by byte, so that H and
 # bits may change. The measured rate of its link is no such expectation: how many send at once, and what the
@@ -107,8 +107,6 @@ class RoundTimes:
                 self._own[node] = _Own(incarnation)
         self._own = {node: own for node, own in self._own.items() if node in incarnations}
 
-    # --- what comes
-
     def reported(self, node: str, blocked_s: float, inner_steps: int, now: float, *, trains: bool = True) -> None:
         """It says how far it is. `trains`: it did nothing but steps; an evaluation is none."""
         if (own := self._own.get(node)) is None:
@@ -157,8 +155,6 @@ class RoundTimes:
         for node in self._own:
             self.broken(node)
 
-    # --- what it comes to
-
     def close(self, strays: Collection[tuple[Kind, str]]) -> dict[str, Sample]:
         """A round is over: by node what it took and what was expected of it, 0 where nothing is.
 
@@ -197,7 +193,7 @@ class RoundTimes:
         }
 
 
-# --- Where links are slow, from the matrix of links: rates now beside those of the rounds before.
+# --- Slow links: rates of the link table, now and before
 #
 # Links of a star are unequal from the beginning, so each direction is compared with what itself was; what all have in
 # common is then told from what one has (`anomalies.localise`).
@@ -248,7 +244,7 @@ class SlowLinks:
         return None if usual is None else usual / rate
 
 
-# --- Who has become slow or hangs in the run that goes on, and what is done about it, one rung at a time.
+# --- The detector and its mitigations, one at a time
 #
 # The rules are those of `routing/anomalies.py`, this class decides what they compare; here rounds end, findings
 # begin and are over, and the ladder is climbed: its next rung waits until there were `REST_ROUNDS` rounds to judge the
@@ -340,8 +336,6 @@ class StragglerDetector:
         self.why_not = "no round is over yet"
         """Why nobody is judged; empty where somebody is."""
 
-    # --- what comes
-
     def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
         """An event on its way to the machine."""
         if self.adapt == "off":
@@ -374,8 +368,6 @@ class StragglerDetector:
     def clock_jumped(self) -> None:
         """This process stood still."""
         self.pacing.stood_still()
-
-    # --- what is found
 
     def look(
         self, machine: CoordinatorMachine, matrix: LinkTable, now: float, *, held: bool = False
@@ -468,8 +460,6 @@ class StragglerDetector:
             )
         return found
 
-    # --- what is done
-
     def _note(self, key: tuple[Kind, str], finding: Finding) -> Anomaly:
         if key not in self.anomalies:
             judged, taken = self._before.pop(key, (0, []))
@@ -543,7 +533,7 @@ class StragglerDetector:
             parameters=sum(fragment.numel for fragment in fragments_of(member.holds, layout)),
             bits=self._bits[node],
             least_h=layout.slots,
-            overlap=ledger.spec.terms.tau > 0,
+            overlap=ledger.spec.terms.schedule.tau > 0,
         )
 
     def place(self, finding: Finding) -> str:

@@ -1,8 +1,9 @@
-"""Runs the straggler detector and carries its mitigations out."""
+"""Runs the straggler detector, reports what it finds, and carries its mitigations out."""
 
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import assert_never
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
@@ -10,53 +11,37 @@ from farloop.coordinator.change_terms import lightened
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.net.link_monitor import LinkMonitor
+from farloop.coordinator.net.link_table import LinkTable
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.observe.straggler_detector import Anomaly, Mitigation, StragglerDetector
-from farloop.coordinator.routing.anomalies import Action
+from farloop.coordinator.routing.anomalies import Action, Finding
 from farloop.coordinator.routing.sync_plan import Advice
 from farloop.monitoring.status import AnomalyStatus, WatchStatus
 from farloop.monitoring.status_summary import named
 
-# --- Carry out a mitigation: what daemon and simulator share.
-
+_log = logging.getLogger(__name__)
 
 Happened = Callable[[ev.Event], None]
 """Hands an event to the machine."""
 
 
-def carry_out(
-    rung: Mitigation, machine: CoordinatorMachine, happened: Happened, probe_next: Callable[[str], str]
-) -> str:
-    """Why it could not be done, in a sentence; empty where it was. `probe_next` has a node's link measured anew."""
-    node, advice = rung.anomaly.finding.node, rung.anomaly.advice
-    match rung.action:
-        case Action.REPROBE:
-            return probe_next(node)
-        case Action.LIGHTEN:
-            return _lighten(advice, machine, happened) if advice else "nothing is to be gained"
-        case Action.DROP:
-            happened(ev.LeftOut(node=NodeId(node)))
-            return ""
-        case Action.REROUTE | Action.EVICT:
-            return "a person decides that"
-        case _:
-            assert_never(rung.action)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnomalySeen:
+    """An anomaly was found, or is over."""
+
+    finding: Finding
+    round: int
+    over: bool = False
 
 
-def _lighten(advice: Advice, machine: CoordinatorMachine, happened: Happened) -> str:
-    """Give a node bits and H of its own; they stay until somebody sets others."""
-    try:
-        revision = lightened(machine, advice)
-    except ValueError as error:
-        return str(error)
-    happened(ev.TermsGiven(revision=revision))
-    return ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MitigationTaken:
+    """Something is done about an anomaly, or advised."""
 
-
-# --- Tells who has become slow, and does what is to be done about it: the shell of `straggler_detector.py`.
-
-
-_log = logging.getLogger(__name__)
+    action: Action
+    node: str
+    carry_out: bool
+    why: str
 
 
 class StragglerMonitor:
@@ -66,16 +51,17 @@ class StragglerMonitor:
         self,
         adapt: str,
         machine: CoordinatorMachine,
-        sight: LinkMonitor,
-        metrics: Metrics,
         happened: Happened,
+        *,
+        links: LinkMonitor | None,
+        metrics: Metrics | None,
+        saw: Callable[[object], None],
     ) -> None:
-        """`happened` hands an event to the machine."""
+        """Without `links` no link is measured. `saw` is told of every AnomalySeen and MitigationTaken."""
         self.watch = StragglerDetector(adapt)
-        self._machine, self._sight, self._metrics = machine, sight, metrics
-        self._happened = happened
-
-    # --- what comes
+        self._machine, self._happened = machine, happened
+        self._links, self._metrics, self._saw = links, metrics, saw
+        self._table = LinkTable() if links is None else links.matrix
 
     def asked(self, blob: BlobId, num_bytes: int | None, now: float) -> None:
         """A delta was let in: so many bytes are to come, None where it has to wait."""
@@ -87,21 +73,20 @@ class StragglerMonitor:
         if blob.kind is BlobKind.DELTA:
             self.watch.pacing.whole(blob, now)
 
-    # --- some times a second
-
     def look(self, now: float, *, held: bool) -> None:
         """Find, tell, and do."""
         before = set(self.watch.anomalies)
-        rungs = self.watch.look(self._machine, self._sight.matrix, now, held=held)
+        rungs = self.watch.look(self._machine, self._table, now, held=held)
         for anomaly in self.watch.over:
             kind, node = anomaly.finding.kind, anomaly.finding.node
-            _log.info("anomaly over kind=%s node=%s since_round=%d", _word(kind), named(node), anomaly.round)
-        for key, anomaly in self.watch.anomalies.items():
-            if key not in before:
-                self._tell(anomaly)
+            _log.info("anomaly end kind=%s node=%s since_round=%d", _word(kind), named(node), anomaly.round)
+            self._saw(AnomalySeen(finding=anomaly.finding, round=self.watch.round, over=True))
+        for key in self.watch.anomalies.keys() - before:
+            self._tell(self.watch.anomalies[key])
         for rung in rungs:
             self._climb(rung)
-        self._metrics.saw_anomalies([(_word(kind), node) for kind, node in self.watch.anomalies])
+        if self._metrics is not None:
+            self._metrics.saw_anomalies([(_word(kind), node) for kind, node in self.watch.anomalies])
 
     def _tell(self, anomaly: Anomaly) -> None:
         finding = anomaly.finding
@@ -110,18 +95,42 @@ class StragglerMonitor:
             _word(finding.kind), named(finding.node), finding.factor, anomaly.round, finding.reason,
             self.watch.place(finding),
         )  # fmt: skip
+        self._saw(AnomalySeen(finding=finding, round=self.watch.round))
 
     def _climb(self, rung: Mitigation) -> None:
         if rung.carry_out:
-            failed = carry_out(rung, self._machine, self._happened, self._sight.probe_next)
-            self.watch.carried_out(rung, failed)
+            self.watch.carried_out(rung, self._carry_out(rung))
         anomaly, word = rung.anomaly, rung.action.name.lower()
-        how = "done" if anomaly.done else "advised"
-        self._metrics.anomaly_actions.labels(word, how).inc()
-        node = named(anomaly.finding.node)
-        _log.warning("anomaly action=%s node=%s how=%s why=%r", word, node, how, anomaly.why)
+        how, node = "done" if anomaly.done else "advised", anomaly.finding.node
+        if self._metrics is not None:
+            self._metrics.anomaly_actions.labels(word, how).inc()
+        _log.warning("anomaly action=%s node=%s how=%s why=%r", word, named(node), how, anomaly.why)
+        self._saw(MitigationTaken(action=rung.action, node=node, carry_out=rung.carry_out, why=anomaly.why))
 
-    # --- what is told
+    def _carry_out(self, rung: Mitigation) -> str:
+        """Why it could not be done, in a sentence; empty where it was."""
+        node, advice = rung.anomaly.finding.node, rung.anomaly.advice
+        match rung.action:
+            case Action.REPROBE:
+                return "" if self._links is None else self._links.probe_next(node)
+            case Action.LIGHTEN:
+                return self._lighten(advice) if advice else "nothing is to be gained"
+            case Action.DROP:
+                self._happened(ev.LeftOut(node=NodeId(node)))
+                return ""
+            case Action.REROUTE | Action.EVICT:
+                return "a person decides that"
+            case _:
+                assert_never(rung.action)
+
+    def _lighten(self, advice: Advice) -> str:
+        """Give a node bits and H of its own; they stay until somebody sets others."""
+        try:
+            revision = lightened(self._machine, advice)
+        except ValueError as error:
+            return str(error)
+        self._happened(ev.TermsGiven(revision=revision))
+        return ""
 
     def status(self) -> WatchStatus:
         """Who is slow, and what was done."""

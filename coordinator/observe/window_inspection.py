@@ -1,4 +1,4 @@
-"""A closed window, looked back at: what the journal still has of it, and what its deltas were like. Read-only."""
+"""Inspection of a closed window: what the journal still holds of it, and figures of its deltas. Read-only."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +110,8 @@ def _past(
         },
         drops=drops,
         revision=ledger.revisions.number_of(record.fragment, record.version),
-        quorum=None if of_window.max_staleness and terms.final else of_window.quorum,
-        floor=of_window.floor,
+        quorum=None if of_window.admission.max_staleness and terms.final else of_window.admission.quorum,
+        floor=of_window.admission.floor,
         h=ledger.rounds[record.round].length,
         codec_up=terms.codec_up,
         codec_down=terms.codec_down,

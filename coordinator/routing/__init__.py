@@ -1,4 +1,4 @@
-"""Plans of who trains what with whom, and over which links: pure functions of an inventory and a seed.
+"""The planner: who trains what with whom, over which links. Functions of an inventory and a seed, sans-I/O.
 
-No torch, no I/O, no clock and no random numbers but those of a seed: the same inventory gives the same plan.
+No torch, no clock, and randomness from the seed alone: the same inventory gives the same plan on every machine.
 """

@@ -1,8 +1,8 @@
-"""Who hangs, who is slow, which link it is: from what every sync tells anyway (C4, arXiv 2406.04594).
+"""Hanging nodes, slow nodes and slow links, detected from sync times (C4, arXiv 2406.04594).
 
-Bulk-synchronous work is periodic and alike, so that a node that strays from what the plan predicts of it is a sign of a
-fault. All durations are differences of one clock. What is compared is normalised by the prediction, so that nodes with
-different H and bits are comparable; at least four of them are needed.
+Bulk-synchronous work is periodic and uniform, so a node that differs from its predicted times indicates a fault. All
+durations are differences of one clock, divided by the prediction so that nodes with different H and bits are
+comparable. At least four nodes are needed.
 """
 
 import math

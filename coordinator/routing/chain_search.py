@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from farloop.coordinator.routing.paths import Limits, Numbers, Work, chain_s, fault_of
 
-# --- The coarse planner: one chain of nodes per source, no node in two chains, by simulated annealing.
+# --- Simulated annealing: one chain per source, no node in two chains
 #
 # Chains that share no node cannot collide, so that a source's time is a closed form of its own chain (paths.chain_s)
 # and the step's is the largest of them. A move exchanges two nodes, and only two chains have to be looked at again.
@@ -229,7 +229,7 @@ def step_s(chains: Chains, work: Work, message_s: Numbers) -> float:
     return max(chain_s(n, s, work, message_s) for n, s in zip(chains.nodes, chains.stages, strict=True))
 
 
-# --- Where the search for chains begins: which stages each chain visits, and which nodes stand near each other.
+# --- Initial chains
 
 
 def visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 
 from farloop.coordinator.routing.inventory import CardKind, Inventory, Node
 
-# --- The links between nodes as a matrix of seconds, and which of its entries nobody should believe.
+# --- Link matrix in seconds, with checks of its entries
 #
 # Nodes are indices here, as in all searches of this room: a plan does not depend on their names.
 
@@ -101,7 +101,7 @@ def suspects(seconds: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-# --- Islands: nodes that may share a collective group, because their cards are alike and they are close (Holmes' rule).
+# --- Islands: nodes that may share a collective group (Holmes' rule): similar cards, short distance
 #
 # Two nodes are joined when both have the same RDMA fabric, or both Ethernet, and what was measured between them says
 # so: a round trip below 1 ms (5 ms for Ethernet) and a bandwidth above the largest gap of all that were measured.

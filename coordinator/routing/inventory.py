@@ -1,7 +1,7 @@
-"""What a plan is made from: nodes with their network cards, links each way, the model, and what is asked for.
+"""Input of the planner: nodes with their network cards, links in each direction, the model, and the request.
 
-Facts carry where they come from; nothing here is measured or guessed. Whatever cannot be planned with is refused when
-the inventory is made, in one sentence that names the nearest value that can.
+Every fact carries its source; nothing here is measured or guessed. An inventory that cannot be planned is refused when
+it is made, in one sentence that names the nearest valid value.
 """
 
 import math

@@ -14,7 +14,7 @@ from farloop.coordinator.routing.placement import MAX_NODES, Costs, Groups, Plac
 from farloop.coordinator.routing.routes import Paths, Task, plan_paths, random_paths
 from farloop.coordinator.routing.simulator import Route, simulate
 
-# --- Whether fragments or activations cross between islands: the cost of both layouts, and from which H on it turns.
+# --- Fragments or activations between islands: the cost of both layouts, and the H at which it turns
 #
 # A: pipelines inside islands, replicas of a stage on different islands. B: a stage's replicas inside one island,
 # pipelines across (Holmes). By DT-FM's cost DP/H + 2·PP: every step pays for its pipeline, every H-th for its sync.
@@ -60,7 +60,7 @@ def across_groups(islands: Sequence[Island], stages: int) -> Groups:
     return blocks([node for one in order for node in islands[one].nodes], stages)
 
 
-# --- Which of the three modes a plan takes, and the paths that go with it.
+# --- Choice of the mode, and its paths
 
 
 _DESCENT_MOVES = 120
@@ -140,7 +140,7 @@ class _Deciding:
         crossover = self._crossover(holding, stages)
         return self._inside_or_across(holding, stages, crossover)
 
-    # --- how many stages
+    # --- Number of stages
 
     def _stages_inside(self) -> int | None:
         """The fewest stages with which some island holds the model."""
@@ -166,7 +166,7 @@ class _Deciding:
         largest = sorted((self._caps[node] for node in island.nodes), reverse=True)[:stages]
         return len(largest) == stages and sum(largest) >= self._model.layers
 
-    # --- A or B
+    # --- Modes A and B
 
     def _crossover(self, holding: Sequence[Island], stages: int) -> Crossover | None:
         """Both layouts by DT-FM's cost; None where there is one island, one stage, or stages are given."""
@@ -235,7 +235,7 @@ class _Deciding:
         members = list(range(len(self._nodes)))
         return plan_paths(self._task(members, self._fabric.message_s, stages, stages, stage_of=stage_of))
 
-    # --- C
+    # --- Mode C
 
     def _skipping(self, stages: int, why: str) -> Decision:
         length = path_length(stages, self._wish.skip)
@@ -297,7 +297,7 @@ def _spread(paths: Paths, members: Sequence[int], count: int) -> Paths:
     return replace(paths, routes=routes, stage_of=tuple(stage_of), work=work)
 
 
-# --- What the paths of a layout that is there take now: what a new plan is held against.
+# --- Cost of a running layout, for comparison with a new plan
 
 
 class NotPredicted(Exception):

@@ -1,10 +1,10 @@
-"""Which ways a microbatch may go, and what one costs: SkipPipe's constraints and a closed form.
+"""Legal paths of a microbatch and their cost: SkipPipe's constraints and a closed form.
 
-A chain is a source and the nodes that its microbatches visit after it, in order; then they return to the source for
-the loss and retrace their way backwards (arXiv 2502.19913; the constraints are those of its published code).
+A chain is a source and the nodes that its microbatches visit after it, in order. Microbatches then return to the source
+for the loss and retrace their path backwards (arXiv 2502.19913; the constraints are those of its published code).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Numbers = Sequence[Sequence[float]]
@@ -53,21 +53,6 @@ def fault_of(stages: Sequence[int], limits: Limits = PUBLISHED) -> str:
 def path_length(stages: int, skip: float) -> int:
     """Stages that a microbatch visits of `stages`, stage 0 included: (1 − skip)·S to the nearest, at least 1."""
     return max(1, min(stages, int((1.0 - skip) * stages + 0.5)))
-
-
-def orders(stages: int, length: int, limits: Limits = PUBLISHED) -> Iterator[tuple[int, ...]]:
-    """Every allowed order of `length` of the stages, in lexicographic order."""
-
-    def extended(path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(path) == length:
-            yield path
-            return
-        for stage in range(1, stages):
-            longer = (*path, stage)
-            if stage not in path and not fault_of(longer, limits):
-                yield from extended(longer)
-
-    yield from extended((0,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

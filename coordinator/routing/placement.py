@@ -4,10 +4,9 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -16,7 +15,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from farloop.coordinator.routing.fabric import Fabric
 from farloop.coordinator.routing.inventory import CardKind
 
-# --- How many layers each stage gets: the exact min-max rule, and Holmes' floor rule to compare it with.
+# --- Layers of each stage: the exact min-max rule, and Holmes' floor rule for comparison
 
 
 def min_max_split(layers: int, speeds: Sequence[float], caps: Sequence[int | None] | None = None) -> tuple[int, ...]:
@@ -83,68 +82,12 @@ def _check(layers: int, speeds: Sequence[float]) -> None:
         raise ValueError("a stage has speed 0; a number above 0 is wanted")
 
 
-# --- Ranks, and who shares a collective with whom: Holmes' layout (arXiv 2312.03549).
-#
-# Ranks are sorted by the kind of their network card and cut into a mesh of p pipeline stages, d replicas and t tensor
-# shards, tensor fastest. A stage is d·t consecutive ranks, so that its data-parallel groups have one kind of card
-# wherever every kind has a multiple of d·t ranks; only pipeline edges cross kinds.
-
-
-Kind = TypeVar("Kind", bound=Hashable)
-
-
 class Transport(StrEnum):
     """What the collectives of a group may use."""
 
     INFINIBAND = "infiniband"
     ROCE = "roce"
     SOCKET = "socket"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
-    """Groups of physical ranks; every rank stands in one of each sort."""
-
-    tensor: tuple[tuple[int, ...], ...]
-    data: tuple[tuple[int, ...], ...]
-    pipeline: tuple[tuple[int, ...], ...]
-
-
-def logical_order(kinds: Sequence[Kind], preference: Sequence[Kind]) -> tuple[int, ...]:
-    """Physical ranks by (place of their kind in `preference`, rank): the logical rank is the place in this order.
-
-    Raises:
-        ValueError: a kind that `preference` does not name.
-    """
-    place = {kind: index for index, kind in enumerate(preference)}
-    if unknown := next((kind for kind in kinds if kind not in place), None):
-        raise ValueError(f"there is no {unknown!r} in the order of kinds; it has {', '.join(map(str, preference))}")
-    return tuple(sorted(range(len(kinds)), key=lambda rank: (place[kinds[rank]], rank)))
-
-
-def mesh(kinds: Sequence[Kind], preference: Sequence[Kind], *, t: int, p: int, d: int) -> Mesh:
-    """The groups of t·p·d ranks.
-
-    Logical rank r has the coordinates pp = r // (d·t), dp = (r // t) mod d, tp = r mod t.
-
-    Raises:
-        ValueError: t·p·d is not the number of ranks.
-    """
-    if min(t, p, d) < 1 or t * p * d != len(kinds):
-        raise ValueError(f"t·p·d = {t}·{p}·{d} = {t * p * d}; there are {len(kinds)} ranks, it has to be as many")
-    at = logical_order(kinds, preference)
-    block = d * t
-    return Mesh(
-        tensor=tuple(tuple(at[first : first + t]) for first in range(0, len(at), t)),
-        data=tuple(
-            tuple(at[stage * block + k * t + shard] for k in range(d)) for stage in range(p) for shard in range(t)
-        ),
-        pipeline=tuple(
-            tuple(at[stage * block + replica * t + shard] for stage in range(p))
-            for replica in range(d)
-            for shard in range(t)
-        ),
-    )
 
 
 def transport(kinds: Sequence[CardKind]) -> Transport:
@@ -172,7 +115,7 @@ def blocks(order: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-# --- Which nodes replicate which stage, judged as DT-FM does (arXiv 2206.01288): data parallel plus twice the pipeline.
+# --- Replicas of each stage, judged as in DT-FM (arXiv 2206.01288): data parallel plus twice the pipeline
 #
 # The cost of a step is DP/H + 2·PP. DP is the slowest node of the slowest stage that exchanges gradients with all other
 # replicas; PP is the cheapest order of the stages, where two stages are joined by the perfect matching of their

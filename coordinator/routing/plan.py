@@ -1,6 +1,6 @@
-"""The whole plan: from an inventory to islands, layout, paths, sync and what all of it is predicted to take.
+"""The whole plan: from an inventory to islands, layout, paths, sync, and their predicted times.
 
-A pure function: the same inventory gives the same plan, on every machine. What lost is told with it, and by how much.
+The same inventory gives the same plan on every machine. A plan also lists the rejected options with their times.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, c
 from farloop.coordinator.routing.placement import min_max_split
 from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
 
-# --- Paths where nodes have to serve several sources: one source after the other, each around the load of the others.
+# --- Paths of several sources over shared nodes, one source after the other
 #
 # The planner for uneven counts, such as full pipelines of five sources over three replicas of each stage. A source's
 # path is found exactly, by dynamic programming over stages in order, at prices that rise with what others ask of a
@@ -132,7 +132,7 @@ class _Sharing:
         return Route(nodes=nodes, stages=stages)
 
 
-# --- From nodes and a number of stages to layers, replicas and paths, judged by the simulator.
+# --- From nodes and a number of stages to layers, replicas and paths
 #
 # Chains are annealed by their closed form, layers dealt anew by the speed of the replicas found, and the slowest chains
 # polished with the simulator as the judge. Where counts do not allow chains of their own, paths are shared.

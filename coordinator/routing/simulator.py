@@ -1,4 +1,4 @@
-"""The judge of paths: microbatches along their ways, event by event, in a fraction of a millisecond per chain.
+"""Event simulation of microbatches along their paths, in a fraction of a millisecond per chain.
 
 A node does one piece of work at a time, first come first served, and rests `gap_s` after it: forward passes (c), the
 loss at the source (c·loss) and backward passes (c·backward). A forward pass is admitted only while the node keeps

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from farloop.algo.schedule import steps_by_share
-from farloop.algo.spec import NodeId, Terms
+from farloop.algo.spec import NodeId
+from farloop.algo.terms import Terms
 from farloop.coordinator.routing.fabric import Island
 from farloop.coordinator.routing.inventory import Inventory
 from farloop.coordinator.routing.topology import (
@@ -14,7 +15,6 @@ from farloop.coordinator.routing.topology import (
     Prediction,
     Site,
     Worker,
-    fragment_roots,
     relays,
     ring,
     ring_of_relays,
@@ -22,7 +22,7 @@ from farloop.coordinator.routing.topology import (
     star,
 )
 
-# --- When a new plan is worth the switch: better by a margin; and when a change is one.
+# --- Hysteresis: when a new plan is worth the switch
 
 
 WORTH = 0.10
@@ -40,7 +40,7 @@ def worth_switching(old_s: float, new_s: float) -> bool:
     return new_s < (1.0 - WORTH) * old_s
 
 
-# --- How many bits a node sends and how many steps it does between syncs, chosen together so that rounds end alike.
+# --- Bits and steps of each node, chosen together so that rounds end at the same time
 #
 # DyLU (arXiv 2401.09135) gives every node steps in proportion to its speed, H·v/v_max. Here the time on the link counts
 # too: a node that sends slowly first sends fewer bits, and only then does fewer steps.
@@ -137,7 +137,7 @@ def utilization(h: int, step_s: float, sync_s: float) -> float:
     return h * step_s / (h * step_s + sync_s)
 
 
-# --- Fewer bits or fewer steps for one node that has become slow, where that makes the run's rounds shorter.
+# --- Fewer bits or steps for a slow node
 
 
 BITS = (8, 4, 2)
@@ -200,7 +200,7 @@ def _menu(bits: float) -> Sequence[int]:
     return [now, *(fewer for fewer in BITS if fewer < now)]
 
 
-# --- A plan's rates as terms of a run: what `farloop set` would be given to put them in place.
+# --- Terms of a plan, as for `farloop set`
 #
 # Bits are those of a codec: the run's is that of the nodes with the most, the others have theirs by name. H is the
 # run's, and who does fewer steps has a share of it.
@@ -271,7 +271,7 @@ def settings_of(advice: Advice, terms: Terms, h: int, *, in_stages: bool) -> dic
         if advice.bits not in CODEC_OF:
             raise NotInPlace(f"there is no codec of {advice.bits} bits")
         words[f"codec_up_of.{node}"] = CODEC_OF[advice.bits]
-    if not in_stages and steps_by_share(h, dict(terms.h_share_of).get(NodeId(node), 1.0)) != advice.h:
+    if not in_stages and steps_by_share(h, dict(terms.schedule.h_share_of).get(NodeId(node), 1.0)) != advice.h:
         words[f"h_share_of.{node}"] = share_text(advice.h, h)
     if not words:
         raise NotInPlace(f"{node} sends by {codec}, and no other codec or share of the steps is to be had for it")
@@ -289,7 +289,7 @@ def share_text(steps: int, h: int) -> str:
     return next(text for text in near if 0.0 < float(text) < 1.0 and steps_by_share(h, float(text)) == steps)
 
 
-# --- The sync of a plan: who sends what to the coordinator, at how many bits, how often, and over which topology.
+# --- The sync of a plan: bits, interval and topology
 
 
 MORE_HUBS = (2, 4)
@@ -376,7 +376,7 @@ def plan_sync(
         rates={nodes[node].name: rate for node, rate in sorted(rates.items())},
         topologies=found,
         relays=tuple(nodes[members[one]].name for one in tree.relays) if tree is not None else (),
-        roots=tuple("coordinator" for _ in fragment_roots(wish.fragments, [1.0])),
+        roots=("coordinator",) * wish.fragments,
         payload_bytes={nodes[node].name: payload[node] for node in members},
     )
 

@@ -1,7 +1,7 @@
-"""How fragments come together and go out again, and how long that takes: star, shards, relays and rings.
+"""Sync topologies and their predicted times: star, shards, relays and rings.
 
-A fluid model with fair sharing: a transfer takes as long as its narrowest place, a place as long as all its bytes. What
-runs today is the star; the others are predicted, so that one knows what they would save.
+A fluid model with fair sharing: a transfer takes as long as its slowest link, and a link as long as all its bytes take.
+The daemons run the star; the others are predicted, to show what they would save.
 """
 
 import math
@@ -131,11 +131,6 @@ def relay_of(workers: Sequence[Worker], site: Site) -> int | None:
     return max(able, key=lambda one: (min(workers[one].up, workers[one].down), -one), default=None)
 
 
-def worth_relaying(tree: Prediction, plain: Prediction) -> bool:
-    """Whether relays are worth their trouble: below 0.85 of the star."""
-    return tree.round_s < 0.85 * plain.round_s
-
-
 def ring(payload: float, rates: Sequence[float], latency_s: float, *, name: str = "ring") -> Prediction:
     """2(N − 1)/N · S/min b + 2(N − 1)·l, of the edges in ring order; half of it each way."""
     count = len(rates)
@@ -159,67 +154,3 @@ def ring_of_relays(workers: Sequence[Worker], sites: Sequence[Site]) -> Predicti
     return Prediction(
         name="relays in a ring", up_s=half, down_s=half, relays=tuple(head for head in heads if head is not None)
     )
-
-
-def butterfly(rates: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """Shares that workers aggregate themselves, and the time in units of the payload: the least T with
-    maxᵢ (1 + (N − 2)wᵢ)/bᵢ ≤ T and Σw = 1 (hivemind's linear programme, solved by filling the fastest first).
-    """
-    count = len(rates)
-    if count < 3:
-        return (1.0 / count,) * count, 1.0 / min(rates)
-    low = 1.0 / min(rates)
-
-    def room(t: float) -> list[float]:
-        return [max(0.0, (t * rate - 1.0) / (count - 2)) for rate in rates]
-
-    # Where that is too early all shares are above 0, and their sum is linear in T.
-    time = low if sum(room(low)) >= 1.0 else (count - 2 + count) / sum(rates)
-    shares, left = [0.0] * count, 1.0
-    free = room(time)
-    for worker in sorted(range(count), key=lambda one: (-rates[one], one)):
-        shares[worker] = min(left, free[worker])
-        left -= shares[worker]
-    return tuple(shares), time
-
-
-def fragment_roots(fragments: int, rates: Sequence[float]) -> tuple[int, ...]:
-    """The aggregator of each fragment: as many as its share of the rates, by largest remainder, sums kept exactly."""
-    if len(rates) == 1:
-        return (0,) * fragments
-    exact = [fragments * rate / sum(rates) for rate in rates]
-    counts = [math.floor(value) for value in exact]
-    order = sorted(range(len(rates)), key=lambda one: (counts[one] - exact[one], one))
-    for one in order[: fragments - sum(counts)]:
-        counts[one] += 1
-    return tuple(root for root, count in enumerate(counts) for _ in range(count))
-
-
-def slowest_edge_ring(edge_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """The ring through all places whose slowest edge is the fastest, ties by the sum; exact, for at most 8 places.
-
-    A ring waits for its slowest edge, so that the sum, which a travelling salesman minimises, is the wrong measure.
-
-    Raises:
-        ValueError: more than 8 places.
-    """
-    count = len(edge_s)
-    if count > 8:
-        raise ValueError(f"{count} places are too many for an exact ring; the most is 8")
-    best: tuple[float, float, tuple[int, ...]] = (math.inf, math.inf, ())
-
-    def extended(path: tuple[int, ...], slowest: float, total: float) -> None:
-        nonlocal best
-        if slowest > best[0]:
-            return
-        if len(path) == count:
-            back = edge_s[path[-1]][path[0]] if count > 1 else 0.0
-            best = min(best, (max(slowest, back), total + back, path))
-            return
-        for place in range(1, count):
-            if place not in path:
-                step = edge_s[path[-1]][place]
-                extended((*path, place), max(slowest, step), total + step)
-
-    extended((0,), 0.0, 0.0)
-    return best[2]

@@ -27,7 +27,7 @@ from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.segment import refuse_half_salvaged, segment_paths
 from farloop.monitoring.status import CopyStatus
 
-# --- An object store as a few calls: s3://, gs://, az:// and file:// alike. The only place where obstore is used.
+# --- Object store (s3://, gs://, az://, file://): the only place where obstore is used
 #
 # Credentials and endpoints come from the environment, as the store's own tools read them (AWS_ACCESS_KEY_ID,
 # AWS_ENDPOINT_URL and so on).
@@ -106,7 +106,7 @@ class Bucket:
         return CopyFailed(f"{self.url}: {what}: {lines[0] if lines else type(error).__name__}")
 
 
-# --- Copies of a run's state in an object store: from which a new disk goes on where the last copy was taken.
+# --- Writing and restoring copies
 #
 # The snapshots on disk are of different versions, and mean nothing without the journal between them. A copy is of one
 # moment: all fragments, and what the ledger knows, between two commands of the storage thread. Its objects:
@@ -117,7 +117,7 @@ class Bucket:
 # The manifest holds the format version, the run's name and fingerprint, the epoch, the versions, size and xxh3-64 of
 # every object, the ledger as a journal record (base64), and a checksum over all that. Deltas without an outcome are not
 # in a copy, nor are updates: nodes offer theirs again, and take snapshots. A restored folder is an old state of the run
-# (protocol S), begun by one segment that holds the ledger.
+# (protocol, Fencing), begun by one segment that holds the ledger.
 
 
 _log = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ def _checksum(manifest: dict[str, Any]) -> str:
     return _digest(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
 
 
-# --- Copies of the run's state every so often, in a thread of its own: no commit waits for one.
+# --- Periodic copies, in a thread of their own: no commit waits for one
 #
 # A copy that fails is tried again with growing pauses; status, alarm and metric say how old the newest is.
 

@@ -1,4 +1,4 @@
-"""The epoch: which start of the coordinator this is. A higher one fences a lower one (protocol S)."""
+"""The epoch: which start of the coordinator this is. A higher one fences a lower one (protocol, Fencing)."""
 
 import re
 from pathlib import Path

@@ -18,7 +18,7 @@ from torch import Tensor
 from farloop.coordinator.errors import DiskFull, NoDescriptor, NoRoom, ReadOnly, StateLocked, StorageFailed
 from farloop.monitoring.descriptors import with_spare
 
-# --- Writes, syncs and room set aside, on open files of this machine; `files.py` is the port over them. No formats.
+# --- System calls on open files
 
 
 TEMPORARY_SUFFIX = ".tmp"
@@ -150,7 +150,7 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
             raise StorageFailed(path, f"allocate: {error.strerror}") from error
 
 
-# --- The port to the disk: all that the state folder asks of a file system, and the file system of this machine.
+# --- The port
 #
 # What has to survive a power cut is made of few steps: sync a file, rename it, sync its directory. Their order is
 # written here once, over the steps themselves, so that a file system in memory that forgets what was not synced
@@ -167,6 +167,8 @@ class File(ABC):
     """An open file, or an open directory, which can only be synced."""
 
     path: Path
+    allocation_step: int = 1 << 20
+    """Allocate this many bytes at once if there is room, so that small records do not each ask for it."""
 
     @abstractmethod
     def identity(self) -> Identity: ...
@@ -225,7 +227,7 @@ class Lock(ABC):
 class Files(ABC):
     """A file system. What says so is durable when it returns; the rest is after a sync."""
 
-    # --- steps: OSError unless something else is said; NoDescriptor where no file can be opened now
+    # --- Steps. They raise OSError unless something else is said, NoDescriptor where no file can be opened now.
 
     @abstractmethod
     def is_directory(self, path: Path) -> bool: ...
@@ -277,7 +279,7 @@ class Files(ABC):
     @abstractmethod
     def unlink(self, path: Path) -> None: ...
 
-    # --- what is made of them
+    # --- Operations made of these steps
 
     def make_directory(self, path: Path) -> None:
         """Create `path` and its missing parents, durably. Raises StorageFailed."""
@@ -337,11 +339,6 @@ class Files(ABC):
                 self.unlink(path)
             except OSError as error:
                 raise _failed(path, "delete", error) from error
-            directory.sync()
-
-    def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable. Raises StorageFailed."""
-        with self._opened(path) as directory:
             directory.sync()
 
     def remove_temporaries(self, directory: Path, prefix: str = "") -> None:

@@ -32,11 +32,7 @@ from farloop.coordinator.storage.segment import (
     segment_path,
 )
 
-# --- The journal's last segment, which is being written. It knows bytes and room, not records: those are `journal.py`.
-
-
-_ALLOCATION_STEP = 1 << 20
-"""Room is taken from the disk in steps, so that small records do not each ask for it; in smaller ones near its end."""
+# --- The segment that is being written: bytes and room, not records
 
 
 @dataclass(slots=True)
@@ -175,7 +171,7 @@ def _opened(path: Path, files: Files, *, write: bool) -> File:
 
 def _allocate_in_steps(file: File, offset: int, nbytes: int) -> int:
     """Allocate a step, or as much less of it as there is, but no less than `nbytes`; returns how much."""
-    step = max(nbytes, _ALLOCATION_STEP)
+    step = max(nbytes, file.allocation_step)
     while True:
         try:
             file.allocate(offset, step)
@@ -187,12 +183,11 @@ def _allocate_in_steps(file: File, offset: int, nbytes: int) -> int:
             return step
 
 
-# --- The coordinator's durable log: append, sync, read, recover, prune. What is in it: `records.py`; bytes:
-# `segment.py`.
+# --- The journal
 #
-# Protocol O and P: every decision and every encoded update is here before anybody is told of it. One thread owns the
-# journal and calls everything but `read`, which any thread may call: the downlink is a cursor over these files
-# (protocol R). Bytes appended are visible to `read` at once and durable after the next `sync`.
+# Every decision and every encoded update is written here before anything is sent (protocol, Commit order). One thread
+# owns the journal and calls everything but `read`, which any thread may call: the downlink reads these files
+# (protocol, Downlink). Appended bytes are visible to `read` at once and durable after the next `sync`.
 
 
 _log = logging.getLogger(__name__)
@@ -359,11 +354,6 @@ class Journal:
         return self._open_tail
 
     @property
-    def has_segments(self) -> bool:
-        """Whether there is a file of the journal, perhaps without a record."""
-        return bool(segment_numbers(self._directory, self._files))
-
-    @property
     def num_records(self) -> int:
         """Records appended since the run began, also those that were pruned: the sequence of the next."""
         return self._num_records
@@ -381,7 +371,7 @@ class Journal:
         self._summarise = summarise
 
     def held_by(self, claim: Claim) -> None:
-        """From now on nothing is written without a look whether that epoch is still the newest (protocol S)."""
+        """From now on nothing is written without a look whether that epoch is still the newest (protocol, Fencing)."""
         self._claim = claim
 
     @property
@@ -566,7 +556,7 @@ class Journal:
             if changed:
                 raise FolderChanged(self._tail.path, changed)
             if not self._lock.is_ours():
-                raise FolderChanged(self._lock.path, "the lock was removed or replaced: another coordinator may start")
+                raise FolderChanged(self._lock.path, "the lock was removed or replaced; another start is possible")
 
     @contextmanager
     def _fatal(self) -> Iterator[None]:

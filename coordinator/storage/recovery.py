@@ -28,14 +28,14 @@ from farloop.coordinator.storage.segment import (
 )
 from farloop.quant.errors import BadBlob
 
-# --- Where the journal's bulk bytes are, and which of them somebody can still ask for. No files.
+# --- Attachments: where bulk bytes are in the journal, and which of them may still be requested
 #
 # A restart asks for the inputs and updates behind a snapshot, a node that comes back for the updates that the ledger
-# remembers, a session for the rest of what it is sending (protocol P, R).
+# remembers, a session for the rest of what it is sending (protocol, Journal).
 
 
 class UpdateSource:
-    """An update's bytes, read from the journal as the downlink goes on (protocol R). While it lives, they do."""
+    """An update's bytes, read from the journal as they are sent (protocol, Downlink). Held until it is released."""
 
     def __init__(self, journal: Journal, attachment: Attachment) -> None:
         self._journal, self.attachment = journal, attachment
@@ -127,7 +127,7 @@ class Attachments:
         return min(attachment.segment for attachment in wanted)
 
 
-# --- What a state folder adds up to: the ledger, the fragments' buffers and where the bulk bytes are. Changes nothing.
+# --- Recovery
 #
 # A start, `journal verify` and `journal salvage` all come to it by this code. Damage is passed over where nothing needs
 # what was there: the segment behind it says what all records before it said, snapshots hold the commits, and no delta
@@ -239,7 +239,7 @@ class Recovery:
         for index in range(len(self.ledger.versions)):
             self._restore(index, read)
         if self.fault is not None:
-            what, why = "journal", f"damaged where nothing needs it any more: {self.fault}"
+            what, why = "journal", f"damaged where the data is no longer needed: {self.fault}"
             _log.warning("alarm what=%r why=%r", what, why)
             self.alarms[what] = why
 
@@ -289,7 +289,7 @@ class Recovery:
             raise Inconsistent(self.directory, str(error)) from error
         if not same:
             what = f"optimizer of fragment {record.fragment}"
-            why = f"its state of version {record.version} came out different at the restart"
+            why = f"its state of version {record.version} differed when the restart recomputed it"
             _log.warning("alarm what=%r why=%r", what, why)
             self.alarms[what] = why
         return restored

@@ -1,9 +1,9 @@
-"""A state folder that no start accepts: the newest consistent state that is still in it, and a folder made of that.
+"""Salvage: a new state directory from the newest consistent state in a damaged one.
 
-Offline, and by a person's command alone. Every place in the journal up to which whole records and good snapshots give
-all fragments is a candidate; the newest is taken. The new folder is like a restored copy: snapshots of that moment, the
-epoch, and a journal of one record that holds the ledger. The old files are moved aside, never deleted. Whatever step
-it is interrupted at, the folder is as before, or salvage is run again and finishes it.
+Offline, and only on a person's command. Every place in the journal up to which whole records and valid snapshots give
+all fragments is a candidate; the newest is taken. The new directory resembles a restored copy: snapshots of that
+moment, the epoch, and a journal of one record that holds the ledger. The old files are moved aside, never deleted. An
+interrupted salvage leaves the directory unchanged, or is finished when salvage is run again.
 """
 
 import logging
@@ -86,7 +86,7 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
         except NoRoom:
             raise  # it says nothing of the folder
         except StorageError as error:
-            _log.info("salvage passes over versions=%s why=%r", list(found.ledger.versions), str(error))
+            _log.info("salvage skips versions=%s why=%r", list(found.ledger.versions), str(error))
             continue
         return Salvage(
             run=found.ledger.spec.identity.name,
@@ -96,14 +96,14 @@ def salvage(directory: Path, files: Files = DISK) -> Salvage:
             deltas=len(found.ledger.inputs),
             damage=tuple(str(item.fault) for item in items if isinstance(item, Gap)),
         )
-    why = "there is no place in the journal up to which good snapshots and whole records give every fragment"
+    why = "at no point of the journal do valid snapshots and whole records give every fragment"
     raise _nothing_left(directory, why)
 
 
 def _nothing_left(directory: Path, why: str) -> StateMismatch:
     return StateMismatch(
         directory,
-        f"no consistent state can be found in it: {why}. What is left: start with --restore URL and an empty --state "
+        f"it holds no consistent state: {why}. Remaining options: start with --restore URL and an empty --state "
         "DIR, to go on from the newest copy in an object store, or with --state on a copy of this folder; add "
         "--adopt-from-nodes to go on from what the nodes hold",
     )
@@ -176,7 +176,7 @@ def _step(directory: Path, files: Files) -> _Step:
     except OSError as error:
         raise StorageFailed(path, f"read: {error.strerror}") from error
     if found is None:
-        raise StateMismatch(path, "is not a salvage's; what it was making is in the newest folder before-salvage-N/new")
+        raise StateMismatch(path, "is no salvage file; the unfinished result is in the newest before-salvage-N/new")
     return _Step(found[1].decode(), found[2].decode())
 
 
@@ -283,7 +283,7 @@ def _highest_epoch(directory: Path, items: Items, files: Files) -> int:
     try:
         return max([*known, claimed_epoch(directory, files)])
     except StorageFailed as error:
-        _log.warning("the file of the epoch is not used why=%r", str(error))
+        _log.warning("epoch file ignored why=%r", str(error))
         return max(known)
 
 

@@ -15,7 +15,7 @@ from farloop.coordinator.decide.records import LedgerSaved, Record
 from farloop.coordinator.errors import JournalCorrupt, StateMismatch, StorageFailed
 from farloop.coordinator.storage.files import DISK, Bytes, Files, no_room
 
-# --- The bytes of a journal segment, and how one is read after a crash. Writing is `journal.py`.
+# --- Segments and records
 #
 # A segment is one header and then records without gaps, little-endian. What follows the last record is room set aside:
 # zeros. The oldest segments may be gone, if the first that is left begins with what they said (`LedgerSaved`). A
@@ -302,7 +302,7 @@ def read_records(
     sequence = first_sequence
     while sequence != until and (header := _parse_record_header(file.read(RECORD_HEADER_BYTES), salt)) is not None:
         if header.sequence != sequence:
-            raise JournalCorrupt(path, offset, f"record {header.sequence} stands where {sequence} belongs")
+            raise JournalCorrupt(path, offset, f"record {header.sequence} is in the place of {sequence}")
         attachment = Attachment(
             segment=number,
             offset=offset + RECORD_HEADER_BYTES + header.record_bytes,
@@ -377,7 +377,7 @@ def _measure_tail(file: BinaryIO, path: Path, end: int, sequence: int, salt: int
     return used - end
 
 
-# --- A journal that is damaged, read as far as it can be: whole records, and the places where some are missing.
+# --- Reading a damaged journal: whole records, and the places where some are missing
 #
 # Only read when `segment.read_segments` refuses it. Behind a damaged record the next whole one is found by its header,
 # whose digest is seeded with the segment's salt, so that no bytes of a node can pass for one.

@@ -1,8 +1,8 @@
-"""The durable full state of a fragment, and the final model: safetensors files, whole or not there.
+"""Snapshots: the durable state of a fragment, and the final model, as safetensors files.
 
-A snapshot is where recovery begins; the journal's commits behind it are applied on top (protocol P). It is saved
-after its commit is durable, and the journal says so after the snapshot is. It is verified by a checksum over
-everything in it; the digests that its commit recorded ride along for the caller to compare with the journal.
+Recovery begins with a snapshot and applies the later commits of the journal (protocol, Journal). A snapshot is saved
+after its commit is durable, and the journal records it after the snapshot is durable. A checksum over its whole content
+verifies it; the digests that its commit recorded are in it, for comparison with the journal.
 
 The file is `snapshots/f<fragment>-v<version>.safetensors` in the state directory. Its metadata, all text:
 
@@ -58,7 +58,7 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     """anchor, target, and the outer optimizer's state, as momentum: flat fp32 [numel] on the CPU when loaded."""
     digests: Mapping[str, int]
-    """What the commit recorded (protocol N): of the anchor, the target, the momentum."""
+    """What the commit recorded (protocol, Tiles): of the anchor, the target, the momentum."""
 
 
 def snapshot_path(directory: Path, fragment: int, version: int) -> Path:

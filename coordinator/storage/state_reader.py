@@ -1,7 +1,7 @@
-"""A state folder as somebody reads it who owns nothing in it: strictly read-only, and safe beside its coordinator.
+"""A read-only view of a state directory, safe while its coordinator runs.
 
-A live journal is read as a prefix. What looks like damage may be a record that was half written when it was read, or a
-segment that was pruned under the reader's eyes: then a second look finds it otherwise. Damage stays as it is.
+A live journal is read as a prefix. What looks like damage may be a record that was being written, or a segment that was
+pruned during the read; a second read then differs. Real damage remains.
 """
 
 import time

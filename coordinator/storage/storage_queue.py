@@ -1,198 +1,208 @@
-"""The coordinator's disk, as its loop sees it: every call of the store in one thread, and what its failures mean.
+"""The queue of storage calls: every call of the store runs in one worker, and its failures are classified here.
 
-`NoRoom` changed nothing, and is waited out, with the run held meanwhile (`hold.py`): a record, a delta and the final
-model are tried again here until there is room, the machine is told of a commit and does the same. `StorageFailed` is
-fatal wherever it comes from: nobody knows what is durable, and a restart finds out.
+`NoRoom` changed nothing. The call is repeated until there is room, and the run is held meanwhile (`hold.py`). A
+reservation is repeated by the machine, which is told. Any other error of storage is fatal: what is durable is unknown
+until a restart reads it.
 """
 
-import asyncio
 from collections.abc import Callable, MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from farloop.coordinator.aggregator import Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.hold import StorageHold
 from farloop.coordinator.errors import NoRoom
-from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.store import Store
+from farloop.runtime.ports import Action, Clock, Worker
 
 _T = TypeVar("_T")
-_Input = tuple[rec.InputStored, bytearray, Future[None]]
+
+Failed = Callable[[Exception], None]
 
 LOOK_S = 1.0
-"""Between two looks at who owns the state directory."""
+"""After this long without any call it is checked that the state directory is still ours."""
+
+
+@dataclass(slots=True)
+class _Delta:
+    """A delta that waits for its turn on the disk."""
+
+    record: rec.InputStored
+    data: bytes | bytearray
+    error: Exception | None = None
+    """Why it is not durable, once its turn is over."""
 
 
 class StorageQueue:
-    """Keeps one store. All methods are called on the loop, and return when what they say is durable."""
+    """Keeps one store. Every `done` is called once what its method says is durable."""
 
-    def __init__(self, store: Store, alarms: MutableMapping[str, str]) -> None:
-        """`alarms` is told what is held up, and why, for as long as it is."""
+    def __init__(
+        self, store: Store, worker: Worker, clock: Clock, alarms: MutableMapping[str, str], fatal: Failed
+    ) -> None:
+        """`alarms` says what is held up and why. `fatal` gets the errors that end the process."""
         self.hold = StorageHold(alarms)
-        self._store = store
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
-        self._gathered: SimpleQueue[_Input] = SimpleQueue()
-        """Deltas that wait for their turn on the disk."""
-        self._waiting: set[asyncio.Task[Any]] = set()
+        self._store, self._worker, self._clock, self._fatal = store, worker, clock, fatal
+        self._gathered: SimpleQueue[_Delta] = SimpleQueue()
+        self._called_at = clock.now()
         self._given_up = False
 
-    async def append(self, record: rec.Record) -> None:
-        """A record, once there is room: what follows from it must not be told before. Raises StorageFailed."""
-        await self._once_there_is_room("a record", self._append, record)
+    def append(self, record: rec.Record, done: Action) -> None:
+        """A record, once there is room: what follows from it must not be told before."""
+        self._once_there_is_room("a record", partial(self._append, record), lambda _: done(), self._fatal)
 
-    async def adopt(self, record: rec.Adopted) -> None:
-        """All that was fetched from nodes, once there is room. Raises StorageFailed."""
-        await self._once_there_is_room("what nodes hold", self._store.adopt, record)
+    def adopt(self, record: rec.Adopted, done: Action) -> None:
+        """All that was fetched from nodes, once there is room."""
+        self._once_there_is_room("what nodes hold", partial(self._store.adopt, record), lambda _: done(), self._fatal)
 
-    async def keep(self, record: rec.AnchorFetched, data: bytearray) -> None:
-        """An anchor that came up from a node, once there is room. Raises StorageFailed."""
-        await self._once_there_is_room(f"an anchor of {record.node}", self._append, record, data)
+    def keep(self, record: rec.AnchorFetched, data: bytearray, done: Action, failed: Failed) -> None:
+        """An anchor that came up from a node, once there is room."""
+        call = partial(self._append, record, data)
+        self._once_there_is_room(f"an anchor of {record.node}", call, lambda _: done(), failed)
 
-    async def spool(self, record: rec.InputStored, data: bytearray) -> None:
-        """A delta, once there is room: one that was dropped for want of it would not be sent again.
+    def spool(self, record: rec.InputStored, data: bytearray, done: Action, failed: Failed) -> None:
+        """A delta, once there is room: a delta that was dropped for want of it would not be sent again.
 
-        Those that come while the disk is busy are appended together, with one sync for all.
-
-        Raises:
-            StorageFailed
+        Deltas that come while the disk is busy are appended together, with one sync for all.
         """
-        what, done = f"a delta of {record.blob.node}", Future[None]()
-        self._gathered.put((record, data, done))
-        await self._on_disk(self._append_gathered)  # by now this job or one before it has had its turn with it
-        try:
-            done.result()
-        except NoRoom as error:
-            self.hold.begin(what, error)
-            await self._pause()
-            await self._once_there_is_room(what, self._append, record, data)
-        else:
-            self.hold.end(what)
+        what, delta = f"a delta of {record.blob.node}", _Delta(record, data)
 
-    async def reserve(self, fragment: int, codec_down: str) -> int:
-        """Room for an update, before the work of making it (protocol O), to be given to `commit` or `release`.
+        def over(_: None) -> None:  # this job, or one before it, has had its turn with the delta
+            if delta.error is None:
+                self.hold.end(what)
+                done()
+            elif isinstance(delta.error, NoRoom):
+                self.hold.begin(what, delta.error)
+                call = partial(self._append, record, data)
+                self._pause(lambda: self._once_there_is_room(what, call, lambda _: done(), failed))
+            else:
+                failed(delta.error)
 
-        Raises:
-            NoRoom: try again later; the run is held until it succeeds.
+        self._gathered.put(delta)
+        self._submit(self._append_gathered, over, failed)
+
+    def reserve(self, fragment: int, codec_down: str, done: Callable[[int], None], refused: Failed) -> None:
+        """Room for an update, before it is made (protocol, Commit order), to be given to `commit` or `release`.
+
+        Where there is none, `refused` gets NoRoom: try again later. The run is held until it succeeds.
         """
         what = _update(fragment)
-        try:
-            reserved = await self._on_disk(self._store.reserve, fragment, codec_down)
-        except NoRoom as error:
+
+        def reserved(room: int) -> None:
+            self.hold.end(what)
+            done(room)
+
+        def failed(error: Exception) -> None:
+            if not isinstance(error, NoRoom):
+                return self._fatal(error)
             self.hold.begin(what, error)
-            raise
-        self.hold.end(what)
-        return reserved
+            refused(error)
 
-    async def release(self, reserved: int) -> None:
-        """The update will not be."""
-        await self._on_disk(self._store.release, reserved)
+        self._submit(partial(self._store.reserve, fragment, codec_down), reserved, failed)
 
-    async def commit(self, draft: rec.WindowCommitted, result: Result, reserved: int) -> rec.WindowCommitted:
-        """A commit, and every few versions a snapshot. Raises StorageFailed."""
-        return await self._once_there_is_room(_update(draft.fragment), self._store.commit, draft, result, reserved)
+    def release(self, reserved: int) -> None:
+        """The update will not be made."""
+        self._submit(partial(self._store.release, reserved), lambda _: None, self._fatal)
 
-    async def export(self, path: Path) -> None:
-        """The final model, for other tools, once there is room. Raises StorageFailed."""
-        await self._once_there_is_room("the final model", self._export, path)
+    def commit(
+        self,
+        draft: rec.WindowCommitted,
+        result: Result,
+        reserved: int,
+        done: Callable[[rec.WindowCommitted], None],
+    ) -> None:
+        """A commit, and every few versions a snapshot."""
+        call = partial(self._store.commit, draft, result, reserved)
+        self._once_there_is_room(_update(draft.fragment), call, done, self._fatal)
 
-    async def cut(self) -> StateCopy:
+    def export(self, path: Path, done: Action) -> None:
+        """The final model, for other tools, once there is room."""
+        self._once_there_is_room("the final model", partial(self._store.export, path), lambda _: done(), self._fatal)
+
+    def cut(self, done: Callable[[StateCopy], None]) -> None:
         """The state between two of the calls above, for a copy of it."""
-        return await self._on_disk(self._store.cut)
+        self._submit(self._store.cut, done, self._fatal)
 
-    async def keep_watch(self) -> None:
-        """Look every second whether the state directory is still ours, for as long as this task lives.
+    def look(self) -> None:
+        """Check that the state directory is still ours, if nothing was written for a while. To be called regularly.
 
-        Every write looks by itself. A coordinator that writes nothing, because its run is held or it waits for nodes,
+        Every write checks by itself. A coordinator that writes nothing, because its run is held or it waits for nodes,
         would otherwise serve a directory that another one has taken over.
-
-        Raises:
-            Fenced, FolderChanged, StorageFailed: exit.
         """
-        while True:
-            await asyncio.sleep(LOOK_S)
-            with suppress(NoRoom):  # no descriptor is free: the next look tells
-                await self._on_disk(self._store.require_ours)
+        if self._clock.now() - self._called_at < LOOK_S:
+            return
+
+        def failed(error: Exception) -> None:
+            if not isinstance(error, NoRoom):  # no descriptor is free: the next look tells
+                self._fatal(error)
+
+        self._submit(self._store.require_ours, lambda _: None, failed)
 
     def give_up(self) -> None:
-        """Cancel every task that waits for room: nobody was told of what it has, and a restart asks for it again."""
+        """Try nothing again that waits for room: nobody was told of it, and a restart asks for it again."""
         self._given_up = True
-        for task in self._waiting:
-            task.cancel()
 
-    async def close(self) -> None:
-        """Close the store, and end the thread."""
-        await self._on_disk(self._store.close)
-        self._thread.shutdown()
+    def close(self) -> None:
+        """Finish what was begun, and close the store."""
+        self.give_up()
+        self._worker.close()
+        self._store.close()
 
-    async def _once_there_is_room(self, what: str, call: Callable[..., _T], *args: Any) -> _T:
-        while True:
-            try:
-                done = await self._on_disk(call, *args)
-            except NoRoom as error:
-                self.hold.begin(what, error)
-                await self._pause()
-            else:
-                self.hold.end(what)
-                return done
+    def _once_there_is_room(
+        self, what: str, call: Callable[[], _T], done: Callable[[_T], None], failed: Failed
+    ) -> None:
+        def over(result: _T) -> None:
+            self.hold.end(what)
+            done(result)
 
-    async def _pause(self) -> None:
-        if self._given_up:
-            raise asyncio.CancelledError
-        task = asyncio.current_task()
-        assert task is not None
-        self._waiting.add(task)
-        try:
-            await asyncio.sleep(RETRY_S)
-        finally:
-            self._waiting.discard(task)
+        def refused(error: Exception) -> None:
+            if not isinstance(error, NoRoom):
+                return failed(error)
+            self.hold.begin(what, error)
+            self._pause(lambda: self._submit(call, over, refused))
 
-    # --- in the thread
+        self._submit(call, over, refused)
 
-    async def _on_disk(self, call: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args))
+    def _pause(self, again: Action) -> None:
+        def over() -> None:
+            if not self._given_up:
+                again()
+
+        self._clock.call_later(RETRY_S, over)
+
+    def _submit(self, call: Callable[[], _T], done: Callable[[_T], None], failed: Failed) -> None:
+        self._called_at = self._clock.now()
+        self._worker.submit(call, done, failed)
+
+    # --- In the worker
 
     def _append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
         self._store.append(record, attachment)
         self._store.sync()
 
     def _append_gathered(self) -> None:
-        """All that has come until now; durable, and said to be, with one sync."""
-        batch: list[_Input] = []
+        """All deltas that have come until now, with one sync."""
+        batch: list[_Delta] = []
         with suppress(Empty):
             while True:
                 batch.append(self._gathered.get_nowait())
-        if not batch:
-            return
-        refused: dict[int, NoRoom] = {}
         try:
-            for number, (record, data, _) in enumerate(batch):
+            for delta in batch:
                 try:
-                    self._store.append(record, data)
+                    self._store.append(delta.record, delta.data)
                 except NoRoom as error:
-                    refused[number] = error
-            if len(refused) < len(batch):
+                    delta.error = error
+            if any(delta.error is None for delta in batch):
                 self._store.sync()
-        except Exception as error:
-            for _, _, done in batch:
-                done.set_exception(error)
-            raise
-        for number, (_, _, done) in enumerate(batch):
-            if number in refused:
-                done.set_exception(refused[number])
-            else:
-                done.set_result(None)
-
-    def _export(self, path: Path) -> None:
-        identity = self._store.ledger.spec.identity
-        metadata = {"run": identity.fingerprint(), "model": identity.model}
-        snapshots.export(path, self._store.named_anchors(), metadata)
+        except Exception as error:  # noqa: BLE001 - each of the batch is told of it
+            for delta in batch:
+                delta.error = error
 
 
 def _update(fragment: int) -> str:

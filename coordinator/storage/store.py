@@ -1,8 +1,8 @@
-"""The coordinator's memory: journal, snapshots and the fragments' buffers, kept in step; and their recovery.
+"""The store of one run: journal, snapshots and the fragments' buffers, kept consistent, and their recovery.
 
-Every call may touch the disk: the daemon makes them from one storage thread (and `read_update` from anywhere). What a
-restart finds is exactly what was durable: anchors are restored by decoding updates onto a snapshot, exact on any
-machine; target and optimizer state by repeating the arithmetic on the spooled inputs (protocol P).
+Every call may touch the disk. The daemon calls from one storage thread, and `read_update` from any thread. A restart
+finds exactly what was durable: anchors are restored by decoding updates onto a snapshot, which is exact on any machine;
+target and optimizer state by repeating the arithmetic on the stored inputs (protocol, Journal).
 """
 
 import logging
@@ -40,7 +40,7 @@ from farloop.quant.registry import codec_named
 _log = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 8
-"""Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol P)."""
+"""Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol, Journal)."""
 
 _RETRY_S = 1.0
 """Between two tries to open a file while none can be opened."""
@@ -71,8 +71,6 @@ class Store:
         self._saved_in: dict[int, int] = {}
         """Segment of the last record of a snapshot, by fragment; only of snapshots that this process took."""
         journal.begin_segments_with(ledger.saved)
-
-    # --- ways in
 
     @classmethod
     def create(
@@ -122,7 +120,7 @@ class Store:
         """Continue what the directory holds, under a new epoch; None where it holds no run.
 
         `accept` raises where the run is not the one that is wanted: then nothing is changed, not even the epoch.
-        `rewind` takes this state for the truth, though nodes may have seen what came after it (protocol S).
+        `rewind` takes this state for the truth, though nodes may have seen what came after it (protocol, Fencing).
 
         The epoch is claimed before anything else is changed, and what was read is looked at again after that: another
         coordinator, which a lost lock did not keep away, may have written until then, and writes no more.
@@ -145,7 +143,7 @@ class Store:
                 changed = journal.look_again()
                 if changed is None:
                     break
-                _log.warning("read again cause='another coordinator wrote to the journal until epoch %d'", epoch)
+                _log.warning("journal reread cause='another coordinator wrote to it until epoch %d'", epoch)
                 found = changed
             else:
                 raise StateLocked(directory)
@@ -165,8 +163,6 @@ class Store:
         store._attachments, store._restart_from, store.alarms = found.attachments, found.restart_from, found.alarms
         return store
 
-    # --- the journal
-
     def append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
         """Write a record; durable after `sync`. Raises NoRoom: nothing was changed."""
         self._take(self._journal.append(record, attachment))
@@ -183,7 +179,7 @@ class Store:
                 self._journal.sync()
             except NoRoom as error:
                 if what not in self.alarms:
-                    _log.warning("alarm what=%r why=%r mend=%r", what, str(error), error.mend)
+                    _log.warning("alarm what=%r why=%r fix=%r", what, str(error), error.fix)
                     self.alarms = {**self.alarms, what: str(error)}
                 time.sleep(_RETRY_S)
             else:
@@ -192,7 +188,7 @@ class Store:
             self.alarms = {key: why for key, why in self.alarms.items() if key != what}
 
     def reserve(self, fragment: int, codec_down: str) -> int:
-        """Room for an update, before the work of making it (protocol O). Returns what `commit` needs to use it up."""
+        """Room for an update, before the work of making it (protocol, Commit order). Returns what `commit` takes."""
         size = blob_bytes(codec_named(codec_down), self.ledger.spec.identity.layout.fragments[fragment])
         self._journal.reserve(size)
         return size
@@ -251,7 +247,7 @@ class Store:
             self._snapshot(fragment)
         _log.warning(
             "adopted history=%d versions=%s fragments=%d lost=%s missing=%s samples_uncertain=%d "
-            "note='nodes begin anew from here'",
+            "note='nodes resync from here'",
             record.epoch,
             ",".join(str(version) for version in self.ledger.versions),
             len(record.anchors),
@@ -278,6 +274,12 @@ class Store:
             for fragment in layout.fragments
             for tensor in fragment.tensors
         }
+
+    def export(self, path: Path) -> None:
+        """Write the global model as one file that other tools read. Raises NoRoom: nothing was changed."""
+        identity = self.ledger.spec.identity
+        metadata = {"run": identity.fingerprint(), "model": identity.model}
+        snapshots.export(path, self.named_anchors(), metadata, self._files)
 
     def cut(self) -> StateCopy:
         """The state as it is, for a copy of it."""

@@ -15,7 +15,7 @@ from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt, StateMis
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.epoch import claimed_epoch
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.recovery import refusal
+from farloop.coordinator.storage.recovery import buffers_of, refusal
 from farloop.coordinator.storage.segment import (
     Attachment,
     Scan,
@@ -29,8 +29,7 @@ from farloop.coordinator.storage.state_reader import Placed, attached, journal_f
 from farloop.quant.errors import BadBlob, NonFiniteError
 from farloop.wire.blobs import blob_digest
 
-# --- Commits made again from what the journal holds of them, and compared with what was recorded, bit for bit.
-# Read-only.
+# --- Replay: commits repeated from the journal and compared bit for bit
 #
 # Beginning at a snapshot, every window is summed, stepped and encoded anew from its stored deltas. All of the outcome
 # is compared: the update's bytes, the digests of anchor, target and outer state, and the terms that followed from it.
@@ -138,9 +137,7 @@ def _begin(directory: Path, fragment: int, first: int, fingerprint: str) -> Buff
             fault = fault or error
             continue
         if found.fingerprint == fingerprint:
-            tensors = dict(found.tensors)
-            anchor, target = tensors.pop("anchor"), tensors.pop("target")
-            return Buffers(version=version, anchor=anchor, target=target, outer=tensors)
+            return buffers_of(found)
     if fault is not None:
         raise fault
     raise StateMismatch(directory, f"no snapshot of fragment {fragment} is older than version {first}")
@@ -173,7 +170,7 @@ def _again(
             if again == record:
                 following = result.buffers
             elif all(comparison.same for comparison in compared):
-                trouble = "the terms of the next window came out different"
+                trouble = "the terms of the next window differ after replay"
         else:
             update = attached(directory, at.attachment)
             codecs = commits.codecs_of(ledger, record)
@@ -200,7 +197,7 @@ def _compare(name: str, recorded: int | None, found: int | None) -> CommitCompar
     return CommitComparison(name=name, recorded=recorded, found=found)
 
 
-# --- A state folder held against everything that it promises. Read-only; says where something is wrong, and what.
+# --- Verification
 #
 # Digests and salts of every segment, record and attachment; sequences without a gap; epochs that rise; the ledger's
 # invariants after every record, and its summaries; snapshots by checksum, by the digests of their commits, and as
@@ -311,8 +308,6 @@ class _Verifier:
     def _fault(self, where: str, what: str) -> None:
         self._report.faults.append(Fault(where=where, what=what))
 
-    # --- the journal
-
     def _segments(self) -> list[Scan]:
         """All segments up to the first that is damaged; of those behind it, only their own damage is told."""
         report = self._report
@@ -346,7 +341,7 @@ class _Verifier:
             if found.torn_bytes:
                 report.torn = (
                     f"{path.name} byte {found.end}: {found.torn_bytes} bytes of a torn tail, or of a record that is "
-                    "being written; nobody was told of it, and a start cuts it"
+                    "being written; no peer was told of it, and a start removes it"
                 )
             if intact:
                 whole.append(found)
@@ -370,7 +365,7 @@ class _Verifier:
             report.run = self._ledger.spec.identity.name
             report.epochs = 1
         elif isinstance(record, rec.LedgerSaved) and Ledger.resume(record) != self._ledger:
-            self._fault(where, "what the segment begins with is not what the records before it say")
+            self._fault(where, "the ledger at the segment's beginning differs from the records before it")
             return False
         elif (wrong := self._out_of_turn(record)) is not None:
             self._fault(where, wrong)
@@ -398,7 +393,7 @@ class _Verifier:
             self._ledger.apply(record)
             self._ledger.check()
         except (AssertionError, LookupError):
-            self._fault(where, "the ledger's invariants do not hold after it")
+            self._fault(where, "the ledger's invariants fail after this record")
             return False
         return True
 
@@ -411,7 +406,7 @@ class _Verifier:
             case rec.Adopted(epoch=epoch) if epoch <= self._ledger.epoch:
                 return f"what nodes held is adopted in epoch {epoch} after epoch {self._ledger.epoch}"
             case rec.Adopted(anchors=anchors) if not all(0 <= a.fragment < len(self._ledger.versions) for a in anchors):
-                return "an anchor is adopted of a fragment that there is not"
+                return "an anchor of an unknown fragment is adopted"
             case rec.WindowCommitted(fragment=fragment, version=version):
                 if not 0 <= fragment < len(self._ledger.versions):
                     return f"there is no fragment {fragment}"
@@ -435,9 +430,7 @@ class _Verifier:
         if size is not None and len(data) != size:
             self._fault(where, f"its {what} has {len(data)} bytes, not {size}")
         elif blob_digest(data) != expected:
-            self._fault(where, f"its {what} does not have the digest that the record says")
-
-    # --- what stands beside it
+            self._fault(where, f"its {what} does not match its recorded digest")
 
     def _epoch_file(self, epoch: int) -> None:
         try:
@@ -472,9 +465,9 @@ class _Verifier:
         for fragment, versions in good.items():
             taken, newest = self._taken.get(fragment), ledger.versions[fragment]
             if taken is not None and taken not in versions and not any(version > taken for version in versions):
-                self._fault(f"snapshots/f{fragment}-v{taken}.safetensors", "the journal says it is there")
+                self._fault(f"snapshots/f{fragment}-v{taken}.safetensors", "recorded in the journal, and missing")
             if not any(self._leads_on(fragment, version, newest) for version in versions):
-                self._fault("snapshots", f"no good one of fragment {fragment} from which the journal leads to {newest}")
+                self._fault("snapshots", f"no valid snapshot of fragment {fragment} leads to version {newest}")
 
     def _unlike_its_commit(self, found: snapshots.Snapshot, ledger: Ledger) -> str | None:
         measured = digest(found.tensors["anchor"]), digest(found.tensors["target"])

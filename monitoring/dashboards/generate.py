@@ -1,42 +1,59 @@
-"""`python -m farloop.monitoring.dashboards.generate [--check]`: write the JSON of every dashboard beside this file.
+"""`python -m farloop.monitoring.dashboards.generate [--check]`: write the dashboards, and the alerts for Kubernetes.
 
-With --check nothing is written, and the exit code says whether all of it is fresh. Needs grafana-foundation-sdk (the
-extra `deploy`).
+The dashboards are JSON beside this file; they need grafana-foundation-sdk (the extra `dashboards`). The Prometheus
+operator takes the groups of `alerts/farloop.yml` one level deeper: the text is indented, comments included.
+
+With --check nothing is written, and the exit code says whether all files are up to date.
 """
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-
-from farloop.monitoring.dashboards.coordinator import coordinator
-from farloop.monitoring.dashboards.network import network
-from farloop.monitoring.dashboards.node import node
-from farloop.monitoring.dashboards.panels import Page
-from farloop.monitoring.dashboards.run import run
-
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RULES = ROOT / "monitoring" / "alerts" / "farloop.yml"
+RULE_OBJECT = ROOT / "k8s" / "components" / "monitoring" / "prometheusrule.yaml"
+
+_HEAD = """\
+# Made from monitoring/alerts/farloop.yml by `python -m farloop.monitoring.dashboards.generate`.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: farloop
+  labels: {app.kubernetes.io/part-of: farloop}
+spec:
+"""
 
 
-def pages() -> dict[str, Page]:
-    """By the name of their file."""
-    return {"run": run(), "network": network(), "node": node(), "coordinator": coordinator()}
+def rule_object() -> str:
+    """The alerts as an object for the Prometheus operator."""
+    rules = RULES.read_text()
+    return _HEAD + textwrap.indent(rules[rules.index("groups:") :], "  ")
 
 
-def text_of(page: Page) -> str:
-    """The file that Grafana reads."""
-    model = json.loads(JSONEncoder(sort_keys=True, indent=1).encode(page.build()))
-    for number, panel in enumerate(model["panels"], start=1):
-        panel["id"] = number
-    return json.dumps(_without_nulls(model), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+def dashboards() -> dict[Path, str]:
+    """The files that Grafana reads."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+    from farloop.monitoring.dashboards.pages import DASHBOARDS
+
+    texts = {}
+    for dashboard in DASHBOARDS:
+        model = json.loads(JSONEncoder(sort_keys=True, indent=1).encode(dashboard.build()))
+        for number, panel in enumerate(model["panels"], start=1):
+            panel["id"] = number
+        text = json.dumps(_without_nulls(model), indent=1, sort_keys=True, ensure_ascii=False)
+        texts[HERE / f"{dashboard.name}.json"] = f"{text}\n"
+    return texts
 
 
 def _without_nulls(value: Any) -> Any:
-    """The encoder writes fields that are not set; Grafana would take some of them for a choice. A threshold's first
-    step has a null that means minus infinity."""
+    """The encoder writes unset fields as null; Grafana would take some of them for a choice. The null of a threshold's
+    first step stays: it means minus infinity."""
     if isinstance(value, Mapping):
         threshold = {"value", "color"} <= value.keys()
         return {k: _without_nulls(v) for k, v in value.items() if v is not None or (threshold and k == "value")}
@@ -48,16 +65,17 @@ def main(words: list[str]) -> int:
     if set(words) - {"--check"}:
         sys.stderr.write("usage: python -m farloop.monitoring.dashboards.generate [--check]\n")
         return 2
-    stale = 0
-    for name, page in pages().items():
-        path, text = HERE / f"{name}.json", text_of(page)
-        if not path.exists() or path.read_text() != text:
-            stale += 1
-            if words:
-                sys.stderr.write(f"{path} is not what the code makes: run without --check\n")
-            else:
-                path.write_text(text)
-    return 1 if words and stale else 0
+    stale = {
+        path: text
+        for path, text in {**dashboards(), RULE_OBJECT: rule_object()}.items()
+        if not path.exists() or path.read_text() != text
+    }
+    for path, text in stale.items():
+        if words:
+            sys.stderr.write(f"{path} is not what the code makes: run without --check\n")
+        else:
+            path.write_text(text)
+    return int(bool(words and stale))
 
 
 if __name__ == "__main__":

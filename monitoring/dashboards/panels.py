@@ -1,7 +1,11 @@
-"""Panels of the Grafana dashboards."""
+"""Kinds of panels of the Grafana dashboards, and how a dashboard is built from a table of them.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+In expressions `{C}` and the like stand for a selector of `SELECTORS`. Needs grafana-foundation-sdk, which knows the
+fields that Grafana has.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, table, text, timeseries
@@ -10,38 +14,22 @@ from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from grafana_foundation_sdk.models.text import TextMode
 
-# --- What the dashboards share: whose series they show, and what they mark in time.
+SELECTORS = {
+    "{C}": '{instance=~"$coordinator"}',  # series of the chosen coordinators
+    "{CN}": '{instance=~"$coordinator",node=~"$node"}',  # what they report of the chosen nodes
+    "{N}": '{node=~"$node"}',  # the chosen nodes' own pages
+    "{G}": '{Hostname=~"$gpu_host"}',  # NVIDIA's exporter on the chosen hosts
+    "{collecting}": '{phase="collecting",instance=~"$coordinator"}',
+    "{sent}": '{instance=~"$coordinator",direction="sent"}',
+    "{received}": '{instance=~"$coordinator",direction="received"}',
+}
 
-
-C = '{instance=~"$coordinator"}'
-"""Series of the chosen coordinators."""
-
-CN = '{instance=~"$coordinator",node=~"$node"}'
-"""What they tell of the chosen nodes."""
-
-N = '{node=~"$node"}'
-"""What the chosen nodes tell themselves."""
-
-G = '{Hostname=~"$gpu_host"}'
-"""NVIDIA's exporter on the chosen hosts."""
-
-HAPPENED = (
-    ("Coordinator restarted", f"changes(farloop_epoch{C}[1m]) > 0", "red"),
-    ("Node restarted", f"changes(farloop_node_incarnation{C}[1m]) > 0", "orange"),
-    ("H changed", f"changes(farloop_h_steps{C}[1m]) > 0", "blue"),
+ANNOTATIONS = (
+    ("Coordinator restarted", "changes(farloop_epoch{C}[1m]) > 0", "red"),
+    ("Node restarted", "changes(farloop_node_incarnation{C}[1m]) > 0", "orange"),
+    ("H changed", "changes(farloop_h_steps{C}[1m]) > 0", "blue"),
 )
-"""Annotations."""
-
-
-def some(expr: str, label: str) -> str:
-    """Series that are there only once something has happened; before, one that says "none"."""
-    return f'{expr} or label_replace(vector(0), "{label}", "none", "", "")'
-
-
-# --- What the dashboards are built from: panels with our habits of units, legends and thresholds, laid out in rows.
-#
-# Needs grafana-foundation-sdk: it knows the fields that Grafana has.
-
+"""Name, expression that is above zero where something happened, colour."""
 
 WIDTH = 24
 """Columns of a dashboard."""
@@ -55,7 +43,7 @@ GOOD_IF_HIGH: Steps = ((None, "red"), (0.6, "orange"), (0.85, "green"))
 """For shares of which 1 is best."""
 
 GOOD_IF_ZERO: Steps = ((None, "green"), (1, "red"))
-
+CONNECTED: Steps = ((None, "red"), (1, "green"))
 NEUTRAL: Steps = ((None, "blue"),)
 
 
@@ -63,14 +51,140 @@ NEUTRAL: Steps = ((None, "blue"),)
 class Line:
     """A query and the name of its series."""
 
+    legend: str
     expr: str
-    legend: str = ""
     axis: Literal["left", "right"] = "left"
-    unit: str = ""
-    """On the right axis."""
     decimals: int | None = None
     bold: bool = False
     """The one to look at first."""
+    none: str = ""
+    """For series that exist only after the first event: the label of a series `none` in their place."""
+
+    @property
+    def query(self) -> str:
+        """The expression that Prometheus gets."""
+        expr = self.expr
+        for short, selector in SELECTORS.items():
+            expr = expr.replace(short, selector)
+        return f'{expr} or label_replace(vector(0), "{self.none}", "none", "", "")' if self.none else expr
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A title above the panels that follow."""
+
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A large number, with its course behind it."""
+
+    title: str
+    expr: str
+    about: str
+    unit: str = "none"
+    steps: Steps = NEUTRAL
+    decimals: int | None = None
+    graph: bool = True
+    legend: str = ""
+    width: int = 4
+    height: int = 4
+
+    def panel(self) -> Any:
+        """As the SDK builds it."""
+        panel = (
+            stat.Panel()
+            .unit(self.unit)
+            .thresholds(_thresholds(self.steps))
+            .color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
+            .color_mode(common_models.BigValueColorMode.VALUE)
+            .graph_mode(common_models.BigValueGraphMode.AREA if self.graph else common_models.BigValueGraphMode.NONE)
+            .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+            .no_value("–")
+        )
+        if self.decimals is not None:
+            panel.decimals(self.decimals)
+        return panel
+
+    def queries(self) -> list[Any]:
+        """A range of it, for the course."""
+        return _ranges([Line(self.legend or self.title, self.expr)])
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Lines over time."""
+
+    title: str
+    lines: Sequence[Line]
+    about: str
+    unit: str = "none"
+    width: int = 12
+    height: int = 8
+    stacked: bool = False
+    steps: Steps | None = None
+    low: float | None = 0
+    high: float | None = None
+    log: bool = False
+    held: bool = False
+    """Values stay until the next one, and are drawn as steps."""
+    counts: bool = False
+    """Of rare events: the axis ends at 4, not at 100, while there are none."""
+
+    def panel(self) -> Any:
+        """As the SDK builds it."""
+        panel = (
+            timeseries.Panel()
+            .unit(self.unit)
+            .line_width(1)
+            .fill_opacity(35 if self.stacked else 0)
+            .show_points(common_models.VisibilityMode.NEVER)
+            .span_nulls(False)
+            .legend(
+                common.VizLegendOptions()
+                .display_mode(common_models.LegendDisplayMode.LIST)
+                .placement(common_models.LegendPlacement.BOTTOM)
+                .show_legend(True)
+                .calcs(["lastNotNull"])
+            )
+            .tooltip(
+                common.VizTooltipOptions()
+                .mode(common_models.TooltipDisplayMode.MULTI)
+                .sort(common_models.SortOrder.DESCENDING)
+            )
+        )
+        if self.held:
+            panel.line_interpolation(common_models.LineInterpolation.STEP_AFTER)
+        if self.low is not None:
+            panel.axis_soft_min(self.low)
+            if self.counts:
+                panel.axis_soft_max(4)
+        if self.high is not None:
+            panel.max(self.high)
+        if self.stacked:
+            panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
+        if self.log:
+            panel.scale_distribution(common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(10))
+        if self.steps is not None:
+            panel.thresholds(_thresholds(self.steps)).thresholds_style(
+                common.GraphThresholdsStyleConfig().mode(common_models.GraphTresholdsStyleMode.DASHED)
+            )
+        for number, line in enumerate(self.lines):
+            properties: dict[str, Any] = {}
+            if line.axis == "right":
+                properties |= {"custom.axisPlacement": "right", "unit": "none"}
+            if line.decimals is not None:
+                properties["decimals"] = line.decimals
+            if line.bold:
+                properties |= {"custom.lineWidth": 4, "color": {"mode": "fixed", "fixedColor": "white"}}
+            if properties:
+                panel.override_by_query(_letter(number), _overrides(properties))
+        return panel
+
+    def queries(self) -> list[Any]:
+        """One per line."""
+        return _ranges(self.lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +193,73 @@ class Column:
 
     title: str
     expr: str
-    unit: str
+    unit: str = "none"
     steps: Steps | None = None
 
 
-@dataclass(slots=True)
-class Page:
-    """One dashboard, filled from the top left."""
+@dataclass(frozen=True, slots=True)
+class ByNode:
+    """A table with a line for each node: each column's query has exactly the label `node`."""
 
     title: str
-    uid: str
+    columns: Sequence[Column]
     about: str
-    annotations: Sequence[tuple[str, str, str]] = ()
-    """Name, expression that is above zero where something happened, colour."""
-    per_node: bool = False
-    _x: int = 0
-    _y: int = 0
-    _height: int = 0
-    _builder: Any = field(init=False, default=None)
+    width: int = WIDTH
+    height: int = 7
 
-    def __post_init__(self) -> None:
-        self._builder = (
-            dashboard.Dashboard(self.title)
-            .uid(self.uid)
+    def panel(self) -> Any:
+        """As the SDK builds it."""
+        names = {f"Value #{_letter(number)}": column.title for number, column in enumerate(self.columns)}
+        options = {"excludeByName": {"Time": True}, "indexByName": {}, "renameByName": {"node": "Node", **names}}
+        panel = (
+            table.Panel()
+            .with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
+            .with_transformation(models.DataTransformerConfig(id_val="organize", options=options))
+        )
+        for column in self.columns:
+            properties: dict[str, Any] = {"unit": column.unit}
+            if column.steps is not None:
+                properties["thresholds"] = _thresholds(column.steps).build()
+                properties |= {"color": {"mode": "thresholds"}, "custom.cellOptions": {"type": "color-text"}}
+            panel.override_by_name(column.title, _overrides(properties))
+        return panel
+
+    def queries(self) -> list[Any]:
+        """One per column."""
+        return [
+            _query(number, Line("", column.expr).query).instant().format(PromQueryFormat.TABLE)
+            for number, column in enumerate(self.columns)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Markdown."""
+
+    title: str
+    markdown: Callable[[], str]
+    width: int = WIDTH
+    height: int = 6
+
+    def panel(self) -> Any:
+        """As the SDK builds it."""
+        return text.Panel().mode(TextMode.MARKDOWN).content(self.markdown())
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard:
+    """A dashboard as a table of its panels, which are laid out from the top left."""
+
+    name: str
+    about: str
+    panels: Sequence[Row | Number | Graph | ByNode | Words]
+    per_node: bool = False
+
+    def build(self) -> Any:
+        """The dashboard, as the SDK's model."""
+        builder = (
+            dashboard.Dashboard(f"farloop / {self.name.capitalize()}")
+            .uid(f"farloop-{self.name}")
             .description(self.about)
             .tags(["farloop"])
             .editable()
@@ -122,188 +280,30 @@ class Page:
         )
         if self.per_node:
             query = 'label_values(farloop_node_connected{instance=~"$coordinator"}, node)'
-            self._builder.with_variable(_choice("node", "Node", query, all_of_them=False))
+            builder.with_variable(_choice("node", "Node", query, all_of_them=False))
             query = "label_values(DCGM_FI_DEV_GPU_UTIL, Hostname)"
-            self._builder.with_variable(_choice("gpu_host", "Host of its GPUs", query))
-        for name, expr, colour in self.annotations:
-            self._builder.annotation(
-                dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(expr)
+            builder.with_variable(_choice("gpu_host", "Host of its GPUs", query))
+        for name, expr, colour in ANNOTATIONS:
+            query = Line(name, expr).query
+            builder.annotation(
+                dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(query)
             )
-
-    def row(self, title: str) -> None:
-        """What follows stands under this."""
-        self._break()
-        self._builder.with_row(dashboard.Row(title).grid_pos(models.GridPos(x=0, y=self._y, w=WIDTH, h=1)))
-        self._y += 1
-
-    def number(
-        self,
-        title: str,
-        expr: str,
-        unit: str,
-        about: str,
-        *,
-        steps: Steps = NEUTRAL,
-        width: int = 4,
-        decimals: int | None = None,
-        graph: bool = True,
-        legend: str = "",
-        calc: str = "lastNotNull",
-    ) -> None:
-        """One large number, with its course behind it."""
-        panel = (
-            stat.Panel()
-            .title(title)
-            .description(about)
-            .datasource(SOURCE)
-            .unit(unit)
-            .thresholds(_thresholds(steps))
-            .color_scheme(dashboard.FieldColor().mode(models.FieldColorModeId.THRESHOLDS))
-            .color_mode(common_models.BigValueColorMode.VALUE)
-            .graph_mode(common_models.BigValueGraphMode.AREA if graph else common_models.BigValueGraphMode.NONE)
-            .reduce_options(common.ReduceDataOptions().calcs([calc]).values(False))
-            .no_value("–")
-        )
-        if decimals is not None:
-            panel.decimals(decimals)
-        self._add(panel, [Line(expr, legend or title)], width, 4)
-
-    def graph(
-        self,
-        title: str,
-        lines: Sequence[Line],
-        unit: str,
-        about: str,
-        *,
-        width: int = 12,
-        height: int = 8,
-        stacked: bool = False,
-        steps: Steps | None = None,
-        low: float | None = 0,
-        high: float | None = None,
-        log: bool = False,
-        held: bool = False,
-        counts: bool = False,
-    ) -> None:
-        """Lines over time. `held`: values that stay until the next one, drawn as steps; `counts`: of what is
-        rare, where an axis to a hundred would be odd."""
-        panel = (
-            timeseries.Panel()
-            .title(title)
-            .description(about)
-            .datasource(SOURCE)
-            .unit(unit)
-            .line_width(1)
-            .fill_opacity(35 if stacked else 0)
-            .show_points(common_models.VisibilityMode.NEVER)
-            .span_nulls(False)
-            .legend(
-                common.VizLegendOptions()
-                .display_mode(common_models.LegendDisplayMode.LIST)
-                .placement(common_models.LegendPlacement.BOTTOM)
-                .show_legend(True)
-                .calcs(["lastNotNull"])
-            )
-            .tooltip(
-                common.VizTooltipOptions()
-                .mode(common_models.TooltipDisplayMode.MULTI)
-                .sort(common_models.SortOrder.DESCENDING)
-            )
-        )
-        if held:
-            panel.line_interpolation(common_models.LineInterpolation.STEP_AFTER)
-        if low is not None:
-            panel.axis_soft_min(low)
-            if counts:
-                panel.axis_soft_max(4)
-        if high is not None:
-            panel.max(high)
-        if stacked:
-            panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
-        if log:
-            panel.scale_distribution(common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(10))
-        if steps is not None:
-            panel.thresholds(_thresholds(steps)).thresholds_style(
-                common.GraphThresholdsStyleConfig().mode(common_models.GraphTresholdsStyleMode.DASHED)
-            )
-        for number, line in enumerate(lines):
-            properties = []
-            if line.axis == "right":
-                properties += [
-                    models.DynamicConfigValue(id_val="custom.axisPlacement", value="right"),
-                    models.DynamicConfigValue(id_val="unit", value=line.unit),
-                ]
-            if line.decimals is not None:
-                properties.append(models.DynamicConfigValue(id_val="decimals", value=line.decimals))
-            if line.bold:
-                properties += [
-                    models.DynamicConfigValue(id_val="custom.lineWidth", value=4),
-                    models.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": "white"}),
-                ]
-            if properties:
-                panel.override_by_query(_letter(number), properties)
-        self._add(panel, lines, width, height)
-
-    def by_node(
-        self, title: str, columns: Sequence[Column], about: str, *, width: int = WIDTH, height: int = 7
-    ) -> None:
-        """A table with a line for each node: each column's query has exactly the label `node`."""
-        panel = (
-            table.Panel()
-            .title(title)
-            .description(about)
-            .datasource(SOURCE)
-            .with_transformation(models.DataTransformerConfig(id_val="merge", options={}))
-            .with_transformation(
-                models.DataTransformerConfig(
-                    id_val="organize",
-                    options={
-                        "excludeByName": {"Time": True},
-                        "indexByName": {},
-                        "renameByName": {
-                            "node": "Node",
-                            **{f"Value #{_letter(i)}": column.title for i, column in enumerate(columns)},
-                        },
-                    },
-                )
-            )
-        )
-        for column in columns:
-            properties = [models.DynamicConfigValue(id_val="unit", value=column.unit)]
-            if column.steps is not None:
-                properties += [
-                    models.DynamicConfigValue(id_val="thresholds", value=_thresholds(column.steps).build()),
-                    models.DynamicConfigValue(id_val="color", value={"mode": "thresholds"}),
-                    models.DynamicConfigValue(id_val="custom.cellOptions", value={"type": "color-text"}),
-                ]
-            panel.override_by_name(column.title, properties)
-        lines = [Line(column.expr) for column in columns]
-        self._add(panel, lines, width, height, as_table=True)
-
-    def words(self, title: str, markdown: str, *, width: int = WIDTH, height: int = 6) -> None:
-        """Text."""
-        self._add(text.Panel().title(title).mode(TextMode.MARKDOWN).content(markdown), [], width, height)
-
-    def build(self) -> Any:
-        """The dashboard, as the SDK's model."""
-        return self._builder.build()
-
-    def _add(self, panel: Any, lines: Sequence[Line], width: int, height: int, *, as_table: bool = False) -> None:
-        for number, line in enumerate(lines):
-            query = prometheus.Dataquery().expr(line.expr).ref_id(_letter(number)).datasource(SOURCE)
-            if as_table:
-                query.instant().format(PromQueryFormat.TABLE)
-            else:
-                query.range().legend_format(line.legend)
-            panel.with_target(query)
-        if self._x + width > WIDTH:
-            self._break()
-        panel.grid_pos(models.GridPos(x=self._x, y=self._y, w=width, h=height))
-        self._x, self._height = self._x + width, max(self._height, height)
-        self._builder.with_panel(panel)
-
-    def _break(self) -> None:
-        self._y, self._x, self._height = self._y + self._height, 0, 0
+        x = y = height = 0
+        for one in self.panels:
+            if isinstance(one, Row) or x + one.width > WIDTH:
+                x, y, height = 0, y + height, 0
+            if isinstance(one, Row):
+                builder.with_row(dashboard.Row(one.title).grid_pos(models.GridPos(x=0, y=y, w=WIDTH, h=1)))
+                y += 1
+                continue
+            panel = one.panel().title(one.title).grid_pos(models.GridPos(x=x, y=y, w=one.width, h=one.height))
+            if not isinstance(one, Words):
+                panel.description(one.about).datasource(SOURCE)
+                for query in one.queries():
+                    panel.with_target(query)
+            x, height = x + one.width, max(height, one.height)
+            builder.with_panel(panel)
+        return builder.build()
 
 
 def _choice(name: str, label: str, query: str, *, all_of_them: bool = True) -> Any:
@@ -319,6 +319,18 @@ def _choice(name: str, label: str, query: str, *, all_of_them: bool = True) -> A
         everything = models.VariableOption(text=["All"], value=["$__all"], selected=True)
         choice.include_all(True).all_value(".*").multi(True).current(everything)
     return choice
+
+
+def _ranges(lines: Sequence[Line]) -> list[Any]:
+    return [_query(number, line.query).range().legend_format(line.legend) for number, line in enumerate(lines)]
+
+
+def _query(number: int, expr: str) -> Any:
+    return prometheus.Dataquery().expr(expr).ref_id(_letter(number)).datasource(SOURCE)
+
+
+def _overrides(properties: dict[str, Any]) -> list[Any]:
+    return [models.DynamicConfigValue(id_val=name, value=value) for name, value in properties.items()]
 
 
 def _letter(number: int) -> str:

@@ -1,4 +1,4 @@
-"""A model split by a layout, trained across processes: stages, the way of a microbatch, and the links between nodes.
+"""Pipeline parallelism across nodes: stages of a layout, routing of microbatches, and links between nodes.
 
 `machine.py` decides, without I/O; `routing.py` says where a microbatch goes next, `layout.py` switches to another
 layout in two phases. `messages.py`: what nodes send each other. `stage.py`: a stage's module and its jobs. `link.py`:

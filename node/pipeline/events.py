@@ -6,11 +6,12 @@ from farloop.algo.stages import StageLayout
 from farloop.node.errors import NodeError
 from farloop.node.pipeline.messages import Message, MicrobatchRoute, Work
 
-# --- What ends a node of a pipeline, in one line each.
+# --- Errors
 #
-# NodeError ├── LayoutError the layout is none, or has no place for this node (do not retry) ├── PeerBindError the
-# address cannot be listened at (do not retry) └── PipelineBroken the sources that this stage follows are gone (retry: a
-# new layout, or they come back)
+# NodeError
+# ├── LayoutError     the layout is invalid, or has no place for this node (do not retry)
+# ├── PeerBindError   the address cannot be bound (do not retry)
+# └── PipelineBroken  the sources that this stage follows are gone (retry: a new layout, or they come back)
 
 
 class LayoutError(NodeError):
@@ -32,12 +33,12 @@ class PipelineBroken(NodeError):
     retriable = True
 
 
-# --- What the machine of a pipeline is told, and what it asks for. Plain values; tensors stay with the shell.
+# --- Events and commands: plain values; the executor holds the tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBegan:
-    """The shell is ready for the next step."""
+    """The executor is ready for the next step."""
 
     microbatches: int = 0
     """Of a source: that many, numbered from 0, are there to be sent."""
@@ -47,7 +48,7 @@ class StepBegan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A work came, and its tensor is kept by the shell."""
+    """Work arrived; the executor keeps its tensor."""
 
     sender: str
     work: Work
@@ -55,7 +56,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """The work that `Compute` asked for is done, and its result is kept by the shell."""
+    """The work of `Compute` is done; the executor keeps its result."""
 
     work: Work
 

@@ -1,8 +1,7 @@
-"""Runs one stage: machine, torch and link brought together in the training thread.
+"""Runs one stage in the training thread.
 
-The link's thread puts what came into one inbox; `step` takes it out, lets the machine decide and carries the commands
-out, one job at a time, until the machine says that the step is over. Then the gradients are means, and the caller's
-optimizer steps.
+The link's thread puts messages into an inbox; `step` takes them, lets the machine decide and carries its commands out,
+one job at a time, until the step is over. The gradients are then means, and the caller's optimizer steps.
 """
 
 import contextlib

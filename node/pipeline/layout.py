@@ -15,7 +15,7 @@ from farloop.node.zmq_dealer import split_address
 from farloop.wire.messages import validate
 from farloop.wire.reasons import RemoteProtocolError
 
-# --- How a node behaves in a pipeline.
+# --- Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,14 @@ class Settings:
                 raise ValueError(f"{name} is {getattr(self, name)}; the least is 1")
 
 
-# --- Layout files: what `farloop plan --json` writes, and where its nodes are.
+# --- Layout files: the output of `farloop plan --json`, plus the addresses of the nodes
 #
 #     {"epoch": 1,
 #      "stages": [{"layers": [0, 2], "nodes": ["oslo", "bonn"]}, {"layers": [2, 4], "nodes": ["rome", "lyon"]}],
 #      "paths": [{"nodes": ["oslo", "rome"]}, {"nodes": ["bonn", "lyon"]}],
 #      "addresses": {"oslo": "tcp://10.0.0.1:7800", "bonn": "tcp://10.0.0.2:7800", …}}
 #
-# Every node of a pipeline reads the same one. Whatever else a plan says is passed over.
+# Every node of a pipeline reads the same file. Other keys of a plan are ignored.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +127,11 @@ def _check_addresses(path: Path, layout: StageLayout, addresses: Mapping[str, st
                 raise LayoutError(f"{path}: addresses of {node}: {error}") from error
 
 
-# --- A new layout in two phases: first all who can be reached make it ready, then each follows it from a round's end
-# on.
+# --- Switching to a new layout, in two phases
 #
-# One node conducts, whichever was given the layout. Between the phases nothing changes: a refusal, in words, ends the
-# matter. Sources choose the moment, at the end of a round; the others follow when all of their sources have. Pure.
+# First every reachable node prepares the layout, then each node adopts it at the end of a round. One node conducts: the
+# one that was given the layout. A refusal cancels the switch. Sources choose the moment, at the end of a round; the
+# other nodes follow when all of their sources have switched.
 
 
 Letters = list[tuple[str, Prepare | Switch]]

@@ -1,4 +1,4 @@
-"""Sockets between pipeline nodes, and what they measure of links."""
+"""Sockets between pipeline nodes, and passive link measurement."""
 
 import asyncio
 import logging
@@ -26,12 +26,12 @@ from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
 from farloop.wire.messages import Seen, Transfer
 from farloop.wire.reasons import RemoteProtocolError
 
-# --- What a node sees of the link to another stage, without a byte more than has to be sent: round trip and rate.
+# --- Passive link measurement: round trip and rate
 #
-# Every frame tells when its sender made it, by the sender's own clock; a word says the last time back that came, and
-# how long ago. So a round trip needs one clock alone; and what a tensor took longer than the quickest word is the time
-# of its bytes, whatever the two clocks differ by. A tensor is one ZeroMQ message, which arrives whole: its arrival
-# alone would tell how often its sender has work, and nothing of the link (`wire/meter.py`).
+# Every frame carries its sender's clock; a message also echoes the last time that came back, and how long ago. So a
+# round trip needs one clock alone, and the extra time of a tensor over the quickest message is the time of its bytes,
+# whatever the offset of the two clocks. A tensor is one ZeroMQ message and arrives whole, so its arrival alone says
+# nothing about the link.
 
 
 LOOKS_BACK_S: Final = 8.0
@@ -110,11 +110,11 @@ class LinkEstimate:
         return Transfer(num_bytes=num_bytes, seconds=seconds)
 
 
-# --- The sockets between the nodes of a pipeline: one ROUTER that all others dial, one DEALER to each of them.
+# --- Sockets: one ROUTER that all others dial, one DEALER to each of them
 #
-# A background thread with a loop of its own. Nothing here decides: what comes goes to the training thread through
-# `deliver`, what that wants to send comes back through thread-safe calls. A peer is up while its words come and the
-# connection to it stands; a broken connection is noticed at once and dialled again, a silent one after `liveness_s`.
+# A background thread with its own loop. Frames go to the training thread through `deliver`; calls from it are
+# thread-safe. A peer is up while its messages arrive and the connection stands; a broken connection is noticed at once
+# and dialed again, a silent one after `liveness_s`.
 
 
 _log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class PeerLink:
             pass
         except Exception as error:  # noqa: BLE001 - the edge of the thread: who starts it is told, or the log
             if self._started.done():
-                _log.error("the peer link broke down", exc_info=True)
+                _log.error("peer link failed", exc_info=True)
             else:
                 self._started.set_exception(error)
         finally:
@@ -305,7 +305,7 @@ class PeerLink:
                 self._take(parts)
             except RemoteProtocolError as error:
                 self.bad_frames += 1
-                _log.warning("bad frame of a peer reason=%r", str(error))
+                _log.warning("bad frame from peer reason=%r", str(error))
 
     def _take(self, parts: list[zmq.Frame]) -> None:
         name = parts[0].bytes.partition(b"/")[0].decode(errors="replace")[: messages.MAX_NAME]
@@ -367,7 +367,7 @@ class PeerLink:
         if peer is None or not peer.connected:
             return
         if len(peer.queue) >= MOST_QUEUED:
-            _log.warning("given up name=%s cause='%d frames wait for it'", to, len(peer.queue))
+            _log.warning("peer dropped name=%s cause='%d frames queued'", to, len(peer.queue))
             return self._is_up(to, peer, up=False)
         peer.queue.append((asked_at + self._config.delays_s.get(to, 0.0), parts))
         peer.wake.set()
@@ -452,4 +452,4 @@ class PeerLink:
             try:
                 allow.refresh()
             except KeyFileError as error:
-                _log.warning("no other key is let in until this is mended reason=%r", str(error))
+                _log.warning("allow list unreadable reason=%r", str(error))

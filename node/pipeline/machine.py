@@ -24,7 +24,7 @@ from farloop.node.pipeline.messages import (
 )
 from farloop.node.pipeline.routing import InFlight, Peers, Sources, onward, others
 
-# --- What a node believes of work that came: whether it can be done here, or fits a trip that is known.
+# --- Checks of incoming work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def exist(hops: Sequence[Hop], layout: StageLayout) -> bool:
     return all(hop.stage < len(layout.stages) and hop.node in layout.stages[hop.stage].replicas for hop in hops)
 
 
-# --- The work of one node: what waits, what is done now, what came too early, and the inputs that are kept.
+# --- The job queue, and inputs that are kept
 
 
 GONE = 256
@@ -136,10 +136,10 @@ class JobQueue:
             assert work.epoch == epoch and (work.kind is Kind.FORWARD or work.trip in self.held)
 
 
-# --- The decisions of one node of a pipeline: which job is next, where its result goes, when a step is over.
+# --- The machine
 #
 # One job at a time, first come first served. A forward is admitted while the node keeps fewer inputs than its memory
-# allows; a source sends while it has credit. The shell (`executor.py`) and the simulator carry the commands out.
+# allows; a source sends while it has credit. The executor and the simulator carry the commands out.
 #
 #     Began ──▶ forward, loss and backward work, as it comes ──▶ Over ──▶ the optimizer steps ──▶ Began …
 
@@ -186,7 +186,7 @@ class PipelineMachine:
         self._now = 0.0
         self._commands: list[ev.Command] = []
 
-    # --- what the shell reads
+    # --- Read by the executor
 
     @property
     def epoch(self) -> int:

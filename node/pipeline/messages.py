@@ -14,10 +14,10 @@ from farloop.wire.frames import Buffer
 from farloop.wire.messages import pack, unpack, validate
 from farloop.wire.reasons import RemoteProtocolError
 
-# --- What the nodes of a pipeline say to each other, as plain values; their bytes are made in `messages.py`.
+# --- Messages
 #
-# A *trip* is one attempt of a microbatch to go its way: forward along its path, back to its source for the loss, and
-# the same nodes backwards. A trip that is lost is followed by another, or the microbatch is dropped and counted.
+# A *trip* is one attempt of a microbatch: forward along its path, back to its source for the loss, and backward through
+# the same nodes. A lost trip is followed by another, or the microbatch is dropped and counted.
 
 
 class Kind(IntEnum):
@@ -163,9 +163,9 @@ class Leave:
 Message = Leave | PipelineMessage | Lost | Forget | Ended | Prepare | Prepared | Switch
 
 
-# --- Bytes of the frames between the nodes of a pipeline. Every failure to read one is `RemoteProtocolError`.
+# --- Frames; every failure to read one is `RemoteProtocolError`
 #
-# A frame is one ZeroMQ message: a header part, and beside a `Work` one part with the tensor's bytes. Little-endian.
+# A frame is one ZeroMQ message: a header part, and for a `Work` one more part with the tensor's bytes. Little-endian.
 #
 #     | off | type    | field    |                                                             |
 #     |-----|---------|----------|-------------------------------------------------------------|
@@ -177,8 +177,8 @@ Message = Leave | PipelineMessage | Lost | Forget | Ended | Prepare | Prepared |
 #     | 16  | u64     | checksum | xxh3-64 of the 16 bytes before it and the body              |
 #     | 24  |         | body     | msgpack: the message's fields; of a Work [work, tensor info] |
 #
-# Sizes are bounded before anything is believed: a header by `MAX_HEADER_BYTES`, a tensor by what the receiver expects.
-# Nothing is pickled.
+# Sizes are bounded before parsing: a header by `MAX_HEADER_BYTES`, a tensor by what the receiver expects. Nothing is
+# pickled.
 
 
 MAGIC = b"FLPP"

@@ -8,7 +8,7 @@ from typing import Literal
 from farloop.algo.stages import Hop, Path, StageLayout
 from farloop.node.pipeline.messages import Ended, MicrobatchRoute, PipelineMessage
 
-# --- Where a microbatch goes next: the planned hop, another replica of its stage, past the stage, or nowhere.
+# --- Next hop: the planned one, another replica of the stage, past the stage, or nowhere
 #
 # The fallback is SWARM's (arXiv 2301.11913): the live replica with the least expected busy time. What may be skipped
 # and swapped is bounded as in SkipPipe (arXiv 2502.19913, with the numbers of its published code, C2–C4).
@@ -94,7 +94,7 @@ def onward(
     return Onward(hop=None, position=len(visited), rerouted=False, skipped=skipped)
 
 
-# --- What a node knows of the others: who can be reached, and how long a job would wait there.
+# --- Peers: who is reachable, and how long a job would wait there
 
 
 Standing = Literal["unseen", "up", "down"]
@@ -184,11 +184,11 @@ def others(layout: StageLayout, name: str) -> tuple[str, ...]:
     return tuple(sorted({node for stage in layout.stages for node in stage.replicas} - {name}))
 
 
-# --- Whose steps a node follows: the sources whose planned paths pass through it.
+# --- Sources: the nodes whose planned paths pass through this one
 #
-# A node takes its own step when each of them has ended one more of its own. A microbatch of their next step waits until
-# then; one of any other source, a guest that lost its way elsewhere, is served at once and counts for the step it falls
-# into. Steps are ordered by (incarnation of the source, step).
+# A node steps when each of its sources has ended one more step. A microbatch of a later step waits until then; one from
+# a source that this node does not follow, rerouted here, is served at once and counts for the current step. Steps are
+# ordered by (incarnation of the source, step).
 
 
 Position = tuple[int, int]
@@ -274,9 +274,9 @@ class Sources:
         return self.next_epoch.get(source, epoch) > epoch and not self._has_ended(source)
 
 
-# --- A source's microbatches of one step: how many are under way, which trip each is on, what became of each.
+# --- Microbatches in flight at their source
 #
-# Conservation: every microbatch of a step waits, is under way, is completed or is dropped, and nothing else.
+# Conservation: every microbatch of a step is waiting, under way, completed or dropped, and nothing else.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

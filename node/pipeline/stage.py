@@ -18,7 +18,7 @@ from farloop.quant.registry import codec_named
 from farloop.wire.frames import Buffer
 from farloop.wire.reasons import RemoteProtocolError
 
-# --- Activations and gradients as bytes, and back: raw, or written by a codec of `quant/`.
+# --- Tensors as bytes: raw, or written by a codec of `quant/`
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,11 +66,11 @@ def from_bytes(info: TensorInfo, data: Buffer, device: torch.device, codec: str 
     return flat[: math.prod(info.shape)].view(info.shape).to(device, DTYPES[info.dtype])
 
 
-# --- The torch of one stage: its part of the model, and the jobs that microbatches bring.
+# --- The module of a stage, and its jobs
 #
-# A stage keeps the input of every microbatch until its gradient comes back, and computes the forward pass again then:
-# activation checkpointing at the stage's boundary. So a step of the optimizer between the two does no harm to a guest.
-# A skipped stage is the identity, for the residual stream passes it by: nothing is computed for it anywhere.
+# A stage keeps the input of every microbatch until its gradient comes back, and then computes the forward pass again
+# (activation checkpointing at the stage boundary). So an optimizer step in between does not corrupt a rerouted
+# microbatch. A skipped stage is the identity, because the residual stream bypasses it.
 #
 # Shape suffixes as in `node/model.py`: B batch, T time (tokens), S = T + 1, D model width.
 

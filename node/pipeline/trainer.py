@@ -40,28 +40,28 @@ class PipelineConfig:
     """What is local to a node that trains one stage of the model."""
 
     layout: Path | None = None
-    """Layout file: stages, paths and the address of every node, the same everywhere. With it this node trains its stage
-    of the model; a file with a higher epoch is followed from a round's end on."""
+    """Layout file with stages, paths and addresses, the same on all nodes; this node trains its stage. A file with a
+    higher epoch is adopted at the end of a round."""
     bind: str = ""
-    """Where it listens for the other stages; its address in the layout file unless given."""
+    """Address to listen on for other stages. Default: that of the layout file."""
     peers: Path | None = None
-    """Folder of the other stages' public keys; required beyond loopback, and goes with [node] key."""
+    """Folder of the public keys of other stages; needs [node] key, and is required beyond loopback."""
     microbatches: int = 4
-    """Of a source: parts of its batch, each on its own way through the stages."""
+    """Parts of the batch of a source; each takes its own path."""
     credit: int = 4
-    """Of a source: microbatches under way at once."""
+    """Most microbatches of a source in flight."""
     memory: int = 16
-    """Inputs that a stage keeps until their backward pass."""
+    """Most inputs that a stage keeps for their backward passes."""
     codec: str = ""
-    """Of activations and gradients between stages, as q8; an empty text sends them as they are."""
+    """Codec of activations and gradients between stages, e.g. q8; empty: uncompressed."""
     normalise: str = "visits"
-    """What a stage's gradient is divided by: visits, or share, SkipPipe's convention (see Pipelines in the docs)."""
+    """Divisor of the gradient of a stage: visits, or share as in SkipPipe (see Pipelines in the docs)."""
     patience_s: float = 120.0
-    """A microbatch that takes longer to come back goes once more, or is dropped and counted."""
+    """A microbatch that takes longer is sent again, or dropped and counted."""
     late_s: float = 10.0
-    """A stage that would begin later than this gives way to a replica of it that would begin sooner."""
+    """A stage that would start later than this is replaced by a replica that would start earlier."""
     liveness_s: float = 5.0
-    """Silence after which another stage is given up."""
+    """Silence after which another stage counts as gone."""
 
 
 def train_stage(
@@ -125,9 +125,9 @@ def _executor(
     node: Node, config: NodeConfig, pipeline: PipelineConfig, layout: StageLayout, addresses: dict[str, str]
 ) -> Executor:
     spec, module, device = node.spec, node.module, node.cluster.device
-    assert isinstance(module, StagePart) and node.leader is not None
+    assert isinstance(module, StagePart) and node.executor is not None
     # An activation in fp32; no microbatch is longer than a batch.
-    numel = spec.terms.batch_sequences * spec.terms.sequence_tokens * module.config.dim
+    numel = spec.terms.inner.batch_sequences * spec.terms.inner.sequence_tokens * module.config.dim
     return Executor(
         layout=layout,
         addresses={name: to for name, to in addresses.items() if name != config.name},
@@ -143,7 +143,7 @@ def _executor(
         settings=Settings(
             credit=pipeline.credit, memory=pipeline.memory, patience_s=pipeline.patience_s, late_s=pipeline.late_s
         ),
-        incarnation=node.leader.machine.incarnation,
+        incarnation=node.executor.machine.incarnation,
         run=int(spec.identity.fingerprint(), 16),
         codec=pipeline.codec,
         normalise=NORMALISE[pipeline.normalise],
@@ -164,14 +164,14 @@ def _loop(node: Node, executor: Executor, corpora: Sequence[Corpus], pipeline: P
         step = executor.step(batches, closes_round=node.closes_round)
         if step is None:
             return
-        if node.leader is not None and time.monotonic() - told_at >= LOOK_S:
+        if node.executor is not None and time.monotonic() - told_at >= LOOK_S:
             told_at = time.monotonic()
             seen = executor.link.seen
             for place in range(0, len(seen), MOST_SEEN):
-                node.leader.link.send(Observed(links=seen[place : place + MOST_SEEN]))
-        if node.leader is not None:
+                node.executor.link.send(Observed(links=seen[place : place + MOST_SEEN]))
+        if node.executor is not None:
             machine = executor.machine
-            node.leader.metrics.piped(machine.counted, sum(executor.bytes_by_hop.values()), len(machine.desk.held))
+            node.executor.metrics.piped(machine.counted, sum(executor.bytes_by_hop.values()), len(machine.desk.held))
         node.step(loss=step.trained.loss, tokens=step.trained.tokens)
 
 
@@ -197,7 +197,7 @@ class _Watch:
         try:
             layout, addresses = read_layout(self._path)
         except LayoutError as error:
-            return _log.warning("the new layout is not followed reason=%r", str(error))
+            return _log.warning("new layout rejected reason=%r", str(error))
         self._executor.offer(layout, addresses)
 
     @staticmethod
@@ -218,7 +218,7 @@ def _whole(spec: RunSpec, layout: StageLayout) -> GPT:
 
 def _check_batch(spec: RunSpec, pipeline: PipelineConfig) -> None:
     """Microbatches count alike, so each must be as large as the others."""
-    batch, parts = spec.terms.batch_sequences, pipeline.microbatches
+    batch, parts = spec.terms.inner.batch_sequences, pipeline.microbatches
     if batch % parts:
         raise DataError(
             f"the run's batch of {batch} sequences does not divide into {parts} microbatches; "

@@ -9,7 +9,7 @@ from farloop.algo.spec import Fragment
 from farloop.quant.codec import Traits
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.packing import BF16_LARGEST, from_bf16, to_bf16
+from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, to_bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,31 +20,21 @@ class Bf16Codec(BlockCodec):
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """No scales; the codes are bf16 values."""
-        return x.new_empty(0, dtype=torch.int16), to_bf16(x).view(torch.uint8)
+        return x.new_empty(0, dtype=torch.int16), to_bf16(x.view(-1)).view(torch.uint8)
 
-    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor, *, seed: int) -> None:
         """Exact: a shift."""
-        # The copy aligns: received bytes may start at an odd address.
-        out.copy_(from_bf16(codes.clone().view(torch.int16)))
+        out.view(-1).copy_(from_bf16(bf16_bits(codes)))
 
     def check_tile(self, scales: Tensor, codes: Tensor) -> None:
         """Every value is finite."""
-        magnitude = codes.clone().view(torch.int16) & 0x7FFF
-        if int(magnitude.max()) > BF16_LARGEST:
+        if int((bf16_bits(codes) & 0x7FFF).max()) > BF16_LARGEST:
             raise BadPayload("a value is not finite")
 
 
 BF16 = Bf16Codec(
     name="bf16",
     code=2,
-    block=1,
     code_bits=16,
-    scale_bits=0,
-    declared=Traits(
-        bits_per_element=16.0,
-        exact_decode=True,
-        unbiased=False,
-        contraction=0.9999,
-        deterministic=True,
-    ),
+    declared=Traits(bits_per_element=16.0, exact_decode=True, unbiased=False, contraction=0.9999, deterministic=True),
 )

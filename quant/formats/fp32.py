@@ -1,4 +1,4 @@
-"""`fp32`: the numbers themselves. Decoding returns every bit, the sign of zero too; what is not finite is refused."""
+"""`fp32`: the numbers themselves. Decoding returns every bit, the sign of zero too. NaNs and infinities are refused."""
 
 from dataclasses import dataclass
 
@@ -19,11 +19,11 @@ class Fp32Codec(BlockCodec):
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """No scales; the codes are the bytes of x."""
-        return x.new_empty(0, dtype=torch.int16), x.view(torch.uint8)
+        return x.new_empty(0, dtype=torch.int16), x.view(-1).view(torch.uint8)
 
-    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor, *, seed: int) -> None:
         """As bytes, since `codes` need not be aligned."""
-        out.view(torch.uint8).copy_(codes)
+        out.view(-1).view(torch.uint8).copy_(codes)
 
     def check_tile(self, scales: Tensor, codes: Tensor) -> None:
         """Every value is finite."""
@@ -35,14 +35,6 @@ class Fp32Codec(BlockCodec):
 FP32 = Fp32Codec(
     name="fp32",
     code=1,
-    block=1,
     code_bits=32,
-    scale_bits=0,
-    declared=Traits(
-        bits_per_element=32.0,
-        exact_decode=True,
-        unbiased=True,
-        contraction=1.0,
-        deterministic=True,
-    ),
+    declared=Traits(bits_per_element=32.0, exact_decode=True, unbiased=True, contraction=1.0, deterministic=True),
 )

@@ -1,11 +1,11 @@
-"""`lattice`: int4 codes on a grid that is moved at random, blocks of 256. 4.06 bits per element. To compare with.
+"""`lattice`: int4 codes on a grid with a random shift, blocks of 256. 4.06 bits per element. For comparison.
 
 QSDP (arXiv 2302.02390): the nearest point of δℤ + r·δ, with one shift r for all elements, drawn anew for every blob.
 Over the draws the mean of what arrives is what was sent, and the error of every element is uniform on half a step
-either way, whatever the element. Sender and receiver draw the shift from the seed, so it travels in no byte.
+either way. Sender and receiver draw the shift from the seed, so no byte carries it.
 
-One shift for all means that their errors are one error: zeros all come out as the same r·δ. QSDP needs that for its
-theorem on weights that live on the grid; for deltas, `q4` loses half as much at the same size.
+One shift for all elements means one error for all: zeros all decode to the same r·δ. QSDP needs that for its theorem on
+weights that live on the grid; for deltas, `q4` loses half as much at the same size.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant import packing
 from farloop.quant.codec import Traits
-from farloop.quant.formats.blocks import ZerolessCodec
-from farloop.quant.packing import SMALLEST_SCALE, check_scales, from_bf16, mix32
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.packing import SMALLEST_SCALE, from_bf16, mix32
 
 BLOCK = 256
 LARGEST_SCALE = 0x7DF0
@@ -30,38 +30,23 @@ def shift_of(seed: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatticeCodec(ZerolessCodec):
+class LatticeCodec(BlockCodec):
     """The arithmetic of its blocks."""
 
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """k = clamp(round(fl(x ÷ s) − r), −8, 7), ties to even, with s as it is stored; k + 8 is written."""
-        scales = _scales(magnitude.view(-1, BLOCK).amax(dim=1).view(torch.float32))
+        scales = _scales(magnitude.amax(dim=1).view(torch.float32))
         s = from_bf16(scales).unsqueeze(1)  # [m, 1]
-        ratio = x.view(-1, BLOCK) / torch.where(s == 0, 1.0, s)
+        ratio = x / torch.where(s == 0, 1.0, s)
         codes = ratio.sub_(shift_of(seed)).round_().clamp_(-8, 7).masked_fill_(s == 0, 0.0)
         return scales, packing.pack(codes.add_(8).to(torch.uint8))
 
-    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
-        """k·s, the point of the grid before it was moved."""
-        blocks = out.view(-1, BLOCK)
-        packing.unpack_into(codes, blocks)
-        blocks.sub_(8).mul_(from_bf16(scales).unsqueeze(1))
-
-    def shift_tile_(self, scales: Tensor, tile: Tensor, *, seed: int) -> None:
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor, *, seed: int) -> None:
         """k·s + r·s = (1024·k + 512 − j)·s ÷ 1024, exact: 14 and 8 significant bits."""
-        tile.view(-1, BLOCK).add_((from_bf16(scales) * shift_of(seed)).unsqueeze(1))
-
-    def unpack(self, codes: Tensor) -> Tensor:
-        """Packed codes → uint8 [m, 256]."""
-        unpacked = torch.empty(codes.numel() * 2 // BLOCK, BLOCK, dtype=torch.uint8, device=codes.device)
-        packing.unpack_into(codes, unpacked)
-        return unpacked
-
-    def check_tile(self, scales: Tensor, codes: Tensor) -> None:
-        """Every code is good; scales must be."""
-        check_scales(scales, LARGEST_SCALE, signed=False)
+        packing.unpack_into(codes, out)
+        out.sub_(8).mul_(scales).add_(scales * shift_of(seed))
 
 
 def _scales(absmax: Tensor) -> Tensor:
@@ -71,7 +56,7 @@ def _scales(absmax: Tensor) -> Tensor:
     absmax's fp32 grid. Were absmax larger, then by a step of that grid, and absmax ÷ 7 would lie over half a step of
     its own grid above s: fl(absmax ÷ 7) > s.)
     """
-    # Divided by a tensor: torch turns a division by a number into a product with its reciprocal on GPUs, one bit off.
+    # By a tensor: on GPUs torch turns a division by a number into a product with its reciprocal, one bit off.
     bits = (absmax / torch.full_like(absmax, 7.0)).view(torch.int32)
     scales = ((bits + 0xFFFF) >> 16).clamp_(max=LARGEST_SCALE)
     return torch.where(scales < SMALLEST_SCALE, 0, scales).to(torch.int16)
@@ -82,7 +67,7 @@ LATTICE = LatticeCodec(
     code=12,
     block=BLOCK,
     code_bits=4,
-    scale_bits=16,
+    largest_scale=LARGEST_SCALE,
     padding_code=8,
     declared=Traits(
         bits_per_element=4.0625,

@@ -1,13 +1,13 @@
-"""`lowrank`: matrices as products of two thin ones, the rest as bf16. Needs error feedback; up only.
+"""`lowrank`: matrices as products of two thin ones, the rest as bf16. Needs error feedback; for deltas only.
 
-PowerSGD (arXiv 1905.13727): one step of a power iteration, P = orth(M·Q), Q = Mᵀ·P, that starts from the Q of the last
-time. There all workers add up their P and then their Q, in two dependent trips, with one Q for all. Here every sender
-has its own subspace and sends P and Q in one blob: whoever is missing changes nothing for the others, and the
-coordinator averages the products. What is lost is that the mean of K products has rank K·r where theirs has r.
+PowerSGD (arXiv 1905.13727): one step of a power iteration, P = orth(M·Q), Q = Mᵀ·P, that starts from the last Q. There
+all workers sum their P and then their Q, in two dependent round trips, with one Q for all. Here every sender has its
+own subspace and sends P and Q in one blob: a missing sender changes nothing for the others, and the coordinator
+averages the products. The cost: the mean of K products has rank K·r, where theirs has r.
 
-One column more than is sent is tried, and the one that holds least is dropped. It starts from fresh random numbers q,
-so that no direction hides from a warm start for ever, as in the counter-example of PowerSGD+ (arXiv 2509.11254): on
-average |M·q|²/|q|² is 1/m of |M|² for m columns, and orth(M·q) holds at least that much of M.
+The encoder tries one column more than it sends, and drops the one that holds least. This column starts from fresh
+random numbers q, so no direction hides from a warm start forever, as in the counter-example of PowerSGD+ (arXiv
+2509.11254): on average |M·q|²/|q|² is 1/m of |M|² for m columns, and orth(M·q) holds at least that much of M.
 """
 
 import math
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, TILE, Fragment
-from farloop.quant.codec import Codec, Parameter, Traits, require_flat, require_payload_size, whole
+from farloop.quant.codec import Codec, Parameter, Traits, require_flat, whole
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import largest_bits, spans
-from farloop.quant.packing import BF16_LARGEST, from_bf16, largest_scale, to_bf16, uniform16
+from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, largest_scale, to_bf16, uniform16
 
 _ONE = 0x3F80
 """Bits of 1 in bf16: no element of a column of length 1 is larger."""
@@ -31,7 +31,7 @@ _ONE = 0x3F80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A tensor's place in the fragment and in the payload; both counted in elements."""
+    """A tensor's place in the fragment and in the payload, both counted in elements."""
 
     offset: int
     numel: int
@@ -75,12 +75,8 @@ class LowrankCodec(Codec):
         """Two bytes of each number."""
         return 2 * sum(_numbers(part, self.rank) for part in self._parts(fragment))
 
-    def encode_into(
-        self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None
-    ) -> None:
-        """As `Codec.encode_into`. The bytes may differ between machines, as matrix products do."""
-        require_flat(x, torch.float32, "x", numel=fragment.numel)
-        require_flat(out, torch.uint8, "out", numel=self.payload_bytes(fragment))
+    def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
+        # The bytes may differ between machines, as matrix products do.
         if previous is not None:
             require_flat(previous, torch.uint8, "previous", numel=out.numel())
         largest = [largest_bits(x, span) for span in spans(fragment)]
@@ -99,20 +95,8 @@ class LowrankCodec(Codec):
                 out[_bytes(place, place + numbers.numel())].copy_(numbers.view(torch.uint8))
                 place += numbers.numel()
 
-    def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
-        """As `Codec.decode_into`; the seed changes nothing."""
-        require_flat(out, torch.float32, "out", numel=fragment.numel)
-        start = 0
-        for tile in self.decoded_tiles(payload, fragment, device=out.device):
-            out[start : start + tile.numel()].copy_(tile)
-            start += tile.numel()
-
-    def decoded_tiles(
-        self, payload: Tensor, fragment: Fragment, *, seed: int = 0, device: torch.device | None = None
-    ) -> Iterator[Tensor]:
-        """As `Codec.decoded_tiles`, with one tile of memory, the factors of a matrix and two of its rows."""
-        require_flat(payload, torch.uint8, "payload", numel=self.payload_bytes(fragment))
-        device = device or payload.device
+    def _tiles(self, payload: Tensor, fragment: Fragment, *, seed: int, device: torch.device) -> Iterator[Tensor]:
+        """With memory for one tile, the factors of a matrix and two of its rows."""
         parts = self._parts(fragment)
         buffer = torch.empty(min(TILE, fragment.numel), dtype=torch.float32, device=device)
         for start in range(0, fragment.numel, TILE):
@@ -125,9 +109,8 @@ class LowrankCodec(Codec):
                     self._decode_part_into(payload, part, first - part.offset, piece)
             yield tile
 
-    def validate(self, payload: Tensor, fragment: Fragment) -> None:
-        """As `Codec.validate`: wrong length, or numbers so large that their products could overflow."""
-        require_payload_size(payload, self.payload_bytes(fragment), fragment)
+    def _check(self, payload: Tensor, fragment: Fragment) -> None:
+        """Refuse numbers so large that their products could overflow."""
         for part in self._parts(fragment):
             end = part.place + _numbers(part, self.rank)
             q_place = part.place + part.tall * self.rank
@@ -214,8 +197,7 @@ def _bytes(first: int, stop: int) -> slice:
 
 
 def _read(payload: Tensor, first: int, stop: int) -> Tensor:
-    # The copy aligns: received bytes may start at an odd address.
-    return payload[_bytes(first, stop)].clone().view(torch.int16)
+    return bf16_bits(payload[_bytes(first, stop)])
 
 
 def _check(payload: Tensor, first: int, stop: int, largest: int) -> None:

@@ -13,9 +13,7 @@ from farloop.algo.spec import Fragment
 from farloop.quant import packing
 from farloop.quant.codec import Traits
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.packing import Q4_BLOCK, check_scales, from_bf16, largest_scale, to_scale
-
-_LARGEST_SCALE = largest_scale(8)
+from farloop.quant.packing import Q4_BLOCK, from_bf16, largest_scale, to_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,25 +24,20 @@ class Q4Codec(BlockCodec):
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """k = clamp(round(x ÷ s), −8, 7), ties to even, with s as it is stored; k + 8 is written."""
-        absmax = magnitude.view(-1, Q4_BLOCK).amax(dim=1)  # [m]
+        absmax = magnitude.amax(dim=1)  # [m]
         # As integers, positive floats have their own order and lie above all negative ones. +a goes before −a in a tie.
-        positive = x.view(torch.int32).view(-1, Q4_BLOCK).amax(dim=1) == absmax
+        positive = x.view(torch.int32).amax(dim=1) == absmax
         a = absmax.view(torch.float32)
-        scales = to_scale(torch.where(positive, -a, a) * 0.125, _LARGEST_SCALE)
+        scales = to_scale(torch.where(positive, -a, a) * 0.125, self.largest_scale)
         s = from_bf16(scales).unsqueeze(1)  # [m, 1]
-        ratio = x.view(-1, Q4_BLOCK) / torch.where(s == 0, 1.0, s)
+        ratio = x / torch.where(s == 0, 1.0, s)
         codes = ratio.clamp_(-8, 7).round_().add_(8).to(torch.uint8)
         return scales, packing.pack(codes)
 
-    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor, *, seed: int) -> None:
         """k·s, exact: 4 and 8 significant bits."""
-        blocks = out.view(-1, Q4_BLOCK)
-        packing.unpack_into(codes, blocks)
-        blocks.sub_(8).mul_(from_bf16(scales).unsqueeze(1))
-
-    def check_tile(self, scales: Tensor, codes: Tensor) -> None:
-        """Every code is good; scales must be."""
-        check_scales(scales, _LARGEST_SCALE, signed=True)
+        packing.unpack_into(codes, out)
+        out.sub_(8).mul_(scales)
 
 
 Q4 = Q4Codec(
@@ -52,12 +45,7 @@ Q4 = Q4Codec(
     code=4,
     block=Q4_BLOCK,
     code_bits=4,
-    scale_bits=16,
-    declared=Traits(
-        bits_per_element=4.25,
-        exact_decode=True,
-        unbiased=False,
-        contraction=0.75,
-        deterministic=True,
-    ),
+    largest_scale=largest_scale(8),
+    signed_scales=True,
+    declared=Traits(bits_per_element=4.25, exact_decode=True, unbiased=False, contraction=0.75, deterministic=True),
 )

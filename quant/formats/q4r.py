@@ -1,15 +1,15 @@
 """`q4r`: `q4`'s codes with a step of your choice, then zstd: 1.5 to 3.5 bits per element by one number.
 
-The encoder sets the scale of a block of 256 to `step` · rms, and the coder after it makes small codes cheap: a coarser
-scale beats fewer bits. By default the rounding is stochastic: unbiased, so that nothing has to be remembered of what
-was lost, and free in training down to 2 bits. Nearest rounding has half the error, with a bias: for error feedback, and
-for the way down, where `target − anchor` is one.
+The encoder sets the scale of a block of 256 to `step` · rms, and the entropy coder makes small codes cheap: a coarser
+scale beats fewer bits. Rounding is stochastic by default: it is unbiased, so nothing lost has to be remembered, and it
+costs nothing in training down to 2 bits. Nearest rounding has half the error and a bias: use it with error feedback,
+and for updates to nodes, because `target − anchor` is an error feedback.
 
 Steps below about 0.45 make no difference: 7 steps reach at least the largest element of a block.
 
-`policy=absolute` takes `step` itself as the scale of all blocks: the split of an error over unequal blocks that costs
-the fewest bits (reverse water-filling). `policy=l-greco` leaves it to the coordinator to publish a step for every
-tensor (arXiv 2210.17357); for the encoder it is `relative`.
+`policy=absolute` uses `step` itself as the scale of all blocks, which divides an error over unequal blocks with the
+fewest bits (reverse water-filling). With `policy=l-greco` the coordinator publishes a step for every tensor (arXiv
+2210.17357); the encoder treats it as `relative`.
 """
 
 from collections.abc import Mapping
@@ -22,24 +22,22 @@ from torch import Tensor
 
 from farloop.algo.spec import Fragment
 from farloop.quant import packing
-from farloop.quant.codec import KernelKey, Parameter, Traits, float_text, numbers, one_of
+from farloop.quant.codec import Parameter, Traits, float_text, numbers, one_of
 from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.interface import KernelKey
 from farloop.quant.packing import (
     Q4R_BLOCK,
     Q4R_GROUP,
     Q4R_LEAST_SCALE,
     Q4R_SMALLEST_MAGNITUDE,
-    check_scales,
     from_bf16,
     largest_scale,
     to_scale,
     uniform16,
 )
 
-_LARGEST_SCALE = largest_scale(8)
-
 L_GRECO_FACTORS = (1.0, 0.5, 0.6, 0.7, 0.84, 1.19, 1.41, 1.68, 2.0)
-"""Of the step, among which the coordinator may choose for a tensor. The first is the uniform choice."""
+"""Multiples of the step from which the coordinator may choose for a tensor. The first is the uniform choice."""
 
 Rounding = Literal["stochastic", "nearest"]
 Policy = Literal["relative", "absolute", "l-greco"]
@@ -72,7 +70,7 @@ class Q4rCodec(BlockCodec):
 
     @property
     def traits(self) -> Traits:
-        """What it promises; how much it keeps depends on the step."""
+        """What it promises; the contraction depends on the step."""
         return replace(
             self.declared,
             unbiased=self.rounding == "stochastic",
@@ -95,6 +93,7 @@ class Q4rCodec(BlockCodec):
         """As `BlockCodec.kernel_key`."""
         return KernelKey(
             name=self.name,
+            layout=self.layout,
             stochastic=self.rounding == "stochastic",
             absolute=self.policy == "absolute",
             step=self.step[0] if len(self.step) == 1 else None,
@@ -107,10 +106,10 @@ class Q4rCodec(BlockCodec):
             ValueError: there are several steps, but not one for each tensor.
         """
         if len(self.step) == 1:
-            return torch.full((self._num_blocks(fragment.numel),), self.step[0])
+            return torch.full((self.layout.num_blocks(fragment.numel),), self.step[0])
         if len(self.step) != len(fragment.tensors):
             raise ValueError(f"{len(self.step)} steps for {len(fragment.tensors)} tensors")
-        steps = torch.empty(self._num_blocks(fragment.numel))
+        steps = torch.empty(self.layout.num_blocks(fragment.numel))
         for tensor, step in zip(fragment.tensors, self.step, strict=True):
             steps[tensor.offset // Q4R_BLOCK :] = step
         return steps
@@ -120,21 +119,21 @@ class Q4rCodec(BlockCodec):
     ) -> tuple[Tensor, Tensor]:
         """k = clamp(round(x ÷ s), −8, 7) with s as it is stored; k + 8 is written."""
         first = start // Q4R_BLOCK
-        steps = self.steps(fragment)[first : first + x.numel() // Q4R_BLOCK].to(x.device)  # [m]
-        scales = self._scales(x.view(-1, Q4R_BLOCK), magnitude.view(-1, Q4R_BLOCK).amax(dim=1), steps)
+        steps = self.steps(fragment)[first : first + x.shape[0]].to(x.device)  # [m]
+        scales = self._scales(x, magnitude.amax(dim=1), steps)
         s = from_bf16(scales).unsqueeze(1)  # [m, 1]
-        ratio = x.view(-1, Q4R_BLOCK) / torch.where(s == 0, 1.0, s)
+        ratio = x / torch.where(s == 0, 1.0, s)
         if self.rounding == "nearest":
             codes = ratio.round_()
         else:
-            codes = ratio.add_(uniform16(seed, start, x.numel(), x.device).view(-1, Q4R_BLOCK)).floor_()
+            codes = ratio.add_(uniform16(seed, start, x.numel(), x.device).view(x.shape)).floor_()
         codes.clamp_(-8, 7).masked_fill_(s == 0, 0.0)
         return scales, packing.pack(codes.add_(8).to(torch.uint8).view(-1, Q4R_GROUP))
 
     def _scales(self, blocks: Tensor, absmax: Tensor, steps: Tensor) -> Tensor:
         """Stored scales, int16 [m], of blocks fp32 [m, 256]; absmax is the bits of the largest magnitudes, int32 [m].
 
-        None is so small that code 7 does not reach the largest element: what is clipped would be a bias.
+        Every scale is large enough for code 7 to reach the largest element: clipping would be a bias.
 
         The mean square is taken of integers of 11 bits: their sum is exact, so every device may add as it likes.
         """
@@ -147,17 +146,13 @@ class Q4rCodec(BlockCodec):
             # rms = √(total ÷ 256)·2^(e−10), and the product with a power of two is exact.
             root = torch.sqrt(total.to(torch.float32)) * steps
             wanted = root * _power(exponent - 14)
-        scales = to_scale(torch.maximum(wanted, absmax.view(torch.float32) * Q4R_LEAST_SCALE), _LARGEST_SCALE)
+        scales = to_scale(torch.maximum(wanted, absmax.view(torch.float32) * Q4R_LEAST_SCALE), self.largest_scale)
         return torch.where(absmax < Q4R_SMALLEST_MAGNITUDE, 0, scales).to(torch.int16)
 
-    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor, *, seed: int) -> None:
         """k·s, exact: 4 and 8 significant bits."""
         packing.unpack_into(codes, out.view(-1, Q4R_GROUP))
-        out.view(-1, Q4R_BLOCK).sub_(8).mul_(from_bf16(scales).unsqueeze(1))
-
-    def check_tile(self, scales: Tensor, codes: Tensor) -> None:
-        """Every code is good; scales must be."""
-        check_scales(scales, _LARGEST_SCALE, signed=False)
+        out.sub_(8).mul_(scales)
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -170,7 +165,7 @@ Q4R = Q4rCodec(
     code=6,
     block=Q4R_BLOCK,
     code_bits=4,
-    scale_bits=16,
+    largest_scale=largest_scale(8),
     declared=Traits(
         bits_per_element=4.0625,
         exact_decode=True,

@@ -11,10 +11,7 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant.codec import Traits
 from farloop.quant.formats.blocks import BlockCodec
-from farloop.quant.packing import Q8_BLOCK, check_scales, from_bf16, largest_scale, to_scale
-
-_LARGEST_SCALE = largest_scale(128)
-"""For −128, which no encoder writes but a peer may send."""
+from farloop.quant.packing import Q8_BLOCK, from_bf16, largest_scale, to_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,23 +22,17 @@ class Q8Codec(BlockCodec):
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """k = clamp(round(x ÷ s), −127, 127), ties to even, with s as it is stored."""
-        absmax = magnitude.view(-1, Q8_BLOCK).amax(dim=1).view(torch.float32)  # [m]
+        absmax = magnitude.amax(dim=1).view(torch.float32)  # [m]
         # By a tensor: on GPUs torch turns a division by a number into a product with its reciprocal, one bit off.
-        scales = to_scale(absmax / torch.full_like(absmax, 127.0), _LARGEST_SCALE)
+        scales = to_scale(absmax / torch.full_like(absmax, 127.0), self.largest_scale)
         s = from_bf16(scales).unsqueeze(1)  # [m, 1]
-        ratio = x.view(-1, Q8_BLOCK) / torch.where(s == 0, 1.0, s)
+        ratio = x / torch.where(s == 0, 1.0, s)
         codes = ratio.clamp_(-127, 127).round_().to(torch.int8)
         return scales, codes.view(torch.uint8).view(-1)
 
-    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor, *, seed: int) -> None:
         """k·s, exact: 8 and 8 significant bits."""
-        blocks = out.view(-1, Q8_BLOCK)
-        blocks.copy_(codes.view(torch.int8).view(-1, Q8_BLOCK))
-        blocks.mul_(from_bf16(scales).unsqueeze(1))
-
-    def check_tile(self, scales: Tensor, codes: Tensor) -> None:
-        """Every code is good; scales must be."""
-        check_scales(scales, _LARGEST_SCALE, signed=False)
+        out.copy_(codes.view(torch.int8).view(out.shape)).mul_(scales)
 
 
 Q8 = Q8Codec(
@@ -49,12 +40,6 @@ Q8 = Q8Codec(
     code=3,
     block=Q8_BLOCK,
     code_bits=8,
-    scale_bits=16,
-    declared=Traits(
-        bits_per_element=8.0625,
-        exact_decode=True,
-        unbiased=False,
-        contraction=0.99,
-        deterministic=True,
-    ),
+    largest_scale=largest_scale(128),  # for −128, which no encoder writes but a peer may send
+    declared=Traits(bits_per_element=8.0625, exact_decode=True, unbiased=False, contraction=0.99, deterministic=True),
 )

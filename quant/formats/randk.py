@@ -1,8 +1,8 @@
-"""`randk`: 16 of every 256 elements, drawn by lot, times 16, in bf16. 1 bit per element, unbiased.
+"""`randk`: 16 of every 256 elements, drawn at random, times 16, in bf16. 1 bit per element, unbiased.
 
 The compressor of MASHA1 (arXiv 2110.03313): Rand-k, Q(x) = (d/k)·Σ xᵢeᵢ over k of d places drawn without replacement.
-Sender and receiver draw them from the seed, so no place travels. E|x − Q(x)|² = (d/k − 1)·|x|²: 15 times what there is,
-and a mean over nodes divides that by their number only. Here to compare with.
+Sender and receiver draw them from the seed, so no place is sent. E|x − Q(x)|² = (d/k − 1)·|x|², 15 times the squared
+norm, which a mean over nodes divides by their number only. For comparison.
 
 Temporaries are 2¹⁸ elements, and the entries.
 """
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment
-from farloop.quant.codec import Parameter, Traits, float_text, number, require_flat, require_payload_size
+from farloop.quant.codec import Parameter, Traits, float_text, number
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import Chunks, SparseCodec, cut, require_finite
-from farloop.quant.packing import BF16_LARGEST, from_bf16, words
+from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, words
 
 BLOCK = 256
 ROUNDING = 0x5851F42D
-"""Turns the seed of the places into the one of the rounding: the words of the places that were drawn are small ones."""
+"""Makes the seed of the rounding from that of the places: the words of drawn places are small, so not random."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,8 @@ class RandkCodec(SparseCodec):
         """bf16 numbers, and nothing else."""
         return 2 * sum(chunks.count * self._kept(chunks.length) for chunks in _cut(fragment))
 
-    def encode_into(
-        self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None
-    ) -> None:
-        """As `Codec.encode_into`. Unbiased up to one rounding of (d/k)·x, and to the largest bf16."""
-        require_flat(x, torch.float32, "x", numel=fragment.numel)
-        require_flat(out, torch.uint8, "out", numel=self.payload_bytes(fragment))
+    def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
+        # Unbiased up to one rounding of (d/k)·x, and up to the largest bf16.
         require_finite(x)
         entry = 0
         for chunks in _cut(fragment):
@@ -79,16 +75,12 @@ class RandkCodec(SparseCodec):
         entry = 0
         for chunks in _cut(fragment):
             places = chunks.places(self._drawn(chunks, seed, device)).view(-1)
-            # The copy aligns: received bytes may start at an odd address.
-            part = payload[2 * entry : 2 * (entry + places.numel())].to(device, copy=True)
-            yield places, from_bf16(part.view(torch.int16))
+            part = payload[2 * entry : 2 * (entry + places.numel())]
+            yield places, from_bf16(bf16_bits(part).to(device))
             entry += places.numel()
 
-    def validate(self, payload: Tensor, fragment: Fragment) -> None:
-        """As `Codec.validate`: wrong length, a number that is not finite."""
-        require_payload_size(payload, self.payload_bytes(fragment), fragment)
-        magnitude = payload.clone().view(torch.int16) & 0x7FFF
-        if bool((magnitude > BF16_LARGEST).any()):
+    def _check(self, payload: Tensor, fragment: Fragment) -> None:
+        if bool(((bf16_bits(payload) & 0x7FFF) > BF16_LARGEST).any()):
             raise BadPayload("a number is not finite")
 
     def _kept(self, length: int) -> int:

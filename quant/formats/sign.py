@@ -1,15 +1,15 @@
 """`sign`: one bit per element, blocks of 256, scale = mean magnitude. 1.06 bits per element; needs error feedback.
 
-1-bit SGD (Seide et al., Interspeech 2014) and 1-bit Adam (arXiv 2102.02888): what a sign loses is added to the next
-delta by the sender (`beta`), and the way down feeds its own errors back by itself, for an update is target − anchor.
-The frozen variance of 1-bit Adam has no place here, where AdamW stays at home.
+1-bit SGD (Seide et al., Interspeech 2014) and 1-bit Adam (arXiv 2102.02888): the sender adds what a sign loses to its
+next delta (`beta`), and updates to nodes feed their errors back, since an update is target − anchor. The frozen
+variance of 1-bit Adam is not needed, because AdamW runs inside each node.
 
 The scale s minimises Σ (|v| − s)², so it is the mean magnitude: |v|₂² − |v|₁²/n is lost, and |v|₁ ≥ |v|₂, so at least
-1/n of a block's squared norm arrives, whatever the block. With the rms, which is 1-bit Adam's choice, a block of one
-element and 255 zeros loses 2·(1 − 1/16) of what there is, and error feedback has no bound.
+1/n of the squared norm of every block arrives. With the rms, which is 1-bit Adam's choice, a block of one element and
+255 zeros loses 2·(1 − 1/16) of its squared norm, and error feedback has no bound.
 
-The bound is a wide one: under a constant Gaussian delta the residual grows for a thousand windows, to 27 times the
-delta, for the scale has to reach the largest element before that one can arrive whole.
+The bound is wide: under a constant Gaussian delta the residual grows for a thousand windows, to 27 times the delta,
+because the scale has to reach the largest element before that element can arrive whole.
 """
 
 from dataclasses import dataclass
@@ -20,45 +20,33 @@ from torch import Tensor
 from farloop.algo.spec import Fragment
 from farloop.quant import packing
 from farloop.quant.codec import Traits
-from farloop.quant.formats.blocks import ZerolessCodec
+from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.formats.sparse import padding, within
-from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, check_scales, from_bf16, to_scale
+from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, to_scale
 
 BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SignCodec(ZerolessCodec):
+class SignCodec(BlockCodec):
     """The arithmetic of its blocks."""
 
     def encode_tile(
         self, x: Tensor, magnitude: Tensor, *, start: int, fragment: Fragment, seed: int
     ) -> tuple[Tensor, Tensor]:
         """Bit 1 for x < 0; zeros of either sign have bit 0, and so has a block whose scale is 0."""
-        elements = _elements(fragment, start, x.numel()).to(x.device)
-        scales = _scales(magnitude.view(-1, BLOCK), elements)
-        negative = (x.view(-1, BLOCK) < 0) & (scales != 0).unsqueeze(1)
-        return scales, packing.pack_bits(negative.to(torch.uint8), bits=1)
+        scales = _scales(magnitude, _elements(fragment, start, x.numel()).to(x.device))
+        negative = (x < 0) & (scales != 0).unsqueeze(1)
+        return scales, packing.pack(negative.to(torch.uint8), bits=1)
 
-    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor) -> None:
+    def decode_tile_into(self, scales: Tensor, codes: Tensor, out: Tensor, *, seed: int) -> None:
         """±s, exact."""
-        blocks = out.view(-1, BLOCK)
-        packing.unpack_bits_into(codes, blocks, bits=1)
-        blocks.mul_(-2.0).add_(1.0).mul_(from_bf16(scales).unsqueeze(1))
-
-    def unpack(self, codes: Tensor) -> Tensor:
-        """Packed bits → uint8 [m, 256]."""
-        bits = torch.empty(codes.numel() * 8 // BLOCK, BLOCK, dtype=torch.uint8, device=codes.device)
-        packing.unpack_bits_into(codes, bits, bits=1)
-        return bits
-
-    def check_tile(self, scales: Tensor, codes: Tensor) -> None:
-        """Every code is good; scales must be."""
-        check_scales(scales, BF16_LARGEST, signed=False)
+        packing.unpack_into(codes, out, bits=1)
+        out.mul_(-2.0).add_(1.0).mul_(scales)
 
 
 def _elements(fragment: Fragment, start: int, length: int) -> Tensor:
-    """How many elements of each block of a tile are no padding, fp32 [m]; 1 where there is none."""
+    """How many elements of each block of a tile are not padding, fp32 [m]; at least 1."""
     real = torch.ones(length, dtype=torch.bool)
     for gap in within(padding(fragment, start + length), start, length):
         real[gap] = False
@@ -90,7 +78,7 @@ SIGN = SignCodec(
     block=BLOCK,
     beta=1.0,
     code_bits=1,
-    scale_bits=16,
+    largest_scale=BF16_LARGEST,
     padding_code=0,
     declared=Traits(
         bits_per_element=1.0625,

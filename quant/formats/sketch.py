@@ -2,14 +2,14 @@
 
 Lossless homomorphic compression as TAGC (arXiv 2504.05638) uses it. Of a tensor of at least `min_numel` elements, those
 above a threshold are kept, and each adds ±itself to three counters. A sum of sketches is the sketch of the sum, and the
-union of the bitmaps says what is in it: whoever adds need not decode. The receiver *peels*: a counter that only one
-element was added to is that element; it is taken off its other two counters, and so on. Smaller tensors travel as fp32.
+union of the bitmaps says which elements it has, so adding needs no decoding. The receiver *peels*: a counter with only
+one element is that element; it is subtracted from its other two counters, and so on. Smaller tensors are sent as fp32.
 
-What is ours. The thresholds are relative to the root mean square, and the budget is always used up, so that something
-definite is kept of every tensor. The encoder peels too, and leaves out what would not come apart (one tensor of 65536
+Our additions: the thresholds are relative to the root mean square, and the budget is always used up, so that something
+definite is kept of every tensor. The encoder peels too, and leaves out what could not be peeled (one tensor of 65536
 elements in a thousand has a pair that shares all three counters), so a payload decodes to what was kept, up to a
-rounding. A sum comes apart while its union has less than 0.8 elements per counter: `room` is chosen for the sum. What
-is left over is estimated as the median of its three counters.
+rounding. A sum can be peeled while its union has less than 0.8 elements per counter: choose `room` for the sum. What is
+left over is estimated as the median of its three counters.
 
 The price is 32 bits for a counter: 3.4 bits per element, where `q4` keeps nearly everything with 4.25.
 
@@ -34,13 +34,12 @@ from farloop.quant.codec import (
     float_text,
     number,
     require_flat,
-    require_payload_size,
     whole,
 )
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import SparseCodec, require_finite
 from farloop.quant.norm import norm_sq
-from farloop.quant.packing import words_at
+from farloop.quant.packing import pack, unpack_into, words_at
 
 ROWS = 3
 ROW_SEEDS = (0x3C6EF372, 0xA54FF53A, 0x510E527F)
@@ -139,12 +138,7 @@ class SketchCodec(SparseCodec):
         """fp32 tensors, counters, bitmaps."""
         return self._plan(fragment)[2]
 
-    def encode_into(
-        self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None
-    ) -> None:
-        """As `Codec.encode_into`; the seed changes nothing."""
-        require_flat(x, torch.float32, "x", numel=fragment.numel)
-        require_flat(out, torch.uint8, "out", numel=self.payload_bytes(fragment))
+    def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
         require_finite(x)
         dense, tables, _ = self._plan(fragment)
         for elements, where in dense:
@@ -153,7 +147,7 @@ class SketchCodec(SparseCodec):
             part = x[table.elements]
             kept = _that_come_apart(self._kept(part, table.budget), part, table.width)
             out[table.counters].copy_(_counters(kept, part, table.width).view(torch.uint8))
-            out[table.bitmap].copy_(_pack_bits(kept, part.numel()))
+            out[table.bitmap].copy_(_bitmap(kept, part.numel()))
 
     def add_payload_(self, payload: Tensor, total: Tensor, weight: float, fragment: Fragment) -> None:
         """total += weight · payload, both uint8 [payload_bytes] on one device, without decoding either.
@@ -181,22 +175,21 @@ class SketchCodec(SparseCodec):
             # The copy aligns: received bytes may start at an odd address.
             yield elements, payload[where].to(device, copy=True).view(torch.float32)
         for table in tables:
-            kept = _unpack_bits(payload[table.bitmap].to(device), table.tensor.numel)
+            kept = _places_in(payload[table.bitmap].to(device), table.tensor.numel)
             counters = payload[table.counters].to(device, copy=True).view(torch.float32)
             yield kept + table.tensor.offset, _peel(counters.double(), _places(kept, table.width)).to(torch.float32)
 
-    def validate(self, payload: Tensor, fragment: Fragment) -> None:
-        """As `Codec.validate`: more elements than counters, a counter of none that is not +0, a result not finite.
+    def _check(self, payload: Tensor, fragment: Fragment) -> None:
+        """Refuse more elements than counters, a counter of no element that is not +0, a result that is not finite.
 
         Sums of payloads pass too. It decodes, since peeling takes differences of differences.
         """
-        require_payload_size(payload, self.payload_bytes(fragment), fragment)
         _, tables, _ = self._plan(fragment)
         for table in tables:
             numel = table.tensor.numel
             if numel % 8 and int(payload[table.bitmap][-1]) >> numel % 8:
                 raise BadPayload("the bits after the last element are not zero")
-            kept = _unpack_bits(payload[table.bitmap], numel)
+            kept = _places_in(payload[table.bitmap], numel)
             if kept.numel() > ROWS * table.width:
                 raise BadPayload(f"{kept.numel()} elements in {ROWS * table.width} counters cannot come apart")
             counters = payload[table.counters].clone().view(torch.int32)
@@ -318,18 +311,18 @@ def _peel(counters: Tensor, places: Places) -> Tensor:
     return numbers
 
 
-def _pack_bits(kept: Tensor, numel: int) -> Tensor:
+def _bitmap(kept: Tensor, numel: int) -> Tensor:
     """Places int64 → uint8 [⌈numel/8⌉]: bit i mod 8 of byte i div 8 is element i."""
     bits = torch.zeros(-(-numel // 8) * 8, dtype=torch.uint8, device=kept.device)
     bits[kept] = 1
-    shifts = torch.arange(8, dtype=torch.uint8, device=kept.device)
-    return (bits.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
+    return pack(bits.view(-1, 8), bits=1)
 
 
-def _unpack_bits(packed: Tensor, numel: int) -> Tensor:
+def _places_in(bitmap: Tensor, numel: int) -> Tensor:
     """uint8 [⌈numel/8⌉] → places int64, rising."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:numel].nonzero().view(-1)
+    bits = torch.empty(bitmap.numel(), 8, dtype=torch.uint8, device=bitmap.device)
+    unpack_into(bitmap, bits, bits=1)
+    return bits.view(-1)[:numel].nonzero().view(-1)
 
 
 SKETCH = SketchCodec(name="sketch", code=9, beta=1.0)

@@ -1,9 +1,9 @@
 """`ternary`: −1, 0 or 1 times one scale per tensor, at random, then zstd. 1.23 bits per element; no error feedback.
 
-TernGrad (arXiv 1705.07878): t = sign(x) with probability |x| ÷ s, else 0, so that the mean of t·s is x. The fewer
-elements are as large as s the more of them are noise, so the paper clips at 2.5 standard deviations first; what is
-clipped is lost, and only `clip=0` is unbiased. On average |x|·(s − |x|) of every element's square is lost: about as
-much as there is, and no bound below that, so that a residual would grow for ever.
+TernGrad (arXiv 1705.07878): t = sign(x) with probability |x| ÷ s, else 0, so the mean of t·s is x. The fewer elements
+are as large as s, the more noise there is, so the paper first clips at 2.5 standard deviations; clipping loses
+something, and only `clip=0` is unbiased. The mean squared error of an element is |x|·(s − |x|): in sum about the
+squared norm, without a bound below it, so a residual could grow forever.
 """
 
 import math
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
 from farloop.quant import packing
-from farloop.quant.codec import Codec, Parameter, Traits, float_text, number, require_flat, require_payload_size
+from farloop.quant.codec import Codec, Parameter, Traits, float_text, number
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import largest_bits, spans
 from farloop.quant.norm import norm_sq
-from farloop.quant.packing import BF16_LARGEST, CODES_ALIGN, SMALLEST_SCALE, check_scales, from_bf16, uniform16
+from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, aligned, bf16_bits, check_scales, from_bf16, uniform16
 
 GROUP = 64
 """Elements whose codes are packed together; tensors start on multiples of it."""
@@ -29,7 +29,7 @@ GROUP = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TernaryCodec(Codec):
-    """Payload: `[scales bf16 × tensors][zeros up to a multiple of 64][codes, 2 bits each]`."""
+    """Payload: `[scales bf16 × tensors][zeros up to a multiple of 64][codes, 2 bits each]`; 1 is s, 2 is −s."""
 
     PARAMETERS: ClassVar[Mapping[str, Parameter]] = MappingProxyType(
         {
@@ -60,12 +60,7 @@ class TernaryCodec(Codec):
         """Scales, zeros up to a multiple of 64, codes."""
         return _codes_start(fragment) + -(-fragment.numel // GROUP) * GROUP // 4
 
-    def encode_into(
-        self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None
-    ) -> None:
-        """As `Codec.encode_into`. 0 is stored as 0, s as 1 and −s as 2."""
-        require_flat(x, torch.float32, "x", numel=fragment.numel)
-        require_flat(out, torch.uint8, "out", numel=self.payload_bytes(fragment))
+    def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
         scales = torch.tensor(self._scales(x, fragment), dtype=torch.int16, device=x.device)
         out[: 2 * scales.numel()].copy_(scales.view(torch.uint8))
         out[2 * scales.numel() : _codes_start(fragment)] = 0
@@ -76,32 +71,18 @@ class TernaryCodec(Codec):
             # Not clipped beforehand: above s, the ratio is above every u.
             chosen = (groups.abs() / torch.where(s == 0, 1.0, s) > u) & (s != 0)
             codes = chosen.to(torch.uint8) << (groups < 0).to(torch.uint8)
-            out[_code_range(fragment, start, groups.numel())].copy_(packing.pack_bits(codes, bits=2))
+            out[_code_range(fragment, start, groups.numel())].copy_(packing.pack(codes, bits=2))
 
-    def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
-        """As `Codec.decode_into`; the seed changes nothing."""
-        require_flat(out, torch.float32, "out", numel=fragment.numel)
-        start = 0
-        for tile in self.decoded_tiles(payload, fragment, device=out.device):
-            out[start : start + tile.numel()].copy_(tile)
-            start += tile.numel()
-
-    def decoded_tiles(
-        self, payload: Tensor, fragment: Fragment, *, seed: int = 0, device: torch.device | None = None
-    ) -> Iterator[Tensor]:
-        """As `Codec.decoded_tiles`, with one tile of memory."""
-        require_flat(payload, torch.uint8, "payload", numel=self.payload_bytes(fragment))
-        scales = _stored_scales(payload, fragment).to(device or payload.device)
+    def _tiles(self, payload: Tensor, fragment: Fragment, *, seed: int, device: torch.device) -> Iterator[Tensor]:
+        scales = _stored_scales(payload, fragment).to(device)
         for start in range(0, fragment.numel, TILE):
             codes = _codes(payload, fragment, start).to(scales.device)
             s = _scale_of_groups(scales, fragment, start, codes.shape[0])
             t = (codes & 1).to(torch.float32).sub_(codes >> 1)
             yield t.mul_(s).view(-1)[: fragment.numel - start]
 
-    def validate(self, payload: Tensor, fragment: Fragment) -> None:
-        """As `Codec.validate`: wrong length, a scale out of range, the code 3, a pad that is not zero."""
-        require_payload_size(payload, self.payload_bytes(fragment), fragment)
-        check_scales(_stored_scales(payload, fragment), BF16_LARGEST, signed=False)
+    def _check(self, payload: Tensor, fragment: Fragment) -> None:
+        check_scales(_stored_scales(payload, fragment), BF16_LARGEST)
         if bool(payload[2 * len(fragment.tensors) : _codes_start(fragment)].any()):
             raise BadPayload("the bytes between scales and codes are not zero")
         for start in range(0, fragment.numel, TILE):
@@ -134,7 +115,7 @@ def _scale_of_groups(scales: Tensor, fragment: Fragment, start: int, num_groups:
 
 
 def _codes_start(fragment: Fragment) -> int:
-    return -(-2 * len(fragment.tensors) // CODES_ALIGN) * CODES_ALIGN
+    return aligned(2 * len(fragment.tensors))
 
 
 def _code_range(fragment: Fragment, start: int, length: int) -> slice:
@@ -144,15 +125,14 @@ def _code_range(fragment: Fragment, start: int, length: int) -> slice:
 
 
 def _stored_scales(payload: Tensor, fragment: Fragment) -> Tensor:
-    # The copy aligns: received bytes may start at an odd address.
-    return payload[: 2 * len(fragment.tensors)].clone().view(torch.int16)
+    return bf16_bits(payload[: 2 * len(fragment.tensors)])
 
 
 def _codes(payload: Tensor, fragment: Fragment, start: int) -> Tensor:
     """Codes of the tile at `start`, uint8 [groups, 64]."""
     num_groups = -(-min(TILE, fragment.numel - start) // GROUP)
     codes = torch.empty(num_groups, GROUP, dtype=torch.uint8, device=payload.device)
-    packing.unpack_bits_into(payload[_code_range(fragment, start, codes.numel())], codes, bits=2)
+    packing.unpack_into(payload[_code_range(fragment, start, codes.numel())], codes, bits=2)
     return codes
 
 

@@ -1,12 +1,12 @@
 """`topk`: the largest 64 of every 4096 elements, a sign and one of two magnitudes. 0.23 bits per element.
 
 The compressor of SparseLoCo (arXiv 2508.15706): v = Δ + β·e; Δ̂ = Q(top-k of each chunk of v); e = v − Δ̂. The residual
-takes the part of the outer momentum: run it with an outer learning rate of 1 and no momentum. A matrix is cut into
-squares of 64 × 64 as in the paper's code, a vector into runs of 64 with k in proportion, all else into runs of 4096.
+replaces the outer momentum: run it with an outer learning rate of 1 and no momentum. Matrices are cut into squares of
+64 × 64 as in the paper's code, vectors into runs of 64 with k in proportion, everything else into runs of 4096.
 
-The two magnitudes of a chunk are the means of its largest s and of the other k − s elements that are sent, for the s
-that loses least. (The paper's code has four bins for a whole tensor, which clip heavy tails.) They are bf16, and
-nothing is multiplied: decoding is exact.
+The two magnitudes of a chunk are the means of its largest s and of the other k − s sent elements, for the s that loses
+least. (The paper's code has four bins for a whole tensor, which clip heavy tails.) They are bf16, and nothing is
+multiplied: decoding is exact.
 
 Temporaries are 2¹⁸ elements, or one row of squares of a wide matrix, and the entries.
 """
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import Fragment, TensorSlot
-from farloop.quant.codec import Parameter, Traits, require_flat, require_payload_size, whole
+from farloop.quant.codec import Parameter, Traits, whole
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import PIECE, Chunks, SparseCodec, cut, require_finite
-from farloop.quant.packing import BF16_LARGEST, CODES_ALIGN, check_scales, from_bf16, to_scale
+from farloop.quant.packing import BF16_LARGEST, aligned, bf16_bits, check_scales, from_bf16, pack, to_scale, unpack_into
 
 CHUNK = 4096
 SIDE = 64
 """Of the squares of a matrix, and the length of a vector's chunks."""
 LONG_VECTOR = 1 << 16
-"""No layer's vector is as long as this: it is cut like the flattened matrix that it must be."""
+"""No layer has a vector of this length: such a tensor is a flattened matrix, and is cut like one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,7 @@ class TopkCodec(SparseCodec):
         _, _, _, values = self._ranges(fragment)
         return int(values.stop)
 
-    def encode_into(
-        self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None
-    ) -> None:
-        """As `Codec.encode_into`; the seed changes nothing."""
-        require_flat(x, torch.float32, "x", numel=fragment.numel)
-        require_flat(out, torch.uint8, "out", numel=self.payload_bytes(fragment))
+    def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
         require_finite(x)
         levels = [x.new_empty(0, dtype=torch.int16)]
         index, values = [x.new_empty(0, dtype=torch.int16)], [x.new_empty(0, dtype=torch.uint8)]
@@ -103,10 +98,11 @@ class TopkCodec(SparseCodec):
             for all_of_them, some in zip((levels, index, values), part, strict=True):
                 all_of_them.append(some.view(-1))
         at_levels, at_zeros, at_index, at_values = self._ranges(fragment)
+        _, total = self._totals(fragment)
         out[at_levels].copy_(torch.cat(levels).view(torch.uint8))
         out[at_zeros] = 0
         out[at_index].copy_(_pack12(torch.cat(index)))
-        out[at_values].copy_(_pack2(torch.cat(values)))
+        out[at_values].copy_(pack(torch.nn.functional.pad(torch.cat(values), (0, -total % 4)).view(-1, 4), bits=2))
 
     def entries(
         self, payload: Tensor, fragment: Fragment, seed: int, device: torch.device
@@ -118,9 +114,8 @@ class TopkCodec(SparseCodec):
             numbers = (size | ((values & 1).to(torch.int32) << 31)).view(torch.float32)
             yield chunks.places(index).view(-1), numbers.view(-1)
 
-    def validate(self, payload: Tensor, fragment: Fragment) -> None:
-        """As `Codec.validate`: length, magnitudes and places out of range or order, pads that are not zero."""
-        require_payload_size(payload, self.payload_bytes(fragment), fragment)
+    def _check(self, payload: Tensor, fragment: Fragment) -> None:
+        """Refuse magnitudes and places out of range or order, and pads that are not zero."""
         at_levels, at_zeros, at_index, at_values = self._ranges(fragment)
         _, total = self._totals(fragment)
         if bool(payload[at_zeros].any()):
@@ -129,8 +124,8 @@ class TopkCodec(SparseCodec):
             raise BadPayload("the half byte after the last place is not zero")
         if total % 4 and int(payload[at_values][-1]) >> 2 * (total % 4):
             raise BadPayload("the bits after the last value are not zero")
-        magnitudes = payload[at_levels].clone().view(torch.int16)
-        check_scales(magnitudes, BF16_LARGEST, signed=False)
+        magnitudes = bf16_bits(payload[at_levels])
+        check_scales(magnitudes, BF16_LARGEST)
         # As integers, positive floats have their own order.
         bad = (magnitudes[0::2] > magnitudes[1::2]).any()
         for chunks, _, index, _ in self._parts(payload, fragment, payload.device):
@@ -144,10 +139,11 @@ class TopkCodec(SparseCodec):
         """Chunks, with their magnitudes int16 [count, 2], places int64 [count, k] and values uint8 [count, k]."""
         at_levels, _, at_index, at_values = self._ranges(fragment)
         _, total = self._totals(fragment)
-        # The copy is what makes a view of wider integers legal: received bytes may start at an odd address.
-        levels = payload[at_levels].to(device, copy=True).view(torch.int16).view(-1, 2)
+        levels = bf16_bits(payload[at_levels]).to(device).view(-1, 2)
         index = _unpack12(payload[at_index].to(device), total)
-        values = _unpack2(payload[at_values].to(device), total)
+        values = torch.empty(-(-total // 4), 4, dtype=torch.uint8, device=device)
+        unpack_into(payload[at_values].to(device), values, bits=2)
+        values = values.view(-1)
         chunk, entry = 0, 0
         for chunks in _cut(fragment):
             k = self._kept(chunks.length)
@@ -171,7 +167,7 @@ class TopkCodec(SparseCodec):
     def _ranges(self, fragment: Fragment) -> tuple[slice, slice, slice, slice]:
         """Where magnitudes, zeros, places and values lie in a payload."""
         count, total = self._totals(fragment)
-        places = -(-4 * count // CODES_ALIGN) * CODES_ALIGN
+        places = aligned(4 * count)
         values = places + -(-3 * total // 2)
         end = values + -(-total // 4)
         return slice(0, 4 * count), slice(4 * count, places), slice(places, values), slice(values, end)
@@ -201,7 +197,7 @@ def _squares(matrix: TensorSlot) -> Iterator[Squares]:
 def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """x fp32 [m, n ≤ 4096] → magnitudes int16 [m, 2], rising places int16 [m, k], values uint8 [m, k].
 
-    Integers and powers of two decide, so that no device's order of summation shows in the bytes.
+    Only integers and powers of two decide, so the bytes do not depend on a device's order of summation.
     """
     last = x.shape[1] - 1
     # No two keys are equal: of equal magnitudes, the earlier elements are taken.
@@ -240,17 +236,6 @@ def _unpack12(packed: Tensor, numel: int) -> Tensor:
     """uint8 [⌈3n/2⌉] → int16 [n]."""
     a, b, c = torch.nn.functional.pad(packed, (0, -packed.numel() % 3)).view(-1, 3).to(torch.int16).unbind(dim=1)
     return torch.stack((a | ((b & 0xF) << 8), (b >> 4) | (c << 4)), dim=1).view(-1)[:numel]
-
-
-def _pack2(values: Tensor) -> Tensor:
-    """values uint8 [n] below 4 → uint8 [⌈n/4⌉], low bits first."""
-    a, b, c, d = torch.nn.functional.pad(values, (0, -values.numel() % 4)).view(-1, 4).unbind(dim=1)
-    return a | (b << 2) | (c << 4) | (d << 6)
-
-
-def _unpack2(packed: Tensor, numel: int) -> Tensor:
-    """uint8 [⌈n/4⌉] → uint8 [n]."""
-    return torch.stack([(packed >> shift) & 3 for shift in (0, 2, 4, 6)], dim=1).view(-1)[:numel]
 
 
 TOPK = TopkCodec(name="topk", code=7, block=CHUNK, beta=0.95)

@@ -1,73 +1,19 @@
-"""Which kernels run a block codec where. A faster path is chosen here, and nowhere else."""
+"""Which kernels run a block codec on which device. Faster paths are chosen here, and nowhere else."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from farloop.quant.codec import KernelKey
+from farloop.quant.kernels.interface import BlockKernels, KernelKey
 
 _log = logging.getLogger(__name__)
 
 
-class BlockKernels(Protocol):
-    """One format's fused operations on one kind of device. The bytes are those of the reference."""
-
-    def encode(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        numel: int,
-        local: Tensor | None = None,
-        residual: Tensor | None = None,
-        beta: float = 0.0,
-        seed: int = 0,
-        steps: Tensor | None = None,
-        start: int = 0,
-    ) -> int:
-        """Write the payload of the elements [start, start + len(x)), of `numel` in all, into the whole payload `out`.
-
-        v = x, or cast(x, local's dtype) − local; then v = fl(v + fl(β·residual)), and the residual becomes
-        fl(v − decoded). Missing elements of the last block count as 0.
-
-        Returns the index in x of the first v that is not finite, or −1.
-        """
-
-    def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
-        """acc (+)= Σ fl(weight · decoded), payload after payload; `overwrite` begins at +0."""
-
-    def outer(
-        self,
-        delta: Tensor,
-        target: Tensor,
-        momentum: Tensor | None,
-        anchor: Tensor,
-        *,
-        lr: float,
-        mu: float,
-        out: Tensor,
-        new_target: Tensor,
-        new_momentum: Tensor | None,
-        new_anchor: Tensor,
-        seed: int = 0,
-        steps: Tensor | None = None,
-    ) -> int:
-        """Nesterov step, payload of target − anchor, and the anchor plus what that decodes to, in one pass.
-
-        All fp32 [numel] but out, the payload. The new ones may be the old ones. Without momentum: plain SGD.
-
-        Returns the index of the first number that is not finite and cannot be encoded, or −1.
-        """
-
-    def decode_into(self, payload: Tensor, out: Tensor, *, numel: int, start: int = 0) -> None:
-        """out = the decoded elements [start, start + len(out)) of a fragment of `numel`, every bit of them."""
-
-
 def fast_path(key: KernelKey, *devices: torch.device) -> BlockKernels | None:
-    """The kernels of this key where all operands lie on one device; None: the reference serves."""
+    """The kernels of this key if all operands lie on one device that has some; None: the reference serves."""
     if any(device != devices[0] for device in devices):
         return None
     if devices[0].type == "cpu":
@@ -76,9 +22,9 @@ def fast_path(key: KernelKey, *devices: torch.device) -> BlockKernels | None:
 
 
 def warm(names: Iterable[str]) -> float:
-    """Compile what runs with these formats need on the CPU, or load it from disk; seconds that it took.
+    """Compile the CPU kernels of these formats, or load them from disk; returns the seconds it took.
 
-    To be called before training begins: the first call of a kernel would stall for as long.
+    Call it before training begins: otherwise the first call of a kernel stalls for that time.
     """
     try:
         from farloop.quant.kernels.cpu import kernels
@@ -89,7 +35,7 @@ def warm(names: Iterable[str]) -> float:
 
 
 def fast_tile_sums(device: torch.device) -> Callable[[Tensor], list[float]] | None:
-    """Sums of squares as `kernels.py` defines them, one number a tile; None: the reference serves."""
+    """Compiled sums of squares as `norm.py` defines them, one number a tile; None: the reference serves."""
     if device.type != "cpu":
         return None
     try:
@@ -99,12 +45,13 @@ def fast_tile_sums(device: torch.device) -> Callable[[Tensor], list[float]] | No
     return tile_sums
 
 
+@cache
 def _cpu(key: KernelKey) -> BlockKernels | None:
     try:
         from farloop.quant.kernels.cpu.kernels import cpu_kernels
     except ImportError:
         return None
-    return cpu_kernels(key.name, stochastic=key.stochastic, absolute=key.absolute)
+    return cpu_kernels(key)
 
 
 def _gpu(key: KernelKey) -> BlockKernels | None:

@@ -2,15 +2,15 @@
 
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from farloop.algo.schedule import steps_by_rate
 from farloop.sim.flow.node import Coordinator, Delta, Node
-from farloop.sim.flow.scenario import FailureTrace, Group, Rules, Setting, bytes_per_s
+from farloop.sim.flow.scenario import FailureTrace, Group, Setting, bytes_per_s
 from farloop.sim.virtual_time import EventQueue
 
-# --- Links as rates: what is under way shares a link evenly; a way is several links, and the slowest of them tells.
+# --- Links: transfers share a link evenly; the slowest link of a path decides
 #
 # A transfer is through once every link on its way has carried all of it, each at an even share of its rate. That is
 # exact where one link is the bottleneck of everything on it, and a little hopeful otherwise: what a transfer cannot use
@@ -131,7 +131,7 @@ class Transfer:
         return self.size - round(left[0]) if left else self.size
 
 
-# --- Nodes and their links of a flow scenario, as the simulator holds them.
+# --- Nodes and their links
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,13 +172,14 @@ def lay_out(setting: Setting, agenda: EventQueue, coordinator: Coordinator) -> l
     fastest = min(fate.step_s for fate in fates)
     places = []
     for index, (group, fate) in enumerate(zip(groups, fates, strict=True)):
-        h = _own_h(setting.rules, fastest / fate.step_s)
+        rules = setting.rules
+        h = max(rules.fragments, steps_by_rate(rules.h, fastest, fate.step_s)) if rules.per_node_h else rules.h
         node = Node(
             index=index,
             machines=group.machines,
             h=h,
             fate=fate,
-            rules=setting.rules,
+            rules=rules,
             agenda=agenda,
             coordinator=coordinator,
         )
@@ -191,8 +192,3 @@ def lay_out(setting: Setting, agenda: EventQueue, coordinator: Coordinator) -> l
         up, down = [*own_up, *site_up, *hub_up], [*own_down, *site_down, *hub_down]
         places.append(FlowHost(node=node, group=group, up=up, down=down))
     return places
-
-
-def _own_h(rules: Rules, pace: float) -> int:
-    """Inner steps of a round of a node that is so fast beside the fastest: a step per fragment at least (DyLU)."""
-    return max(rules.fragments, math.floor(rules.h * pace + 1e-9)) if rules.per_node_h else rules.h

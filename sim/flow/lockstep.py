@@ -1,9 +1,9 @@
-"""Data parallel on virtual time: all machines take every step together, and a crash is everybody's.
+"""Data parallel on virtual time: all machines take every step together, and a crash stops all of them.
 
-`data-parallel` stands still until every machine is back and the run has started again from its checkpoint; `elastic`
-goes on after a pause with those that are left, and takes repaired machines in again at a step's boundary, for free.
-Between two events steps are played in batches: no event per step, whatever the number of machines. Not simulated: the
-overlap of gradients with the backward pass (gradients leave when the slowest has computed), and a changed batch.
+`data-parallel` stops until every machine is back and the run has restarted from its checkpoint. `elastic` continues
+after a pause with the remaining machines, and readmits repaired ones at a step boundary at no cost. Between two events
+steps are simulated in batches, without an event per step. Not simulated: the overlap of gradients with the backward
+pass (gradients leave when the slowest has computed), and a changed batch.
 """
 
 import heapq
@@ -95,8 +95,6 @@ class _Run:
         self._useful_s += self._unsaved_s
         return self._outcome()
 
-    # --- time
-
     @property
     def _reached(self) -> bool:
         return self._setting.steps is not None and self._steps >= self._setting.steps
@@ -174,8 +172,6 @@ class _Run:
         if self._traced and (not self._trace or self._trace[-1][1] != working):
             self._trace.append((self._now, working))
 
-    # --- steps
-
     def _regroup(self) -> None:
         """Somebody came or went: count again, and draw the steps of those that are there."""
         there = [place for place in self._places if place.working]
@@ -212,8 +208,6 @@ class _Run:
             ]
             total += max([own, size * len(there) / bytes_per_s(getattr(setting.hub, direction)), *shared])
         return total if total > 1e-6 else 0.0
-
-    # --- events
 
     def _enter_all(self) -> None:
         for index, place in enumerate(self._places):

@@ -1,16 +1,14 @@
 """One node of the flow simulator, and its windows."""
 
-from collections import deque
 from dataclasses import dataclass
-from statistics import median
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 from farloop.algo.schedule import due_step, first_send_round, first_step
 from farloop.sim.flow.outcome import Clock
 from farloop.sim.flow.scenario import FailureTrace, Rules
 from farloop.sim.virtual_time import EventQueue
 
-# --- One node of the flow simulator: computes from stop to stop, sends what is due, merges what came, waits or goes on.
+# --- The node
 #
 # A small model of `node/machine.py`, not that machine: it counts steps and seconds where the machine handles every
 # inner step and every message, which a thousand nodes could not afford. What it keeps are the rules that cost time: due
@@ -124,8 +122,6 @@ class Node:
             self._due.setdefault(due_step(slot, rules.fragments, h), []).append(slot)
         self._stops = sorted(self._due)
 
-    # --- its life
-
     @property
     def counts(self) -> bool:
         """Whether windows expect it."""
@@ -198,8 +194,6 @@ class Node:
             seconds += sum(self.clock.spans["compute"] - held.seconds_from for held in self._held)
         return steps, seconds
 
-    # --- what it hears
-
     def updated(self, fragment: int, version: int) -> None:
         """An update, with all before it, is here."""
         held = self._held[fragment]
@@ -247,7 +241,7 @@ class Node:
             self._merge(fragment)
             self._go()
 
-    # --- computing
+    # --- Computing
 
     def _begin_if_there(self) -> None:
         if self._starts_with is None or self._held[-1].newest < self._starts_with:
@@ -285,7 +279,7 @@ class Node:
         return min([ahead, *(at - self.steps for at in merges if at > self.steps)])
 
     def _stop(self, steps: int) -> None:
-        """A step boundary: encode all that is due, then merge all that is due (protocol D)."""
+        """A step boundary: encode all that is due, then merge all that is due (protocol, Windows)."""
         self._segment = None
         self._step += steps
         self.steps += steps
@@ -298,7 +292,7 @@ class Node:
         for fragment in sorted(self._unmerged):
             self._merge(fragment)
         if self._step == self.h:
-            # A node that is behind jumps to the run's round (protocol A): that of the last slot's open window.
+            # A node that is behind jumps to the run's round (protocol, Round clock), of the last slot's open window.
             self.round, self._step = max(self.round + 1, self._held[-1].newest), 0
         self._go()
 
@@ -321,11 +315,11 @@ class Node:
             self.steps += done
             self._segment = None
 
-    # --- sending and merging
+    # --- Sending and merging
 
     def _send(self, fragment: int) -> None:
         held, rules = self._held[fragment], self.rules
-        if rules.lag and held.sent > held.announced:  # the terms of the next window come with the commit (protocol D)
+        if rules.lag and held.sent > held.announced:  # the terms of the next window come with the commit
             self._owing.add(fragment)
             return
         if not rules.lag and fragment in self._undecided:
@@ -426,20 +420,14 @@ class Node:
 
 
 def round_of(window: int, fragment: int, slots: int) -> int:
-    """The round that a window is served in: only the last slot's first window is served in round 0 (protocol A)."""
+    """The round that a window is served in: only the last slot's first window is served in round 0."""
     return window - 1 + first_send_round(0, fragment, slots)
 
 
-# --- When a window of the flow simulator closes: the coordinator's rules, without journal, sessions and arithmetic.
+# --- Windows: the coordinator's rules, without journal, sessions and arithmetic
 #
-# A small model of `coordinator/decide/machine.py` and `closing.py` (whose straggler grace it follows), made for
-# thousands of nodes: a delta costs it a few dictionary look-ups.
-
-
-_MEMORY: Final = 64
-_SHARE: Final = 0.5
-_COVERED: Final = 0.9
-"""As in `decide/closing.py`: how much is remembered, how long is too long, how many are meant to be let in."""
+# A small model of `coordinator/decide/machine.py`, made for thousands of nodes: a delta costs it a few dictionary
+# look-ups. The straggler grace is the coordinator's own (`coordinator/decide/closing.py`).
 
 
 class Window:
@@ -483,32 +471,3 @@ class Window:
         if node in self.removed:
             self.removed.discard(node)
             self._missing += node not in self.came
-
-
-class Grace:
-    """How long a window that has its quorum waits for the others: as long as they have lately been late."""
-
-    def __init__(self) -> None:
-        self._quorum_at: dict[tuple[int, int], float] = {}
-        self._lateness_s: deque[float] = deque(maxlen=_MEMORY)
-        self._to_quorum_s: deque[float] = deque(maxlen=_MEMORY)
-
-    def came(self, delta: Delta, now: float) -> None:
-        """It is late by the time since the quorum of the window that it names."""
-        self._lateness_s.append(now - self._quorum_at.get((delta.fragment, delta.window), now))
-
-    def has_quorum(self, window: Window, now: float, *, max_staleness: int) -> None:
-        """From now on others are late for it."""
-        window.quorum_at = now
-        self._to_quorum_s.append(now - window.opened_at)
-        self._quorum_at[window.fragment, window.number] = now
-        self._quorum_at.pop((window.fragment, window.number - 1 - max_staleness), None)
-
-    @property
-    def seconds(self) -> float | None:
-        """From the quorum to the window's end; None while too little was seen: all that are expected are waited for."""
-        if not self._to_quorum_s or not any(late > 0.0 for late in self._lateness_s):
-            return None
-        bound = _SHARE * median(self._to_quorum_s)
-        within = sorted(late for late in self._lateness_s if late <= bound)
-        return within[min(len(within) - 1, int(_COVERED * len(within)))] if within else 0.0

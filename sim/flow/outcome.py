@@ -1,4 +1,4 @@
-"""What a flow case came to: where the machine-seconds went, what was merged, what was sent, in the daemons' words."""
+"""Results of a flow case: machine-seconds by use, merged deltas, bytes sent, in the daemons' terms."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple

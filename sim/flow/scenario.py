@@ -11,7 +11,7 @@ import numpy as np
 from farloop.algo.methods import METHODS
 from farloop.algo.validation import require
 
-# --- What the flow simulator is given: machines, links, what goes wrong and how often, and the methods to compare.
+# --- Scenario: machines, links, faults, and the methods to compare
 # Values.
 #
 # A scenario is a table of cases: variants (rules) × swept values × seeds. `cases` spells them out. All of it is plain
@@ -151,7 +151,7 @@ class Rules:
 
     @property
     def waits(self) -> bool:
-        """Whether training stands still where an update is late (protocol F)."""
+        """Whether training stands still where an update is late (protocol, Late updates)."""
         return self.method != "decoupled"
 
 
@@ -443,7 +443,7 @@ def _gathered(groups: tuple[Group, ...], clusters: int | None) -> tuple[Group, .
     return tuple(gathered)
 
 
-# --- What befalls each node of a flow scenario: how long its steps take, when it crashes, when its link is cut. Seeded.
+# --- Failure traces, seeded: pace, crashes and cuts of each node
 #
 # Every node draws each kind of fate from a stream of its own, so that the same seed means the same crashes at the same
 # places whatever method is played: comparisons are paired.

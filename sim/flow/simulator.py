@@ -1,10 +1,10 @@
 """The flow simulator: thousands of nodes and a coordinator on virtual time, as sizes and durations; no tensors.
 
-Loosely coupled methods are played here event by event with models of both machines: `node.py` and
-`node.py` say what they keep of the real ones, which the `frames` world of this room runs. Where a window takes
-all that are expected, a test finds the same commits from the same nodes in both, crashes included; where it does not,
-milliseconds decide who is in time, and only counts agree. Left out besides: nodes' own H is dealt once, by their mean
-pace, and the coordinator never fails. Methods that step together are played in `lockstep.py`.
+Loosely coupled methods are simulated event by event with models of both machines; `node.py` says which rules of the
+real machines it keeps. Where a window takes all expected deltas, a test finds the same commits from the same nodes in
+the frame simulator, crashes included. Elsewhere milliseconds decide who is in time, and only counts agree. Also left
+out: a node's own H is assigned once, by its mean pace, and the coordinator never fails. Methods that step together are
+in `lockstep.py`.
 """
 
 import math
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from farloop.algo.schedule import first_send_round
+from farloop.coordinator.decide.closing import Lateness
 from farloop.sim.flow.links import FlowHost, Transfer, lay_out
 from farloop.sim.flow.lockstep import play_lockstep
-from farloop.sim.flow.node import Delta, Grace, Window, round_of
+from farloop.sim.flow.node import Delta, Window, round_of
 from farloop.sim.flow.outcome import Merge, Outcome
 from farloop.sim.flow.scenario import LOCK_STEP, Setting
 from farloop.sim.virtual_time import EventQueue
@@ -66,7 +67,7 @@ class _World:
         self._snapshot_bytes = [math.ceil(numel * setting.model.snapshot_bits / 8) for numel in sizes]
         self._outer_steps = math.inf if setting.steps is None else math.ceil(setting.steps / self._rules.h)
         self._places = lay_out(setting, self._agenda, self)
-        self._grace = Grace()
+        self._lateness = Lateness()
         self._versions = [0] * fragments
         self._windows: list[Window] = []
         self._patient: list[Window] = []
@@ -94,8 +95,6 @@ class _World:
             if not agenda.step():
                 raise Stuck(f"after {agenda.now:g} s nobody computes, and nothing is under way")
         return self._outcome()
-
-    # --- what happens to nodes
 
     def _enter(self, place: FlowHost) -> None:
         """Its first start, and its fate from then on."""
@@ -218,13 +217,11 @@ class _World:
             self._catch_up(place, fragment, held)
 
     def _catch_up(self, place: FlowHost, fragment: int, held: int) -> None:
-        """The updates that it missed, or the fragment itself, whichever is fewer bytes (protocol R)."""
+        """The updates that it missed, or the fragment itself, whichever is fewer bytes (protocol, Downlink)."""
         version = self._versions[fragment]
         if version > held:
             size = min((version - held) * self._down_bytes[fragment], self._snapshot_bytes[fragment])
             self._download(place, size, lambda: place.node.updated(fragment, version), state=True)
-
-    # --- what nodes ask for
 
     def upload(self, delta: Delta) -> None:
         """An offer, its credit, the bytes: one and a half round trips beside the bytes themselves."""
@@ -262,7 +259,7 @@ class _World:
     def gone(self, node: int) -> None:
         self._remove(self._places[node])
 
-    # --- windows
+    # --- Windows
 
     def _opened(self, fragment: int, number: int) -> Window:
         expected = {place.node.index for place in self._places if self._may_serve(place, fragment, number)}
@@ -288,7 +285,7 @@ class _World:
             node = self._places[delta.node].node
             return self._agenda.after(0.5 * self._places[delta.node].group.rtt_s, lambda: node.refused(delta))
         delta.stored = True
-        self._grace.came(delta, self._agenda.now)
+        self._lateness.came(delta.fragment, delta.window, self._agenda.now)
         if window.closing:
             self._late[delta.fragment].append(delta)
         else:
@@ -305,11 +302,12 @@ class _World:
             return
         quorum, now = self._rules.quorum, self._agenda.now
         if quorum is not None and window.quorum_at is None and window.timely >= quorum:
-            self._grace.has_quorum(window, now, max_staleness=self._rules.max_staleness)
+            window.quorum_at, staleness = now, self._rules.max_staleness
+            self._lateness.has_quorum(window.fragment, window.number, window.opened_at, now, staleness)
             self._patient.append(window)
         if window.all_came:
             self._close(window)
-        if self._patient and (grace_s := self._grace.seconds) is not None:
+        if self._patient and (grace_s := self._lateness.seconds) is not None:
             for waiting in self._patient:
                 self._end_grace(waiting, grace_s)
             self._patient.clear()
@@ -322,7 +320,7 @@ class _World:
         if window.quorum_at + grace_s <= self._agenda.now:
             return self._close(window)
         until = window.quorum_at + grace_s
-        self._agenda.at(until, lambda: self._end_grace(window, self._grace.seconds or 0.0))
+        self._agenda.at(until, lambda: self._end_grace(window, self._lateness.seconds or 0.0))
 
     def _close(self, window: Window) -> None:
         if not window.closing:
@@ -353,7 +351,7 @@ class _World:
 
     def _start_ready(self, after: int | None = None) -> None:
         """Newcomers start where the others are: with the round, or within it with the first slot that is not committed
-        (protocol I); `after` the commit of a fragment."""
+        (protocol, Joining nodes); `after` the commit of a fragment."""
         round_index, slots = self._versions[-1], self._rules.fragments
         slot = 0
         if after is not None and after < slots - 1 and not (slot := self._slot_at(round_index)):
@@ -406,8 +404,6 @@ class _World:
             self._tally.bytes_state += size
         else:
             self._tally.bytes_down += size
-
-    # --- the end
 
     def _end(self) -> None:
         self._over = True

@@ -1,4 +1,4 @@
-"""Flow scenarios played from end to end: a row for each variant at each swept value, with means over the seeds."""
+"""Sweeps of flow scenarios: a row for each variant at each swept value, with means over the seeds."""
 
 import itertools
 import statistics

@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Any
 
-from farloop.algo.spec import Identity, Layout, LearningRate, NodeId, RunSpec, Terms
-from farloop.wire.messages import Hello
+from farloop.algo.spec import BlobId, BlobKind, Contribution, Identity, Layout, NodeId, RunSpec
+from farloop.algo.terms import LearningRate, Terms
+from farloop.wire.messages import Hello, Offer, Progress
 
-PLAIN = Terms(
+PLAIN = Terms.from_flat(
     method="streaming",
     steps=40,
     h=4,
@@ -26,7 +27,7 @@ PLAIN = Terms(
 
 def plain_terms(**changes: Any) -> Terms:
     """`PLAIN`, but for these fields."""
-    return dataclasses.replace(PLAIN, **changes)
+    return PLAIN.replace(**changes)
 
 
 def plain_spec(**changes: Any) -> RunSpec:
@@ -61,3 +62,36 @@ PLAIN_HELLO = Hello(
 def plain_hello(**changes: Any) -> Hello:
     """`PLAIN_HELLO`, but for these fields."""
     return dataclasses.replace(PLAIN_HELLO, **changes)
+
+
+PLAIN_PROGRESS = Progress(
+    state="training", position=1.0, round=0, inner_steps=1, tokens=1, loss=1.0, tokens_per_s=1.0, compute_share=1.0,
+    blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0,
+)  # fmt: skip
+
+
+def plain_progress(**changes: Any) -> Progress:
+    """`PLAIN_PROGRESS`, but for these fields."""
+    return dataclasses.replace(PLAIN_PROGRESS, **changes)
+
+
+def plain_offer(
+    node: NodeId,
+    window: int = 1,
+    *,
+    fragment: int = 1,
+    incarnation: int = 1,
+    seq: int = 1,
+    steps: int = 10,
+    tokens: int = 640,
+    norm_sq: float = 1.0,
+    **changes: Any,
+) -> Offer:
+    """A node's own delta for a window, from the base before it."""
+    blob = BlobId(
+        kind=BlobKind.DELTA, fragment=fragment, version=window - 1, node=node, incarnation=incarnation, seq=seq
+    )
+    share = Contribution(
+        node=node, incarnation=incarnation, base=window - 1, steps=steps, tokens=tokens, norm_sq=norm_sq
+    )
+    return Offer(**{"blob": blob, "size": 1, "digest": 1, "window": window, "contributors": (share,), **changes})

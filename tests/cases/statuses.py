@@ -3,7 +3,7 @@
 import math
 from typing import Any, cast
 
-from farloop.monitoring.status import EvaluationStatus, HappeningStatus, NodeStatus, Status, WindowStatus
+from farloop.monitoring.status import EvaluationStatus, EventStatus, NodeStatus, Status, WindowStatus
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e\"'&"
 """A name that would be a picture, a script, an order to a terminal, and turned round."""
@@ -39,11 +39,11 @@ def score(index: int, loss: float | None = None) -> EvaluationStatus:
     }
 
 
-def happening(age_s: float, kind: str, node: str, code: str, sentence: str, **changes: Any) -> HappeningStatus:
+def happening(age_s: float, kind: str, node: str, code: str, sentence: str, **changes: Any) -> EventStatus:
     known: dict[str, Any] = {
         "age_s": age_s, "kind": kind, "node": node, "code": code, "sentence": sentence, "detail": "", "count": 1
     }  # fmt: skip
-    return cast(HappeningStatus, known | changes)
+    return cast(EventStatus, known | changes)
 
 
 def status(**changes: Any) -> Status:
@@ -64,7 +64,7 @@ def status(**changes: Any) -> Status:
             node("paris", loss=2.498, tokens_per_s=36_900.0, compute_share=0.968),
             node("quito", state="waiting", detail="fragment 2, window 21", loss=2.527, compute_share=0.71,
                  tokens_per_s=12_100.0, bytes_up=3_900_000_000, device="4 × A100", position=598.0, inner_steps=598),
-            node("tokyo", state="away", connected=False, reason="nothing was heard for the liveness time-out",
+            node("tokyo", state="away", connected=False, reason="no message arrived within the liveness timeout",
                  loss=2.61, position=570.0, inner_steps=570, last_heard_s=133.0, incarnation=3),
         ],
         "windows": [
@@ -78,10 +78,10 @@ def status(**changes: Any) -> Status:
         "recent": [
             happening(1510.0, "refused", "attic", "wrong_run",
                       "the node was set up for another run (fingerprints differ)", count=12),
-            happening(640.0, "delta", "quito", "late", "the window had closed before the delta came",
+            happening(640.0, "delta", "quito", "late", "the window had closed before the delta arrived",
                       detail="fragment 3, base 17"),
-            happening(132.0, "session", "tokyo", "silent", "nothing was heard for the liveness time-out"),
-            happening(124.0, "dropped", "tokyo", "silent", "nothing was heard for the liveness time-out",
+            happening(132.0, "session", "tokyo", "silent", "no message arrived within the liveness timeout"),
+            happening(124.0, "dropped", "tokyo", "silent", "no message arrived within the liveness timeout",
                       detail="fragment 0, window 20", count=3),
         ],
         "samples": {"granted": 20_480, "trained": 19_900, "returned": 120, "uncertain": 40},

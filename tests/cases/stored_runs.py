@@ -27,7 +27,7 @@ def begun(directory: Path, spec: RunSpec, *, segment_bytes: int = 256 << 20, fil
     generator = torch.Generator().manual_seed(1)
     anchors = [torch.randn(fragment.numel, generator=generator) for fragment in spec.identity.layout.fragments]
     identity = dataclasses.replace(spec.identity, anchor_digests=tuple(digest(anchor) for anchor in anchors))
-    terms = dataclasses.replace(spec.terms, steps=10_000)
+    terms = spec.terms.replace(steps=10_000)
     return Store.create(
         directory,
         dataclasses.replace(spec, identity=identity, terms=terms),
@@ -57,7 +57,13 @@ def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = ()) -> rec.Win
     """A window, from its first delta to its commit; or of deltas that are stored."""
     while plan := store.ledger.next_round_to_fix():
         store.append(rec.RoundFixed(round=plan))
-    blobs = blobs or [spool(store, fragment, node).blob for node in NODES]
+    inputs: dict[BlobId, bytes] = {}
+    for node in NODES if not blobs else ():
+        stored, data = _delta(store, node, fragment)
+        inputs[stored.blob] = bytes(data)
+        if commits.spools_inputs(store.ledger.spec.terms):
+            spool(store, fragment, node)
+    inputs = inputs or {blob: bytes(store.read_input(blob)) for blob in blobs}
     spec, terms = store.ledger.spec, store.ledger.windows[fragment]
     draft = rec.WindowCommitted(
         fragment=fragment,
@@ -65,19 +71,20 @@ def commit(store: Store, fragment: int, blobs: Sequence[BlobId] = ()) -> rec.Win
         round=terms.round,
         merged=tuple(Share(node=node, weight=0.5) for node in NODES),
         drops=(Drop(node=NodeId("tromso"), reason=Reason.SILENT),),
-        blobs=tuple(rec.Addend(blob=blob, weight=0.5) for blob in blobs),
+        blobs=tuple(rec.Addend(blob=blob, weight=0.5) for blob in inputs),
         anchor_digest=0,
         target_digest=0,
         momentum_digest=None,
         next_window=schedule.window_after(spec.terms, spec.identity.layout, terms, store.ledger.rounds),
         update_size=0,
         update_digest=0,
-        outer_lr=spec.terms.outer_lr,
-        outer_momentum=spec.terms.outer_momentum,
+        outer_lr=spec.terms.outer.lr,
+        outer_momentum=spec.terms.outer.momentum,
+        reach=0.3,
         why="all 2 expected came, 1 removed",
     )
     reserved = store.reserve(fragment, terms.codec_down)
-    addends = [(store.read_input(blob), 0.5) for blob in blobs]
+    addends = [(data, 0.5) for data in inputs.values()]
     result = commits.compute(store.ledger, store.buffers[fragment], draft, addends)
     return store.commit(draft, result, reserved)
 
@@ -96,19 +103,23 @@ def fetch(store: Store, fragment: int = 0) -> rec.AnchorFetched:
     return fetched
 
 
-def adopt(store: Store, fragment: int = 0) -> None:
+def adopt(store: Store) -> None:
     """The run goes on from what `fetch` brought."""
-    ledger, anchor = store.ledger, store.fetched[fragment].anchor
-    terms = ledger.windows[fragment]
-    moved = anchor.version + 1 - terms.window
-    adopted = rec.AdoptedAnchor(
-        fragment=fragment, version=anchor.version, digest=anchor.digest, node=NODES[0], before=ledger.versions[fragment]
-    )
-    windows = (dataclasses.replace(terms, window=terms.window + moved),)
+    ledger = store.ledger
+    adopted, windows = [], []
+    for fragment, fetched in sorted(store.fetched.items()):
+        anchor = fetched.anchor
+        adopted.append(
+            rec.AdoptedAnchor(
+                fragment=fragment, version=anchor.version, digest=anchor.digest, node=NODES[0],
+                before=ledger.versions[fragment],
+            )
+        )  # fmt: skip
+        windows.append(dataclasses.replace(ledger.windows[fragment], window=anchor.version + 1))
     store.adopt(
         rec.Adopted(
-            epoch=ledger.epoch + 5, anchors=(adopted,), windows=windows, rounds=tuple(ledger.rounds.values()),
-            revisions=(), frontier=0, returned=(), uncertain=0,
+            epoch=ledger.epoch + 5, anchors=tuple(adopted), windows=tuple(windows),
+            rounds=tuple(ledger.rounds.values()), revisions=(), frontier=0, returned=(), uncertain=0,
         )
     )  # fmt: skip
 

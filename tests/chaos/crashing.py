@@ -24,7 +24,7 @@ from typing import Any
 from plain_node import train
 
 from farloop.cli.main import main
-from farloop.coordinator import daemon
+from farloop.coordinator import executor as coordinator
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.storage import files, journal, snapshots, store
 from farloop.node import events as node_ev
@@ -122,16 +122,16 @@ def durable_before_memory(strike: Strike) -> None:
 
 def published_to_one(strike: Strike) -> None:
     """One node is told of a commit, the others are not."""
-    publish = daemon.Coordinator._publish
+    publish = coordinator.CoordinatorExecutor._publish
 
-    def wrapped(self: daemon.Coordinator, nodes: Any, committed: msg.Committed) -> None:
+    def wrapped(self: coordinator.CoordinatorExecutor, nodes: Any, committed: msg.Committed) -> None:
         if len(nodes) > 1:
             publish(self, nodes[:1], committed)
             strike()
             nodes = nodes[1:]
         publish(self, nodes, committed)
 
-    setattr(daemon.Coordinator, "_publish", wrapped)  # noqa: B010
+    setattr(coordinator.CoordinatorExecutor, "_publish", wrapped)  # noqa: B010
 
 
 def _names(pattern: str) -> When:
@@ -172,9 +172,9 @@ POINTS: dict[str, Callable[[Strike], None]] = {
     "snapshot-saved": after(store, "_save_snapshot"),
     "snapshot-noted": after(store.Store, "append", _appends(rec.SnapshotTaken)),
     "publish-one-of-several": published_to_one,
-    "stored-told-before": before(daemon.Coordinator, "_tell", _tells(msg.Stored)),
-    "stored-told-after": after(daemon.Coordinator, "_tell", _tells(msg.Stored)),
-    "start-told-before": before(daemon.Coordinator, "_tell", _tells(msg.Start)),
+    "stored-told-before": before(coordinator.CoordinatorExecutor, "_tell", _tells(msg.Stored)),
+    "stored-told-after": after(coordinator.CoordinatorExecutor, "_tell", _tells(msg.Stored)),
+    "start-told-before": before(coordinator.CoordinatorExecutor, "_tell", _tells(msg.Start)),
     "finish-noted": after(store.Store, "append", _appends(rec.RunFinished)),
     "export-before": before(snapshots, "export"),
     "export-after": after(snapshots, "export"),

@@ -19,8 +19,7 @@ from farloop.algo.spec import BlobId, BlobKind
 from farloop.chaos.relay import Link as Shape
 from farloop.chaos.relay import Relay, RelayThread
 from farloop.coordinator.net.sessions import Peer
-from farloop.node.link import NodeLink
-from farloop.node.zmq_dealer import LinkConfig
+from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobReceived
 from farloop.wire.messages import Committed, Offer, Welcome, update_id
@@ -69,8 +68,8 @@ def measure(shape: Shape, joiners: int, updates: int, *, background: bool) -> st
 
 def _connect(stack: ExitStack, relay: Relay, name: str) -> Delivered:
     inbox: Delivered = queue.SimpleQueue()
-    link = NodeLink(LinkConfig(coordinator=f"tcp://127.0.0.1:{relay.port}"), partial(named_hello, name), inbox.put)
-    link.start()
+    link = LinkThread(LinkConfig(coordinator=f"tcp://127.0.0.1:{relay.port}"))
+    link.start(partial(named_hello, name), inbox.put)
     stack.callback(link.close)
     wait_for(inbox, Welcome)
     return inbox

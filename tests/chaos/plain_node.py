@@ -29,8 +29,8 @@ def train(
     `pace` is asked for the seconds before each step.
     """
     with join(address, model(), name=name, state_dir=folder, timeout_s=90.0) as node:
-        assert node.leader is not None and node.leader.replica is not None
-        replica = node.leader.replica
+        assert node.executor is not None and node.executor.replica is not None
+        replica = node.executor.replica
         draw = torch.Generator().manual_seed(sum(name.encode()))
         while node.running and not over.is_set():
             time.sleep(pace())

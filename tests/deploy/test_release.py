@@ -30,6 +30,7 @@ ROOMS = (
     "node",
     "plots",
     "quant",
+    "runtime",
     "sim",
     "wire",
 )
@@ -61,11 +62,13 @@ def test_the_wheel_has_what_it_needs_and_no_tests(released: Path) -> None:
     assert wheel.name == f"farloop-{VERSION}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"farloop/{room}/py.typed" for room in ROOMS} <= names
+    assert {f"farloop/monitoring/page.{kind}" for kind in ("css", "html", "js")} <= names
+    assert "farloop/cli/report.html" in names
     assert {"farloop/sim/scenarios/failures.toml", f"farloop-{VERSION}.dist-info/licenses/LICENSE"} <= names
     assert not [name for name in names if re.search(r"(^|/)(tests?|docs|docker|k8s|examples)/", name)]
     packages = [path.parent for room in ROOMS for path in (ROOT / room).rglob("__init__.py")]
     here = {path.relative_to(ROOT).as_posix() for package in packages for path in package.glob("*.py")}
-    assert "monitoring/page.py" in here and "monitoring/dashboards/run.py" not in here, (
+    assert "monitoring/page.py" in here and "monitoring/dashboards/pages.py" not in here, (
         "dashboards are made in the tree"
     )
     assert {f"farloop/{name}" for name in here} == {name for name in names if name.endswith(".py")}

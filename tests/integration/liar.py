@@ -8,7 +8,7 @@ from pathlib import Path
 
 from farloop.config.logs import LogLevel, set_up
 from farloop.config.settings import load_node
-from farloop.node import encoder
+from farloop.node import encoder, executor
 from farloop.node.trainer import train
 
 FACTOR = 1000.0
@@ -23,7 +23,8 @@ def lie() -> None:
         header.codec.encode_into(FACTOR * numbers, payload, header.fragment, seed=header.seed)
         return finish(packed, residual_ratio)
 
-    setattr(encoder, "finish", longer)  # noqa: B010 - replaced for good
+    for module in (encoder, executor):
+        setattr(module, "finish", longer)  # noqa: B010 - replaced for good
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from farloop.node import events as node_ev
 from farloop.node import executor
 from farloop.node.machine import NodeMachine
 from farloop.sim import coordinator as simulated_coordinator
-from farloop.sim import node as simulated_node
 
 TOLD_BY = {
     CoordinatorMachine: {"start", "handle", "handle_timer", "clock_jumped", "stop"},
@@ -171,8 +170,7 @@ def recording() -> Iterator[list[Tape]]:
     with ExitStack() as stack:
         for shell in (daemon, simulated_coordinator):
             stack.enter_context(mock.patch.object(shell, "CoordinatorMachine", partial(TapedCoordinator, tapes)))
-        for shell in (executor, simulated_node):
-            stack.enter_context(mock.patch.object(shell, "NodeMachine", partial(TapedNode, tapes)))
+        stack.enter_context(mock.patch.object(executor, "NodeMachine", partial(TapedNode, tapes)))
         yield tapes
 
 

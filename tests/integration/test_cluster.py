@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from farloop.algo.fragments import partition, trainable_tensors
-from farloop.algo.spec import Identity, LearningRate, RunSpec, Terms
+from farloop.algo.spec import Identity, RunSpec
+from farloop.algo.terms import LearningRate, Terms
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.errors import DataError
 
@@ -38,7 +39,7 @@ spec = RunSpec(
         name="cluster", model="own", layout=layout, anchor_digests=(0,) * len(layout.fragments), data="own",
         num_samples=0, evaluation_set="none", seed=0,
     ),
-    terms=Terms(
+    terms=Terms.from_flat(
         method="diloco", steps=10, h=5, tau=0, mix=0.0, codec_up="q4", codec_down="q4", outer_lr=0.7,
         outer_momentum=0.9, lr=LearningRate(), clip=1.0, weight_decay=0.1, batch_sequences=4, sequence_tokens=8,
     ),
@@ -190,7 +191,7 @@ def test_a_group_that_the_user_has_begun_is_left_alone_and_a_batch_that_does_not
         odd = dataclasses.replace(
             spec,
             identity=dataclasses.replace(spec.identity, num_samples=100),
-            terms=dataclasses.replace(spec.terms, batch_sequences=5),
+            terms=spec.terms.replace(batch_sequences=5),
         )
         try:
             _check_batch(odd, cluster, None)

@@ -62,7 +62,7 @@ def test_status_says_what_it_has_to_say_at_80_columns_in_every_state(make: Calla
     assert shown.exit_code == 0
     assert told["run"]["state"] in shown.stdout and "\x1b" not in shown.stdout
     assert all(len(line) <= 80 for line in shown.stdout.splitlines())
-    assert ("lately" in shown.stdout) == bool(told.get("recent"))
+    assert ("recent events" in shown.stdout) == bool(told.get("recent"))
     assert shown.stdout.count("! ") == len(told["alarms"])
 
 
@@ -104,7 +104,7 @@ def test_a_port_in_use_fails_and_a_free_one_does_not() -> None:
         address = Address(host="127.0.0.1", port=taken.getsockname()[1])
         finding = port("port", address, "[coordinator] bind")
         assert finding.level == "fail"
-        assert "[coordinator] bind" in finding.mend
+        assert "[coordinator] bind" in finding.fix
         assert connect(address) is None
         assert "begins once all of its nodes are there" in why(address)
     assert port("port", address, "[coordinator] bind").level == "ok"

@@ -14,8 +14,7 @@ from plain_runs import plain_hello
 
 from farloop.coordinator.daemon import Coordinator
 from farloop.monitoring.tcp_connection import choose_congestion, congestion_of, congestion_refused, same_host, tcp_info
-from farloop.node.link import NodeLink
-from farloop.node.zmq_dealer import LinkConfig
+from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.wire.link_measurement import INFO_BYTES, parse
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
@@ -81,8 +80,8 @@ def test_a_nodes_connections_use_the_control_that_it_chose(tmp_path: Path) -> No
     try:
         with tiny_run.serving(tmp_path / "state", store, congestion="reno", probe_bytes=0) as coordinator:
             config = LinkConfig(coordinator=coordinator.link.endpoint, congestion="reno")
-            link = NodeLink(config, lambda: dataclasses.replace(plain_hello(), protocol_max=3), lambda event: None)
-            link.start()
+            link = LinkThread(config)
+            link.start(lambda: dataclasses.replace(plain_hello(), protocol_max=3), lambda event: None)
             try:
                 tiny_run.until(lambda: sorted(controls(coordinator)) == ["reno", "reno"])
             finally:

@@ -116,7 +116,7 @@ def test_a_second_start_after_the_lock_was_deleted_ends_the_first_and_nothing_is
     assert "serving" in second.said, run.logs()
     first.signal(signal.SIGCONT)
     assert run.until_ended(first) == ExitCode.REFUSED
-    assert_one_line(first, "epoch 2 was claimed here after ours, 1: another coordinator has taken this state over")
+    assert_one_line(first, "epoch 2 was claimed after ours, 1: another coordinator took over this state")
     second.signal(signal.SIGTERM)
     assert run.until_ended(second) == ExitCode.DONE
     assert verify(run.state_dir).faults == []

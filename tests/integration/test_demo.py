@@ -59,7 +59,7 @@ def assert_resuming_changes_nothing(out: Path, summary: dict[str, object], folde
     assert {key: told[key] for key in PROMISED} == {key: summary[key] for key in PROMISED}
     assert other.returncode == ExitCode.USAGE
     assert other.stderr.strip().splitlines() == [
-        "farloop: error: --resume goes on as the run was begun; leave out --steps"
+        "farloop: error: --resume keeps the options of the run; leave out --steps"
     ]
 
 

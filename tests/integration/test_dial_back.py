@@ -31,7 +31,7 @@ def test_a_port_that_is_taken_is_dialled_all_the_same() -> None:
 
 def test_an_address_that_nobody_reaches_is_a_warning_with_its_mend() -> None:
     finding = dial_back(Address(host="node.invalid", port=free_port()))
-    assert finding.level == "warn" and "forward the port" in finding.mend
+    assert finding.level == "warn" and "forward the port" in finding.fix
 
 
 @pytest.mark.parametrize(

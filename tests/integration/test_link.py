@@ -27,9 +27,10 @@ from farloop.algo.spec import (
 )
 from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.net.sessions import Peer
+from farloop.coordinator.net.zmq_router import ZmqRouter
 from farloop.node.errors import LinkFailed
-from farloop.node.link import NodeLink
-from farloop.node.zmq_dealer import LinkConfig, new_key_pair
+from farloop.node.zmq_dealer import LinkConfig, LinkThread, new_key_pair
+from farloop.runtime.system import LoopClock
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import blob_digest
@@ -54,6 +55,7 @@ class Station:
     def __init__(self, endpoint: str, key: Path | None, allow: Path | None, timing: Timing) -> None:
         self.heard: queue.SimpleQueue[wire_ev.SessionEvent] = queue.SimpleQueue()
         self.turned_away: list[tuple[Reason, str]] = []
+        self.errors: list[Exception] = []
         self._endpoint, self._key, self._allow, self._timing = endpoint, key, allow, timing
         self._up = threading.Event()
         self._stop = asyncio.Event()
@@ -64,17 +66,22 @@ class Station:
         assert self._up.wait(10)
 
     async def _serve(self) -> None:
-        self._link = link = SessionRouter(
+        def turned_away(reason: Reason, who: str) -> None:
+            self.turned_away.append((reason, who))
+
+        limits, clock = Limits(), LoopClock(self.errors.append)
+        socket = ZmqRouter(
             endpoint=self._endpoint,
             key=self._key,
             allow=self._allow,
-            on_event=self._on_event,
-            limits=Limits(),
-            timing=self._timing,
-            turned_away=lambda reason, who: self.turned_away.append((reason, who)),
+            max_frame_bytes=limits.max_frame_bytes,
+            turned_away=turned_away,
+        )
+        self._link = link = SessionRouter(
+            socket, clock, on_event=self._on_event, limits=limits, timing=self._timing, turned_away=turned_away
         )
         self._up.set()
-        running = asyncio.create_task(link.run())
+        running = asyncio.create_task(socket.run())
         await self._stop.wait()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -111,6 +118,7 @@ class Station:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(10)
             self._loop.close()
+        assert self.errors == []
 
 
 @contextlib.contextmanager
@@ -125,10 +133,10 @@ def station(
 
 
 @contextlib.contextmanager
-def linked(config: LinkConfig) -> Iterator[tuple[NodeLink, Delivered]]:
+def linked(config: LinkConfig) -> Iterator[tuple[LinkThread, Delivered]]:
     delivered: Delivered = queue.SimpleQueue()
-    link = NodeLink(config, hello, delivered.put)
-    link.start()
+    link = LinkThread(config)
+    link.start(hello, delivered.put)
     try:
         yield link, delivered
     finally:
@@ -216,23 +224,16 @@ def test_a_farewell_is_acknowledged_and_nothing_is_dialled_after_it(endpoint: st
             wait_for(there.heard, msg.Hello, timeout_s=0.5)
 
 
-def test_the_coordinators_farewell_is_acknowledged(endpoint: str) -> None:
-    """V: its session ends by the acknowledgement, not by waiting for one."""
+def test_the_coordinators_farewell_is_acknowledged_and_logged_with_its_reason(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V: its session ends by the acknowledgement, not by waiting for one. The node dials again."""
     with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
         wait_for(delivered, msg.Welcome)
         started = time.monotonic()
         there.say(msg.Leave(reason=Reason.COORDINATOR_STOPPING))
         wait_for(there.heard, wire_ev.SessionClosed)
         assert time.monotonic() - started < Timing().linger_s / 2
-
-
-def test_a_session_that_ended_without_a_detail_is_told_with_its_reason(
-    endpoint: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with station(endpoint) as there, linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
-        wait_for(delivered, msg.Welcome)
-        there.say(msg.Leave(reason=Reason.COORDINATOR_STOPPING))
-        wait_for(there.heard, wire_ev.SessionClosed)
         wait_for(delivered, msg.Welcome)
     told = [record.message for record in caplog.records if "no link" in record.message]
     assert len(told) == 1 and repr(Reason.COORDINATOR_STOPPING.sentence) in told[0]
@@ -262,8 +263,8 @@ def test_a_node_whose_greeting_cannot_be_read_is_told_why_and_gives_up(
     """T: a node of another version heard nothing, said so once a minute, and dialled for ever."""
     delivered: Delivered = queue.SimpleQueue()
     with station(endpoint) as there:
-        link = NodeLink(LinkConfig(coordinator=endpoint), lambda: plain_hello(incarnation=1 << 63), delivered.put)
-        link.start()
+        link = LinkThread(LinkConfig(coordinator=endpoint))
+        link.start(lambda: plain_hello(incarnation=1 << 63), delivered.put)
         try:
             detail = refused_for_good(delivered)
         finally:
@@ -372,7 +373,7 @@ def test_an_outage_is_told_of_again_once_in_a_while(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who looks at the end of a log must find it, and what to check."""
-    monkeypatch.setattr("farloop.node.link.TOLD_EVERY_S", 0.5)
+    monkeypatch.setattr("farloop.node.link.REPEAT_S", 0.5)
     with linked(LinkConfig(coordinator=endpoint)) as (_, delivered):
         deadline = time.monotonic() + 30.0
         while len(told := [r for r in caplog.records if "no link" in r.message]) < 2 and time.monotonic() < deadline:
@@ -419,7 +420,8 @@ def test_a_bug_in_the_thread_reaches_the_one_who_waits_for_it(endpoint: str, mon
 
     with station(endpoint), linked(LinkConfig(coordinator=endpoint)) as (link, delivered):
         wait_for(delivered, msg.Welcome)
-        monkeypatch.setattr(link._session, "outgoing", broken)
+        assert link._link is not None
+        monkeypatch.setattr(link._link._session, "outgoing", broken)
         link.send(msg.Ready())
         failed = wait_for(delivered, LinkFailed)
         assert isinstance(failed, LinkFailed) and isinstance(failed.error, RuntimeError)
@@ -435,8 +437,8 @@ def test_a_hello_that_cannot_be_said_reaches_the_one_who_waits(endpoint: str) ->
     def broken() -> msg.Hello:
         raise KeyError("anchors")
 
-    link = NodeLink(LinkConfig(coordinator=endpoint), broken, delivered.put)
-    link.start()
+    link = LinkThread(LinkConfig(coordinator=endpoint))
+    link.start(broken, delivered.put)
     assert isinstance(wait_for(delivered, LinkFailed), LinkFailed)
     link.close()
 
@@ -450,7 +452,7 @@ def test_closing_is_quick_and_calls_after_it_do_nothing(endpoint: str) -> None:
         link.send(msg.Ready())
         assert link.flushed(5.0)
         assert time.monotonic() - started < 4.0
-    never_started = NodeLink(LinkConfig(coordinator=endpoint), hello, delivered.put)
+    never_started = LinkThread(LinkConfig(coordinator=endpoint))
     never_started.close()
 
 
@@ -461,8 +463,8 @@ def test_64_nodes_that_come_back_at_once_are_all_let_in_promptly(endpoint: str) 
         delivered: list[Delivered] = []
         for name in nodes:
             inbox: Delivered = queue.SimpleQueue()
-            link = NodeLink(LinkConfig(coordinator=endpoint), partial(named_hello, name), inbox.put)
-            link.start()
+            link = LinkThread(LinkConfig(coordinator=endpoint))
+            link.start(partial(named_hello, name), inbox.put)
             stack.callback(link.close)
             delivered.append(inbox)
         for outage in range(2):

@@ -35,7 +35,7 @@ def test_a_node_told_to_stop_leaves_cleanly_and_one_that_comes_late_takes_part(n
     b.signal(signal.SIGTERM)
     assert run.until_ended(b) == ExitCode.DONE
     left = run.until("the coordinator knows that b left", lambda status: node_of(status, "b")["state"] == "left")
-    assert node_of(left, "b")["reason"] == "the node left after finishing what it had begun"
+    assert node_of(left, "b")["reason"] == "the node left after finishing its work"
     assert node_of(left, "b")["lost_steps"] == 0
     versions = run.until("a goes on alone", lambda status: alone_since(status, left["versions"], "a"))["versions"]
 

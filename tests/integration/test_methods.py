@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from farloop.algo.fragments import trainable_tensors
 from farloop.algo.methods import METHODS
-from farloop.algo.spec import NodeId, RunSpec, Terms
+from farloop.algo.spec import NodeId, RunSpec
+from farloop.algo.terms import Terms
 from farloop.coordinator.aggregator import first_anchor
 from farloop.coordinator.decide import records as rec
 from farloop.monitoring.status import Status
@@ -50,7 +51,7 @@ def test_a_run_learns_answers_its_tapes_again_and_is_what_its_simulation_is(new_
     run.start_coordinator(), run.start_node("a"), run.start_node("b")
     status = run.until_done()
     journal = run.records()
-    assert_it_learns(run, status)
+    assert_it_learns(run, status, journal)
     assert_every_delta_has_one_end(journal)
     for name in ("coordinator", "node-a", "node-b"):
         replay(Tape.loads((run.folder / f"{name}.tape").read_text()))
@@ -80,12 +81,16 @@ def test_a_node_with_a_quarter_of_the_batch_and_an_equal_pace_does_its_share_of_
 # --- a run
 
 
-def assert_it_learns(run: Run, status: Status) -> None:
-    """The loss of the run's own evaluations falls, and all end with the same weights."""
+def assert_it_learns(run: Run, status: Status, journal: Sequence[rec.Record]) -> None:
+    """The last evaluation is well below the untrained model's loss, and all end with the same weights.
+
+    The run's own first evaluation is no baseline: on a busy machine it comes after much of the training.
+    """
     assert_all_agree(run, status, "a", "b")
     assert not status["alarms"], status["alarms"]
     losses = [event["loss"] for event in run.events("evaluation")]
-    assert losses[-1] < losses[0] - 0.1, losses
+    untrained = Nano(spec_of(journal)).learner(NodeId("a"), seed=0).evaluate()
+    assert losses[-1] < untrained - 0.4, (untrained, losses)
 
 
 def assert_every_delta_has_one_end(journal: Sequence[rec.Record]) -> None:
@@ -105,6 +110,11 @@ def assert_nothing_is_lost(status: Status, journal: Sequence[rec.Record]) -> Non
     assert not any(isinstance(record, rec.InputDropped) for record in journal)
 
 
+def spec_of(journal: Sequence[rec.Record]) -> RunSpec:
+    (spec,) = (record.spec for record in journal if isinstance(record, rec.RunStarted))
+    return spec
+
+
 def commits(journal: Sequence[rec.Record]) -> list[rec.WindowCommitted]:
     return [record for record in journal if isinstance(record, rec.WindowCommitted)]
 
@@ -117,7 +127,7 @@ def assert_its_simulation_is_the_same(journal: Sequence[rec.Record]) -> None:
 
     Between fragments the order is that of arrivals, which times decide.
     """
-    (spec,) = (record.spec for record in journal if isinstance(record, rec.RunStarted))
+    spec = spec_of(journal)
     outcome = simulate(Scenario(terms=spec.terms, problem=Nano(spec), limits=Limits(), frugal=True))
     outcome.check()
     for fragment in spec.identity.layout.fragments:
@@ -146,7 +156,7 @@ class Learner:
     """What `node/trainer.py` does between two steps."""
 
     def __init__(self, module: GPT, spec: RunSpec) -> None:
-        corpus, length = load_corpus(TEXT), spec.terms.sequence_tokens
+        corpus, length = load_corpus(TEXT), spec.terms.inner.sequence_tokens
         self._gpt, self._samples = module, Samples(corpus, length, spec.identity.seed)
         self._evaluation = EvaluationSet(corpus, sequences=8, sequence_tokens=length)
 

@@ -21,7 +21,7 @@ def test_an_old_copy_holds_the_run_until_it_is_wound_back_and_then_all_agree(new
     held = run.until("it is held", lambda status: status["run"]["state"] == "holding")
     (alarm,) = held["alarms"]
     assert "looks like an old copy" in alarm and "--rewind" in alarm and "--adopt-from-nodes" in alarm
-    assert "farloop_history_held 1.0" in run.page("/metrics")[1]
+    assert "farloop_rollback_held 1.0" in run.page("/metrics")[1]
     for node in (a, b):
         run.until_said(node.log, "looks like an old copy")
         assert node.running

@@ -48,7 +48,7 @@ def test_an_encrypted_run_lets_in_only_whom_it_knows_and_loses_whom_it_forgets(n
     run.until("who was let in later trains", lambda s: merged_since(s, versions, "stranger"))
 
     (run.folder / "allow" / "broken.pub").write_text("somebody is still copying")
-    run.until_said(coordinator.log, "nobody new is let in")
+    run.until_said(coordinator.log, "allow list unreadable")
     revoke(run, "b")
     revoked_at = time.monotonic()
     run.until("b's session is over", lambda s: not node_of(s, "b")["connected"])
@@ -70,7 +70,7 @@ def test_garbage_on_the_port_harms_nobody(new_run: NewRun) -> None:
     throw(run, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" * 64, GREETING + os.urandom(512))
     throw(run, GREETING + READY + frames(os.urandom(40)), GREETING + READY + frames(b"", b"\x01", os.urandom(300)))
     throw(run, GREETING + READY + b"\x02" + (1 << 62).to_bytes(8, "big"))
-    run.until_said(coordinator.log, "turned away")
+    run.until_said(coordinator.log, "rejected peer")
     run.until("the run goes on", lambda s: merged_since(s, versions, "b"))
     run.hurry()
     status = run.until_done(coordinator, a, b)

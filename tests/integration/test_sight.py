@@ -4,21 +4,21 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
 from machines import Machine
+from plain_runs import plain_hello
 
 from farloop.algo.spec import NodeId
 from farloop.chaos.relay import Link as ThinLink
 from farloop.chaos.relay import Relay, RelayThread
 from farloop.coordinator.daemon import Coordinator
-from farloop.node.link import NodeLink
 from farloop.node.machine_info import OperatorLabels, look_around
-from farloop.node.zmq_dealer import LinkConfig
-from farloop.wire.messages import Hello
+from farloop.node.zmq_dealer import LinkConfig, LinkThread
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -40,22 +40,8 @@ def nodes(coordinator: Coordinator, folder: Path) -> Iterator[None]:
             machine.port("mlx5_0", layer="InfiniBand")
             declared = f"tcp://127.0.0.1:{passes.port}"  # somebody answers there
             told = look_around({}, OperatorLabels.of(name, declared, "eth0=ethernet/10gbit"), root=machine.root)
-            link = NodeLink(
-                LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told),
-                lambda name=name: Hello(  # type: ignore[misc]
-                    protocol_min=1,
-                    protocol_max=3,
-                    node=NodeId(name),
-                    incarnation=1,
-                    fingerprint=None,
-                    layout=None,
-                    epoch_seen=0,
-                    anchors=(),
-                    round=None,
-                ),
-                lambda event: None,
-            )
-            link.start()
+            link = LinkThread(LinkConfig(coordinator=f"tcp://127.0.0.1:{passes.port}", inventory=told))
+            link.start(partial(plain_hello, protocol_max=3, node=NodeId(name)), lambda event: None)
             stack.callback(link.close)
         yield
 
@@ -69,7 +55,7 @@ def test_the_status_shows_both_machines_and_all_links(tmp_path: Path) -> None:
     store = tiny_run.begin(tmp_path / "state", tiny_run.plan(steps=8, h=2, nodes=3))
     try:
         with (
-            tiny_run.serving(tmp_path / "state", store, probe_quiet_s=0.5, probe_share=1e6) as coordinator,
+            tiny_run.serving(tmp_path / "state", store, probe_idle_s=0.5, probe_share=1e6) as coordinator,
             nodes(coordinator, tmp_path),
         ):
             tiny_run.until(lambda: sum(link["bytes_per_s"] is not None for link in seen(coordinator)["links"]) == 4)

@@ -17,7 +17,7 @@ def turned_away(run: Run) -> dict[str, float]:
     """By reason, as Prometheus would see it."""
     with urllib.request.urlopen(f"http://127.0.0.1:{run.http}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
-    found = [line for line in lines if line.startswith("farloop_turned_away_total{")]
+    found = [line for line in lines if line.startswith("farloop_rejected_peers_total{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in found}
 
 
@@ -42,7 +42,7 @@ def test_strangers_a_thief_and_half_open_connections_stop_nobody(new_run: NewRun
     assert min(strangers.did.values()) > 0, strangers.did
     assert {"malformed", "wrong_key", "too_often"} <= away.keys(), away
     said = coordinator.said
-    assert 0 < said.count("turned away") < 100, said
+    assert 0 < said.count("rejected peer") < 100, said
     run.hurry()
     status = run.until_done(coordinator, a, b)
     assert_all_agree(run, status, "a", "b")

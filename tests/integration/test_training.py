@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from farloop.algo import schedule
-from farloop.algo.spec import Terms
+from farloop.algo.terms import Terms
 from farloop.coordinator.decide.records import LeaseGranted, NodeStarted, Record, RunStarted
 from farloop.monitoring.status import Status
 from farloop.node.data import EvaluationSet, Samples, load_corpus
@@ -116,20 +116,20 @@ def train_alone(records: list[Record]) -> dict[str, Tensor]:
     """AdamW on the samples that the run's nodes had at the same step."""
     (spec,) = (record.spec for record in records if isinstance(record, RunStarted))
     terms, texts = spec.terms, load_corpus(TEXT)
-    samples = Samples(texts, terms.sequence_tokens, spec.identity.seed)
+    samples = Samples(texts, terms.inner.sequence_tokens, spec.identity.seed)
     shares = [granted(records, record.node) for record in records if isinstance(record, NodeStarted)]
     assert len(shares) == 2
     model = build(PRESETS["nano"], spec.identity.seed)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     plain = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": terms.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=terms.lr.peak, betas=(0.9, 0.95), eps=1e-8)
-    for step in range(terms.steps):
+    groups = [{"params": decayed, "weight_decay": terms.inner.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=terms.schedule.lr.peak, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(terms.schedule.steps):
         batch = samples.batch([i for share in shares for i in mine(share, step, terms)])
         logits = model(batch[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), terms.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), terms.inner.clip)
         for group in adamw.param_groups:
             group["lr"] = schedule.learning_rate(terms, step)
         adamw.step()
@@ -145,4 +145,4 @@ def granted(records: list[Record], node: str) -> list[int]:
 
 
 def mine(share: list[int], step: int, terms: Terms) -> list[int]:
-    return share[step * terms.batch_sequences : (step + 1) * terms.batch_sequences]
+    return share[step * terms.inner.batch_sequences : (step + 1) * terms.inner.batch_sequences]

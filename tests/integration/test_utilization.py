@@ -130,8 +130,8 @@ def spec_of(point: Point) -> RunSpec:
         evaluation_set="none",
         seed=7,
     )
-    terms = dataclasses.replace(
-        tiny.terms, method=point.method, tau=point.tau, lag=point.lag, mix=0.0, codec_up="fp32", codec_down="fp32"
+    terms = tiny.terms.replace(
+        method=point.method, tau=point.tau, lag=point.lag, mix=0.0, codec_up="fp32", codec_down="fp32"
     )
     return RunSpec(identity=identity, terms=terms)
 

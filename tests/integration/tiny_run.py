@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from farloop.algo.digest import digest
-from farloop.algo.spec import Fragment, Identity, Layout, LearningRate, RunSpec, TensorSlot, Terms
+from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, TensorSlot
+from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.aggregator import first_anchor
 from farloop.coordinator.daemon import Coordinator, CoordinatorConfig
 from farloop.coordinator.storage.store import Store
@@ -51,7 +52,7 @@ def plan(*, steps: int, h: int, nodes: int) -> RunSpec:
         evaluation_set="own",
         seed=7,
     )
-    terms = Terms(
+    terms = Terms.from_flat(
         method="streaming",
         steps=steps,
         h=h,

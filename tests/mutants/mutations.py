@@ -98,7 +98,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "clip = min(1.0, settings.clip / (grad_norm + 1e-6))",
         "clip = 1.0",
         "unit/algo/test_outer.py",
-        "unit/algo/test_outer_check.py",
+        "unit/algo/test_validation.py",
     ),
     _of(
         "AdamW corrects for one step too few",
@@ -188,7 +188,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         'raise BadPayload("the tail of the last block is not zero")',
         "pass",
         "unit/quant/test_blocks.py",
-        "unit/quant/test_q4.py",
+        "unit/quant/test_formats.py",
         "unit/quant/test_codec.py",
     ),
     _of(
@@ -198,7 +198,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "fast.add([payload], [1.0], acc, overwrite=False)",
         "unit/quant/test_blocks.py",
         "unit/quant/test_codec.py",
-        "unit/quant/test_q4.py",
+        "unit/quant/test_formats.py",
     ),
     # --- coordinator
     _of(
@@ -395,8 +395,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a merge comes a version early",
         "node/fragment_set.py",
-        "wanted = last.terms.window - terms.lag",
-        "wanted = last.terms.window - terms.lag - 1",
+        "wanted = last.terms.window - terms.schedule.lag",
+        "wanted = last.terms.window - terms.schedule.lag - 1",
         "unit/node/test_merging.py",
         "unit/node/test_machine.py",
     ),
@@ -489,8 +489,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "the last round is as long as the others",
         "algo/schedule.py",
-        "    length = min(length, terms.steps - start)\n",
-        "    length = length if start < terms.steps else 0\n",
+        "    length = min(length, terms.schedule.steps - start)\n",
+        "    length = length if start < terms.schedule.steps else 0\n",
         "unit/algo/test_schedule.py",
     ),
     _of(
@@ -498,6 +498,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "node/state_dir.py",
         "machine.dropped(blob) if merged_in is None else machine.merged(blob, version=merged_in)",
         "machine.merged(blob, version=blob.version + 1)",
-        "unit/node/test_residuals.py",
+        "unit/node/test_state_dir.py",
     ),
 )

@@ -1,14 +1,13 @@
-"""The shape of the tree: which room may import which, what may stand in one place only, and what is packaged."""
+"""The shape of the tree: import directions, packages with a single home, and what is packaged. One loop per rule."""
 
 import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,149 +25,142 @@ FLOORS = {
     "quant": 1,
     "algo.spec": 0,
     "monitoring": 0,
+    "runtime": 0,
 }
-"""Imports run downwards only, and never between two rooms of one floor."""
+"""Imports run downwards only, and never between two packages of one floor."""
 
-WIRE_MAY_USE = {"msgpack", "pydantic", "xxhash"}
+SANS_IO = (
+    *(f"farloop.algo.{name}" for name in ("schedule", "methods", "validation", "bit_allocation", "error_feedback")),
+    *("farloop.wire.session", "farloop.node.machine", "farloop.node.pipeline.machine"),
+    *("farloop.coordinator.decide.machine", "farloop.coordinator.decide.ledger", "farloop.coordinator.routing.plan"),
+)
+"""Modules that load no torch."""
+
+CLOCKLESS = (
+    *("coordinator/decide", "coordinator/routing", "wire", "algo", "sim"),
+    *(f"node/{name}.py" for name in ("machine", "fragment_set", "send_schedule")),
+    *(f"node/pipeline/{name}.py" for name in ("machine", "routing", "layout", "messages")),
+    *(
+        f"coordinator/{name}.py"
+        for name in ("observe/straggler_detector", "net/link_table", "net/router", "net/sessions")
+    ),
+)
+"""Decisions: `now` is an argument."""
 
 
-def sources(*folders: str) -> list[Path]:
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert found, f"no sources in {folders}"
+def sources(*places: str) -> list[Path]:
+    found = [
+        path
+        for place in places
+        for path in ([ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py")))
+    ]
+    assert found and all(path.exists() for path in found), places
     return found
 
 
-ROOMS = (
-    "algo",
-    "quant",
-    "wire",
-    "node",
-    "coordinator",
-    "sim",
-    "config",
-    "chaos",
-    "bench",
-    "plots",
-    "cli",
-    "monitoring",
-)
-ALL = sources(*ROOMS)
+ALL = sources(*(name for name in FLOORS if "." not in name))
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Every module that a file imports, in full."""
-    for part in ast.walk(ast.parse(path.read_text())):
+    found = set[str]()
+    for part in ast.walk(tree_of(path)):
         if isinstance(part, ast.Import):
-            yield from (alias.name for alias in part.names)
+            found |= {alias.name for alias in part.names}
         elif isinstance(part, ast.ImportFrom) and part.module:
-            yield part.module
-            yield from (f"{part.module}.{alias.name}" for alias in part.names)
+            found |= {part.module, *(f"{part.module}.{alias.name}" for alias in part.names)}
+    return frozenset(found)
 
 
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+def tops(path: Path) -> set[str]:
+    """Packages that a file imports; farloop's own by their second name, as `farloop.wire`."""
+    return {".".join(name.split(".")[: 2 if name.startswith("farloop.") else 1]) for name in imports(path)}
 
 
-def floor_of(module: str) -> tuple[str, int]:
-    """The room of a module (without the leading farloop) and its floor."""
-    if module == "algo.spec" or module.startswith("algo.spec."):
-        return "algo.spec", FLOORS["algo.spec"]
-    room = module.partition(".")[0]
-    return room, FLOORS[room]
+def place_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def package_of(module: str) -> str:
+    """The package of a module without the leading farloop."""
+    return "algo.spec" if f"{module}.".startswith(("algo.spec.", "algo.terms.")) else module.partition(".")[0]
 
 
 def users_of(package: str) -> set[str]:
     """Files that import a package or anything in it."""
-    return {
-        path.relative_to(ROOT).as_posix()
+    return {place_of(path) for path in ALL if any(f"{name}.".startswith(f"{package}.") for name in imports(path))}
+
+
+def test_imports_run_downwards_only() -> None:
+    upwards = [
+        f"{place_of(path)} imports {module}"
         for path in ALL
-        if any(module == package or module.startswith(f"{package}.") for module in imports(path))
-    }
-
-
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_imports_run_downwards_only(path: Path) -> None:
-    room, floor = floor_of(name_of(path))
-    for module in imports(path):
-        if not module.startswith("farloop."):
-            continue
-        used, used_floor = floor_of(module.removeprefix("farloop."))
-        assert used == room or used_floor < floor, f"{name_of(path)} (floor {floor}) imports {module}"
+        for own in [package_of(place_of(path).removesuffix(".py").replace("/", "."))]
+        for module in imports(path)
+        if module.startswith("farloop.")
+        for used in [package_of(module.removeprefix("farloop."))]
+        if used != own and FLOORS[used] >= FLOORS[own]
+    ]
+    assert upwards == []
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
     """Imports inside functions and for type checkers count: they would only hide the circle."""
-    modules = {f"farloop.{name_of(path)}": path for path in ALL if path.name != "__init__.py"}
-    TopologicalSorter({name: {*imports(path)} & modules.keys() - {name} for name, path in modules.items()}).prepare()
+    modules = {f"farloop.{place_of(path)[:-3].replace('/', '.')}": path for path in ALL if path.name != "__init__.py"}
+    TopologicalSorter({name: imports(path) & modules.keys() - {name} for name, path in modules.items()}).prepare()
 
 
-@pytest.mark.parametrize("path", sources("wire"), ids=name_of)
-def test_the_wire_needs_little(path: Path) -> None:
-    for module in imports(path):
-        top = module.partition(".")[0]
-        allowed = top in WIRE_MAY_USE or top in sys.stdlib_module_names
-        assert allowed or module.startswith(("farloop.wire", "farloop.algo.spec")) or module == "farloop.algo"
-
-
-def test_the_spec_and_the_endpoint_need_the_standard_library_alone() -> None:
-    pure = [ROOT / f"algo/{name}.py" for name in ("spec", "schedule", "validation", "outer_settings")]
-    pure += [ROOT / f"algo/{name}.py" for name in ("weights", "bit_allocation", "error_feedback")]
+def test_low_packages_need_little() -> None:
+    small = [f"algo/{name}.py" for name in ("spec", "terms", "schedule", "validation", "outer_settings", "weights")]
+    small += ["algo/bit_allocation.py", "algo/error_feedback.py"]
     ours = [path for path in sources("monitoring") if path.parent.name != "dashboards"]  # a tool of its own
-    for path in [*pure, *ours]:
-        for module in imports(path):
-            top = module.partition(".")[0]
-            known = top in sys.stdlib_module_names or top == "_typeshed"  # the latter exists for type checkers alone
-            assert known or module.startswith(("farloop.algo", "farloop.monitoring"))
+    allowed = {
+        path: {"farloop.algo", "farloop.monitoring", "jinja2", "_typeshed"} for path in [*sources(*small), *ours]
+    }
+    allowed |= {path: {"farloop.wire", "farloop.algo", "msgpack", "pydantic", "xxhash"} for path in sources("wire")}
+    for path, known in allowed.items():
+        assert tops(path) <= known | set(sys.stdlib_module_names), place_of(path)
+    of_algo = {name for path in sources("wire") for name in imports(path) if name.startswith("farloop.algo.")}
+    assert {package_of(name.removeprefix("farloop.")) for name in of_algo} == {"algo.spec"}
 
 
-@pytest.mark.parametrize(
-    ("package", "places"),
-    [
-        # A storm's peers break what a session keeps, and its referee reads what the product wrote: both without it.
-        ("zmq", {"node/zmq_dealer.py", "node/pipeline/link.py", "coordinator/net/router.py", "chaos/lying_peers.py"}),
-        ("msgpack", {"wire/messages.py", "chaos/journal_referee.py"}),
-        ("obstore", {"coordinator/storage/copies.py"}),
-        ("prometheus_client", {"node/metrics.py", "coordinator/observe/metrics.py"}),
-        ("grafana_foundation_sdk", {"monitoring/dashboards/generate.py", "monitoring/dashboards/panels.py"}),
-        ("triton", {path.relative_to(ROOT).as_posix() for path in sources("quant/kernels/gpu")}),
-    ],
-)
-def test_some_packages_are_used_in_one_place_only(package: str, places: set[str]) -> None:
-    assert users_of(package) <= places
-
-
-def test_uvloop_and_signals_belong_to_the_daemons_and_the_command_line() -> None:
+def test_some_packages_are_used_in_one_place_only() -> None:
+    places: dict[str, Iterable[str]] = {
+        # The lying peers of a storm break what a session enforces, and its referee parses the journal by itself.
+        "zmq": {"node/zmq_dealer.py", "node/pipeline/link.py", "coordinator/net/zmq_router.py", "chaos/lying_peers.py"},
+        "msgpack": {"wire/messages.py", "chaos/journal_referee.py"},
+        "obstore": {"coordinator/storage/copies.py"},
+        "jinja2": {"monitoring/page.py"},
+        "markupsafe": {"cli/report.py"},
+        "prometheus_client": {"node/metrics.py", "coordinator/observe/metrics.py"},
+        "grafana_foundation_sdk": {"monitoring/dashboards/generate.py", "monitoring/dashboards/panels.py"},
+        "triton": map(place_of, sources("quant/kernels/gpu")),
+    }
+    for package, allowed in places.items():
+        assert users_of(package) <= set(allowed), package
     for package in ("uvloop", "signal"):
-        assert all(user.startswith(("node/", "coordinator/", "chaos/", "cli/")) for user in users_of(package))
+        assert all(user.startswith(("node/", "coordinator/", "chaos/", "cli/")) for user in users_of(package)), package
+    readers = {place_of(path) for path in ALL if "os.environ" in (text := path.read_text()) or "getenv" in text}
+    cluster = "node/cluster.py"  # torchrun's variables
+    assert all(place.startswith(("cli/", "config/", "chaos/")) or place == cluster for place in readers)
 
 
-def test_the_environment_is_read_where_settings_come_from() -> None:
-    allowed = {"node/cluster.py"}  # torchrun's variables
-    for path in ALL:
-        place = path.relative_to(ROOT).as_posix()
-        if "os.environ" in path.read_text() or "getenv" in path.read_text():
-            assert place.startswith(("cli/", "config/", "chaos/")) or place in allowed, place
+def test_decisions_load_no_torch() -> None:
+    """Each in a process of its own, all at once."""
+    checks = {name: f"import sys, {name}; sys.exit('torch' in sys.modules)" for name in SANS_IO}
+    running = {name: subprocess.Popen([sys.executable, "-c", check]) for name, check in checks.items()}
+    assert [name for name, process in running.items() if process.wait(60) != 0] == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "farloop.wire.session",
-        "farloop.algo.schedule",
-        "farloop.algo.methods",
-        "farloop.algo.validation",
-        "farloop.algo.bit_allocation",
-        "farloop.algo.error_feedback",
-        "farloop.node.machine",
-        "farloop.node.pipeline.machine",
-        "farloop.coordinator.decide.machine",
-        "farloop.coordinator.decide.ledger",
-        "farloop.coordinator.routing.plan",
-    ],
-)
-def test_the_pure_rooms_do_not_load_torch(module: str) -> None:
-    check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+def test_decisions_read_no_clock() -> None:
+    for path in sources(*CLOCKLESS):
+        assert not imports(path) & {"time", "asyncio", "threading", "socket"}, place_of(path)
 
 
 RUNS_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
@@ -239,15 +231,14 @@ def _unsafe_call(call: ast.Call, names: dict[str, str]) -> set[str]:
             return {"allow_pickle"} if "allow_pickle" in given and words.get("allow_pickle") is not False else set()
 
 
-@pytest.mark.parametrize("path", [*ALL, *sources("tests", "examples")], ids=name_of)
-def test_nothing_is_pickled(path: Path) -> None:
-    """A file or a message of somebody else must be able to say things, never to do them."""
-    assert pickling(path.read_text()) == []
+def test_nothing_is_pickled() -> None:
+    """Reading a file or message must never run code from it."""
+    found = {place_of(path): pickling(path.read_text()) for path in [*ALL, *sources("tests", "examples")]}
+    assert {place: lines for place, lines in found.items() if lines} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_what_pickles_is_found_and_nothing_else() -> None:
+    unsafe = [
         "import pickle",
         "import _pickle as p",
         "from marshal import loads",
@@ -268,70 +259,39 @@ def test_nothing_is_pickled(path: Path) -> None:
         "import yaml\nyaml.unsafe_load(text)",
         "import torch.distributed as dist\ndist.broadcast_object_list(things)",
         "from torch.distributed import all_gather_object",
-    ],
-)
-def test_what_pickles_is_found(line: str) -> None:
-    assert pickling(line)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    ]
+    safe = [
         "import torch\ntorch.load(path, weights_only=True)",
         "import numpy as np\nnp.load(path)",
         "import numpy as np\nnp.load(path, allow_pickle=False)",
         "import yaml\nyaml.load(text, Loader=yaml.SafeLoader)",
         "import json\njson.load(file)",
         "'pickle.loads(this)'",
-    ],
-)
-def test_what_does_not_pickle_is_let_be(line: str) -> None:
-    assert not pickling(line)
+    ]
+    assert [line for line in unsafe if not pickling(line)] == []
+    assert [line for line in safe if pickling(line)] == []
 
 
-@pytest.mark.parametrize("path", ALL, ids=name_of)
-def test_a_file_is_one_sitting_long(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 800, "look twice: does this module have two jobs?"
+def test_files_are_described_and_not_too_long() -> None:
+    for path in ALL:
+        assert ast.get_docstring(tree_of(path)), f"{place_of(path)} has no docstring"
+        assert len(path.read_text().splitlines()) <= 800, f"{place_of(path)}: does this module have two jobs?"
 
 
 def test_the_packages_are_those_of_the_tree() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    here = {
-        "farloop." + ".".join(path.parent.relative_to(ROOT).parts)
-        for room in ROOMS
-        for path in (ROOT / room).rglob("__init__.py")
-    }
-    assert set(settings["packages"]) == here
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    here = {f"farloop.{place_of(path.parent).replace('/', '.')}" for path in ALL if path.name == "__init__.py"}
+    assert set(packages) == here
     assert not (ROOT / "__init__.py").exists() and not (ROOT / "farloop").exists()
-
-
-def test_every_room_says_what_it_is_for() -> None:
-    for path in ALL:
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{name_of(path)} has no docstring"
 
 
 def test_rounds_are_planned_by_the_coordinator_alone() -> None:
     """C33: a node is told how long a round is (protocol B); its learning rate it may follow by itself."""
     planners = {"round_after", "first_rounds", "opening_rounds", "first_windows", "h_at", "window_after", "num_rounds"}
     for path in sources("node"):
-        called = {part.attr for part in ast.walk(ast.parse(path.read_text())) if isinstance(part, ast.Attribute)}
+        called = {part.attr for part in ast.walk(tree_of(path)) if isinstance(part, ast.Attribute)}
         called |= {module.rpartition(".")[2] for module in imports(path)}
-        assert not called & planners, name_of(path)
-
-
-PIPELINE_DECISIONS = ("machine", "routing", "layout", "messages")
-
-
-def test_decisions_read_no_clock() -> None:
-    decide = ("machine", "fragment_set", "send_schedule")
-    pure = [f"node/{n}.py" for n in decide]
-    pure += [path.relative_to(ROOT).as_posix() for path in sources("coordinator/decide")]
-    pure += [f"node/pipeline/{n}.py" for n in PIPELINE_DECISIONS]
-    pure += ["coordinator/observe/straggler_detector.py", "coordinator/net/link_table.py"]
-    pure += [path.relative_to(ROOT).as_posix() for path in sources("wire", "algo", "sim", "coordinator/routing")]
-    for place in pure:
-        used = set(imports(ROOT / place))
-        assert not used & {"time", "asyncio", "threading", "socket"}, place
+        assert not called & planners, place_of(path)
 
 
 INSIDE_A_SESSION = {
@@ -357,7 +317,7 @@ def test_the_coordinator_enters_a_session_by_one_door() -> None:
     found = {
         f"{path.name}: {ast.unparse(call.func)}"
         for path in sources("coordinator")
-        for call in ast.walk(ast.parse(path.read_text()))
+        for call in ast.walk(tree_of(path))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and call.func.attr in INSIDE_A_SESSION

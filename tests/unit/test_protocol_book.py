@@ -40,7 +40,8 @@ def sections(text: str = BOOK) -> dict[str, str]:
 
 def cited(text: str) -> set[str]:
     """The sections that a text cites as "protocol A, C–E and G", "protocol, Figures" or "protocol Q, Data leases"."""
-    flat = re.sub(r"\s+(?:# )?", " ", text)
+    prose = re.sub(r"^from typing import .*$", "", text, flags=re.MULTILINE)
+    flat = re.sub(r"\s+(?:# )?", " ", prose)
     found = set()
     for letters in LETTERS.findall(flat):
         for first, last in re.findall(r"\b([A-Z])\b(?:–([A-Z]))?", letters, re.ASCII):

@@ -1,1 +1,1 @@
-"""The formats' arithmetic on CPUs, compiled by numba at first use. The bytes are those of `quant/reference`."""
+"""The formats' arithmetic on CPUs, compiled by numba at first use. The bytes are those of `formats/`."""

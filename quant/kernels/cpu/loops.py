@@ -1,10 +1,11 @@
-"""The loops that all block formats share, around what a format does to one block; compiled once for each format.
+"""The loops that all block formats share, around a format's arithmetic on one block; compiled once per format.
 
-A block is first made in a small buffer that stays in the cache: where it comes from (a delta, an anchor and a local
-copy, a residual, an outer step) costs a decision per block, not per element, and formats see nothing of it.
+A block is first computed in a small buffer that stays in the cache. Its source (a delta, an anchor and a local copy, a
+residual, an outer step) costs a decision per block, not per element, and formats do not see it.
 
-Loops are as LLVM likes them: few places in memory each, for it gives up vectors where more might overlap; and over 256
-elements, whatever a format's own block is, for it unrolls loops over 64 into single instructions first.
+Two rules make LLVM vectorize the loops. Each touches few places in memory, because LLVM gives up where more might
+overlap. Each runs over 256 elements, whatever a format's own block is, because LLVM first unrolls loops over 64 into
+single instructions.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from farloop.quant.kernels.cpu.primitives import (
     Number,
     Numbers,
     addresses_at,
+    after,
     bits,
     bytes_at,
     cast_to_bf16,
@@ -31,21 +33,22 @@ from farloop.quant.kernels.cpu.primitives import (
     stack_floats,
     stack_words,
 )
+from farloop.quant.packing import Layout
 
 BLOCK = 256
-"""Elements that go through the buffer at a time. Every format's own blocks divide it."""
+"""Elements that go through the buffer at a time. The blocks of every format divide it."""
 
-Quantise = Callable[[Numbers, Number, Numbers, Number, Numbers, Number, Numbers, Number, Number, Number, Number], None]
-"""(v fp32 [BLOCK], bits of its largest magnitude, scales, where its own begin, codes, where its own begin, noise
-uint32 [BLOCK/2] to work in, index of its first element, step, seed, mode): encode. The last five are for `q4r`."""
+Write = Callable[[Numbers, Number, Numbers, Numbers, Numbers], None]
+"""Encode (v fp32 [BLOCK], bits of its largest magnitude, its scales, its codes, how). For `q4r`, `how` is (noise uint32
+[BLOCK/2] as scratch memory, index of the first element in the fragment, step, seed, mode)."""
 
-Restore = Callable[[Numbers, Numbers, Number, Numbers, Number], None]
-"""(out fp32 [BLOCK], scales, where its own begin, codes, where its own begin): decode."""
+Read = Callable[[Numbers, Numbers, Numbers], None]
+"""Decode (out fp32 [BLOCK], its scales, its codes)."""
 
-# What the local weights are, in `encode`.
+# The number type of the local weights, in `encode`.
 NO_LOCAL, LOCAL_FP32, LOCAL_BF16, LOCAL_FP16 = range(4)
 
-# What becomes of decoded numbers, in `add`.
+# What `add` does with decoded numbers.
 ADD, OVERWRITE, DECODE = range(3)
 
 _TILE_BYTES = 1 << 16  # of sums: they stay in the cache while all payloads are added
@@ -66,7 +69,7 @@ _OUTER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoops:
-    """One format's compiled loops. They take addresses; 0 is nowhere."""
+    """One format's compiled loops. They take addresses; 0 stands for none."""
 
     encode: Kernel
     add: Kernel
@@ -78,7 +81,7 @@ class BlockLoops:
 
 @inlined
 def stage(v: Numbers, count: Number, x: Numbers, kind: Number, local_address: Number, first: Number) -> None:
-    """v = x, or cast(x) − local; `first` is the block's place in both."""
+    """v = x, or cast(x) − local; `first` is the block's first element in both."""
     local = floats_at(local_address)
     halves = halves_at(local_address)
     if kind == NO_LOCAL:
@@ -97,7 +100,7 @@ def stage(v: Numbers, count: Number, x: Numbers, kind: Number, local_address: Nu
 
 @inlined
 def largest_magnitude(v: Numbers, count: Number) -> Number:
-    """Of bits, int32: comparisons of floating-point numbers lose NaNs."""
+    """As bits, int32: floating-point comparisons lose NaNs."""
     largest = np.int32(0)
     for i in range(count):
         magnitude = np.int32(bits(v[i]) & MAGNITUDE)
@@ -107,18 +110,19 @@ def largest_magnitude(v: Numbers, count: Number) -> Number:
 
 @inlined
 def first_not_finite(v: Numbers) -> Number:
-    """Its index in v, which holds one."""
+    """The index of the first NaN or infinity of v, which holds one."""
     i = 0
     while np.int32(bits(v[i]) & MAGNITUDE) < INFINITY:
         i += 1
     return np.int64(i)
 
 
-def block_loops(name: str, quantise: Quantise, restore: Restore, *, scale_bytes: int, code_bytes: int) -> BlockLoops:
-    """The loops of one format; `BLOCK` elements take so many bytes of scales and of codes."""
+def block_loops(name: str, write: Write, read: Read, *, block: int, code_bits: int) -> BlockLoops:
+    """The loops of one format, whose layout has this block and these bits of a code."""
+    layout = Layout(block=block, code_bits=code_bits)
     B = np.uint64(BLOCK)
-    SCALE_BYTES = np.uint64(scale_bytes)
-    CODE_BYTES = np.uint64(code_bytes)
+    SCALE_BYTES = np.uint64(layout.scale_bytes(BLOCK))
+    CODE_BYTES = np.uint64(layout.code_bytes(BLOCK))
     TILE = np.uint64(_TILE_BYTES // (4 * BLOCK))
 
     def encode(
@@ -137,7 +141,7 @@ def block_loops(name: str, quantise: Quantise, restore: Restore, *, scale_bytes:
         begin: Number,
         end: Number,
     ) -> Number:
-        # Blocks [begin, end) of x. All addresses are those of x's first block, which is block `place` of the fragment.
+        # Blocks [begin, end) of x. All addresses belong to x's first block, which is block `place` of the fragment.
         x = floats_at(x_address)
         residual = floats_at(residual_address)
         scales = bytes_at(scales_address)
@@ -155,10 +159,10 @@ def block_loops(name: str, quantise: Quantise, restore: Restore, *, scale_bytes:
             magnitude = largest_magnitude(v, B)
             if magnitude >= INFINITY:
                 return np.int64(first) + first_not_finite(v)
-            scale_at, at, step = b * SCALE_BYTES, b * CODE_BYTES, steps[b * step_stride]
-            quantise(v, magnitude, scales, scale_at, codes, at, noise, (place + b) * B, step, seed, mode)
+            scales_b, codes_b = after(scales, b * SCALE_BYTES), after(codes, b * CODE_BYTES)
+            write(v, magnitude, scales_b, codes_b, (noise, (place + b) * B, steps[b * step_stride], seed, mode))
             if residual_address != 0:
-                restore(decoded, scales, scale_at, codes, at)
+                read(decoded, scales_b, codes_b)
                 for i in range(B):
                     residual[first + i] = v[i] - decoded[i]
         return np.int64(-1)
@@ -189,7 +193,7 @@ def block_loops(name: str, quantise: Quantise, restore: Restore, *, scale_bytes:
                 weight = weights[k]
                 for b in range(tile, tile_end):
                     first = b * B
-                    restore(decoded, scales, b * SCALE_BYTES, codes, b * CODE_BYTES)
+                    read(decoded, after(scales, b * SCALE_BYTES), after(codes, b * CODE_BYTES))
                     if what == DECODE:
                         for i in range(B):
                             acc[first + i] = decoded[i]
@@ -218,7 +222,7 @@ def block_loops(name: str, quantise: Quantise, restore: Restore, *, scale_bytes:
         begin: Number,
         end: Number,
     ) -> Number:
-        # Every number is read before the new one is written: the new tensors may be the old ones.
+        # Each number is read before the new one is written, because the new tensors may be the old ones.
         delta = floats_at(delta_address)
         target = floats_at(target_address)
         momentum = floats_at(momentum_address)
@@ -252,9 +256,9 @@ def block_loops(name: str, quantise: Quantise, restore: Restore, *, scale_bytes:
             magnitude = largest_magnitude(v, B)
             if magnitude >= INFINITY:
                 return np.int64(first) + first_not_finite(v)
-            scale_at, at, step = b * SCALE_BYTES, b * CODE_BYTES, steps[b * step_stride]
-            quantise(v, magnitude, scales, scale_at, codes, at, noise, (place + b) * B, step, seed, mode)
-            restore(decoded, scales, scale_at, codes, at)
+            scales_b, codes_b = after(scales, b * SCALE_BYTES), after(codes, b * CODE_BYTES)
+            write(v, magnitude, scales_b, codes_b, (noise, (place + b) * B, steps[b * step_stride], seed, mode))
+            read(decoded, scales_b, codes_b)
             for i in range(B):
                 v[i] = anchor[first + i] + decoded[i]
             for i in range(B):

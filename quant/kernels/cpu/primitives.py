@@ -1,4 +1,4 @@
-"""Inside CPU kernels: compilation, threads, memory, bits, scales, nibbles, noise."""
+"""What CPU kernels are built from: compilation, threads, memory, bits, scales, 4-bit codes, random words."""
 
 import hashlib
 import os
@@ -20,11 +20,13 @@ from numba import types
 from numba.extending import intrinsic, register_jitable
 
 from farloop.quant import errors, packing
+from farloop.quant.kernels import interface
 
-# --- How functions of this folder are compiled: when first called, for one signature, kept on disk from run to run.
+# --- Compilation
 #
-# What numba's defaults would do otherwise: fastmath stays off and nothing is contracted, so that every operation rounds
-# as IEEE says; divisions do not branch; the interpreter lock is released; there are no parallel loops.
+# A kernel is compiled for one signature at its first call, and kept on disk from run to run. Fast-math is off and
+# nothing is contracted, so every operation rounds as IEEE says; divisions do not branch; the interpreter lock is
+# released; there are no parallel loops.
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -60,21 +62,21 @@ class Kernel:
         return self._compiled
 
     def _compile(self) -> Callable[..., Any]:
-        # Numba names its files after the function, and takes what it finds there if the function's own file has not
-        # changed. This name changes with all that is compiled in, and no two kernels or machines share one: processes
-        # that start together on an empty cache could otherwise mix up each other's kernels.
+        # Numba names its cache files after the function, and reuses them while the function's own file is unchanged.
+        # This name changes with every source that is compiled in, and differs between kernels and machines: otherwise
+        # processes that start together on an empty cache could mix up each other's kernels.
         self._function.__qualname__ = f"{self.name}.{_fingerprint()}"
         options: Any = {"nogil": True, "error_model": "numpy", "boundscheck": False}
         try:
             decorator = numba.njit(self._signature, cache=True, **options)
             return cast(Callable[..., Any], decorator(self._function))
-        except RuntimeError:  # there is no place on disk that may be written to
+        except RuntimeError:  # no directory on disk can be written
             decorator = numba.njit(self._signature, **options)
             return cast(Callable[..., Any], decorator(self._function))
 
 
 def warm_up(kernels: Iterable[Kernel]) -> float:
-    """Compile, or load from disk; seconds that it took."""
+    """Compile, or load from disk; returns the seconds it took."""
     started = time.monotonic()
     for kernel in kernels:
         kernel.compiled()
@@ -82,13 +84,14 @@ def warm_up(kernels: Iterable[Kernel]) -> float:
 
 
 def sources() -> list[Path]:
-    """What kernels are made of: this folder, and what the formats share with it."""
-    return [*sorted(Path(__file__).parent.glob("*.py")), Path(packing.__file__), Path(errors.__file__)]
+    """The files that kernels are compiled from: this folder, and the modules that it imports."""
+    shared = (packing, errors, interface)
+    return [*sorted(Path(__file__).parent.glob("*.py")), *(Path(str(module.__file__)) for module in shared)]
 
 
 @cache
 def _fingerprint() -> str:
-    """Of the sources, of numba and of the CPU."""
+    """Of the sources, numba's version and the CPU."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sources():
         digest.update(path.read_bytes())
@@ -97,10 +100,10 @@ def _fingerprint() -> str:
     return digest.hexdigest()
 
 
-# --- Kernels on several threads: a range of blocks is cut into contiguous parts, and every block is computed alone.
+# --- Threads
 #
-# So the number of threads never shows in the bytes. The threads are our own: numba's would fight with torch's over
-# cores, and kernels release the interpreter lock.
+# A range of blocks is cut into contiguous parts. Every block is computed alone, so the number of threads never shows in
+# the bytes. The threads are our own: numba's would compete with torch's for cores.
 
 
 _SMALLEST_PART = 1 << 17
@@ -111,7 +114,7 @@ _limit: ContextVar[int | None] = ContextVar("kernel_threads", default=None)
 
 @contextmanager
 def kernel_threads(num_threads: int) -> Iterator[None]:
-    """Kernels called inside, from this thread or task, use at most so many threads; outside, as many as torch does."""
+    """Limit the threads of the kernels that this thread or task calls inside; outside they use as many as torch."""
     if num_threads < 1:
         raise ValueError(f"kernels run on at least 1 thread, not {num_threads}")
     token = _limit.set(num_threads)
@@ -121,12 +124,12 @@ def kernel_threads(num_threads: int) -> Iterator[None]:
         _limit.reset(token)
 
 
-def on_parts(kernel: Callable[[int, int], int], num_blocks: int, block: int, threads: int | None) -> int:
-    """Call kernel(first, last) on parts of [0, num_blocks), and return the least result that is not negative, or −1.
+def on_parts(kernel: Callable[[int, int], int], num_blocks: int, block: int) -> int:
+    """Call kernel(first, last) on parts of [0, num_blocks); return the smallest result that is not negative, or −1.
 
-    `threads` is the limit of this call; None leaves it to `kernel_threads`. The calling thread does its share.
+    The calling thread computes one of the parts.
     """
-    wanted = threads or _limit.get() or torch.get_num_threads()
+    wanted = _limit.get() or torch.get_num_threads()
     num_parts = max(1, min(wanted, num_blocks * block // _SMALLEST_PART))
     cuts = [num_blocks * part // num_parts for part in range(num_parts + 1)]
     others = [_pool(os.getpid()).submit(kernel, cuts[part], cuts[part + 1]) for part in range(1, num_parts)]
@@ -136,18 +139,18 @@ def on_parts(kernel: Callable[[int, int], int], num_blocks: int, block: int, thr
 
 @cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """One for each process: after a fork the threads are gone."""
+    """One per process: a fork does not copy threads."""
     return ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="farloop-kernel")
 
 
-# --- Inside kernels: numbers as bits, and memory.
+# --- Numbers as bits, and memory
 #
-# Memory is the caller's, or on the stack, where LLVM knows that nothing else lies. Either way it is a plain pointer:
-# numba's arrays count references at every call, and tests for overlaps would stand before every loop.
+# Memory is the caller's or on the stack, where LLVM knows that it overlaps with nothing. Both are plain pointers:
+# numba's arrays count references at every call, and LLVM would test for overlaps before every loop.
 #
-# Integers are of 32 bits. Numba computes in 64; each `np.int32(…)` cuts back, and LLVM makes plain 32-bit lanes of it.
-# Indices are uint64, because numba lets signed ones count from the end, and tests each; but a uint64 and a Python
-# integer make a float, so constants of index arithmetic are np.uint64.
+# Integers have 32 bits. Numba computes in 64; each `np.int32(…)` cuts back, and LLVM makes plain 32-bit lanes of it.
+# Indices are uint64: numba lets signed ones count from the end, and tests each. A uint64 and a Python integer make a
+# float, so constants of index arithmetic are np.uint64.
 
 
 pointer_to: Any = types.CPointer
@@ -205,6 +208,20 @@ stack_words = _stack(128, types.uint32, ir.IntType(32))
 stack_doubles = _stack(2048, types.float64, ir.DoubleType())
 
 
+def _after() -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.gep(args[0], [args[1]])
+
+    def typed(context: Any, pointer: Any, count: Any) -> Any:
+        return pointer(pointer, types.uint64), generate
+
+    return intrinsic(typed)
+
+
+after = _after()
+"""(pointer, count) → the pointer that many elements further."""
+
+
 def _load(number: Any, number_ir: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(args[0], [args[1]])
@@ -228,20 +245,20 @@ def _store(number: Any, number_ir: Any) -> Any:
     return intrinsic(typed)
 
 
-# (pointer to bytes, offset[, number]): received bytes may start at odd addresses.
+# (pointer to bytes, offset in bytes[, number]): received bytes may start at odd addresses.
 load_u16 = _load(types.uint16, ir.IntType(16))
 store_u16 = _store(types.uint16, ir.IntType(16))
 load_i32 = _load(types.int32, ir.IntType(32))
 store_i32 = _store(types.int32, ir.IntType(32))
 
 
-# --- Inside kernels: bf16 scales, and what becomes of an anchor in the number type of the model.
+# --- bf16 scales, and anchors rounded to the number type of the model
 
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)
 _SIGN = np.int32(-0x80000000)
-_SMALLEST_SCALE = np.int32(0x0D80)
+_SMALLEST_SCALE = np.int32(packing.SMALLEST_SCALE)
 _TO_FP16_STEP = np.float32(0.5)
 
 
@@ -271,7 +288,7 @@ def from_scale(scale: Number) -> Number:
 
 @inlined
 def cast_to_bf16(x: Number) -> Number:
-    """fp32 → fp32, rounded as torch casts to bf16. What is not finite stays so."""
+    """fp32 → fp32, rounded as torch casts to bf16. NaNs and infinities stay what they are."""
     pattern = bits(x)
     magnitude = np.int32(pattern & MAGNITUDE)
     rounded = from_bits(np.int32(np.int32(to_bf16(x) << 16) | np.int32(pattern & _SIGN)))
@@ -280,7 +297,7 @@ def cast_to_bf16(x: Number) -> Number:
 
 @inlined
 def cast_to_fp16(x: Number) -> Number:
-    """fp32 → fp32, rounded as torch casts to fp16. What is not finite stays so."""
+    """fp32 → fp32, rounded as torch casts to fp16. NaNs and infinities stay what they are."""
     pattern = bits(x)
     magnitude = np.int32(pattern & MAGNITUDE)
     # Ten bits of fraction are kept; from 2¹⁶ on it is an infinity.
@@ -302,7 +319,7 @@ def from_fp16(half: Number) -> Number:
     return from_bits(np.int32(value | np.int32(np.int32(half & 0x8000) << 16)))
 
 
-# --- Inside kernels: 64 codes of 4 bits, packed half split as `reference/nibbles.py` says.
+# --- 64 codes of 4 bits, packed as `packing.pack` does it
 
 
 _LOWEST, _HIGHEST = np.float32(-8.0), np.float32(7.0)
@@ -310,41 +327,34 @@ _HALF = np.uint64(32)
 _ONE_HALF, _BITS = np.float32(0.5), np.float32(2.0**-16)
 
 _SHIFT = np.float32(1.5 * 2**23 + 8)
-"""Added to k of −8…7 it rounds to the nearest whole number, ties to even, whose lowest bits then are k + 8."""
+"""Adding it to k in −8…7 rounds to the nearest whole number, ties to even; the lowest bits are k + 8 then."""
 
 
 @inlined
-def pack_nearest(v: Numbers, first: Number, s: Number, codes: Numbers, at: Number) -> None:
-    """Codes clamp(rn(v ÷ s), −8, 7) + 8 of v[first … first + 63]; s is not 0."""
+def pack_nearest(v: Numbers, s: Number, codes: Numbers) -> None:
+    """Codes clamp(rn(v ÷ s), −8, 7) + 8 of v[0 … 63]; s is not 0."""
     for i in range(_HALF):
-        low = min(max(v[first + i] / s, _LOWEST), _HIGHEST)
-        high = min(max(v[first + _HALF + i] / s, _LOWEST), _HIGHEST)
-        codes[at + i] = np.uint8(np.int32(bits(low + _SHIFT) & 15) | np.int32(bits(high + _SHIFT) << 4))
+        low = min(max(v[i] / s, _LOWEST), _HIGHEST)
+        high = min(max(v[_HALF + i] / s, _LOWEST), _HIGHEST)
+        codes[i] = np.uint8(np.int32(bits(low + _SHIFT) & 15) | np.int32(bits(high + _SHIFT) << 4))
 
 
 @inlined
-def fill(codes: Numbers, at: Number, count: Number, byte: Number) -> None:
-    """`count` times the same two codes."""
-    for i in range(count):
-        codes[at + i] = byte
-
-
-@inlined
-def unpack(t: Numbers, first: Number, s: Number, codes: Numbers, at: Number) -> None:
-    """t[first … first + 63] = k·s of codes k + 8."""
+def unpack(t: Numbers, s: Number, codes: Numbers) -> None:
+    """t[0 … 63] = k·s of codes k + 8."""
     for i in range(_HALF):
-        pair = np.int32(codes[at + i])
-        t[first + i] = np.float32(np.int32(np.int32(pair & 15) - 8)) * s
-        t[first + _HALF + i] = np.float32(np.int32(np.int32(pair >> 4) - 8)) * s
+        pair = np.int32(codes[i])
+        t[i] = np.float32(np.int32(np.int32(pair & 15) - 8)) * s
+        t[_HALF + i] = np.float32(np.int32(np.int32(pair >> 4) - 8)) * s
 
 
 @inlined
-def pack_random(v: Numbers, first: Number, s: Number, noise: Numbers, codes: Numbers, at: Number) -> None:
-    """Codes clamp(⌊fl(v ÷ s) + u⌋, −8, 7) + 8 of v[first … first + 63]; u is made of their 16 random bits each."""
+def pack_random(v: Numbers, s: Number, noise: Numbers, codes: Numbers) -> None:
+    """Codes clamp(⌊fl(v ÷ s) + u⌋, −8, 7) + 8 of v[0 … 63]; u comes from the 16 random bits of each element."""
     for i in range(_HALF):
-        low = down(v[first + i] / s + uniform(noise[first + i]))
-        high = down(v[first + _HALF + i] / s + uniform(noise[first + _HALF + i]))
-        codes[at + i] = np.uint8(np.int32(low & 15) | np.int32(high << 4))
+        low = down(v[i] / s + uniform(noise[i]))
+        high = down(v[_HALF + i] / s + uniform(noise[_HALF + i]))
+        codes[i] = np.uint8(np.int32(low & 15) | np.int32(high << 4))
 
 
 @inlined
@@ -359,7 +369,7 @@ def down(x: Number) -> Number:
     return np.int32(np.int32(np.floor(min(max(x, _LOWEST), _HIGHEST))) + 8)
 
 
-# --- Inside kernels: the random bits of `reference/noise.py`.
+# --- The random bits of `packing.words`
 
 
 _ODD = np.uint32(0x9E3779B1)
@@ -380,7 +390,7 @@ def mix(x: Number) -> Number:
 
 @inlined
 def random_words(out: Numbers, count: Number, element: Number, seed: Number) -> None:
-    """out uint32 [count] = the bits of the elements from `element`, an even one, on: 16 each, low half first."""
+    """out uint32 [count] = the bits of the elements from `element`, an even number, on: 16 each, low half first."""
     shift = mix(np.uint32(seed))
     first = np.uint32(element >> _ONE)
     for i in range(count):

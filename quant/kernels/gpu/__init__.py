@@ -1,4 +1,4 @@
-"""Block formats in Triton: the bytes of `farloop.quant.reference`, at the speed of a GPU's memory.
+"""Block formats in Triton: the bytes of `farloop.quant.formats`, at the speed of a GPU's memory.
 
-Importing this loads nothing; `host.py` loads Triton, so import that only where a CUDA device will be used.
+Importing this package loads nothing; its modules load Triton, so import them only where a CUDA device will be used.
 """

@@ -1,7 +1,7 @@
-"""Every kernel that a run launches, compiled for a GPU that need not be there, and what became of it.
+"""Compile every kernel that a run launches, without a GPU, and report on the machine code.
 
-The numbers come from the machine code: `cuobjdump`, which Triton ships beside its assembler, names registers and
-spills, and the PTX shows how wide memory is accessed and how each operation rounds.
+`cuobjdump`, which Triton ships with its assembler, counts registers and spills; the PTX shows how wide memory accesses
+are and how each operation rounds.
 """
 
 import re
@@ -18,9 +18,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.gpu.formats import FORMATS
 from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels
 from farloop.quant.kernels.gpu.kernels import OPTIONS, Launch
-from farloop.quant.kernels.gpu.layout import LAYOUTS
+from farloop.quant.kernels.interface import Encode, OuterStep
 from farloop.quant.registry import codec_named
 
 SM_90 = GPUTarget("cuda", 90, 32)
@@ -28,7 +29,7 @@ SM_90 = GPUTarget("cuda", 90, 32)
 
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int16: "*i16", torch.int64: "*i64", torch.uint8: "*u8"}
 _ENCODERS_OF_Q4R = ("q4r:rounding=nearest", "q4r:policy=absolute")
-"""Beside stochastic and relative, the defaults."""
+"""Besides the defaults, stochastic and relative."""
 
 _ARITHMETIC = re.compile(r"\b((?:add|sub|mul|fma|mad|div|sqrt|rsqrt|rcp)\.[\w.]*f(?:32|64)(?:x2)?)\b")
 
@@ -67,12 +68,12 @@ def table() -> list[Compiled]:
 def launches() -> dict[tuple[str, str], Launch]:
     """(spelling of a codec, operation) → what would be launched; the tensors are small and on the CPU."""
     found: dict[tuple[str, str], Launch] = {}
-    for spelling in (*LAYOUTS, *_ENCODERS_OF_Q4R):
+    for spelling in (*FORMATS, *_ENCODERS_OF_Q4R):
         codec = codec_named(spelling)
         path = gpu_kernels(codec.kernel_key()) if isinstance(codec, BlockCodec) else None
         assert path is not None
         operations = _encoders(path)
-        if spelling in LAYOUTS:
+        if spelling in FORMATS:
             operations |= {
                 "decode": _decode(path),
                 "add 1": _add(path, 1),
@@ -87,19 +88,9 @@ def _encoders(path: GpuKernels) -> dict[str, Launch]:
     x = torch.zeros(_NUMEL)
 
     def encoder(numel: int, local: Tensor | None = None, residual: Tensor | None = None) -> Launch:
-        payload, bad, steps = _buffers(path, numel)
-        return path.encode_launch(
-            x[:numel],
-            payload,
-            bad,
-            numel=numel,
-            local=local,
-            residual=residual,
-            beta=0.9,
-            seed=0,
-            steps=steps,
-            start=0,
-        )
+        out, bad, steps = _buffers(path, numel)
+        call = Encode(x=x[:numel], out=out, numel=numel, local=local, residual=residual, beta=0.9, steps=steps)
+        return path.encode_launch(call, out, bad)
 
     return {
         "encode": encoder(_NUMEL),
@@ -120,17 +111,19 @@ def _add(path: GpuKernels, count: int) -> Launch:
 
 
 def _outer(path: GpuKernels) -> Launch:
-    payload, bad, steps = _buffers(path, _NUMEL)
+    out, bad, steps = _buffers(path, _NUMEL)
     x = torch.zeros(_NUMEL)
+    old = {"delta": x, "target": x, "momentum": x, "anchor": x}
     new = {"new_target": x, "new_momentum": x, "new_anchor": x}
-    return path.outer_launch(x, x, x, x, payload, bad, lr=0.7, mu=0.9, seed=0, steps=steps, **new)
+    step = OuterStep(**old, **new, lr=0.7, mu=0.9, out=out, steps=steps)  # type: ignore[arg-type]
+    return path.outer_launch(step, out, bad)
 
 
 def _buffers(path: GpuKernels, numel: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """A payload, the place for the index of a bad element, and for q4r the steps."""
     payload = torch.zeros(path.layout.payload_bytes(numel), dtype=torch.uint8)
     bad = torch.zeros(1, dtype=torch.int64)
-    steps = torch.zeros(path.layout.num_blocks(numel)) if path.layout is LAYOUTS["q4r"] else None
+    steps = torch.zeros(path.layout.num_blocks(numel)) if path.key.name == "q4r" else None
     return payload, bad, steps
 
 
@@ -138,7 +131,7 @@ def compiled(spelling: str, operation: str, target: GPUTarget = SM_90) -> Compil
     """Compile one of `launches` for `target`, specialised as a launch specialises."""
     launch = launches()[spelling, operation]
     source = triton.compiler.ASTSource(fn=launch.kernel, **_specialised(launch))
-    built = triton.compile(source, target=target, options={"num_warps": launch.num_warps, **OPTIONS})
+    built = triton.compile(source, target=target, options=dict(OPTIONS))
     ptx = built.asm["ptx"]
     usage, code = _machine_code(built.asm["cubin"])
     return Compiled(

@@ -1,4 +1,4 @@
-"""The fast path of the block formats on a GPU: checks and sizes on the host, one launch for a fragment.
+"""The kernels of block formats on a GPU: checks and sizes on the host, one launch for a fragment.
 
 Importing this loads Triton. What Triton interprets (`TRITON_INTERPRET=1`) takes CPU tensors: that is how tests compare
 bytes without a GPU.
@@ -11,164 +11,110 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from farloop.quant.codec import KernelKey
+from farloop.quant.kernels.gpu.formats import FORMATS, Programs
 from farloop.quant.kernels.gpu.kernels import Launch, add_kernel, decode_kernel, encode_kernel, outer_kernel
-from farloop.quant.kernels.gpu.layout import LAYOUTS, Layout
-from farloop.quant.packing import mix32
+from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, OuterStep
+from farloop.quant.packing import Layout, mix32
 
 PAYLOADS_PER_LAUNCH = 16
 """Of a weighted sum; more go in several launches, which add in the same order."""
 
-_ALIGN = 16  # bytes: what a load of 128 bits asks of an address
-_TENSOR_ALIGN = 256  # elements: tensors of a fragment start on multiples of this (protocol N)
+_ALIGN = 16  # bytes: a load of 128 bits needs it of an address
+_TENSOR_ALIGN = 256  # elements: tensors of a fragment start on multiples of this
 _NONE_BAD = 2**63 - 1
 
 
 def gpu_kernels(key: KernelKey) -> "GpuKernels | None":
-    """The kernels of this key, or None where its format has none on a GPU."""
-    layout = LAYOUTS.get(key.name)
-    if layout is None:
-        return None
-    return GpuKernels(layout=layout, step=key.step, absolute=key.absolute, stochastic=key.stochastic)
+    """The kernels of this key, or None if its format has none on a GPU."""
+    return GpuKernels(key=key, programs=FORMATS[key.name]) if key.name in FORMATS else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuKernels:
-    """One format's operations: the `BlockKernels` of `farloop.quant.kernels.dispatch`, all operands on one GPU.
+class GpuKernels(BlockKernels):
+    """Launches of Triton kernels, all operands on one GPU; what returns an index waits for the device.
 
-    All of them raise ValueError where a shape, a dtype, a device or a memory layout is not as said.
+    All operations raise ValueError if a shape, a dtype, a device or a memory layout is not as the interface says. Each
+    `x_launch` returns what x launches; `first_bad` int64 [1] is lowered to the index that x returns.
     """
 
-    layout: Layout
-    step: float | None = 1.0
-    """q4r: of every block, where no `steps` are given; None: they must be."""
-    absolute: bool = False
-    """q4r: steps are scales, not multiples of a block's rms."""
-    stochastic: bool = False
-    """q4r: how codes are rounded."""
+    key: KernelKey
+    programs: Programs
 
-    def encode(
-        self,
-        x: Tensor,
-        out: Tensor,
-        *,
-        numel: int,
-        local: Tensor | None = None,
-        residual: Tensor | None = None,
-        beta: float = 0.0,
-        seed: int = 0,
-        steps: Tensor | None = None,
-        start: int = 0,
-    ) -> int:
-        """Encode x fp32 [n] as the elements [start, start + n) of a fragment of `numel` into its payload `out`.
+    @property
+    def layout(self) -> Layout:
+        """Of the payloads."""
+        return self.key.layout
 
-        v = x, or cast(x, local's dtype) − local; then v = fl(v + fl(β·residual)), and the residual becomes
-        fl(v − decoded). local is fp32, bf16 or fp16 [n], residual fp32 [n], steps fp32 [num_blocks of the fragment].
-        Where the fragment goes on after the n-th element, the elements up to the next multiple of 256 are padding:
-        they are written too, as zeros.
-
-        Returns the index in x of the first v that is not finite, or −1. It waits for the device.
-        """
-        if x.numel() == 0:
+    def encode(self, call: Encode) -> int:
+        """As `BlockKernels.encode`."""
+        if call.x.numel() == 0:
             return -1
-        payload = _aligned(out)
-        first_bad = _none_bad(x.device)
-        launch = self.encode_launch(
-            x,
-            payload,
-            first_bad,
-            numel=numel,
-            local=local,
-            residual=residual,
-            beta=beta,
-            seed=seed,
-            steps=steps,
-            start=start,
-        )
-        _run(launch, x.device)
-        if payload is not out:
-            out.copy_(payload)
-        return _index(first_bad)
+        payload, first_bad = _aligned(call.out), _none_bad(call.x.device)
+        return _finish(self.encode_launch(call, payload, first_bad), payload, call.out, first_bad)
 
-    def encode_launch(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        first_bad: Tensor,
-        *,
-        numel: int,
-        local: Tensor | None,
-        residual: Tensor | None,
-        beta: float,
-        seed: int,
-        steps: Tensor | None,
-        start: int,
-    ) -> Launch:
-        """What `encode` launches; first_bad int64 [1] is lowered to the index that it returns."""
-        length, layout = x.numel(), self.layout
-        _require_place(start, length, numel)
-        _require(x, torch.float32, length, "x", x.device)
-        _require(payload, torch.uint8, layout.payload_bytes(numel), "out", x.device)
-        if residual is not None:
-            _require(residual, torch.float32, length, "residual", x.device)
+    def encode_launch(self, call: Encode, payload: Tensor, first_bad: Tensor) -> Launch:
+        """`payload` is `call.out`, or an aligned copy."""
+        device, length, layout, local = call.x.device, call.x.numel(), self.layout, call.local
+        _require_place(call.start, length, call.numel)
+        _require(call.x, torch.float32, length, "x", device)
+        _require(payload, torch.uint8, layout.payload_bytes(call.numel), "out", device)
+        if call.residual is not None:
+            _require(call.residual, torch.float32, length, "residual", device)
         if local is not None:
             if local.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(f"local must be fp32, bf16 or fp16, not {local.dtype}")
-            _require(local, local.dtype, length, "local", x.device)
-            # As integers: what a kernel does with bf16 must not depend on who executes it.
+            _require(local, local.dtype, length, "local", device)
+            # As integers: the compiler and the interpreter cast bf16 differently.
             local = local.view(torch.int16) if local.dtype == torch.bfloat16 else local
-        end = -(-(start + length) // _TENSOR_ALIGN) * _TENSOR_ALIGN
-        written = min(end, layout.padded(numel)) - start
+        end = -(-(call.start + length) // _TENSOR_ALIGN) * _TENSOR_ALIGN
+        written = min(end, layout.padded(call.numel)) - call.start
         return Launch(
             kernel=encode_kernel,
-            programs=layout.programs(written),
-            num_warps=layout.num_warps,
+            programs=self.programs.count(written),
             arguments={
-                "x": x,
+                "x": call.x,
                 "local": local,
-                "residual": residual,
+                "residual": call.residual,
                 "payload": payload,
                 "first_bad": first_bad,
                 "numel": length,
                 "written": written,
-                "first_row": start // layout.row,
-                "scale_bytes": layout.scale_bytes(numel),
-                "codes_start": layout.codes_start(numel),
-                "beta": float(beta),
-                **self._how(steps, seed, numel, x.device),
+                "first_row": call.start // self.programs.row,
+                "scale_bytes": layout.scale_bytes(call.numel),
+                "codes_start": layout.codes_start(call.numel),
+                "beta": float(call.beta),
+                **self._how(call.steps, call.seed, call.numel, device),
             },
         )
 
     def decode_into(self, payload: Tensor, out: Tensor, *, numel: int, start: int = 0) -> None:
-        """out fp32 [n] = the decoded elements [start, start + n) of a fragment of `numel`, every bit of them."""
+        """As `BlockKernels.decode_into`."""
         if out.numel():
             _run(self.decode_launch(_aligned(payload), out, numel=numel, start=start), out.device)
 
     def decode_launch(self, payload: Tensor, out: Tensor, *, numel: int, start: int) -> Launch:
-        """What `decode_into` launches."""
+        """For an aligned payload."""
         length, layout = out.numel(), self.layout
         _require_place(start, length, numel)
         _require(out, torch.float32, length, "out", out.device)
         _require(payload, torch.uint8, layout.payload_bytes(numel), "the payload", out.device)
         return Launch(
             kernel=decode_kernel,
-            programs=layout.programs(length),
-            num_warps=layout.num_warps,
+            programs=self.programs.count(length),
             arguments={
                 "payload": payload,
                 "out": out,
                 "numel": length,
                 "padded": layout.padded(numel) - start,
-                "first_row": start // layout.row,
+                "first_row": start // self.programs.row,
                 "codes_start": layout.codes_start(numel),
-                "READ": layout.device_functions.read,
-                "R": layout.rows,
-                "H": layout.row // 2,
+                "READ": self.programs.read,
+                **self._shape(),
             },
         )
 
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
-        """acc (+)= Σ fl(w · decoded), payload after payload, acc fp32 [numel]; `overwrite` begins at +0."""
+        """As `BlockKernels.add`."""
         if len(payloads) != len(weights) or not payloads:
             raise ValueError(f"{len(payloads)} payloads and {len(weights)} weights")
         if acc.numel() == 0:
@@ -181,15 +127,14 @@ class GpuKernels:
     def add_launch(
         self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool
     ) -> Launch:
-        """What `add` launches for at most 16 payloads."""
+        """For at most 16 aligned payloads."""
         numel, layout = acc.numel(), self.layout
         _require(acc, torch.float32, numel, "acc", acc.device)
         for payload in payloads:
             _require(payload, torch.uint8, layout.payload_bytes(numel), "a payload", acc.device)
         return Launch(
             kernel=add_kernel,
-            programs=layout.programs(numel),
-            num_warps=layout.num_warps,
+            programs=self.programs.count(numel),
             arguments={
                 "payloads": tuple(payloads),
                 "weights": tuple(float(weight) for weight in weights),
@@ -197,100 +142,34 @@ class GpuKernels:
                 "numel": numel,
                 "padded": layout.padded(numel),
                 "codes_start": layout.codes_start(numel),
-                "READ": layout.device_functions.read,
+                "READ": self.programs.read,
                 "K": len(payloads),
                 "OVERWRITE": overwrite,
-                "R": layout.rows,
-                "H": layout.row // 2,
+                **self._shape(),
             },
         )
 
-    def outer(
-        self,
-        delta: Tensor,
-        target: Tensor,
-        momentum: Tensor | None,
-        anchor: Tensor,
-        *,
-        lr: float,
-        mu: float,
-        out: Tensor,
-        new_target: Tensor,
-        new_momentum: Tensor | None,
-        new_anchor: Tensor,
-        seed: int = 0,
-        steps: Tensor | None = None,
-    ) -> int:
-        """The coordinator's step in one pass; all are fp32 [numel] but out, and the new ones may be the old ones.
-
-        m' = fl(fl(μ·m) + d), g = fl(fl(fl(μ·m') + d)·ν), t' = fl(t − g), as `algo.outer_optimizers` does it; without a
-        momentum g = fl(d·ν). The payload is that of d' = fl(t' − a), and a' = fl(a + decoded).
-
-        Returns the index of the first d' that is not finite (the new tensors are of no use then), or −1. It waits for
-        the device.
-        """
-        if delta.numel() == 0:
+    def outer(self, step: OuterStep) -> int:
+        """As `BlockKernels.outer`."""
+        if step.delta.numel() == 0:
             return -1
-        payload = _aligned(out)
-        first_bad = _none_bad(delta.device)
-        launch = self.outer_launch(
-            delta,
-            target,
-            momentum,
-            anchor,
-            payload,
-            first_bad,
-            lr=lr,
-            mu=mu,
-            new_target=new_target,
-            new_momentum=new_momentum,
-            new_anchor=new_anchor,
-            seed=seed,
-            steps=steps,
-        )
-        _run(launch, delta.device)
-        if payload is not out:
-            out.copy_(payload)
-        return _index(first_bad)
+        payload, first_bad = _aligned(step.out), _none_bad(step.delta.device)
+        return _finish(self.outer_launch(step, payload, first_bad), payload, step.out, first_bad)
 
-    def outer_launch(
-        self,
-        delta: Tensor,
-        target: Tensor,
-        momentum: Tensor | None,
-        anchor: Tensor,
-        payload: Tensor,
-        first_bad: Tensor,
-        *,
-        lr: float,
-        mu: float,
-        new_target: Tensor,
-        new_momentum: Tensor | None,
-        new_anchor: Tensor,
-        seed: int,
-        steps: Tensor | None,
-    ) -> Launch:
-        """What `outer` launches; first_bad as for `encode_launch`."""
-        numel, layout = delta.numel(), self.layout
-        tensors = {
-            "delta": delta,
-            "target": target,
-            "momentum": momentum,
-            "anchor": anchor,
-            "new_target": new_target,
-            "new_momentum": new_momentum,
-            "new_anchor": new_anchor,
-        }
-        if (momentum is None) != (new_momentum is None) or (momentum is None and mu != 0.0):
+    def outer_launch(self, step: OuterStep, payload: Tensor, first_bad: Tensor) -> Launch:
+        """`payload` is `step.out`, or an aligned copy."""
+        device, numel, layout = step.delta.device, step.delta.numel(), self.layout
+        names = ("delta", "target", "momentum", "anchor", "new_target", "new_momentum", "new_anchor")
+        tensors = {name: getattr(step, name) for name in names}
+        if (step.momentum is None) != (step.new_momentum is None) or (step.momentum is None and step.mu != 0.0):
             raise ValueError("momentum without a tensor for it, or the other way round")
         for name, tensor in tensors.items():
             if tensor is not None:
-                _require(tensor, torch.float32, numel, name, delta.device)
-        _require(payload, torch.uint8, layout.payload_bytes(numel), "out", delta.device)
+                _require(tensor, torch.float32, numel, name, device)
+        _require(payload, torch.uint8, layout.payload_bytes(numel), "out", device)
         return Launch(
             kernel=outer_kernel,
-            programs=layout.programs(numel),
-            num_warps=layout.num_warps,
+            programs=self.programs.count(numel),
             arguments={
                 **tensors,
                 "payload": payload,
@@ -299,30 +178,32 @@ class GpuKernels:
                 "padded": layout.padded(numel),
                 "scale_bytes": layout.scale_bytes(numel),
                 "codes_start": layout.codes_start(numel),
-                "lr": float(lr),
-                "mu": float(mu),
-                **self._how(steps, seed, numel, delta.device),
+                "lr": float(step.lr),
+                "mu": float(step.mu),
+                **self._how(step.steps, step.seed, numel, device),
             },
         )
 
+    def _shape(self) -> dict[str, object]:
+        """Of a program."""
+        return {"R": self.programs.rows, "H": self.programs.row // 2}
+
     def _how(self, steps: Tensor | None, seed: int, numel: int, device: torch.device) -> dict[str, object]:
-        """The arguments that say how WRITE encodes."""
-        layout = self.layout
+        """The arguments of kernels that encode."""
         if steps is not None:
             steps = steps.to(device)
-            _require(steps, torch.float32, layout.num_blocks(numel), "steps", device)
-        elif self.step is None:
+            _require(steps, torch.float32, self.layout.num_blocks(numel), "steps", device)
+        elif self.key.step is None:
             raise ValueError("the steps of the blocks are missing")
         mixed = mix32(seed & 0xFFFFFFFF)
         return {
             "steps": steps,
-            "step": self.step if steps is None else 0.0,
+            "step": self.key.step if steps is None else 0.0,
             "seed": mixed - (1 << 32) if mixed >> 31 else mixed,  # as an int32, the same bits
-            "WRITE": layout.device_functions.write,
-            "ABSOLUTE": self.absolute,
-            "STOCHASTIC": self.stochastic,
-            "R": layout.rows,
-            "H": layout.row // 2,
+            "WRITE": self.programs.write,
+            "ABSOLUTE": self.key.absolute,
+            "STOCHASTIC": self.key.stochastic,
+            **self._shape(),
         }
 
 
@@ -340,7 +221,7 @@ def _require_place(start: int, length: int, numel: int) -> None:
 
 
 def _aligned(payload: Tensor) -> Tensor:
-    """The payload itself, or a copy where it starts at an address that kernels cannot read from."""
+    """The payload itself, or a copy if it starts at an address that kernels cannot read from."""
     return payload if payload.data_ptr() % _ALIGN == 0 else payload.clone()
 
 
@@ -348,12 +229,16 @@ def _none_bad(device: torch.device) -> Tensor:
     return torch.full((1,), _NONE_BAD, dtype=torch.int64, device=device)
 
 
-def _index(first_bad: Tensor) -> int:
+def _finish(launch: Launch, payload: Tensor, out: Tensor, first_bad: Tensor) -> int:
+    """Run what encodes into `payload`, and return the index in `first_bad`, or −1."""
+    _run(launch, payload.device)
+    if payload is not out:
+        out.copy_(payload)
     index = int(first_bad)
     return -1 if index == _NONE_BAD else index
 
 
 def _run(launch: Launch, device: torch.device) -> None:
-    """On the device of the operands, which need not be the current one."""
+    """On the device of the operands, which may differ from the current one."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         launch.run()

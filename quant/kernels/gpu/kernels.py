@@ -1,4 +1,19 @@
-"""The four Triton kernels, and their launch."""
+"""The four Triton kernels of every block format (encode, decode, weighted sum, outer step), and their launch.
+
+A program takes R rows of 2·H elements as two tiles [R, H], the left and the right halves: 4-bit codes are packed half
+split, so no value changes lanes. A format has two device functions that know its bytes:
+
+    WRITE(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how) -> (lo, hi)
+        stores scales and codes, returns what they decode to
+    READ(payload, codes_start, row, inside_lo, inside_hi, first) -> (lo, hi)
+
+`row` int64 [R] counts from the fragment's start; `absmax` int32 [R] holds the bits of each row's largest magnitude;
+`inside_*` [R, H] say which elements the payload has, `first` [R] whether it has the row's first. `how` is for q4r: (a
+step per block or None, else one for all, the mixed seed, whether steps are scales, whether rounding is stochastic).
+
+Every product that is added is rounded first: kernels are compiled without contraction. Masks are multiples of 16
+where lengths are, and then all fp32 traffic is 128 bits wide.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,52 +22,32 @@ from typing import Any, Final
 import triton
 from triton import language as tl
 
-from farloop.quant.kernels.gpu.numbers import INFINITY, MAGNITUDE, bits, cast_to_bf16
-
-# --- A kernel with its arguments: what is launched on a device, and what `aot.py` compiles without one.
-
+from farloop.quant.kernels.gpu.formats import INFINITY, MAGNITUDE, bits, cast_to_bf16
 
 OPTIONS: Final[Mapping[str, Any]] = {
-    # A product and a sum round separately (protocol M). Triton's own default differs between releases.
+    "num_warps": 4,
+    # A product and a sum round separately, as on CPUs. Triton's own default differs between releases.
     "enable_fp_fusion": False,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One launch."""
+    """A kernel with its arguments: what a device runs, and what `aot.py` compiles without one."""
 
     kernel: Any
     """A `triton.jit` function; Triton has no types."""
     programs: int
     arguments: Mapping[str, Any]
-    """All of them, by name: tensors, numbers, None, tuples of these, and the constants in capitals."""
-    num_warps: int
+    """By name: tensors, numbers, None, tuples of these, and the constants in capitals."""
 
     def run(self) -> None:
         """Start it on the current device's stream; it may still be running when this returns."""
-        self.kernel[(self.programs,)](**self.arguments, num_warps=self.num_warps, **OPTIONS)
-
-
-# --- The four kernels of every block format: encode, decode, weighted sum, outer step.
-#
-# A program takes R rows of 2·H elements as two tiles [R, H], the left and the right halves: 4-bit codes are packed half
-# split, so nothing has to change lanes. A format gives two device functions that know its bytes:
-#
-#     WRITE(payload, codes_start, row, lo, hi, absmax, inside_lo, inside_hi, first, how) -> (lo, hi)
-#         stores scales and codes, returns what they decode to
-#     READ(payload, codes_start, row, inside_lo, inside_hi, first) -> (lo, hi)
-#
-# `row` int64 [R] counts from the fragment's start; `absmax` int32 [R] holds the bits of each row's largest magnitude;
-# `inside_*` [R, H] say which elements the payload has, `first` [R] whether it has the row's first. `how` is for q4r: (a
-# step per block or None, else one for all, the mixed seed, whether steps are scales, whether rounding is stochastic).
-#
-# Every product that is added is rounded first: kernels are compiled without contraction. Masks are multiples of 16
-# where lengths are, and then all fp32 traffic is 128 bits wide.
+        self.kernel[(self.programs,)](**self.arguments, **OPTIONS)
 
 
 _RUNTIME = ["first_row", "scale_bytes", "seed", "step", "beta", "lr", "mu"]
-"""Arguments that differ from fragment to fragment: no kernel is compiled anew for them."""
+"""Arguments that differ between fragments: no kernel is compiled again for them."""
 
 
 @triton.jit

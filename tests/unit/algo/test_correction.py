@@ -13,7 +13,8 @@ from plain_runs import plain_terms
 from farloop.algo.outer_optimizers import outer_step_
 from farloop.algo.outer_settings import LEAST_WORK, PLAIN_AVERAGE, OuterSettings, corrected, is_corrected, settings_of
 from farloop.algo.schedule import first_rounds, first_windows, learning_rate, window_after
-from farloop.algo.spec import Fragment, Layout, LearningRate, Rewarm, Terms, WindowTerms
+from farloop.algo.spec import Fragment, Layout, WindowTerms
+from farloop.algo.terms import LearningRate, Rewarm, Terms
 
 BASE = OuterSettings(lr=0.7, momentum=0.9)
 ONE = Layout(slots=1, fragments=(Fragment(index=0, slot=0, numel=256, tensors=()),))
@@ -32,7 +33,7 @@ def terms(**choices: Any) -> Terms:
 
 def windows(run: Terms, layout: Layout = ONE) -> list[tuple[WindowTerms, OuterSettings]]:
     """Every window of every fragment with what its outer step runs under."""
-    rounds = {plan.index: plan for plan in first_rounds(run, run.steps)}
+    rounds = {plan.index: plan for plan in first_rounds(run, run.schedule.steps)}
     found = []
     for first in first_windows(run, layout):
         window: WindowTerms | None = first
@@ -101,7 +102,7 @@ def worth(run: Terms, begin: int, end: int) -> float:
 def test_every_window_is_corrected_for_the_steps_between_its_sends() -> None:
     """In several slots a window covers the end of one round and the beginning of the next."""
     run = terms()
-    rounds = first_rounds(run, run.steps)
+    rounds = first_rounds(run, run.schedule.steps)
     found = {(w.fragment, w.round): settings for w, settings in windows(run, TWO) if not w.final}
     for before, plan in itertools.pairwise(rounds[:-1]):
         work = worth(run, plan.start, plan.start + plan.length)
@@ -117,7 +118,7 @@ def test_a_rewarm_damps_the_momentum_of_every_fragment_once(share: float, rule: 
     lr = LearningRate(peak=8e-3, minimum=1e-5, warmup_steps=20, rewarms=(Rewarm(start=202, peak=8e-3),))
     alpha = 0.0175 if rule == "qsr" else 0.0
     run = terms(lr=lr, h_rule=rule, h_alpha=alpha, rewarm_momentum=share)
-    kept = windows(dataclasses.replace(run, rewarm_momentum=1.0), TWO)
+    kept = windows(run.replace(rewarm_momentum=1.0), TWO)
     damped = [(w, s, k) for (w, s), (_, k) in zip(windows(run, TWO), kept, strict=True) if s != k]
     assert sorted(window.fragment for window, _, _ in damped) == [0, 1]
     for _, settings, before in damped:

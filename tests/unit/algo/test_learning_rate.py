@@ -1,6 +1,5 @@
 """The inner learning rate: warm-up, every shape, re-warms for new data (arXiv 2403.08763, 2404.06395, 2405.18392)."""
 
-import dataclasses
 import itertools
 import math
 from typing import Any
@@ -12,7 +11,7 @@ from plain_runs import plain_terms
 
 from farloop.algo import schedule
 from farloop.algo.schedule import learning_rate, phases, warms_up
-from farloop.algo.spec import LearningRate, Rewarm, Terms
+from farloop.algo.terms import LearningRate, Rewarm, Terms
 from farloop.algo.validation import SHAPES, check_learning_rate
 
 PEAK, LOW = 8e-3, 1e-3
@@ -195,4 +194,4 @@ def test_a_rate_that_cannot_be_followed_is_refused_with_the_nearest_that_can(
 
 def test_what_survives_a_rewarm_is_a_share() -> None:
     with pytest.raises(ValueError, match=r"rewarm_momentum is 1\.5; it lies between 0 .* and 1"):
-        check_learning_rate(dataclasses.replace(terms(), rewarm_momentum=1.5))
+        check_learning_rate(terms().replace(rewarm_momentum=1.5))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.algo.sample_order import arrivals, sample_index, source_of
-from farloop.algo.spec import LearningRate, Rewarm
+from farloop.algo.terms import LearningRate, Rewarm
 
 seeds = st.integers(0, 2**63 - 1)
 positions = st.integers(0, 2**60)

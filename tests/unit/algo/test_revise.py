@@ -20,7 +20,8 @@ from farloop.algo.revisions import (
     nodes_must_hear,
     revised,
 )
-from farloop.algo.spec import Fragment, Layout, LearningRate, Terms
+from farloop.algo.spec import Fragment, Layout
+from farloop.algo.terms import FLAT, LearningRate, Terms
 from farloop.algo.validation import check_of_nodes
 
 LAYOUT = Layout(slots=2, fragments=tuple(Fragment(index=i, slot=i, numel=256, tensors=()) for i in range(2)))
@@ -41,8 +42,8 @@ def test_every_term_is_in_one_class() -> None:
     """Whoever adds a term says here what a change of it would do: it holds from a window on (`BELONG_TO_WINDOWS`, and
     then all code takes it from the window's own revision), from a round on (`BELONG_TO_ROUNDS`), or stays (`STAY`)."""
     classes = [BELONG_TO_WINDOWS, BELONG_TO_ROUNDS, frozenset(STAY)]
-    assert frozenset.union(*classes) == fields(Terms)
-    assert sum(len(names) for names in classes) == len(fields(Terms)), "one each"
+    assert frozenset.union(*classes) == set(FLAT)
+    assert sum(len(names) for names in classes) == len(set(FLAT)), "one each"
     assert set(LEARNING_RATE_STAYS) <= fields(LearningRate)
     assert (READ_BY_NODES | READ_BY_SOME) <= BELONG_TO_WINDOWS | BELONG_TO_ROUNDS
 
@@ -61,26 +62,29 @@ def test_every_term_is_in_one_class() -> None:
 )
 def test_a_term_is_given_as_text(key: str, text: str, expected: dict[str, Any]) -> None:
     if key == "h_max":
-        terms = dataclasses.replace(TERMS, h_rule="qsr", h_alpha=0.03)
-        assert revised(terms, LAYOUT, {key: text}) == dataclasses.replace(terms, **expected)
+        terms = TERMS.replace(h_rule="qsr", h_alpha=0.03)
+        assert revised(terms, LAYOUT, {key: text}) == terms.replace(**expected)
     else:
-        assert revised(TERMS, LAYOUT, {key: text}) == dataclasses.replace(TERMS, **expected)
+        assert revised(TERMS, LAYOUT, {key: text}) == TERMS.replace(**expected)
 
 
 @pytest.mark.parametrize(("key", "name"), [("lr", "peak"), ("lr.peak", "peak"), ("min_lr", "minimum")])
 def test_the_learning_rate_is_called_as_in_the_terms_or_as_in_a_run_toml(key: str, name: str) -> None:
     after = revised(TERMS, LAYOUT, {key: "0.005"})
-    assert after == dataclasses.replace(TERMS, lr=dataclasses.replace(TERMS.lr, **{name: 0.005}))
+    assert after == TERMS.replace(lr=dataclasses.replace(TERMS.schedule.lr, **{name: 0.005}))
 
 
 def test_what_a_node_has_of_its_own_is_given_for_one_node_or_for_all() -> None:
     first = revised(TERMS, LAYOUT, {"codec_up_of.rome": "q4r:step=0.7,rounding=nearest", "h_share_of.rome": "0.5"})
-    assert (first.codec_up_of, first.h_share_of) == ((("rome", "q4r:step=0.7,rounding=nearest"),), (("rome", 0.5),))
+    assert (first.codecs.up_of, first.schedule.h_share_of) == (
+        (("rome", "q4r:step=0.7,rounding=nearest"),),
+        (("rome", 0.5),),
+    )
     second = revised(first, LAYOUT, {"codec_up_of.oslo": "q8", "codec_up_of.rome": "none", "h_share_of.rome": "1"})
-    assert (second.codec_up_of, second.h_share_of) == ((("oslo", "q8"),), ())
+    assert (second.codecs.up_of, second.schedule.h_share_of) == ((("oslo", "q8"),), ())
     third = revised(second, LAYOUT, {"codec_up_of": "rome=q8 a.b=q4", "h_share_of": "rome=0.9 oslo=1.0 a.b=0.2"})
-    assert third.codec_up_of == (("a.b", "q4"), ("rome", "q8"))
-    assert third.h_share_of == (("a.b", 0.2), ("rome", 0.9))
+    assert third.codecs.up_of == (("a.b", "q4"), ("rome", "q8"))
+    assert third.schedule.h_share_of == (("a.b", 0.2), ("rome", 0.9))
     assert changes(second, third) == [
         Change(key="codec_up_of.oslo", before="q8", after=None),
         Change(key="codec_up_of.a.b", before=None, after="q4"),
@@ -140,7 +144,7 @@ def test_of_nodes_a_refusal_says_what_would_do(key: str, text: str, words: str) 
     ],
 )
 def test_no_run_has_nodes_that_its_method_cannot_have(method: str, given: dict[str, Any], words: str) -> None:
-    terms = dataclasses.replace(TERMS, **given)
+    terms = TERMS.replace(**given)
     with pytest.raises(ValueError, match=re.escape(words)):
         check_of_nodes(terms, method_named(method), LAYOUT)
 
@@ -152,12 +156,12 @@ def test_stages_do_as_many_steps_as_each_other() -> None:
     assert cut.num_stages == 2
     with pytest.raises(ValueError, match="h_share_of: the model is cut in stages"):
         revised(TERMS, cut, {"h_share_of.rome": "0.5"})
-    assert revised(TERMS, cut, {"codec_up_of.rome": "q8"}).codec_up_of == (("rome", "q8"),)
+    assert revised(TERMS, cut, {"codec_up_of.rome": "q8"}).codecs.up_of == (("rome", "q8"),)
 
 
 def test_none_opens_what_may_be_open() -> None:
-    terms = dataclasses.replace(TERMS, quorum=1)
-    assert revised(terms, LAYOUT, {"quorum": "none"}).quorum is None
+    terms = TERMS.replace(quorum=1)
+    assert revised(terms, LAYOUT, {"quorum": "none"}).admission.quorum is None
 
 
 @pytest.mark.parametrize(
@@ -190,7 +194,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(given: dict[str, str], senten
 def test_a_longer_overlap_waits_for_the_longer_rounds_that_have_room_for_it() -> None:
     """D: windows change first, and the first of them lie in rounds of the old length."""
     assert refusal(h="40", tau="30").startswith("tau is 30; streaming with h = 10 takes 0 to 9, until the rounds have")
-    assert revised(TERMS, LAYOUT, {"h": "40", "tau": "9"}).tau == 9
+    assert revised(TERMS, LAYOUT, {"h": "40", "tau": "9"}).schedule.tau == 9
 
 
 def test_a_field_in_no_class_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,5 +218,5 @@ def test_nodes_must_hear_of_what_no_window_and_no_round_tells_them() -> None:
     silent = revised(TERMS, LAYOUT, {"h": "20", "tau": "1", "mix": "0.25", "codec_up": "q8", "outer_lr": "0.5"})
     assert nodes_must_hear(TERMS, silent) == []
     assert nodes_must_hear(TERMS, revised(TERMS, LAYOUT, {"lr": "0.02", "steps": "500"})) == ["steps", "lr.peak"]
-    eager = dataclasses.replace(TERMS, lag=1, eager=True, tau=0, mix=0.0)
+    eager = TERMS.replace(lag=1, eager=True, tau=0, mix=0.0)
     assert nodes_must_hear(eager, revised(eager, LAYOUT, {"outer_lr": "0.5"})) == ["outer_lr"]

@@ -1,18 +1,17 @@
 """Which terms a window and a round run under once they changed (protocol Z)."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_runs import plain_terms
 
 from farloop.algo.revisions import BELONG_TO_ROUNDS, Revisions, composed
-from farloop.algo.spec import Revision, Terms
+from farloop.algo.spec import Revision
+from farloop.algo.terms import Terms
 
 OLD = plain_terms(h=4, outer_lr=0.7)
-NEW = dataclasses.replace(OLD, h=8, outer_lr=0.5, codec_up="q8")
-NEWER = dataclasses.replace(NEW, outer_lr=0.25)
+NEW = OLD.replace(h=8, outer_lr=0.5, codec_up="q8")
+NEWER = NEW.replace(outer_lr=0.25)
 
 
 def revision(number: int, terms: Terms, windows: tuple[int, ...], round_index: int) -> Revision:
@@ -36,12 +35,12 @@ def test_a_window_runs_under_the_last_revision_that_begins_at_it_or_before(
 def test_a_round_has_what_belongs_to_it_from_the_last_revision_that_begins_with_it_or_before(
     index: int, terms: Terms
 ) -> None:
-    assert THREE.of_round(index).h == terms.h
+    assert THREE.of_round(index).schedule.h == terms.schedule.h
 
 
 def test_a_window_in_a_round_of_the_old_length_has_the_rest_of_the_new_terms() -> None:
     between = TWO.of_window(0, 5, 6)
-    assert (between.h, between.outer_lr, between.codec_up) == (OLD.h, NEW.outer_lr, NEW.codec_up)
+    assert (between.schedule.h, between.outer.lr, between.codecs.up) == (OLD.schedule.h, NEW.outer.lr, NEW.codecs.up)
     assert between == composed(NEW, OLD)
     assert TWO.of_window(0, 5, 7) is NEW
 
@@ -66,4 +65,4 @@ def test_forgetting_what_is_over_changes_no_answer(
     assert kept.newest is THREE.newest and len(kept.kept) >= 2
     window, index = versions[fragment] + ahead, current + later
     assert kept.of_window(fragment, window, index) == THREE.of_window(fragment, window, index)
-    assert all(getattr(kept.of_round(index), n) == getattr(THREE.of_round(index), n) for n in BELONG_TO_ROUNDS)
+    assert all(kept.of_round(index).value(n) == THREE.of_round(index).value(n) for n in BELONG_TO_ROUNDS)

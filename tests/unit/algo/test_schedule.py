@@ -12,18 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from farloop.algo import schedule
-from farloop.algo.spec import (
-    Fragment,
-    Identity,
-    Layout,
-    LearningRate,
-    NodeId,
-    Rewarm,
-    RoundPlan,
-    RunSpec,
-    Terms,
-    WindowTerms,
-)
+from farloop.algo.spec import Fragment, Identity, Layout, NodeId, RoundPlan, RunSpec, WindowTerms
+from farloop.algo.terms import LearningRate, Rewarm, Terms
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -45,7 +35,7 @@ def terms(*, steps: int, h: int, tau: int = 0, **choices: Any) -> Terms:
         batch_sequences=8,
         sequence_tokens=128,
     )
-    return Terms(**{**fields, **choices})
+    return Terms.from_flat(**{**fields, **choices})
 
 
 def layout(*slots: int) -> Layout:
@@ -187,13 +177,13 @@ def test_rounds_cover_the_run_without_gap_or_overlap(run_and_cut: tuple[Terms, L
     run, cut = run_and_cut
     rounds = all_rounds(run)
     assert list(rounds) == list(range(len(rounds)))
-    assert sum(plan.length for plan in rounds.values()) == run.steps
+    assert sum(plan.length for plan in rounds.values()) == run.schedule.steps
     assert [plan.start for plan in rounds.values()] == [0, *itertools.accumulate(p.length for p in rounds.values())][
         :-1
     ]
     whole = [plan for plan in rounds.values() if not schedule.is_last(run, plan)]
-    most = max(run.h, schedule.initial_h(run), run.h_max or run.steps)
-    assert all(min(run.h, schedule.initial_h(run)) <= plan.length <= most for plan in whole)
+    most = max(run.schedule.h, schedule.initial_h(run), run.schedule.h_max or run.schedule.steps)
+    assert all(min(run.schedule.h, schedule.initial_h(run)) <= plan.length <= most for plan in whole)
     assert all(plan.length >= cut.slots for plan in whole)
     assert schedule.num_rounds(run) == len(rounds)
     assert [index for index, plan in rounds.items() if schedule.is_last(run, plan)] == [len(rounds) - 1]
@@ -211,14 +201,15 @@ def test_every_slot_has_one_window_per_round_and_every_fragment_one_last_word(
         assert [window.fragment for window in chain] == [fragment.index] * len(chain)
         assert [window.window for window in chain] == list(range(1, len(chain) + 1))
         assert [window.final for window in chain] == [False] * (len(chain) - 1) + [True]
-        assert sends == sorted(set(sends)) and sends[-1] == run.steps
+        assert sends == sorted(set(sends)) and sends[-1] == run.schedule.steps
 
         regular = [window.round for window in chain if not window.final]
         first = schedule.first_send_round(0, fragment.slot, cut.slots)
         due_before_the_end = [
             index
             for index, plan in rounds.items()
-            if index >= first and plan.start + schedule.due_step(fragment.slot, cut.slots, plan.length) < run.steps
+            if index >= first
+            and plan.start + schedule.due_step(fragment.slot, cut.slots, plan.length) < run.schedule.steps
         ]
         assert regular == due_before_the_end
         assert all(send >= rounds[0].length for send in sends), "nothing before a full period"
@@ -384,7 +375,7 @@ def test_a_learning_rate_of_nothing_gives_a_long_round_and_no_exception(minimum:
     for rule in schedule.POWERS:
         run = terms(steps=1000, h=4, lr=lr, h_rule=rule, h_alpha=0.0175)
         assert schedule.h_at(run, 1000) == 1000
-        assert schedule.h_at(dataclasses.replace(run, h_max=50), 1000) == 50
+        assert schedule.h_at(run.replace(h_max=50), 1000) == 50
 
 
 def test_no_round_is_longer_than_the_longest() -> None:

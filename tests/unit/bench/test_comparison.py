@@ -1,15 +1,20 @@
-"""Comparing in pairs: the numbers against hand-made ones, and the figure of them."""
+"""Comparisons in pairs, against numbers from tables and by hand; and the quality plots."""
 
 import dataclasses
+import io
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from farloop.algo.spec import RunSpec
-from farloop.bench.comparison import compare, report
-from farloop.bench.quality import QualityPlan, RunResult, Variant
-from farloop.plots.style import plot
+from farloop.bench.comparison import Comparison, Report, compare, half_width, report
+from farloop.bench.machine import machine
+from farloop.bench.quality import QualityPlan, RunResult, Tried, Tuned, Variant
+from farloop.bench.quality_tables import markdown, table, tuning_lines
+from farloop.plots.quality import course_of, plot, plot_methods
 
 SpecOf = Callable[..., RunSpec]
 
@@ -35,6 +40,17 @@ def test_a_difference_is_in_percent_of_its_own_pair() -> None:
     assert (variant.low_percent, variant.high_percent) == pytest.approx((1.5 - 6.3531, 1.5 + 6.3531), abs=1e-4)
     assert (variant.mean_loss, variant.bytes_up, variant.bytes_down) == (pytest.approx(3.05), 11, 20)
     assert (baseline.mean_percent, baseline.low_percent, baseline.high_percent) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "quantile"),
+    [(2, 12.7062), (3, 4.3027), (4, 3.1824), (5, 2.7764), (6, 2.5706), (10, 2.2622), (11, 2.2281), (31, 2.0423)],
+)
+def test_the_quantiles_are_those_of_the_tables(samples: int, quantile: float) -> None:
+    """The standard deviation of 0 and n - 1 ones is 1/√n, so that the error is 1/n."""
+    assert samples * half_width([0.0] + [1.0] * (samples - 1)) == pytest.approx(quantile, abs=5e-5)
+    assert half_width([0.5] * samples) == 0.0
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / math.sqrt(3))
 
 
 def test_a_bound_holds_where_the_whole_interval_lies_inside() -> None:
@@ -80,9 +96,10 @@ def test_beside_a_single_node_bytes_are_counted_against_data_parallel_in_fp32() 
 def test_the_report_says_what_was_compared(spec_of: SpecOf, tmp_path: Path) -> None:
     specs = tuple(spec_of(seed=seed) for seed in (0, 1))
     plan = QualityPlan(variants=(Variant(label="fp32/fp32", specs=specs),), folder=tmp_path)
-    found = report(plan, compare(RESULTS), within_percent=0.5, command="farloop …", machine="a machine", commit="abc")
+    found = report(plan, RESULTS, within_percent=0.5, command="farloop …")
     assert (found.baseline, found.seeds, found.confidence) == ("fp32/fp32", (0, 1), 0.95)
-    assert (found.command, found.machine, found.commit, found.tuned) == ("farloop …", "a machine", "abc", ())
+    assert (found.command, found.machine, found.tuned) == ("farloop …", machine(), ())
+    assert found.variants == compare(RESULTS)
     assert [variant.label for variant in found.variants] == ["fp32/fp32", "q4/q4"]
 
 
@@ -102,4 +119,113 @@ def test_the_figure_names_every_variant(tmp_path: Path, seeds: int, suffix: str)
 def test_a_baseline_alone_has_a_figure_too(tmp_path: Path) -> None:
     alone = {"q4/q4": RESULTS["q4/q4"]}
     plot(tmp_path / "alone.svg", compare(alone), alone, within_percent=0.5, caption="")
+    assert (tmp_path / "alone.svg").exists()
+
+
+# --- tables of a report
+
+
+def comparison(label: str, mean: float, half: float, *, nodes: int = 2, fewer: float | None = 1.0) -> Comparison:
+    return Comparison(
+        label=label, nodes=nodes, losses=(2.0, 2.1), mean_loss=2.05, spread=0.0707, differences_percent=(mean, mean),
+        mean_percent=mean, low_percent=mean - half, high_percent=mean + half, bytes_up=1_000_000, bytes_down=2_000_000,
+        fewer_bytes=fewer, syncs=14.0, tokens=819_200, cpu_s=41.0,
+    )  # fmt: skip
+
+
+TUNED = Tuned(
+    label="streaming nodes=2",
+    seed=1000,
+    tried=(Tried(settings={"outer_lr": 0.4}, loss=2.125), Tried(settings={"outer_lr": 1.0}, loss=None)),
+    picked={"outer_lr": 0.4},
+    at_edge=("outer_lr",),
+)
+
+REPORT = Report(
+    baseline="data-parallel nodes=2",
+    seeds=(0, 1),
+    confidence=0.95,
+    variants=(
+        comparison("data-parallel nodes=2", 0.0, 0.0),
+        comparison("single", 0.1, 0.2, nodes=1, fewer=None),
+        comparison("streaming nodes=2", 0.9, 0.4, fewer=210.4),
+        comparison("diloco nodes=2", 4.0, 0.4, fewer=215.0),
+    ),
+    within_percent=1.0,
+    tuned=(TUNED,),
+    command="farloop bench quality --steps 7",
+    machine="a machine",
+    commit="abc",
+)
+
+
+def rows() -> dict[str, list[str]]:
+    lines = [line for line in markdown(REPORT).splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first.strip("`"): rest for first, *rest in cells}
+
+
+def test_every_variant_has_its_row_and_a_verdict_of_the_whole_interval() -> None:
+    assert list(rows()) == [variant.label for variant in REPORT.variants]
+    assert rows()["streaming nodes=2"] == [
+        "2.0500 ± 0.0707", "+0.90 ± 0.40 %", "open", "1.00 MB", "2.00 MB", "210×", "14", "41 s",
+    ]  # fmt: skip
+    assert [cells[2] for cells in rows().values()] == ["", "yes", "open", "no"]
+    assert rows()["single"][3:7] == ["–", "–", "–", "–"], "one node sends nothing"
+    console = Console(file=io.StringIO(), width=140, record=True)
+    console.print(table(REPORT))
+    shown = console.export_text()
+    assert all(cell in shown for cells in rows().values() for cell in cells)
+
+
+def test_a_document_says_how_it_was_made_and_what_was_tried() -> None:
+    text = markdown(REPORT)
+    for said in ("2 seeds", "819 k tokens", "`farloop bench quality --steps 7`", "a machine; commit abc", "in ±1 %"):
+        assert said in text
+    tried = "of outer_lr=0.4: 2.1250, outer_lr=1: broke; seed 1000"
+    assert tuning_lines([TUNED]) == [f"streaming nodes=2 takes outer_lr=0.4 (at the edge: outer_lr), {tried}"]
+    assert f"* {tuning_lines([TUNED])[0]}" in text
+
+
+# --- methods at equal tokens
+
+
+def method_result(loss: float, *, nodes: int = 2, seed: int = 0, moved: tuple[int, ...] = (0, 50, 100)) -> RunResult:
+    curve = tuple((10.0 * (k + 1), loss + 2.0 - k) for k in range(3))
+    return RunResult(
+        key="k", seed=seed, nodes=nodes, loss=loss, curve=curve, bytes_up=50, bytes_down=50, moved=moved, syncs=2.0,
+        inner_steps=60, tokens=600, cpu_s=1.0,
+    )  # fmt: skip
+
+
+def test_a_course_is_the_mean_of_its_seeds() -> None:
+    course = course_of("a", (method_result(1.0), method_result(3.0, seed=1, moved=(0, 70, 100))))
+    assert course.tokens == (200.0, 400.0, 600.0)
+    assert course.loss == (4.0, 3.0, 2.0)
+    assert course.spread == pytest.approx((2**0.5,) * 3)
+    assert course.moved == (0.0, 60.0, 100.0)
+    assert not course.alone
+
+
+def test_a_single_seed_has_no_spread_and_a_single_node_no_bytes() -> None:
+    course = course_of("a", (method_result(1.0, nodes=1),))
+    assert course.spread == (0.0, 0.0, 0.0)
+    assert course.alone
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_every_variant_is_in_the_figure(tmp_path: Path, suffix: str) -> None:
+    labels = ["data-parallel nodes=2", "single", *(f"streaming nodes={n}" for n in range(2, 12))]
+    results = {label: (method_result(1.0, nodes=1 if label == "single" else 2),) for label in labels}
+    path = tmp_path / "new" / f"quality.{suffix}"
+    plot_methods(path, results, title="twelve ways", caption="of a test")
+    content = path.read_bytes()
+    if suffix == "svg":
+        assert all(word.encode() in content for word in (*labels, "twelve ways", "of a test", "one node, no link"))
+    else:
+        assert content.startswith(b"\x89PNG")
+
+
+def test_a_single_node_alone_has_a_figure_too(tmp_path: Path) -> None:
+    plot_methods(tmp_path / "alone.svg", {"single": (method_result(1.0, nodes=1),)}, title="", caption="")
     assert (tmp_path / "alone.svg").exists()

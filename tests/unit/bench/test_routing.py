@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from farloop.algo.stages import StageLayout
-from farloop.bench import pipeline, routing_processes
+from farloop.bench import pipeline
 from farloop.bench.pipeline_node import MODEL, Told
 from farloop.bench.routing import modes, planning, relaying, slow_link, small_paths
 from farloop.cli.main import app
@@ -84,8 +84,8 @@ def test_what_processes_measure_stands_beside_what_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "run_nodes", told_by_nobody)
-    small = functools.partial(routing_processes.processes, steps=3, learning_steps=12)
-    monkeypatch.setattr(routing_processes, "processes", small)
+    small = functools.partial(pipeline.processes, steps=3, learning_steps=12)
+    monkeypatch.setattr(pipeline, "processes", small)
     ended = CliRunner().invoke(app, ["bench", "routing", "--nodes", "20", "--out", str(tmp_path), "--processes"])
     assert ended.exit_code == 0, ended.output
     found = json.loads((tmp_path / "routing.json").read_text())["processes"]

@@ -1,10 +1,11 @@
-"""RUN.toml and NODE.toml with the environment and flags on top: values, and the line for everything that is wrong."""
+"""RUN.toml and NODE.toml with the environment and flags on top: values, and one line for everything that is wrong."""
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from pipeline_layouts import layout_of
 
 from farloop.config.run_spec import RunConfig
 from farloop.config.settings import (
@@ -19,24 +20,36 @@ from farloop.config.settings import (
     planned,
     toml_text,
 )
-from farloop.config.sources import ConfigError
+from farloop.config.sources import (
+    Address,
+    ConfigError,
+    nearest,
+    parse_host_port,
+    parse_tcp,
+    read_environment,
+    read_file,
+)
+from farloop.node.pipeline.layout import layout_json
 
-COORDINATOR = "[coordinator]\nstate_dir = 'state'\n"
-NODE = "[node]\nname = 'oslo'\n"
+NANO = "[run]\nmodel = 'nano'\nevaluation_sequences = 4\n"
+SECTIONS = {"run": ["steps", "h"], "data": ["path"]}
+
+
+def written(folder: Path, text: str, name: str = "run.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def run_file(
     folder: Path, text: str = "", *, flags: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> RunFile:
-    path = folder / "run.toml"
-    path.write_text(text + COORDINATOR)
+    path = written(folder, f"{text}[coordinator]\nstate_dir = 'state'\n")
     return load_run(path, flags=flags, environ=environ or {})
 
 
-def node_file(folder: Path, text: str = "") -> NodeFile:
-    path = folder / "node.toml"
-    path.write_text(NODE + text)
-    return load_node(path, flags=[], environ={})
+def node_file(folder: Path, text: str = "", name: str = "rome") -> NodeFile:
+    return load_node(written(folder, f"[node]\nname = '{name}'\n{text}\n", "node.toml"), flags=[], environ={})
 
 
 def line_of(error: pytest.ExceptionInfo[ConfigError], folder: Path) -> str:
@@ -44,157 +57,203 @@ def line_of(error: pytest.ExceptionInfo[ConfigError], folder: Path) -> str:
     return str(error.value).replace(f"{folder}/", "")
 
 
-def test_what_is_not_given_is_the_default(tmp_path: Path) -> None:
-    assert run_file(tmp_path).run == RunConfig()
-
-
-def test_flags_go_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+def test_flags_override_the_environment_the_environment_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+    assert run_file(tmp_path, environ={"FARLOOP_NODE__NAME": "oslo"}).run == RunConfig(), "the node's variable"
     text, environ = "[run]\nsteps = 1\nh = 1\nseed = 1\n", {"FARLOOP_RUN__H": "2", "FARLOOP_RUN__SEED": "2"}
     file = run_file(tmp_path, text, flags=["run.seed=3"], environ=environ)
     assert (file.run.steps, file.run.h, file.run.seed) == (1, 2, 3)
     origins = [file.settings.by_name["run", key].origin for key in ("steps", "h", "seed", "lr")]
     assert origins == [f"{tmp_path}/run.toml:2", "FARLOOP_RUN__H", "--set", "default"]
+    assert run_file(tmp_path, "[run]\nclip = 2\n").run.clip == 2.0
 
 
-def test_paths_of_a_file_begin_at_its_folder_and_paths_of_flags_where_the_person_stands(
+def test_paths_of_a_file_are_relative_to_it_and_others_to_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
     file = run_file(tmp_path, "[data]\npath = '../text'\n", flags=["coordinator.state_dir=mine"])
-    assert file.data.path == tmp_path.parent / "text"
-    assert file.coordinator.state_dir == here / "mine"
+    assert (file.data.path, file.coordinator.state_dir) == (tmp_path.parent / "text", here / "mine")
+    table = "[data]\nphases = ['new', '../newer']\n"
+    expected = (tmp_path / "new", tmp_path.parent / "newer")
+    assert run_file(tmp_path, table).data.phases == expected
+    node = node_file(tmp_path, table)
+    assert node.node.data_phases == node.data.phases == expected
+    assert node_file(tmp_path).node.data_phases == ()
+    assert run_file(tmp_path, flags=["data.phases=new, /newer.txt"]).data.phases == (here / "new", Path("/newer.txt"))
+    shown = toml_text(run_file(tmp_path, table).settings)
+    assert f'phases = ["{tmp_path}/new", "{tmp_path.parent}/newer"]' in shown
+    assert json.loads(json_text(node.settings))["data"]["phases"]["value"] == [str(p) for p in expected]
 
 
 def test_an_empty_text_leaves_an_open_setting_open(tmp_path: Path) -> None:
     file = run_file(tmp_path, "[run]\ntau = 3\n", flags=["run.tau=", "coordinator.http="])
-    assert file.run.tau is None
-    assert file.coordinator.http == ""
+    assert (file.run.tau, file.coordinator.http) == (None, "")
 
 
-def test_the_other_daemons_variables_are_left_to_it(tmp_path: Path) -> None:
-    assert run_file(tmp_path, environ={"FARLOOP_NODE__NAME": "oslo"}).run == RunConfig()
-
-
-def test_a_section_node_makes_a_file_a_nodes(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text(NODE + "[data]\nmax_bytes = 1000\n")
-    file = load(tmp_path / "x.toml", flags=[], environ={})
+def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
+    path = written(tmp_path, "[node]\nname = 'oslo'\ntau = 9\n[data]\nmax_bytes = 1000\n")
+    file = load(path, flags=[], environ={})
     assert isinstance(file, NodeFile)
-    assert (file.node.name, file.node.data_bytes) == ("oslo", 1000)
+    assert (file.node.name, file.node.data_bytes, file.node.tau) == ("oslo", 1000, 9)
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("stepps = 3", "run.toml:2: [run] stepps: there is no such key; did you mean steps?"),
-        ("steps = 'six'", 'run.toml:2: [run] steps: a whole number is wanted, not "six"'),
-        ("steps = '600'", 'run.toml:2: [run] steps: a whole number is wanted, not "600"; did you mean 600?'),
-        ("steps = 600.0", "run.toml:2: [run] steps: a whole number is wanted, not 600.0; did you mean 600?"),
-        ("steps = true", "run.toml:2: [run] steps: a whole number is wanted, not true"),
-        ("steps = {a = 1}", 'run.toml:2: [run] steps: a whole number is wanted, not {"a": 1}'),
-        ("name = 5", 'run.toml:2: [run] name: text in quotes is wanted, not 5; did you mean "5"?'),
-        ("init = 5", "run.toml:2: [run] init: a path in quotes is wanted, not 5"),
-        ("lr = 'big'", 'run.toml:2: [run] lr: a number is wanted, not "big"'),
-        ("nodes = 0", "run.toml:2: [run] nodes: the least is 1, not 0"),
-        ("steps = 99999999999999999999", "run.toml:2: [run] steps: the most is 9223372036854775807"),
-        ("method = 'streeming'", "run.toml:2: [run] method: there is no 'streeming'; did you mean streaming?"),
-        ("model = 'tinny'", "run.toml:2: [run] model: there is no 'tinny'; did you mean tiny?"),
-        ("codec_up = 'q5'", "run.toml:2: [run] codec_up: there is no 'q5'; there are fp32, bf16, q8, q4, "),
+        ("[run]\nstepps = 3", "run.toml:2: [run] stepps: there is no such key; did you mean steps?"),
+        ("[run]\nsteps = 'six'", 'run.toml:2: [run] steps: a whole number is wanted, not "six"'),
+        ("[run]\nsteps = '600'", 'run.toml:2: [run] steps: a whole number is wanted, not "600"; did you mean 600?'),
+        ("[run]\nsteps = 600.0", "run.toml:2: [run] steps: a whole number is wanted, not 600.0; did you mean 600?"),
+        ("[run]\nsteps = true", "run.toml:2: [run] steps: a whole number is wanted, not true"),
+        ("[run]\nsteps = {a = 1}", 'run.toml:2: [run] steps: a whole number is wanted, not {"a": 1}'),
+        ("[run]\nname = 5", 'run.toml:2: [run] name: text in quotes is wanted, not 5; did you mean "5"?'),
+        ("[run]\ninit = 5", "run.toml:2: [run] init: a path in quotes is wanted, not 5"),
+        ("[run]\nlr = 'big'", 'run.toml:2: [run] lr: a number is wanted, not "big"'),
+        ("[run]\nnodes = 0", "run.toml:2: [run] nodes: the least is 1, not 0"),
+        ("[run]\nsteps = 99999999999999999999", "run.toml:2: [run] steps: the most is 9223372036854775807"),
+        ("[run]\nmethod = 'streeming'", "run.toml:2: [run] method: there is no 'streeming'; did you mean streaming?"),
+        ("[run]\nmodel = 'tinny'", "run.toml:2: [run] model: there is no 'tinny'; did you mean tiny?"),
+        ("[run]\ncodec_up = 'q5'", "run.toml:2: [run] codec_up: there is no 'q5'; there are fp32, bf16, q8, q4, "),
+        ("[run]\ncodec_up = 'q4r:step=big'", "run.toml:2: [run] codec_up: codec 'q4r:step=big': step is a number from"),
         (
-            "codec_up = 'q4r:step=big'",
-            "run.toml:2: [run] codec_up: codec 'q4r:step=big': step is a number from 1e-30 to",
+            "[data]\nphases = 'new'",
+            'run.toml:2: [data] phases: a list of paths in quotes is wanted, not "new"; did you',
         ),
+        ("[data]\nphases = [1]", "run.toml:2: [data] phases: a list of paths in quotes is wanted, not [1]"),
+        ("[data]\nphases = ['']", "run.toml:2: [data] phases: a path is wanted; for this folder itself write ."),
+        ("steps = 5", "run.toml:1: steps stands outside of a section; put it below [run] or [data]"),
+        ("[run]\n[dta]", "run.toml:2: there is no section [dta] here; did you mean data?"),
+        ("[run]\nsteps = = 5", "run.toml:2: is not TOML: invalid value"),
+        ("[run]\nsteps = 5\nsteps = 6", "run.toml:3: is not TOML: cannot overwrite a value"),
+        ("FARLOOP_RUN__STEPS=many", "FARLOOP_RUN__STEPS: [run] steps: a whole number is wanted"),
+        (
+            "FARLOOP_RUN_STEPS=7",
+            "FARLOOP_RUN_STEPS: is not read; did you mean FARLOOP_RUN__STEPS, with two underscores",
+        ),
+        ("FARLOOP_RUNN__STEPS=7", "FARLOOP_RUNN__STEPS: there is no section runn; did you mean run?"),
+        ("--set run.stpes=3", "--set: [run] stpes: there is no such key; did you mean steps?"),
+        ("--set rn.steps=3", "--set rn.steps=3: there is no section rn here; did you mean run?"),
+        *(
+            (f"--set {flag}", f"--set {flag}: section.key=value is wanted")
+            for flag in ("steps=3", "run.steps", "=", "")
+        ),
+        ("--set coordinator.min_participation=1.5", "--set: [coordinator] min_participation: 1.5 is no share; 0 to 1"),
+        ("--set coordinator.probe_share=-1", "--set: [coordinator] probe_share: -1 is no share; 0 or more"),
+        *(
+            (
+                f"--set coordinator.egress_price_per_gb={price}",
+                f"--set: [coordinator] egress_price_per_gb: {price} is no",
+            )
+            for price in ("-0.01", "inf", "nan")
+        ),
+        ("--set coordinator.bind=", "--set: [coordinator] bind: tcp://host:port is wanted"),
+        ("--set coordinator.key=k", "--set: [coordinator] key: goes with allow"),
+        ("--set coordinator.allow=a", "--set: [coordinator] allow: goes with key"),
     ],
 )
-def test_a_wrong_setting_is_one_line_with_file_key_and_the_nearest_right_one(
+def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
     tmp_path: Path, text: str, line: str
 ) -> None:
+    name, equals, value = text.partition("=")
     with pytest.raises(ConfigError) as error:
-        run_file(tmp_path, f"[run]\n{text}\n")
+        if text.startswith("--set "):
+            run_file(tmp_path, flags=[text.removeprefix("--set ")])
+        elif name.startswith("FARLOOP") and equals:
+            run_file(tmp_path, environ={name: value})
+        else:
+            run_file(tmp_path, f"{text}\n")
     assert line_of(error, tmp_path).startswith(line)
 
 
-def test_a_number_where_a_float_belongs_may_be_whole(tmp_path: Path) -> None:
-    assert run_file(tmp_path, "[run]\nclip = 2\n").run.clip == 2.0
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "coordinator = '127.0.0.1:1'",
+            "[node] coordinator: tcp://host:port is wanted, not '127.0.0.1:1'; did you mean",
+        ),
+        ("coordinator = ''", "[node] coordinator: tcp://host:port is wanted"),
+        ("coordinator = 'tcp://oslo:7700'", "[node] coordinator: tcp://oslo:7700 goes beyond this machine, so key and"),
+        ("key = 'k'", "[node] key: goes with server_key"),
+        ("server_key = 'k'", "[node] server_key: goes with key"),
+        ("http = '9700'", "[node] http: host:port is wanted"),
+        ("nproc = 0", "[node] nproc: the least is 1"),
+        ("tau = -1", "[node] tau: the least is 0, not -1"),
+        ("fingerprint = 'abc'", "[node] fingerprint: 16 hex digits"),
+        ("address = 'here:7800'", "[node] address: tcp://host:port is wanted"),
+        ("nics = 'eth0=fast'", "[node] nics: 'eth0=fast' is no card: name=kind/rate is wanted"),
+        ("[run]\nsteps = 3", "there is no section [run] here; there are node, data"),
+        ("nproc = 2\n[pipeline]", "[node] nproc: a stage of a pipeline is one process"),
+        ("[pipeline]\ncodec = 'q9'", "[pipeline] codec: there is no 'q9'"),
+        ("[pipeline]\nnormalise = 'mean'", "[pipeline] normalise: there is no 'mean'"),
+        ("[pipeline]\ncredit = 0", "[pipeline] credit: the least is 1, not 0"),
+        ("[pipeline]\npatience_s = 0.0", "[pipeline] patience_s: 0 is no time; seconds above 0 are wanted"),
+        ("[pipeline]\npeers = 'keys'", "[pipeline] peers: goes with [node] key"),
+        ("[pipeline]\nbind = 'tcp://0.0.0.0:7800'", "so peers and [node] key are required"),
+        ("[pipeline]\nlayouts = 'x'", "[pipeline] layouts: there is no such key"),
+    ],
+)
+def test_a_wrong_node_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        pipeline_node(tmp_path, text) if "[pipeline]" in text else node_file(tmp_path, text)
+    assert line in line_of(error, tmp_path)
 
 
-def test_a_wrong_variable_or_flag_is_told_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^FARLOOP_RUN__STEPS: \[run\] steps: a whole number is wanted"):
-        run_file(tmp_path, environ={"FARLOOP_RUN__STEPS": "many"})
-    with pytest.raises(ConfigError, match=r"^--set: \[run\] stpes: there is no such key; did you mean steps\?"):
-        run_file(tmp_path, flags=["run.stpes=3"])
+@pytest.mark.parametrize("name", ["o s l o", ""])
+def test_a_node_needs_a_valid_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\[node\] name: '{name}' is no node name"):
+        node_file(tmp_path, name=name)
+    with pytest.raises(ConfigError, match=r"\[node\] congestion: .*(choose one of|leave it out)"):
+        node_file(tmp_path, "congestion = 'warp9'")
 
 
-def test_what_must_be_given_and_is_not_is_told_with_its_meaning(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("[run]\n")
-    with pytest.raises(ConfigError, match=r"\[coordinator\] state_dir: is missing; its meaning: Journal, snapshots"):
-        load_run(tmp_path / "run.toml", flags=[], environ={})
+def pipeline_node(folder: Path, text: str, host: str = "127.0.0.1", name: str = "rome") -> NodeFile:
+    """A node with a layout; `text` has a line [pipeline]."""
+    layout = layout_of(["ab", ("rome", "d")], [("a", "rome"), "bd"])
+    addresses = {node: f"tcp://{host}:7800" for node in ("a", "b", "rome", "d")}
+    (folder / "layout.json").write_text(layout_json(layout, addresses))
+    return node_file(folder, text.replace("[pipeline]", "[pipeline]\nlayout = 'layout.json'"), name)
+
+
+def test_a_pipeline_has_its_layout_and_keys_or_permission_beyond_this_machine(tmp_path: Path) -> None:
+    assert node_file(tmp_path).pipeline.layout is None
+    pipeline = pipeline_node(tmp_path, "[pipeline]\ncodec = 'q8'\nmicrobatches = 2").pipeline
+    assert (pipeline.layout, pipeline.codec, pipeline.microbatches) == (tmp_path / "layout.json", "q8", 2)
+    bind = "insecure = true\n[pipeline]\nbind = 'tcp://0.0.0.0:7800'"
+    assert pipeline_node(tmp_path, bind).pipeline.bind == "tcp://0.0.0.0:7800"
+    assert pipeline_node(tmp_path, "insecure = true\n[pipeline]", host="10.0.0.1").pipeline.bind == ""
+    for wrong, line in (
+        (lambda: pipeline_node(tmp_path, "[pipeline]", host="10.0.0.1"), "goes beyond this machine, so peers"),
+        (lambda: pipeline_node(tmp_path, "[pipeline]", name="kyiv"), "no stage of it has a node kyiv"),
+        (lambda: node_file(tmp_path, "[pipeline]\nlayout = 'other.json'"), "cannot read the layout"),
+    ):
+        with pytest.raises(ConfigError, match=line):
+            wrong()
 
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:1", "tcp://127.9.9.9:1", "tcp://localhost:1", "tcp://[::1]:1"])
-def test_on_this_machine_nobody_asks_for_keys(tmp_path: Path, bind: str) -> None:
+def test_no_keys_are_needed_on_loopback(tmp_path: Path, bind: str) -> None:
     assert run_file(tmp_path, flags=[f"coordinator.bind={bind}"]).coordinator.key is None
 
 
 @pytest.mark.parametrize("bind", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://10.0.0.1:1", "tcp://[::]:1"])
-def test_beyond_it_keys_are_required_unless_somebody_says_insecure(tmp_path: Path, bind: str) -> None:
+def test_beyond_loopback_keys_or_insecure_are_required(tmp_path: Path, bind: str) -> None:
     flags = [f"coordinator.bind={bind}"]
     with pytest.raises(ConfigError, match="goes beyond this machine, so key and allow are required"):
         run_file(tmp_path, flags=flags)
     assert run_file(tmp_path, flags=[*flags, "coordinator.insecure=true"]).coordinator.bind == bind
     keys = ["coordinator.key=k", "coordinator.allow=a"]
     assert run_file(tmp_path, flags=[*flags, *keys]).coordinator.key == Path.cwd() / "k"
-
-
-def test_half_of_the_encryption_is_an_error_even_on_loopback(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[coordinator\] key: goes with allow"):
-        run_file(tmp_path, flags=["coordinator.key=k"])
     with pytest.raises(ConfigError, match=r"\[coordinator\] allow: goes with key"):
-        run_file(tmp_path, flags=["coordinator.allow=k", "coordinator.insecure=true"])
-    with pytest.raises(ConfigError, match=r"\[node\] key: goes with server_key"):
-        node_file(tmp_path, "key = 'k'\n")
-    with pytest.raises(ConfigError, match=r"\[node\] server_key: goes with key"):
-        node_file(tmp_path, "server_key = 'k'\n")
-
-
-def test_a_node_dials_another_machine_with_keys_or_says_insecure(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="key and server_key are required"):
-        node_file(tmp_path, "coordinator = 'tcp://oslo:7700'\n")
+        run_file(tmp_path, flags=[*flags, "coordinator.allow=a", "coordinator.insecure=true"])
     assert node_file(tmp_path, "coordinator = 'tcp://oslo:7700'\ninsecure = true\n").node.key is None
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("coordinator = '127.0.0.1:1'", r"\[node\] coordinator: .*did you mean tcp://127\.0\.0\.1:1\?"),
-        ("http = '9700'", r"\[node\] http: host:port is wanted"),
-        ("nproc = 0", r"\[node\] nproc: the least is 1"),
-        ("fingerprint = 'abc'", r"\[node\] fingerprint: 16 hex digits"),
-        ("address = 'here:7800'", r"\[node\] address: tcp://host:port is wanted"),
-        ("nics = 'eth0=fast'", r"\[node\] nics: 'eth0=fast' is no card: name=kind/rate is wanted"),
-        ("congestion = 'warp9'", r"\[node\] congestion: .*(choose one of|leave it out)"),
-        ("[run]\nsteps = 3", r"there is no section \[run\] here; there are node, data"),
-    ],
-)
-def test_a_wrong_node_is_told_in_a_line(tmp_path: Path, text: str, line: str) -> None:
-    with pytest.raises(ConfigError, match=line):
-        node_file(tmp_path, text + "\n")
-
-
-def test_a_node_needs_a_name_that_can_be_one(tmp_path: Path) -> None:
-    (tmp_path / "node.toml").write_text("[node]\nname = 'o s l o'\n")
-    with pytest.raises(ConfigError, match=r"\[node\] name: 'o s l o' is no node name"):
-        load_node(tmp_path / "node.toml", flags=[], environ={})
-
-
-NANO = "[run]\nmodel = 'nano'\nevaluation_sequences = 4\n"
-
-
-def test_a_good_run_is_planned(tmp_path: Path) -> None:
-    plan = planned(run_file(tmp_path, NANO, flags=["data.max_bytes=200000"]))
-    assert plan.spec.terms.min_nodes == 2
-    assert plan.evaluation is not None
+def test_a_missing_required_key_is_named_with_its_meaning(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[coordinator\] state_dir: is missing; its meaning: Journal, snapshots"):
+        load_run(written(tmp_path, "[run]\n"), flags=[], environ={})
 
 
 @pytest.mark.parametrize(
@@ -210,73 +269,93 @@ def test_a_good_run_is_planned(tmp_path: Path) -> None:
         ("drops=5", "--set: [run] drops: (5,), but schedule is cosine: only step has it"),
         ("drops=a", "--set: [run] drops: schedule positions are wanted, as 300,450, not 'a'"),
         ("min_lr=1", "--set: [run] min_lr: min_lr = 1.0 is above lr; at most 0.002"),
+        ("rewarms=400:1e-3:0.05", "--set: [run] rewarms: 1 with a replay"),
+        ("data.path=nowhere", "--set: [data] path: no file or folder"),
+        ("rewarms=400:1e-3:0.05 data.phases=nowhere", "--set: [data] phases: no file or folder"),
+        (f"init={__file__}", f"--set: [run] init: {__file__} is not a safetensors file"),
+        ("", ""),
     ],
 )
-def test_what_the_mathematics_refuses_is_told_with_the_files_own_words(tmp_path: Path, flag: str, line: str) -> None:
-    file = run_file(tmp_path, NANO, flags=["data.max_bytes=200000", f"run.{flag}"])
+def test_a_run_that_cannot_be_is_told_in_the_words_of_the_file(tmp_path: Path, flag: str, line: str) -> None:
+    flags = [one if one.startswith("data.") else f"run.{one}" for one in flag.split()]
+    file = run_file(tmp_path, NANO, flags=["data.max_bytes=200000", *flags])
+    if not line:
+        plan = planned(file)
+        assert plan.spec.terms.admission.min_nodes == 2 and plan.evaluation is not None
+        return
     with pytest.raises(ConfigError) as error:
         planned(file)
     assert line_of(error, tmp_path).startswith(line)
 
 
-def test_texts_of_later_data_begin_at_the_file_s_folder_and_a_flag_has_commas(tmp_path: Path) -> None:
-    table = "[data]\nphases = ['new', '../newer']\n"
-    assert run_file(tmp_path, table).data.phases == (tmp_path / "new", tmp_path.parent / "newer")
-    node = node_file(tmp_path, table)
-    assert node.node.data_phases == node.data.phases == (tmp_path / "new", tmp_path.parent / "newer")
-    assert node_file(tmp_path).node.data_phases == ()
-    flagged = run_file(tmp_path, flags=["data.phases=new, /newer.txt"]).data.phases
-    assert flagged == (Path.cwd() / "new", Path("/newer.txt"))
-    shown = toml_text(run_file(tmp_path, table).settings)
-    assert f'phases = ["{tmp_path}/new", "{tmp_path.parent}/newer"]' in shown
-    assert json.loads(json_text(node.settings))["data"]["phases"]["value"] == [str(p) for p in node.node.data_phases]
-
-
-@pytest.mark.parametrize(
-    ("value", "line"),
-    [
-        ("'new'", 'a list of paths in quotes is wanted, not "new"; did you mean ["new"]?'),
-        ("[1]", "a list of paths in quotes is wanted, not [1]"),
-        ("['']", "a path is wanted; for this folder itself write ."),
-    ],
-)
-def test_later_data_that_is_no_list_of_paths_is_told(tmp_path: Path, value: str, line: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        run_file(tmp_path, f"[data]\nphases = {value}\n")
-    assert line_of(error, tmp_path) == f"run.toml:2: [data] phases: {line}"
-
-
-def test_later_data_that_does_not_fit_the_run_is_told_with_its_key(tmp_path: Path) -> None:
-    data = f"{NANO}rewarms = '400:1e-3:0.05'\n[data]\nmax_bytes = 200000\n"
-    with pytest.raises(ConfigError, match=r"run\.toml:7: \[data\] phases: no file or folder"):
-        planned(run_file(tmp_path, f"{data}phases = ['nowhere']\n"))
-    with pytest.raises(ConfigError, match=r"run\.toml:4: \[run\] rewarms: 1 with a replay .* \[data\] phases names 0"):
-        planned(run_file(tmp_path, data))
-
-
-def test_a_node_may_have_a_tau_of_its_own(tmp_path: Path) -> None:
-    assert node_file(tmp_path).node.tau is None
-    assert node_file(tmp_path, "tau = 9\n").node.tau == 9
-    with pytest.raises(ConfigError, match=r"\[node\] tau: the least is 0, not -1"):
-        node_file(tmp_path, "tau = -1\n")
-
-
-def test_data_and_weights_that_cannot_be_read_are_told_with_their_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run\.toml:5: \[data\] path: no file or folder"):
-        planned(run_file(tmp_path, f"{NANO}[data]\npath = 'nowhere'\n"))
-    (tmp_path / "weights").write_bytes(b"not tensors")
-    with pytest.raises(ConfigError, match=r"\[run\] init: .*weights is not a safetensors file"):
-        planned(run_file(tmp_path, "[run]\ninit = 'weights'\n"))
-
-
-def test_every_key_has_a_meaning_to_show() -> None:
+def test_every_key_has_a_meaning() -> None:
     keys = [key for schema in (RUN_SCHEMA, NODE_SCHEMA) for section in schema.values() for key in section.values()]
     assert [f"{key.section}.{key.name}" for key in keys if not key.meaning] == []
 
 
-@pytest.mark.parametrize("price", ["-0.01", "inf", "nan"])
-def test_a_price_that_is_none_is_refused(tmp_path: Path, price: str) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(f'[coordinator]\nstate_dir = "state"\negress_price_per_gb = {price}\n')
-    with pytest.raises(ConfigError, match=r"egress_price_per_gb.*no price"):
-        load_run(file, flags=[], environ={})
+def test_every_value_knows_its_file_and_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "# a run\n[run]\nsteps = 5\n\nh = 2\n[data]\n  path = 'x'\n")
+    found = [(given.section, given.key, given.value, given.origin) for given in read_file(path, SECTIONS)]
+    assert found == [
+        ("run", "steps", 5, f"{path}:3"),
+        ("run", "h", 2, f"{path}:5"),
+        ("data", "path", "x", f"{path}:7"),
+    ]
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.toml: cannot be read: no such file"):
+        read_file(tmp_path / "nothing.toml", SECTIONS)
+    (tmp_path / "bad.toml").write_bytes(b"[run]\nname = '\xff'\n")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_file(tmp_path / "bad.toml", SECTIONS)
+
+
+def test_other_environment_variables_are_ignored() -> None:
+    environ = {
+        "FARLOOP_RUN__STEPS": "7",
+        "FARLOOP_COORDINATOR_SERVICE_HOST": "10.0.0.1",  # Kubernetes creates such names for every service
+        "FARLOOP_LOG_LEVEL": "debug",
+        "OTHER__THING": "x",
+    }
+    (given,) = read_environment(environ, SECTIONS)
+    assert (given.section, given.key, given.value, given.origin) == ("run", "steps", "7", "FARLOOP_RUN__STEPS")
+
+
+def test_a_flag_s_value_may_contain_equals_signs(tmp_path: Path) -> None:
+    assert run_file(tmp_path, flags=["data.path=a=b.txt"]).data.path == Path.cwd() / "a=b.txt"
+
+
+def test_the_nearest_word_is_offered_or_all_of_them() -> None:
+    assert nearest("stepps", ["steps", "h"]) == "did you mean steps?"
+    assert nearest("zzz", ["steps", "h"]) == "there are steps, h"
+
+
+def test_addresses_are_parsed() -> None:
+    for host in ("127.0.0.1", "127.8.9.10", "localhost", "[::1]"):
+        assert parse_tcp(f"tcp://{host}:7700").is_loopback
+    for host in ("10.0.0.1", "oslo.example", "[2001:db8::1]", "localhost.example"):
+        assert not parse_tcp(f"tcp://{host}:7700").is_loopback
+    every = parse_tcp("tcp://*:7700", listens=True)
+    assert (every.is_loopback, every.reachable_host) == (False, "127.0.0.1")
+    assert parse_host_port("127.0.0.1:0", listens=True) == Address(host="127.0.0.1", port=0)
+    assert str(parse_host_port("[::1]:9700")) == "[::1]:9700"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("127.0.0.1:7700", "did you mean tcp://127.0.0.1:7700"),
+        ("ipc:///tmp/x", "tcp:// only, not ipc://"),
+        ("tcp://oslo", "host:port is wanted"),
+        ("tcp://oslo:http", "'http' is no port"),
+        ("tcp://oslo:70000", "from 1 to 65535"),
+        ("tcp://oslo:٧٧", "is no port"),
+        ("tcp://oslo:0", "from 1 to 65535"),
+        ("tcp://0.0.0.0:7700", "no place to dial"),
+        ("tcp://::1:9700", r"as 127\.0\.0\.1:7700 or \[::1\]:7700"),
+    ],
+)
+def test_a_wrong_address_is_answered_with_a_right_one(text: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        parse_tcp(text)

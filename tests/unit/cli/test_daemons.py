@@ -73,19 +73,19 @@ def test_other_terms_are_said_and_the_runs_own_are_kept(
     tmp_path: Path, plan: Plan, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_run(tmp_path / "state", plan).close()
-    terms = dataclasses.replace(plan.spec.terms, steps=700)
+    terms = plan.spec.terms.replace(steps=700)
     changed = dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, terms=terms))
     with caplog.at_level(logging.WARNING):
         store = open_run(tmp_path / "state", changed)
     store.close()
-    assert store.ledger.spec.terms.steps == 600
+    assert store.ledger.spec.terms.schedule.steps == 600
     assert [record.getMessage().split(" cause")[0] for record in caplog.records] == ["kept steps=600 file=700"]
 
 
 def test_terms_are_told_by_the_files_own_keys(plan: Plan) -> None:
     terms = plan.spec.terms
     assert different_terms(terms, terms) == []
-    other = dataclasses.replace(terms, lr=dataclasses.replace(terms.lr, minimum=0.0), h=20)
+    other = terms.replace(lr=dataclasses.replace(terms.schedule.lr, minimum=0.0), h=20)
     assert different_terms(terms, other) == ["h=30 file=20", "min_lr=0.0002 file=0.0"]
 
 

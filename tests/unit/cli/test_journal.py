@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import stored_runs
+from command_line import farloop, found
 from plain_runs import plain_terms
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, TensorSlot
-from farloop.cli.journal_view import KINDS
-from farloop.cli.main import app
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.decide import records as rec
+from farloop.coordinator.storage.record_text import KINDS
 from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
              "tokens": 640, "norm": 0.25}
             for node, after in (("bergen", 3.5), ("oslo", 4.25))
         ],
-        "missing": [{"node": "tromso", "code": "silent", "sentence": "nothing was heard for the liveness time-out"}],
+        "missing": [{"node": "tromso", "code": "silent", "sentence": "no message arrived within the liveness timeout"}],
         "refused": [{"node": "oslo", "after_s": 1.5, "code": "corrupt", "detail": "a flipped bit"}],
         "h": 10, "outer_lr": 0.6, "outer_momentum": 0.9, "delta_scale": 1.0, "codec_up": "q4", "codec_down": "q4",
         "update_bytes": 200, "anchor_digest": "00000000000000ff", "norm": 0.2, "merge_s": 0.01, "journal_s": 0.02,
@@ -70,7 +70,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def call(folder: Path, *words: str, columns: int = 120) -> Result:
-    return CliRunner().invoke(app, [*words, "--state", str(folder)], env={"COLUMNS": str(columns), "TERM": "dumb"})
+    return farloop(*words, "--state", str(folder), columns=columns)
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_show_can_go_on_with_what_comes(folder: Path, tmp_path: Path, monkeypatc
         assert store is not None
         store.close()
 
-    monkeypatch.setattr("farloop.cli.journal_view.time.sleep", pause)
+    monkeypatch.setattr("farloop.cli.journal.time.sleep", pause)
     result = call(copy, "journal", "show", "--json", "--last", "1", "--follow")
     assert result.exit_code == ExitCode.INTERRUPTED
     assert [row["words"] for row in rows(result)[1:] if row["kind"] == "epoch"] == [
@@ -238,14 +238,14 @@ def test_explain_says_who_came_when_who_did_not_and_why(folder: Path) -> None:
     assert result.exit_code == 0
     for said in (
         f"f0:{ROUNDS}", "open for 12s", "12m 34s into the run", "all 2 expected came, 1 removed",
-        "bergen, oslo, tromso", "+3.5s", "+4.2s", "0.500", "silent", "nothing was heard for the liveness time-out",
+        "bergen, oslo, tromso", "+3.5s", "+4.2s", "0.500", "silent", "no message arrived within the liveness timeout",
         "+1.5s", "a flipped bit", "H 10", "record at 000001:",
     ):  # fmt: skip
         assert said in result.stdout, said
 
 
 def test_explain_measures_the_deltas_that_are_still_stored(folder: Path) -> None:
-    (facts,) = json.loads(call(folder, "explain", f"f0:{ROUNDS}", "--json").stdout)
+    (facts,) = found("explain", f"f0:{ROUNDS}", "--state", str(folder))
     first, second = facts["arrived"]
     assert facts["deltas_stored"] and first["measured_norm"] > 0.0
     assert first["cosine"] == pytest.approx(0.5**0.5, abs=0.15), "half of the mean of two independent ones"
@@ -253,7 +253,7 @@ def test_explain_measures_the_deltas_that_are_still_stored(folder: Path) -> None
 
 
 def test_explain_of_a_number_is_of_every_fragment_and_without_a_line_says_what_the_journal_has(folder: Path) -> None:
-    both = json.loads(call(folder, "explain", f"{ROUNDS}", "--json").stdout)
+    both = found("explain", f"{ROUNDS}", "--state", str(folder))
     assert [facts["fragment"] for facts in both] == [0, 1]
     assert both[0]["open_s"] == 12.5 and both[1]["open_s"] is None
     assert [row["node"] for row in both[1]["arrived"]] == ["bergen", "oslo"]
@@ -261,7 +261,7 @@ def test_explain_of_a_number_is_of_every_fragment_and_without_a_line_says_what_t
 
 
 def test_explain_knows_windows_that_the_journal_has_forgotten(folder: Path, tmp_path: Path) -> None:
-    (facts,) = json.loads(call(folder, "explain", "f1:1", "--json").stdout)
+    (facts,) = found("explain", "f1:1", "--state", str(folder))
     assert (facts["quorum"], facts["quorum_s"], facts["grace_s"]) == (2, 4.0, 2.0)
     assert (
         "for a quorum of 2, reached after 4.0s, and then 2.0s for the others" in call(folder, "explain", "f1:1").stdout
@@ -288,8 +288,7 @@ def test_salvage_says_what_it_gives_up_and_changes_nothing_unless_told_to(folder
     os.truncate(path, path.stat().st_size * 9 // 10)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1000] + bytes([whole[-1000] ^ 1]) + whole[-999:])
-    runner = CliRunner()
-    plan = runner.invoke(app, ["journal", "salvage", str(copy)])
+    plan = farloop("journal", "salvage", str(copy))
     assert plan.exit_code == 0, plan.output
     by_option = call(copy, "journal", "salvage")
     assert by_option.exit_code == 0 and "nothing was changed" in by_option.stdout, "--state DIR, as for its siblings"
@@ -297,7 +296,7 @@ def test_salvage_says_what_it_gives_up_and_changes_nothing_unless_told_to(folder
     assert twice.exit_code == ExitCode.USAGE and "given twice" in twice.stderr
     assert "nothing was changed" in plan.stdout and "goes on" in plan.stdout
     assert path.exists() and not (copy / "before-salvage-1").exists()
-    (done,) = rows(runner.invoke(app, ["journal", "salvage", str(copy), "--write", "--json"]))
+    (done,) = rows(farloop("journal", "salvage", str(copy), "--write", "--json"))
     assert done["written"] and (copy / "before-salvage-1" / path.name).exists()
     (report,) = rows(call(copy, "journal", "verify", "--json"))
     assert report["good"] and report["starts"] and report["versions"] == done["versions"]
@@ -314,15 +313,14 @@ def test_salvage_says_that_it_was_interrupted_and_finishes(folder: Path, tmp_pat
     for command in (["journal", "verify"], ["journal", "show"]):
         refused = call(copy, *command)
         assert refused.exit_code == ExitCode.STORAGE and f"farloop journal salvage {copy} --write" in refused.stderr
-    runner = CliRunner()
-    plan = runner.invoke(app, ["journal", "salvage", str(copy)])
+    plan = farloop("journal", "salvage", str(copy))
     assert plan.exit_code == ExitCode.STORAGE and "was interrupted" in plan.stderr
-    done = runner.invoke(app, ["journal", "salvage", str(copy), "--write"])
+    done = farloop("journal", "salvage", str(copy), "--write")
     assert done.exit_code == 0 and "finished" in done.stdout, done.output
     (report,) = rows(call(copy, "journal", "verify", "--json"))
     assert report["good"] and report["starts"] and all((aside / path.name).exists() for path in paths)
 
 
 def test_salvage_of_a_folder_without_a_journal_ends_in_one_line(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["journal", "salvage", str(tmp_path)])
+    result = farloop("journal", "salvage", str(tmp_path))
     assert result.exit_code == ExitCode.STORAGE and "holds no journal" in result.stderr

@@ -1,46 +1,12 @@
-"""Key pairs as files."""
+"""`farloop keys`: pairs of keys as files, and the allow folder that a coordinator reads."""
 
 from pathlib import Path
 
 import pytest
+from command_line import error_line, farloop
 
-from farloop.cli.keys import authorize, listed, revoke, write_pair
-from farloop.config.exit_codes import CommandError
-from farloop.wire.keys import AllowList, KeyFileError, load_public, load_secret
-
-
-def test_a_pair_is_what_the_daemons_take(tmp_path: Path) -> None:
-    secret, public = write_pair(tmp_path / "new" / "keys", "oslo")
-    assert (secret.name, public.name) == ("oslo.key", "oslo.pub")
-    assert load_secret(secret) != load_public(public)
-
-
-def test_the_secret_is_closed_to_others(tmp_path: Path) -> None:
-    secret, _ = write_pair(tmp_path / "keys", "oslo")
-    assert secret.stat().st_mode & 0o777 == 0o600
-    assert secret.parent.stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.parametrize("there", ["oslo.key", "oslo.pub"])
-def test_nothing_is_overwritten_not_even_half_of_a_pair(tmp_path: Path, there: str) -> None:
-    (tmp_path / there).write_text("old")
-    with pytest.raises(CommandError, match="never overwritten"):
-        write_pair(tmp_path, "oslo")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(there, "old")]
-
-
-def test_a_name_that_no_node_can_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"--name: '\.\./x' is no node name"):
-        write_pair(tmp_path, "../x")
-
-
-def test_a_folder_that_cannot_be_made_is_told_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CommandError, match="cannot write keys to"):
-        write_pair(tmp_path / "file" / "keys", "oslo")
-
-
-# --- the allow-list
+from farloop.cli.keys import write_pair
+from farloop.wire.keys import AllowList, load_public, load_secret
 
 
 @pytest.fixture
@@ -54,107 +20,120 @@ def public_of(tmp_path: Path, name: str) -> Path:
     return write_pair(tmp_path / "keys", name)[1]
 
 
+def said(command: str, *words: object, allow: Path) -> str:
+    result = farloop("keys", command, *map(str, words), "--allow", str(allow))
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(command: str, *words: object, allow: Path) -> str:
+    return error_line("keys", command, *map(str, words), "--allow", str(allow))
+
+
 def names_in(folder: Path) -> list[str]:
-    """Everything there, drafts and other litter included."""
+    """Everything there, drafts included."""
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_who_is_authorized_comes_in_and_who_is_revoked_does_not(tmp_path: Path, allow: Path) -> None:
-    allowed = AllowList(allow)
-    oslo, lima = public_of(tmp_path, "oslo"), public_of(tmp_path, "lima")
-    assert authorize(allow, oslo, "oslo") and authorize(allow, lima, "lima")
+def test_a_pair_is_what_the_daemons_read_and_its_secret_is_closed_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "keys"
+    result = farloop("keys", "new", str(folder), "--name", "oslo")
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [f"{folder}/oslo.key", f"{folder}/oslo.pub"]
+    secret = load_secret(folder / "oslo.key")
+    assert secret != load_public(folder / "oslo.pub") and secret.decode() not in result.stdout
+    assert (folder / "oslo.key").stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("there", ["oslo.key", "oslo.pub"])
+def test_nothing_is_overwritten(tmp_path: Path, there: str) -> None:
+    (tmp_path / there).write_text("old")
+    assert "never overwritten" in error_line("keys", "new", str(tmp_path), "--name", "oslo")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(there, "old")]
+
+
+def test_a_pair_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    assert "--name: '../x' is no node name" in error_line("keys", "new", str(tmp_path), "--name", "../x")
+    (tmp_path / "file").touch()
+    assert "cannot write keys to" in error_line("keys", "new", str(tmp_path / "file" / "keys"), "--name", "oslo")
+
+
+def test_authorized_nodes_are_allowed_and_revoked_ones_are_not(tmp_path: Path, allow: Path) -> None:
+    allowed, oslo, lima = AllowList(allow), public_of(tmp_path, "oslo"), public_of(tmp_path, "lima")
+    assert said("list", allow=allow).startswith("nobody may come in")
+    assert said("authorize", oslo, allow=allow).startswith("oslo may come in: ")
+    assert said("authorize", lima, "--name", "lima-2", allow=allow).startswith("lima-2 may come in: ")
+    inode = (allow / "oslo.pub").stat().st_ino
+    assert "already" in said("authorize", oslo, allow=allow) and (allow / "oslo.pub").stat().st_ino == inode
+    assert [line.split() for line in said("list", allow=allow).splitlines()] == [
+        ["lima-2", load_public(lima).decode()],
+        ["oslo", load_public(oslo).decode()],
+    ]
     allowed.refresh()
-    assert allowed.keys == {"oslo": load_public(oslo), "lima": load_public(lima)}
-    assert revoke(allow, "oslo") == []
+    assert allowed.keys == {"oslo": load_public(oslo), "lima-2": load_public(lima)}
+    said("revoke", "oslo", allow=allow)
     allowed.refresh()
-    assert (allowed.owner(load_public(oslo)), allowed.owner(load_public(lima))) == (None, "lima")
-    assert names_in(allow) == ["lima.pub"]
+    assert (allowed.owner(load_public(oslo)), allowed.owner(load_public(lima))) == (None, "lima-2")
+    assert names_in(allow) == ["lima-2.pub"]
 
 
-def test_to_authorize_twice_changes_nothing(tmp_path: Path, allow: Path) -> None:
-    oslo = public_of(tmp_path, "oslo")
-    assert authorize(allow, oslo, "oslo")
-    before = (allow / "oslo.pub").stat()
-    assert not authorize(allow, oslo, "oslo")
-    assert (allow / "oslo.pub").stat().st_ino == before.st_ino
-
-
-def test_a_name_or_a_key_that_is_taken_is_refused_with_the_mend(tmp_path: Path, allow: Path) -> None:
+def test_a_name_or_a_key_that_is_taken_is_refused_with_the_fix(tmp_path: Path, allow: Path) -> None:
     oslo, lima = public_of(tmp_path, "oslo"), public_of(tmp_path, "lima")
-    authorize(allow, oslo, "oslo")
-    with pytest.raises(CommandError, match=r"holds another key; to change it: farloop keys revoke oslo --allow "):
-        authorize(allow, lima, "oslo")
-    with pytest.raises(CommandError, match=r"holds the same key: .*; revoke oslo first"):
-        authorize(allow, oslo, "lima")
+    said("authorize", oslo, allow=allow)
+    taken = refused("authorize", lima, "--name", "oslo", allow=allow)
+    assert "holds another key; to change it: farloop keys revoke oslo --allow " in taken
+    twice = refused("authorize", oslo, "--name", "lima", allow=allow)
+    assert "holds the same key: " in twice and "; revoke oslo first" in twice
     assert load_public(allow / "oslo.pub") == load_public(oslo) and names_in(allow) == ["oslo.pub"]
 
 
-def test_a_secret_never_gets_into_the_folder(tmp_path: Path, allow: Path) -> None:
-    """Both halves look alike: 40 characters."""
-    secret, _ = write_pair(tmp_path / "keys", "oslo")
-    with pytest.raises(CommandError, match=r"oslo\.key is a secret key by its name.*; authorize oslo\.pub"):
-        authorize(allow, secret, "oslo")
-    assert names_in(allow) == []
-
-
-def test_what_cannot_be_authorized_is_told_in_a_line(tmp_path: Path, allow: Path) -> None:
+def test_what_cannot_be_authorized_is_one_line_and_leaves_the_folder(tmp_path: Path, allow: Path) -> None:
     oslo = public_of(tmp_path, "oslo")
-    with pytest.raises(CommandError, match=r"'a b' is no node name: .*--name"):
-        authorize(allow, oslo, "a b")
-    with pytest.raises(KeyFileError, match=r"cannot read the key file .*nowhere\.pub"):
-        authorize(allow, tmp_path / "nowhere.pub", "oslo")
-    with pytest.raises(KeyFileError, match="is not a folder; put the nodes"):
-        authorize(tmp_path / "typo", oslo, "oslo")
-    assert not (tmp_path / "typo").exists(), "a folder that nobody reads would let nobody in"
+    secret = refused("authorize", oslo.with_suffix(".key"), allow=allow)
+    assert "oslo.key is a secret key by its name" in secret and "; authorize oslo.pub" in secret
+    for words, line in (
+        ((oslo, "--name", "a b"), "'a b' is no node name: "),
+        ((tmp_path / "nowhere.pub",), "cannot read the key file "),
+    ):
+        assert line in refused("authorize", *words, allow=allow)
+    assert "is not a folder; put the nodes" in refused("authorize", oslo, allow=tmp_path / "typo")
+    assert not (tmp_path / "typo").exists()
     (allow / "broken.pub").write_text("half a key")
-    with pytest.raises(KeyFileError, match=r"broken\.pub is no key file"):
-        authorize(allow, oslo, "oslo")
+    assert "broken.pub is no key file" in refused("authorize", oslo, allow=allow)
     assert names_in(allow) == ["broken.pub"]
 
 
-def test_a_write_that_fails_leaves_no_litter(tmp_path: Path, allow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_no_draft(tmp_path: Path, allow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oslo = public_of(tmp_path, "oslo")
 
     def full(path: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(CommandError, match=r"cannot write to .*no space left on device"):
-        authorize(allow, oslo, "oslo")
+    assert "cannot write to " in (line := refused("authorize", oslo, allow=allow)) and "no space left" in line
     assert names_in(allow) == []
 
 
-def test_a_name_that_is_not_there_is_told_with_those_that_are(tmp_path: Path, allow: Path) -> None:
-    with pytest.raises(CommandError, match="holds no key of 'osl'; it holds those of: nobody"):
-        revoke(allow, "osl")
-    authorize(allow, public_of(tmp_path, "oslo"), "oslo")
+def test_only_names_that_are_there_can_be_revoked_broken_files_included(tmp_path: Path, allow: Path) -> None:
+    assert "holds no key of 'osl'; it holds those of: nobody" in refused("revoke", "osl", allow=allow)
+    said("authorize", public_of(tmp_path, "oslo"), allow=allow)
     for typo in ("osl", "../allow/oslo", "oslo.pub", ""):
-        with pytest.raises(CommandError, match="it holds those of: oslo"):
-            revoke(allow, typo)
-    assert names_in(allow) == ["oslo.pub"]
-
-
-def test_a_broken_file_can_be_revoked_and_stands_in_no_ones_way(tmp_path: Path, allow: Path) -> None:
-    authorize(allow, public_of(tmp_path, "oslo"), "oslo")
+        assert "it holds those of: oslo" in refused("revoke", typo, allow=allow)
     (allow / "a b.pub").write_text("half a key")
-    revoke(allow, "oslo")
-    revoke(allow, "a b")
+    said("revoke", "oslo", allow=allow)
+    said("revoke", "a b", allow=allow)
     assert names_in(allow) == []
 
 
-def test_a_key_that_is_there_twice_is_told_when_one_is_revoked(tmp_path: Path, allow: Path) -> None:
+def test_unusable_files_and_keys_that_are_there_twice_are_listed(tmp_path: Path, allow: Path) -> None:
     oslo = public_of(tmp_path, "oslo")
     for name in ("oslo", "twin"):
         (allow / f"{name}.pub").write_bytes(oslo.read_bytes())
-    assert [(name, good) for name, _, good in listed(allow)] == [("oslo", True), ("twin", False)]
-    assert revoke(allow, "oslo") == ["twin"]
-    assert revoke(allow, "twin") == []
-
-
-def test_the_list_shows_keys_and_what_is_wrong(tmp_path: Path, allow: Path) -> None:
-    oslo = public_of(tmp_path, "oslo")
-    authorize(allow, oslo, "oslo")
     (allow / "broken.pub").write_text("half a key")
-    broken, good = listed(allow)
-    assert good == ("oslo", load_public(oslo).decode(), True)
-    assert broken[0] == "broken" and "is no key file" in broken[1] and not broken[2]
+    listed = farloop("keys", "list", "--allow", str(allow))
+    assert listed.exit_code == 2 and listed.stderr.rstrip().endswith("mended or revoked: broken, twin")
+    broken, good, twin = listed.stdout.splitlines()
+    assert "is no key file" in broken and good.split() == ["oslo", load_public(oslo).decode()]
+    assert "unusable: the same key as oslo's" in twin
+    assert "may still come in as twin" in refused("revoke", "oslo", allow=allow)
+    said("revoke", "twin", allow=allow)
+    assert names_in(allow) == ["broken.pub"]

@@ -31,13 +31,13 @@ def test_any_text_comes_back_from_its_repr(text: str) -> None:
 
 
 def test_a_line_has_time_level_and_place_first() -> None:
-    line = KeyValueLines().format(record("session over reason=%s detail=%r", "CLOSED", "the link was cut"))
+    line = KeyValueLines().format(record("session ended reason=%s detail=%r", "CLOSED", "the link was cut"))
     words = shlex.split(line)
     assert words[0].startswith("ts=20") and words[0].endswith("Z")
     assert words[1:] == [
         "level=warning",
         "at=node.link",
-        "event=session over",
+        "event=session ended",
         "reason=CLOSED",
         "detail=the link was cut",
     ]

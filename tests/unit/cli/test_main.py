@@ -1,6 +1,5 @@
 """The front door: words in, text and exit codes out. Nothing is started here."""
 
-import json
 import logging
 import os
 import re
@@ -9,9 +8,11 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+import typer.main
+from command_line import error_line, farloop, found
 
 from farloop.algo.methods import METHODS
 from farloop.cli.main import app
@@ -19,35 +20,16 @@ from farloop.cli.ranks import rank_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
-COMMANDS = [
-    ["demo"],
-    ["coordinator"],
-    ["node"],
-    ["status"],
-    ["simulate"],
-    ["simulate", "bandwidth"],
-    ["simulate", "run"],
-    ["methods"],
-    ["codecs"],
-    ["schedule"],
-    ["explain"],
-    ["journal"],
-    ["journal", "show"],
-    ["journal", "verify"],
-    ["journal", "replay"],
-    ["bench"],
-    ["bench", "quality"],
-    ["bench", "codecs"],
-    ["doctor"],
-    ["config"],
-    ["config", "check"],
-    ["config", "show"],
-    ["keys"],
-    ["keys", "new"],
-    ["keys", "authorize"],
-    ["keys", "revoke"],
-    ["keys", "list"],
-]
+
+def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command, groups included, by its words."""
+    for name, one in getattr(group, "commands", {}).items():
+        yield (*words, name)
+        yield from commands(one, (*words, name))
+
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+GROUPS = {words[:-1] for words in COMMANDS if len(words) > 1}
 
 
 @pytest.fixture(autouse=True)
@@ -60,16 +42,6 @@ def logging_as_before() -> Iterator[None]:
     root.setLevel(level)
 
 
-def farloop(*words: str) -> Result:
-    return CliRunner().invoke(app, words, env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}, prog_name="farloop")
-
-
-def error_line(result: Result) -> str:
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("ts=")]
-    assert len(lines) == 1, result.stderr
-    return lines[0].removeprefix("farloop: error: ")
-
-
 def test_help_names_every_command_and_all_exit_codes() -> None:
     text = farloop("--help").stdout
     assert all(f" {words[0]} " in text for words in COMMANDS)
@@ -78,19 +50,12 @@ def test_help_names_every_command_and_all_exit_codes() -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_command_has_help_that_fits_and_ends_well(words: list[str]) -> None:
+def test_every_command_has_help_that_fits_and_an_example(words: tuple[str, ...]) -> None:
     result = farloop(*words, "--help")
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 100
     assert f"Usage: farloop {' '.join(words)}" in result.stdout
-
-
-TAKE_NOTHING = (["methods"], ["journal"], ["bench"], ["simulate"], ["config"], ["keys"])
-
-
-@pytest.mark.parametrize("words", [words for words in COMMANDS if words not in TAKE_NOTHING])
-def test_commands_that_take_something_show_an_example(words: list[str]) -> None:
-    assert f"Example: farloop {' '.join(words)}" in farloop(*words, "--help").stdout
+    assert words in {*GROUPS, ("methods",)} or f"Example: farloop {' '.join(words)}" in result.stdout
 
 
 def test_help_answers_without_torch_numpy_and_zmq() -> None:
@@ -120,24 +85,13 @@ def test_a_misspelt_command_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("words", [["coordinator"], ["node"], ["config", "check"], ["config", "show"]])
 def test_a_missing_file_is_one_line_and_ends_with_2(words: list[str], tmp_path: Path) -> None:
-    result = farloop(*words, str(tmp_path / "x.toml"))
-    assert result.exit_code == 2
-    assert error_line(result) == f"{tmp_path}/x.toml: cannot be read: no such file or directory"
-
-
-def test_a_wrong_key_is_one_line_and_ends_with_2(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text("[run]\nstepps = 3\n[coordinator]\nstate_dir = 's'\n")
-    result = farloop("coordinator", str(path))
-    assert result.exit_code == 2
-    assert error_line(result) == f"{path}:2: [run] stepps: there is no such key; did you mean steps?"
+    assert error_line(*words, f"{tmp_path}/x.toml") == f"{tmp_path}/x.toml: cannot be read: no such file or directory"
 
 
 def test_nproc_is_a_setting_like_any_other(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text("[node]\nname = 'a'\n")
-    result = farloop("node", str(path), "--nproc", "0")
-    assert (result.exit_code, error_line(result)) == (2, "--set: [node] nproc: the least is 1, not 0")
+    assert error_line("node", str(path), "--nproc", "0") == "--set: [node] nproc: the least is 1, not 0"
 
 
 @pytest.mark.parametrize("name", ["run.toml", "node-a.toml", "node-b.toml"])
@@ -148,9 +102,8 @@ def test_the_examples_are_good(name: str) -> None:
 
 
 def test_the_example_with_a_model_of_its_own_wants_its_first_weights() -> None:
-    result = farloop("config", "check", str(EXAMPLES / "own-run.toml"), "--set", "run.init=nowhere.safetensors")
-    assert result.exit_code == 2
-    assert "[run] init: there is no file" in error_line(result)
+    line = error_line("config", "check", str(EXAMPLES / "own-run.toml"), "--set", "run.init=nowhere.safetensors")
+    assert "[run] init: there is no file" in line
 
 
 def test_check_says_what_a_run_comes_to(tmp_path: Path) -> None:
@@ -165,9 +118,9 @@ def test_check_says_what_a_run_comes_to(tmp_path: Path) -> None:
 def test_check_reads_the_keys_too(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text("[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n")
-    result = farloop("config", "check", str(path))
-    assert result.exit_code == 2
-    assert error_line(result).startswith(f"cannot read the key file {tmp_path}/a.key: No such file")
+    assert error_line("config", "check", str(path)).startswith(
+        f"cannot read the key file {tmp_path}/a.key: No such file"
+    )
 
 
 def test_what_show_prints_is_a_file_that_says_the_same(tmp_path: Path) -> None:
@@ -175,8 +128,7 @@ def test_what_show_prints_is_a_file_that_says_the_same(tmp_path: Path) -> None:
     path.write_text("[run]\nname = 'a \"b\"'\nlr = 1e-5\ntau = 3\n[coordinator]\nstate_dir = 's'\n")
     flags = ["--set", "run.h=20"]
     again.write_text(farloop("config", "show", str(path), *flags).stdout)
-    first = json.loads(farloop("config", "show", "--json", str(path), *flags).stdout)
-    second = json.loads(farloop("config", "show", "--json", str(again)).stdout)
+    first, second = found("config", "show", str(path), *flags), found("config", "show", str(again))
     assert values(first) == values(second)
     assert tomllib.loads(again.read_text())["run"]["name"] == 'a "b"'
 
@@ -189,7 +141,7 @@ def test_show_says_who_gave_a_value_and_what_it_means(tmp_path: Path, monkeypatc
     path = tmp_path / "node.toml"
     path.write_text("[node]\nname = 'a'\n")
     monkeypatch.setenv("FARLOOP_NODE__THREADS", "3")
-    shown = json.loads(farloop("config", "show", "--json", str(path), "--set", "node.nproc=2").stdout)["node"]
+    shown = found("config", "show", str(path), "--set", "node.nproc=2")["node"]
     assert [shown[key]["from"] for key in ("name", "threads", "nproc", "http")] == [
         f"{path}:2",
         "FARLOOP_NODE__THREADS",
@@ -200,41 +152,9 @@ def test_show_says_who_gave_a_value_and_what_it_means(tmp_path: Path, monkeypatc
     assert "# (FARLOOP_NODE__THREADS) CPU threads per process" in farloop("config", "show", str(path)).stdout
 
 
-def test_keys_new_says_where_each_half_goes_and_never_overwrites(tmp_path: Path) -> None:
-    result = farloop("keys", "new", str(tmp_path), "--name", "oslo")
-    assert result.exit_code == 0
-    assert [line.split()[0] for line in result.stdout.splitlines()] == [f"{tmp_path}/oslo.key", f"{tmp_path}/oslo.pub"]
-    secret = (tmp_path / "oslo.key").read_text().strip()
-    assert secret not in result.stdout
-    again = farloop("keys", "new", str(tmp_path), "--name", "oslo")
-    assert again.exit_code == 2
-    assert "never overwritten" in error_line(again)
-
-
-def test_keys_come_and_go_by_name_and_the_list_shows_them(tmp_path: Path) -> None:
-    farloop("keys", "new", str(tmp_path), "--name", "oslo")
-    (tmp_path / "allowed").mkdir()
-    where = ("--allow", str(tmp_path / "allowed"))
-    assert "nobody may come in" in farloop("keys", "list", *where).stdout
-    first = farloop("keys", "authorize", str(tmp_path / "oslo.pub"), *where)
-    assert (first.exit_code, first.stdout.split()[0]) == (0, "oslo")
-    assert "already" in farloop("keys", "authorize", str(tmp_path / "oslo.pub"), *where).stdout
-    shown = farloop("keys", "list", *where)
-    assert (shown.exit_code, shown.stdout.split()) == (0, ["oslo", (tmp_path / "oslo.pub").read_text().strip()])
-    (tmp_path / "allowed" / "twin.pub").write_bytes((tmp_path / "oslo.pub").read_bytes())
-    unusable = farloop("keys", "list", *where)
-    assert unusable.exit_code == 2 and error_line(unusable).endswith("mended or revoked: twin")
-    half = farloop("keys", "revoke", "oslo", *where)
-    assert half.exit_code == 2 and "may still come in as twin" in error_line(half)
-    gone = farloop("keys", "revoke", "twin", *where)
-    assert (gone.exit_code, list((tmp_path / "allowed").iterdir())) == (0, [])
-    again = farloop("keys", "revoke", "twin", *where)
-    assert again.exit_code == 2 and "holds no key of 'twin'" in error_line(again)
-
-
 def test_tables_list_all_methods_and_codecs() -> None:
     assert all(name in farloop("methods").stdout for name in METHODS)
-    assert [row["name"] for row in json.loads(farloop("methods", "--json").stdout)] == list(METHODS)
+    assert [row["name"] for row in found("methods")] == list(METHODS)
     listed = farloop("codecs", "--no-measure").stdout
     assert all(name in listed for name in ("fp32", "bf16", "q8", "q4", "e3m0"))
 
@@ -255,14 +175,12 @@ def test_a_demo_that_cannot_be_is_one_line_before_anything_is_started(
     words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = farloop("demo", *words)
-    assert (result.exit_code, line in error_line(result)) == (2, True), result.stderr
+    assert line in error_line("demo", *words)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_status_address_that_is_none_ends_with_2() -> None:
-    result = farloop("status", "--url", "ftp://x")
-    assert (result.exit_code, error_line(result)) == (2, "--url ftp://x: http://host:port is wanted")
+    assert error_line("status", "--url", "ftp://x") == "--url ftp://x: http://host:port is wanted"
 
 
 def test_this_test_run_is_no_rank() -> None:

@@ -1,4 +1,4 @@
-"""Covers `cli/run_results.py`: the figures of a run, from its status and its metrics (protocol, Figures)."""
+"""The summary of a run, from its final status and its metrics."""
 
 import json
 from pathlib import Path
@@ -107,11 +107,7 @@ def test_q4_both_ways_divides_the_bytes_by_64_h_over_8_and_a_half(
     assert least < came["reduction"] < most
 
 
-def test_the_compute_share_is_the_mean_of_the_nodes(tmp_path: Path) -> None:
-    assert summary_of(tmp_path, [report("a", bytes_up=1)])["compute_share"] == pytest.approx(0.8)
-
-
 def test_digests_are_equal_if_every_node_left_with_the_coordinators(tmp_path: Path) -> None:
-    events = [report("a", bytes_up=1)]
-    assert summary_of(tmp_path, events)["digests_equal"] is True
-    assert summary_of(tmp_path, events, digests=(DIGESTS, ["00000000000000ab"]))["digests_equal"] is False
+    same, other = (summary_of(tmp_path, [report("a", bytes_up=1)], digests=(DIGESTS, d)) for d in (DIGESTS, ["ab"]))
+    assert (same["digests_equal"], other["digests_equal"]) == (True, False)
+    assert same["compute_share"] == pytest.approx(0.8), "the mean of the nodes"

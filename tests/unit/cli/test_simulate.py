@@ -1,38 +1,28 @@
-"""`farloop simulate bandwidth`: words in; tables, JSON and a figure out."""
+"""`farloop simulate bandwidth` and `run`: options and scenarios in; tables, JSON and figures out."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from command_line import error_line, farloop
+from command_line import found as found_by
+from typer.testing import Result
 
-from farloop.cli.main import app
 from farloop.cli.simulate import parse_bandwidths, parse_number
 from farloop.config.exit_codes import CommandError
+from farloop.config.scenario_file import example_names, load_example, load_scenario
 from farloop.sim.bandwidth import gbit_text
+from farloop.sim.flow.scenario import Group
 
 MODEL = ("--params", "1e9", "--layers", "24", "--step-s", "0.1")
 
 
-def farloop(*words: str, columns: int = 80) -> Result:
-    env = {"COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}
-    return CliRunner().invoke(app, ["simulate", "bandwidth", *words], env=env, prog_name="farloop")
+def bandwidth(*words: str, columns: int = 80) -> Result:
+    return farloop("simulate", "bandwidth", *words, columns=columns)
 
 
-def found(*words: str) -> dict[str, Any]:
-    result = farloop(*MODEL, *words, "--json")
-    assert result.exit_code == 0, result.output
-    parsed = json.loads(result.stdout)
-    assert isinstance(parsed, dict)
-    return parsed
-
-
-def error_line(*words: str) -> str:
-    result = farloop(*words)
-    assert (result.exit_code, result.stdout) == (2, ""), result.output
-    (line,) = result.stderr.splitlines()
-    return line.removeprefix("farloop: error: ")
+def found(*words: str) -> Any:
+    return found_by("simulate", "bandwidth", *MODEL, *words)
 
 
 def test_json_has_the_required_bandwidths_and_the_utilization_at_each_one() -> None:
@@ -41,17 +31,8 @@ def test_json_has_the_required_bandwidths_and_the_utilization_at_each_one() -> N
     assert curve["required_gbit_s"]["0.95"] == pytest.approx(6.03, abs=0.005)
     assert list(curve["utilization"]) == ["1", "2", "10", "2.5"]
     assert curve["utilization"]["10"] == 1.0 > curve["utilization"]["1"] > 0.5
-    settings = {
-        "method": "streaming",
-        "model": "farloop",
-        "lag": 0,
-        "params": 10**9,
-        "layers": 24,
-        "step_s": 0.1,
-        "h": 100,
-        "bits": 4.0,
-    }
-    assert settings.items() <= curve.items()
+    settings = {"method": "streaming", "model": "farloop", "lag": 0, "params": 10**9, "layers": 24, "step_s": 0.1}
+    assert (settings | {"h": 100, "bits": 4.0}).items() <= curve.items()
     assert (curve["fragments"], curve["overlap"], curve["payload_gbit"]) == (8, 1, 4.0)
     assert curve["mean_gbit_s"] == pytest.approx(0.4)
 
@@ -76,34 +57,17 @@ def test_diloco_with_h_of_1_has_the_rows_of_data_parallel() -> None:
 
 
 def test_a_model_of_few_layers_needs_no_word_on_its_fragments() -> None:
-    result = farloop("--layers", "2", "--json")
-    assert json.loads(result.stdout)["fragments"] == 1
+    assert found("--layers", "2")["fragments"] == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "steps"),
-    [
-        (
-            "farloop",
-            [
-                ("data-parallel", 1, 0, 16.0),
-                ("diloco", 100, 0, 16.0),
-                ("streaming", 100, 5, 16.0),
-                ("streaming", 100, 5, 4.25),
-            ],
-        ),
-        (
-            "published",
-            [
-                ("data-parallel", 1, 0, 16.0),
-                ("diloco", 100, 0, 16.0),
-                ("streaming", 100, 0, 16.0),
-                ("streaming", 100, 1, 16.0),
-                ("streaming", 100, 1, 4.0),
-            ],
-        ),
-    ],
-)
+DIRECT = [("data-parallel", 1, 0, 16.0), ("diloco", 100, 0, 16.0)]
+LADDERS = {
+    "farloop": [*DIRECT, ("streaming", 100, 5, 16.0), ("streaming", 100, 5, 4.25)],
+    "published": [*DIRECT, *(("streaming", 100, overlap, bits) for overlap, bits in ((0, 16.0), (1, 16.0), (1, 4.0)))],
+}
+
+
+@pytest.mark.parametrize(("model", "steps"), LADDERS.items())
 def test_all_is_a_ladder_that_needs_less_at_every_step(model: str, steps: list[tuple[str, int, int, float]]) -> None:
     curves = found("--method", "all", "--model", model)["methods"]
     assert [(curve["method"], curve["h"], curve["overlap"], curve["bits"]) for curve in curves] == steps
@@ -121,7 +85,7 @@ def test_the_ladder_has_no_step_that_adds_nothing() -> None:
 
 @pytest.mark.parametrize("method", ["all", "streaming"])
 def test_the_tables_fit_a_terminal(method: str) -> None:
-    lines = farloop(
+    lines = bandwidth(
         "--method", method, *(() if method == "all" else ("--overlap", "5")), "--gbit-s", "0.1,12345"
     ).stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -134,7 +98,7 @@ def test_the_tables_fit_a_terminal(method: str) -> None:
 @pytest.mark.parametrize("name", ["one.svg", "folder/all.png", "all.pdf"])
 def test_the_figure_is_a_file_of_the_kind_that_its_name_says(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    result = farloop("--method", path.stem if path.stem == "all" else "diloco", "--plot", str(path))
+    result = bandwidth("--method", path.stem if path.stem == "all" else "diloco", "--plot", str(path))
     assert result.exit_code == 0, result.output
     assert f"figure  {path}" in result.stdout
     magic = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[path.suffix]
@@ -143,7 +107,7 @@ def test_the_figure_is_a_file_of_the_kind_that_its_name_says(name: str, tmp_path
 
 def test_the_figure_is_the_same_bytes_every_time_and_names_its_curves(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg"):
-        farloop("--method", "all", "--plot", str(tmp_path / name))
+        bandwidth("--method", "all", "--plot", str(tmp_path / name))
     text = (tmp_path / "a.svg").read_text()
     assert text == (tmp_path / "b.svg").read_text()
     assert all(f">{word}<" in text for word in ("data-parallel", "diloco", "streaming", "+ 4.25 bit"))
@@ -162,9 +126,9 @@ def test_the_figure_is_the_same_bytes_every_time_and_names_its_curves(tmp_path: 
 )
 def test_what_does_not_apply_is_said_and_changes_nothing(words: tuple[str, ...], note: str) -> None:
     method, *rest = words
-    result = farloop("--method", method, *rest, "--json")
+    result = bandwidth("--method", method, *rest, "--json")
     assert note in result.stderr
-    assert result.stdout == farloop("--method", method, "--json").stdout
+    assert result.stdout == bandwidth("--method", method, "--json").stdout
 
 
 @pytest.mark.parametrize(
@@ -190,7 +154,7 @@ def test_what_does_not_apply_is_said_and_changes_nothing(words: tuple[str, ...],
     ],
 )
 def test_a_bad_option_is_one_line_and_ends_with_2(words: tuple[str, ...], line: str) -> None:
-    assert error_line(*words) == line
+    assert error_line("simulate", "bandwidth", *words) == line
 
 
 @pytest.mark.parametrize(
@@ -214,8 +178,166 @@ def test_a_bandwidth_has_three_digits(gbit_s: float, text: str) -> None:
     assert gbit_text(gbit_s) == text
 
 
-def test_the_command_has_help_with_an_example() -> None:
-    result = farloop("--help", columns=100)
-    assert result.exit_code == 0
+GOOD = """\
+name = "small"
+about = "two kinds of nodes"
+steps = 300
+
+[run]
+h = 30
+bits_up = 4
+
+[[nodes]]
+name = "a"
+count = 2
+up_gbit_s = 1
+
+[[nodes]]
+name = "b"
+step_s = 1.5
+
+[[variants]]
+method = "data-parallel"
+
+[[variants]]
+name = "mine"
+method = "streaming"
+h = 60
+"""
+
+
+def played(*words: str) -> Any:
+    return found_by("simulate", "run", *words)
+
+
+def refused(*words: str) -> str:
+    return error_line("simulate", "run", *words)
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "scenario.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_json_has_a_row_for_every_variant(tmp_path: Path) -> None:
+    report = played(written(tmp_path, GOOD), "--seed", "3", "--repeats", "2")
+    assert (report["name"], report["seed"], report["repeats"], report["swept"]) == ("small", 3, 2, None)
+    lock_step, mine = report["rows"]
+    assert (lock_step["variant"], mine["variant"]) == ("data-parallel", "mine")
+    assert (lock_step["outer_steps"], mine["outer_steps"]) == (300, 5)
+    assert lock_step["time_to_steps_s"] > 450
+    assert mine["metrics"]["farloop_node_bytes"]["up"] == mine["bytes_up"] > 0
+
+
+def test_a_lock_step_variant_takes_over_nothing_that_it_has_no_use_for(tmp_path: Path) -> None:
+    scenario = load_scenario(Path(written(tmp_path, GOOD)))
+    lock_step, mine = (variant.choice.rules() for variant in scenario.variants)
+    assert (lock_step.h, lock_step.bits_up) == (1, 32.0)
+    assert (mine.h, mine.bits_up, mine.bits_down) == (60, 4, 4.25)
+    assert scenario.nodes[1] == Group(name="b", step_s=1.5)
+
+
+def test_the_tables_are_for_people(tmp_path: Path) -> None:
+    result = farloop("simulate", "run", written(tmp_path, GOOD))
+    assert result.exit_code == 0, result.output
+    assert "small: two kinds of nodes" in result.stdout
+    assert "goodput" in result.stdout and "lost steps" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
-    assert "Example: farloop simulate bandwidth" in result.stdout
+
+
+def test_without_variants_the_run_itself_is_played(tmp_path: Path) -> None:
+    report = played(written(tmp_path, 'steps = 60\n[run]\nmethod = "diloco"\n'))
+    assert [row["variant"] for row in report["rows"]] == ["diloco"]
+    assert report["rows"][0]["goodput"] == 1.0
+
+
+@pytest.mark.parametrize("sweep", ["", '[sweep]\nkey = "crashes_per_hour"\nvalues = [0.1, 1, 10]\n'])
+def test_a_figure_is_drawn(tmp_path: Path, sweep: str) -> None:
+    path = tmp_path / "out" / "figure.svg"
+    published = '[[published]]\nvariant = "mine"\ngoodput = 0.5\n' + ("value = 10\n" if sweep else "")
+    result = farloop("simulate", "run", written(tmp_path, GOOD + sweep + published), "--plot", str(path))
+    assert result.exit_code == 0, result.output
+    text = path.read_text()
+    assert "where machine-seconds go" in text and "mine" in text
+    assert ("goodput: machine-seconds" in text) == bool(sweep)
+    assert "published" in result.stdout
+
+
+def test_the_same_scenario_gives_the_same_bytes(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD.replace("step_s = 1.5", "step_sigma = 0.2\ncrashes_per_hour = 20"))
+    assert farloop("simulate", "run", path, "--json").stdout == farloop("simulate", "run", path, "--json").stdout
+    assert (
+        farloop("simulate", "run", path, "--json").stdout
+        != farloop("simulate", "run", path, "--json", "--seed", "9").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("steps = 300", "setps = 300", ":3: setps: there is no such key; did you mean steps?"),
+        ("steps = 300", "", ": steps is missing: how long is it? Or give hours"),
+        ("steps = 300", 'steps = "300"', ":3: steps: a whole number is wanted, not '300'"),
+        ("h = 30", "hh = 30", ":6: [run] hh: there is no such key; did you mean h?"),
+        ("h = 30", "h = 30.5", ":6: [run] h: a whole number is wanted, not 30.5"),
+        ("count = 2", "cuont = 2", ":11: [[nodes]] cuont: there is no such key; did you mean count?"),
+        ("step_s = 1.5", "step_s = -1", ":16: [[nodes]] step_s: is -1.0; it must be above 0"),
+        ('name = "b"', 'name = "a"', ": nodes: the name 'a' is there twice"),
+        ("step_s = 1.5", 'site = "paris"', ":16: [[nodes]] site: 'paris' is not among the sites"),
+        ('"streaming"', '"streeming"', ":23: [[variants]] method: there is no 'streeming'; did you mean streaming?"),
+        ("h = 60", "h = 4", ":21: [[variants]] fragments: is 6, more than the inner steps of a round; at most h = 4"),
+        ("h = 60", "h = 60\ntau = true", ":25: [[variants]] tau: a whole number is wanted, not True"),
+        ("[run]", "[rum]", ":5: rum: there is no such key; did you mean run?"),
+        ('[[nodes]]\nname = "a"', '[nodes]\nname = "a"', ":14: is not TOML"),
+        (
+            "h = 60",
+            'h = 60\n[sweep]\nkey = "cont"\nvalues = [1]',
+            ":26: [sweep] key: there is no 'cont'; did you mean count?",
+        ),
+        (
+            "h = 60",
+            'h = 60\n[sweep]\nkey = "count"\nvalues = [1.5]',
+            ":27: [sweep] values: count cannot be 1.5: it takes",
+        ),
+        ("h = 60", 'h = 60\n[sweep]\nkey = "count"', ":25: [sweep] values is missing"),
+        (
+            "h = 60",
+            'h = 60\n[[outages]]\ngroup = "c"\nat_s = 1\nfor_s = 1',
+            ":26: [[outages]] group: 'c' is not among the",
+        ),
+    ],
+)
+def test_whatever_is_wrong_is_one_line_that_says_where(tmp_path: Path, old: str, new: str, line: str) -> None:
+    assert old in GOOD
+    path = written(tmp_path, GOOD.replace(old, new, 1))
+    assert refused(path).startswith(path + line)
+
+
+def test_words_that_make_no_sense_together_are_refused(tmp_path: Path) -> None:
+    assert refused().startswith("either a SCENARIO.toml or --example is wanted, of ")
+    assert refused("--example", "failure") == "--example: there is no 'failure'; did you mean failures?"
+    assert refused("--example", "failures", "--plot", "x.gif").startswith("--plot is a file named .svg, .png or .pdf")
+    assert refused(str(tmp_path / "none.toml")).endswith("none.toml: cannot be read: no such file or directory")
+    assert refused(written(tmp_path, GOOD), "--show").startswith("--show goes with --example")
+
+
+def test_a_run_that_stands_still_for_good_is_told_so(tmp_path: Path) -> None:
+    path = written(tmp_path, "steps = 600\n[[nodes]]\ndrains_at_s = 50\n")
+    assert "never finishes: after" in refused(path)
+
+
+def test_examples_are_listed_and_shown() -> None:
+    names = example_names()
+    assert {"failures", "published"} <= set(names)
+    listed = farloop("simulate", "run", "--list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == names
+    for name in names:
+        scenario = load_example(name)
+        assert scenario.name == name and scenario.about in "\n".join(listed)
+        assert f'name = "{name}"' in farloop("simulate", "run", "--example", name, "--show").stdout
+
+
+def test_the_scenario_for_users_is_good() -> None:
+    scenario = load_scenario(Path(__file__).resolve().parents[3] / "examples" / "scenario.toml")
+    assert [variant.name for variant in scenario.variants] == ["diloco", "streaming", "decoupled"]

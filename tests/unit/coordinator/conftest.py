@@ -3,7 +3,8 @@
 import pytest
 from plain_runs import plain_terms
 
-from farloop.algo.spec import Fragment, Identity, Layout, LearningRate, RunSpec, TensorSlot
+from farloop.algo.spec import Fragment, Identity, Layout, RunSpec, TensorSlot
+from farloop.algo.terms import LearningRate
 
 
 @pytest.fixture(scope="session")

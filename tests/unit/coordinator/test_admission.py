@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+from plain_runs import plain_progress
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RoundPlan, RunSpec
 from farloop.coordinator.decide import records as rec
@@ -12,7 +13,7 @@ from farloop.coordinator.decide.admission import delta_refusal, progress_untrue,
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.decide.windows import Window
-from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, BytesByKind, Committed, Hello, Offer, Progress
+from farloop.wire.messages import PROTOCOL_VERSIONS, AnchorRef, BytesByKind, Committed, Hello, Offer
 from farloop.wire.reasons import Reason
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -218,7 +219,7 @@ def test_a_delta_may_hold_all_that_was_done_where_nothing_is_ever_mixed_in(spec:
 def lasting(spec: RunSpec, rounds_of_versions: tuple[int, ...], **terms: Any) -> Ledger:
     """A ledger whose fragment 1 was committed by windows of these rounds."""
     terms = {"steps": 1000, **terms}
-    spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+    spec = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
     ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=3))
     slow = ((C, 6),)
     ledger.rounds = {
@@ -233,10 +234,7 @@ def lasting(spec: RunSpec, rounds_of_versions: tuple[int, ...], **terms: Any) ->
     return ledger
 
 
-REPORT = Progress(
-    state="training", position=1.0, round=0, inner_steps=10, tokens=10, loss=None, tokens_per_s=1.0, compute_share=1.0,
-    blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0,
-)  # fmt: skip
+REPORT = plain_progress(inner_steps=10, tokens=10, loss=None)
 
 
 @pytest.mark.parametrize(

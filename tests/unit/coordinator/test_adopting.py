@@ -404,7 +404,7 @@ def test_terms_that_a_run_cannot_have_are_not_taken_over(
     start: Start, spec: RunSpec, changes: dict[str, Any], windows: tuple[int, ...]
 ) -> None:
     three(start)
-    terms = dataclasses.replace(spec.terms, **changes)
+    terms = spec.terms.replace(**changes)
     revision = Revision(number=1, terms=terms, windows=windows, round=4)
     start.tell(A, 1, *NEW, revisions=(revision,))
     assert f"{ALARM} of a" in start.machine.alarms

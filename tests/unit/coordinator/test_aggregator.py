@@ -17,7 +17,8 @@ from farloop.algo.methods import METHODS
 from farloop.algo.outer_optimizers import state_names, step_
 from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterSettings
 from farloop.algo.schedule import learning_rate
-from farloop.algo.spec import Fragment, OuterKind, RoundPlan, RunSpec, TensorSlot, Terms
+from farloop.algo.spec import Fragment, OuterKind, RoundPlan, RunSpec, TensorSlot
+from farloop.algo.terms import Terms
 from farloop.coordinator import aggregator
 from farloop.coordinator.aggregator import Buffers, Result, Step
 from farloop.coordinator.storage.snapshots import Snapshot, load, save
@@ -74,9 +75,9 @@ def begun(terms: Terms) -> Buffers:
 
 def commit(buffers: Buffers, inputs: list[tuple[bytearray, float]], terms: Terms, *, codec_down: str = "q4") -> Result:
     """One whole commit, as the daemon does it."""
-    this = step(buffers.version + 1, lr=terms.outer_lr, momentum=terms.outer_momentum)
+    this = step(buffers.version + 1, lr=terms.outer.lr, momentum=terms.outer.momentum)
     merged = aggregator.merge(
-        inputs, this, [terms.codec_up] * len(inputs), [(buffers.version, buffers.version + 1)] * len(inputs)
+        inputs, this, [terms.codecs.up] * len(inputs), [(buffers.version, buffers.version + 1)] * len(inputs)
     )
     return aggregator.commit(buffers, merged, this, terms, codec_down)
 
@@ -99,7 +100,7 @@ def test_a_run_begins_with_the_target_at_the_anchor_and_no_momentum(spec: RunSpe
 
 
 def test_without_outer_momentum_there_is_no_buffer_of_it(spec: RunSpec) -> None:
-    buffers = begun(dataclasses.replace(spec.terms, outer_momentum=0.0))
+    buffers = begun(spec.terms.replace(outer_momentum=0.0))
     assert buffers.outer == {} and buffers.outer_digest() is None
 
 
@@ -188,11 +189,11 @@ def test_the_settings_of_the_commit_count_not_those_of_the_run(spec: RunSpec) ->
 
 def test_data_parallel_is_one_adamw_on_the_mean_gradient(spec: RunSpec) -> None:
     """K: the coordinator clips the mean and steps torch's AdamW with the run's schedule; matrices alone decay."""
-    terms = dataclasses.replace(spec.terms, method="data-parallel", h=1, codec_up="fp32", codec_down="fp32", clip=0.1)
+    terms = spec.terms.replace(method="data-parallel", h=1, codec_up="fp32", codec_down="fp32", clip=0.1)
     buffers = begun(terms)
     w = torch.nn.Parameter(buffers.target[:1000].clone().reshape(20, 50))
     b = torch.nn.Parameter(buffers.target[1024:1031].clone())
-    groups = [{"params": [w], "weight_decay": terms.weight_decay}, {"params": [b], "weight_decay": 0.0}]
+    groups = [{"params": [w], "weight_decay": terms.inner.weight_decay}, {"params": [b], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))
     for number in range(1, 6):
         mean = noise(number)
@@ -200,7 +201,7 @@ def test_data_parallel_is_one_adamw_on_the_mean_gradient(spec: RunSpec) -> None:
         result = commit(buffers, [(delta(mean, "fp32", version=number), 1.0)], terms, codec_down="fp32")
         buffers = result.buffers
         w.grad, b.grad = mean[:1000].clone().reshape(20, 50), mean[1024:1031].clone()
-        torch.nn.utils.clip_grad_norm_([w, b], terms.clip)
+        torch.nn.utils.clip_grad_norm_([w, b], terms.inner.clip)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(terms, position)
         optimizer.step()
@@ -227,7 +228,7 @@ def test_the_anchor_moves_by_the_decoded_update_and_by_nothing_else(spec: RunSpe
 
 def test_what_the_downlink_loses_is_in_the_next_update(spec: RunSpec) -> None:
     """target − anchor is the downlink's error feedback: without new deltas the anchor comes to the target."""
-    terms = dataclasses.replace(spec.terms, codec_up="fp32", outer_momentum=0.0)
+    terms = spec.terms.replace(codec_up="fp32", outer_momentum=0.0)
     buffers, gaps = begun(terms), []
     for number in range(1, 6):
         change = noise(1) if number == 1 else torch.zeros(1280)
@@ -270,13 +271,13 @@ def test_the_same_commit_gives_the_same_bytes(spec: RunSpec) -> None:
 def test_the_norm_of_the_merged_delta_is_reported(spec: RunSpec) -> None:
     change = torch.zeros(1280)
     change[3], change[9] = 3.0, 4.0
-    result = commit(begun(spec.terms), [(delta(change, "fp32"), 1.0)], dataclasses.replace(spec.terms, codec_up="fp32"))
+    result = commit(begun(spec.terms), [(delta(change, "fp32"), 1.0)], spec.terms.replace(codec_up="fp32"))
     assert result.delta_norm == 5.0
 
 
 def test_deltas_that_add_up_to_infinity_make_no_update(spec: RunSpec) -> None:
     """They were finite one by one; the commit fails as a whole."""
-    terms = dataclasses.replace(spec.terms, codec_up="fp32")
+    terms = spec.terms.replace(codec_up="fp32")
     huge = torch.zeros(1280)
     huge[5] = 3e38
     with pytest.raises(NonFiniteError):
@@ -289,7 +290,7 @@ def test_one_pass_gives_the_bits_of_step_encoding_and_application_one_after_the_
     spec: RunSpec, codec_down: str, lr: float, momentum: float, buffer: bool
 ) -> None:
     """M: hardware chooses the kernel, never the bytes. A flush has a buffer of momentum, and none in use."""
-    terms = dataclasses.replace(spec.terms, outer_momentum=0.9 if buffer else 0.0)
+    terms = spec.terms.replace(outer_momentum=0.9 if buffer else 0.0)
     at_once = stepwise = begun(terms)
     for version in (1, 2, 3):
         this, merged = step(version, lr=lr, momentum=momentum), noise(version)
@@ -332,7 +333,7 @@ def settings_of(kind: OuterKind) -> OuterSettings:
 def begun_with(kind: OuterKind, terms: Terms, monkeypatch: pytest.MonkeyPatch) -> tuple[Buffers, Terms]:
     """Version 0 of a run whose method has this outer optimizer."""
     monkeypatch.setitem(METHODS, "streaming", dataclasses.replace(METHODS["streaming"], outer=kind))
-    terms = dataclasses.replace(terms, outer_momentum=settings_of(kind).momentum)
+    terms = terms.replace(outer_momentum=settings_of(kind).momentum)
     return begun(terms), terms
 
 

@@ -9,6 +9,7 @@ import pytest
 from fuzz_machine import HONEST, HOSTILE, METHODS, Run, spec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_runs import plain_progress
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Lease, NodeId
 from farloop.coordinator.decide import events as ev
@@ -42,24 +43,7 @@ def greeting(**changes: Any) -> msg.Hello:
 
 
 def report(**changes: Any) -> msg.Progress:
-    plain = msg.Progress(
-        state="training",
-        position=1.0,
-        round=0,
-        inner_steps=1,
-        tokens=1,
-        loss=2.5,
-        tokens_per_s=1.0,
-        compute_share=1.0,
-        blocked_s=0.0,
-        lost_steps=0,
-        sample_watermark=1,
-        bytes_up=0,
-        bytes_down=0,
-        bytes_state=0,
-        samples_left=0,
-    )
-    return dataclasses.replace(plain, **changes)
+    return plain_progress(**{"loss": 2.5, "sample_watermark": 1, "samples_left": 0, **changes})
 
 
 def delta(**changes: Any) -> msg.Offer:

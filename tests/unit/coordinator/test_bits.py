@@ -83,7 +83,7 @@ def test_who_has_a_codec_of_its_own_has_a_choice_where_that_asks_for_one() -> No
     chosen = next_codecs(terms, delta(1e-2, 1e-3, 1e-3), FRAGMENT)
     assert set(chosen) == {"q4r:policy=l-greco"}
     asked = WindowTerms(
-        fragment=0, window=2, round=1, tau=0, mix=0.0, codec_up="q8", codec_down="q8", codec_up_of=terms.codec_up_of
+        fragment=0, window=2, round=1, tau=0, mix=0.0, codec_up="q8", codec_down="q8", codec_up_of=terms.codecs.up_of
     )
     opened = with_chosen(asked, chosen)
     assert [opened.codec_of(node) for node in (a, b, NodeId("c"))] == [*chosen.values(), "q4", "q8"]

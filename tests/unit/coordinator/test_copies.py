@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_runs import plain_terms
-from torch import Tensor
+from stored_runs import NODES, begun, commit, spool
 
-from farloop.algo import schedule
 from farloop.algo.digest import digest
-from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Identity, Layout, NodeId, RunSpec
-from farloop.coordinator import commits
+from farloop.algo.spec import RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.errors import StateMismatch
 from farloop.coordinator.storage.copies import (
@@ -28,11 +25,7 @@ from farloop.coordinator.storage.copies import (
     write_copy,
 )
 from farloop.coordinator.storage.store import Store
-from farloop.quant.blob import BlobHeader, pack_blob
-from farloop.quant.registry import codec_named
-from farloop.wire.blobs import blob_digest
-
-A = NodeId("a")
+from farloop.wire.messages import AnchorRef
 
 
 class Shelf(Bucket):
@@ -64,61 +57,14 @@ class Shelf(Bucket):
 
 
 @pytest.fixture
-def anchors() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(512, generator=generator), torch.randn(256, generator=generator)]
-
-
-@pytest.fixture
-def store(tmp_path: Path, anchors: list[Tensor]) -> Store:
+def store(tmp_path: Path, spec: RunSpec) -> Store:
     """A run in its third round."""
-    fragments = tuple(Fragment(index=i, slot=i, numel=a.numel(), tensors=()) for i, a in enumerate(anchors))
-    identity = Identity(
-        name="copied",
-        model="own",
-        layout=Layout(slots=2, fragments=fragments),
-        anchor_digests=tuple(digest(anchor) for anchor in anchors),
-        data="own",
-        num_samples=1000,
-        evaluation_set="none",
-        seed=0,
+    store = begun(
+        tmp_path / "state", dataclasses.replace(spec, identity=dataclasses.replace(spec.identity, num_samples=1000))
     )
-    spec = RunSpec(identity=identity, terms=plain_terms(steps=300, h=10))
-    store = Store.create(tmp_path / "state", spec, anchors)
     for fragment in (0, 1, 0):
         commit(store, fragment)
     return store
-
-
-def commit(store: Store, fragment: int) -> rec.WindowCommitted:
-    """A window of one delta, always the same for the same version."""
-    ledger = store.ledger
-    while plan := ledger.next_round_to_fix():
-        store.append(rec.RoundFixed(round=plan))
-    terms, of = ledger.windows[fragment], ledger.spec.identity.layout.fragments[fragment]
-    stored, data = delta(store, fragment)
-    store.append(stored, data)
-    decision = rec.WindowCommitted(
-        fragment=fragment, version=terms.window, round=terms.round, merged=(), drops=(),
-        blobs=(rec.Addend(blob=stored.blob, weight=1.0),),
-        anchor_digest=0, target_digest=0, momentum_digest=None,
-        next_window=schedule.window_after(ledger.spec.terms, ledger.spec.identity.layout, terms, ledger.rounds),
-        update_size=0, update_digest=0, outer_lr=0.6, outer_momentum=0.9, why="all came",
-    )  # fmt: skip
-    reserved = store.reserve(of.index, terms.codec_down)
-    result = commits.compute(ledger, store.buffers[fragment], decision, [(data, 1.0)])
-    return store.commit(decision, result, reserved)
-
-
-def delta(store: Store, fragment: int) -> tuple[rec.InputStored, bytearray]:
-    terms, of = store.ledger.windows[fragment], store.ledger.spec.identity.layout.fragments[fragment]
-    codec, base = codec_named(terms.codec_up), terms.window - 1
-    x = torch.randn(of.numel, generator=torch.Generator().manual_seed(base + 10 * fragment)) * 1e-2
-    header = BlobHeader(codec=codec, fragment=of, version=terms.window, base=base, epoch=1)
-    data = pack_blob(header, codec.encode(x, of, seed=header.seed))
-    blob = BlobId(kind=BlobKind.DELTA, fragment=fragment, version=base, node=A, incarnation=1, seq=terms.window)
-    share = Contribution(node=A, incarnation=1, base=base, steps=10, tokens=10, norm_sq=1.0)
-    return rec.InputStored(blob=blob, window=terms.window, contributors=(share,), digest=blob_digest(data)), data
 
 
 def recovered(directory: Path) -> Store:
@@ -130,9 +76,8 @@ def recovered(directory: Path) -> Store:
 def test_a_restored_run_goes_on_where_the_copy_was_taken_bit_for_bit(store: Store, tmp_path: Path) -> None:
     """Whatever the snapshots on disk were: none of them is newer than version 0."""
     shelf = Shelf()
-    waiting, data = delta(store, 1)
-    store.append(waiting, data)
-    store.append(rec.LeaseGranted(node=A, incarnation=1, lease=store.ledger.leases.propose(40)[0]))
+    spool(store, 1, NODES[0])
+    store.append(rec.LeaseGranted(node=NODES[0], incarnation=1, lease=store.ledger.leases.propose(40)[0]))
     write_copy(shelf, store.cut())
     restore(shelf, tmp_path / "new")
     with_all, new = store, recovered(tmp_path / "new")
@@ -155,8 +100,6 @@ def test_a_node_that_holds_what_the_copy_holds_needs_nothing_and_others_a_snapsh
     store: Store, tmp_path: Path
 ) -> None:
     """R: updates before the copy are in no journal any more."""
-    from farloop.wire.messages import AnchorRef
-
     shelf = Shelf()
     write_copy(shelf, store.cut())
     restore(shelf, tmp_path / "new")
@@ -199,7 +142,7 @@ def test_a_prefix_holds_copies_of_one_run(store: Store) -> None:
     cut = store.cut()
     other = dataclasses.replace(cut.ledger.spec.identity, name="other", seed=9)
     changed = dataclasses.replace(cut.ledger, spec=dataclasses.replace(cut.ledger.spec, identity=other))
-    with pytest.raises(CopyFailed, match=r"another run \(copied\)"):
+    with pytest.raises(CopyFailed, match=r"another run \(small\)"):
         write_copy(shelf, dataclasses.replace(cut, ledger=changed))
 
 
@@ -250,7 +193,7 @@ def test_a_manifest_is_json_that_names_all(store: Store) -> None:
     shelf = Shelf()
     write_copy(shelf, store.cut())
     manifest = json.loads(shelf.objects["ckpt/00000001/manifest.json"])
-    assert (manifest["versions"], manifest["epoch"], manifest["name"]) == ([2, 1], 1, "copied")
+    assert (manifest["versions"], manifest["epoch"], manifest["name"]) == ([2, 1], 1, "small")
     assert {f"ckpt/00000001/{entry['name']}" for entry in manifest["objects"]} < set(shelf.objects)
     assert read_manifest(Shelf()) is None
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_offer, plain_progress
 
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import SILENT
@@ -23,10 +23,7 @@ from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
-REPORT = msg.Progress(
-    state="training", position=0.0, round=0, inner_steps=0, tokens=0, loss=None, tokens_per_s=0.0, compute_share=0.0,
-    blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0, detail="",
-)  # fmt: skip
+REPORT = plain_progress(position=0.0, inner_steps=0, tokens=0, loss=None, tokens_per_s=0.0, compute_share=0.0)
 
 
 class World:
@@ -34,7 +31,7 @@ class World:
 
     def __init__(self, spec: RunSpec, paces: dict[NodeId, float | None], *, drops: bool = True, **terms: Any) -> None:
         terms = {"steps": 10**6, "min_nodes": len(paces), **terms}
-        spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+        spec = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
         self.ledger, self.now, self.drops = Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), 0.0, drops
         self.paces, self.seq, self.steps = dict(paces), 0, 0
         self.sessions: dict[NodeId, int] = {}
@@ -85,14 +82,7 @@ class World:
     def offer(self, node: NodeId, fragment: int) -> msg.Offer:
         window = self.machine.windows[fragment].terms.window
         self.seq += 1
-        blob = BlobId(
-            kind=BlobKind.DELTA, fragment=fragment, version=window - 1, node=node,
-            incarnation=self.incarnations[node], seq=self.seq,
-        )  # fmt: skip
-        work = Contribution(
-            node=node, incarnation=self.incarnations[node], base=window - 1, steps=10, tokens=640, norm_sq=1.0
-        )
-        return msg.Offer(blob=blob, size=1, digest=1, window=window, contributors=(work,))
+        return plain_offer(node, window, fragment=fragment, incarnation=self.incarnations[node], seq=self.seq)
 
     @property
     def head(self) -> int:

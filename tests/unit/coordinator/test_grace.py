@@ -1,11 +1,12 @@
 """How long a window waits beyond its quorum: as long as deltas have lately been late (protocol F)."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
+from plain_runs import plain_offer
 
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec, WindowTerms
+from farloop.algo.methods import method_named
+from farloop.algo.spec import NodeId, RunSpec, WindowTerms
 from farloop.coordinator.decide.closing import StragglerGrace
 from farloop.coordinator.decide.windows import Window
 from farloop.wire.messages import Offer
@@ -14,18 +15,15 @@ ROUND_S = 10.0
 
 
 def offer(node: str, window: int) -> Offer:
-    name = NodeId(node)
-    blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=window - 1, node=name, incarnation=1, seq=window)
-    contribution = Contribution(node=name, incarnation=1, base=window - 1, steps=8, tokens=8, norm_sq=1.0)
-    return Offer(blob=blob, size=1, digest=1, window=window, contributors=(contribution,))
+    return plain_offer(NodeId(node), window, fragment=0, seq=window, steps=8, tokens=8)
 
 
 class Arrivals:
     """Windows that open every ten seconds; each closes by itself, when the last delta came or the next begins."""
 
     def __init__(self, spec: RunSpec, *, method: str = "decoupled", quorum: int | None = 1) -> None:
-        terms = dataclasses.replace(spec.terms, method=method, quorum=quorum, max_staleness=4)
-        self.grace = StragglerGrace(terms)
+        self.quorum = quorum
+        self.grace = StragglerGrace(enabled=method_named(method).grace)
         self.number = 0
         self.open()
 
@@ -42,7 +40,7 @@ class Arrivals:
         arrived, now = offer(node, number or self.number), self.window.opened_at + after_s
         self.grace.came(arrived, now)
         self.window.inputs[arrived.blob] = arrived
-        self.grace.look_at(self.window, now)
+        self.grace.look_at(self.window, self.quorum, now)
 
     def rounds(self, count: int, after_s: Sequence[float]) -> None:
         """In each, nodes a, b, c… come after these times."""

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_offer, plain_progress
 
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import ALARM, ROUNDS
@@ -16,10 +16,7 @@ from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
 BERGEN, OSLO, TROMSO, PARIS = NODES = tuple(map(NodeId, ("bergen", "oslo", "tromso", "paris")))
-REPORT = msg.Progress(
-    state="training", position=0.0, round=0, inner_steps=0, tokens=0, loss=None, tokens_per_s=0.0, compute_share=0.0,
-    blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0, detail="",
-)  # fmt: skip
+REPORT = plain_progress(position=0.0, inner_steps=0, tokens=0, loss=None, tokens_per_s=0.0, compute_share=0.0)
 
 
 class Run:
@@ -29,7 +26,7 @@ class Run:
         self, spec: RunSpec, nodes: tuple[NodeId, ...] = NODES, share: float | None = None, **terms: Any
     ) -> None:
         terms = {"steps": 1000, "min_nodes": len(nodes), **terms}
-        spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+        spec = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
         self.ledger, self.share, self.now = Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), share, 0.0
         self.nodes = nodes
         self.seq = 0
@@ -58,11 +55,7 @@ class Run:
     def offer(self, node: NodeId, fragment: int) -> msg.Offer:
         window = self.machine.windows[fragment].terms.window
         self.seq += 1
-        blob = BlobId(
-            kind=BlobKind.DELTA, fragment=fragment, version=window - 1, node=node, incarnation=1, seq=self.seq
-        )
-        work = Contribution(node=node, incarnation=1, base=window - 1, steps=10, tokens=640, norm_sq=1.0)
-        return msg.Offer(blob=blob, size=1, digest=1, window=window, contributors=(work,))
+        return plain_offer(node, window, fragment=fragment, seq=self.seq)
 
     def turn(self, *good: NodeId) -> None:
         """One window of each fragment, in the order of the slots that are due."""

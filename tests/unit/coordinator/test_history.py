@@ -20,6 +20,7 @@ from farloop.coordinator.decide.rollback import (
     as_newcomer,
     standing_of,
 )
+from farloop.coordinator.decide.run_state import RunState
 from farloop.wire.messages import AnchorRef, Committed, Hello
 from farloop.wire.reasons import Reason
 
@@ -60,8 +61,13 @@ def alarms() -> dict[str, str]:
 
 
 @pytest.fixture
-def doubts(ledger: Ledger, decisions: Decisions, alarms: dict[str, str]) -> RollbackGuard:
-    return RollbackGuard(ledger, decisions, alarms)
+def run(ledger: Ledger, alarms: dict[str, str]) -> RunState:
+    return RunState(ledger, 0.0, alarms=alarms)
+
+
+@pytest.fixture
+def doubts(run: RunState, decisions: Decisions) -> RollbackGuard:
+    return RollbackGuard(run, decisions)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,7 @@ def test_a_node_of_a_lost_history_comes_as_a_newcomer() -> None:
 
 
 def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(
-    doubts: RollbackGuard, alarms: dict[str, str]
+    doubts: RollbackGuard, run: RunState, alarms: dict[str, str]
 ) -> None:
     assert doubts.refusal(B, hello(), 1.0) is None and not alarms
     for node, greeting in ((A, hello(anchors=(ref(0, 9), ref(1, 4)))), (B, hello())):
@@ -115,7 +121,7 @@ def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(
         assert refused is not None
         assert (refused.reason, refused.retriable) == (Reason.HOLDING, True)
         assert "node a holds version 9 of fragment 0, here it is at 5" in refused.detail
-    assert doubts.holding is not None and doubts.holding.startswith("node a holds version 9")
+    assert run.held is not None and run.held.startswith("node a holds version 9")
     assert "put the newer one back" in alarms[ALARM] and "--rewind" in alarms[ALARM]
 
 
@@ -126,30 +132,34 @@ def test_an_epoch_that_was_met_elsewhere_is_remembered_durably(doubts: RollbackG
     assert decisions.take() == [ev.Record(record=rec.EpochSeen(epoch=epoch)) for epoch in (9, 12)]
 
 
-def test_nobody_stops_a_run_that_has_gone_on_for_a_while(doubts: RollbackGuard, alarms: dict[str, str]) -> None:
+def test_nobody_stops_a_run_that_has_gone_on_for_a_while(
+    doubts: RollbackGuard, run: RunState, alarms: dict[str, str]
+) -> None:
     """Whoever lives is back by then: one claim keeps out one node, until it comes with another."""
     assert doubts.refusal(B, hello(), 10.0) is None
     doubts.clock_jumped(5.0)
     refused = doubts.refusal(A, hello(anchors=(ref(0, 9),)), 15.0 + TRUSTED_AFTER_S)
     assert refused is not None and (refused.reason, refused.retriable) == (Reason.FENCED, True)
-    assert doubts.holding is None and "holds version 9" in alarms[f"{ALARM} of a"]
+    assert run.held is None and "holds version 9" in alarms[f"{ALARM} of a"]
     assert doubts.refusal(B, hello(), 101.0) is None
     assert doubts.refusal(A, hello(), 102.0) is None and not alarms
     doubts.clock_jumped(1000.0)
-    assert doubts.refusal(A, hello(epoch_seen=9), 103.0) is not None and doubts.holding is not None
+    assert doubts.refusal(A, hello(epoch_seen=9), 103.0) is not None and run.held is not None
     assert TRUSTED_AFTER_S > 10 * 5.0, "many times the longest pause between two attempts"
 
 
-def test_a_coordinator_that_nobody_came_to_for_long_is_no_more_trusted(doubts: RollbackGuard) -> None:
+def test_a_coordinator_that_nobody_came_to_for_long_is_no_more_trusted(doubts: RollbackGuard, run: RunState) -> None:
     doubts.refusal(A, hello(epoch_seen=9), 100.0 * TRUSTED_AFTER_S)
-    assert doubts.holding is not None
+    assert run.held is not None
 
 
-def test_an_epoch_that_no_run_can_have_reached_is_a_lie(doubts: RollbackGuard, decisions: Decisions) -> None:
+def test_an_epoch_that_no_run_can_have_reached_is_a_lie(
+    doubts: RollbackGuard, run: RunState, decisions: Decisions
+) -> None:
     """It would use up the epochs."""
     refused = doubts.refusal(A, hello(epoch_seen=7 + MOST_STARTS + 1), 1.0)
     assert refused is not None and (refused.reason, refused.retriable) == (Reason.MALFORMED, False)
-    assert doubts.holding is None and decisions.take() == []
+    assert run.held is None and decisions.take() == []
 
 
 def held_by_one(doubts: RollbackGuard, *others: Hello) -> None:
@@ -162,20 +172,20 @@ def held_by_one(doubts: RollbackGuard, *others: Hello) -> None:
 
 
 def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(
-    doubts: RollbackGuard, alarms: dict[str, str]
+    doubts: RollbackGuard, run: RunState, alarms: dict[str, str]
 ) -> None:
     """A greeting with epoch_seen = 1000 in the minute after a restart held the run for ever."""
     held_by_one(doubts, hello())
     assert "node a has met epoch 1000" in alarms[ALARM] and "farloop release" in alarms[ALARM]
     assert doubts.refusal(NodeId("n0"), hello(), 100.0 + TRUSTED_AFTER_S) is None, "whoever lives has come by then"
-    assert doubts.holding is None and ALARM not in alarms and doubts.held_s == TRUSTED_AFTER_S
+    assert run.held is None and ALARM not in alarms and doubts.held_s == TRUSTED_AFTER_S
     assert alarms[f"{ALARM} of a"] == (
         "it is kept out: it has met epoch 1000, this start has 7; n0 contradicts it, and the run goes on; "
         "if it is right, stop the coordinator and put the newer state folder back, or start once with "
         "--adopt-from-nodes"
     )
     refused = doubts.refusal(A, hello(epoch_seen=1000), 101.0 + TRUSTED_AFTER_S)
-    assert refused is not None and refused.reason is Reason.FENCED and doubts.holding is None
+    assert refused is not None and refused.reason is Reason.FENCED and run.held is None
 
 
 @pytest.mark.parametrize(
@@ -190,48 +200,50 @@ def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(
     ids=["a newcomer", "of a part", "away for long", "another version", "of a lost history"],
 )
 def test_who_was_not_there_at_the_last_commits_contradicts_nobody(
-    doubts: RollbackGuard, ledger: Ledger, other: Hello
+    doubts: RollbackGuard, run: RunState, ledger: Ledger, other: Hello
 ) -> None:
     if other.anchors[1:] == (ref(1, 3, digest=9),):
         del ledger.commits[1, 3]  # so long ago that its digest is not remembered
     held_by_one(doubts, other)
-    assert doubts.refusal(NodeId("n0"), other, 1000.0) is not None and doubts.holding is not None
+    assert doubts.refusal(NodeId("n0"), other, 1000.0) is not None and run.held is not None
 
 
 def test_two_nodes_that_have_seen_more_hold_the_run_until_a_person_decides(
-    doubts: RollbackGuard, alarms: dict[str, str]
+    doubts: RollbackGuard, run: RunState, alarms: dict[str, str]
 ) -> None:
     doubts.refusal(B, hello(anchors=(ref(0, 9), ref(1, 4))), 100.0)
     held_by_one(doubts, hello())
-    assert doubts.refusal(NodeId("n0"), hello(), 1000.0) is not None and doubts.holding is not None
+    assert doubts.refusal(NodeId("n0"), hello(), 1000.0) is not None and run.held is not None
     doubts.release(1000.0, "the run was released, and goes on without it")
-    assert doubts.holding is None and set(alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
+    assert run.held is None and set(alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
     assert doubts.refusal(NodeId("n0"), hello(), 1001.0) is None
     refused = doubts.refusal(B, hello(anchors=(ref(0, 9), ref(1, 4))), 1002.0)
     assert refused is not None and refused.reason is Reason.FENCED
 
 
-def test_a_released_run_waits_for_a_node_that_is_not_kept_out(doubts: RollbackGuard, alarms: dict[str, str]) -> None:
+def test_a_released_run_waits_for_a_node_that_is_not_kept_out(
+    doubts: RollbackGuard, run: RunState, alarms: dict[str, str]
+) -> None:
     """Where all nodes have seen more, a release would otherwise commit stored deltas: a fork."""
     held_by_one(doubts)
     doubts.release(200.0, "the run was released, and goes on without it")
-    assert doubts.claims == {} and doubts.holding == "a is kept out, and no other node has come yet"
+    assert doubts.claims == {} and run.held == "a is kept out, and no other node has come yet"
     refused = doubts.refusal(A, hello(epoch_seen=1000), 201.0)
-    assert refused is not None and refused.reason is Reason.FENCED and doubts.holding is not None
+    assert refused is not None and refused.reason is Reason.FENCED and run.held is not None
     ahead = hello(anchors=(ref(0, 9), ref(1, 4)))
     refused = doubts.refusal(B, ahead, 202.0)
     assert refused is not None and refused.reason is Reason.HOLDING, "another node proves the same"
     assert set(doubts.claims) == {B} and "node b holds version 9" in alarms[ALARM] and "--rewind" in alarms[ALARM]
     doubts.release(203.0, "the run was released, and goes on without it")
-    assert doubts.holding == "a, b are kept out, and no other node has come yet"
-    assert doubts.refusal(NodeId("n0"), hello(), 204.0) is None and doubts.holding is None
+    assert run.held == "a, b are kept out, and no other node has come yet"
+    assert doubts.refusal(NodeId("n0"), hello(), 204.0) is None and run.held is None
     assert doubts.held_s == 104.0 and set(alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
     refused = doubts.refusal(B, ahead, 205.0)
-    assert refused is not None and refused.reason is Reason.FENCED and doubts.holding is None
+    assert refused is not None and refused.reason is Reason.FENCED and run.held is None
     assert doubts.refusal(B, hello(), 206.0) is None, "it has taken its word back"
 
 
-def test_a_node_whose_newer_start_is_as_this_state_takes_its_word_back(doubts: RollbackGuard) -> None:
+def test_a_node_whose_newer_start_is_as_this_state_takes_its_word_back(doubts: RollbackGuard, run: RunState) -> None:
     held_by_one(doubts)
     assert doubts.refusal(A, hello(incarnation=2), 101.0) is not None
-    assert doubts.refusal(A, hello(incarnation=2), 100.0 + TRUSTED_AFTER_S) is None and doubts.holding is None
+    assert doubts.refusal(A, hello(incarnation=2), 100.0 + TRUSTED_AFTER_S) is None and run.held is None

@@ -49,7 +49,7 @@ def window(spec: RunSpec) -> Window:
 def offer(spec: RunSpec, fragment: Fragment) -> Offer:
     blob = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=A, incarnation=1, seq=1)
     contribution = Contribution(node=A, incarnation=1, base=0, steps=1, tokens=1, norm_sq=1.0)
-    size = blob_bytes(codec_named(spec.terms.codec_up), fragment)
+    size = blob_bytes(codec_named(spec.terms.codecs.up), fragment)
     return Offer(blob=blob, size=size, digest=7, window=1, contributors=(contribution,))
 
 
@@ -226,9 +226,9 @@ def test_what_a_gone_session_left_of_a_window_that_is_over_is_let_go(
 
 
 def test_the_bytes_must_say_what_the_offer_said(spec: RunSpec, offer: Offer, fragment: Fragment) -> None:
-    expect = expected_delta(offer, fragment, spec.terms.codec_up, 3)
+    expect = expected_delta(offer, fragment, spec.terms.codecs.up, 3)
     assert (expect.fragment, expect.version, expect.base) == (fragment, 1, 0)
-    assert (expect.newest_epoch, [codec.name for codec in expect.codecs]) == (3, [spec.terms.codec_up])
+    assert (expect.newest_epoch, [codec.name for codec in expect.codecs]) == (3, [spec.terms.codecs.up])
 
 
 class Crowded(Asked):
@@ -251,7 +251,7 @@ def test_a_delta_beyond_what_a_session_takes_at_once_comes_later_and_is_not_take
     later = dataclasses.replace(
         offer,
         blob=dataclasses.replace(offer.blob, fragment=1, seq=2),
-        size=blob_bytes(codec_named(spec.terms.codec_up), other),
+        size=blob_bytes(codec_named(spec.terms.codecs.up), other),
     )
     let_in(intake, session, offer, first, fragment)
     let_in(intake, session, later, second, other)

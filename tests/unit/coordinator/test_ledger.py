@@ -137,7 +137,7 @@ def test_a_final_commit_leaves_no_window(spec: RunSpec) -> None:
 
 def test_only_the_last_commits_are_remembered(spec: RunSpec) -> None:
     """R: history is at least 7 updates per fragment."""
-    ledger = begun(dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, steps=400)))
+    ledger = begun(dataclasses.replace(spec, terms=spec.terms.replace(steps=400)))
     for _ in range(HISTORY_VERSIONS + 5):
         commit(ledger, 1)
         ledger.check()
@@ -254,7 +254,7 @@ def test_a_delta_is_for_the_open_window_and_from_its_base(
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_bases_may_be_as_stale_as_the_terms_say(spec: RunSpec, staleness: int) -> None:
-    ledger = begun(dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, max_staleness=staleness)))
+    ledger = begun(dataclasses.replace(spec, terms=spec.terms.replace(max_staleness=staleness)))
     commit(ledger, 1)
     commit(ledger, 1)
     blobs = [dataclasses.replace(stored(A, 1, fragment=1).blob, version=base) for base in range(3)]
@@ -293,7 +293,7 @@ def test_who_has_nothing_or_another_history_gets_a_snapshot(spec: RunSpec) -> No
 
 def test_a_snapshot_is_sent_where_it_is_fewer_bytes_or_updates_are_forgotten(spec: RunSpec) -> None:
     """R: fragment 1 has 256 elements, its snapshot 1088 bytes."""
-    ledger = begun(dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, steps=400)))
+    ledger = begun(dataclasses.replace(spec, terms=spec.terms.replace(steps=400)))
     commit(ledger, 1, size=1000)
     commit(ledger, 1, size=88)
     assert ledger.updates_after(1, ref(1, 0, 101)) is not None
@@ -445,7 +445,7 @@ def test_a_copy_goes_its_own_way(fragments: int) -> None:
 def test_what_is_remembered_does_not_grow_with_the_run() -> None:
     """P: a summary opens every segment, and is as long after weeks as after a day."""
     run = small_run(2, 2)
-    terms = dataclasses.replace(run.terms, steps=10**9, h=2, batch_sequences=1)
+    terms = run.terms.replace(steps=10**9, h=2, batch_sequences=1)
     ledger, sizes = begun(dataclasses.replace(run, terms=terms)), []
     for number in range(3 * ROUNDS_KEPT):
         for fragment in (0, 1):
@@ -472,7 +472,7 @@ def test_what_is_remembered_does_not_grow_with_the_run() -> None:
 
 def patient(spec: RunSpec, **terms: object) -> Ledger:
     """A run in which a base may be two versions old; fragment 1 is at version 3, with commits of node a alone."""
-    changed = dataclasses.replace(spec.terms, steps=100, max_staleness=2, **terms)  # type: ignore[arg-type]
+    changed = spec.terms.replace(steps=100, max_staleness=2, **terms)  # type: ignore[arg-type]
     ledger = begun(dataclasses.replace(spec, terms=changed))
     for _ in range(3):
         ledger.apply(dataclasses.replace(committed(ledger, 1), merged=(Share(node=A, weight=1.0),)))
@@ -525,9 +525,9 @@ def test_the_codec_of_a_delta_is_that_of_the_window_which_it_names(spec: RunSpec
         ledger.apply(dataclasses.replace(record, next_window=opened))
     for known in (ledger, Ledger.resume(ledger.saved())):
         of_a, of_b = ([known.codec_of_deltas(0, window, node) for window in (1, 2, 3, 4)] for node in (A, B))
-        assert of_a == [spec.terms.codec_up, "q8", "fp32", "e3m0"]
-        assert of_b == [spec.terms.codec_up, "bf16", "nf4", "e3m0"], "its own, of the windows that say so"
-        assert known.codec_of_deltas(1, 1, A) == spec.terms.codec_up
+        assert of_a == [spec.terms.codecs.up, "q8", "fp32", "e3m0"]
+        assert of_b == [spec.terms.codecs.up, "bf16", "nf4", "e3m0"], "its own, of the windows that say so"
+        assert known.codec_of_deltas(1, 1, A) == spec.terms.codecs.up
 
 
 def test_a_stored_late_delta_is_kept_from_commit_to_commit_until_it_is_too_old(spec: RunSpec) -> None:

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_offer, plain_progress
 
 from farloop.algo import schedule
-from farloop.algo.spec import BlobId, BlobKind, Contribution, LearningRate, Lease, NodeId, RoundPlan, RunSpec
+from farloop.algo.spec import Lease, NodeId, RoundPlan, RunSpec
+from farloop.algo.terms import LearningRate
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
@@ -37,7 +38,7 @@ class Run:
     """A machine under test, and what every test says to it. All invariants are checked after every event."""
 
     def __init__(self, spec: RunSpec, **terms: Any) -> None:
-        self.spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+        self.spec = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
         self.ledger = Ledger.begin(rec.RunStarted(spec=self.spec, epoch=1))
         self.now = 100.0
         self.sessions: dict[NodeId, int] = {}
@@ -93,18 +94,10 @@ class Run:
         """A delta of the node for the open window; every inner step has 4 sequences of 16 tokens."""
         window = self.machine.windows[fragment].terms.window
         self.seq += 1
-        blob = BlobId(
-            kind=BlobKind.DELTA,
-            fragment=fragment,
-            version=window - 1,
-            node=node,
-            incarnation=incarnation,
-            seq=self.seq,
-        )
-        contribution = Contribution(
-            node=node, incarnation=incarnation, base=window - 1, steps=steps, tokens=tokens, norm_sq=1.0
-        )
-        return msg.Offer(blob=blob, size=100, digest=9, window=window, contributors=(contribution,), consumed=consumed)
+        return plain_offer(
+            node, window, fragment=fragment, incarnation=incarnation, seq=self.seq, steps=steps, tokens=tokens,
+            size=100, digest=9, consumed=consumed,
+        )  # fmt: skip
 
     def store(self, node: NodeId, fragment: int, **changes: Any) -> list[ev.Command]:
         """A delta of the node is offered, comes and is durable."""
@@ -350,23 +343,7 @@ def test_where_rounds_grow_a_node_holds_samples_for_three_of_the_longest_that_is
 
 
 def progress(watermark: int) -> msg.Progress:
-    return msg.Progress(
-        state="training",
-        position=1.0,
-        round=0,
-        inner_steps=1,
-        tokens=64,
-        loss=None,
-        tokens_per_s=1.0,
-        compute_share=1.0,
-        blocked_s=0.0,
-        lost_steps=0,
-        sample_watermark=watermark,
-        bytes_up=0,
-        bytes_down=0,
-        bytes_state=0,
-        samples_left=240 - watermark,
-    )
+    return plain_progress(tokens=64, loss=None, sample_watermark=watermark, samples_left=240 - watermark)
 
 
 def test_samples_are_topped_up_by_what_was_used_once_it_is_worth_a_grant(make_run: MakeRun) -> None:

@@ -5,9 +5,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_offer, plain_progress
 
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.change_terms import Release
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
@@ -26,7 +26,7 @@ class Run:
     """Nodes a and b train; all invariants are checked after every event."""
 
     def __init__(self, spec: RunSpec) -> None:
-        terms = dataclasses.replace(spec.terms, min_nodes=2)
+        terms = spec.terms.replace(min_nodes=2)
         identity = dataclasses.replace(spec.identity, num_samples=1000)
         spec = dataclasses.replace(spec, terms=terms, identity=identity)
         self.ledger, self.now = Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), 100.0
@@ -71,9 +71,7 @@ def run(spec: RunSpec) -> Run:
 
 
 def offer(node: NodeId, *, history: int = 0) -> msg.Offer:
-    blob = BlobId(kind=BlobKind.DELTA, fragment=1, version=0, node=node, incarnation=1, seq=1)
-    contribution = Contribution(node=node, incarnation=1, base=0, steps=10, tokens=640, norm_sq=1.0)
-    return msg.Offer(blob=blob, size=100, digest=9, window=1, contributors=(contribution,), history=history)
+    return plain_offer(node, size=100, digest=9, history=history)
 
 
 def stored(run: Run, node: NodeId, session: int, *, history: int = 0) -> list[ev.Command]:
@@ -155,11 +153,8 @@ def test_who_follows_the_new_history_is_not_asked_to_begin_again(run: Run) -> No
 
 def test_a_report_may_count_the_steps_of_lost_histories(run: Run) -> None:
     """Its node is the same, and counts on: who is not believed would look as if it stood still."""
-    steps = run.ledger.spec.terms.steps
-    report = msg.Progress(
-        state="training", position=0.0, round=0, inner_steps=steps, tokens=64 * steps, loss=None, tokens_per_s=0.0,
-        compute_share=1.0, blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0,
-    )  # fmt: skip
+    steps = run.ledger.spec.terms.schedule.steps
+    report = plain_progress(position=0.0, inner_steps=steps, tokens=64 * steps, loss=None, tokens_per_s=0.0)
     assert not run.machine.believes(A, report)
     run.begin(rec.Rewound(epoch=2))
     assert run.machine.believes(A, report)

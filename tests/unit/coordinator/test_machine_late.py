@@ -7,10 +7,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_offer, plain_progress
 
 from farloop.algo.methods import method_named
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
@@ -31,7 +31,7 @@ class Run:
             "max_stale_rounds": row.max_stale_rounds, "min_nodes": nodes, **terms,
         }  # fmt: skip
         identity = dataclasses.replace(spec.identity, evaluation_set="fixed")
-        spec = dataclasses.replace(spec, identity=identity, terms=dataclasses.replace(spec.terms, **choices))
+        spec = dataclasses.replace(spec, identity=identity, terms=spec.terms.replace(**choices))
         self.ledger, self.now, self.seq = Ledger.begin(rec.RunStarted(spec=spec, epoch=1)), 100.0, 0
         self.begin()
         names = (A, B, C)[:nodes]
@@ -64,13 +64,7 @@ class Run:
         """For the open window unless another one is given."""
         window = window or self.window.terms.window
         self.seq += 1
-        blob = BlobId(
-            kind=BlobKind.DELTA, fragment=1, version=window - 1, node=node, incarnation=incarnation, seq=self.seq
-        )
-        contribution = Contribution(
-            node=node, incarnation=incarnation, base=window - 1, steps=steps, tokens=steps, norm_sq=1.0
-        )
-        return msg.Offer(blob=blob, size=100, digest=9, window=window, contributors=(contribution,))
+        return plain_offer(node, window, incarnation=incarnation, seq=self.seq, steps=steps, tokens=steps)
 
     def offer(self, offer: msg.Offer) -> list[ev.Command]:
         node = offer.blob.node
@@ -99,8 +93,9 @@ class Run:
 
     def hurry(self) -> "Run":
         """The first window closes at its quorum; those that follow wait for nobody."""
-        self.machine.grace._to_quorum_s.append(0.0)
-        self.machine.grace._lateness_s.append(1.0)
+        lateness = self.machine.grace.lateness
+        lateness.has_quorum(0, -1, opened_at=-1.0, now=-1.0, max_staleness=0)
+        lateness.came(0, -1, 0.0)
         return self
 
     @property
@@ -395,11 +390,7 @@ def test_a_restart_between_a_commit_and_the_next_makes_the_same_step(spec: RunSp
 
 
 def progress(*, steps: int, tokens: int, blocked_s: float = 0.0) -> msg.Progress:
-    return msg.Progress(
-        state="training", position=1.0, round=0, inner_steps=steps, tokens=tokens, loss=None, tokens_per_s=0.0,
-        compute_share=1.0, blocked_s=blocked_s, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0,
-        bytes_state=0,
-    )  # fmt: skip
+    return plain_progress(inner_steps=steps, tokens=tokens, loss=None, tokens_per_s=0.0, blocked_s=blocked_s)
 
 
 @pytest.mark.parametrize(("method", "steps"), [("decoupled", ((B, 5),)), ("streaming", ())])

@@ -220,9 +220,7 @@ def test_whatever_happens_the_journal_knows_what_the_machine_knows_and_the_run_e
     stormy = dataclasses.replace(
         spec,
         identity=dataclasses.replace(spec.identity, num_samples=1000),
-        terms=dataclasses.replace(
-            spec.terms, floor=draw.choice([1, 1, 2]), quorum=draw.choice([None, None, 2]), min_nodes=2
-        ),
+        terms=spec.terms.replace(floor=draw.choice([1, 1, 2]), quorum=draw.choice([None, None, 2]), min_nodes=2),
     )
     storm = Storm(stormy, draw)
     for _ in range(150):

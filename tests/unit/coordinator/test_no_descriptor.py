@@ -64,7 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 2)
-    monkeypatch.setattr("farloop.coordinator.storage.journal._ALLOCATION_STEP", 4096)
+    monkeypatch.setattr("farloop.coordinator.storage.files.File.allocation_step", 4096)
     monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
     monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 1)
     monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 1)
@@ -251,4 +251,4 @@ def test_what_is_told_beside_the_state_is_dropped_and_not_fatal(
     assert written.dropped == 1 and sorted(path.name for path in tmp_path.iterdir()) == before
     written.write(line)
     written.close()
-    assert written.dropped == 1 and "lines are dropped" in caplog.text
+    assert written.dropped == 1 and "lines dropped" in caplog.text

@@ -248,7 +248,8 @@ def test_every_state_of_the_run_is_told_once_with_its_cause(scene: Scene, caplog
         "run is=training was=waiting",
         "run is=held was=training",
     ]
-    assert "0 of 1 so far" in lines[0] and "nothing holds it" in lines[1] and "until the alarm is mended" in lines[2]
+    assert "0 of 1 so far" in lines[0] and "nothing holds the run" in lines[1]
+    assert "until the alarm is resolved" in lines[2]
 
 
 def test_a_node_that_waits_says_for_what(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
@@ -280,6 +281,8 @@ def test_a_loss_that_is_no_number_is_told_in_a_word_and_the_status_stays_json(
     status = scene.status()
     assert (status["nodes"][0]["loss"], status["nodes"][0]["loss_is"]) == (None, word)
     assert status["evaluations"][0]["loss"] is None
+    shown = scene.value("farloop_node_loss_nats", node="a")
+    assert str(shown) == word, "by which an alert knows it"
     assert [line["loss"] for line in scene.lines() if line["event"] in ("progress", "evaluation")] == [None, None]
 
 
@@ -418,7 +421,7 @@ def test_a_run_that_waits_for_a_decision_says_so_everywhere_and_once_in_the_log(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     """S: whoever dials again every few seconds fills no log."""
-    assert scene.value("farloop_history_held") == 0
+    assert scene.value("farloop_rollback_held") == 0
     caplog.set_level(logging.INFO)
     for session in (1, 2, 3):
         (refuse,) = [c for c in scene.join(A, session, epoch_seen=5) if isinstance(c, ev.Refuse)]
@@ -427,7 +430,7 @@ def test_a_run_that_waits_for_a_decision_says_so_everywhere_and_once_in_the_log(
         scene.observer.refresh(scene.machine)
     status: Status = json.loads(scene.observer.status_json)
     (alarm,) = status["alarms"]
-    assert status["run"]["state"] == "holding" and scene.value("farloop_history_held") == 1
+    assert status["run"]["state"] == "holding" and scene.value("farloop_rollback_held") == 1
     assert alarm.startswith("history: the run is held: node a has met epoch 5") and "--rewind" in alarm
     line, state = (record.getMessage() for record in caplog.records)
     assert state.startswith("run is=holding")
@@ -446,10 +449,10 @@ def test_lines_that_the_disk_does_not_take_stop_nothing_and_are_counted(
         patch.setattr(os, "pwrite", refuse)
         scene.observer.refresh(scene.machine)
         scene.say(A, PROGRESS)
-    assert scene.value("farloop_dropped_timeline_lines_total") == 2
+    assert scene.value("farloop_metrics_log_dropped_lines_total") == 2
     scene.say(A, PROGRESS)
     assert [line["event"] for line in scene.lines()] == ["progress"]
-    assert scene.value("farloop_dropped_timeline_lines_total") == 2
+    assert scene.value("farloop_metrics_log_dropped_lines_total") == 2
 
 
 def test_a_status_that_cannot_be_kept_leaves_the_one_of_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,26 +518,3 @@ def test_a_line_that_a_crash_cut_short_spoils_no_other(scene: Scene, reopen: Cal
     lines = again.file.read_text().splitlines()
     assert lines[1] == whole[:25]
     assert [json.loads(lines[number])["t"] for number in (0, 2)] == [30.0, 30.0]
-
-
-def test_whoever_is_refused_is_counted_by_the_reason(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    refused = msg.Refused(reason=Reason.WRONG_RUN, detail="the node wants run 1, this is 2", retriable=False)
-    scene.observer.carries_out(ev.Refuse(session=3, refused=refused))
-    assert 'farloop_refusals_total{reason="wrong_run"} 1.0' in scene.metrics.exposition().decode()
-    assert "the node wants run 1, this is 2" in caplog.text
-
-
-def test_a_loss_that_is_no_number_is_null_in_the_status_and_in_the_timeline(scene: Scene) -> None:
-    scene.join(A)
-    scene.say(A, dataclasses.replace(PROGRESS, loss=math.nan))
-    scene.observer.refresh(scene.machine)
-
-    def refuse(word: str) -> float:
-        raise AssertionError(f"{word} is not JSON")
-
-    status = json.loads(scene.observer.status_json, parse_constant=refuse)
-    assert status["nodes"][0]["loss"] is None
-    for line in scene.file.read_text().splitlines():
-        json.loads(line, parse_constant=refuse)
-    shown = scene.value("farloop_node_loss_nats", node="a")
-    assert shown is not None and math.isnan(shown)  # by which an alert knows it

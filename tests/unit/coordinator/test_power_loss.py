@@ -38,7 +38,6 @@ State = tuple[Any, ...]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything happens within a few commits."""
     monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 2)
-    monkeypatch.setattr("farloop.coordinator.storage.journal._ALLOCATION_STEP", 4096)
     monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
     monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 1)
     monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 1)
@@ -51,6 +50,7 @@ def state_of(store: Store) -> State:
             for b in store.buffers
         ),
         tuple(sorted(str(blob) for blob in store.ledger.inputs)),
+        tuple(sorted(store.fetched)),
         store.ledger.history > 0,
     )
 
@@ -142,9 +142,12 @@ def fail_a_sync(run: Run) -> None:
     run.open()
 
 
-def fetch(run: Run) -> None:
-    assert run.store is not None
-    stored_runs.fetch(run.store)
+def fetch(fragment: int) -> Stage:
+    def stage(run: Run) -> None:
+        assert run.store is not None
+        stored_runs.fetch(run.store, fragment)
+
+    return stage
 
 
 def adopt(run: Run) -> None:
@@ -161,7 +164,7 @@ STAGES: list[Stage] = [
     close_with_an_unsynced_delta, restart,
     fail_a_sync,
     *window(0), *window(0), *window(1), *window(1),
-    fetch, adopt, close, restart,
+    fetch(0), fetch(1), adopt, close, restart,
 ]  # fmt: skip
 
 
@@ -213,6 +216,9 @@ class Cutter:
             found = state_of(store)
             if store.alarms or store.ledger.epoch <= self.run.epoch:
                 raise Lost(f"{where}: {store.alarms}, epoch {store.ledger.epoch} after {self.run.epoch}")
+            for fragment, version in (key for key, known in store.ledger.commits.items() if known.digest):
+                source = store.update_source(fragment, version)
+                source.read(0, source.size)
             if claimed_epoch(PLACE, left) != store.ledger.epoch:
                 raise Lost(f"{where}: the epoch's file")
         if found not in may_be:

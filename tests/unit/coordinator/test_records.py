@@ -19,16 +19,15 @@ from farloop.algo.spec import (
     Fragment,
     Identity,
     Layout,
-    LearningRate,
     Lease,
     NodeId,
     Revision,
     RoundPlan,
     RunSpec,
     TensorSlot,
-    Terms,
     WindowTerms,
 )
+from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.decide import records as rec
 from farloop.wire.messages import AnchorRef, Committed, Drop, Share, pack
 from farloop.wire.reasons import Reason
@@ -51,7 +50,7 @@ SPEC = RunSpec(
         evaluation_set="none",
         seed=7,
     ),
-    terms=Terms(
+    terms=Terms.from_flat(
         method="streaming",
         steps=100,
         h=10,

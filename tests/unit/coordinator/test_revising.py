@@ -8,10 +8,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_offer
 
 from farloop.algo.schedule import window_after
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
+from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.change_terms import revision_asked_for
 from farloop.coordinator.commits import codecs_of
 from farloop.coordinator.decide import events as ev
@@ -29,7 +29,7 @@ class Run:
     """A machine whose records are folded as the journal would; every node holds all that there is."""
 
     def __init__(self, spec: RunSpec, **terms: Any) -> None:
-        spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+        spec = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
         self.journal = Ledger.begin(rec.RunStarted(spec=spec, epoch=1))
         self.sent = 0
         self.begin()
@@ -60,11 +60,7 @@ class Run:
     def send(self, node: NodeId, fragment: int) -> list[ev.Command]:
         window = self.machine.windows[fragment].terms.window
         self.sent += 1
-        blob = BlobId(
-            kind=BlobKind.DELTA, fragment=fragment, version=window - 1, node=node, incarnation=1, seq=self.sent
-        )
-        share = Contribution(node=node, incarnation=1, base=window - 1, steps=1, tokens=1, norm_sq=1.0)
-        offer = msg.Offer(blob=blob, size=1, digest=1, window=window, contributors=(share,))
+        offer = plain_offer(node, window, fragment=fragment, seq=self.sent, steps=1, tokens=1)
         self.handle(ev.NodeMessage(session=ord(node), node=node, message=offer))
         self.journal.apply(rec.InputStored.of(offer))
         return self.handle(ev.InputStored(offer=offer))
@@ -100,7 +96,7 @@ def run(spec: RunSpec) -> Run:
 def test_terms_hold_from_the_next_window_and_the_next_round_that_nobody_knows_of(run: Run) -> None:
     revision = revision_asked_for(run.machine, {"outer_lr": "0.5", "h": "5"})
     assert (revision.number, revision.windows, revision.round) == (1, (2, 2), 3)
-    assert run.machine.ledger.spec.terms.outer_lr == 0.6, "asking changes nothing"
+    assert run.machine.ledger.spec.terms.outer.lr == 0.6, "asking changes nothing"
 
 
 def test_they_are_in_the_journal_before_anybody_is_told(run: Run) -> None:
@@ -125,10 +121,10 @@ def test_the_arithmetic_of_a_window_takes_its_own_revisions_terms(run: Run) -> N
     """P: whatever the newest are when it is computed, or repeated."""
     run.set(outer_restart="3")
     commit = run.close(1)
-    assert codecs_of(run.journal, commit.draft).terms.outer_restart == 0
+    assert codecs_of(run.journal, commit.draft).terms.outer.restart == 0
     run.finish(commit)
     commit = run.close(1)
-    assert codecs_of(run.journal, commit.draft).terms.outer_restart == 3
+    assert codecs_of(run.journal, commit.draft).terms.outer.restart == 3
 
 
 def test_a_window_that_is_closing_has_promised_the_next_one_already(run: Run) -> None:
@@ -170,7 +166,7 @@ def test_who_comes_later_is_told_with_its_welcome(run: Run) -> None:
     run.set(outer_lr="0.5")
     (accept,) = (command for command in run.greet(B) if isinstance(command, ev.Accept))
     assert accept.welcome.revisions == run.machine.ledger.revisions.kept
-    assert (accept.welcome.spec.revision, accept.welcome.spec.terms.outer_lr) == (1, 0.5)
+    assert (accept.welcome.spec.revision, accept.welcome.spec.terms.outer.lr) == (1, 0.5)
 
 
 def test_a_run_that_never_changed_says_nothing_of_revisions(run: Run) -> None:
@@ -252,7 +248,7 @@ def test_a_codec_that_cannot_be_is_refused(run: Run, given: dict[str, str], sent
 def test_codec_is_both_directions(run: Run) -> None:
     run.set(codec="q8")
     terms = run.machine.ledger.spec.terms
-    assert (terms.codec_up, terms.codec_down) == ("q8", "q8")
+    assert (terms.codecs.up, terms.codecs.down) == ("q8", "q8")
 
 
 def test_a_restart_knows_all_revisions_and_goes_on_with_them(run: Run) -> None:
@@ -265,8 +261,8 @@ def test_a_restart_knows_all_revisions_and_goes_on_with_them(run: Run) -> None:
     run.join(A)
     again = run.machine.windows[1]
     assert again.state == "closing", "with the delta that is stored"
-    assert commit.draft.outer_lr == 0.6 and run.machine.ledger.terms_of(1, 2).outer_lr == 0.5
-    assert run.machine.ledger.terms_of(1, 3).outer_lr == 0.25
+    assert commit.draft.outer_lr == 0.6 and run.machine.ledger.terms_of(1, 2).outer.lr == 0.5
+    assert run.machine.ledger.terms_of(1, 3).outer.lr == 0.25
 
 
 def test_a_change_after_a_restart_holds_from_no_earlier_window_than_the_one_before(run: Run) -> None:
@@ -311,7 +307,7 @@ def test_a_revision_says_what_it_changes_and_from_where_on(run: Run) -> None:
 def test_a_window_that_stays_in_its_round_takes_the_new_terms_too(spec: RunSpec) -> None:
     run = Run(spec)
     current = run.machine.windows[1].terms
-    new = dataclasses.replace(spec.terms, codec_up="q8", tau=1)
+    new = spec.terms.replace(codec_up="q8", tau=1)
     after = window_after(new, spec.identity.layout, current, run.machine.ledger.rounds, stay=True)
     assert after == dataclasses.replace(current, window=2, codec_up="q8", tau=1)
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_progress
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide.roster import Member
@@ -77,11 +77,9 @@ def test_a_node_cannot_train_without_a_first_round() -> None:
 
 
 def report(steps: int, *, blocked_s: float = 0.0, tokens: int = 0, state: NodeState = "training") -> Progress:
-    return Progress(
-        state=state, position=1.0, round=0, inner_steps=steps, tokens=tokens, loss=None, tokens_per_s=0.0,
-        compute_share=1.0, blocked_s=blocked_s, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0,
-        bytes_state=0,
-    )  # fmt: skip
+    return plain_progress(
+        state=state, inner_steps=steps, tokens=tokens, loss=None, tokens_per_s=0.0, blocked_s=blocked_s
+    )
 
 
 def told(*reports: tuple[float, int, float]) -> Member:

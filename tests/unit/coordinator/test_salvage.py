@@ -28,7 +28,6 @@ A, B = stored_runs.NODES
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 4)
-    monkeypatch.setattr("farloop.coordinator.storage.journal._ALLOCATION_STEP", 4096)
     monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
     monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 2)
     monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 2)
@@ -201,7 +200,7 @@ def test_verify_looks_at_the_disk_and_not_at_the_cache(stored: Stored) -> None:
     assert verify(PLACE, files).faults
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_verify_calls_a_folder_good_only_if_a_start_accepts_it_and_knows_which_it_refuses(
     stored: Stored, data: st.DataObject

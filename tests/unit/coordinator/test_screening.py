@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_offer
 
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.coordinator.decide import events as ev
@@ -28,7 +28,7 @@ class Story:
     """Windows of fragment 1, closed one after the other, as the ledger would tell of them."""
 
     def __init__(self, spec: RunSpec, **terms: Any) -> None:
-        self.spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+        self.spec = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
         self.screening, self.version, self.payload = Screening(self.spec), 0, 100
 
     def offers(self, payloads: dict[NodeId, int], steps: dict[NodeId, int], **norms: float) -> list[msg.Offer]:
@@ -124,8 +124,8 @@ def test_more_steps_may_be_longer_and_fewer_no_shorter(story: Story) -> None:
 
 
 def test_a_larger_learning_rate_may_be_longer_and_a_smaller_one_no_shorter(spec: RunSpec) -> None:
-    warming = dataclasses.replace(spec.terms.lr, warmup_steps=1000, minimum=1e-6)
-    spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, lr=warming, steps=10_000))
+    warming = dataclasses.replace(spec.terms.schedule.lr, warmup_steps=1000, minimum=1e-6)
+    spec = dataclasses.replace(spec, terms=spec.terms.replace(lr=warming, steps=10_000))
     story = Story(spec)
     assert rate_of(story.spec.terms, plan(40)) > 30 * rate_of(story.spec.terms, plan(0))
     for _ in range(ENOUGH):
@@ -142,7 +142,7 @@ def test_a_delta_that_holds_nothing_is_never_too_long(story: Story) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_lengths_that_differ_by_less_than_the_band_are_never_refused(spec: RunSpec, lengths: list[float]) -> None:
     story = Story(spec)
-    assert story.spec.terms.norm_band > 1.5 / 0.2
+    assert story.spec.terms.admission.norm_band > 1.5 / 0.2
     for start in range(0, len(lengths) - 3, 4):
         assert story.close(**dict(zip("abcd", lengths[start : start + 4], strict=True))) == {}
 
@@ -267,7 +267,7 @@ class Run:
 
     def __init__(self, spec: RunSpec, *nodes: NodeId, **terms: Any) -> None:
         terms = {"min_nodes": len(nodes), **terms}
-        self.spec = dataclasses.replace(spec, terms=dataclasses.replace(spec.terms, **terms))
+        self.spec = dataclasses.replace(spec, terms=spec.terms.replace(**terms))
         self.ledger, self.now, self.seq = Ledger.begin(rec.RunStarted(spec=self.spec, epoch=1)), 100.0, 0
         self.begin()
         anchors = tuple(msg.AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
@@ -291,9 +291,7 @@ class Run:
         """A delta for the open window of fragment 1."""
         window = self.machine.windows[1].terms.window
         self.seq += 1
-        blob = BlobId(kind=BlobKind.DELTA, fragment=1, version=window - 1, node=node, incarnation=1, seq=self.seq)
-        share = Contribution(node=node, incarnation=1, base=window - 1, steps=10, tokens=640, norm_sq=norm**2)
-        return msg.Offer(blob=blob, size=100, digest=9, window=window, contributors=(share,))
+        return plain_offer(node, window, seq=self.seq, norm_sq=norm**2, size=100, digest=9)
 
     def done(self, commands: list[ev.Command]) -> list[ev.Command]:
         """The one commit among these commands is durable."""

@@ -203,7 +203,7 @@ def test_a_whole_record_of_an_unknown_kind_is_never_cut(tmp_path: Path) -> None:
 def test_a_whole_record_in_the_wrong_place_is_corruption(tmp_path: Path) -> None:
     data = build(THREE)
     second, third = starts(THREE)[1:3]
-    with pytest.raises(JournalCorrupt, match="record 2 stands where 1 belongs"):
+    with pytest.raises(JournalCorrupt, match="record 2 is in the place of 1"):
         scanned(tmp_path, data[:second] + data[third:])
 
 

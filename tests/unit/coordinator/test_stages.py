@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from plain_runs import plain_hello
+from plain_runs import plain_hello, plain_offer, plain_progress
 
-from farloop.algo.spec import BlobId, BlobKind, Contribution, Fragment, Layout, NodeId, RunSpec, TensorSlot
+from farloop.algo.spec import Fragment, Layout, NodeId, RunSpec, TensorSlot
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import ALARM
@@ -21,10 +21,7 @@ from farloop.wire.reasons import Reason
 
 A0, B0, A1, B1, C1, W = map(NodeId, ("a0", "b0", "a1", "b1", "c1", "w"))
 PARTS = {A0: (0,), B0: (0,), A1: (1,), B1: (1,), C1: (1,), W: None}
-REPORT = msg.Progress(
-    state="training", position=0.0, round=0, inner_steps=10, tokens=0, loss=None, tokens_per_s=0.0, compute_share=0.0,
-    blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0, detail="",
-)  # fmt: skip
+REPORT = plain_progress(position=0.0, inner_steps=10, tokens=0, loss=None, tokens_per_s=0.0, compute_share=0.0)
 
 
 class Run:
@@ -45,7 +42,7 @@ class Run:
             evaluation_set=evaluation_set,
         )
         terms = {"steps": 1000, "min_nodes": 2, **terms}
-        self.spec = RunSpec(identity=identity, terms=dataclasses.replace(spec.terms, **terms))
+        self.spec = RunSpec(identity=identity, terms=spec.terms.replace(**terms))
         self.ledger = Ledger.begin(rec.RunStarted(spec=self.spec, epoch=1))
         self.now, self.seq = 100.0, 0
         self.sessions: dict[NodeId, int] = {}
@@ -83,11 +80,7 @@ class Run:
     def offer(self, node: NodeId, fragment: int, *, tokens: int = 640) -> msg.Offer:
         window = self.machine.windows[fragment].terms.window
         self.seq += 1
-        blob = BlobId(
-            kind=BlobKind.DELTA, fragment=fragment, version=window - 1, node=node, incarnation=1, seq=self.seq
-        )
-        work = Contribution(node=node, incarnation=1, base=window - 1, steps=10, tokens=tokens, norm_sq=1.0)
-        return msg.Offer(blob=blob, size=1, digest=1, window=window, contributors=(work,))
+        return plain_offer(node, window, fragment=fragment, seq=self.seq, tokens=tokens)
 
     def store(self, node: NodeId, fragment: int) -> list[ev.Command]:
         offer = self.offer(node, fragment)

@@ -113,7 +113,7 @@ def test_a_run_of_version_1_can_be_given_other_terms(folder: Path) -> None:
     try:
         assert (again.alarms, held(again)["buffers"]) == ({}, before)
         assert again.ledger.spec.terms == revision.terms and again.ledger.spec.revision == 1
-        assert [again.ledger.terms_of(f, v + 1).outer_lr for f, v in enumerate(VERSIONS)] == [0.6, 0.6]
+        assert [again.ledger.terms_of(f, v + 1).outer.lr for f, v in enumerate(VERSIONS)] == [0.6, 0.6]
     finally:
         again.close()
 

@@ -1,7 +1,6 @@
 """The state directory: begin, commit, recover, prune; what was durable comes back from any crash (protocol K, O–S).
 
-Syncs are made to return at once: what they are for is shown by `test_durable.py`. `Camera` copies the directory at
-each of them, as a crash at that moment would leave it.
+Syncs return at once here: `test_power_loss.py` shows what they are for, with a crash at every call.
 """
 
 import dataclasses
@@ -13,14 +12,14 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
+from stored_runs import NODES, adopt, begun, commit, fetch, run_rounds, spool
 
 from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import METHODS
 from farloop.algo.outer_optimizers import state_names
-from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, OuterKind, RunSpec, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, OuterKind, RunSpec, WindowTerms
 from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.decide import records as rec
@@ -33,13 +32,11 @@ from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.snapshots import snapshot_path
 from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
-from farloop.coordinator.storage.verify import verify
-from farloop.quant.blob import BlobHeader, blob_bytes, pack_blob
+from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
-from farloop.wire.messages import AnchorRef
 
-A, B = NodeId("a"), NodeId("b")
+A, _ = NODES
 SEGMENT_BYTES = 24 << 10
 """So small that the room set aside for a commit always begins another."""
 
@@ -49,89 +46,11 @@ def quick_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-@pytest.fixture
-def anchors(spec: RunSpec) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(fragment.numel, generator=generator) for fragment in spec.identity.layout.fragments]
-
-
-@pytest.fixture
-def long_spec(spec: RunSpec, anchors: list[Tensor]) -> RunSpec:
-    """A run of a thousand rounds, with the digests of its first anchors."""
-    identity = dataclasses.replace(spec.identity, anchor_digests=tuple(digest(anchor) for anchor in anchors))
-    return dataclasses.replace(spec, identity=identity, terms=dataclasses.replace(spec.terms, steps=10_000))
-
-
-@pytest.fixture
-def data_parallel(long_spec: RunSpec, anchors: list[Tensor]) -> RunSpec:
+def data_parallel(spec: RunSpec) -> RunSpec:
     """One fragment, a commit per step, gradients that are not spooled (protocol K)."""
-    layout = dataclasses.replace(long_spec.identity.layout, slots=1, fragments=long_spec.identity.layout.fragments[:1])
-    identity = dataclasses.replace(long_spec.identity, layout=layout, anchor_digests=(digest(anchors[0]),))
-    terms = dataclasses.replace(
-        long_spec.terms, method="data-parallel", h=1, tau=0, mix=0.0, codec_up="fp32", codec_down="fp32"
-    )
-    return dataclasses.replace(long_spec, identity=identity, terms=terms)
-
-
-def delta(store: Store, node: NodeId, fragment: int) -> tuple[rec.InputStored, bytearray]:
-    """What a node would send for the open window: always the same for the same version."""
-    version, terms = store.ledger.versions[fragment] + 1, store.ledger.windows[fragment]
-    of, codec = store.ledger.spec.identity.layout.fragments[fragment], codec_named(terms.codec_up)
-    generator = torch.Generator().manual_seed(1000 * version + 10 * fragment + ord(node[0]))
-    x = torch.randn(of.numel, generator=generator) * 1e-2
-    header = BlobHeader(codec=codec, fragment=of, version=version, base=version - 1, epoch=1)
-    data = pack_blob(header, codec.encode(x, of, seed=header.seed))
-    blob = BlobId(kind=BlobKind.DELTA, fragment=fragment, version=version - 1, node=node, incarnation=1, seq=version)
-    contribution = Contribution(node=node, incarnation=1, base=version - 1, steps=10, tokens=10, norm_sq=1.0)
-    stored = rec.InputStored(blob=blob, window=version, contributors=(contribution,), digest=blob_digest(data))
-    return stored, data
-
-
-def draft(store: Store, fragment: int, blobs: list[BlobId]) -> rec.WindowCommitted:
-    spec, terms = store.ledger.spec, store.ledger.windows[fragment]
-    return rec.WindowCommitted(
-        fragment=fragment,
-        version=terms.window,
-        round=terms.round,
-        merged=(),
-        drops=(),
-        blobs=tuple(rec.Addend(blob=blob, weight=1 / len(blobs)) for blob in blobs),
-        anchor_digest=0,
-        target_digest=0,
-        momentum_digest=None,
-        next_window=schedule.window_after(spec.terms, spec.identity.layout, terms, store.ledger.rounds),
-        update_size=0,
-        update_digest=0,
-        outer_lr=spec.terms.outer_lr,
-        outer_momentum=spec.terms.outer_momentum,
-        reach=0.3,
-        why="all 2 expected came",
-    )
-
-
-def commit(store: Store, fragment: int, *nodes: NodeId) -> None:
-    """A window from its first delta to its commit, as the daemon goes about it."""
-    terms = store.ledger.spec.terms
-    while plan := store.ledger.next_round_to_fix():
-        store.append(rec.RoundFixed(round=plan))
-    inputs: list[tuple[BlobId, bytearray]] = []
-    for node in nodes or (A, B):
-        stored, data = delta(store, node, fragment)
-        inputs.append((stored.blob, data))
-        if commits.spools_inputs(terms) and stored.blob not in store.ledger.inputs:
-            store.append(stored, data)
-            store.sync()
-    decision = draft(store, fragment, [blob for blob, _ in inputs])
-    reserved = store.reserve(fragment, store.ledger.windows[fragment].codec_down)
-    addends = [(data, addend.weight) for (_, data), addend in zip(inputs, decision.blobs, strict=True)]
-    result = commits.compute(store.ledger, store.buffers[fragment], decision, addends)
-    store.commit(decision, result, reserved)
-
-
-def run_rounds(store: Store, count: int) -> None:
-    for _ in range(count):
-        for fragment in range(len(store.buffers)):
-            commit(store, fragment)
+    layout = dataclasses.replace(spec.identity.layout, slots=1, fragments=spec.identity.layout.fragments[:1])
+    terms = spec.terms.replace(method="data-parallel", h=1, tau=0, mix=0.0, codec_up="fp32", codec_down="fp32")
+    return dataclasses.replace(spec, identity=dataclasses.replace(spec.identity, layout=layout), terms=terms)
 
 
 def image(buffers: Buffers) -> dict[str, object]:
@@ -151,40 +70,24 @@ def recovered(directory: Path, **options: Any) -> Store:
 
 
 @pytest.fixture
-def store(tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor]) -> Iterator[Store]:
-    opened = Store.create(tmp_path / "state", long_spec, anchors)
+def store(tmp_path: Path, spec: RunSpec) -> Iterator[Store]:
+    opened = begun(tmp_path / "state", spec)
     yield opened
     opened.close()
 
 
-# --- begin
-
-
-def test_a_new_run_is_at_version_0_of_its_anchors(store: Store, anchors: list[Tensor]) -> None:
+def test_a_new_run_is_at_version_0_and_is_not_begun_again(tmp_path: Path, spec: RunSpec) -> None:
+    assert Store.recover(tmp_path) is None
+    store = begun(tmp_path, spec)
     assert (store.ledger.versions, store.ledger.epoch, store.alarms) == ([0, 0], 1, {})
-    for buffers, anchor in zip(store.buffers, anchors, strict=True):
-        assert torch.equal(buffers.anchor, anchor) and torch.equal(buffers.target, anchor)
-
-
-def test_a_directory_that_holds_a_run_is_not_begun_again(
-    store: Store, long_spec: RunSpec, anchors: list[Tensor]
-) -> None:
+    for buffers, known in zip(store.buffers, store.ledger.spec.identity.anchor_digests, strict=True):
+        assert digest(buffers.anchor) == digest(buffers.target) == known
+    with pytest.raises(StateLocked):
+        Store.recover(tmp_path)
     store.close()
     with pytest.raises(StateMismatch, match="holds a run already"):
-        Store.create(store.directory, long_spec, anchors)
-    recovered(store.directory).close()
-
-
-def test_there_is_nothing_to_recover_in_an_empty_directory(
-    tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor]
-) -> None:
-    assert Store.recover(tmp_path) is None
-    Store.create(tmp_path, long_spec, anchors).close()
-
-
-def test_a_directory_in_use_is_not_recovered(store: Store) -> None:
-    with pytest.raises(StateLocked):
-        Store.recover(store.directory)
+        begun(tmp_path, spec)
+    recovered(tmp_path).close()
 
 
 def test_a_start_that_is_refused_changes_nothing(store: Store) -> None:
@@ -228,7 +131,7 @@ def test_a_state_that_another_coordinator_took_over_is_committed_to_no_more(stor
 def test_a_rewind_claims_an_epoch_above_all_that_nodes_have_met(store: Store) -> None:
     """S: and begins a history of that name, from the state as it is."""
     commit(store, 0)
-    store.append(delta(store, A, 1)[0], delta(store, A, 1)[1])
+    spool(store, 1, A)
     store.append(rec.EpochSeen(epoch=7))
     store.sync()
     store.close()
@@ -247,16 +150,12 @@ def test_a_rewind_claims_an_epoch_above_all_that_nodes_have_met(store: Store) ->
     again.close()
 
 
-# --- commit and recover
-
-
 @pytest.mark.parametrize("rounds", [0, 1, SNAPSHOT_EVERY - 1, SNAPSHOT_EVERY, SNAPSHOT_EVERY + 1, 19])
-def test_a_recovery_has_every_bit_of_the_run_that_it_follows(store: Store, anchors: list[Tensor], rounds: int) -> None:
+def test_a_recovery_has_every_bit_of_the_run_that_it_follows(store: Store, spec: RunSpec, rounds: int) -> None:
     """B21, P: anchors by decoding updates, targets and momenta by repeating the arithmetic; and they go on alike."""
     run_rounds(store, rounds)
-    stored, data = delta(store, A, 1)
-    store.append(stored, data)
-    store.sync()
+    stored = spool(store, 1, A)
+    data = store.read_input(stored.blob)
     ledger, before = store.ledger.copy(), images(store)
     store.close()
 
@@ -264,11 +163,11 @@ def test_a_recovery_has_every_bit_of_the_run_that_it_follows(store: Store, ancho
     assert images(again) == before and again.alarms == {}
     ledger.epoch += 1
     assert again.ledger == ledger
-    assert again.read_input(stored.blob) == bytes(data), "the window goes on where it was"
+    assert again.read_input(stored.blob) == data, "the window goes on where it was"
     commit(again, 1)
     again.close()
 
-    uninterrupted = Store.create(store.directory.with_name("uninterrupted"), store.ledger.spec, anchors)
+    uninterrupted = begun(store.directory.with_name("uninterrupted"), spec)
     run_rounds(uninterrupted, rounds)
     commit(uninterrupted, 1)
     uninterrupted.close()
@@ -280,8 +179,7 @@ def test_a_recovery_has_every_bit_of_the_run_that_it_follows(store: Store, ancho
 @pytest.mark.parametrize("rule", MERGE_RULES)
 def test_a_recovery_has_every_bit_whatever_the_optimizer_and_the_merge_rule(
     tmp_path: Path,
-    long_spec: RunSpec,
-    anchors: list[Tensor],
+    spec: RunSpec,
     monkeypatch: pytest.MonkeyPatch,
     kind: OuterKind,
     rule: str,
@@ -292,9 +190,9 @@ def test_a_recovery_has_every_bit_whatever_the_optimizer_and_the_merge_rule(
     choices: dict[str, Any] = {"outer_clip": 0.01, "outer_buffer": 3, "outer_spread": 0.1, "outer_restart": 5}
     if kind == "sgd":
         choices["outer_momentum"] = 0.0
-    run = dataclasses.replace(long_spec, terms=dataclasses.replace(long_spec.terms, **choices))
-    store = Store.create(tmp_path / "one", run, anchors)
-    assert sorted(store.buffers[0].outer) == sorted(state_names(kind, run.terms.outer_momentum))
+    run = dataclasses.replace(spec, terms=spec.terms.replace(**choices))
+    store = begun(tmp_path / "one", run)
+    assert sorted(store.buffers[0].outer) == sorted(state_names(kind, run.terms.outer.momentum))
     run_rounds(store, rounds)
     before = images(store)
     store.close()
@@ -303,7 +201,7 @@ def test_a_recovery_has_every_bit_whatever_the_optimizer_and_the_merge_rule(
     run_rounds(again, 3)
     again.close()
 
-    uninterrupted = Store.create(tmp_path / "other", run, anchors)
+    uninterrupted = begun(tmp_path / "other", run)
     run_rounds(uninterrupted, rounds + 3)
     uninterrupted.close()
     assert images(uninterrupted) == images(again)
@@ -368,10 +266,10 @@ def test_room_that_was_set_aside_can_be_given_back(store: Store) -> None:
 
 
 def test_data_parallel_comes_back_with_exact_anchors_and_an_alarm_for_its_moments(
-    tmp_path: Path, data_parallel: RunSpec, anchors: list[Tensor]
+    tmp_path: Path, spec: RunSpec
 ) -> None:
     """K, P: gradients are not spooled; the anchors cannot fork, the run goes on, and a person can see why it jumped."""
-    store = Store.create(tmp_path, data_parallel, anchors[:1])
+    store = begun(tmp_path, data_parallel(spec))
     assert not commits.spools_inputs(store.ledger.spec.terms)
     for _ in range(SNAPSHOT_EVERY):
         commit(store, 0)
@@ -386,53 +284,59 @@ def test_data_parallel_comes_back_with_exact_anchors_and_an_alarm_for_its_moment
     store = recovered(tmp_path)
     assert image(store.buffers[0])["anchor"] == anchor
     assert torch.equal(store.buffers[0].target, store.buffers[0].anchor)
-    assert store.alarms == {"optimizer of fragment 0": "its state of version 9 came out different at the restart"}
+    assert store.alarms == {"optimizer of fragment 0": "its state of version 9 differed when the restart recomputed it"}
     commit(store, 0)
     assert store.ledger.versions == [10]
     store.close()
 
 
-# --- what does not fit together
+Damage = Callable[[Path, RunSpec], None]
 
 
-def test_a_journal_without_a_begin_is_refused(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path)
+def only_an_epoch(place: Path, spec: RunSpec) -> None:
+    shutil.rmtree(place)
+    journal, _ = Journal.open(place)
     journal.append(rec.EpochClaimed(epoch=1))
     journal.close()
-    with pytest.raises(StateMismatch, match="does not begin with a run's start"):
-        Store.recover(tmp_path)
-    Journal.open(tmp_path)[0].close()  # and was unlocked
 
 
-def test_a_missing_snapshot_is_named(store: Store) -> None:
-    store.close()
-    snapshot_path(store.directory, 1, 0).unlink()
-    with pytest.raises(StateMismatch, match="no snapshot of fragment 1"):
-        Store.recover(store.directory)
+def no_snapshot(place: Path, spec: RunSpec) -> None:
+    snapshot_path(place, 1, 0).unlink()
 
 
-def test_a_snapshot_of_another_run_is_refused(
-    store: Store, tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor]
-) -> None:
-    renamed = dataclasses.replace(long_spec, identity=dataclasses.replace(long_spec.identity, name="other"))
-    Store.create(tmp_path / "other", renamed, anchors).close()
-    store.close()
-    shutil.copy(snapshot_path(tmp_path / "other", 0, 0), snapshot_path(store.directory, 0, 0))
-    with pytest.raises(SnapshotCorrupt, match="is of run"):
-        Store.recover(store.directory)
+def a_snapshot_of_another_run(place: Path, spec: RunSpec) -> None:
+    other = place.with_name("other")
+    begun(other, dataclasses.replace(spec, identity=dataclasses.replace(spec.identity, name="other"))).close()
+    shutil.copy(snapshot_path(other, 0, 0), snapshot_path(place, 0, 0))
 
 
-def test_a_snapshot_that_the_journal_knows_nothing_of_is_refused(store: Store) -> None:
+def an_older_journal(place: Path, spec: RunSpec) -> None:
     """S: the journal was restored from an older copy, the snapshots were not."""
-    store.close()
-    old = store.directory.with_name("old")
-    shutil.copytree(store.directory, old)
-    store = recovered(store.directory)
+    newer = place.with_name("newer")
+    shutil.copytree(place, newer)
+    store = recovered(newer)
     run_rounds(store, SNAPSHOT_EVERY)
     store.close()
-    shutil.copytree(store.directory / "snapshots", old / "snapshots", dirs_exist_ok=True)
-    with pytest.raises(StateMismatch, match="lead to version 8 of fragment 0, the last commit is 0"):
-        Store.recover(old)
+    shutil.copytree(newer / "snapshots", place / "snapshots", dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (only_an_epoch, StateMismatch, "does not begin with a run's start"),
+        (no_snapshot, StateMismatch, "no snapshot of fragment 1"),
+        (a_snapshot_of_another_run, SnapshotCorrupt, "is of run"),
+        (an_older_journal, StateMismatch, "lead to version 8 of fragment 0, the last commit is 0"),
+    ],
+)
+def test_a_state_that_does_not_fit_together_is_refused(
+    store: Store, spec: RunSpec, damage: Damage, error: type[Exception], words: str
+) -> None:
+    store.close()
+    damage(store.directory, spec)
+    with pytest.raises(error, match=words):
+        Store.recover(store.directory)
+    Journal.open(store.directory)[0].close()  # it was unlocked
 
 
 def test_an_anchor_that_does_not_come_out_stops_the_run(store: Store) -> None:
@@ -448,15 +352,10 @@ def test_an_anchor_that_does_not_come_out_stops_the_run(store: Store) -> None:
         Store.recover(store.directory)
 
 
-# --- damage and full disks
-
-
 @pytest.mark.parametrize("segment_bytes", [SEGMENT_BYTES, 256 << 20])
-def test_one_damaged_snapshot_costs_nothing(
-    tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor], segment_bytes: int
-) -> None:
+def test_one_damaged_snapshot_costs_nothing(tmp_path: Path, spec: RunSpec, segment_bytes: int) -> None:
     """P: the one before it is kept, and so is the journal behind that, whatever was pruned."""
-    store = Store.create(tmp_path, long_spec, anchors, segment_bytes=segment_bytes)
+    store = begun(tmp_path, spec, segment_bytes=segment_bytes)
     run_rounds(store, 5 * SNAPSHOT_EVERY + 3)
     before = images(store)
     store.close()
@@ -468,14 +367,15 @@ def test_one_damaged_snapshot_costs_nothing(
     again.close()
 
 
+def refuse_snapshot(directory: Path, snapshot: snapshots.Snapshot, files: Files) -> Path:
+    raise DiskFull(directory, 10, 5)
+
+
 def test_a_snapshot_without_room_costs_neither_the_commit_nor_the_run(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(directory: Path, snapshot: snapshots.Snapshot, files: Files) -> Path:
-        raise DiskFull(directory, 10, 5)
-
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "save", refuse)
+        patch.setattr(snapshots, "save", refuse_snapshot)
         run_rounds(store, SNAPSHOT_EVERY)
     assert store.ledger.versions == [SNAPSHOT_EVERY] * 2
     assert list(store.alarms) == ["snapshot of fragment 0", "snapshot of fragment 1"]
@@ -495,14 +395,10 @@ def test_a_long_time_without_room_for_snapshots_leaves_two_ways_back(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P: the journal is kept back to the last but one snapshot, however old that is."""
-
-    def refuse(directory: Path, snapshot: snapshots.Snapshot, files: Files) -> Path:
-        raise DiskFull(directory, 10, 5)
-
     store = small(store)
     run_rounds(store, SNAPSHOT_EVERY)
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "save", refuse)
+        patch.setattr(snapshots, "save", refuse_snapshot)
         run_rounds(store, 4 * SNAPSHOT_EVERY)
     run_rounds(store, SNAPSHOT_EVERY)
     before = images(store)
@@ -513,9 +409,6 @@ def test_a_long_time_without_room_for_snapshots_leaves_two_ways_back(
     again = recovered(store.directory, segment_bytes=SEGMENT_BYTES)
     assert images(again) == before and again.alarms == {}
     again.close()
-
-
-# --- pruning
 
 
 def small(store: Store) -> Store:
@@ -553,6 +446,8 @@ def test_all_that_the_ledger_remembers_can_be_read(store: Store) -> None:
             source = store.update_source(fragment, version)
             assert len(source.read(0, source.size)) == source.size
     assert min(segment_paths(store.directory)) > 0 and len(store.ledger.commits) == 2 * HISTORY_VERSIONS
+    with pytest.raises(KeyError):
+        store.update_source(0, store.ledger.versions[0] - HISTORY_VERSIONS - 1)  # and no more than that
     store.close()
 
 
@@ -560,16 +455,15 @@ def test_an_undecided_delta_keeps_its_segment(store: Store) -> None:
     """P: however long its window is held."""
     store = small(store)
     run_rounds(store, 2 * SNAPSHOT_EVERY)
-    stored, data = delta(store, A, 0)
-    store.append(stored, data)
-    store.sync()
+    stored = spool(store, 0, A)
+    data = store.read_input(stored.blob)
     held_from = max(segment_paths(store.directory))
     for _ in range(6 * SNAPSHOT_EVERY):
         commit(store, 1)
-    assert store.read_input(stored.blob) == bytes(data)
+    assert store.read_input(stored.blob) == data
     assert min(segment_paths(store.directory)) <= held_from
     store = small(store)
-    assert store.read_input(stored.blob) == bytes(data)
+    assert store.read_input(stored.blob) == data
     commit(store, 0)
     run_rounds(store, 4 * SNAPSHOT_EVERY)
     assert min(segment_paths(store.directory)) > held_from
@@ -592,176 +486,22 @@ def test_an_update_that_is_being_sent_keeps_its_segment(store: Store) -> None:
     store.close()
 
 
-def test_a_new_segment_begins_with_all_that_is_known(store: Store) -> None:
-    """Its summary is what the records before it add up to."""
-    store = small(store)
-    run_rounds(store, 3 * SNAPSHOT_EVERY)
-    store.close()
-    journal, found = Journal.open(store.directory)
-    journal.close()
-    summaries = [entry for entry in found.entries if isinstance(entry.record, rec.LedgerSaved)]
-    assert len(summaries) > 2
-    assert [entry.attachment.segment for entry in summaries] == sorted(segment_paths(store.directory))[
-        -len(summaries) :
-    ]
-
-
-# --- crashes
-
-
-class Camera:
-    """Copies the state directory at every sync, rename and deletion, just before it takes effect."""
-
-    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, seen: Callable[[Path], None]) -> None:
-        self.directory, self.seen = directory, seen
-        self.shots = 0
-        self.busy = False
-        replace, unlink = os.replace, Path.unlink
-
-        def photographed_replace(source: Path, target: Path) -> None:
-            self.shoot()
-            replace(source, target)
-
-        def photographed_unlink(path: Path, missing_ok: bool = False) -> None:
-            self.shoot()
-            unlink(path, missing_ok=missing_ok)
-
-        patch.setattr(os, "fsync", lambda fd: self.shoot())
-        patch.setattr(os, "replace", photographed_replace)
-        patch.setattr(Path, "unlink", photographed_unlink)
-
-    def shoot(self) -> None:
-        if self.busy:
-            return
-        self.busy = True
-        self.shots += 1
-        copy = self.directory.with_name("copy")
-        shutil.copytree(self.directory, copy)
-        self.seen(copy)
-        shutil.rmtree(copy)
-        self.busy = False
-
-
-def test_a_crash_at_any_moment_of_a_begin_leaves_a_run_or_none(
-    tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S: and the same directory can be used, under a newer epoch."""
-    found: list[str] = []
-
-    def see(copy: Path) -> None:
-        store = Store.recover(copy)
-        found.append("none" if store is None else "run")
-        store = store or Store.create(copy, long_spec, anchors)
-        assert store.ledger.versions == [0, 0]
-        commit(store, 0, A) if store.ledger.next_round_to_fix() else commit(store, 1, A)
-        store.close()
-
-    with monkeypatch.context() as patch:
-        Camera(tmp_path / "state", patch, see)
-        Store.create(tmp_path / "state", long_spec, anchors).close()
-    assert found == sorted(found) and set(found) == {"none", "run"}
-
-
-def test_a_crash_at_any_moment_of_a_run_leaves_what_was_durable(
-    tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """B21, O, P: through commits, snapshots, new segments and the deletion of old ones."""
-    reference = Store.create(tmp_path / "reference", long_spec, anchors)
-    history = [[image(buffers)] for buffers in reference.buffers]
-    for _ in range(4 * SNAPSHOT_EVERY + 2):
-        run_rounds(reference, 1)
-        for fragment, buffers in enumerate(reference.buffers):
-            history[fragment].append(image(buffers))
-    reference.close()
-
-    place = tmp_path / "state"
-    store = Store.create(place, long_spec, anchors, segment_bytes=SEGMENT_BYTES)
-    run_rounds(store, 4 * SNAPSHOT_EVERY - 1)
-    oldest = min(segment_paths(place))
-    durable = list(store.ledger.versions)
-    firsts: set[int] = set()
-
-    def see(copy: Path) -> None:
-        again = recovered(copy, segment_bytes=SEGMENT_BYTES)
-        versions = again.ledger.versions
-        assert all(version - known in (0, 1) for version, known in zip(versions, durable, strict=True))
-        assert images(again) == [history[fragment][version] for fragment, version in enumerate(versions)]
-        assert again.alarms == {}
-        for fragment, version in again.ledger.commits:
-            source = again.update_source(fragment, version)
-            source.read(0, source.size)
-        firsts.add(min(segment_paths(copy)))
-        again.close()
-
-    with monkeypatch.context() as patch:
-        camera = Camera(place, patch, see)
-        for fragment in (0, 1, 0, 1):
-            commit(store, fragment)
-            durable[:] = store.ledger.versions
-    store.close()
-    assert camera.shots > 30
-    assert min(firsts) == oldest and len(firsts) > 1, "nothing was pruned under the camera"
-
-
-# --- going on from what nodes held
-
-
-def bring(store: Store, other: Store, fragment: int, node: NodeId = A) -> rec.AdoptedAnchor:
-    """A node brings the anchor of another state, which came after this one."""
-    _, data, blob_digest_ = commits.snapshot_blob(
-        other.buffers[fragment], store.ledger.spec.identity.layout.fragments[fragment], epoch=9
-    )
-    version = other.ledger.versions[fragment]
-    anchor = AnchorRef(fragment=fragment, version=version, digest=digest(other.buffers[fragment].anchor))
-    store.append(rec.AnchorFetched(anchor=anchor, node=node, blob_digest=blob_digest_), data)
-    store.sync()
-    return rec.AdoptedAnchor(
-        fragment=fragment,
-        version=version,
-        digest=anchor.digest,
-        node=node,
-        before=store.ledger.versions[fragment],
-    )
-
-
-def adoption(store: Store, other: Store, *fragments: int) -> rec.Adopted:
-    anchors = tuple(bring(store, other, fragment) for fragment in fragments)
-    return rec.Adopted(
-        epoch=store.ledger.epoch + 5,
-        anchors=anchors,
-        windows=tuple(other.ledger.windows[fragment] for fragment in fragments),
-        rounds=tuple(other.ledger.rounds.values()),
-        revisions=(),
-        frontier=0,
-        returned=(),
-        uncertain=0,
-    )
-
-
 @pytest.fixture
-def newer(tmp_path: Path, long_spec: RunSpec, anchors: list[Tensor]) -> Iterator[Store]:
-    """What the run had come to; the copy was taken after its first three rounds."""
-    store = Store.create(tmp_path / "newer", long_spec, anchors)
-    run_rounds(store, SNAPSHOT_EVERY + 3)
+def copy(tmp_path: Path, spec: RunSpec) -> Iterator[Store]:
+    """An old copy of a run, to which a node has brought a later anchor of fragment 0."""
+    store = begun(tmp_path / "copy", spec, segment_bytes=SEGMENT_BYTES)
+    run_rounds(store, 3)
+    fetch(store)
     yield store
     store.close()
 
 
-def an_old_copy(directory: Path, newer: Store, anchors: list[Tensor]) -> Store:
-    store = Store.create(directory, newer.ledger.spec, anchors, segment_bytes=SEGMENT_BYTES)
-    run_rounds(store, 3)
-    return store
-
-
-def test_an_adopted_anchor_is_the_nodes_and_its_optimizer_begins_anew(
-    tmp_path: Path, newer: Store, anchors: list[Tensor]
-) -> None:
-    store = an_old_copy(tmp_path / "copy", newer, anchors)
-    untouched = image(store.buffers[1])
-    store.adopt(adoption(store, newer, 0))
+def test_an_adopted_anchor_is_the_nodes_and_its_optimizer_begins_anew(copy: Store) -> None:
+    store, brought, untouched = copy, copy.fetched[0].anchor, image(copy.buffers[1])
+    adopt(store)
     adopted = store.buffers[0]
-    assert torch.equal(adopted.anchor, newer.buffers[0].anchor) and torch.equal(adopted.target, adopted.anchor)
-    assert adopted.version == SNAPSHOT_EVERY + 3 and not any(tensor.any() for tensor in adopted.outer.values())
+    assert digest(adopted.anchor) == digest(adopted.target) == brought.digest
+    assert adopted.version == brought.version == 6 and not any(tensor.any() for tensor in adopted.outer.values())
     assert image(store.buffers[1]) == untouched
     commit(store, 0)
     before, epoch = images(store), store.ledger.epoch
@@ -769,36 +509,10 @@ def test_an_adopted_anchor_is_the_nodes_and_its_optimizer_begins_anew(
     again = recovered(store.directory)
     assert images(again) == before and again.ledger.history == epoch and again.ledger.epoch == epoch + 1
     assert again.ledger.updates_after(0, None) is None
-    held = AnchorRef(fragment=0, version=adopted.version, digest=digest(adopted.anchor))
-    assert [committed.version for committed in again.ledger.updates_after(0, held) or ()] == [adopted.version + 1]
+    assert [committed.version for committed in again.ledger.updates_after(0, brought) or ()] == [7]
+    run_rounds(again, 2 * SNAPSHOT_EVERY)
+    assert not again.fetched, "once two snapshots hold them, they may go"
     again.close()
-
-
-def test_a_crash_at_any_moment_of_an_adoption_leaves_the_copy_or_what_was_adopted(
-    tmp_path: Path, newer: Store, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """S: and what had been fetched is found again; verify finds all of it whole."""
-    store = an_old_copy(tmp_path / "copied", newer, anchors)
-    copied = images(store)
-    found: list[tuple[str, int]] = []
-
-    def see(copy: Path) -> None:
-        again = recovered(copy, segment_bytes=SEGMENT_BYTES)
-        is_copy = images(again) == copied
-        assert is_copy or [image["version"] for image in images(again)] == newer.ledger.versions
-        assert is_copy == (again.ledger.history == 0) and again.alarms == {}
-        found.append(("copy" if is_copy else "adopted", len(again.fetched)))
-        again.close()
-        assert not verify(copy).faults
-
-    with monkeypatch.context() as patch:
-        Camera(store.directory, patch, see)
-        store.adopt(adoption(store, newer, 0, 1))
-    run_rounds(store, SNAPSHOT_EVERY)
-    assert [what for what, _ in found] == sorted((what for what, _ in found), reverse=True)
-    assert {("copy", 1), ("copy", 2), ("adopted", 2)} <= set(found)
-    assert not store.fetched, "once two snapshots hold them, they may go"
-    store.close()
 
 
 def full(self: Journal, *args: Any, **options: Any) -> Any:
@@ -806,33 +520,27 @@ def full(self: Journal, *args: Any, **options: Any) -> Any:
     raise DiskFull(Path("disk"), 1, 0)
 
 
-def test_an_adoption_that_finds_no_room_is_tried_again(
-    tmp_path: Path, newer: Store, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = an_old_copy(tmp_path / "copy", newer, anchors)
-    record = adoption(store, newer, 0)
+def adopt_without_room(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(DiskFull):
         patch.setattr(Journal, "append", full)
-        store.adopt(record)
+        adopt(store)
     assert store.ledger.history == 0 and store.buffers[0].version == 3
-    store.adopt(record)
-    assert store.ledger.history == record.epoch
-    store.close()
 
 
-@pytest.mark.parametrize("before", ["it began", "it is tried again"])
+def test_an_adoption_that_finds_no_room_is_tried_again(copy: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    adopt_without_room(copy, monkeypatch)
+    adopt(copy)
+    assert copy.ledger.history == copy.ledger.epoch == 6
+
+
+@pytest.mark.parametrize("tried_before", [False, True])
 def test_an_old_copy_that_somebody_else_took_over_adopts_nothing(
-    tmp_path: Path, newer: Store, anchors: list[Tensor], monkeypatch: pytest.MonkeyPatch, before: str
+    copy: Store, monkeypatch: pytest.MonkeyPatch, tried_before: bool
 ) -> None:
     """Its next epoch is one that nodes have not met: the other start need not have heard of theirs."""
-    store = an_old_copy(tmp_path / "copy", newer, anchors)
-    record = adoption(store, newer, 0)
-    if before == "it is tried again":
-        with monkeypatch.context() as patch, pytest.raises(DiskFull):
-            patch.setattr(Journal, "append", full)
-            store.adopt(record)
-    claim_epoch(store.directory)
+    if tried_before:
+        adopt_without_room(copy, monkeypatch)
+    claim_epoch(copy.directory)
     with pytest.raises(Fenced):
-        store.adopt(record)
-    assert store.ledger.history == 0
-    store.close()
+        adopt(copy)
+    assert copy.ledger.history == 0

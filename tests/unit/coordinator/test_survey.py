@@ -124,7 +124,7 @@ def test_terms_that_were_changed_since_are_taken_over_in_order(ledger: Ledger, s
 def test_codecs_of_other_nodes_than_the_terms_name_are_not_taken_over(ledger: Ledger, spec: RunSpec) -> None:
     """Which codec was chosen for whom would not be known at the commit."""
     window = WindowTerms(fragment=0, window=4, round=1, tau=2, mix=0.5, codec_up="q4", codec_down="q4")
-    own = dataclasses.replace(spec.terms, codec_up_of=((A, "q8"),))
+    own = spec.terms.replace(codec_up_of=((A, "q8"),))
     revision = Revision(number=1, terms=own, windows=(4, 4), round=2)
     theirs = dataclasses.replace(window, codec_up_of=((A, "q8"),))
     assert rounds_since(ledger, [], [revision], [theirs]) == rounds_since(ledger, [], (), [window]) == ()
@@ -134,7 +134,7 @@ def test_codecs_of_other_nodes_than_the_terms_name_are_not_taken_over(ledger: Le
 
 
 def test_rounds_without_end_are_not_looked_for(ledger: Ledger, spec: RunSpec) -> None:
-    endless = Revision(number=1, terms=dataclasses.replace(spec.terms, steps=1 << 59), windows=(4, 4), round=2)
+    endless = Revision(number=1, terms=spec.terms.replace(steps=1 << 59), windows=(4, 4), round=2)
     window = WindowTerms(fragment=0, window=4, round=1 << 50, tau=2, mix=0.5, codec_up="q4", codec_down="q4")
     with pytest.raises(Unknown, match="this state is at round 1"):
         rounds_since(ledger, [], [endless], [window])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from farloop.algo import schedule
 from farloop.algo.methods import METHODS, Method
 from farloop.algo.outer_settings import settings_of
-from farloop.algo.spec import BlobId, BlobKind, Contribution, LearningRate, NodeId, RunSpec, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec, WindowTerms
+from farloop.algo.terms import LearningRate
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.windows import Window
 from farloop.wire.messages import Drop, Offer, Share
@@ -142,14 +143,14 @@ def test_a_flush_is_averaged_without_momentum_for_no_round_is_left_in_which_it_w
         for o in [offer(A, window=1)]
     )
     settings = [(d.outer_lr, d.outer_momentum) for d in (w.draft(spec, rounds, "") for w in (regular, flush))]
-    assert settings == [(spec.terms.outer_lr, spec.terms.outer_momentum), (1.0, 0.0)]
-    assert spec.terms.outer_momentum > 0
+    assert settings == [(spec.terms.outer.lr, spec.terms.outer.momentum), (1.0, 0.0)]
+    assert spec.terms.outer.momentum > 0
 
 
 def test_what_corrects_a_step_for_its_work_is_settled_with_the_window(spec: RunSpec) -> None:
     """P: a replay has the numbers, and does not ask for the learning rate again."""
     lr = LearningRate(peak=1e-2, minimum=1e-4, warmup_steps=0)
-    terms = dataclasses.replace(spec.terms, lr=lr, h_rule="qsr", h_alpha=0.03)
+    terms = spec.terms.replace(lr=lr, h_rule="qsr", h_alpha=0.03)
     rounds = {plan.index: plan for plan in schedule.first_rounds(terms, 40)}
     assert rounds[2].length > 10 == rounds[0].length
     window_terms = dataclasses.replace(schedule.first_windows(terms, spec.identity.layout)[1], round=2)

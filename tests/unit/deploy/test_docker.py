@@ -42,17 +42,12 @@ def port_of(address: str) -> int:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_runs_a_command_that_exists_as_a_user_without_rights(path: Path) -> None:
+def test_an_image_runs_a_command_that_exists_without_rights_and_checks_its_health_where_it_answers(path: Path) -> None:
     assert json.loads(last(path, "ENTRYPOINT")) == ["tini", "--", "farloop"]
     command, file = json.loads(last(path, "CMD"))
     assert command in get_command(app).commands  # type: ignore[attr-defined]
     assert Path(file).parent == Path("/etc/farloop")
-    assert last(path, "USER") == "10001:10001"
-    assert last(path, "STOPSIGNAL") == "SIGTERM"
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_is_asked_for_its_health_where_the_daemon_answers(path: Path) -> None:
+    assert (last(path, "USER"), last(path, "STOPSIGNAL")) == ("10001:10001", "SIGTERM")
     *python, page = json.loads(last(path, "HEALTHCHECK").partition("CMD ")[2])
     assert python == ["python3", "-m", "farloop.monitoring.healthcheck"]
     host_port, slash, rest = page.partition("/")
@@ -72,26 +67,15 @@ def test_only_what_the_images_are_made_of_is_sent_to_the_builder() -> None:
     assert all((ROOT / name).exists() for name in sent)
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_service_of_ours_can_write_nothing_but_its_volumes_and_has_no_rights(name: str) -> None:
-    service = OURS[name]
-    assert service["read_only"] and service["cap_drop"] == ["ALL"]
-    assert "no-new-privileges:true" in service["security_opt"]
-
-
-def test_nothing_is_published_beyond_this_machine() -> None:
+def test_services_have_no_rights_mount_files_that_exist_and_publish_on_loopback_alone() -> None:
+    for service in OURS.values():
+        assert service["read_only"] and service["cap_drop"] == ["ALL"]
+        assert "no-new-privileges:true" in service["security_opt"]
     published = [port for service in SERVICES.values() for port in service.get("ports", [])]
     assert published and all(port.startswith("127.0.0.1:") for port in published)
-
-
-def test_every_file_that_a_service_mounts_is_there() -> None:
-    for service in SERVICES.values():
-        for mount in service.get("volumes", []):
-            source, target, *_ = mount.split(":")
-            if source.startswith("."):
-                assert (DOCKER / source).exists(), f"{source} for {target}"
-            else:
-                assert source in COMPOSE["volumes"]
+    for mount in (mount for service in SERVICES.values() for mount in service.get("volumes", [])):
+        source, target, *_ = mount.split(":")
+        assert (DOCKER / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], target
 
 
 def test_the_nodes_of_the_compose_file_reach_its_coordinator_through_their_links() -> None:

@@ -128,6 +128,7 @@ def test_a_pod_has_no_rights_that_it_does_not_need(overlay: str) -> None:
         assert security["runAsNonRoot"] and security["runAsUser"] == security["fsGroup"] == 10001
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not pod.get("hostNetwork") and not pod.get("hostPID") and not pod.get("hostIPC")
+        assert pod["terminationGracePeriodSeconds"] > DRAIN_S + 5, "a drain fits into the grace period"
     for name, container in containers(overlay):
         security = container["securityContext"]
         assert security["readOnlyRootFilesystem"] and security["allowPrivilegeEscalation"] is False, name
@@ -175,12 +176,6 @@ def test_a_node_may_dial_its_coordinator_and_is_dialled_by_prometheus_alone(over
         assert out == {int(file.node.coordinator.rpartition(":")[2]), 53}
         (rule,) = policy["spec"]["ingress"]
         assert rule["from"] and [port["port"] for port in rule["ports"]] == ["pages"]
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_drain_fits_into_the_grace_period(overlay: str) -> None:
-    for _, _, pod in pods(overlay):
-        assert pod["terminationGracePeriodSeconds"] > DRAIN_S + 5
 
 
 def test_as_many_processes_as_gpus_are_asked_for(tmp_path: Path) -> None:

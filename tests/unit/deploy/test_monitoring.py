@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
+from plain_runs import PLAIN_PROGRESS
 from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
 
 from farloop.algo.spec import NodeId
 from farloop.cli.main import app
 from farloop.coordinator.observe.metrics import Metrics
-from farloop.monitoring import rule_object
+from farloop.monitoring.dashboards.generate import RULE_OBJECT, dashboards, rule_object
 from farloop.monitoring.endpoint import METRICS
 from farloop.node.metrics import Metrics as NodeMetrics
-from farloop.wire.messages import Progress
 
 ROOT = Path(__file__).resolve().parents[3]
 MONITORING = ROOT / "monitoring"
@@ -29,28 +29,11 @@ RULES = yaml.safe_load((MONITORING / "alerts" / "farloop.yml").read_text())
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
 COMPONENT = ROOT / "k8s" / "components" / "monitoring"
 
-PROGRESS = Progress(
-    state="training",
-    position=1.0,
-    round=0,
-    inner_steps=1,
-    tokens=1,
-    loss=1.0,
-    tokens_per_s=1.0,
-    compute_share=1.0,
-    blocked_s=0.0,
-    lost_steps=0,
-    sample_watermark=0,
-    bytes_up=0,
-    bytes_down=0,
-    bytes_state=0,
-)
-
 
 def shown_by_the_daemons() -> set[str]:
     """Every name that a page of theirs can have, with the endings that counters and histograms get."""
     node = NodeMetrics(NodeId("a"))
-    node.saw(PROGRESS, versions={0: 1}, connected=True)
+    node.saw(PLAIN_PROGRESS, versions={0: 1}, connected=True)
     node.lost_by_codec(0, 0.1)
     node.piped({"completed": 1}, 1, 1)
     coordinator = Metrics()
@@ -88,29 +71,25 @@ def names_in(expression: str) -> set[str]:
     return found
 
 
-def test_there_are_the_four_dashboards() -> None:
-    assert set(DASHBOARDS) == {"run", "network", "node", "coordinator"}
-    assert len({dashboard["uid"] for dashboard in DASHBOARDS.values()}) == 4
-
-
 @pytest.mark.skipif(
     importlib.util.find_spec("grafana_foundation_sdk") is None,
     reason="grafana-foundation-sdk makes the dashboards, and is missing: the extra `dashboards`",
 )
 def test_the_dashboards_are_what_the_code_makes() -> None:
-    from farloop.monitoring.dashboards.generate import pages, text_of
-
-    for name, page in pages().items():
-        assert (MONITORING / "dashboards" / f"{name}.json").read_text() == text_of(page), (
-            "run python -m farloop.monitoring.dashboards.generate"
-        )
+    for path, text in dashboards().items():
+        assert path.read_text() == text, "run python -m farloop.monitoring.dashboards.generate"
 
 
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_a_dashboard_asks_for_nothing_that_no_daemon_shows(name: str) -> None:
+def test_dashboards_ask_only_for_metrics_of_the_daemons_mark_restarts_and_link_to_each_other() -> None:
     known = shown_by_the_daemons()
-    for expression in asked_of(DASHBOARDS[name]):
-        assert names_in(expression) <= known, expression
+    for dashboard in DASHBOARDS.values():
+        for expression in asked_of(dashboard):
+            assert names_in(expression) <= known, expression
+        assert {one["name"] for one in dashboard["annotations"]["list"]} >= {"Coordinator restarted", "Node restarted"}
+        assert any(link["tags"] == dashboard["tags"] == ["farloop"] for link in dashboard["links"])
+    assert {dashboard["uid"] for dashboard in DASHBOARDS.values()} == {f"farloop-{name}" for name in DASHBOARDS}
+    (runbooks,) = [panel for panel in DASHBOARDS["coordinator"]["panels"] if panel["type"] == "text"]
+    assert all(rule["annotations"]["runbook"] in runbooks["options"]["content"] for rule in ALERTS)
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
@@ -134,16 +113,15 @@ def test_a_panel_says_what_it_shows_and_in_which_unit_and_covers_no_other(name: 
     assert len(set(ids)) == len(ids)
 
 
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_a_dashboard_marks_restarts_and_leads_to_the_others(name: str) -> None:
-    dashboard = DASHBOARDS[name]
-    assert {one["name"] for one in dashboard["annotations"]["list"]} >= {"Coordinator restarted", "Node restarted"}
-    assert any(link["tags"] == dashboard["tags"] == ["farloop"] for link in dashboard["links"])
+def test_an_alert_asks_for_metrics_of_the_daemons_is_tested_and_has_a_runbook() -> None:
+    known, tests = shown_by_the_daemons(), (ROOT / "tests" / "deploy" / "alerts_test.yml").read_text()
+    assert set(re.findall(r"name: (Farloop\w+) fires", tests)) == {rule["alert"] for rule in ALERTS}
+    for rule in ALERTS:
+        check_alert(rule, known)
 
 
-@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_what_the_daemons_show_and_has_a_runbook(rule: dict[str, Any]) -> None:
-    assert names_in(rule["expr"]) <= shown_by_the_daemons()
+def check_alert(rule: dict[str, Any], known: set[str]) -> None:
+    assert names_in(rule["expr"]) <= known
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
     assert rule["annotations"]["runbook"] == f"monitoring/runbooks/{rule['alert']}.md"
     text = (ROOT / rule["annotations"]["runbook"]).read_text()
@@ -168,28 +146,16 @@ def test_every_runbook_has_its_alert_and_names_commands_files_and_panels_that_ex
             assert (MONITORING / "runbooks" / f"{other}.md").exists(), f"{path.name}: {other}"
 
 
-def test_the_coordinators_dashboard_leads_to_every_runbook() -> None:
-    (panel,) = [panel for panel in DASHBOARDS["coordinator"]["panels"] if panel["type"] == "text"]
-    assert all(rule["annotations"]["runbook"] in panel["options"]["content"] for rule in ALERTS)
-
-
 def test_the_page_speaks_of_metrics_and_alerts_that_exist() -> None:
     text = (ROOT / "docs" / "monitoring.md").read_text()
     known = shown_by_the_daemons() | {name.removesuffix("_bucket") for name in shown_by_the_daemons()}
     assert {name for name in re.findall(r"`((?:farloop|process)_\w+)`", text) if not name.endswith("_")} <= known
     assert set(re.findall(r"\[(Farloop\w+)\]", text)) == {rule["alert"] for rule in ALERTS}
-    assert all((ROOT / "docs" / name).exists() for name in re.findall(r"\(([\w./-]+\.(?:md|png))\)", text))
-
-
-def test_every_alert_is_tested() -> None:
-    text = (ROOT / "tests" / "deploy" / "alerts_test.yml").read_text()
-    tested = set(re.findall(r"name: (Farloop\w+) fires", text))
-    assert tested == {rule["alert"] for rule in ALERTS}
 
 
 def test_the_operator_gets_the_same_rules() -> None:
-    text = rule_object.OBJECT.read_text()
-    assert text == rule_object.text_of(rule_object.RULES.read_text()), "run python -m farloop.monitoring.rule_object"
+    text = RULE_OBJECT.read_text()
+    assert text == rule_object(), "run python -m farloop.monitoring.dashboards.generate"
     assert yaml.safe_load(text)["spec"] == RULES
 
 

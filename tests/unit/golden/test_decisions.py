@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from farloop.algo.methods import method_named
-from farloop.algo.spec import LearningRate, NodeId, to_plain
+from farloop.algo.spec import NodeId, to_plain
+from farloop.algo.terms import LearningRate
 from farloop.coordinator.decide import records as rec
 from farloop.sim.outcome import Outcome
 from farloop.sim.problems import terms_of

@@ -11,7 +11,7 @@ import statuses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.monitoring.page import HEADERS, MOST_NODES, POLICY, page
+from farloop.monitoring.page import HEADERS, HEIGHT, MOST_NODES, POLICY, WIDTH, Curve, curve, page
 from farloop.monitoring.status import Status
 
 VOID = {"meta", "link", "br"}
@@ -82,13 +82,17 @@ def test_a_run_that_trains_is_told_in_full() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (statuses.waiting, ["waiting", "begins when its nodes are there: 1 of 4 so far", "Not scored yet."]),
+        (statuses.waiting, ["waiting", "begins when its nodes are connected: 1 of 4 so far", "Not scored yet."]),
         (
             statuses.held,
-            ["held", "nothing is committed until the alarm is mended", "make free space on its file system"],
+            [
+                "held",
+                "nothing is committed until the alarm is resolved",
+                "make free space on its file system",
+            ],
         ),
         (statuses.holding, ["holding", "until you decide", "--rewind", "No node has joined yet."]),
-        (statuses.adopting, ["holding", "until what the nodes hold is here", "it waits for node oslo"]),
+        (statuses.adopting, ["holding", "until the state of the nodes has arrived", "it waits for node oslo"]),
         (statuses.finished, ["finished", "done; the model is model.safetensors", "None is open."]),
         (statuses.diverged, ["nan", "no finite number"]),
     ],
@@ -169,3 +173,45 @@ def test_a_thousand_nodes_are_shown_in_part_and_counted() -> None:
     assert Reader(document).parts["nodes"].count("97.4%") == MOST_NODES
     assert "and 800 more nodes" in document
     assert len(document) < 300_000
+
+
+# --- the curve
+
+losses = st.one_of(st.none(), st.floats(-1e30, 1e30, allow_nan=False))
+
+
+def places(drawn: Curve | None) -> list[tuple[float, float]]:
+    """Where the line goes through."""
+    assert drawn is not None
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", drawn.path)]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e9), losses), max_size=30), st.floats(1, 1e9))
+def test_a_curve_stays_inside_its_picture(points: list[tuple[float, float | None]], last_step: float) -> None:
+    drawn = curve(points, last_step=last_step)
+    if sum(loss is not None for _, loss in points) < 2:
+        assert drawn is None
+        return
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places(drawn))
+    assert len(places(drawn)) == sum(loss is not None for _, loss in points)
+
+
+def test_a_lower_loss_is_lower_a_later_step_further_right_and_a_missing_one_breaks_the_line() -> None:
+    drawn = curve([(0, 5.0), (1, 4.0), (2, None), (3, 3.0), (4, 2.0)], last_step=4)
+    assert drawn is not None and drawn.path.count("M") == 2
+    assert places(drawn) == sorted(places(drawn)) and sorted(y for _, y in places(drawn)) == [
+        y for _, y in places(drawn)
+    ]
+
+
+def test_it_says_in_words_what_it_shows() -> None:
+    drawn = curve([(0, 5.5), (600, 2.1)], last_step=2000)
+    assert drawn is not None and drawn.label == "validation loss from 5.500 to 2.100 at step 600 of 2,000"
+
+
+def test_the_numbers_beside_it_are_round_and_enclose_the_losses() -> None:
+    for lowest, expected in ((1.27, ["0", "2", "4", "6"]), (5.43, None)):
+        drawn = curve([(0, 5.43), (9, lowest)], last_step=9)
+        assert drawn is not None
+        numbers = [number for _, number in drawn.rules]
+        assert numbers == expected or float(numbers[0]) <= 5.43 <= float(numbers[-1])

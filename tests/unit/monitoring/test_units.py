@@ -15,6 +15,7 @@ from farloop.monitoring.units import (
     plural,
     size_text,
     speed_text,
+    thinned,
 )
 
 
@@ -80,3 +81,9 @@ def test_a_size_reads_back_within_half_a_percent(num_bytes: float) -> None:
 def test_a_size_never_needs_more_than_seven_columns(first: float, second: float) -> None:
     assert len(size_text(first * 1e6)) <= 7
     assert len(duration_text(second)) <= 7
+
+
+@given(st.lists(st.integers(), min_size=1), st.integers(2, 20))
+def test_a_long_curve_is_thinned_out_with_both_ends_kept(points: list[int], most: int) -> None:
+    kept = thinned(points, most)
+    assert len(kept) == min(len(points), most) and (kept[0], kept[-1]) == (points[0], points[-1])

@@ -7,7 +7,6 @@ from lone_nodes import ROUNDS, committed, hear, snapshot, undecided, update, wel
 
 from farloop.algo.spec import Lease
 from farloop.node import events as ev
-from farloop.node.cluster import Cluster
 from farloop.node.machine import NodeMachine
 from farloop.node.reports import Announced, Reports, TimeAccount
 from farloop.node.sample_cursor import LeaseCursor
@@ -124,7 +123,7 @@ def test_what_was_told_of_another_history_than_the_anchors_stays_out() -> None:
 
 
 def test_after_a_rewind_a_greeting_claims_nothing_of_the_old(machine: NodeMachine, tmp_path: Path) -> None:
-    reports = Reports(machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), Cluster(), None)
+    reports = Reports(machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), "", None)
     reports.starts_in(3)
     reports.announced.heard(committed(4, digest=44))
     hear(machine, welcome(epoch=8, history=8, version=3))

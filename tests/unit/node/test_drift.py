@@ -8,7 +8,8 @@ from plain_runs import plain_terms
 from torch import nn
 
 from farloop.algo.fragments import partition, trainable_tensors
-from farloop.algo.spec import BlobId, BlobKind, NodeId, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, NodeId, WindowTerms
+from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.node.control_variates import ALPHA, ControlVariates
 from farloop.node.encoder import encode_delta
@@ -233,14 +234,14 @@ def test_versions_that_were_announced_early_are_remembered() -> None:
 
 def test_an_update_is_read_as_its_window_says_whatever_the_run_does_by_now() -> None:
     """B: the terms of a run may change, and an update that was made before comes after."""
-    as_ever, changed = Node(), Node(dataclasses.replace(TERMS, codec_up="q4", codec_down="q8"))
+    as_ever, changed = Node(), Node(TERMS.replace(codec_up="q4", codec_down="q8"))
     for node in (as_ever, changed):
         node.merge(node.send(own=1.0), mean=0.25)
     assert changed.pull() == as_ever.pull() != 0.0
 
 
 def test_without_control_variates_nothing_is_done_or_kept() -> None:
-    node = Node(dataclasses.replace(TERMS, control_variates=False))
+    node = Node(TERMS.replace(control_variates=False))
     for _ in range(2):
         node.merge(node.send(own=1.0), mean=0.25)
     assert node.pull() == 0.0

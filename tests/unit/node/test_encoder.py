@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import queue
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from farloop.algo.fragments import partition, trainable_tensors, zero_padding_
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId
 from farloop.node import events as ev
-from farloop.node.encoder import Encoder, encode_delta, finish, pack_at_once
+from farloop.node.encoder import encode_delta, finish, pack_at_once
 from farloop.node.errors import NonFiniteDelta
 from farloop.node.replica import Replica
 from farloop.quant.blob import Expected, parse_blob
@@ -128,25 +127,6 @@ def test_the_buffer_goes_back_to_the_replica_whatever_happens(replica: Replica) 
     with pytest.raises(NonFiniteDelta):
         encode_delta(replica, command(), again, 1, 1)
     assert replica.take(0).data_ptr() == first.data_ptr()
-
-
-def test_the_thread_reports_every_delta_in_the_order_it_was_taken_and_every_failure(replica: Replica) -> None:
-    """X: the training thread hears of both."""
-    reports: queue.SimpleQueue[int | str] = queue.SimpleQueue()
-    encoder = Encoder(
-        replica,
-        lambda encoded: reports.put(encoded.offer.blob.seq if len(encoded.data) == encoded.offer.size else -1),
-        lambda error: reports.put(type(error).__name__),
-    )
-    broken = delta_of(replica)
-    broken[0] = float("nan")
-    encoder.submit(command(seq=1), delta_of(replica), 1, 1)
-    encoder.submit(command(seq=2), broken, 1, 1)
-    encoder.submit(command(seq=3, codec="no such codec"), delta_of(replica), 1, 1)
-    encoder.submit(command(seq=4), delta_of(replica), 1, 1)
-    encoder.close()
-    assert [reports.get_nowait() for _ in range(4)] == [1, "NonFiniteDelta", "UnknownCodec", 4]
-    assert reports.empty()
 
 
 ONE_PASS = ["fp32", "bf16", "q8", "q4", "q4r", "q4r:rounding=nearest", "e3m0"]

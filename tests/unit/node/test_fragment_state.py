@@ -44,7 +44,8 @@ def test_a_window_whose_terms_did_not_come_runs_under_those_of_the_run() -> None
     state.learn_terms(terms(4))
     run = plain_terms(steps=8, h=2, codec_down="q8", weight_decay=0.1, batch_sequences=4, sequence_tokens=8)
     assert state.terms_for(4, run) == terms(4)
-    assert state.terms_for(5, run) is run
+    own = state.terms_for(5, run)
+    assert (own.window, own.tau, own.mix, own.codec_up, own.codec_down) == (5, 0, 0.0, "q4", "q8")
 
 
 def test_bytes_of_no_use_are_told_at_once() -> None:

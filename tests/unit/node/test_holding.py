@@ -15,7 +15,6 @@ from farloop.algo.fragments import partition
 from farloop.algo.spec import BlobId, BlobKind, Identity, Layout, NodeId, RunSpec
 from farloop.algo.stages import Part
 from farloop.node import events as ev
-from farloop.node.cluster import Cluster
 from farloop.node.errors import LayoutMismatch
 from farloop.node.fragment_set import FragmentSet
 from farloop.node.link import Traffic
@@ -184,6 +183,6 @@ def test_a_module_that_is_not_the_part_it_is_said_to_be_is_refused(module: nn.Mo
 
 def test_a_greeting_says_what_is_held_and_a_report_of_no_samples(tmp_path: Path) -> None:
     machine = begun((1,), num_samples=100)
-    reports = Reports(machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), Cluster(), None)
+    reports = Reports(machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), "", None)
     assert reports.hello().holds == (1,)
     assert reports.progress(Traffic(), None, 0.0).samples_left is None

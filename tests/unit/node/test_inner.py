@@ -8,7 +8,7 @@ from plain_runs import plain_terms
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from farloop.algo.spec import InnerOptimizer, LearningRate, Terms
+from farloop.algo.terms import InnerOptimizer, LearningRate, Terms
 from farloop.node.inner_optimizer import Together, default_optimizer
 from farloop.node.model import PRESETS, build
 

@@ -29,14 +29,14 @@ def test_a_node_s_own_overlap_is_held_against_the_run_once_that_is_known() -> No
 
 
 def test_a_run_whose_updates_come_a_round_late_allows_no_overlap_beside_it() -> None:
-    late = dataclasses.replace(SPEC, terms=dataclasses.replace(SPEC.terms, lag=1))
+    late = dataclasses.replace(SPEC, terms=SPEC.terms.replace(lag=1))
     _check_tau(late, None)
     with pytest.raises(TermsMismatch, match="lag = 1"):
         _check_tau(late, 0)
 
 
 def test_what_corrects_the_steps_of_one_process_alone_is_refused_to_several() -> None:
-    corrected = dataclasses.replace(SPEC, terms=dataclasses.replace(SPEC.terms, control_variates=True))
+    corrected = dataclasses.replace(SPEC, terms=SPEC.terms.replace(control_variates=True))
     _check_ranks(corrected, Cluster())
     _check_ranks(SPEC, Cluster(size=2))
     with pytest.raises(TermsMismatch, match="control_variates, which this node's 2 processes would not share"):

@@ -13,13 +13,13 @@ from farloop.algo.spec import (
     Fragment,
     Identity,
     Layout,
-    LearningRate,
     Lease,
     NodeId,
     RoundPlan,
     RunSpec,
     TensorSlot,
 )
+from farloop.algo.terms import LearningRate
 from farloop.node import events as ev
 from farloop.node.machine import NodeMachine
 from farloop.node.send_schedule import RAMP_STEPS

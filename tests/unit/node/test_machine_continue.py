@@ -49,7 +49,7 @@ class Story:
             max_staleness=2,
             max_stale_rounds=2,
         )
-        self.terms = dataclasses.replace(terms, **choices)
+        self.terms = terms.replace(**choices)
         self.spec = RunSpec(identity=identity, terms=self.terms)
         self.rounds = {plan.index: plan for plan in schedule.first_rounds(self.terms, count=10)}
         (self.window,) = schedule.first_windows(self.terms, LAYOUT)

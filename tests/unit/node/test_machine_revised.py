@@ -5,18 +5,8 @@ import dataclasses
 from plain_runs import plain_terms
 
 from farloop.algo import schedule
-from farloop.algo.spec import (
-    BlobId,
-    BlobKind,
-    Fragment,
-    Identity,
-    Layout,
-    LearningRate,
-    NodeId,
-    Revision,
-    RunSpec,
-    Terms,
-)
+from farloop.algo.spec import BlobId, BlobKind, Fragment, Identity, Layout, NodeId, Revision, RunSpec
+from farloop.algo.terms import LearningRate, Terms
 from farloop.node import events as ev
 from farloop.node.machine import NodeMachine
 from farloop.wire import messages as msg
@@ -24,8 +14,8 @@ from farloop.wire.reasons import Reason
 
 A = NodeId("a")
 OLD = plain_terms(method="decoupled", steps=40, h=4, tau=3, lr=LearningRate(peak=1.0, minimum=0.0, warmup_steps=0))
-OLD = dataclasses.replace(OLD, on_late_update="continue", max_staleness=4, max_stale_rounds=8, quorum=1)
-LOW = dataclasses.replace(OLD.lr, peak=0.5)
+OLD = OLD.replace(on_late_update="continue", max_staleness=4, max_stale_rounds=8, quorum=1)
+LOW = dataclasses.replace(OLD.schedule.lr, peak=0.5)
 
 
 def spec(terms: Terms, revision: int = 0) -> RunSpec:
@@ -63,7 +53,7 @@ def welcome(*revisions: Revision, known: range = range(20)) -> msg.Welcome:
 
 
 def new(**changes: object) -> Revision:
-    return Revision(number=1, terms=dataclasses.replace(OLD, **changes), windows=(3,), round=2)  # type: ignore[arg-type]
+    return Revision(number=1, terms=OLD.replace(**changes), windows=(3,), round=2)  # type: ignore[arg-type]
 
 
 def hear(machine: NodeMachine, message: msg.Message) -> list[ev.Command]:
@@ -145,8 +135,8 @@ def test_how_old_a_base_may_be_is_as_the_open_window_says() -> None:
     machine = begun()
     hear(machine, msg.Revised(revision=new(max_staleness=1)))
     state = machine.fragments[0]
-    assert [machine.terms_at(state, version).max_staleness for version in (0, 1, 2, 3)] == [4, 4, 1, 1]
-    assert machine.terms_of(0, 2).max_staleness == 4 and machine.terms_of(0, 3).max_staleness == 1
+    assert [machine.terms_at(state, version).admission.max_staleness for version in (0, 1, 2, 3)] == [4, 4, 1, 1]
+    assert machine.terms_of(0, 2).admission.max_staleness == 4 and machine.terms_of(0, 3).admission.max_staleness == 1
 
 
 def test_a_node_whose_next_round_is_long_over_goes_on_with_the_runs() -> None:

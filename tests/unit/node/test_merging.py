@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from plain_runs import plain_terms
 
-from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, Terms, WindowTerms
+from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, WindowTerms
+from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.node.fragment_set import (
     DueMerge,

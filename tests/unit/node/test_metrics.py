@@ -57,7 +57,7 @@ BYTES = {
 def test_a_scrape_shows_the_last_report() -> None:
     metrics = Metrics(NodeId("oslo"))
     metrics.saw(PROGRESS, versions={0: 3, 1: -1}, connected=True)
-    metrics.anchor_mismatched()
+    metrics.mismatches += 1
     metrics.spent({"training": 9.0, "blocked": 1.5}, 0.25)
     assert samples(metrics) == {
         ("farloop_node_connected", ()): 1,
@@ -72,7 +72,7 @@ def test_a_scrape_shows_the_last_report() -> None:
         ("farloop_node_blocked_seconds_total", ()): 1.5,
         ("farloop_node_lost_steps_total", ()): 4,
         ("farloop_node_skipped_steps_total", ()): 2,
-        ("farloop_node_skipped_turns_total", ()): 5,
+        ("farloop_node_skipped_sends_total", ()): 5,
         ("farloop_node_time_seconds_total", (("activity", "training"),)): 9,
         ("farloop_node_time_seconds_total", (("activity", "blocked"),)): 1.5,
         ("farloop_node_codec_seconds_total", ()): 0.25,

@@ -68,7 +68,7 @@ def test_without_a_way_the_work_is_given_up(state: FragmentState) -> None:
 def test_a_snapshot_takes_what_it_makes_useless_with_it(state: FragmentState) -> None:
     state.arrived = {4, 5, 7}
     updates = [ev.ForgetBlob(blob=BlobId(kind=BlobKind.UPDATE, fragment=0, version=version)) for version in (4, 5)]
-    stale = dataclasses.replace(TERMS, max_staleness=2)
+    stale = TERMS.replace(max_staleness=2)
     assert overtaken(dataclasses.replace(state, sent=list(state.sent)), 5, stale) == updates
     assert overtaken(state, 5, TERMS) == [ev.ForgetBlob(blob=delta(3)), *updates]
     assert state.sent == []

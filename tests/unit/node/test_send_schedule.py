@@ -160,7 +160,7 @@ def test_the_next_turn_comes_after_the_merge_whatever_steps_a_node_has_from_roun
     """D, where all slots may be undecided at once: its steps of this round and of the next, of as many of the run."""
     length = max(*steps, slots)
     now, then = (dataclasses.replace(PLAN, length=length, node_steps=((A, max(slots, s)),)) for s in steps[:2])
-    here, terms = at(plan=now, following=then, slots=slots), dataclasses.replace(TERMS, h=length)
+    here, terms = at(plan=now, following=then, slots=slots), TERMS.replace(h=length)
     most = length - 1
     overlap = here.own_overlap(most, terms, terms) if own else here.overlap(most)
     slot = min(slot, slots - 1)
@@ -183,7 +183,7 @@ def test_so_does_a_decided_one_whose_update_is_not_there_once_it_is_due() -> Non
 
 def test_where_updates_are_waited_for_it_is_held_up_at_the_end_of_the_overlap() -> None:
     """F."""
-    terms = dataclasses.replace(TERMS, on_late_update="wait")
+    terms = TERMS.replace(on_late_update="wait")
     waiting = at(round=1)
     assert [waiting.holds_up(fragment(sent=[undecided(sent_at=90)]), terms, now) for now in (91, 92)] == [False, True]
     assert not waiting.holds_up(fragment(), terms, 100)

@@ -1,4 +1,4 @@
-"""What `Node.step` does to a training loop's parameters (docs/step.md), with a leader that only takes notes."""
+"""What `Node.step` does to a training loop's parameters (docs/step.md), with a driver that only takes notes."""
 
 import dataclasses
 import math
@@ -18,21 +18,18 @@ from farloop.algo.fragments import partition, trainable_tensors
 from farloop.algo.spec import Identity, RunSpec
 from farloop.node.cluster import Cluster, Decision
 from farloop.node.errors import LoopError
-from farloop.node.executor import NodeExecutor
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.library import Node, _bare, _inner_optimizer, join
-from farloop.node.reports import TimeAccount
+from farloop.node.library import Driver, Node, _bare, _inner_optimizer, join
 
 RATE = 0.25
 """The run's, at the first step; half of it at the second, and so on."""
 
 
 class Notes:
-    """In a leader's place: decides on the rate, and keeps what it was told."""
+    """In the driver's place: decides on the rate, and keeps what it was told."""
 
     def __init__(self) -> None:
-        self.clock = TimeAccount()
-        self.machine: Any = None
+        self.executor: Any = SimpleNamespace(machine=None)
         self.steps: list[tuple[int, float | None, bool]] = []
 
     def wait_for_start(self) -> Decision:
@@ -67,8 +64,8 @@ class Loop:
         )  # fmt: skip
         spec = RunSpec(identity=identity, terms=plain_terms(**{"method": "diloco", "clip": max_norm, **(terms or {})}))
         self.notes, self.optimizer = Notes(), optimizer(self.module)
-        leader = cast(NodeExecutor, self.notes)
-        self.node = Node(Cluster(), leader, spec, self.module, self.optimizer, **options)
+        driver = cast(Driver, self.notes)
+        self.node = Node(Cluster(), driver, spec, self.module, self.optimizer, **options)
         self.node._begin()
 
     @property
@@ -389,7 +386,7 @@ def granted() -> Loop:
     loop = Loop(plain, terms={"batch_sequences": 4, "sequence_tokens": 16})
     identity = dataclasses.replace(loop.node.spec.identity, num_samples=1000)
     loop.node.spec = dataclasses.replace(loop.node.spec, identity=identity)
-    loop.notes.machine = SimpleNamespace(takes_samples=True)
+    loop.notes.executor.machine = SimpleNamespace(takes_samples=True)
     return loop
 
 

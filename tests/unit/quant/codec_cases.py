@@ -1,6 +1,9 @@
-"""What laws over all codecs are tried on: spellings, fragments, numbers."""
+"""What laws over codecs are tried on: spellings, fragments, numbers; random words by a second implementation."""
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import Tensor
 
 from farloop.algo.fragments import zero_padding_
 from farloop.algo.spec import Fragment, TensorSlot
+from farloop.quant.codec import Codec
 from farloop.quant.registry import CODECS, codec_named
 
 
@@ -47,8 +51,25 @@ def name_of(fragment: Fragment) -> str:
     return {id(MIXED): "mixed", id(MATRICES): "matrices"}.get(id(fragment), str(fragment.numel))
 
 
-def on(*fragments: Fragment) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("fragment", fragments, ids=name_of)
+def on(*fragments: Fragment) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on each of these fragments, one after the other, as one case."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_all(**arguments: object) -> None:
+            for fragment in fragments:
+                try:
+                    test(fragment=fragment, **arguments)
+                except BaseException as error:
+                    error.add_note(f"fragment: {name_of(fragment)}")
+                    raise
+
+        asked = inspect.signature(test)
+        others = [parameter for name, parameter in asked.parameters.items() if name != "fragment"]
+        vars(on_all)["__signature__"] = asked.replace(parameters=others)
+        return on_all
+
+    return decorate
 
 
 def padded(fragment: Fragment, x: Tensor) -> Tensor:
@@ -62,3 +83,28 @@ def gaussian(fragment: Fragment, seed: int = 0) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def lost(codec: Codec, x: Tensor, fragment: Fragment, *, seed: int = 0, previous: Tensor | None = None) -> float:
+    """Share of the squared norm that one encoding loses."""
+    payload = codec.encode(x, fragment, seed=seed, previous=previous)
+    codec.validate(payload, fragment)
+    error = codec.decode(payload, fragment, seed=seed).double() - x.double()
+    return float(error.square().sum() / x.double().square().sum())
+
+
+def mix(x: int) -> int:
+    """The finaliser of the README once more, with the shift and the product of each round in one line."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = (x ^ x >> shift) * factor % 2**32
+    return x ^ x >> 15
+
+
+def word(seed: int, counter: int) -> int:
+    return mix((counter * 0x9E3779B1 + mix(seed)) % 2**32)
+
+
+def uniform(seed: int, element: int) -> float:
+    """In (0, 1), of an element's 16 random bits."""
+    bits = word(seed, element // 2)
+    return ((bits >> 16 if element % 2 else bits % 2**16) + 0.5) / 2**16

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from codec_cases import of_shapes, padded
 from torch import Tensor
 
-from farloop.algo.spec import Fragment, TensorSlot
+from farloop.algo.spec import Fragment
 from farloop.quant.blob import BlobHeader, Expected, pack_blob, parse_blob
 from farloop.quant.codec import Codec, flat
 from farloop.quant.registry import CODECS, codec_named
@@ -48,16 +49,8 @@ def uniform(numel: int) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def of_shapes(*shapes: tuple[int, ...]) -> tuple[Fragment, Tensor]:
-    """A fragment of padded tensors, and numbers for it."""
-    slots, offset = [], 0
-    for number, shape in enumerate(shapes):
-        slots.append(TensorSlot(name=f"t{number}", shape=shape, offset=offset))
-        offset += -(-math.prod(shape) // 256) * 256
-    x, values = torch.zeros(offset), uniform(offset)
-    for slot in slots:
-        x[slot.offset : slot.offset + slot.numel] = values[slot.offset : slot.offset + slot.numel]
-    return Fragment(index=0, slot=0, numel=offset, tensors=tuple(slots)), x
+def filled(fragment: Fragment) -> tuple[Fragment, Tensor]:
+    return fragment, padded(fragment, uniform(fragment.numel))
 
 
 VECTORS: dict[str, Tensor] = {
@@ -75,8 +68,8 @@ VECTORS: dict[str, Tensor] = {
     "uniform-70000": uniform(70000) * 1e-3,
 }
 CASES: dict[str, tuple[Fragment, Tensor]] = {name: (flat(x.numel()), x) for name, x in VECTORS.items()} | {
-    "tensors": of_shapes((3, 5), (7,)),
-    "matrices": of_shapes((64, 64), (100,), (3, 129)),
+    "tensors": filled(of_shapes((3, 5), (7,))),
+    "matrices": filled(of_shapes((64, 64), (100,), (3, 129))),
 }
 
 

@@ -8,12 +8,12 @@ import pytest
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.observe import straggler_detector, straggler_monitor
+from farloop.coordinator.observe.straggler_monitor import AnomalySeen, MitigationTaken
 from farloop.coordinator.routing.anomalies import Action, Kind
 from farloop.sim.network import LinkConditions
 from farloop.sim.outcome import Outcome
 from farloop.sim.problems import terms_of
 from farloop.sim.scenario import Fault, NodeSetup, Scenario, SlowLink, SlowNode
-from farloop.sim.watching import AnomalySeen, MitigationTaken
 from farloop.sim.world import run
 from farloop.wire.reasons import Reason
 
@@ -108,12 +108,12 @@ def test_a_node_that_hangs_is_named_and_left_out_of_the_window_where_that_is_ask
 
 
 def test_where_it_acts_a_slow_link_gets_fewer_bits_and_steps_and_rounds_become_shorter() -> None:
-    slow = SlowLink(node=B, at=60.0, for_s=900.0, factor=8.0)
+    slow = SlowLink(node=B, at=60.0, for_s=900.0, factor=10.0)
     advised, acted = play(slow, rounds=40), play(slow, rounds=40, adapt="act")
     assert climbed(advised) == [(Action.REPROBE, True), (Action.LIGHTEN, False)]
     assert climbed(acted) == [(Action.REPROBE, True), (Action.LIGHTEN, True)]
     (given,) = [what.revision.terms for _, _, what in acted.tape if isinstance(what, ev.TermsGiven)]
-    assert given.codec_up_of == ((B, "q4"),) and [node for node, _ in given.h_share_of] == [B]
+    assert given.codecs.up_of == ((B, "q8"),) and [node for node, _ in given.schedule.h_share_of] == [B]
     assert noticed(acted)[-1][1].over and acted.seconds < 0.8 * advised.seconds
 
 

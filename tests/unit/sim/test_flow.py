@@ -1,7 +1,6 @@
 """Laws that every flow case keeps, whatever goes wrong in it, and small cases worked out by hand."""
 
 import dataclasses
-import statistics
 from collections.abc import Mapping
 
 import pytest
@@ -83,7 +82,7 @@ def test_without_failures_and_limits_every_second_is_useful(method: MethodName) 
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 1000))
 def test_machine_seconds_are_conserved_whatever_goes_wrong(method: MethodName, seed: int) -> None:
     """Computing, idle and down are all there is; six nodes the whole hour, one from 400 s to 2000 s at the most."""
@@ -105,32 +104,6 @@ def test_without_comers_and_goers_the_sum_is_exact(method: MethodName) -> None:
 def test_equal_settings_give_equal_outcomes_and_another_seed_gives_another(method: MethodName) -> None:
     assert rough(method) == rough(method)
     assert rough(method) != rough(method, seed=1)
-
-
-def test_every_method_meets_the_same_crashes() -> None:
-    """What befalls the nodes is drawn from streams that no method touches."""
-    group = Group(count=20, step_sigma=0.1, crashes_per_hour=1.0, repair_s=100.0)
-    found = {play(setting_of(method, group, hours=1, seed=4)).crashes for method in METHOD_NAMES}
-    assert len(found) == 1 and found.pop() > 5
-
-
-@pytest.mark.parametrize("method", METHOD_NAMES)
-def test_goodput_falls_as_failures_become_more_frequent(method: MethodName) -> None:
-    means = [
-        statistics.fmean(
-            play(setting_of(method, Group(count=8, crashes_per_hour=rate, repair_s=300.0), hours=3, seed=seed)).goodput
-            for seed in range(4)
-        )
-        for rate in (0.0, 0.3, 2.0)
-    ]
-    assert means[0] == pytest.approx(1.0) and means[0] > means[1] > means[2]
-
-
-def test_under_failures_lock_step_is_worst_and_decoupled_is_best() -> None:
-    group = Group(count=32, crashes_per_hour=0.2, repair_s=300.0)
-    found = [play(setting_of(m, group, hours=2)).goodput for m in ("data-parallel", "elastic", "diloco", "decoupled")]
-    assert found == sorted(found)
-    assert found[0] < 0.5 < found[1] and found[3] > 0.97
 
 
 @pytest.mark.parametrize(("fragments", "rounds"), [(1, 20), (3, 20)])

@@ -3,13 +3,13 @@
 import statistics
 
 import pytest
+from plain_runs import PLAIN_PROGRESS
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.observe.metrics import Metrics as CoordinatorMetrics
 from farloop.node.metrics import Metrics as NodeMetrics
 from farloop.sim.flow.scenario import Choice, FlowScenario, Group, Published, Sweep, Variant
 from farloop.sim.flow.sweep import run_all
-from farloop.wire.messages import Progress
 
 SCENARIO = FlowScenario(
     hours=1,
@@ -40,24 +40,8 @@ def test_a_row_is_the_mean_of_its_seeds() -> None:
 
 
 def test_what_the_daemons_count_has_their_names() -> None:
-    progress = Progress(
-        state="training",
-        position=1.0,
-        round=0,
-        inner_steps=1,
-        tokens=1,
-        loss=None,
-        tokens_per_s=1.0,
-        compute_share=1.0,
-        blocked_s=0.0,
-        lost_steps=0,
-        sample_watermark=0,
-        bytes_up=1,
-        bytes_down=1,
-        bytes_state=1,
-    )
     node = NodeMetrics(NodeId("a"))
-    node.saw(progress, versions={0: 0}, connected=True)
+    node.saw(PLAIN_PROGRESS, versions={0: 0}, connected=True)
     known = {
         family.name for registry in (node.registry, CoordinatorMetrics().registry) for family in registry.collect()
     }

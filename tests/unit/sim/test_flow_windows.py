@@ -1,6 +1,6 @@
-"""A window knows whom it waits for, and a grace is as long as others have lately been late."""
+"""A window knows whom it waits for."""
 
-from farloop.sim.flow.node import Delta, Grace, Window
+from farloop.sim.flow.node import Delta, Window
 
 
 def delta(node: int, window: int = 1) -> Delta:
@@ -36,24 +36,3 @@ def test_only_deltas_that_name_the_window_count_for_a_quorum() -> None:
     assert (window.timely, len(window.came)) == (0, 1)
     window.add(delta(2, window=7))
     assert window.timely == 1
-
-
-def test_the_grace_is_unknown_until_somebody_was_late_and_then_lets_most_of_them_in() -> None:
-    grace = Grace()
-    assert grace.seconds is None
-    for number in range(1, 11):
-        window = Window(0, number, {1, 2}, 100.0 * number)
-        grace.came(delta(1, number), 100.0 * number + 10)
-        grace.has_quorum(window, 100.0 * number + 10, max_staleness=1)
-        if number == 1:
-            assert grace.seconds is None
-        grace.came(delta(2, number), 100.0 * number + 10 + 0.1 * number)
-    assert grace.seconds is not None and 0.7 < grace.seconds <= 1.0
-
-
-def test_who_is_later_than_half_of_the_time_to_a_quorum_is_not_waited_for() -> None:
-    grace = Grace()
-    window = Window(0, 1, {1, 2}, 0.0)
-    grace.has_quorum(window, 10.0, max_staleness=1)
-    grace.came(delta(2), 18.0)
-    assert grace.seconds == 0.0

@@ -28,7 +28,7 @@ def test_what_never_begins_is_said() -> None:
         play([Flow(name="a", num_bytes=1.0, links=("l",), after=("a",))], {"l": 1.0})
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(1.0, 100.0), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8))
 def test_no_link_carries_more_than_it_can(drawn: list[tuple[float, int, int]]) -> None:
     flows = [Flow(name=str(n), num_bytes=size, links=tuple({f"l{a}", f"l{b}"})) for n, (size, a, b) in enumerate(drawn)]

@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 import pytest
 
-from farloop.algo.spec import LearningRate, NodeId
+from farloop.algo.spec import NodeId
+from farloop.algo.terms import LearningRate
 from farloop.coordinator.decide import records as rec
-from farloop.sim.hostile import Deceit
 from farloop.sim.outcome import Outcome
 from farloop.sim.problems import Shards, terms_of
-from farloop.sim.scenario import CrashCoordinator, NodeSetup, Scenario
+from farloop.sim.scenario import CrashCoordinator, Deceit, NodeSetup, Scenario
 from farloop.sim.world import run
 from farloop.wire.reasons import Reason
 

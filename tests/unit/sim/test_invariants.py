@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from farloop.algo.fragments import view
-from farloop.algo.spec import NodeId, Terms
+from farloop.algo.spec import NodeId
+from farloop.algo.terms import Terms
 from farloop.sim.outcome import Outcome
 from farloop.sim.problems import Inner, Stack, Task, inner_optimizer, terms_of
 from farloop.sim.scenario import NodeSetup, Scenario
@@ -101,8 +102,8 @@ def test_a_sync_at_every_step_keeps_the_anchor_at_the_local_weights() -> None:
 def test_nodes_with_the_same_data_are_one_node() -> None:
     """A4: identical data and start (fp)."""
     terms = plain_terms("streaming", outer_lr=0.7, outer_momentum=0.9, mix=0.5)
-    one = run(Scenario(terms=dataclasses.replace(terms, min_nodes=1), nodes=nodes(1, same_data=True)))
-    three = run(Scenario(terms=dataclasses.replace(terms, min_nodes=3), nodes=nodes(3, same_data=True)))
+    one = run(Scenario(terms=terms.replace(min_nodes=1), nodes=nodes(1, same_data=True)))
+    three = run(Scenario(terms=terms.replace(min_nodes=3), nodes=nodes(3, same_data=True)))
     assert_fp(global_weights(three), global_weights(one))
 
 
@@ -117,7 +118,7 @@ def test_one_inner_sgd_step_per_round_is_gradient_averaging() -> None:
             torch.nn.utils.vector_to_parameters(before, module.parameters())
             Task(seed=number).backward(module, [step])
             gradients.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
-        assert_fp(after, before - terms.lr.peak * torch.stack(gradients).mean(dim=0))
+        assert_fp(after, before - terms.schedule.lr.peak * torch.stack(gradients).mean(dim=0))
 
 
 def test_plain_averaging_gives_the_weighted_mean_of_the_local_weights() -> None:

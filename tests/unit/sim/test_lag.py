@@ -34,7 +34,7 @@ def scenario(method: str = "co2", **choices: Any) -> Scenario:
 def co2_by_hand(world: Scenario, *, eager: bool) -> tuple[list[list[Tensor]], Tensor]:
     """The starts of every round by node, and the end: x_{t+1} = x_t − α·m_t, m_t ← clip(β·m + Δ_{t−1}/Λ, φ)."""
     terms = world.terms
-    settings = OuterSettings(kind="co2", lr=terms.outer_lr, momentum=terms.outer_momentum, clip=terms.outer_clip)
+    settings = OuterSettings(kind="co2", lr=terms.outer.lr, momentum=terms.outer.momentum, clip=terms.outer.clip)
     problem = world.trains()
     assert isinstance(problem, Toy)
     learners = [problem.learner(node.name, node.seed) for node in world.nodes]
@@ -130,6 +130,6 @@ def test_what_a_lossy_codec_left_is_sent_with_the_next_delta() -> None:
         world = scenario(codec_up=f"topk:k=8,beta={beta}", outer_momentum=0.0, steps=120)
         outcome = run(world)
         outcome.check()
-        exact = run(dataclasses.replace(world, terms=dataclasses.replace(world.terms, codec_up="fp32")))
+        exact = run(dataclasses.replace(world, terms=world.terms.replace(codec_up="fp32")))
         errors.append(float((outcome.anchors[0] - exact.anchors[0]).norm()))
     assert errors[1] < 0.5 * errors[0]

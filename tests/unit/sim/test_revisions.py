@@ -66,16 +66,22 @@ def check_terms(outcome: Outcome) -> None:
             rounds[record.round.index] = record.round
         if isinstance(record, rec.WindowCommitted) and not record.flush:
             terms = revisions.of_window(record.fragment, record.version)
-            assert (record.outer_lr, record.outer_momentum) == (terms.outer_lr, terms.outer_momentum)
+            assert (record.outer_lr, record.outer_momentum) == (terms.outer.lr, terms.outer.momentum)
         if isinstance(record, rec.WindowCommitted) and (opened := record.next_window) is not None:
             terms = revisions.of_window(opened.fragment, opened.window)
             told = (opened.tau, opened.mix, opened.codec_up, opened.codec_up_of, opened.codec_down)
-            assert told == (terms.tau, terms.mix, terms.codec_up, terms.codec_up_of, terms.codec_down)
+            assert told == (
+                terms.schedule.tau,
+                terms.schedule.mix,
+                terms.codecs.up,
+                terms.codecs.up_of,
+                terms.codecs.down,
+            )
     for plan in rounds.values():
         terms = revisions.of_round(plan.index)
-        assert plan.length == min(terms.h, revisions.newest.terms.steps - plan.start)
+        assert plan.length == min(terms.schedule.h, revisions.newest.terms.schedule.steps - plan.start)
         if not method_named(terms.method).per_node_h:
-            assert plan == schedule.dealt(plan, outcome.layout.slots, shares=terms.h_share_of)
+            assert plan == schedule.dealt(plan, outcome.layout.slots, shares=terms.schedule.h_share_of)
     assert folded is not None and folded == Ledger.resume(folded.saved())
     began = {who: when for when, who, what in outcome.tape if isinstance(what, node_ev.Resync)}
     for when, who, what in outcome.tape:
@@ -84,7 +90,7 @@ def check_terms(outcome: Outcome) -> None:
         if isinstance(what, node_ev.Encode):
             assert what.codec == revisions.of_window(what.blob.fragment, what.window).codec_of(NodeId(who))
         if isinstance(what, node_ev.Apply):
-            assert what.codec == revisions.of_window(what.fragment, what.version).codec_down
+            assert what.codec == revisions.of_window(what.fragment, what.version).codecs.down
 
 
 def test_outer_step_codec_and_rounds_change_while_the_run_goes_on() -> None:

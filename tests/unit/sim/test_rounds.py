@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from farloop.algo.schedule import first_rounds, initial_h
-from farloop.algo.spec import LearningRate, NodeId, Rewarm, RoundPlan, Terms
+from farloop.algo.spec import NodeId, RoundPlan
+from farloop.algo.terms import LearningRate, Rewarm, Terms
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.sim.network import HOSTILE_LINK, LinkConditions

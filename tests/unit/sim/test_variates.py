@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from farloop.algo.spec import LearningRate, NodeId, RunSpec, Terms
+from farloop.algo.spec import NodeId, RunSpec
+from farloop.algo.terms import LearningRate, Terms
 from farloop.sim.outcome import Outcome
 from farloop.sim.problems import Stack, Toy, inner_optimizer, terms_of
 from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, Fault, NodeSetup, Scenario, SpoilAnchor

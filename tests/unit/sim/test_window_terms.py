@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from farloop.algo import schedule
-from farloop.algo.spec import Layout, NodeId, RoundPlan, Terms, WindowTerms
+from farloop.algo.spec import Layout, NodeId, RoundPlan, WindowTerms
+from farloop.algo.terms import Terms
 from farloop.node import events as node_ev
 from farloop.sim.network import HOSTILE_LINK
 from farloop.sim.problems import terms_of
@@ -62,8 +63,8 @@ def alternating(monkeypatch: pytest.MonkeyPatch) -> None:
         following = regular(terms, layout, current, rounds, stay=stay)
         if following is None:
             return None
-        own = {name: getattr(terms, name) for name in ("codec_up", "codec_down", "tau", "mix")}
-        changed = {**OTHER, "mix": terms.mix / 2} if following.window % 2 == 0 else own
+        own = {name: terms.value(name) for name in ("codec_up", "codec_down", "tau", "mix")}
+        changed = {**OTHER, "mix": terms.schedule.mix / 2} if following.window % 2 == 0 else own
         return dataclasses.replace(following, **changed)
 
     monkeypatch.setattr(schedule, "window_after", window_after)
@@ -80,10 +81,12 @@ def test_a_run_whose_windows_differ_ends_equal_everywhere_whatever_goes_wrong(ch
     assert {name for name, starts in outcome.nodes.items() for s in starts if s.diary.mismatches} <= {A}
     told = [what for _, _, what in outcome.tape]
     sent = {(what.window % 2, what.codec) for what in told if isinstance(what, node_ev.Encode)}
-    assert sent == {(1, terms.codec_up), (0, OTHER["codec_up"])}
+    assert sent == {(1, terms.codecs.up), (0, OTHER["codec_up"])}
     decoded = {(what.version % 2, what.codec) for what in told if isinstance(what, node_ev.Apply)}
-    assert decoded == {(1, terms.codec_down), (0, OTHER["codec_down"])}
-    assert len({what.mix for what in told if isinstance(what, node_ev.Merge)} - {0.0}) == (2 if terms.mix else 0)
+    assert decoded == {(1, terms.codecs.down), (0, OTHER["codec_down"])}
+    assert len({what.mix for what in told if isinstance(what, node_ev.Merge)} - {0.0}) == (
+        2 if terms.schedule.mix else 0
+    )
 
 
 @pytest.mark.usefixtures("alternating")

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.decide import records as rec
 from farloop.node import events as node_ev
 from farloop.sim.network import HOSTILE_LINK
 from farloop.sim.problems import terms_of
@@ -119,19 +120,34 @@ def test_a_frugal_world_comes_to_the_same_and_keeps_no_tensors() -> None:
     second.check()
     assert first.target_digests == second.target_digests
     assert first.nodes[A][0].moved == second.nodes[A][0].moved
-    assert any(attachment for _, attachment in plain.disk.entries)
-    assert not any(attachment for _, attachment in frugal.disk.entries)
     assert not any(start.diary.weights for (start,) in second.nodes.values())
 
 
+def test_the_disk_of_a_long_run_is_no_larger() -> None:
+    """Segments are pruned and old snapshots deleted."""
+    sizes = []
+    for steps in (150, 300):
+        world = World(Scenario(terms=terms_of("streaming", steps=steps), frugal=True))
+        outcome = world.run()
+        outcome.check()
+        assert sum(isinstance(record, rec.WindowCommitted) for record in outcome.records) == len(outcome.commits)
+        sizes.append(world.disk.num_bytes)
+    assert sizes[1] < 1.2 * sizes[0]
+
+
 def test_bytes_are_counted_on_both_ways_of_every_node() -> None:
-    """Three deltas and three updates in fp32, and the snapshot that begins the run, apart."""
-    outcome = run(Scenario(terms=terms_of("diloco", codec_up="fp32", codec_down="fp32")))
+    """Three deltas and three updates in fp32; apart from them the snapshot of a node whose first weights are others."""
+    late = (TWO_NODES[0], dataclasses.replace(TWO_NODES[1], joins_at=1.2))
+    terms = terms_of("diloco", codec_up="fp32", codec_down="fp32", min_nodes=1)
+    outcome = run(Scenario(terms=terms, nodes=late))
     (start,) = outcome.nodes[A]
     model = 4 * sum(fragment.numel for fragment in outcome.layout.fragments)
-    assert 3 * model < start.moved.up.exchanged < 4.5 * model, "chunks of 400 bytes have a header each"
-    assert 3 * model < start.moved.down.exchanged < 5 * model, "and the terms of the run are a kilobyte"
-    assert model < start.moved.state < 1.5 * model
+    assert 3 * model < start.moved.up.delta < 4 * model, "chunks of 400 bytes have a header each"
+    assert 3 * model < start.moved.down.update < 4 * model
+    for way in (start.moved.up, start.moved.down):
+        assert 0 < way.exchanged - way.delta - way.update < 2 * model, "reports, and the terms of the run"
+    assert start.moved.state == 0, "it begins with the run's weights"
+    assert model < outcome.nodes[B][0].moved.state < 1.5 * model
 
 
 def test_a_scenario_can_bring_a_problem_of_its_own() -> None:
@@ -146,4 +162,4 @@ def test_gradients_are_clipped_as_the_library_does(method: str) -> None:
     terms = terms_of(method, steps=3, clip=0.5, h=3, tau=0)
     (start,) = run(Scenario(terms=terms, inner="sgd")).nodes[A]
     for before, after in itertools.pairwise(start.diary.weights[:3]):
-        assert float((after - before).norm()) == pytest.approx(terms.lr.peak * 0.5, rel=1e-3)
+        assert float((after - before).norm()) == pytest.approx(terms.schedule.lr.peak * 0.5, rel=1e-3)

@@ -209,10 +209,10 @@ def record(folder: Path) -> Iterator[Frame]:
     """A node alone, from its Hello to its Leave."""
     from tiny_run import begin, plan, serving, train
 
-    from farloop.coordinator.net import router
+    from farloop.coordinator.net import sessions
 
     frames: list[Frame] = []
-    receive, lane_token = Session.receive, router.parse_lane_hello
+    receive, lane_hello = Session.receive, Session.lane_hello
 
     def note(sender: str, lane: int, parts: Sequence[Buffer]) -> None:
         copied = tuple(bytes(part) for part in parts)
@@ -222,15 +222,15 @@ def record(folder: Path) -> Iterator[Frame]:
         note("coordinator" if session._handshake.role is Role.NODE else "node", lane, parts)
         receive(session, lane, parts, now)
 
-    def greeted(parts: Sequence[Buffer], limits: Limits) -> bytes:
-        token = lane_token(parts, limits)
+    def greeted(session: Session) -> list[Buffer]:
+        parts = lane_hello(session)
         note("node", 1, parts)
-        return token
+        return parts
 
     with (
         mock.patch.object(Session, "receive", received),
-        mock.patch.object(router, "parse_lane_hello", greeted),
-        mock.patch.object(router.secrets, "token_bytes", lambda size: bytes(range(size))),
+        mock.patch.object(Session, "lane_hello", greeted),
+        mock.patch.object(sessions.secrets, "token_bytes", lambda size: bytes(range(size))),
         serving(folder / "state", begin(folder / "state", plan(steps=24, h=12, nodes=1))) as coordinator,
     ):
         train(coordinator.link.endpoint, folder / "node", "a", pace_s=0.1)

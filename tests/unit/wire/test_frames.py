@@ -46,18 +46,15 @@ def test_a_chunk_is_transmitted_and_parsed_without_a_copy() -> None:
     assert parse_bulk([header, chunk], LIMITS).chunk.obj is data
 
 
-@pytest.mark.parametrize("cut", range(CONTROL_HEADER_BYTES + len(CONTROL.body)))
-def test_a_control_frame_cut_anywhere_is_refused(cut: int) -> None:
+def test_a_frame_cut_anywhere_is_refused() -> None:
     [whole] = CONTROL.parts()
-    with pytest.raises(RemoteProtocolError):
-        parse_control([whole[:cut]], LIMITS)
-
-
-@pytest.mark.parametrize("cut", range(BULK_HEADER_BYTES + len(BULK.chunk)))
-def test_a_bulk_frame_cut_anywhere_is_refused(cut: int) -> None:
+    for cut in range(CONTROL_HEADER_BYTES + len(CONTROL.body)):
+        with pytest.raises(RemoteProtocolError):
+            parse_control([whole[:cut]], LIMITS)
     header, chunk = BULK.parts()
-    with pytest.raises(RemoteProtocolError):
-        parse_bulk([header[:cut], chunk[: max(0, cut - BULK_HEADER_BYTES)]], LIMITS)
+    for cut in range(BULK_HEADER_BYTES + len(BULK.chunk)):
+        with pytest.raises(RemoteProtocolError):
+            parse_bulk([header[:cut], chunk[: max(0, cut - BULK_HEADER_BYTES)]], LIMITS)
 
 
 def test_a_frame_with_any_bit_flipped_is_refused() -> None:
@@ -87,13 +84,6 @@ def test_wrong_fields_under_a_right_checksum_are_refused(offset: int, field: byt
         header = bytes(covered) + xxhash.xxh3_64_intdigest(bytes(covered) + bytes(body)).to_bytes(8, "little")
         with pytest.raises(RemoteProtocolError, match=r"version|lane|length"):
             parse([header + body] if parse is parse_control else [header, body], LIMITS)
-
-
-@given(st.lists(st.binary(max_size=200), max_size=3))
-def test_garbage_raises_only_remote_errors(parts: list[bytes]) -> None:
-    for parse in (parse_control, parse_bulk, parse_lane_hello):
-        with pytest.raises(RemoteProtocolError):
-            parse(parts, LIMITS)
 
 
 @pytest.mark.parametrize(

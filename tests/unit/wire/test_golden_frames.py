@@ -16,16 +16,15 @@ from farloop.algo.spec import (
     Fragment,
     Identity,
     Layout,
-    LearningRate,
     Lease,
     NodeId,
     Revision,
     RoundPlan,
     RunSpec,
     TensorSlot,
-    Terms,
     WindowTerms,
 )
+from farloop.algo.terms import LearningRate, Terms
 from farloop.wire.blobs import blob_key
 from farloop.wire.frames import BulkFrame, ControlFrame, parse_bulk, parse_control
 from farloop.wire.limits import Limits
@@ -89,7 +88,7 @@ SPEC = RunSpec(
         evaluation_set="none",
         seed=7,
     ),
-    terms=Terms(
+    terms=Terms.from_flat(
         method="streaming",
         steps=300,
         h=30,

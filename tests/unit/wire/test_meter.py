@@ -107,6 +107,14 @@ def test_arrivals_that_come_all_at_once_are_not_timed() -> None:
     assert burst_of([(0.0, 0), (1.0, 5)]) is None
 
 
+def test_a_busy_time_of_infinite_rate_is_not_reported() -> None:
+    meter = Meter()
+    for at in (0.0, *[1.0] * 8):
+        meter.arrived(1000, at)
+    meter.over()
+    assert meter.take() == []
+
+
 def test_a_long_transfer_is_remembered_in_bounded_memory() -> None:
     meter = Meter()
     for index in range(100_000):

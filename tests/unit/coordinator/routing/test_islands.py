@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import ACROSS, INSIDE, two_islands
 
@@ -72,7 +72,6 @@ def test_the_threshold_is_above_the_largest_gap(bandwidths: list[float], expecte
     assert threshold(bandwidths) == expected
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(list(CardKind)), min_size=1, max_size=8), st.floats(1e-5, 5e-3), st.floats(1e7, 1e11))
 def test_every_node_is_in_one_island_of_one_kind(kinds: list[CardKind], latency_s: float, rate: float) -> None:
     inventory = with_kinds(kinds, Link(latency_s=latency_s, bytes_per_s=rate))

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.coordinator.routing.placement import floor_split, min_max_split, offsets, slowest_s
@@ -36,7 +36,6 @@ def test_the_slowest_stage_of_the_golden_splits() -> None:
 SPEEDS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
 
 
-@settings(deadline=None)
 @given(SPEEDS, st.integers(0, 20))
 def test_layers_sum_up_and_every_stage_has_one(speeds: list[float], more: int) -> None:
     layers = len(speeds) + more
@@ -45,7 +44,6 @@ def test_layers_sum_up_and_every_stage_has_one(speeds: list[float], more: int) -
     assert offsets(counts) == tuple(itertools.accumulate((0, *counts[:-1])))
 
 
-@settings(deadline=None)
 @given(SPEEDS.filter(lambda speeds: len(speeds) <= 4), st.integers(0, 8))
 def test_no_split_is_faster(speeds: list[float], more: int) -> None:
     layers, stages = len(speeds) + more, len(speeds)
@@ -56,7 +54,6 @@ def test_no_split_is_faster(speeds: list[float], more: int) -> None:
     assert slowest_s(min_max_split(layers, speeds), speeds) == pytest.approx(best)
 
 
-@settings(deadline=None)
 @given(SPEEDS, st.integers(0, 40))
 def test_never_slower_than_the_floor_rule(speeds: list[float], more: int) -> None:
     layers = len(speeds) + more
@@ -66,7 +63,6 @@ def test_never_slower_than_the_floor_rule(speeds: list[float], more: int) -> Non
         assert slowest_s(min_max_split(layers, speeds), speeds) <= slowest_s(floor, speeds) * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(SPEEDS, st.integers(0, 20), st.integers(0, 4), st.floats(1.0, 10.0))
 def test_a_faster_stage_never_gets_fewer_layers(speeds: list[float], more: int, which: int, factor: float) -> None:
     stage, layers = which % len(speeds), len(speeds) + more

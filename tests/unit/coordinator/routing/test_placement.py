@@ -38,7 +38,7 @@ def test_the_two_layouts_of_the_worked_example() -> None:
     assert across_groups(found, 2) == ((0, 1), (2, 3))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10_000))
 def test_the_matching_is_that_of_brute_force(left: int, right: int, seed: int) -> None:
     seconds = fabric(left + right, seed).message_s
@@ -51,7 +51,7 @@ def test_the_matching_is_that_of_brute_force(left: int, right: int, seed: int) -
     assert matching_s(a, b, seconds) == pytest.approx(best)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(0, 10_000))
 def test_the_order_is_that_of_brute_force(count: int, seed: int) -> None:
     edges = fabric(count, seed).message_s
@@ -60,7 +60,7 @@ def test_the_order_is_that_of_brute_force(count: int, seed: int) -> None:
     assert length == pytest.approx(best) and sorted(order) == list(range(count))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10_000), st.randoms(use_true_random=False))
 def test_the_order_of_replicas_does_not_matter(seed: int, rand: random.Random) -> None:
     own = fabric(9, seed)
@@ -71,7 +71,7 @@ def test_the_order_of_replicas_does_not_matter(seed: int, rand: random.Random) -
     assert dp_s(groups, own, 1e6) == pytest.approx(one.dp_s)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 10_000))
 def test_more_moves_are_never_worse_and_sizes_stay(seed: int) -> None:
     own, groups = fabric(8, seed), ((0, 1, 2), (3, 4, 5), (6, 7))

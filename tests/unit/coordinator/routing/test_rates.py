@@ -1,7 +1,7 @@
 """Bits and steps of a node: the worked example, and that rounds end alike."""
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from farloop.algo.bit_allocation import Candidate, by_dynamic_programme
@@ -34,7 +34,6 @@ PACES = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(PACES, st.integers(10, 300))
 def test_rounds_end_alike(paces: list[Pace], h: int) -> None:
     """|Hᵢ·τᵢ + commᵢ − T*| ≤ τᵢ, but where H was bounded."""
@@ -47,7 +46,6 @@ def test_rounds_end_alike(paces: list[Pace], h: int) -> None:
             assert abs(rate.round_s - goal) <= pace.step_s * (1 + 1e-6)
 
 
-@settings(deadline=None)
 @given(PACES, st.integers(10, 300), st.floats(1.0, 10.0))
 @example([Pace(step_s=1.0, bytes_per_s=1e6)], 12, 10.0)  # of a link that is too slow for a round whatever the bits
 def test_a_faster_link_never_means_fewer_bits(paces: list[Pace], h: int, factor: float) -> None:
@@ -60,7 +58,6 @@ def test_a_faster_link_never_means_fewer_bits(paces: list[Pace], h: int, factor:
     assert other.bits >= one.bits
 
 
-@settings(deadline=None)
 @given(PACES, st.integers(10, 300))
 def test_twice_the_rate_at_the_same_bits_never_means_fewer_steps(paces: list[Pace], h: int) -> None:
     slow = paces[0]
@@ -68,7 +65,6 @@ def test_twice_the_rate_at_the_same_bits_never_means_fewer_steps(paces: list[Pac
     assert steps_within(twice, h * 0.5, 50e6, 4) >= steps_within(slow, h * 0.5, 50e6, 4)
 
 
-@settings(deadline=None)
 @given(PACES, st.integers(1, 300))
 def test_nobody_drifts_four_times_as_far_as_another(paces: list[Pace], h: int) -> None:
     steps = [rate.h for rate in choose(paces, h=h, parameters=50e6, bits=(8, 4, 2))]

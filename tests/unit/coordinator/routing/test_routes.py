@@ -76,21 +76,21 @@ def check(task: Task, found: Paths) -> None:
         assert found.stage_of == task.stage_of
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 999))
 def test_chosen_stages(chains: int, over: int, seed: int) -> None:
     task = task_of(4 * max(2, chains) + over, 5, 4, seed)
     check(task, plan_paths(task))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(2, 5), st.integers(0, 3), st.integers(0, 999))
 def test_given_stages(replicas: int, over: int, seed: int) -> None:
     task = task_of(4 * replicas + over, 4, 4, seed, pinned=True)
     check(task, plan_paths(task))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(0, 999))
 def test_more_sources_than_replicas_share_them(seed: int) -> None:
     """Five sources over three replicas of each stage, as where a published plan is compared with full pipelines."""
@@ -100,7 +100,7 @@ def test_more_sources_than_replicas_share_them(seed: int) -> None:
     assert len(found.routes) == 5
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(0, 999))
 def test_the_same_seed_gives_the_same_paths(seed: int) -> None:
     task = task_of(18, 5, 4, seed)
@@ -113,7 +113,7 @@ def test_planned_paths_beat_random_ones() -> None:
     assert random_paths(task, found).makespan_s > 1.2 * found.makespan_s
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 999))
 def test_more_moves_end_no_worse_than_they_began(seed: int) -> None:
     """The best is kept: a search never gives back less than it was given."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import tiny_delays
 
-from farloop.coordinator.routing.paths import Work, chain_s, orders
+from farloop.coordinator.routing.paths import Work, chain_s, fault_of
 from farloop.coordinator.routing.simulator import Outcome, Route, bounds_s, simulate
 
 
@@ -43,7 +43,8 @@ def steps(draw: st.DrawFn) -> tuple[list[Route], Work, list[list[float]]]:
     stages, sources, replicas = draw(st.integers(2, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     nodes = sources + (stages - 1) * replicas
     length = draw(st.integers(2, stages))
-    ways = [order for order in orders(stages, length) if list(order) == sorted(order)]
+    increasing = ((0, *others) for others in itertools.combinations(range(1, stages), length - 1))
+    ways = [order for order in increasing if not fault_of(order)]
     seconds = st.floats(0.0, 5.0)
     routes = []
     for source in range(sources):
@@ -65,7 +66,7 @@ def played(step: tuple[list[Route], Work, list[list[float]]]) -> Outcome:
     return simulate(*step, keep=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps())
 def test_every_microbatch_goes_its_whole_way(step: tuple[list[Route], Work, list[list[float]]]) -> None:
     """P4: P forwards, one loss, P backwards each; nobody waits for ever on paths in order."""
@@ -79,7 +80,7 @@ def test_every_microbatch_goes_its_whole_way(step: tuple[list[Route], Work, list
             assert found == [len(route.nodes), 1, len(route.nodes)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps())
 def test_a_node_does_one_thing_at_a_time_and_keeps_to_its_slots(
     step: tuple[list[Route], Work, list[list[float]]],
@@ -97,14 +98,14 @@ def test_a_node_does_one_thing_at_a_time_and_keeps_to_its_slots(
             kept -= piece.kind == "B"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps())
 def test_no_step_is_shorter_than_its_bounds(step: tuple[list[Route], Work, list[list[float]]]) -> None:
     """P3."""
     assert simulate(*step).makespan_s >= max(bounds_s(*step)) * (1 - 1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(steps())
 def test_the_same_step_twice(step: tuple[list[Route], Work, list[list[float]]]) -> None:
     assert played(step) == played(step)

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from farloop.quant.kernels.gpu import aot
-from farloop.quant.kernels.gpu.layout import LAYOUTS
+from farloop.quant.kernels.gpu.formats import FORMATS
 
 KERNELS = list(aot.launches())
 READ = {"encode": 1, "encode, odd length": 1, "encode, bf16 local": 1, "encode, bf16 local, residual": 2, "outer": 4}
@@ -41,5 +41,5 @@ def test_contraction_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_format_has_every_operation() -> None:
-    for name in LAYOUTS:
+    for name in FORMATS:
         assert {operation for codec, operation in KERNELS if codec == name} == {*READ, *WRITTEN}

@@ -1,0 +1,44 @@
+"""The machine and the commit that results are from."""
+
+import platform
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine() -> str:
+    """This machine in a line: processor, cores, Python and torch."""
+    cores = torch.get_num_threads()
+    return f"{cpu_model()}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+@lru_cache(maxsize=1)
+def source_commit() -> str | None:
+    """The commit of the source tree; None for an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def text_of(path: Path) -> str:
+    """A file's text; empty where it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

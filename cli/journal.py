@@ -1,0 +1,331 @@
+"""`farloop journal`: read a coordinator's state folder, also while it runs, or repair it."""
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from farloop.cli.options import STATE, AsJson, Commands, StateFolder, facts
+from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.monitoring.units import plural, size_text
+
+if TYPE_CHECKING:
+    from farloop.coordinator.storage.segment import Scan
+    from farloop.coordinator.storage.state_reader import Placed
+    from farloop.coordinator.storage.verify import ReplayResult
+
+journal_app = Commands("Read a coordinator's state folder, running or not; only salvage --write changes it.")
+
+OneFragment = Annotated[int | None, typer.Option(metavar="N", show_default=False, help="Only this fragment.")]
+
+_STYLES = {"commit": "bold green", "delta": "cyan", "drop": "yellow", "leave": "red", "epoch": "magenta",
+           "begin": "magenta", "finish": "bold green", "start": "blue"}  # fmt: skip
+
+
+@journal_app.command("show")
+def show_journal(
+    state: StateFolder = STATE,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND", show_default=False, help="commit, delta, drop, leave, …; repeatable."),
+    ] = None,
+    fragment: OneFragment = None,
+    node: Annotated[str | None, typer.Option(metavar="NAME", show_default=False, help="Only this node.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="Most records to show.")] = 40,
+    everything: Annotated[bool, typer.Option("--all", help="Show every record in the journal.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new records until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List journal records, newest last; with --json one line per record.
+
+    Example: farloop journal show --kind commit --fragment 0 --follow
+    """
+    from farloop.coordinator.storage.record_text import KINDS, fragment_of, kind_of, nodes_of
+    from farloop.coordinator.storage.state_reader import LOOK_AGAIN_S, placed, read_journal
+
+    for name in kind or ():
+        if name not in KINDS.values():
+            raise CommandError(f"--kind {name}: one of {', '.join(KINDS.values())} is wanted")
+
+    def wanted(at: "Placed") -> bool:
+        return (
+            (not kind or kind_of(at.record) in kind)
+            and fragment in (None, fragment_of(at.record))
+            and (node is None or node in nodes_of(at.record))
+        )
+
+    console = Console(highlight=False)
+    found = [at for scan in read_journal(state) for at in placed(scan)]
+    following = found[-1].entry.sequence + 1 if found else 0
+    chosen = [at for at in found if wanted(at)]
+    hidden = 0 if everything else max(0, len(chosen) - last)
+    _print_records(chosen[hidden:], console, as_json=as_json)
+    if not as_json:
+        more = f"; {hidden:,} earlier ones are left out, --all shows them" if hidden else ""
+        console.print(Text(f"{plural(len(chosen), 'record')} of {len(found):,}{more}", style="dim"))
+    while follow:
+        time.sleep(LOOK_AGAIN_S)
+        new = list(_newer(state, following))
+        following = new[-1].entry.sequence + 1 if new else following
+        _print_records([at for at in new if wanted(at)], console, as_json=as_json)
+
+
+def _newer(directory: Path, following: int) -> "Iterator[Placed]":
+    """Records from this sequence on."""
+    from farloop.coordinator.storage.segment import scan_segment, segment_paths
+    from farloop.coordinator.storage.state_reader import placed, steadily
+
+    def look() -> "list[Scan]":
+        scans: list[Scan] = []
+        for number, path in reversed(segment_paths(directory).items()):
+            scans.insert(0, scan_segment(path, number, None))
+            if scans[0].first_sequence <= following:
+                break
+        return scans
+
+    return (at for found in steadily(look) for at in placed(found) if at.entry.sequence >= following)
+
+
+def _print_records(records: "Iterable[Placed]", console: Console, *, as_json: bool) -> None:
+    from rich.table import Table
+
+    from farloop.coordinator.storage.record_text import kind_of, plain, words
+
+    if as_json:
+        for at in records:
+            typer.echo(json.dumps(plain(at), default=repr))
+        return
+    rows = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    rows.add_column(justify="right", no_wrap=True, min_width=6)
+    rows.add_column(no_wrap=True, style="dim", min_width=16)
+    rows.add_column(no_wrap=True, min_width=10)
+    rows.add_column(ratio=1)
+    for at in records:
+        kind = kind_of(at.record)
+        rows.add_row(f"{at.entry.sequence:,}", at.where, Text(kind, style=_STYLES.get(kind, "")), Text(words(at)))
+    if rows.row_count:
+        console.print(rows)
+
+
+@journal_app.command("verify")
+def verify_journal(state: StateFolder = STATE, as_json: AsJson = False) -> None:
+    """Check everything in the folder against its digests and for consistency; exits with 6 if it is damaged.
+
+    Example: farloop journal verify --state state
+    """
+    from dataclasses import asdict
+
+    from farloop.coordinator.storage.verify import verify
+
+    report = verify(state)
+    if as_json:
+        told = {key: value for key, value in asdict(report).items() if key not in ("refused", "epochs")}
+        typer.echo(json.dumps({"good": not report.faults, "starts": not report.refused, **told}))
+    else:
+        rows = facts()
+        rows.add_row("run", Text(report.run or "–", style="bold cyan"))
+        sizes = f"{plural(report.segments, 'segment')}, {plural(report.records, 'record')}"
+        rows.add_row("journal", f"{sizes}, {size_text(report.attached_bytes)} attached")
+        held = f"{plural(report.deltas, 'delta')}, {plural(report.updates, 'update')}"
+        rows.add_row("holds", f"{held}, {plural(report.snapshots, 'snapshot')}")
+        if report.versions:
+            rows.add_row("newest", f"{_versions(report.versions)}, epoch {report.epoch}")
+        if report.torn:
+            rows.add_row("tail", Text(report.torn, style="yellow"))
+        for fault in report.faults:
+            rows.add_row(Text("damaged", style="bold red"), Text(f"{fault.where}: {fault.what}"))
+        result = Text("whole: every digest, sequence, epoch and invariant holds", style="bold green")
+        if report.refused:
+            result = Text("a start refuses this folder; farloop journal salvage says what can be saved", "bold red")
+        elif report.faults:
+            result = Text("damaged, but a start goes on: make a copy of the folder now", style="yellow")
+        rows.add_row("result", result)
+        Console(highlight=False).print(rows)
+    if report.faults:
+        first = report.faults[0]
+        more = f" (and {plural(len(report.faults) - 1, 'fault')} more)" if len(report.faults) > 1 else ""
+        raise CommandError(f"{state} is damaged: {first.where}: {first.what}{more}", ExitCode.STORAGE)
+
+
+@journal_app.command("salvage")
+def salvage_journal(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", show_default=False, help="The same as --state DIR.")
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", metavar="DIR", show_default="state", help="The coordinator's state_dir."),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write it; move the old files into DIR/before-salvage-N.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the newest consistent state of a damaged folder, and list what would be lost.
+
+    Changes nothing without --write. Stop the coordinator first. Exits with 6 if no consistent state is left.
+
+    Example: farloop journal salvage --state state --write
+    """
+    from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
+    from farloop.coordinator.storage.state_reader import journal_folder, state_folder
+
+    if folder is not None and state is not None:
+        raise CommandError(f"the folder is given twice: {folder} and --state {state}; give one")
+    directory = folder or state or STATE
+    state_folder(directory)
+    finished = finish(directory) if write and is_unfinished(directory) else None
+    journal_folder(directory)
+    found = salvage(directory)
+    aside = finished or (carry_out(directory, found) if write else None)
+    if as_json:
+        lost = [{"fragment": fragment, "first": first, "last": last} for fragment, first, last in found.given_up]
+        told = {"run": found.run, "versions": list(found.versions), "epoch": found.epoch, "given_up": lost}
+        told |= {"deltas_given_up": found.deltas, "damage": list(found.damage)}
+        told |= {"written": aside is not None, "old_files": None if aside is None else str(aside)}
+        return typer.echo(json.dumps(told))
+    rows = facts()
+    rows.add_row("run", Text(found.run, style="bold cyan"))
+    for fault in found.damage:
+        rows.add_row(Text("damaged", style="bold red"), Text(fault))
+    rows.add_row("goes on", f"from {_versions(found.versions)}, epoch {found.epoch}")
+    for fragment, first, last in found.given_up:
+        what = f"fragment {fragment}, version {f'{first} to {last}' if last > first else last}"
+        rows.add_row(Text("gives up", style="yellow"), what)
+    if found.deltas:
+        deltas = f"{plural(found.deltas, 'stored delta')}; nodes send theirs again"
+        rows.add_row(Text("gives up", style="yellow"), deltas)
+    if finished is not None:
+        rows.add_row("finished", "a salvage that was interrupted; its first run said what is given up")
+    elif not found.given_up:
+        rows.add_row("gives up", "no committed version")
+    console = Console(highlight=False)
+    console.print(rows)
+    if found.given_up:
+        console.print(
+            "Nodes that have newer versions hold the run after the start: start the coordinator once with "
+            "--adopt-from-nodes to go on from what they hold, or with --rewind to go on from here."
+        )
+    if aside is not None:
+        console.print(f"done: the old files are in {aside}; start the coordinator as before")
+    else:
+        console.print("nothing was changed; stop the coordinator and add --write to carry it out")
+
+
+def _versions(versions: Sequence[int]) -> str:
+    newest = " ".join(f"f{index}:{version}" for index, version in enumerate(versions[:12]))
+    return f"{newest} and {len(versions) - 12} more" if len(versions) > 12 else newest
+
+
+@journal_app.command("replay")
+def replay_journal(
+    versions: Annotated[
+        str, typer.Argument(metavar="[FROM:TO]", show_default="all available", help="Versions, e.g. 800:812.")
+    ] = ":",
+    state: StateFolder = STATE,
+    fragment: OneFragment = None,
+    as_json: AsJson = False,
+) -> None:
+    """Repeat commits from the stored deltas and compare every bit; exits with 6 if one differs.
+
+    Replay starts at a snapshot: the oldest version that it can repeat is the one after the oldest snapshot.
+
+    Example: farloop journal replay 800:812 --fragment 0
+    """
+    from farloop.coordinator.storage.state_reader import read_journal, steadily
+    from farloop.coordinator.storage.verify import replay, span
+
+    def look() -> "list[ReplayResult]":
+        scans = read_journal(state)
+        return list(replay(state, scans, _wanted(versions, fragment, span(state, scans))))
+
+    results = steadily(look)
+    console = Console(highlight=False)
+    if as_json:
+        for replayed in results:
+            typer.echo(json.dumps(_replayed_json(replayed)))
+    else:
+        _print_replayed(results, console)
+    if first := next((replayed for replayed in results if not replayed.same), None):
+        raise CommandError(f"{state}: f{first.fragment}:{first.version} {_difference(first)}", ExitCode.STORAGE)
+    if not as_json:
+        console.print(Text(f"{plural(len(results), 'commit')} made again: bit for bit the same", style="bold green"))
+
+
+def _wanted(versions: str, fragment: int | None, spans: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """From and to, by fragment; an open end is as far as possible."""
+    found = re.fullmatch(r"(\d*):(\d*)|(\d+)", versions)
+    if found is None:
+        raise CommandError(f"{versions}: FROM:TO is wanted, as 800:812, 812 or : for all that can be made again")
+    if fragment is not None and fragment not in spans:
+        raise CommandError(f"--fragment {fragment}: the run has fragments 0 to {len(spans) - 1}")
+    low, high = (found[3], found[3]) if found[3] else (found[1], found[2])
+    wanted: dict[int, tuple[int, int]] = {}
+    for index, (first, last) in spans.items():
+        if fragment not in (None, index):
+            continue
+        begin, end = int(low) if low else first, int(high) if high else last
+        if low and high and begin > end:
+            raise CommandError(f"{versions}: version {begin} is behind {end}")
+        if first > last or begin > last or end < first:
+            continue  # nothing of it can be made again
+        if begin < first or end > last:
+            raise CommandError(f"{versions}: of fragment {index}, {first} to {last} can be made again")
+        wanted[index] = (begin, end)
+    if not wanted:
+        can = ", ".join(f"f{index} {a} to {b}" for index, (a, b) in spans.items() if a <= b) or "none"
+        raise CommandError(f"{versions}: nothing of it can be made again; what can be is {can}: behind a snapshot")
+    return wanted
+
+
+def _replayed_json(replayed: "ReplayResult") -> dict[str, object]:
+    names = ("fragment", "version", "where", "deltas", "from_deltas", "same", "trouble")
+    digests = {
+        comparison.name: {"recorded": _hex(comparison.recorded), "found": _hex(comparison.found)}
+        for comparison in replayed.compared
+    }
+    return {**{name: getattr(replayed, name) for name in names}, "digests": digests}
+
+
+def _print_replayed(results: "Iterable[ReplayResult]", console: Console) -> None:
+    from rich.table import Table
+
+    rows = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for column in ("window", "at", "deltas", "update", "anchor", "target", "outer state"):
+        rows.add_column(column, justify="right" if column == "deltas" else "left", no_wrap=True)
+    for replayed in results:
+        compared = {comparison.name: comparison for comparison in replayed.compared}
+        cells = [
+            Text(f"f{replayed.fragment}:{replayed.version}", style="bold"),
+            Text(replayed.where, style="dim"),
+            Text(str(replayed.deltas) if replayed.from_deltas else "not stored"),
+        ]
+        for name in ("update", "anchor", "target", "outer state"):
+            comparison = compared.get(name)
+            if comparison is None or (comparison.recorded is None and comparison.same):
+                cells.append(Text("–", style="dim"))
+            elif comparison.same:
+                cells.append(Text(_hex(comparison.found) or "" if name == "anchor" else "same", style="green"))
+            else:
+                cells.append(Text("differs", style="bold red"))
+        rows.add_row(*cells)
+    console.print(rows)
+
+
+def _difference(replayed: "ReplayResult") -> str:
+    if replayed.trouble:
+        return f"cannot be made again: {replayed.trouble}"
+    differ = [comparison for comparison in replayed.compared if not comparison.same]
+    first = differ[0]
+    names = ", ".join(comparison.name for comparison in differ)
+    return f"does not come out: {names}; {first.name} {_hex(first.found)}, recorded {_hex(first.recorded)}"
+
+
+def _hex(digest: int | None) -> str | None:
+    return None if digest is None else f"{digest:016x}"

@@ -1,0 +1,78 @@
+"""What commands share: groups with one error edge, options, and the look of tables. Imports nothing heavy."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import typer
+
+from farloop.config.exit_codes import CommandError, ended_in_one_line
+from farloop.config.logs import LogLevel
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FIGURES = (".svg", ".png", ".pdf")
+STATE = Path("state")
+
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg, .png or .pdf.")]
+StateFolder = Annotated[Path, typer.Option("--state", metavar="DIR", help="The coordinator's state_dir.")]
+PagesUrl = Annotated[str, typer.Option(help="Address of the coordinator's HTTP pages.")]
+SetFlags = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        show_default=False,
+        help="Override a setting, like FARLOOP_SECTION__KEY=VALUE; repeatable.",
+    ),
+]
+Level = Annotated[LogLevel, typer.Option(help="Lowest level of log lines to write.", envvar="FARLOOP_LOG_LEVEL")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="One JSON object per line.", envvar="FARLOOP_LOG_JSON")]
+TextData = Annotated[
+    Path | None, typer.Option(help="Text file, JSONL file or folder.", show_default="Python's standard library")
+]
+
+
+class Commands(typer.Typer):
+    """A group of commands. Every error of a command ends as one line and an exit code (`config.exit_codes`)."""
+
+    def __init__(self, help: str, **more: Any) -> None:  # typer's own name for it
+        super().__init__(help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, **more)
+
+    def command(self, name: str | None = None, **more: Any) -> Callable[[Function], Function]:
+        """As typer's, with the error edge around the function."""
+        register = super().command(name, **more)
+        return lambda function: register(ended_in_one_line()(function))
+
+
+def check_figure(plot: Path | None) -> None:
+    """Raises CommandError for a kind of file that cannot be drawn."""
+    if plot is not None and plot.suffix not in FIGURES:
+        raise CommandError(f"--plot is a file named {', '.join(FIGURES[:-1])} or {FIGURES[-1]}, not {str(plot)!r}")
+
+
+def table(*columns: str, left: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> "Table":
+    """A table without lines between rows. Columns are numbers, at the right, but for `left` and `fold` (may wrap)."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
+    for column in columns:
+        text = column in left or column in fold
+        flow: Literal["fold", "ellipsis"] = "fold" if column in fold else "ellipsis"
+        made.add_column(column, justify="left" if text else "right", no_wrap=flow != "fold", overflow=flow)
+    return made
+
+
+def facts() -> "Table":
+    """A grid of labels and values."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2, 0, 0))
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column()
+    return made

@@ -1,0 +1,496 @@
+"""The coordinator's executor: turns what sessions and storage report into events, and carries out the commands.
+
+It never waits. Commands run one after the other in the order the machine gave them, so that a record is durable before
+what follows from it is told; commits, uploads and downloads run beside them, each ending in one event. The same
+executor runs in the daemon (`daemon.py`) and in the simulator (`sim/coordinator.py`): time, workers, files and sockets
+are ports.
+"""
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Protocol, assert_never
+
+from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.coordinator import aggregator, commits
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.downloads import Downloads
+from farloop.coordinator.errors import MachineBroken
+from farloop.coordinator.net.link_monitor import LinkMonitor
+from farloop.coordinator.net.router import OF_THE_PROCESS
+from farloop.coordinator.net.sessions import Peer
+from farloop.coordinator.observe.metrics import Metrics
+from farloop.coordinator.observe.straggler_monitor import StragglerMonitor
+from farloop.coordinator.storage.storage_queue import Failed, StorageQueue
+from farloop.coordinator.storage.store import Store
+from farloop.coordinator.uploads import AnchorUploads, DeltaUploads
+from farloop.quant.errors import NonFiniteError
+from farloop.runtime.ports import Action, Clock, Timer, Worker
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+from farloop.wire.session import Session, State
+
+_log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+"""Between two looks at the clock, the sessions and the stragglers."""
+
+JUMP_S = 1.2
+"""After a look that comes this late the process has stood still: its deadlines are put off."""
+
+
+class Router(Protocol):
+    """What the executor needs of the session router."""
+
+    def working_for(self, peer: Peer) -> AbstractContextManager[Session]: ...
+
+    def closed_by_us(self, peer: Peer, reason: Reason) -> None: ...
+
+
+class Observer(Protocol):
+    """What is told of a run. It decides nothing."""
+
+    def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None: ...
+
+    def carries_out(self, command: ev.Command) -> None: ...
+
+    def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None: ...
+
+    def committed(
+        self, record: rec.WindowCommitted, result: aggregator.Result, merge_s: float, journal_s: float
+    ) -> None: ...
+
+    def refresh(self, machine: CoordinatorMachine) -> None: ...
+
+
+class CoordinatorExecutor:
+    """One start of the coordinator of one run. All methods are called in one thread."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        compute: Worker,
+        storage: StorageQueue,
+        store: Store,
+        machine: CoordinatorMachine,
+        router: Router,
+        observer: Observer,
+        fatal: Failed,
+        adapt: str,
+        links: LinkMonitor | None = None,
+        metrics: Metrics | None = None,
+        model_path: Path,
+        changed: Action = lambda: None,
+        saw: Callable[[object], None] = lambda what: None,
+        check: bool = False,
+    ) -> None:
+        """
+        Args:
+            fatal: gets the errors of workers that end the process.
+            model_path: where the finished model is exported to.
+            changed: called whenever `finished` or `idle` may have changed.
+            saw: told every event that the machine has taken, every command as it is carried out, and what is found
+                out about stragglers.
+            check: assert the invariants after every event, and hide no error of what watches the run.
+        """
+        self.machine, self.storage = machine, storage
+        self.finished = False
+        """Whether the run is over and its model exported."""
+        self.sessions: dict[NodeId, Peer] = {}
+        """Those that were accepted and are not over."""
+        self.stragglers = StragglerMonitor(adapt, machine, self.happened, links=links, metrics=metrics, saw=saw)
+        self._clock, self._compute, self._store, self._router = clock, compute, store, router
+        self._observer, self._links, self._fatal, self._model_path = observer, links, fatal, model_path
+        self._changed, self._saw, self._check = changed, saw, check
+        self._peers: dict[int, Peer] = {}
+        """Those that have greeted, by number of the session."""
+        self._commands: deque[ev.Command] = deque()
+        self._busy = False
+        """Whether a command waits for storage."""
+        self._scheduled = False
+        """Whether the next commands are about to be carried out."""
+        self._stopped = False
+        self._timer: Timer | None = None
+        self._due: float | None = None
+        """When the machine's timer was last armed for."""
+        self._looked_at = clock.now()
+        self._downloads = Downloads(store, machine.ledger, compute, self._run, fatal)
+        self._deltas = DeltaUploads(store, storage, compute, clock)
+        self._anchors = AnchorUploads(store, storage, compute, clock)
+
+    def start(self) -> None:
+        """Begin, or go on where the journal ends."""
+        self._looked_at = self._clock.now()
+        self._run(self.machine.start())
+        self._tick()
+
+    def stop(self) -> None:
+        """Carry out nothing more."""
+        self._stopped = True
+        self.storage.give_up()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def idle(self) -> bool:
+        """No session is open, no node is expected back, and no command waits."""
+        return not (self.sessions or self.machine.awaited or self._commands or self._busy)
+
+    def say_goodbye(self, reason: Reason) -> None:
+        """Tell every node that this coordinator ends."""
+        for peer in list(self.sessions.values()):
+            if peer.session.state is State.OPEN:
+                with self._router.working_for(peer) as session:
+                    session.send(msg.Leave(reason=reason), self._clock.now())
+
+    # --- Events
+
+    def happened(self, event: ev.Event) -> None:
+        """Have the machine take an event.
+
+        An unexpected error in it is a bug of ours. The ledger and the records for the journal change together, so what
+        the machine had decided is true and is carried out. If its invariants hold all the same, the error goes on to
+        whoever caused the event; if they do not, nothing that it says can be relied on any more.
+
+        Raises:
+            MachineBroken: stop, and begin again from the journal.
+        """
+        now = self._clock.now()
+        try:
+            self._observer.saw(event, self.machine)
+            self.stragglers.watch.saw(event, self.machine, now)
+        except Exception:
+            if self._check:
+                raise
+            _log.exception("observer failed event=%s", type(event).__name__)
+        try:
+            commands = self.machine.handle(event, now)
+        except Exception as error:
+            self._run(self.machine.start())
+            try:
+                self.machine.check()
+            except Exception as broken:
+                raise MachineBroken(f"{type(event).__name__} broke the machine: {error}") from broken
+            raise
+        if self._check:
+            self.machine.check()
+        self._saw(event)
+        self._run(commands)
+
+    def heard(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
+        """What a session reports."""
+        match event:
+            case wire_ev.MessageReceived(message=msg.Hello() as hello):
+                self._greet(peer, hello)
+            case _ if self._links is not None and self._links.ended(event):
+                pass
+            case wire_ev.MessageReceived(message=message):
+                self._hear(peer, message)
+            case wire_ev.BlobReceived(blob=BlobId(kind=BlobKind.SNAPSHOT) as blob, data=data):
+                self._keep_anchor(blob, data)
+            case wire_ev.BlobCorrupt(blob=blob) | wire_ev.BlobIdle(blob=blob) if blob.kind is BlobKind.SNAPSHOT:
+                if failed := self._anchors.ended(blob, spoiled=isinstance(event, wire_ev.BlobCorrupt)):
+                    self.happened(failed)
+            case wire_ev.BlobReceived(blob=blob, data=data):
+                self.stragglers.whole(blob, self._clock.now())
+                if offer := self._deltas.arrived(blob):
+                    self._keep_delta(offer, data)
+            case wire_ev.BlobCorrupt(blob=blob):
+                if offer := self._deltas.arrived(blob):
+                    self.happened(self._deltas.corrupt(offer))
+            case wire_ev.BlobIdle(blob=blob):
+                if offer := self._deltas.arrived(blob):
+                    self.happened(self._deltas.idle(offer))
+            case wire_ev.SessionClosed(reason=reason, detail=detail):
+                self._parted(peer, reason, detail)
+            case wire_ev.BlobSent(blob=blob) | wire_ev.BlobDeclined(blob=blob):
+                self._downloads.ended(peer.number, blob)
+            case _:
+                assert_never(event)
+        if not isinstance(event, wire_ev.MessageReceived):
+            while waited := self._deltas.next():
+                self._receive(waited)
+        if self._check:
+            self._deltas.check()
+            self._downloads.check()
+
+    def _greet(self, peer: Peer, hello: msg.Hello) -> None:
+        self._peers[peer.number] = peer
+        if peer.owner is not None and hello.node != peer.owner:
+            detail = f"the key is that of {peer.owner}, the node calls itself {hello.node}"
+            refused = msg.Refused(reason=Reason.WRONG_KEY, detail=detail, retriable=False)
+            return self._run([ev.Refuse(session=peer.number, refused=refused)])
+        self.happened(ev.NodeHello(session=peer.number, node=hello.node, hello=hello))
+
+    def _hear(self, peer: Peer, message: msg.Message) -> None:
+        if (node := peer.node) is None:
+            return
+        links, now = self._links, self._clock.now()
+        if links is None or not links.heard(peer, node, message, self.machine.members, now):
+            self.happened(ev.NodeMessage(session=peer.number, node=node, message=message))
+
+    def _parted(self, peer: Peer, reason: Reason, detail: str) -> None:
+        node = peer.node
+        self._peers.pop(peer.number, None)
+        self._drop_session(peer)
+        try:
+            self._downloads.gone(peer.number)
+            if node is not None:
+                self._deltas.parted(node)
+            self._observer.parted(node, reason, detail, self.machine)
+        finally:  # the machine is told, whatever goes wrong here
+            if node is not None:
+                self.happened(ev.NodeDisconnected(session=peer.number, node=node, reason=reason))
+
+    def _drop_session(self, peer: Peer) -> None:
+        if peer.node is not None and self.sessions.get(peer.node) is peer:
+            del self.sessions[peer.node]
+        peer.node = None
+        self._changed()
+
+    # --- Commands
+
+    def _run(self, commands: list[ev.Command]) -> None:
+        """Carry out these commands, behind those that wait."""
+        self._commands.extend(commands)
+        self._arm()
+        self._changed()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        # Never at once: whoever caused an event is still at work for a session.
+        if self._commands and not (self._busy or self._scheduled):
+            self._scheduled = True
+            self._clock.call_later(0.0, self._go_on)
+
+    def _go_on(self) -> None:
+        """Carry out commands until one has to wait for storage."""
+        self._scheduled = False
+        while self._commands and not (self._busy or self._stopped):
+            command = self._commands.popleft()
+            self._observer.carries_out(command)
+            self._saw(command)
+            self._execute(command)
+        self._changed()
+
+    def _release(self) -> None:
+        """What a command waited for is durable."""
+        self._busy = False
+        self._go_on()
+
+    def _execute(self, command: ev.Command) -> None:
+        match command:
+            case ev.Record(record=rec.Adopted() as record):
+                self.storage.adopt(record, self._release)
+                self._busy = True
+            case ev.Record(record=record):
+                self.storage.append(record, self._release)
+                self._busy = True
+            case ev.Accept(session=number, node=node, welcome=welcome):
+                if peer := self._peers.get(number):
+                    self._accept(node, peer, welcome)
+            case ev.Refuse(session=number, refused=refused):
+                if peer := self._peers.pop(number, None):
+                    self._tell(peer, refused)
+            case ev.CloseSession(session=number, reason=reason):
+                if peer := self._peers.pop(number, None):
+                    self._drop_session(peer)
+                    self._router.closed_by_us(peer, reason)
+            case ev.Tell(node=node, message=message):
+                if peer := self.sessions.get(node):
+                    self._tell(peer, message)
+            case ev.Receive(offer=offer):
+                self._receive(offer)
+            case ev.ReceiveAnchor():
+                self._receive_anchor(command)
+            case ev.Publish(nodes=nodes, committed=committed):
+                self._publish(nodes, committed)
+                self._downloads.committed(committed.fragment, committed.version)
+            case ev.SendSnapshot(node=node, fragment=fragment):
+                if peer := self.sessions.get(node):
+                    self._downloads.ask(peer.number, fragment)
+            case ev.OfferSnapshot(session=number):
+                if peer := self._peers.get(number):
+                    with self._router.working_for(peer) as session:
+                        self._downloads.offer(session, number)
+                else:
+                    self._downloads.gone(number)
+            case ev.Commit():
+                self._commit(command)
+            case ev.Forget(blob=blob):
+                self._deltas.forget([blob])
+            case ev.Finish():
+                self.storage.export(self._model_path, self._exported)
+                self._busy = True
+            case _:
+                assert_never(command)
+
+    def _exported(self) -> None:
+        self.finished = True
+        self._release()
+
+    def _accept(self, node: NodeId, peer: Peer, welcome: msg.Welcome) -> None:
+        if (old := self.sessions.get(node)) is not None:
+            old.node = None
+        self.sessions[node], peer.node = peer, node
+        self._tell(peer, dataclasses.replace(welcome, lane_token=peer.token))
+
+    def _tell(self, peer: Peer, message: msg.Message) -> None:
+        if peer.session.state in (State.OPENING, State.OPEN):
+            with self._router.working_for(peer) as session:
+                session.send(message, self._clock.now())
+
+    def _open_session_of(self, node: NodeId) -> Peer | None:
+        peer = self.sessions.get(node)
+        return peer if peer is not None and peer.session.state is State.OPEN else None
+
+    def _publish(self, nodes: tuple[NodeId, ...], committed: msg.Committed) -> None:
+        for node in nodes:
+            if (peer := self._open_session_of(node)) is not None:
+                with self._router.working_for(peer) as session:
+                    session.send(committed, self._clock.now())
+                    self._downloads.push(session, peer.number, committed)
+
+    # --- Uploads
+
+    def _receive(self, offer: msg.Offer) -> None:
+        if (peer := self._open_session_of(offer.blob.node)) is None:
+            return
+        with self._router.working_for(peer) as session:
+            failed = self._deltas.let_in(session, offer, self.machine.windows.get(offer.blob.fragment))
+            if failed is not None:
+                return self.happened(failed)
+            self.stragglers.asked(offer.blob, self._deltas.to_come(offer.blob), self._clock.now())
+
+    def _keep_delta(self, offer: msg.Offer, data: bytearray) -> None:
+        peer = self.sessions.get(offer.blob.node)
+
+        def failed(error: Exception) -> None:
+            self._fail(peer, error, self._deltas.broken(offer, error))
+
+        try:
+            self._deltas.keep(offer, data, partial(self._happened_to, peer), failed)
+        except Exception as error:  # noqa: BLE001 - the edge of a session
+            failed(error)
+
+    def _receive_anchor(self, command: ev.ReceiveAnchor) -> None:
+        if (peer := self._open_session_of(command.offer.blob.node)) is None:
+            return
+        with self._router.working_for(peer) as session:
+            if failed := self._anchors.let_in(session, command):
+                self.happened(failed)
+
+    def _keep_anchor(self, blob: BlobId, data: bytearray) -> None:
+        peer = self.sessions.get(blob.node)
+        self._anchors.keep(blob, data, partial(self._happened_to, peer), partial(self._fail, peer))
+
+    def _happened_to(self, peer: Peer | None, event: ev.Event) -> None:
+        """Have the machine take the result of a job for a session, which may be over by now."""
+        try:
+            self.happened(event)
+        except OF_THE_PROCESS:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of a session
+            self._fail(peer, error)
+
+    def _fail(self, peer: Peer | None, error: Exception, outcome: ev.Event | None = None) -> None:
+        """A job for a session went wrong: what was sent has an outcome, and the session ends if it is still there."""
+        if self._check or isinstance(error, OF_THE_PROCESS):
+            return self._fatal(error)
+        if peer is None:
+            _log.error("job of an ended session failed", exc_info=error)
+        else:
+            with self._router.working_for(peer):
+                raise error
+        if outcome is not None:
+            self._happened_to(peer, outcome)
+
+    # --- Commits
+
+    def _commit(self, command: ev.Commit) -> None:
+        """Reserve room, compute, make durable: three jobs, the last of which is the commit (protocol, Commit order)."""
+        draft = command.draft
+
+        def refused(error: Exception) -> None:
+            self.happened(ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail=str(error)))
+
+        self.storage.reserve(draft.fragment, command.codec_down, partial(self._compute_commit, draft), refused)
+
+    def _compute_commit(self, draft: rec.WindowCommitted, reserved: int) -> None:
+        addends, apart = self._deltas.addends(draft), self._deltas.apart(draft)
+        ledger, started = self._store.ledger, self._clock.now()
+
+        def compute() -> aggregator.Result:
+            return commits.compute(ledger, self._store.buffers[draft.fragment], draft, addends, apart)
+
+        def computed(result: aggregator.Result) -> None:
+            merge_s = self._clock.now() - started
+            self.storage.commit(draft, result, reserved, partial(self._committed, result, merge_s, self._clock.now()))
+
+        def failed(error: Exception) -> None:
+            if not isinstance(error, NonFiniteError):  # finite deltas can add up to more than fp32 holds
+                return self._fatal(error)
+            self.storage.release(reserved)
+            longest = partial(commits.longest, ledger, draft, addends)
+            overflow = partial(self._overflowed, draft, error)
+            self._compute.submit(longest, overflow, self._fatal)
+
+        self._compute.submit(compute, computed, failed)
+
+    def _overflowed(self, draft: rec.WindowCommitted, error: Exception, longest: BlobId | None) -> None:
+        self.happened(ev.SumOverflow.of(draft, longest, error))
+
+    def _committed(
+        self, result: aggregator.Result, merge_s: float, computed_at: float, record: rec.WindowCommitted
+    ) -> None:
+        self._deltas.forget([addend.blob for addend in record.blobs])
+        self._observer.committed(record, result, merge_s, self._clock.now() - computed_at)
+        self.happened(ev.CommitDone(record=record))
+
+    # --- Time
+
+    def _arm(self) -> None:
+        """Wake at the machine's next deadline."""
+        due = self.machine.next_timer()
+        if due == self._due or self._stopped:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due, self._timer = due, None
+        if due is not None:
+            self._timer = self._clock.call_later(max(0.0, due - self._clock.now()), self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._due = self._timer = None
+        self._keep_time()
+
+    def _keep_time(self) -> None:
+        now = self._clock.now()
+        if now - self._looked_at > JUMP_S:  # this process stood still
+            self.machine.clock_jumped(now - self._looked_at)
+            self.stragglers.watch.clock_jumped()
+        self._looked_at = now
+        due = self.machine.next_timer()
+        commands = self.machine.handle_timer(now) if due is not None and due <= now else []
+        if self._check:
+            self.machine.check()
+        self._run(commands)
+
+    def _tick(self) -> None:
+        if self._stopped:
+            return
+        self._clock.call_later(TICK_S, self._tick)
+        self._keep_time()
+        self.storage.look()
+        self._observer.refresh(self.machine)
+        if self._links is not None:
+            self._links.look(self.sessions, self.machine.members, self._clock.now())
+        self.stragglers.look(self._clock.now(), held=bool(self.storage.hold))

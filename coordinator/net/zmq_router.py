@@ -1,0 +1,436 @@
+"""The coordinator's ROUTER socket on ZeroMQ: CURVE keys, the allow list, and a budget of TCP connections.
+
+ZeroMQ accepts every connection and closes only those that do not finish its handshake in time. A connection costs a
+file descriptor, and a process without a free descriptor can neither write a file nor accept a node. `Connections` keeps
+the budget: a connection that no session uses belongs to a stranger. Strangers are disconnected, the oldest first, when
+one address has too many of them, when there are too many connections in all, and when they stay strangers for long.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from farloop.algo.spec import NodeId
+from farloop.monitoring import descriptors
+from farloop.monitoring.tcp_connection import choose_congestion, end_of, hang_up
+from farloop.runtime.ports import Buffer, Route, RouterListener, Sent
+from farloop.wire.keys import AllowList, KeyFileError, load_secret
+from farloop.wire.reasons import Reason
+
+_log = logging.getLogger(__name__)
+
+ZAP_DOMAIN: Final = "farloop"
+"""pyzmq compares it literally; a client of a domain that it does not know waits without an error (protocol U)."""
+
+BURST_FRAMES: Final = 256
+"""Frames that are received before timers and other tasks run (protocol C)."""
+
+RETRY_SEND_S: Final = 0.005
+"""Pause before a full lane is tried again: ROUTER does not report which of its peers became writable."""
+
+WATCH_KEYS_S: Final = 1.0
+"""Interval of the checks of the allow-list folder: the longest time for which a revoked key is still accepted."""
+
+DEAD_TCP_MS: Final = 60_000
+"""A connection whose peer acknowledges nothing for this long is closed (half-open TCP)."""
+
+HEARTBEAT_MS: Final = 30_000
+"""Interval of ZeroMQ's heartbeats."""
+
+HEARTBEAT_TIMEOUT_MS: Final = 120_000
+"""ZeroMQ closes a connection that leaves a heartbeat unanswered for this long. The answer waits behind what a thin link
+still has to carry. Sessions have a shorter time-out."""
+
+BACKLOG: Final = 1024
+"""Connections that wait in the kernel until ZeroMQ accepts them; net.core.somaxconn may lower it."""
+
+LOOK_S: Final = 5.0
+"""Interval of the checks for connections that no session uses."""
+
+STRANGERS_OF_AN_ADDRESS: Final = 256
+"""Most strangers of one address. A node is a stranger during its handshake, for a few round trips."""
+
+STRANGER_S: Final = 30.0
+"""A connection that no session uses for this long is closed. A greeting over a thin link takes seconds."""
+
+MOST: Final = 8192
+"""Most connections in all: two for each of the most sessions, and room for strangers."""
+
+RESERVE: Final = 256
+"""File descriptors that are kept free for files and HTTP."""
+
+FEWEST: Final = 64
+"""Least budget of connections, whatever the limit of file descriptors."""
+
+
+class BindError(OSError):
+    """The endpoint cannot be bound. The message is one line for the person who chose it."""
+
+    def __init__(self, endpoint: str, error: Exception) -> None:
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            super().__init__(
+                f"{endpoint} is in use; stop the other process, or choose another port in [coordinator] bind"
+            )
+        else:
+            super().__init__(f"cannot bind {endpoint}: {error}; choose another address in [coordinator] bind")
+
+
+class ZmqRouter:
+    """The router port on ZeroMQ, in a running asyncio loop."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: str,
+        key: Path | None,
+        allow: Path | None,
+        max_frame_bytes: int,
+        congestion: str = "",
+        turned_away: Callable[[Reason, str], None] = lambda reason, who: None,
+    ) -> None:
+        """Bind the endpoint.
+
+        Args:
+            key, allow: secret key of the coordinator, and folder of the nodes' public keys. They switch CURVE on;
+                without them frames travel in the clear.
+            congestion: congestion control of the connections; the system's if empty.
+            turned_away: called with the reason and the key or address of every peer that is rejected.
+
+        Raises:
+            KeyFileError: a key file cannot be used.
+            BindError: the endpoint cannot be bound.
+        """
+        self._turned_away, self._congestion = turned_away, congestion
+        self._allow = AllowList(allow) if allow else None
+        self.authenticates = self._allow is not None
+        self._authenticator: AsyncioAuthenticator | None = None
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._full = asyncio.Event()
+        """A lane did not take a frame."""
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # otherwise ZeroMQ stops until somebody reads the events
+        events = f"inproc://connections-{id(self)}"
+        self._socket.monitor(events, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor.connect(events)
+        try:
+            self._configure(key, max_frame_bytes)
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise BindError(endpoint, error) from error
+        except BaseException:
+            self.close()
+            raise
+        self.endpoint = bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+
+    def _configure(self, key: Path | None, max_frame_bytes: int) -> None:
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.LINGER, 200),
+            (zmq.SNDHWM, 64),
+            (zmq.RCVHWM, 64),
+            (zmq.BACKLOG, BACKLOG),
+            (zmq.HANDSHAKE_IVL, 5000),
+            (zmq.MAXMSGSIZE, max_frame_bytes),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.TCP_MAXRT, DEAD_TCP_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 30),
+            (zmq.TCP_KEEPALIVE_INTVL, 10),
+            (zmq.TCP_KEEPALIVE_CNT, 3),
+        ):
+            self._socket.setsockopt(option, value)
+        if key is None:
+            return
+        assert self._allow is not None
+        self._allow.refresh()
+        self._authenticator = AsyncioAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        secret = load_secret(key)
+        self._socket.curve_secretkey = secret
+        self._socket.curve_publickey = zmq.curve_public(secret)
+        self._socket.curve_server = True
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """ZAP: whether a connection with this Z85 key is accepted."""
+        assert self._allow is not None
+        owner = self._allow.owner(key)
+        if owner is None:
+            self._turned_away(Reason.WRONG_KEY, key.decode())
+        return owner is not None
+
+    def listen(self, listener: RouterListener) -> None:
+        self._listener = listener
+        self._connections = Connections(most_connections(descriptors.limit()), listener.uses)
+
+    async def run(self) -> None:
+        """Receive frames and watch connections and keys until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._receive(), name="receive")
+            group.create_task(self._retry_sends(), name="retry-sends")
+            group.create_task(self._watch_connections(), name="connections")
+            group.create_task(self._disconnect_strangers(), name="strangers")
+            if self._allow is not None:
+                group.create_task(self._watch_keys(self._allow), name="keys")
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._context.term()
+
+    def send(self, route: Route, parts: Sequence[Buffer]) -> Sent:
+        sent = self._socket.send_multipart([route, *parts], flags=zmq.DONTWAIT, copy=False)
+        assert isinstance(sent, asyncio.Future) and sent.done()  # DONTWAIT is decided at once
+        error = sent.exception()
+        if error is None:
+            return Sent.TAKEN
+        if isinstance(error, zmq.Again):
+            self._full.set()
+            return Sent.FULL
+        return Sent.GONE
+
+    def receive(self) -> None:
+        """Report the frames that can be read now, at most `BURST_FRAMES`."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(BURST_FRAMES):
+                received = self._socket.recv_multipart(copy=False, flags=zmq.DONTWAIT)
+                assert isinstance(received, asyncio.Future)  # and done: DONTWAIT is decided at once
+                self._report(received.result())
+
+    async def _receive(self) -> None:
+        while True:
+            self._report(await self._socket.recv_multipart(copy=False))
+            self.receive()
+            await asyncio.sleep(0)
+
+    def _report(self, frames: Sequence[zmq.Frame]) -> None:
+        if len(frames) > 1:
+            parts = [frame.buffer for frame in frames[1:]]
+            self._listener.on_frame(bytes(frames[0].bytes), parts, _Sender(frames[1], self._allow))
+
+    async def _retry_sends(self) -> None:
+        while True:
+            await self._full.wait()
+            await asyncio.sleep(RETRY_SEND_S)
+            self._full.clear()
+            self._listener.on_writable()
+
+    # Connections.
+
+    async def _watch_connections(self) -> None:
+        while True:
+            self._connection_changed(await recv_monitor_message(self._monitor))
+            with contextlib.suppress(zmq.Again):
+                for _ in range(BURST_FRAMES):
+                    self._connection_changed(await recv_monitor_message(self._monitor, zmq.DONTWAIT))
+            await asyncio.sleep(0)
+
+    def _connection_changed(self, event: Mapping[str, Any]) -> None:
+        descriptor = int(event["value"])
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            host, port = end_of(descriptor)
+            going = self._connections.accepted(descriptor, host, port, time.monotonic())
+            if going is not None:
+                self._disconnect(going, Reason.CROWDED)
+            if self._congestion:
+                choose_congestion(descriptor, host, self._congestion)
+            return
+        self._connections.ended(descriptor)
+        if self._listener.uses(descriptor):
+            self._listener.on_gone()
+
+    async def _disconnect_strangers(self) -> None:
+        """ZeroMQ keeps a connection for as long as its heartbeats are answered."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for connection in self._connections.look(time.monotonic()):
+                self._disconnect(connection, Reason.SILENT)
+
+    def _disconnect(self, connection: "Connection", reason: Reason) -> None:
+        if hang_up(connection.descriptor, connection.host, connection.port):
+            self._turned_away(reason, connection.host)
+
+    async def _watch_keys(self, allow: AllowList) -> None:
+        """Follow the allow-list folder: keys are revoked without a restart (protocol U)."""
+        trouble = ""
+        while True:
+            await asyncio.sleep(WATCH_KEYS_S)
+            before, said, trouble = allow.keys, trouble, ""
+            try:
+                allow.refresh()
+            except KeyFileError as error:
+                trouble = str(error)
+                if trouble != said:
+                    _log.warning("allow list unreadable reason=%r", trouble)
+            after = allow.keys
+            # A key that was replaced under its name counts as revoked, too.
+            revoked = {name for name in before if after.get(name) != before[name]}
+            for name in sorted(before.keys() | after.keys()):
+                if before.get(name) != after.get(name):
+                    _log.info("%s node=%s", "key revoked" if name in revoked else "key authorized", name)
+            if revoked:
+                self._listener.on_revoked(revoked)
+
+
+class _Sender:
+    """Where a ZeroMQ frame came from; looked up when asked, for most frames are not."""
+
+    __slots__ = ("_allow", "_frame")
+
+    def __init__(self, frame: zmq.Frame, allow: AllowList | None) -> None:
+        self._frame, self._allow = frame, allow
+
+    @property
+    def owner(self) -> NodeId | None:
+        if self._allow is None:
+            return None
+        try:
+            return self._allow.owner(str(self._frame.get("User-Id")).encode())
+        except zmq.ZMQError:
+            return None
+
+    @property
+    def address(self) -> str:
+        try:
+            return str(self._frame.get("Peer-Address"))
+        except zmq.ZMQError:
+            return "?"
+
+    @property
+    def descriptor(self) -> int | None:
+        try:
+            return int(self._frame.get(zmq.SRCFD))
+        except zmq.ZMQError:
+            return None
+
+
+def most_connections(descriptors: int | None) -> int:
+    """The budget of connections, from the limit of file descriptors; None for no limit."""
+    return MOST if descriptors is None else max(FEWEST, min(MOST, descriptors - RESERVE))
+
+
+@dataclass(slots=True)
+class Connection:
+    """A connection that ZeroMQ has accepted."""
+
+    descriptor: int
+    host: str
+    """Address of the peer; with `port` it tells this connection from a later one with the same descriptor."""
+    port: int
+    used_at: float
+    """When it was accepted, or last seen in use by a session."""
+
+
+class Connections:
+    """All TCP connections of the port, and which of them must be closed."""
+
+    def __init__(self, most: int, is_used: Callable[[int], bool]) -> None:
+        """`is_used`: whether an open session uses the connection with this descriptor."""
+        self.most, self._is_used = most, is_used
+        self._open: dict[int, Connection] = {}
+        """By descriptor."""
+        self._strangers: dict[str, OrderedDict[int, Connection]] = {}
+        """Host → those of `_open` that no session used when last checked, the oldest first."""
+        self._closing: set[int] = set()
+        """Told to go; ZeroMQ has yet to report their end."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def accepted(self, descriptor: int, host: str, port: int, now: float) -> Connection | None:
+        """ZeroMQ accepted a connection. Returns the connection to close for it, if any."""
+        self.ended(descriptor)
+        self._open[descriptor] = new = Connection(descriptor, host, port, now)
+        self._add_stranger(new)
+        going = None
+        if len(self._strangers[host]) > STRANGERS_OF_AN_ADDRESS:
+            going = self._oldest_stranger(host)
+        if going is None and len(self._open) - len(self._closing) > self.most:
+            going = self._oldest_stranger(self._host_with_most_strangers())
+        if going is not None:
+            self._closing.add(going.descriptor)
+        return going
+
+    def ended(self, descriptor: int) -> None:
+        """ZeroMQ closed a connection."""
+        if connection := self._open.pop(descriptor, None):
+            self._remove_stranger(connection)
+        self._closing.discard(descriptor)
+
+    def look(self, now: float) -> list[Connection]:
+        """Connections that no session has used for too long, each once. Call it every few seconds."""
+        going = []
+        for connection in self._open.values():
+            if connection.descriptor in self._closing:
+                continue
+            if self._is_used(connection.descriptor):
+                connection.used_at = now
+                self._remove_stranger(connection)
+            elif now - connection.used_at > STRANGER_S:
+                self._remove_stranger(connection)
+                going.append(connection)
+            else:
+                self._add_stranger(connection)
+        self._closing |= {connection.descriptor for connection in going}
+        return going
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        strangers = [descriptor for those in self._strangers.values() for descriptor in those]
+        assert len(strangers) == len(set(strangers))
+        assert set(strangers) <= self._open.keys() - self._closing
+        assert self._closing <= self._open.keys()
+        assert all(self._strangers.values()), "no empty entry is kept"
+
+    def _add_stranger(self, connection: Connection) -> None:
+        self._strangers.setdefault(connection.host, OrderedDict())[connection.descriptor] = connection
+
+    def _remove_stranger(self, connection: Connection) -> None:
+        those = self._strangers.get(connection.host, OrderedDict())
+        those.pop(connection.descriptor, None)
+        if not those:
+            self._strangers.pop(connection.host, None)
+
+    def _oldest_stranger(self, host: str) -> Connection | None:
+        """Removed from the strangers; None if sessions use all connections of this host by now."""
+        self._remove_used(host)
+        if host not in self._strangers:
+            return None
+        connection = next(iter(self._strangers[host].values()))
+        self._remove_stranger(connection)
+        return connection
+
+    def _host_with_most_strangers(self) -> str:
+        """Empty if there are no strangers."""
+        while self._strangers:
+            host = max(self._strangers, key=lambda host: len(self._strangers[host]))
+            num_strangers = len(self._strangers[host])
+            self._remove_used(host)
+            if len(self._strangers.get(host, ())) == num_strangers:
+                return host
+        return ""
+
+    def _remove_used(self, host: str) -> None:
+        for connection in list(self._strangers.get(host, OrderedDict()).values()):
+            if self._is_used(connection.descriptor):
+                self._remove_stranger(connection)

@@ -1,0 +1,273 @@
+"""The arithmetic of each block format on the CPU, as `formats/` defines it: `write_x` encodes 256 elements of format x.
+
+`loops.py` says what the arguments are. Formats whose blocks are smaller than 256 work on several groups, one after
+the other.
+"""
+
+from typing import Final
+
+import numpy as np
+
+from farloop.quant.kernels.cpu.loops import BLOCK, block_loops
+from farloop.quant.kernels.cpu.primitives import (
+    MAGNITUDE,
+    Number,
+    Numbers,
+    after,
+    as_halves,
+    bits,
+    from_bits,
+    from_scale,
+    inlined,
+    load_i32,
+    load_u16,
+    pack_nearest,
+    pack_random,
+    random_words,
+    store_i32,
+    store_u16,
+    to_bf16,
+    to_scale,
+    unpack,
+)
+from farloop.quant.packing import (
+    BF16_LARGEST,
+    E3M0_BLOCK,
+    Q4_BLOCK,
+    Q4R_BLOCK,
+    Q4R_GROUP,
+    Q4R_LEAST_SCALE,
+    Q4R_SMALLEST_MAGNITUDE,
+    Q8_BLOCK,
+    largest_scale,
+)
+
+assert BLOCK == Q8_BLOCK == Q4R_BLOCK and Q4_BLOCK == E3M0_BLOCK == Q4R_GROUP
+
+_B = np.uint64(BLOCK)
+_GROUP = np.uint64(Q4_BLOCK)
+_GROUPS = np.uint64(BLOCK // Q4_BLOCK)
+_HALF = np.uint64(Q4_BLOCK // 2)
+"""Elements of half a group, and bytes of its codes."""
+_TWO, _FOUR = np.uint64(2), np.uint64(4)
+
+_LARGEST_BF16 = np.int32(BF16_LARGEST)
+_LARGEST_SCALE_4, _LARGEST_SCALE_8 = np.int32(largest_scale(8)), np.int32(largest_scale(128))
+
+
+# --- fp32 and bf16: no scales
+
+
+@inlined
+def write_fp32(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+    for i in range(_B):
+        store_i32(codes, _FOUR * i, bits(v[i]))
+
+
+@inlined
+def read_fp32(t: Numbers, scales: Numbers, codes: Numbers) -> None:
+    for i in range(_B):
+        t[i] = from_bits(load_i32(codes, _FOUR * i))
+
+
+_SIGN = np.int32(0x8000)
+
+
+@inlined
+def write_bf16(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+    for i in range(_B):
+        nearest = to_bf16(v[i])
+        nearest = nearest if nearest < _LARGEST_BF16 else _LARGEST_BF16
+        store_u16(codes, _TWO * i, np.uint16(nearest | np.int32((bits(v[i]) >> 16) & _SIGN)))
+
+
+@inlined
+def read_bf16(t: Numbers, scales: Numbers, codes: Numbers) -> None:
+    for i in range(_B):
+        t[i] = from_scale(np.int32(load_u16(codes, _TWO * i)))
+
+
+# --- q8
+
+
+_LARGEST_CODE = np.float32(127.0)
+
+_SHIFT = np.float32(1.5 * 2**23)
+"""Adding it to k in −127…127 rounds to the nearest whole number, ties to even; the lowest byte is that of k then."""
+
+
+@inlined
+def write_q8(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+    scale = to_scale(from_bits(magnitude) / _LARGEST_CODE, _LARGEST_SCALE_8)
+    s = from_scale(scale) if scale != 0 else np.float32(1.0)
+    for i in range(_B):
+        ratio = min(max(v[i] / s, -_LARGEST_CODE), _LARGEST_CODE)
+        codes[i] = np.uint8(bits(ratio + _SHIFT))
+    store_u16(scales, np.uint64(0), np.uint16(scale))
+
+
+@inlined
+def read_q8(t: Numbers, scales: Numbers, codes: Numbers) -> None:
+    s = from_scale(np.int32(load_u16(scales, np.uint64(0))))
+    for i in range(_B):
+        t[i] = np.float32(np.int8(codes[i])) * s
+
+
+# --- q4
+
+
+_NEGATIVE = np.int32(0x8000)
+
+
+@inlined
+def q4_scale(v: Numbers) -> Number:
+    """Of the group v[0 … 63]: int32."""
+    # As integers, positive floats keep their order and lie above all negative ones.
+    largest, highest = np.int32(0), np.int32(-0x80000000)
+    for i in range(_GROUP):
+        pattern = bits(v[i])
+        magnitude = np.int32(pattern & MAGNITUDE)
+        largest = magnitude if magnitude > largest else largest
+        highest = pattern if pattern > highest else highest
+    scale = to_scale(from_bits(largest) * np.float32(0.125), _LARGEST_SCALE_4)
+    return np.int32(scale | _NEGATIVE) if highest == largest and scale != 0 else scale
+
+
+@inlined
+def write_q4(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+    for group in range(_GROUPS):
+        x = after(v, group * _GROUP)
+        scale = q4_scale(x)
+        store_u16(scales, _TWO * group, np.uint16(scale))
+        s = from_scale(scale) if scale != 0 else np.float32(1.0)
+        pack_nearest(x, s, after(codes, group * _HALF))
+
+
+@inlined
+def read_q4(t: Numbers, scales: Numbers, codes: Numbers) -> None:
+    for group in range(_GROUPS):
+        s = from_scale(np.int32(load_u16(scales, _TWO * group)))
+        unpack(after(t, group * _GROUP), s, after(codes, group * _HALF))
+
+
+# --- e3m0
+
+
+_INFINITY = np.float32(np.inf)
+_T1, _T2, _T3, _T4, _T5, _T6, _T7 = (np.float32(t) for t in (2.0**-7, *(1.5 * 2.0**-j for j in range(6, 0, -1))))
+"""The lower ends of the codes' ranges, in units of the scale; products with one are exact."""
+
+
+@inlined
+def e3m0_code(x: Number, s: Number) -> Number:
+    """How many thresholds x reaches, plus 8 if it is negative and reaches one; int32."""
+    size = from_bits(np.int32(bits(x) & MAGNITUDE))
+    m = np.int32(size >= s * _T1)
+    m = np.int32(m + np.int32(size >= s * _T2))
+    m = np.int32(m + np.int32(size >= s * _T3))
+    m = np.int32(m + np.int32(size >= s * _T4))
+    m = np.int32(m + np.int32(size >= s * _T5))
+    m = np.int32(m + np.int32(size >= s * _T6))
+    m = np.int32(m + np.int32(size >= s * _T7))
+    return np.int32(m | 8) if x < 0 and m > 0 else m
+
+
+@inlined
+def write_e3m0(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+    for group in range(_GROUPS):
+        x, pairs = after(v, group * _GROUP), after(codes, group * _HALF)
+        largest = np.int32(0)
+        for i in range(_GROUP):
+            size = np.int32(bits(x[i]) & MAGNITUDE)
+            largest = size if size > largest else largest
+        scale = to_scale(from_bits(largest), _LARGEST_BF16)
+        store_u16(scales, _TWO * group, np.uint16(scale))
+        s = from_scale(scale) if scale != 0 else _INFINITY
+        for i in range(_HALF):
+            pairs[i] = np.uint8(np.int32(e3m0_code(x[i], s) | np.int32(e3m0_code(x[_HALF + i], s) << 4)))
+
+
+@inlined
+def e3m0_value(code: Number, s: Number) -> Number:
+    """±2^(m−7)·s: the power of two is made from its bits."""
+    m = np.int32(code & 7)
+    power = np.int32(np.int32(m + 120) << 23) if m != 0 else np.int32(0)
+    return from_bits(np.int32(power | np.int32(np.int32(code & 8) << 28))) * s
+
+
+@inlined
+def read_e3m0(t: Numbers, scales: Numbers, codes: Numbers) -> None:
+    for group in range(_GROUPS):
+        x, pairs = after(t, group * _GROUP), after(codes, group * _HALF)
+        s = from_scale(np.int32(load_u16(scales, _TWO * group)))
+        for i in range(_HALF):
+            pair = np.int32(pairs[i])
+            x[i] = e3m0_value(np.int32(pair & 15), s)
+            x[_HALF + i] = e3m0_value(np.int32(pair >> 4), s)
+
+
+# --- q4r
+
+
+# Bits of the mode.
+STOCHASTIC, ABSOLUTE = 1, 2
+
+_LEAST_SCALE = np.float32(Q4R_LEAST_SCALE)
+_SMALLEST_MAGNITUDE = np.int32(Q4R_SMALLEST_MAGNITUDE)
+_EIGHT_TWICE = np.uint8(0x88)
+_WORDS = np.uint64(BLOCK // 2)
+
+
+@inlined
+def rms_scale(v: Numbers, magnitude: Number, step: Number) -> Number:
+    """step · rms before it is stored, from a sum of squares of whole numbers, which is exact."""
+    exponent = np.int32(np.int32(magnitude >> 23) - 127)  # 2^e ≤ largest magnitude < 2^(e+1)
+    unit = from_bits(np.int32(np.int32(np.int32(10 - exponent) + 127) << 23))
+    total = np.int32(0)
+    for i in range(_B):
+        m = np.int32(np.rint(v[i] * unit))
+        total = np.int32(total + np.int32(m * m))
+    root = np.sqrt(np.float32(total)) * step
+    return root * from_bits(np.int32(np.int32(np.int32(exponent - 14) + 127) << 23))
+
+
+@inlined
+def write_q4r(v: Numbers, magnitude: Number, scales: Numbers, codes: Numbers, how: Numbers) -> None:
+    noise, element, step, seed, mode = how
+    scale = np.int32(0)
+    if magnitude >= _SMALLEST_MAGNITUDE:
+        wanted = step if mode & ABSOLUTE else rms_scale(v, magnitude, step)
+        least = from_bits(magnitude) * _LEAST_SCALE
+        scale = to_scale(wanted if wanted > least else least, _LARGEST_SCALE_4)
+    s = from_scale(scale)
+    if scale == 0:
+        for i in range(_WORDS):
+            codes[i] = _EIGHT_TWICE
+    elif mode & STOCHASTIC:
+        random_words(noise, _WORDS, element, seed)
+        halves = as_halves(noise)
+        for group in range(_GROUPS):
+            first = group * _GROUP
+            pack_random(after(v, first), s, after(halves, first), after(codes, group * _HALF))
+    else:
+        for group in range(_GROUPS):
+            pack_nearest(after(v, group * _GROUP), s, after(codes, group * _HALF))
+    store_u16(scales, np.uint64(0), np.uint16(scale))
+
+
+@inlined
+def read_q4r(t: Numbers, scales: Numbers, codes: Numbers) -> None:
+    s = from_scale(np.int32(load_u16(scales, np.uint64(0))))
+    for group in range(_GROUPS):
+        unpack(after(t, group * _GROUP), s, after(codes, group * _HALF))
+
+
+LOOPS: Final = {
+    "fp32": block_loops("fp32", write_fp32, read_fp32, block=1, code_bits=32),
+    "bf16": block_loops("bf16", write_bf16, read_bf16, block=1, code_bits=16),
+    "q8": block_loops("q8", write_q8, read_q8, block=Q8_BLOCK, code_bits=8),
+    "q4": block_loops("q4", write_q4, read_q4, block=Q4_BLOCK, code_bits=4),
+    "e3m0": block_loops("e3m0", write_e3m0, read_e3m0, block=E3M0_BLOCK, code_bits=4),
+    "q4r": block_loops("q4r", write_q4r, read_q4r, block=Q4R_BLOCK, code_bits=4),
+}
+"""By the name of the format."""

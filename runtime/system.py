@@ -1,0 +1,66 @@
+"""The ports of a real process: timers of an asyncio loop, and threads with a queue."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from farloop.runtime.ports import Action, T, Timer
+
+
+class LoopClock:
+    """`time.monotonic`, and the timers of the running loop."""
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        """`failed` gets what an action raises: a loop would only log it."""
+        self._loop, self._failed = asyncio.get_running_loop(), failed
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def call_later(self, delay_s: float, action: Action) -> Timer:
+        if delay_s <= 0:
+            return self._loop.call_soon(self._run, action)
+        return self._loop.call_later(delay_s, self._run, action)
+
+    def post(self, action: Action) -> None:
+        """Run `action` on the loop. Any thread."""
+        self._loop.call_soon_threadsafe(self._run, action)
+
+    def _run(self, action: Action) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - the edge of the process
+            self._failed(error)
+
+
+class ThreadWorker:
+    """One thread. What became of a job is handed to `post`, which runs it in the executor's thread."""
+
+    def __init__(self, name: str, post: Callable[[Action], object]) -> None:
+        """`post` may be called from any thread: `loop.call_soon_threadsafe`, or the `put` of an inbox."""
+        self._post = post
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self.seconds = 0.0
+        """That the thread has worked; written by it alone."""
+
+    def submit(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+        def report(future: "Future[Any]") -> None:
+            error = future.exception()
+            if error is None:
+                self._post(lambda: done(future.result()))
+            elif isinstance(error, Exception):
+                self._post(lambda: failed(error))
+
+        self._pool.submit(self._timed, job).add_done_callback(report)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _timed(self, job: Callable[[], T]) -> T:
+        started = time.perf_counter()
+        try:
+            return job()
+        finally:
+            self.seconds += time.perf_counter() - started

@@ -1,0 +1,436 @@
+"""Covers `coordinator/net/router.py` over a socket and a clock without network and time."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plain_runs import plain_hello, plain_spec
+
+from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.coordinator.errors import MachineBroken, NoDescriptor, StorageError, StorageFailed
+from farloop.coordinator.net.router import OF_THE_PROCESS, SessionRouter
+from farloop.coordinator.net.sessions import Peer, RateLimits
+from farloop.runtime.ports import Action, Route, RouterListener, Sent
+from farloop.sim.virtual_time import EventQueue, Process, VirtualClock
+from farloop.wire.blobs import BytesSource, blob_digest
+from farloop.wire.events import BlobSent, MessageReceived, SessionClosed, SessionEvent
+from farloop.wire.frames import Buffer, ControlFrame, parse_control
+from farloop.wire.limits import Limits, Timing
+from farloop.wire.messages import Committed, Fetch, Finished, Hello, Leave, Offer, Ready, Refused, Welcome, decode
+from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
+from farloop.wire.session import Role, Session, State
+
+DATA = bytes(1000)
+WELCOME = Welcome(protocol=1, epoch=3, spec=plain_spec(), lane_token=b"", versions=(0,), windows=(), rounds=())
+
+
+@dataclass
+class From:
+    """A sender."""
+
+    owner: str | None = None
+    address: str = "10.0.0.1"
+    descriptor: int | None = 0
+
+
+class Wire:
+    """The router socket: frames wait for their receiver."""
+
+    endpoint = "wire"
+    authenticates = False
+
+    def __init__(self) -> None:
+        self.sent: dict[Route, list[Sequence[Buffer]]] = {}
+        self.full: set[Route] = set()
+        self.gone: set[Route] = set()
+        self.readable: list[Action] = []
+
+    def listen(self, listener: RouterListener) -> None:
+        self.listener = listener
+
+    def send(self, route: Route, parts: Sequence[Buffer]) -> Sent:
+        if route in self.gone:
+            return Sent.GONE
+        if route in self.full:
+            return Sent.FULL
+        self.sent.setdefault(route, []).append(parts)
+        return Sent.TAKEN
+
+    def receive(self) -> None:
+        readable, self.readable = self.readable, []
+        for action in readable:
+            action()
+
+    def close(self) -> None:
+        pass
+
+
+class Hall:
+    """A router with the nodes a and b, and what their sessions reported."""
+
+    def __init__(self, limits: Limits | None = None, *, keys: bool = False) -> None:
+        self.wire, self.agenda = Wire(), EventQueue()
+        self.wire.authenticates = keys
+        self.process = Process(self.agenda)
+        self.away: list[Reason] = []
+        self.link = SessionRouter(
+            self.wire,
+            VirtualClock(self.process),
+            on_event=self.on_event,
+            limits=limits or Limits(),
+            timing=Timing(),
+            turned_away=lambda reason, who: self.away.append(reason),
+        )
+        self.peers: dict[str, Peer] = {}
+        self.closed: list[tuple[str, SessionClosed]] = []
+        self.said: list[tuple[str, object]] = []
+        self.sent: list[tuple[str, BlobId]] = []
+        self.told: list[tuple[str, SessionEvent]] = []
+        """What nodes heard."""
+        self.refuses: Callable[[str, SessionEvent], bool] = lambda name, event: False
+        """Whether the executor raises an error for an event."""
+        self.keys = {"a": "a", "b": "b"} if keys else {}
+        self.nodes = {name: Session(Role.NODE, 0.0, limits=limits) for name in ("a", "b")}
+        for name, node in self.nodes.items():
+            node.send(plain_hello(node=NodeId(name)), 0.0)
+        self.turn()
+        assert set(self.peers) == {"a", "b"}
+
+    @property
+    def ends(self) -> list[tuple[str, Reason]]:
+        return [(name, event.reason) for name, event in self.closed]
+
+    def on_event(self, peer: Peer, event: SessionEvent) -> None:
+        """The executor."""
+        name = peer.who.split()[0]
+        if isinstance(event, SessionClosed):
+            self.closed.append((name, event))
+        if self.refuses(name, event):
+            raise RuntimeError("on purpose")
+        match event:
+            case MessageReceived(message=Hello()):
+                self.peers[name] = peer
+                with self.link.working_for(peer) as session:
+                    session.send(dataclasses.replace(WELCOME, lane_token=peer.token), 0.0)
+            case MessageReceived(message=message):
+                self.said.append((name, message))
+            case BlobSent(blob=blob):
+                self.sent.append((name, blob))
+            case _:
+                pass
+
+    def pass_time(self, seconds: float, *, stopped: bool = False) -> None:
+        """Let timers fire; a process that is stopped fires all of them at the end."""
+        if stopped:
+            self.process.stop()
+        over: list[bool] = []
+        self.agenda.after(seconds, lambda: over.append(True))
+        while not over:
+            self.agenda.step()
+        if stopped:
+            self.process.go_on()
+
+    def turn(self, *names: str) -> None:
+        """Carry frames of these nodes, or of all, until nobody has anything to say."""
+        now, moved = self.process.now, True
+        while moved:
+            moved = False
+            for name in names or self.nodes:
+                node = self.nodes[name]
+                for lane, parts in node.outgoing(now):
+                    moved = True
+                    self.arrive(name, lane, parts)
+                for lane in (0, 1):
+                    for parts in self.wire.sent.pop(f"{name}{lane}", []):
+                        moved = True
+                        node.receive(lane, parts, now)
+                self._act(name, node)
+
+    def arrive(self, name: str, lane: int, parts: Sequence[Buffer]) -> None:
+        self.link.on_frame(f"{name}{lane}", parts, From(self.keys.get(name)))
+
+    def _act(self, name: str, node: Session) -> None:
+        for event in node.events():
+            self.told.append((name, event))
+            match event:
+                case MessageReceived(message=Welcome()):
+                    self.arrive(name, 1, node.lane_hello())
+                    node.lane_opened(1)
+                case MessageReceived(message=Committed(version=version, size=size, digest=digest)) if (
+                    node.state is State.OPEN
+                ):
+                    node.expect(update(version), size, digest, None, 0.0)
+                case _:
+                    pass
+
+    def work(self, name: str, round_: int) -> None:
+        """Every kind of work that is done for a session."""
+        link, peer, node = self.link, self.peers[name], self.nodes[name]
+        if node.state is State.OPEN:
+            node.send(Fetch(fragment=round_), 0.0)
+        with link.working_for(peer) as session:
+            session.send(committed(round_), 0.0)
+            session.push_blob(update(round_), BytesSource(DATA))
+        with link.working_for(peer) as session:
+            session.send_blob(Offer(blob=delta(name), size=len(DATA), digest=1), BytesSource(DATA), background=True)
+        with link.working_for(peer) as session:
+            session.expect(delta(f"{name}{round_}"), 10, 1, None, 0.0)
+        with link.working_for(peer) as session:
+            session.cancel(delta(f"{name}{round_}"))
+            session.cancel(delta(name))
+        with link.working_for(peer) as session:
+            session.speak()
+        with link.working_for(peer) as session:
+            session.handle_timer(0.0)
+        link.on_writable()
+        self.turn()
+
+    def assert_only_a_ended(self, *reasons: Reason) -> None:
+        """... and nothing of its session is kept, and b goes on."""
+        assert len(self.ends) == 1 and self.ends[0][0] == "a" and self.ends[0][1] in reasons
+        assert [peer.who.split()[0] for peer in self.link._peers] == ["b"]
+        assert self.nodes["b"].state is State.OPEN
+        self.work("b", 9)
+        assert self.sent[-1] == ("b", update(9)) and self.said[-1] == ("b", Fetch(fragment=9))
+
+
+def update(version: int) -> BlobId:
+    return BlobId(kind=BlobKind.UPDATE, fragment=0, version=version)
+
+
+def committed(version: int) -> Committed:
+    return Committed(
+        fragment=0,
+        version=version,
+        size=len(DATA),
+        digest=blob_digest(DATA),
+        anchor_digest=0,
+        merged=(),
+        drops=(),
+        next_window=None,
+        rounds=(),
+    )
+
+
+def delta(name: str) -> BlobId:
+    return BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId(name), incarnation=1, seq=1)
+
+
+CALLS = [
+    "receive",
+    "send",
+    "send_blob",
+    "push_blob",
+    "expect",
+    "cancel",
+    "events",
+    "outgoing",
+    "next_timer",
+    "handle_timer",
+    "speak",
+    "background_waits",
+    "live_in_flight",
+    "background_in_flight",
+]
+ERRORS: list[Callable[[str], Exception]] = [
+    RuntimeError,
+    KeyError,
+    LocalProtocolError,
+    LimitReached,
+    RemoteProtocolError,
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+@pytest.mark.parametrize("call", CALLS)
+def test_whatever_raises_in_the_work_for_a_session_ends_that_session_alone(
+    call: str, error: Callable[[str], Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    hall = Hall()
+
+    def broken(*args: object, **options: object) -> Any:
+        raise error("on purpose")
+
+    is_property = isinstance(vars(Session)[call], property)
+    spoiled = type("Spoiled", (Session,), {call: property(broken) if is_property else broken})
+    hall.peers["a"].session.__class__ = spoiled
+    for round_ in (1, 2):
+        for name in ("a", "b"):
+            hall.work(name, round_)
+    if call == "receive" and error is RemoteProtocolError:  # one bad frame is nothing, eight are enough
+        for fragment in range(8):
+            hall.nodes["a"].send(Fetch(fragment=fragment), 0.0)
+        hall.turn()
+    assert [message for name, message in hall.said if name == "b"] == [Fetch(fragment=1), Fetch(fragment=2)]
+    assert [blob for name, blob in hall.sent if name == "b"] == [update(1), update(2)]
+    hall.assert_only_a_ended(Reason.FAULT, Reason.BEHIND, Reason.MALFORMED)
+    assert hall.away and set(hall.away) <= {Reason.FAULT, Reason.BEHIND, Reason.MALFORMED}, "it is counted"
+    if error is RuntimeError:
+        logged = [record for record in caplog.records if "session ended" in record.getMessage()]
+        assert logged and logged[0].exc_info, "an unexpected error is logged with its traceback"
+
+
+def test_a_node_whose_message_is_refused_hears_which_and_why() -> None:
+    hall = Hall()
+    hall.nodes["a"].send(Fetch(fragment=1 << 63), 0.0)
+    hall.turn()
+    why = f"Fetch.fragment is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted"
+    assert ("a", MessageReceived(message=Leave(reason=Reason.MALFORMED, detail=why))) in hall.told
+    assert hall.nodes["a"].state is State.CLOSED
+    hall.assert_only_a_ended(Reason.MALFORMED)
+
+
+@pytest.mark.parametrize("kind", [MessageReceived, BlobSent, SessionClosed])
+def test_an_event_that_cannot_be_handled_ends_the_session_that_it_is_of(kind: type) -> None:
+    hall = Hall()
+    hall.refuses = lambda name, event: name == "a" and isinstance(event, kind)
+    hall.work("a", 1)
+    if kind is SessionClosed:
+        hall.link.closed_by_us(hall.peers["a"], Reason.SUPERSEDED)
+    hall.assert_only_a_ended(Reason.SUPERSEDED if kind is SessionClosed else Reason.FAULT)
+
+
+def test_after_an_event_that_cannot_be_handled_only_the_end_is_reported() -> None:
+    hall = Hall()
+    hall.refuses = lambda name, event: event == MessageReceived(message=Ready())
+    for message in (Fetch(fragment=1), Ready(), Fetch(fragment=2)):
+        hall.nodes["a"].send(message, 0.0)
+    hall.turn()
+    assert hall.said == [("a", Fetch(fragment=1))]
+    hall.assert_only_a_ended(Reason.FAULT)
+
+
+@pytest.mark.parametrize("error", [StorageFailed(Path("disk"), "on purpose"), MachineBroken("so")])
+def test_an_error_of_the_whole_process_ends_no_session_and_is_raised(error: Exception) -> None:
+    hall = Hall()
+    with pytest.raises(type(error)), hall.link.working_for(hall.peers["a"]):
+        raise error
+    assert hall.ends == [] and (StorageError, MachineBroken) == OF_THE_PROCESS
+
+
+def test_an_update_that_cannot_be_read_without_a_free_descriptor_ends_one_session() -> None:
+    class Unopened(BytesSource):
+        def read(self, offset: int, num_bytes: int) -> memoryview:
+            raise NoDescriptor(Path("journal-000000.log"))
+
+    hall = Hall()
+    with hall.link.working_for(hall.peers["a"]) as session:
+        session.send(committed(1), 0.0)
+        session.push_blob(update(1), Unopened(DATA))
+    hall.turn()
+    hall.assert_only_a_ended(Reason.FAULT)
+
+
+def test_messages_that_are_never_acknowledged_end_the_session() -> None:
+    """4096 outcomes of nonsense offers ended the coordinator."""
+    hall = Hall(Limits(max_queued_messages=50))
+    for _ in range(60):
+        with hall.link.working_for(hall.peers["a"]) as session:
+            session.send(Finished(), 0.0)
+    assert "50 messages" in hall.closed[0][1].detail and hall.away == [Reason.BEHIND]
+    hall.assert_only_a_ended(Reason.BEHIND)
+
+
+def test_a_first_frame_that_cannot_be_handled_is_counted_and_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    hall = Hall()
+    with monkeypatch.context() as patch:
+        patch.setattr(hall.link._peers, "meet", None)
+        hall.link.on_frame("stranger", [b"?"], From())
+    assert hall.away == [Reason.FAULT] and hall.ends == []
+
+
+def test_each_session_has_its_timers_on_time() -> None:
+    """An acknowledgement, and the end of a silent session, at the time that each of them is due."""
+    hall = Hall()
+    hall.pass_time(0.5)
+    hall.nodes["b"].send(Fetch(fragment=1), 0.5)
+    hall.turn("b")
+    hall.pass_time(Timing().ack_delay_s + 0.01)
+    assert hall.wire.sent.pop("b0") and "a1" not in hall.wire.sent
+    hall.pass_time(Timing().liveness_s - hall.process.now + 0.1)
+    assert hall.ends == [("a", Reason.SILENT)]
+    hall.pass_time(0.5)
+    assert hall.ends == [("a", Reason.SILENT), ("b", Reason.SILENT)]
+
+
+@pytest.mark.parametrize("readable", ["socket", "process"])
+def test_after_a_pause_what_is_readable_goes_in_before_timers_fire(readable: str) -> None:
+    """C: a pause of the coordinator is not held against its nodes, however short it is."""
+    hall = Hall()
+    hall.pass_time(9.6)
+
+    def read() -> None:
+        for name, node in hall.nodes.items():
+            node.send(Fetch(fragment=1), 1.0)
+            for lane, parts in node.outgoing(1.0):
+                hall.arrive(name, lane, parts)
+
+    if readable == "socket":
+        hall.wire.readable = [read]
+    else:
+        hall.agenda.after(0.2, lambda: hall.process.deliver(read))
+    hall.pass_time(0.8, stopped=True)
+    assert hall.ends == [] and len(hall.said) == 2
+
+
+def test_frames_that_a_full_lane_does_not_take_leave_in_order_when_it_does() -> None:
+    hall = Hall()
+    hall.wire.full = {"a0", "a1"}
+    hall.work("a", 1)
+    hall.work("b", 1)
+    assert hall.sent == [("b", update(1))]
+    hall.wire.full.clear()
+    with hall.link.working_for(hall.peers["a"]) as session:
+        session.send(Finished(), 0.0)
+    assert not hall.wire.sent.get("a0"), "it waits behind the frames that were not taken"
+    hall.link.on_writable()
+    hall.turn()
+    assert hall.sent == [("b", update(1)), ("a", update(1))] and not hall.ends
+
+
+def test_the_end_of_a_connection_is_noticed_at_once() -> None:
+    """V: not when there happens to be something to send."""
+    hall = Hall()
+    hall.wire.gone = {"a0"}
+    hall.link.on_gone()
+    hall.pass_time(0.2)
+    hall.assert_only_a_ended(Reason.CLOSED)
+
+
+def test_a_node_that_asks_too_often_is_dismissed_and_hears_why() -> None:
+    hall = Hall()
+    for _ in range(100):
+        hall.nodes["a"].send(Ready(), 0.0)
+    first, *others = hall.nodes["a"].outgoing(0.0)
+    for lane, parts in [*others, first]:  # the first is late, and all are delivered at once
+        hall.arrive("a", lane, parts)
+    assert len(hall.said) == RateLimits().messages[Ready].burst, "what follows is ignored"
+    assert hall.away == [Reason.TOO_OFTEN]
+    hall.turn()
+    assert ("a", MessageReceived(message=Leave(reason=Reason.TOO_OFTEN))) in hall.told
+    hall.assert_only_a_ended(Reason.TOO_OFTEN)
+
+
+def test_a_greeting_that_cannot_be_read_is_answered() -> None:
+    hall = Hall()
+    hall.link.on_frame("old", ControlFrame(run=0, epoch=0, seq=0, ack=0, body=b"?").parts(), From())
+    (answer,) = hall.wire.sent["old"]
+    refused = decode(parse_control(answer, Limits()).body)
+    assert isinstance(refused, Refused) and refused.reason is Reason.MALFORMED and hall.ends == []
+
+
+def test_frames_are_attributed_to_the_key_that_authenticated_them() -> None:
+    """U."""
+    hall = Hall(keys=True)
+    hall.link.on_frame("stranger", [b"?"], From())
+    assert hall.away == [Reason.WRONG_KEY]
+    hall.keys["a"] = "b"
+    hall.nodes["a"].send(Fetch(fragment=1), 0.0)
+    hall.turn()
+    hall.assert_only_a_ended(Reason.WRONG_KEY)
+    hall.link.on_revoked({"b"})
+    assert hall.ends[1:] == [("b", Reason.WRONG_KEY)]

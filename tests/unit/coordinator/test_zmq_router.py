@@ -1,0 +1,159 @@
+"""Covers `coordinator/net/zmq_router.py` as far as no other process is needed: bursts, and the connection budget."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farloop.coordinator.net.zmq_router import (
+    BURST_FRAMES,
+    FEWEST,
+    MOST,
+    RESERVE,
+    STRANGER_S,
+    STRANGERS_OF_AN_ADDRESS,
+    Connections,
+    ZmqRouter,
+    most_connections,
+)
+from farloop.runtime.ports import Buffer, Route, Sender, Sent
+
+
+class Listener:
+    """Collects what a socket reports."""
+
+    def __init__(self) -> None:
+        self.frames: list[int] = []
+        self.last, self.writable = asyncio.Event(), asyncio.Event()
+
+    def on_frame(self, route: Route, parts: Sequence[Buffer], sender: Sender) -> None:
+        self.route = route
+        self.frames.append(int.from_bytes(parts[0], "big"))
+        assert (sender.owner, sender.address, sender.descriptor) == (None, "?", None), "inproc has none of them"
+        if len(parts) > 1:
+            self.last.set()
+
+    def on_writable(self) -> None:
+        self.writable.set()
+
+    def on_gone(self) -> None: ...
+    def on_revoked(self, owners: object) -> None: ...
+    def uses(self, descriptor: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("frames", [1, BURST_FRAMES, 3 * BURST_FRAMES + 7])
+def test_frames_arrive_once_and_in_order_and_a_full_lane_is_tried_again(frames: int) -> None:
+    """C: in bursts that give timers and other tasks their turn."""
+
+    async def story() -> list[int]:
+        router, listener = ZmqRouter(endpoint="inproc://burst", key=None, allow=None, max_frame_bytes=100), Listener()
+        router.listen(listener)
+        assert router.send(b"nobody", [b""]) is Sent.GONE
+        running = asyncio.create_task(router.run())
+        with router._context.socket(zmq.DEALER) as dealer:
+            dealer.set_hwm(1)
+            dealer.setsockopt(zmq.SNDHWM, 0)
+            dealer.connect("inproc://burst")
+            for number in range(frames):
+                await dealer.send_multipart([number.to_bytes(4, "big"), b""][: 1 + (number == frames - 1)])
+            await listener.last.wait()
+            sent = 0
+            while router.send(listener.route, [b"down"]) is Sent.TAKEN:
+                sent += 1
+            for _ in range(sent):
+                await dealer.recv()
+            await listener.writable.wait()
+            assert router.send(listener.route, [b"again"]) is Sent.TAKEN
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        router.close()
+        return listener.frames
+
+    assert asyncio.run(asyncio.wait_for(story(), 60.0)) == list(range(frames))
+
+
+def test_the_oldest_stranger_of_an_address_makes_room_for_the_next() -> None:
+    connections = Connections(10_000, lambda descriptor: False)
+    for descriptor in range(STRANGERS_OF_AN_ADDRESS):
+        assert connections.accepted(descriptor, "10.0.0.1", descriptor, 0.0) is None
+    assert connections.accepted(9000, "10.0.0.2", 1, 0.0) is None, "another address has its own"
+    for number in range(5):
+        going = connections.accepted(1000 + number, "10.0.0.1", 1, 0.0)
+        assert going and going.descriptor == number
+        connections.check()
+
+
+def test_where_there_are_too_many_in_all_the_address_with_most_strangers_gives_one() -> None:
+    connections = Connections(10, lambda descriptor: descriptor < 5)
+    for descriptor in range(5):
+        assert connections.accepted(descriptor, "10.0.0.1", 1, 0.0) is None
+    for descriptor in range(5, 10):
+        assert connections.accepted(descriptor, "10.9.9.9", 1, 0.0) is None
+    going = connections.accepted(10, "10.0.0.1", 1, 0.0)
+    assert going and going.descriptor == 5, "of those by which sessions speak none goes"
+    connections.ended(5)
+    connections.check()
+    assert len(connections) == 10
+
+
+def test_where_sessions_speak_by_all_the_newest_goes() -> None:
+    connections = Connections(10, lambda descriptor: descriptor < 10)
+    for descriptor in range(10):
+        assert connections.accepted(descriptor, "10.0.0.1", 1, 0.0) is None
+    going = connections.accepted(10, "10.0.0.1", 1, 0.0)
+    assert going and going.descriptor == 10
+
+
+def test_who_says_nothing_for_long_goes_and_who_speaks_stays() -> None:
+    """A key's holder may answer ZeroMQ's heartbeats for ever, and the lanes of a session that is over say no more."""
+    speaks = {1}
+    connections = Connections(10, lambda descriptor: descriptor in speaks)
+    connections.accepted(1, "10.0.0.1", 1, 0.0)
+    connections.accepted(2, "10.0.0.1", 2, 0.0)
+    assert connections.look(STRANGER_S) == []
+    assert [connection.descriptor for connection in connections.look(STRANGER_S + 1)] == [2]
+    assert connections.look(STRANGER_S + 2) == [], "it is told once"
+    speaks.clear()
+    assert connections.look(2 * STRANGER_S) == []
+    assert [connection.descriptor for connection in connections.look(3 * STRANGER_S)] == [1]
+    connections.check()
+
+
+def test_the_budget_leaves_descriptors_for_the_disk() -> None:
+    assert most_connections(None) == most_connections(1 << 20) == MOST
+    assert most_connections(1024) == 1024 - RESERVE
+    assert most_connections(100) == FEWEST
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("aceld"), st.integers(0, 30), st.sampled_from(["x", "y"]))))
+def test_whatever_happens_the_budget_holds_and_no_session_loses_its_connection(
+    steps: list[tuple[str, int, str]],
+) -> None:
+    """`a`: accepted, `c`: what was told to go has gone, `e`: ended, `l`: a look, `d`: a session begins or ends."""
+    speaks: set[int] = set()
+    connections, going, now = Connections(8, speaks.__contains__), list[int](), 0.0
+    for what, descriptor, host in steps:
+        now += 5.0
+        match what:
+            case "a":
+                one = connections.accepted(descriptor, host, 1, now)
+                going += [one.descriptor] if one else []
+            case "c":
+                for gone in going:
+                    connections.ended(gone)
+                going.clear()
+            case "e":
+                connections.ended(descriptor)
+            case "l":
+                going += [connection.descriptor for connection in connections.look(now)]
+            case _:
+                speaks ^= {descriptor}
+                continue
+        connections.check()
+        speakers = [descriptor for descriptor in speaks if descriptor in connections._open]
+        assert len(connections) - len(connections._closing) <= 8 or len(speakers) > 8 or not connections._strangers

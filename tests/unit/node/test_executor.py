@@ -1,0 +1,443 @@
+"""Covers `node/executor.py` and its driver in `node/library.py`: the test plays the coordinator, without sockets."""
+
+import dataclasses
+import logging
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from plain_runs import plain_terms
+from torch import Tensor, nn
+
+from farloop.algo import schedule
+from farloop.algo.digest import digest
+from farloop.algo.fragments import flatten_into, partition, trainable_tensors
+from farloop.algo.spec import BlobId, BlobKind, Identity, Lease, NodeId, RunSpec
+from farloop.algo.terms import Terms
+from farloop.node import events as ev
+from farloop.node import executor as executor_module
+from farloop.node.control_variates import ALPHA
+from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable, Unreachable
+from farloop.node.executor import Input, NodeExecutor, _stop_error
+from farloop.node.library import Driver
+from farloop.node.link import Traffic
+from farloop.node.state_dir import NodeState
+from farloop.node.zmq_dealer import LinkThread
+from farloop.quant.blob import BlobHeader, pack_blob
+from farloop.quant.registry import codec_named
+from farloop.wire import events as wire_ev
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+TERMS = plain_terms(method="diloco", steps=8, h=2, weight_decay=0.1, batch_sequences=4, sequence_tokens=8)
+
+
+class Link:
+    """Keeps what the node sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[msg.Message] = []
+        self.offers: list[msg.Offer] = []
+        self.moved = Traffic()
+        self.on_offer: Callable[[], None] = lambda: None
+
+    def start(
+        self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent | Exception], None]
+    ) -> None:
+        self.hello, self.deliver = hello, deliver
+
+    def send(self, message: msg.Message) -> None:
+        self.sent.append(message)
+
+    def send_blob(self, offer: msg.Offer, data: bytearray) -> None:
+        self.offers.append(offer)
+        self.on_offer()
+
+    def flushed(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def of(self, kind: type[msg.Message]) -> list[msg.Message]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+class Worker:
+    """Runs a job when it is told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._jobs: list[Callable[[], object]] = []
+
+    def submit(self, job: Callable[[], object], done: object, failed: Callable[[Exception], None]) -> None:
+        def run() -> None:
+            try:
+                job()
+            except NonFiniteDelta as error:
+                failed(error)
+
+        self._jobs.append(run)
+
+    def run(self) -> None:
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job()
+
+    def close(self) -> None:
+        pass
+
+
+class Play:
+    """An executor with a model of one fragment, and what its coordinator tells and sends it."""
+
+    def __init__(self, folder: Path, *, num_samples: int = 0, terms: Terms = TERMS, driven: bool = False) -> None:
+        self.module = nn.Linear(3, 2)
+        layout = partition([(name, tuple(p.shape)) for name, p in trainable_tensors(self.module)], pattern="whole")
+        self.fragment = layout.fragments[0]
+        self.anchor = torch.zeros(self.fragment.numel)
+        flatten_into(self.fragment, dict(trainable_tensors(self.module)), self.anchor)
+        identity = Identity(
+            name="play", model="own", layout=layout, anchor_digests=(digest(self.anchor),), data="own",
+            num_samples=num_samples, evaluation_set="none", seed=0,
+        )  # fmt: skip
+        self.spec = RunSpec(identity=identity, terms=terms)
+        self.rounds = schedule.first_rounds(terms, count=4)
+        [self.window] = schedule.first_windows(terms, layout)
+        self.link, self.worker, self.now = Link(), Worker(), 0.0
+        state = NodeState.claim(folder)
+        if driven:
+            self.driver = Driver(NodeId("a"), cast(LinkThread, self.link), state)
+            self.executor = self.driver.executor
+        else:
+            inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
+            self.executor = NodeExecutor(
+                NodeId("a"), inbox=inbox, now=lambda: self.now, worker=self.worker, link=self.link, state=state,
+                check=True,
+            )  # fmt: skip
+
+    def tell(self, message: msg.Message) -> None:
+        self.link.deliver(wire_ev.MessageReceived(message=message))
+
+    def send(self, blob: BlobId, values: Tensor, *, base: int, codec: str) -> None:
+        coder = codec_named(codec)
+        header = BlobHeader(codec=coder, fragment=self.fragment, version=blob.version, base=base, epoch=1)
+        data = pack_blob(header, coder.encode(values, self.fragment))
+        self.link.deliver(wire_ev.BlobReceived(blob=blob, data=data))
+
+    def welcome(self, epoch: int = 1) -> "Play":
+        """With the model attached; what comes next is not taken yet."""
+        versions = (self.window.window - 1,)
+        welcome = msg.Welcome(
+            protocol=1, epoch=epoch, spec=self.spec, lane_token=b"", versions=versions, windows=(self.window,),
+            rounds=self.rounds,
+        )  # fmt: skip
+        self.tell(welcome)
+        assert not self.executor.settle() and self.executor.machine.spec == self.spec
+        self.executor.attach(self.module)
+        return self
+
+    def snapshot(self) -> None:
+        version = self.window.window - 1
+        blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=0, version=version)
+        self.send(blob, self.anchor, base=version, codec="fp32")
+
+    def start(self, lease: Lease | None = None) -> None:
+        self.tell(msg.Start(round=self.rounds[0], lease=lease))
+
+    def begin(self) -> "Play":
+        self.welcome()
+        assert not self.executor.settle()
+        self.start()
+        assert self.executor.settle() and self.executor.decision().running
+        return self
+
+    def step(self, **options: bool) -> bool:
+        """One inner step; whether training may go on."""
+        self.executor.step_done(10, 1.0, **options)
+        self.worker.run()
+        return self.executor.settle()
+
+    def commit(self, values: Tensor, *, anchor_digest: int | None = None) -> None:
+        """The open window becomes a version, whose update is `values` as q4 has them."""
+        coder, version = codec_named("q4"), self.window.window
+        self.anchor += coder.decode(coder.encode(values, self.fragment), self.fragment)
+        rounds = {plan.index: plan for plan in self.rounds}
+        following = schedule.window_after(TERMS, self.spec.identity.layout, self.window, rounds)
+        assert following is not None
+        self.window = following
+        committed = msg.Committed(
+            fragment=0, version=version, size=1, digest=0,
+            anchor_digest=digest(self.anchor) if anchor_digest is None else anchor_digest,
+            merged=(msg.Share(node=NodeId("a"), weight=1.0),), drops=(), next_window=following, rounds=(),
+        )  # fmt: skip
+        self.tell(committed)
+        self.send(msg.update_id(committed), values, base=version - 1, codec="q4")
+
+    @property
+    def ones(self) -> Tensor:
+        values = torch.zeros(self.fragment.numel)
+        for slot in self.fragment.tensors:
+            values[slot.offset : slot.offset + slot.numel] = 1.0
+        return values
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    return Play(tmp_path)
+
+
+def test_training_waits_merges_and_keeps_no_bytes(play: Play) -> None:
+    """D, F: what was used, came twice or is of no use is let go; the time that training stood still is counted."""
+    play.begin()
+    play.snapshot()
+    assert play.step() and play.executor.decision().merged == ()
+    play.now = 3.0
+    assert not play.step() and play.executor.waiting == "fragment 0, window 1"
+    play.now = 4.5
+    assert not play.executor.settle()
+    play.commit(play.ones)
+    play.now = 5.0
+    assert play.executor.settle()
+    decision = play.executor.decision()
+    assert decision.running and decision.merged == (0,) and decision.position == 2.0
+    assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
+    assert play.executor._blobs == {}
+    play.now = 7.0
+    spent = play.executor.account.all_seconds(play.now)
+    assert spent == {"training": 5.0, "farloop": 0.0, "blocked": 2.0, "evaluation": 0.0}
+    assert play.executor.progress().blocked_s == 2.0
+
+
+def test_with_control_variates_steps_are_corrected_by_what_a_merge_has_taught(tmp_path: Path) -> None:
+    """The own delta is −2, the mean of all −1/ν."""
+    terms = TERMS.replace(outer_momentum=0.0, control_variates=True)
+    play = Play(tmp_path, terms=terms).begin()
+    rates = []
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in play.module.parameters():
+                parameter.add_(1.0)
+        rates.append(play.executor.machine.lr)
+        play.step()
+    play.commit(play.ones)
+    assert play.executor.settle()
+    assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
+    rate = play.executor.machine.lr
+    play.step()
+    moved = play.module.weight.detach().flatten() - play.anchor[:6]
+    expected = -rate * ALPHA * (-1.0 / terms.outer.lr + 2.0) / sum(rates)
+    torch.testing.assert_close(moved, torch.full((6,), expected), rtol=1e-3, atol=1e-6)
+
+
+def test_a_node_that_is_asked_to_leave_while_the_coordinator_is_away_does_not_stand_still(play: Play) -> None:
+    """SIGTERM must work during an outage; the wait for outcomes has its deadline in the driver."""
+    play.begin()
+    play.step()
+    assert not play.step()
+    play.executor.request_drain()
+    assert play.executor.settle() and not play.executor.decision().running
+
+
+def test_a_greeting_knows_of_a_start_that_the_training_thread_has_not_taken_yet(play: Play) -> None:
+    """Q: or the coordinator would take a node that trains for one that is still joining."""
+    play.welcome()
+    assert play.link.hello().round is None
+    play.tell(msg.Start(round=play.rounds[1], lease=None))
+    assert play.link.hello().round == 1
+
+
+def test_only_anchors_that_match_are_told_and_a_mismatch_is_mended_by_a_snapshot(play: Play) -> None:
+    """S."""
+    play.begin()
+    assert play.link.hello().anchors == (msg.AnchorRef(fragment=0, version=0, digest=digest(play.anchor)),)
+    play.step()
+    play.commit(play.ones, anchor_digest=12345)
+    assert not play.step()
+    assert play.link.of(msg.Fetch) == [msg.Fetch(fragment=0)]
+    assert play.link.hello().anchors == ()
+    play.snapshot()
+    assert play.executor.settle()
+    assert play.link.hello().anchors == (msg.AnchorRef(fragment=0, version=1, digest=digest(play.anchor)),)
+    assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
+    assert play.executor.metrics.mismatches == 1
+
+
+@pytest.mark.parametrize("encoded_in", ["training thread", "worker"])
+def test_broken_numbers_end_training_by_the_name_of_their_parameter(
+    play: Play, encoded_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M: nothing of them is sent, and the coordinator is told, whichever thread finds them."""
+    if encoded_in == "worker":
+        monkeypatch.setattr(executor_module, "pack_at_once", lambda *_: None)
+    play.begin()
+    play.step()
+    with torch.no_grad():
+        play.module.bias[1] = float("nan")
+    with pytest.raises(NonFiniteDelta, match="'bias' holds NaN or Inf after inner step 2") as caught:
+        play.step()
+    play.executor.say_failed(caught.value)
+    assert play.link.of(msg.Leave) == [msg.Leave(reason=Reason.NON_FINITE, detail=str(caught.value))]
+    assert not play.link.offers
+
+
+def test_a_skipped_step_counts_as_a_step_and_is_reported(play: Play) -> None:
+    play.begin()
+    assert play.step(stepped=False) and play.executor.decision().position == 1.0
+    told = play.executor.progress()
+    assert (told.inner_steps, told.tokens, told.skipped_steps) == (1, 10, 1)
+
+
+def test_what_the_link_reports_as_final_is_raised_in_the_training_thread(play: Play) -> None:
+    play.link.deliver(LinkFailed(RuntimeError("a bug")))
+    with pytest.raises(LinkFailed, match="RuntimeError: a bug"):
+        play.executor.settle()
+    play.tell(msg.Refused(reason=Reason.WRONG_RUN, detail="x and y", retriable=False))
+    with pytest.raises(Refused, match=r"fingerprints differ.*: x and y"):
+        play.executor.settle()
+
+
+def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(tmp_path: Path) -> None:
+    """S: the highest epoch is remembered by the first merge."""
+    Play(tmp_path).welcome(epoch=3).executor.settle()
+    second = Play(tmp_path)
+    assert second.link.hello().epoch_seen == 3
+    with pytest.raises(Refused, match="epoch 2 after 3"):
+        second.welcome(epoch=2)
+
+
+def test_a_disk_that_refuses_the_epoch_is_one_line(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    play.welcome()
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(StateUnusable, match="No space left"):
+        play.executor.settle()
+
+
+def test_a_node_without_samples_waits_for_a_grant_and_says_so(tmp_path: Path) -> None:
+    """Data leases."""
+    play = Play(tmp_path, num_samples=1000).welcome()
+    assert not play.executor.settle()
+    play.start(Lease(start=0, count=3))
+    assert not play.executor.settle()
+    assert play.executor.progress().detail == "samples to be granted"
+    play.tell(msg.Grant(lease=Lease(start=10, count=3)))
+    assert play.executor.settle() and play.executor.decision().samples == (0, 1, 2, 10)
+
+
+def test_first_weights_that_are_the_runs_do_not_cross_the_link(play: Play) -> None:
+    """R: they are proven by their digest; no snapshot comes."""
+    play.begin()
+    assert play.executor.replica is not None
+    assert torch.equal(play.executor.replica.anchors[0], play.anchor)
+    assert (play.executor.replica.versions, play.executor.machine.versions) == ({0: 0}, (0,))
+    assert not play.link.of(msg.Fetch)
+
+
+def test_first_weights_that_are_others_are_asked_for(play: Play) -> None:
+    """R: and the snapshot replaces them."""
+    with torch.no_grad():
+        play.module.weight += 1.0
+    play.welcome()
+    assert not play.executor.settle()
+    play.snapshot()
+    play.start()
+    assert play.executor.settle()
+    assert play.link.of(msg.Fetch) == [msg.Fetch(fragment=0, first=True)]
+    assert play.executor.replica is not None
+    assert torch.equal(play.executor.replica.anchors[0], play.anchor)
+
+
+def test_first_weights_are_not_taken_for_an_anchor_of_a_later_version(play: Play) -> None:
+    """R: a run that has moved on sends what it has."""
+    play.window = dataclasses.replace(play.window, window=4)
+    play.welcome()
+    assert not play.executor.settle()
+    assert play.executor.replica is not None and play.executor.replica.versions == {0: -1}
+
+
+@pytest.mark.parametrize(("dtype", "warned"), [(torch.float32, False), (torch.bfloat16, True)], ids=["fp32", "bf16"])
+def test_weights_below_fp32_without_masters_are_warned_of(
+    play: Play, dtype: torch.dtype, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """L: a step smaller than half an ulp of the weight is lost on the node, before any delta can see it."""
+    play.module = play.module.to(dtype)
+    with caplog.at_level(logging.WARNING):
+        play.welcome()
+    assert any("without fp32 masters" in record.message for record in caplog.records) == warned
+
+
+@pytest.mark.parametrize(
+    ("reason", "step"),
+    [
+        (Reason.PROTOCOL_VERSION, "install the same version of farloop on both"),
+        (Reason.WRONG_RUN, "check the coordinator's address, and the fingerprint"),
+        (Reason.WRONG_LAYOUT, "build the model that the run began with"),
+        (Reason.WRONG_PART, "give the stages that the run's layout has"),
+        (Reason.WRONG_KEY, "farloop keys authorize NAME.pub"),
+        (Reason.NAME_TAKEN, "stop the other process of this name"),
+        (Reason.OLD_INCARNATION, "stop the newer process of this name"),
+        (Reason.FENCED, "the coordinator runs on an old copy of its state"),
+    ],
+)
+def test_a_refusal_for_good_names_the_next_step(reason: Reason, step: str) -> None:
+    error = _stop_error(reason, "detail")
+    assert f"{reason.sentence}: detail; " in str(error) and step in str(error) and "\n" not in str(error)
+
+
+# --- the driver, with its worker's thread
+
+
+def driven(folder: Path) -> Play:
+    play = Play(folder, driven=True).begin()
+    play.driver.after_step(10, 1.0)
+    return play
+
+
+def test_the_driver_blocks_training_until_the_update_is_merged(tmp_path: Path) -> None:
+    """The offer leaves from the worker's thread, while the training thread waits for the commit."""
+    play = driven(tmp_path)
+    play.link.on_offer = lambda: play.commit(play.ones)
+    decision = play.driver.after_step(10, 1.0)
+    assert decision.running and decision.merged == (0,)
+    play.driver.close()
+
+
+def test_the_driver_leaves_at_its_deadline_and_says_that_the_outcome_is_missing(tmp_path: Path) -> None:
+    play = driven(tmp_path)
+    play.link.on_offer = play.executor.request_drain
+    assert not play.driver.after_step(10, 1.0).running
+    assert not play.driver.drain(0.05)
+    [leave] = play.link.of(msg.Leave)
+    assert isinstance(leave, msg.Leave) and leave.detail == "without the outcome of what it had sent"
+    play.driver.close()
+
+
+def test_the_driver_tells_the_coordinator_of_an_error_before_it_raises_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a user's evaluation, for one: the coordinator need not wait until the node is given up."""
+    play = driven(tmp_path)
+
+    def broken() -> float:
+        raise RuntimeError("no such file")
+
+    play.executor.evaluate = broken
+    monkeypatch.setattr(play.executor.machine, "handle", lambda event: [ev.Evaluate(versions=(1,))])
+    with pytest.raises(RuntimeError, match="no such file"):
+        play.driver.after_step(10, 1.0)
+    assert msg.Leave(reason=Reason.NONE, detail="no such file") in play.link.sent
+    play.driver.close()
+
+
+def test_the_driver_gives_up_on_a_coordinator_that_does_not_answer(tmp_path: Path) -> None:
+    play = Play(tmp_path, driven=True)
+    with pytest.raises(Unreachable, match=r"no answer from the coordinator within 0\.01 s"):
+        play.driver.wait_for_spec(0.01)
+    play.driver.close()

@@ -1,0 +1,142 @@
+"""bf16 on integer bits, against exact fractions; packed codes; random bits from a counter."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from codec_cases import mix, uniform, word
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farloop.quant import packing
+from farloop.quant.errors import BadPayload
+from farloop.quant.packing import (
+    BF16_LARGEST,
+    SMALLEST_SCALE,
+    check_scales,
+    from_bf16,
+    largest_scale,
+    mix32,
+    to_bf16,
+    to_scale,
+    uniform16,
+    words,
+)
+
+
+def value(bits: int) -> Fraction:
+    """Exact value of a finite bf16."""
+    exponent, mantissa = bits >> 7 & 0xFF, bits & 0x7F
+    size = Fraction(mantissa + (128 if exponent else 0)) * Fraction(2) ** (max(exponent, 1) - 127 - 7)
+    return -size if bits >> 15 else size
+
+
+def rounded(x: float, largest: int = BF16_LARGEST) -> int:
+    return int(to_bf16(torch.tensor([x]), largest)) & 0xFFFF
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+@settings(deadline=None, max_examples=300)
+def test_rounding_is_to_nearest_and_ties_go_to_even(x: float) -> None:
+    got = rounded(x)
+    assert got >> 15 == int(np.signbit(np.float32(x)))
+    magnitude, wanted = got & 0x7FFF, abs(Fraction(x))
+    error = abs(value(magnitude) - wanted)
+    for neighbour in (magnitude - 1, magnitude + 1):
+        if 0 <= neighbour <= BF16_LARGEST:
+            other = abs(value(neighbour) - wanted)
+            assert error < other or (error == other and magnitude % 2 == 0)
+
+
+def test_every_bf16_survives() -> None:
+    stored = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    stored = stored[(stored & 0x7FFF) <= BF16_LARGEST]
+    assert torch.equal(to_bf16(from_bf16(stored)), stored)
+    assert torch.equal(from_bf16(stored).view(torch.int32), stored.view(torch.bfloat16).float().view(torch.int32))
+
+
+def test_numbers_beyond_the_ends_become_the_largest_and_zero() -> None:
+    top, smallest = float(np.finfo(np.float32).max), 2.0**-100
+    assert [rounded(top), rounded(-top), rounded(8.0, largest=0x4000)] == [0x7F7F, 0xFF7F, 0x4000]
+    scales = to_scale(torch.tensor([smallest, -smallest, smallest * 0.99, -smallest * 0.99, 0.0, -0.0]), BF16_LARGEST)
+    assert [int(bits) & 0xFFFF for bits in scales] == [SMALLEST_SCALE, SMALLEST_SCALE | 0x8000, 0, 0, 0, 0]
+    assert value(SMALLEST_SCALE) == Fraction(2) ** -100
+    assert all(value(largest_scale(code)) * code == value(BF16_LARGEST) for code in (1, 8, 128))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("bits", [0x8000, 0x0001, SMALLEST_SCALE - 1, 0x7DFF + 1, 0x7F80, 0x7FC0, 0xFF80, 0xFFFF])
+def test_scales_that_no_encoder_writes_are_refused(bits: int, signed: bool) -> None:
+    good = torch.tensor([0, SMALLEST_SCALE, 0x7DFF, 0xBF80 if signed else 0], dtype=torch.int32).to(torch.int16)
+    check_scales(good, 0x7DFF, signed=signed)
+    bad = torch.cat((good, torch.tensor([bits], dtype=torch.int32).to(torch.int16)))
+    with pytest.raises(BadPayload, match=f"{bits:#06x} is out of range"):
+        check_scales(bad, 0x7DFF, signed=signed)
+    with pytest.raises(BadPayload, match="0xbf80"):
+        check_scales(torch.tensor([0xBF80], dtype=torch.int32).to(torch.int16), 0x7DFF)
+
+
+@given(bits=st.sampled_from([1, 2, 4]), groups=st.integers(0, 5), seed=st.integers(0, 99))
+@settings(deadline=None)
+def test_codes_are_split_over_their_bytes_and_come_back(bits: int, groups: int, seed: int) -> None:
+    per_byte = 8 // bits
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (groups, 64), dtype=torch.uint8, generator=generator)
+    bytes_of_group = 64 // per_byte
+    expected = [
+        sum(int(group[j + place * bytes_of_group]) << place * bits for place in range(per_byte))
+        for group in codes
+        for j in range(bytes_of_group)
+    ]
+    packed = packing.pack(codes, bits)
+    assert packed.tolist() == expected
+    for dtype in (torch.uint8, torch.float32):
+        out = torch.full((groups, 64), 99).to(dtype)
+        packing.unpack_into(packed, out, bits)
+        assert torch.equal(out, codes.to(dtype))
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@given(seed=seeds, first=st.integers(0, 2**28).map(lambda half: 2 * half), count=st.integers(0, 41))
+@settings(deadline=None, max_examples=60)
+def test_random_bits_are_those_of_the_second_implementation(seed: int, first: int, count: int) -> None:
+    """Even elements have the low half of their word, odd ones the high half."""
+    assert mix32(seed) == mix(seed)
+    assert words(seed, first, count).tolist() == [word(seed, first + i) for i in range(count)]
+    assert uniform16(seed, first, count).tolist() == [uniform(seed, first + i) for i in range(count)]
+
+
+def test_a_range_has_the_bits_of_its_place_in_the_whole() -> None:
+    whole = uniform16(7, 0, 1000)
+    assert torch.equal(torch.cat((uniform16(7, 0, 256), uniform16(7, 256, 744))), whole)
+    with pytest.raises(AssertionError):
+        uniform16(0, 1, 4)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 2**31, 2**32 - 1])
+def test_draws_are_uniform_and_neighbours_are_independent(seed: int) -> None:
+    """256 bins by χ², the mean, and correlations at the distances at which a weak mixer shows."""
+    n = 1 << 18
+    u = uniform16(seed, 0, n).double()
+    assert float(u.min()) > 0 and float(u.max()) < 1
+    counts = torch.bincount((u * 256).long(), minlength=256).double()
+    chi_square = float(((counts - n / 256).square() / (n / 256)).sum())
+    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
+    assert abs(float(u.mean()) - 0.5) < 5 / math.sqrt(12 * n)
+    centred = u - 0.5
+    for distance in (1, 2, 3, 64, 256, 512):
+        correlation = float((centred[distance:] * centred[:-distance]).mean()) * 12
+        assert abs(correlation) < 5 / math.sqrt(n)
+
+
+def test_two_seeds_are_independent() -> None:
+    """Neighbouring ones, and those that differ in the highest bit, too: the errors of nodes must average out."""
+    n = 1 << 17
+    draws = [uniform16(seed, 0, n).double() - 0.5 for seed in (0, 1, 2, 2**31, 2**31 + 1, 2**32 - 1)]
+    for one, other in itertools.combinations(draws, 2):
+        assert abs(float((one * other).mean()) * 12) < 5 / math.sqrt(n)
