@@ -20,10 +20,8 @@ from typing import NamedTuple
 class Candidate:
     """One setting of one layer, and what it costs."""
 
-    bits: int
-    """Size of the encoded layer."""
-    error: float
-    """Its squared error, Σ (x − decoded)²: squares of layers add up, norms do not."""
+    bits: int  # size of the encoded layer
+    error: float  # its squared error, Σ (x − decoded)²: squares of layers add up, norms do not
 
 
 Table = Sequence[Candidate]
@@ -33,11 +31,9 @@ Table = Sequence[Candidate]
 class Choice:
     """One candidate per layer."""
 
-    indices: tuple[int, ...]
-    """Position in each layer's table."""
+    indices: tuple[int, ...]  # position in each layer's table
     bits: int
-    error: float
-    """Sum of the squared errors, rounded to the nearest float."""
+    error: float  # sum of the squared errors, rounded to the nearest float
 
 
 BUCKETS = 10_000
@@ -123,8 +119,7 @@ class _Point(NamedTuple):
     candidate: int
 
 
-_Front = list[_Point]
-"""A layer's candidates, none of which is beaten by another: errors rise, sizes fall."""
+_Front = list[_Point]  # a layer's candidates, none of which is beaten by another: errors rise, sizes fall
 
 
 def _fronts(tables: Sequence[Table], max_error: float) -> tuple[list[_Front], int, int]:

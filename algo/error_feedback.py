@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from farloop.algo.spec import BlobId, BlobKind
 
-R_STALE = 4
-"""Versions after which a residual on disk is of no more use: the weights that it was about have moved on."""
+R_STALE = 4  # versions after which a residual on disk is of no more use: the weights that it was about have moved on
 
 
 # --- States
@@ -51,11 +50,9 @@ State = Empty | Tentative | Settled
 class Tag:
     """What a residual on disk belongs to."""
 
-    run: str
-    """Fingerprint of the run's identity."""
+    run: str  # fingerprint of the run's identity
     fragment: int
-    codec: str
-    """As the terms spell it, parameters included."""
+    codec: str  # as the terms spell it, parameters included
     version: int
 
 
@@ -97,8 +94,7 @@ class Residual:
         """`durable`: the residual outlives a crash. Worth its writes for sparse codecs alone, where |e| ≫ |delta|."""
         self.run, self.fragment, self.codec, self.durable = run, fragment, codec, durable
         self.state: State = Empty()
-        self.copy: Tag | None = None
-        """What is on disk, once all commands are done; unknown before the first event."""
+        self.copy: Tag | None = None  # what is on disk, once all commands are done; unknown before the first event
         self._restorable = True
 
     @property

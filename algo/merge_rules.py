@@ -23,8 +23,7 @@ class MergeRule:
 
     name: str
     summary: str
-    linear: bool
-    """A relay may sum for it: the merge of all deltas is the merge of weighted sums of some of them."""
+    linear: bool  # a relay may sum for it: the merge of all deltas is the merge of weighted sums of some of them
 
 
 MERGE_RULES: Final = {
@@ -160,11 +159,8 @@ def _add_tensors(
 # Everything here is a function of the set of deltas: no order shows in it but in the last bit of a sum.
 
 
-AGREE: Final = 0.1
-"""Mean cosine of the pairs of deltas that have a direction in common."""
-
-Gram = list[list[float]]
-"""Inner products of all pairs of deltas, m × m."""
+AGREE: Final = 0.1  # mean cosine of the pairs of deltas that have a direction in common
+Gram = list[list[float]]  # inner products of all pairs of deltas, m × m
 
 
 def hostile(count: int) -> int:

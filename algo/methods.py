@@ -18,41 +18,27 @@ class Method:
 
     name: str
     summary: str
-    pattern: Pattern
-    """How the model is cut."""
+    pattern: Pattern  # how the model is cut
     h: int
     tau: int
-    mix: float
-    """With as many nodes as it is the share of; with more it is less (`default_mix`)."""
+    mix: float  # with as many nodes as it is the share of; with more it is less (`default_mix`)
     codec_up: str = "q4"
     codec_down: str = "q4"
     on_late_update: LateUpdatePolicy = "wait"
     quorum: int | None = None
-    fixed: frozenset[str] = frozenset()
-    """Names of the terms that must keep the values given here."""
-    merge: str = "mean"
-    """Name of its merge rule."""
+    fixed: frozenset[str] = frozenset()  # names of the terms that must keep the values given here
+    merge: str = "mean"  # name of its merge rule
     outer: OuterKind = "nesterov"
-    inner: bool = True
-    """Nodes run an optimizer; without one their delta is the gradient (protocol, Data parallel)."""
-    weights: Literal["tokens", "quality"] = "tokens"
-    """What a contribution weighs: its tokens, or tokens²/steps."""
-    max_staleness: int = 0
-    """Default of the term; where it is 0, so is the term."""
-    max_stale_rounds: int = 1
-    """Default of the term."""
-    alone: bool = False
-    """Every delta is an outer step of its own; else there is one in a round."""
-    grace: bool = False
-    """Beyond its quorum a window waits as long as deltas have lately been late."""
-    per_node_h: bool = False
-    """Slow nodes do fewer inner steps in a round."""
-    lag: int = 0
-    """Default of the term."""
-    max_lag: int = 0
-    """Largest value of the term."""
-    in_flight: int | None = 1
-    """Slots that a node may have undecided at once; None for any number."""
+    inner: bool = True  # nodes run an optimizer; without one their delta is the gradient (protocol, Data parallel)
+    weights: Literal["tokens", "quality"] = "tokens"  # what a contribution weighs: its tokens, or tokens²/steps
+    max_staleness: int = 0  # default of the term; where it is 0, so is the term
+    max_stale_rounds: int = 1  # default of the term
+    alone: bool = False  # every delta is an outer step of its own; else there is one in a round
+    grace: bool = False  # beyond its quorum a window waits as long as deltas have lately been late
+    per_node_h: bool = False  # slow nodes do fewer inner steps in a round
+    lag: int = 0  # default of the term
+    max_lag: int = 0  # largest value of the term
+    in_flight: int | None = 1  # slots that a node may have undecided at once; None for any number
 
 
 METHODS: Final = {

@@ -45,8 +45,7 @@ def outer_step_(target: Tensor, momentum: Tensor | None, delta: Tensor, settings
 class AdamWSettings:
     """AdamW with decoupled weight decay, after clipping by the norm of the whole gradient."""
 
-    clip: float
-    """Largest norm of the mean gradient."""
+    clip: float  # largest norm of the mean gradient
     weight_decay: float
     beta1: float = 0.9
     beta2: float = 0.95  # with β1 the values of arXiv 2407.07852 (OpenDiLoCo)

@@ -20,26 +20,19 @@ from farloop.algo.terms import Terms
 class OuterSettings:
     """Outer SGD with momentum. There is no outer weight decay: the inner one is inside the delta."""
 
-    lr: float
-    """ν"""
-    momentum: float
-    """μ"""
+    lr: float  # ν
+    momentum: float  # μ
     kind: OuterKind = "nesterov"
     """What is done with them; without momentum and without what only one kind has, all are SGD."""
-    clip: float | None = None
-    """φ of co2: largest size of an element of its momentum; None: as large as it likes."""
-    buffer: int = 1
-    """N of delayed-nesterov: deltas between two steps of its momentum."""
-    spread: float = 0.0
-    """c of delayed-nesterov: the share of the momentum in each of these N steps, 0 to 1/N."""
-    restart: int = 0
-    """Outer steps after which the momentum begins anew from zero; 0: never."""
+    clip: float | None = None  # φ of co2: largest size of an element of its momentum; None: as large as it likes
+    buffer: int = 1  # n of delayed-nesterov: deltas between two steps of its momentum
+    spread: float = 0.0  # c of delayed-nesterov: the share of the momentum in each of these N steps, 0 to 1/N
+    restart: int = 0  # outer steps after which the momentum begins anew from zero; 0: never
     delta_scale: float = 1.0
     """The merged delta is multiplied by it before the step: 1/p where the round is worth p rounds."""
 
 
-PLAIN_AVERAGE: Final = OuterSettings(lr=1.0, momentum=0.0)
-"""The target becomes the mean of the local weights: FedAvg."""
+PLAIN_AVERAGE: Final = OuterSettings(lr=1.0, momentum=0.0)  # the target becomes the mean of the local weights: FedAvg
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +40,7 @@ class _Defaults:
     """What a method's outer optimizer runs with where nothing else is said."""
 
     kind: OuterKind
-    lr_by_nodes: Mapping[int, float]
-    """Best known ν, by number of nodes; between two of them the lower one decides."""
+    lr_by_nodes: Mapping[int, float]  # best known ν, by number of nodes; between two of them the lower one decides
     momentum: float
     clip: float | None = None
 
@@ -120,8 +112,7 @@ def default_outer(num_nodes: int, h: int, outer_steps: int, method: str = "diloc
 # The coordinator settles them once, when a window closes, and journals them: a replay reads them there.
 
 
-LEAST_WORK: Final = 1e-3
-"""A window that is worth less counts as this much: nothing can be divided by no work at all."""
+LEAST_WORK: Final = 1e-3  # a window that is worth less counts as this much: nothing can be divided by no work at all
 
 
 def corrected(settings: OuterSettings, work: float) -> OuterSettings:

@@ -192,11 +192,9 @@ _IDENTITY: Final = frozenset(field.name for field in dataclasses.fields(Identity
 class Change:
     """One term that differs."""
 
-    key: str
-    """As `outer_lr`, `lr.peak` or `codec_up_of.rome`."""
+    key: str  # as `outer_lr`, `lr.peak` or `codec_up_of.rome`
     before: object
-    after: object
-    """None of what a node has of its own: it has, or had, what all have."""
+    after: object  # None of what a node has of its own: it has, or had, what all have
 
     @property
     def of_rounds(self) -> bool:

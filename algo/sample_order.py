@@ -15,8 +15,7 @@ from farloop.algo.terms import LearningRate, Rewarm
 
 _MASK64 = (1 << 64) - 1
 
-_GOLDEN = 0x9E3779B97F4A7C15
-"""2⁶⁴ ÷ golden ratio, odd: the increment of splitmix64 (Steele, Lea and Flood 2014)."""
+_GOLDEN = 0x9E3779B97F4A7C15  # 2⁶⁴ ÷ golden ratio, odd: the increment of splitmix64 (Steele, Lea and Flood 2014)
 
 _ROUNDS = 8
 """Four mix large halves well (Luby and Rackoff 1988); small n needs more until all orders are about as likely."""

@@ -110,8 +110,7 @@ POWERS: Final[Mapping[RoundRule, int]] = {"linear": 1, "qsr": 2, "cubic": 3}
 _GUARD: Final = 1e-9
 """Relative. (α/η)^power is often a whole number on paper and, in fp64, a bit less: its floor would be one too low."""
 
-_EQUAL: Final = 0.95
-"""Of the best rate: rates are measured, and of equal nodes one is always the best."""
+_EQUAL: Final = 0.95  # of the best rate: rates are measured, and of equal nodes one is always the best
 
 
 def h_at(terms: Terms, position: int) -> int:

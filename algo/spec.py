@@ -20,8 +20,7 @@ TILE = 1 << 20
 TENSOR_ALIGN = 256
 """Every tensor starts on a multiple of this many elements of its flat fragment (tiles, padding and digest)."""
 
-MAX_FRAGMENT_ELEMENTS = 256 << 20
-"""Largest fragment (protocol, Fragments and stages)."""
+MAX_FRAGMENT_ELEMENTS = 256 << 20  # largest fragment (protocol, Fragments and stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +29,7 @@ class TensorSlot:
 
     name: str
     shape: tuple[int, ...]
-    offset: int
-    """First element, a multiple of `TENSOR_ALIGN`."""
+    offset: int  # first element, a multiple of `TENSOR_ALIGN`
 
     @property
     def numel(self) -> int:
@@ -43,10 +41,8 @@ class Fragment:
     """A fixed subset of the parameters, flattened in order and padded per tensor with zeros."""
 
     index: int
-    slot: int
-    """Its place in the round (protocol, Round clock)."""
-    numel: int
-    """Padding included: the length of every buffer, payload and digest of this fragment."""
+    slot: int  # its place in the round (protocol, Round clock)
+    numel: int  # padding included: the length of every buffer, payload and digest of this fragment
     tensors: tuple[TensorSlot, ...]
     stage: int = field(default=0, metadata=LATER)
     """Of a pipeline, that it lies in: the unit in which nodes hold less than the whole model (fragments and stages)."""
@@ -56,8 +52,7 @@ class Fragment:
 class Layout:
     """How the parameters are cut: every trainable tensor in exactly one fragment, tied tensors once."""
 
-    slots: int
-    """Sends per round; fragments that share a slot travel together."""
+    slots: int  # sends per round; fragments that share a slot travel together
     fragments: tuple[Fragment, ...]
 
     @property
@@ -87,18 +82,14 @@ class Identity:
     """What a run is: fingerprinted in every handshake, never changed."""
 
     name: str
-    model: str
-    """Canonical JSON of the built-in model's sizes, or 'own' for a user's own module."""
+    model: str  # canonical JSON of the built-in model's sizes, or 'own' for a user's own module
     layout: Layout
-    anchor_digests: tuple[int, ...]
-    """Digest of version 0 of every fragment."""
+    anchor_digests: tuple[int, ...]  # digest of version 0 of every fragment
     data: str
     """What the samples are: digests of the corpus and, after a '+' each, of those that re-warms bring; or 'own' when
     the user's loop brings them."""
-    num_samples: int
-    """Training samples in one pass over the first corpus; 0 when the user's loop brings them."""
-    evaluation_set: str
-    """Digest of the fixed evaluation set, or 'none'."""
+    num_samples: int  # training samples in one pass over the first corpus; 0 when the user's loop brings them
+    evaluation_set: str  # digest of the fixed evaluation set, or 'none'
     seed: int
 
     def fingerprint(self) -> str:
@@ -119,13 +110,10 @@ class RunSpec:
 class Revision:
     """Terms that were given while the run goes on, and from where they hold (protocol, Versions and compatibility)."""
 
-    number: int
-    """0 for those that the run began with."""
+    number: int  # 0 for those that the run began with
     terms: Terms
-    windows: tuple[int, ...]
-    """First window of every fragment."""
-    round: int
-    """First round, for what belongs to rounds."""
+    windows: tuple[int, ...]  # first window of every fragment
+    round: int  # first round, for what belongs to rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +123,7 @@ class RoundPlan:
     index: int
     start: int
     length: int
-    node_steps: tuple[tuple[NodeId, int], ...] = ()
-    """H of the nodes that do not run `length` steps in it."""
+    node_steps: tuple[tuple[NodeId, int], ...] = ()  # h of the nodes that do not run `length` steps in it
 
     def steps_of(self, node: NodeId) -> int:
         """Inner steps that `node` does in this round."""
@@ -148,19 +135,15 @@ class WindowTerms:
     """What the window (fragment, window) runs under; it travels with the commit before (protocol, Window terms)."""
 
     fragment: int
-    window: int
-    """The version that the window's commit will have."""
+    window: int  # the version that the window's commit will have
     round: int
     tau: int
     mix: float
     codec_up: str
     codec_down: str
-    final: bool = False
-    """The fragment's last window, sent at the end of the run (its flush)."""
-    gap: float = 1.0
-    """co2: Λ of the outer step before."""
-    codec_up_of: tuple[tuple[NodeId, str], ...] = field(default=(), metadata=LATER)
-    """As that of `Terms`."""
+    final: bool = False  # the fragment's last window, sent at the end of the run (its flush)
+    gap: float = 1.0  # co2: Λ of the outer step before
+    codec_up_of: tuple[tuple[NodeId, str], ...] = field(default=(), metadata=LATER)  # as that of `Terms`
 
     def codec_of(self, node: NodeId) -> str:
         """By which `node` sends its delta for this window."""
@@ -190,13 +173,11 @@ class BlobId:
 
     kind: BlobKind
     fragment: int
-    version: int
-    """The base of a delta; the version of an update or a snapshot."""
+    version: int  # the base of a delta; the version of an update or a snapshot
     node: NodeId = NodeId("")  # noqa: RUF009
     """Sender of a delta; empty for what the coordinator sends."""
     incarnation: int = 0
-    seq: int = 0
-    """Counts a node's deltas, so that a second one of the same base is another blob."""
+    seq: int = 0  # counts a node's deltas, so that a second one of the same base is another blob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,11 +187,9 @@ class Contribution:
     node: NodeId
     incarnation: int
     base: int
-    steps: int
-    """Inner steps inside the delta."""
+    steps: int  # inner steps inside the delta
     tokens: int
-    norm_sq: float
-    """Squared norm of the decoded delta."""
+    norm_sq: float  # squared norm of the decoded delta
 
 
 def _digest(value: object) -> str:

@@ -12,8 +12,7 @@ from typing import Any, Final, Literal, NewType
 LATER: Final = {"later": True}
 """Metadata of a field that came after the first release: at its default it is left out, and released bytes stand."""
 
-NodeId = NewType("NodeId", str)
-"""A node's name: the owner of its CURVE key, or, without encryption, the name it claims."""
+NodeId = NewType("NodeId", str)  # a node's name: the owner of its CURVE key, or, without encryption, the name it claims
 
 LateUpdatePolicy = Literal["wait", "continue"]
 
@@ -66,32 +65,23 @@ class LearningRate:
 class Schedule:
     """When nodes step, send and merge, and at which learning rate."""
 
-    steps: int
-    """Schedule positions of the whole run."""
+    steps: int  # schedule positions of the whole run
     h: int
     """Inner steps between two sends of one fragment: the length of a round, or the least where `h_rule` varies it."""
-    tau: int
-    """Overlap: inner steps between a send and its merge."""
-    mix: float
-    """Share of the local weights that a merge keeps: local ← mix·local + (1 − mix)·anchor."""
+    tau: int  # overlap: inner steps between a send and its merge
+    mix: float  # share of the local weights that a merge keeps: local ← mix·local + (1 − mix)·anchor
     lr: LearningRate
     on_late_update: LateUpdatePolicy = "wait"
     max_stale_rounds: int = 1
     evaluate_every_rounds: int = 1
-    h_rule: RoundRule = "constant"
-    """How long rounds are."""
-    h_alpha: float = 0.0
-    """α of the rules that follow the learning rate η: H = max(h, ⌊(α/η)^power⌋)."""
-    h_init: int | None = None
-    """H while the learning rate warms up (None: `h`), or before `h_switch` (None: 1)."""
-    h_max: int | None = None
-    """Longest round; None for no bound but the run's end."""
-    h_switch: int = 0
-    """post-local: position from which H is `h`."""
+    h_rule: RoundRule = "constant"  # how long rounds are
+    h_alpha: float = 0.0  # α of the rules that follow the learning rate η: H = max(h, ⌊(α/η)^power⌋)
+    h_init: int | None = None  # h while the learning rate warms up (None: `h`), or before `h_switch` (None: 1)
+    h_max: int | None = None  # longest round; None for no bound but the run's end
+    h_switch: int = 0  # post-local: position from which H is `h`
     lag: int = 0
     """Rounds between a send and its merge, in addition to τ: 1 gives an update the whole next round to arrive."""
-    eager: bool = False
-    """With a lag: add the own latest delta to the local weights at once."""
+    eager: bool = False  # with a lag: add the own latest delta to the local weights at once
     h_share_of: tuple[tuple[NodeId, float], ...] = field(default=(), metadata=LATER)
     """Shares of a round's steps, below 1, of the nodes that do not run all, ordered by name."""
 
@@ -100,14 +90,11 @@ class Schedule:
 class Inner:
     """What nodes do in an inner step."""
 
-    batch_sequences: int
-    """Sequences of one inner step of one node, over all of its ranks."""
+    batch_sequences: int  # sequences of one inner step of one node, over all of its ranks
     sequence_tokens: int
-    clip: float
-    """Largest global norm of an inner gradient."""
+    clip: float  # largest global norm of an inner gradient
     weight_decay: float
-    optimizer: InnerOptimizer = "adamw"
-    """Of the built-in trainer, and of every loop that brings none of its own."""
+    optimizer: InnerOptimizer = "adamw"  # of the built-in trainer, and of every loop that brings none of its own
     control_variates: bool = False
     """Nodes correct their inner steps for the difference between their data and those of all nodes."""
 
@@ -118,20 +105,13 @@ class Outer:
 
     lr: float
     momentum: float
-    correction: bool = True
-    """Where rounds differ in length, ν, μ and the delta are corrected for the work in each."""
-    rewarm_momentum: float = 0.0
-    """Share of the outer momentum that survives a re-warm of the learning rate."""
-    clip: float | None = None
-    """φ of co2: largest size of an element of the outer momentum; None for no bound."""
-    buffer: int = 1
-    """N of delayed Nesterov: outer steps between two steps of its momentum."""
-    spread: float = 0.0
-    """c of delayed Nesterov: share of the momentum in each of its steps, 0 to 1/`buffer`."""
-    restart: int = 0
-    """Outer steps after which the outer momentum restarts from zero; 0 for never."""
-    merge: str | None = None
-    """A merge rule for untrusted nodes, in place of the method's own (`algo/merge_rules.py`)."""
+    correction: bool = True  # where rounds differ in length, ν, μ and the delta are corrected for the work in each
+    rewarm_momentum: float = 0.0  # share of the outer momentum that survives a re-warm of the learning rate
+    clip: float | None = None  # φ of co2: largest size of an element of the outer momentum; None for no bound
+    buffer: int = 1  # n of delayed Nesterov: outer steps between two steps of its momentum
+    spread: float = 0.0  # c of delayed Nesterov: share of the momentum in each of its steps, 0 to 1/`buffer`
+    restart: int = 0  # outer steps after which the outer momentum restarts from zero; 0 for never
+    merge: str | None = None  # a merge rule for untrusted nodes, in place of the method's own (`algo/merge_rules.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,18 +128,12 @@ class Codecs:
 class Admission:
     """When windows close, and which deltas count."""
 
-    max_staleness: int = 0
-    """Versions a base may be behind the current one and still be merged."""
-    quorum: int | None = None
-    """Contributions that close a window; None means all that are expected."""
-    floor: int = 1
-    """Fewest merged contributions: below it the coordinator holds the window."""
-    min_nodes: int = 1
-    """Nodes that must be ready before the run starts."""
-    screen: Screen = "norm"
-    """What is looked for in deltas that are well-formed (docs/admission.md)."""
-    norm_band: float = 8.0
-    """A delta longer than this many times the recent median is not merged."""
+    max_staleness: int = 0  # versions a base may be behind the current one and still be merged
+    quorum: int | None = None  # contributions that close a window; None means all that are expected
+    floor: int = 1  # fewest merged contributions: below it the coordinator holds the window
+    min_nodes: int = 1  # nodes that must be ready before the run starts
+    screen: Screen = "norm"  # what is looked for in deltas that are well-formed (docs/admission.md)
+    norm_band: float = 8.0  # a delta longer than this many times the recent median is not merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

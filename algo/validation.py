@@ -24,8 +24,7 @@ RULES: Final[tuple[str, ...]] = get_args(RoundRule)
 SCREENS: Final[tuple[str, ...]] = get_args(Screen)
 SHAPES: Final[tuple[str, ...]] = get_args(LearningRateShape)
 
-_MOST_STALE: Final = 16
-"""Versions; as many commits as the coordinator remembers."""
+_MOST_STALE: Final = 16  # versions; as many commits as the coordinator remembers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +33,8 @@ class RobustRule:
 
     name: str
     summary: str
-    least: int
-    """Deltas below which it protects from nothing: then they are averaged."""
-    weighted: bool
-    """It is a weighted mean, by weights that follow from lengths and distances."""
+    least: int  # deltas below which it protects from nothing: then they are averaged
+    weighted: bool  # it is a weighted mean, by weights that follow from lengths and distances
 
 
 ROBUST_RULES: Final = {

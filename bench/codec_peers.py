@@ -22,8 +22,7 @@ _Row = TypeVar("_Row")
 
 MEASURED = "measured"
 
-ROW = 256
-"""Elements of a row, for formats that want matrices."""
+ROW = 256  # elements of a row, for formats that want matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +39,8 @@ class Peer:
     """One compressor that may be there."""
 
     name: str
-    package: str
-    """Of the package index."""
-    make: Callable[[int], Kernels]
-    """Given the number of threads. Raises ImportError where it is not installed."""
+    package: str  # of the package index
+    make: Callable[[int], Kernels]  # Given the number of threads. Raises ImportError where it is not installed.
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
@@ -53,10 +50,8 @@ class PeerState:
 
     name: str
     package: str
-    version: str | None
-    """None: it is not installed."""
-    state: str
-    """`measured`, `not installed`, or what went wrong, in a line."""
+    version: str | None  # None: it is not installed
+    state: str  # `measured`, `not installed`, or what went wrong, in a line
 
 
 def probe(peer: Peer) -> PeerState:

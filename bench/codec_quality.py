@@ -18,11 +18,8 @@ from farloop.quant.blob import HEADER_BYTES, BlobHeader, pack_blob
 from farloop.quant.codec import Codec
 from farloop.quant.registry import spelling_of
 
-SIZE = 1e-3
-"""Standard deviation, or scale, of random samples: about that of outer gradients."""
-
-OUTER = "outer"
-"""The name of the sample of real outer gradients."""
+SIZE = 1e-3  # standard deviation, or scale, of random samples: about that of outer gradients
+OUTER = "outer"  # the name of the sample of real outer gradients
 
 Draw = Callable[[np.random.Generator, int], "np.typing.NDArray[np.float64]"]
 
@@ -57,14 +54,10 @@ class QualityRow:
 
     codec: str
     data: str
-    bits: float
-    """Per parameter, of the sealed blob without its header: scales counted, after the entropy stage."""
-    rel_mse: float
-    """|x − x̂|² / |x|²"""
-    cosine: float
-    """⟨x, x̂⟩ / (|x| |x̂|)"""
-    projection: float
-    """⟨x, x̂⟩ / |x|²: below 1, progress shrinks."""
+    bits: float  # per parameter, of the sealed blob without its header: scales counted, after the entropy stage
+    rel_mse: float  # |x − x̂|² / |x|²
+    cosine: float  # ⟨x, x̂⟩ / (|x| |x̂|)
+    projection: float  # ⟨x, x̂⟩ / |x|²: below 1, progress shrinks
     mean_rel_mse: float | None = None
     """Of the mean over the nodes against the mean of what was decoded; None for a single vector."""
     gap_db: float | None

@@ -45,8 +45,7 @@ class MemoryRow:
     op: str
     elements: int
     extra_bytes: int
-    bound_bytes: int
-    """The payload and one fragment in fp32."""
+    bound_bytes: int  # the payload and one fragment in fp32
 
 
 def can_measure_memory() -> bool:
@@ -103,12 +102,10 @@ def _status(field: str) -> int:
 
 # --- speed
 
-NODES = 8
-"""Payloads of a weighted sum."""
+NODES = 8  # payloads of a weighted sum
 
 MOST_REPETITIONS = 25
-SLOW_S = 2.0
-"""A call longer than this is repeated as rarely as may be."""
+SLOW_S = 2.0  # a call longer than this is repeated as rarely as may be
 
 Call = Callable[[], object]
 
@@ -118,8 +115,7 @@ class Pace:
     """How long one row may take."""
 
     budget_s: float = 1.0
-    least: int = 5
-    """Repetitions even where the budget is used up."""
+    least: int = 5  # repetitions even where the budget is used up
 
 
 STEADY, QUICK = Pace(), Pace(budget_s=0.2, least=2)
@@ -129,10 +125,8 @@ STEADY, QUICK = Pace(), Pace(budget_s=0.2, least=2)
 class Where:
     """What is used of the machine."""
 
-    device: str
-    """`cpu` or `cuda`."""
-    threads: int
-    """Of the CPU; on a GPU they only feed it."""
+    device: str  # `cpu` or `cuda`
+    threads: int  # of the CPU; on a GPU they only feed it
 
     def describe(self) -> str:
         """In a few words."""
@@ -151,17 +145,13 @@ class SpeedRow:
     and renewed), `outer` (Nesterov step, encoded and applied); `copy` for memcpy."""
     device: str
     threads: int
-    path: str
-    """What computes it: `numba`, `triton`, `torch`, or `peer` for other people's code."""
-    gb_per_s: float
-    """Of the fastest repetition."""
+    path: str  # what computes it: `numba`, `triton`, `torch`, or `peer` for other people's code
+    gb_per_s: float  # of the fastest repetition
     median_gb_per_s: float
     memcpy_gb_per_s: float
     """Of the fastest copy between these repetitions; the median of other rows where all of these were disturbed."""
-    ratio_to_memcpy: float
-    """gb_per_s / memcpy_gb_per_s"""
-    warmup_s: float
-    """The first call: compilation, or reading what was compiled before, included."""
+    ratio_to_memcpy: float  # gb_per_s / memcpy_gb_per_s
+    warmup_s: float  # the first call: compilation, or reading what was compiled before, included
     repetitions: int
 
 

@@ -16,14 +16,7 @@ import numpy as np
 import torch
 
 from farloop.bench.codec_peers import PEERS, Peer, Peers, PeerState, peer_quality
-from farloop.bench.codec_quality import (
-    DISTRIBUTIONS,
-    QualityRow,
-    Sample,
-    codec_quality,
-    outer_sample,
-    random_sample,
-)
+from farloop.bench.codec_quality import DISTRIBUTIONS, QualityRow, Sample, codec_quality, outer_sample, random_sample
 from farloop.bench.codec_speed import (
     STEADY,
     Bench,
@@ -45,23 +38,18 @@ from farloop.quant.registry import spelling_of
 
 OPS = ("encode", "decode", "add", "sum8", "fused", "outer")
 
-ELEMENTS = {"cpu": 64 << 20, "cuda": 256 << 20}
-"""256 MiB and 1 GiB of fp32: far more than any cache."""
-
-MEMORY_ELEMENTS = 32 << 20
-"""A fragment of 128 MiB: what an interpreter does besides does not show."""
+ELEMENTS = {"cpu": 64 << 20, "cuda": 256 << 20}  # 256 MiB and 1 GiB of fp32: far more than any cache
+MEMORY_ELEMENTS = 32 << 20  # a fragment of 128 MiB: what an interpreter does besides does not show
 
 BRIEF = 8 << 20
 """Elements for a first impression: as large as a cache, and copies before every call take the rest of it."""
 
-BRIEF_S = 5.0
-"""Codecs are timed for so long, in the order of the list; what is left then, is left out."""
+BRIEF_S = 5.0  # codecs are timed for so long, in the order of the list; what is left then, is left out
 
 LONG, SHORT = Settings(), Settings(model="nano", nodes=2, rounds=3)
 """Runs that outer gradients are taken from: under a minute, and a few seconds."""
 
-FORMAT = 1
-"""Of the JSON."""
+FORMAT = 1  # of the JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,34 +58,25 @@ class Plan:
 
     codecs: tuple[Codec, ...]
     places: tuple[Where, ...]
-    elements: int | None = None
-    """Of a vector that is timed; None: `ELEMENTS`."""
+    elements: int | None = None  # of a vector that is timed; None: `ELEMENTS`
     ops: tuple[str, ...] = OPS
     pace: Pace = STEADY
     samples: tuple[str, ...] = tuple(DISTRIBUTIONS)
-    side: int = 1024
-    """Of the random matrices."""
-    outer: Settings | None = LONG
-    """The run whose outer gradients codecs are judged on; None: they are not."""
-    folder: Path | None = None
-    """Where outer gradients are kept."""
+    side: int = 1024  # of the random matrices
+    outer: Settings | None = LONG  # the run whose outer gradients codecs are judged on; None: they are not
+    folder: Path | None = None  # where outer gradients are kept
     peers: tuple[Peer, ...] = PEERS
-    reference: bool = True
-    """Whether codecs with a fast path are timed by their plain torch too."""
-    memory: int | None = None
-    """Elements of a fragment whose memory is measured; None: it is not."""
-    deadline_s: float = math.inf
-    """No codec's timing begins later than this after the start."""
+    reference: bool = True  # whether codecs with a fast path are timed by their plain torch too
+    memory: int | None = None  # elements of a fragment whose memory is measured; None: it is not
+    deadline_s: float = math.inf  # no codec's timing begins later than this after the start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """Callbacks for progress."""
 
-    stage: Callable[[str, int], None] = lambda title, parts: None
-    """A stage of so many parts begins."""
-    part: Callable[[str], None] = lambda name: None
-    """A part of it begins."""
+    stage: Callable[[str, int], None] = lambda title, parts: None  # a stage of so many parts begins
+    part: Callable[[str], None] = lambda name: None  # a part of it begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +103,13 @@ class CodecReport:
     """All that was found."""
 
     format: int
-    memcpy_gb_per_s: float
-    """The fastest copy on the CPU, any number of threads; without a CPU in the plan, on the GPU."""
-    elements: dict[str, int]
-    """By device: of a vector that was timed."""
+    memcpy_gb_per_s: float  # the fastest copy on the CPU, any number of threads; without a CPU in the plan, on the GPU
+    elements: dict[str, int]  # by device: of a vector that was timed
     speed: tuple[SpeedRow, ...]
     quality: tuple[QualityRow, ...]
-    memory: tuple[MemoryRow, ...]
-    """Peaks, beside what they may be; none where the system does not tell."""
+    memory: tuple[MemoryRow, ...]  # peaks, beside what they may be; none where the system does not tell
     peers: tuple[PeerState, ...]
-    outer: str | None
-    """The run that the outer gradients are from."""
+    outer: str | None  # the run that the outer gradients are from
     machine: Machine
 
     def plain(self) -> dict[str, Any]:

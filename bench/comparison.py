@@ -26,29 +26,21 @@ class Comparison:
 
     label: str
     nodes: int
-    losses: tuple[float, ...]
-    """Per seed."""
+    losses: tuple[float, ...]  # per seed
     mean_loss: float
-    spread: float | None
-    """Standard deviation over the seeds; None where there is a single one."""
-    differences_percent: tuple[float, ...]
-    """Per seed: 100 · (loss − baseline's) / baseline's; above 0 is worse."""
+    spread: float | None  # standard deviation over the seeds; None where there is a single one
+    differences_percent: tuple[float, ...]  # per seed: 100 · (loss − baseline's) / baseline's; above 0 is worse
     mean_percent: float
-    low_percent: float | None
-    """Of the interval of the mean; None where there is a single seed."""
+    low_percent: float | None  # of the interval of the mean; None where there is a single seed
     high_percent: float | None
-    bytes_up: int
-    """Per node."""
+    bytes_up: int  # per node
     bytes_down: int
     fewer_bytes: float | None
     """Bytes up and down of a node of the baseline ÷ those of a node of this; None for a single node, which has nobody
     to send to. Where the baseline is one, data parallel's in fp32 stand in."""
-    syncs: float
-    """Whole models that a node sent."""
-    tokens: int
-    """Of all nodes."""
-    cpu_s: float
-    """Seconds of one core, mean of a run."""
+    syncs: float  # whole models that a node sent
+    tokens: int  # of all nodes
+    cpu_s: float  # seconds of one core, mean of a run
 
     def within(self, percent: float) -> bool:
         """Whether the whole interval lies inside ± `percent`."""
@@ -64,14 +56,10 @@ class Report:
     baseline: str
     seeds: tuple[int, ...]
     confidence: float
-    variants: tuple[Comparison, ...]
-    """The baseline first."""
-    within_percent: float
-    """Largest difference that is called none."""
-    tuned: tuple[Tuned, ...]
-    """What was tried before, and taken."""
-    command: str
-    """Repeats it."""
+    variants: tuple[Comparison, ...]  # the baseline first
+    within_percent: float  # largest difference that is called none
+    tuned: tuple[Tuned, ...]  # what was tried before, and taken
+    command: str  # repeats it
     machine: str
     commit: str | None
 

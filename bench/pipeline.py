@@ -28,26 +28,16 @@ from farloop.node.model import GPT, build
 from farloop.node.pipeline.layout import layout_json
 from farloop.sim.pipeline import Costs, World
 
-Delays = Mapping[tuple[str, str], float]
-"""Seconds between two nodes, in this order."""
-
-PATIENCE_S = 300.0
-"""For a whole experiment."""
-
-CHAINS = ("024", "135")
-"""The best disjoint paths of three of the four stages in it: 15.75 units each."""
+Delays = Mapping[tuple[str, str], float]  # seconds between two nodes, in this order
+PATIENCE_S = 300.0  # for a whole experiment
+CHAINS = ("024", "135")  # the best disjoint paths of three of the four stages in it: 15.75 units each
 
 DEALT = ("035", "124")
 """Paths through the same stages, nodes dealt at random, as the planner deals them: 31.75 and 27.75 units."""
 
-FULL = ("0247", "1356")
-"""Through all four stages: 22.25 and 20.25 units."""
-
-ONE_SOURCE = ("0", "2", "4", "7")
-"""Nodes of four stages."""
-
-WHOLE = ("0247",)
-"""One source, nothing left out."""
+FULL = ("0247", "1356")  # through all four stages: 22.25 and 20.25 units
+ONE_SOURCE = ("0", "2", "4", "7")  # nodes of four stages
+WHOLE = ("0247",)  # one source, nothing left out
 
 ONE_IN_FOUR = ("024", "027", "047")
 """One source; of the other stages each is left out by a third of the microbatches: 25 % of all visits."""
@@ -58,12 +48,9 @@ class Makespan:
     """How long a step took."""
 
     paths: tuple[str, ...]
-    predicted_s: float
-    """By the machines on virtual time."""
-    measured_s: float
-    """Median over the steps, of the slowest source."""
-    steps_s: tuple[float, ...]
-    """Of every step but the first, the slowest source's."""
+    predicted_s: float  # by the machines on virtual time
+    measured_s: float  # median over the steps, of the slowest source
+    steps_s: tuple[float, ...]  # of every step but the first, the slowest source's
 
     @property
     def error(self) -> float:
@@ -75,12 +62,9 @@ class Makespan:
 class Losses:
     """How a model learnt."""
 
-    skipped: float
-    """Share of the stages that each microbatch leaves out."""
-    losses: tuple[float, ...]
-    """Of every step, as its microbatches went, nats per token."""
-    full_loss: float
-    """At the end, of the whole model without skips, on microbatches that nobody trained on."""
+    skipped: float  # share of the stages that each microbatch leaves out
+    losses: tuple[float, ...]  # of every step, as its microbatches went, nats per token
+    full_loss: float  # at the end, of the whole model without skips, on microbatches that nobody trained on
 
 
 def example_layout(paths: Sequence[str], layers: int = 4) -> StageLayout:
@@ -228,8 +212,7 @@ def _free_ports(count: int) -> list[int]:
 
 # --- the experiments of `farloop bench routing --processes`
 
-LAST = 10
-"""Steps over whose losses a mean is taken."""
+LAST = 10  # steps over whose losses a mean is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,12 +236,9 @@ class Step:
 class Learning:
     """What a small model learns in four processes, beside one process that has all of it."""
 
-    whole: Losses
-    """Nothing left out."""
-    skipping: Losses
-    """A quarter of the visits left out."""
-    alone: Losses
-    """One process."""
+    whole: Losses  # nothing left out
+    skipping: Losses  # a quarter of the visits left out
+    alone: Losses  # one process
 
     @property
     def parity(self) -> float:

@@ -27,30 +27,23 @@ class NodeSettings:
     """What the process is told."""
 
     name: str
-    layout: str
-    """Its file."""
+    layout: str  # its file
     steps: int
     microbatches: int
     credit: int
-    delays_s: dict[str, float]
-    """To each of the others."""
-    job_s: dict[str, float]
-    """Least seconds of a job, by its kind."""
+    delays_s: dict[str, float]  # to each of the others
+    job_s: dict[str, float]  # least seconds of a job, by its kind
     learning_rate: float
-    out: str
-    """Where it writes a `Told`."""
+    out: str  # where it writes a `Told`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """What it tells at its end."""
 
-    seconds: list[float]
-    """Of every step."""
-    losses: list[float]
-    """Of a source, of every step."""
-    weights: str
-    """A safetensors file of its stage."""
+    seconds: list[float]  # of every step
+    losses: list[float]  # of a source, of every step
+    weights: str  # a safetensors file of its stage
 
 
 class PacedJobs(StageJobs):

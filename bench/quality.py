@@ -41,8 +41,7 @@ FAST_LINK = LinkConditions(latency_s=0.001, bytes_per_s=1e9)
 
 CPU = "cpu"
 
-FORMAT = 2
-"""Of the kept files; part of a run's key. Goes up, too, when a default of `Terms` or `LearningRate` changes."""
+FORMAT = 2  # Of the kept files; part of a run's key. Goes up, too, when a default of `Terms` or `LearningRate` changes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +51,17 @@ class RunResult:
     key: str
     seed: int
     nodes: int
-    loss: float
-    """Nats per byte of the final anchors on the evaluation set, the flush included."""
+    loss: float  # nats per byte of the final anchors on the evaluation set, the flush included
     curve: tuple[tuple[float, float], ...]
     """(schedule position, loss) of the evaluations on the way and at the end, on a small part of that set."""
-    bytes_up: int
-    """Of all frames from one node to the coordinator, mean over nodes; snapshots apart."""
+    bytes_up: int  # of all frames from one node to the coordinator, mean over nodes; snapshots apart
     bytes_down: int
-    moved: tuple[int, ...]
-    """Up and down together, by each point of the curve."""
+    moved: tuple[int, ...]  # up and down together, by each point of the curve
     syncs: float
     """Whole models that a node sent, mean over nodes: a fragment counts as the share of the model that it is."""
-    inner_steps: int
-    """Of all nodes."""
-    tokens: int
-    """Of all nodes."""
-    cpu_s: float
-    """Seconds of one core that the run took, if nothing else ran in its process."""
+    inner_steps: int  # of all nodes
+    tokens: int  # of all nodes
+    cpu_s: float  # seconds of one core that the run took, if nothing else ran in its process
 
 
 def run_key(spec: RunSpec, device: str = CPU) -> str:
@@ -188,33 +181,26 @@ class Kept:
 
 # --- all runs of a plan
 
-POLL_S = 0.5
-"""Between two looks at how far the runs are."""
+POLL_S = 0.5  # between two looks at how far the runs are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One way to train."""
 
-    label: str
-    """As a person spelled it."""
-    specs: tuple[RunSpec, ...]
-    """One per seed."""
+    label: str  # as a person spelled it
+    specs: tuple[RunSpec, ...]  # one per seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityPlan:
     """Which runs are compared."""
 
-    variants: tuple[Variant, ...]
-    """The first one is the baseline."""
-    folder: Path
-    """Keeps finished runs; what lies there is not repeated."""
-    data: Path | None = None
-    """The corpus, as `load_corpus` takes it."""
+    variants: tuple[Variant, ...]  # the first one is the baseline
+    folder: Path  # keeps finished runs; what lies there is not repeated
+    data: Path | None = None  # the corpus, as `load_corpus` takes it
     max_bytes: int = 16_000_000
-    device: str = CPU
-    """Of all nodes of all runs: cpu or cuda."""
+    device: str = CPU  # of all nodes of all runs: cpu or cuda
 
     def __post_init__(self) -> None:
         labels = [variant.label for variant in self.variants]
@@ -322,8 +308,7 @@ def _pooled(
 
 # --- in a worker process
 
-_steps: Any = None
-"""The array of `_pooled`."""
+_steps: Any = None  # the array of `_pooled`
 
 
 def _begin_worker(steps: Any) -> None:
@@ -361,11 +346,8 @@ def _corpus(data: Path | None, max_bytes: int) -> Corpus:
 # their own: methods with an outer optimizer search for its learning rate, data parallel and a single node for their
 # inner one.
 
-SEED_OFFSET = 1000
-"""From the first seed to that of the tuning, which no run that counts may have."""
-
-RATE = "lr"
-"""The knob that every variant has: the peak of the inner learning rate."""
+SEED_OFFSET = 1000  # from the first seed to that of the tuning, which no run that counts may have
+RATE = "lr"  # the knob that every variant has: the peak of the inner learning rate
 
 REACH = 4.0
 """Where no learning rates are given but a variant has only that to tune, they lie between 1/4 and 4 of the default."""
@@ -376,8 +358,7 @@ class Knob:
     """One setting and what to try for it."""
 
     name: str
-    values: tuple[float, ...]
-    """In rising order."""
+    values: tuple[float, ...]  # in rising order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,8 +374,7 @@ class Tried:
     """What it came to."""
 
     settings: Mapping[str, float]
-    loss: float | None
-    """None where the run broke."""
+    loss: float | None  # None where the run broke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,7 @@ from farloop.quant.registry import CODECS
 
 # --- how variants, settings and knobs are spelled
 
-SINGLE = "single"
-"""Spells a node that trains alone; its averaging with itself changes nothing."""
+SINGLE = "single"  # spells a node that trains alone; its averaging with itself changes nothing
 
 _SINGLE = {
     "method": "diloco",
@@ -158,8 +157,7 @@ def check_device(name: str) -> None:
 
 # --- a grid: the default one, from a file, and from flags
 
-BASELINE = "data-parallel"
-"""The method that all others are measured against."""
+BASELINE = "data-parallel"  # the method that all others are measured against
 
 _DEFAULT_VARIANTS = (
     "data-parallel nodes=2",
@@ -186,19 +184,14 @@ def default_variants() -> tuple[str, ...]:
 class Grid:
     """Runs that all train the same tokens: every step of a run is one batch, shared by its nodes."""
 
-    variants: tuple[str, ...] = dataclasses.field(default_factory=default_variants)
-    """As they are spelled."""
+    variants: tuple[str, ...] = dataclasses.field(default_factory=default_variants)  # as they are spelled
     model: str = "micro"
     """A built-in model: half a million parameters are enough to tell methods apart, and few enough for two cores."""
-    steps: int = 400
-    """Of every node."""
-    global_batch: int = 16
-    """Sequences of one step of all nodes together."""
+    steps: int = 400  # of every node
+    global_batch: int = 16  # sequences of one step of all nodes together
     seeds: int = 3
-    settings: tuple[str, ...] = ()
-    """KEY=VALUE, for all variants that do not say otherwise."""
-    tune: tuple[str, ...] = ()
-    """KEY=VALUE,VALUE,…: what is tried for every variant before the runs that count."""
+    settings: tuple[str, ...] = ()  # KEY=VALUE, for all variants that do not say otherwise
+    tune: tuple[str, ...] = ()  # KEY=VALUE,VALUE,…: what is tried for every variant before the runs that count
 
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Grid))
@@ -338,8 +331,7 @@ def command_of(grid: Grid, *, options: Sequence[str]) -> str:
 
 # --- the runs of variants and of a grid
 
-EVALUATIONS = 15
-"""Points of a loss curve."""
+EVALUATIONS = 15  # points of a loss curve
 
 QUIET: Mapping[str, Any] = {"evaluation_sequences": 2048, "lr": 1e-3, "min_lr": 1e-5}
 """Where settings are not given: what keeps chance small. A pair of runs (nano, 4 nodes, 600 steps, fp32 beside q4) then
@@ -353,8 +345,7 @@ LAST_SHARE = 0.05
 """Of the peak, where a grid's learning rate starts and ends unless min_lr is given (arXiv 2503.09799), so that the same
 schedule is tuned whatever the peak."""
 
-_FIXED_IN_GRID = SAME_FOR_ALL | {"steps", "batch_sequences"}
-"""What makes the tokens of all variants equal."""
+_FIXED_IN_GRID = SAME_FOR_ALL | {"steps", "batch_sequences"}  # what makes the tokens of all variants equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,8 +401,7 @@ class GridPlan:
     """A grid's runs, and those before them."""
 
     plan: QualityPlan
-    trials: Mapping[str, tuple[Trial, ...]]
-    """By the variant's label; none where nothing is tuned."""
+    trials: Mapping[str, tuple[Trial, ...]]  # by the variant's label; none where nothing is tuned
 
 
 def plan_grid(

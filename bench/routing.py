@@ -111,8 +111,7 @@ class Planning:
     nodes: int
     plan_s: float
     cpu_s: float
-    peak_mb: float
-    """Of this whole process so far."""
+    peak_mb: float  # of this whole process so far
     step_s: float
     random_s: float
     same_again: bool
@@ -234,18 +233,15 @@ class SlowLink:
     """Rounds of a run in which one uplink becomes slow; all seconds simulated."""
 
     round_s: tuple[float, ...]
-    slow_from: int
-    """Round, from 0."""
+    slow_from: int  # round, from 0
     found_at: int
     found: str
     actions: tuple[str, ...]
     before: str
-    after: str
-    """Bits and H of the slow node."""
+    after: str  # bits and H of the slow node
     replanned_at: int
     path_old_s: float
-    path_new_s: float
-    """A step along paths over a slow link, and along those that are planned with it."""
+    path_new_s: float  # a step along paths over a slow link, and along those that are planned with it
 
 
 _NOISE = 0.03

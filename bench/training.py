@@ -50,11 +50,8 @@ def default_threads(cores: int) -> tuple[int, ...]:
 # Samples depend on the node and its inner step alone, not on leases, whose order follows transfer times. So runs that
 # differ in a codec see the same samples in the same steps, and can be compared in pairs.
 
-CURVE_SEQUENCES = 128
-"""Of the evaluations on the way: enough to see the course of a run. The whole set is for its end."""
-
-OnStep = Callable[[], None]
-"""Called after every inner step of every node."""
+CURVE_SEQUENCES = 128  # Of the evaluations on the way: enough to see the course of a run. The whole set is for its end.
+OnStep = Callable[[], None]  # called after every inner step of every node
 
 
 class BuiltIn:
@@ -174,13 +171,11 @@ class Settings:
 
     model: str = "tiny"
     nodes: int = 4
-    h: int = 30
-    """Inner steps of a round."""
+    h: int = 30  # inner steps of a round
     rounds: int = 6
     batch_sequences: int = 4
     sequence_tokens: int = 128
-    lr: float = 2e-3
-    """Of the inner AdamW, after a linear warm-up of one round."""
+    lr: float = 2e-3  # of the inner AdamW, after a linear warm-up of one round
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -201,12 +196,9 @@ class Settings:
 class OuterGradients:
     """What every node would have sent in a round, and in the round before."""
 
-    fragment: Fragment
-    """The whole model."""
-    deltas: tuple[Tensor, ...]
-    """fp32 [numel] of each node, padding zero."""
-    before: tuple[Tensor, ...]
-    """The same nodes a round earlier."""
+    fragment: Fragment  # the whole model
+    deltas: tuple[Tensor, ...]  # fp32 [numel] of each node, padding zero
+    before: tuple[Tensor, ...]  # the same nodes a round earlier
 
 
 def outer_gradients(

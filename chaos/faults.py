@@ -21,11 +21,8 @@ from farloop.monitoring.status import Status
 # --- Full disk: a file that takes the free space of a small file system used by nothing else
 
 
-SMALL_BYTES = 4 << 30
-"""A file system of its own that is larger than this is not filled."""
-
-STEP_BYTES = 64 << 20
-"""Taken at a time, without writing them, until the last few."""
+SMALL_BYTES = 4 << 30  # a file system of its own that is larger than this is not filled
+STEP_BYTES = 64 << 20  # taken at a time, without writing them, until the last few
 
 
 class Ballast:
@@ -74,8 +71,7 @@ class Ballast:
 # --- Configuration files of a storm's run, and the pace of its nodes
 
 
-PACE = "pace"
-"""The file with the seconds of an inner step: see `storm_node.py`."""
+PACE = "pace"  # the file with the seconds of an inner step: see `storm_node.py`
 
 RUN: dict[str, object] = {
     "name": "chaos",
@@ -144,17 +140,10 @@ def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:
 # sentences. Trials of damage work on a copy, so that the run itself goes on.
 
 
-ANSWER_S: Final = 90.0
-"""How long a start may take to answer or to refuse, on a machine with much else to do."""
-
-PAGE_TIMEOUT_S: Final = 0.5
-"""A coordinator that stands still does not answer; the storm goes on."""
-
-MOST_BYTES: Final = 1 << 30
-"""A state folder that is larger is not copied."""
-
-SEEN_S: Final = 5.0
-"""For how long two coordinators may both live on one folder until one notices."""
+ANSWER_S: Final = 90.0  # how long a start may take to answer or to refuse, on a machine with much else to do
+PAGE_TIMEOUT_S: Final = 0.5  # a coordinator that stands still does not answer; the storm goes on
+MOST_BYTES: Final = 1 << 30  # a state folder that is larger is not copied
+SEEN_S: Final = 5.0  # for how long two coordinators may both live on one folder until one notices
 
 _VITAL: Final = ("journal-", "epoch", "snapshots")
 """A start may refuse where one of these is damaged; any other file it must do without."""
@@ -270,8 +259,7 @@ def _salvaged(
     _end(start)
 
 
-SALVAGE: Final = ("--write",)
-"""Options with which `farloop journal salvage` changes the folder."""
+SALVAGE: Final = ("--write",)  # options with which `farloop journal salvage` changes the folder
 
 
 def second_start(

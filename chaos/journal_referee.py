@@ -24,11 +24,8 @@ from typing import Any, BinaryIO, Final
 import msgpack
 import xxhash
 
-Version = tuple[int, int]
-"""A fragment, and one of its versions."""
-
-Anchors = list[tuple[int, int, str]]
-"""Fragment, version and digest of the anchor."""
+Version = tuple[int, int]  # a fragment, and one of its versions
+Anchors = list[tuple[int, int, str]]  # fragment, version and digest of the anchor
 
 _NAME: Final = re.compile(r"journal-([0-9]{6,})\.log")
 _SEGMENT: Final = struct.Struct("<8sIIQQQ")
@@ -47,14 +44,10 @@ class Unreadable(Exception):
 class Journal:
     """What a whole journal says of the run's versions."""
 
-    digests: Mapping[Version, str]
-    """Of the anchors."""
-    newest: tuple[int, ...]
-    """Version of each fragment; empty where no run has begun."""
-    twice: tuple[Version, ...] = ()
-    """Versions that more than one record commits."""
-    unequal: tuple[Version, ...] = ()
-    """Versions that two records give different digests."""
+    digests: Mapping[Version, str]  # of the anchors
+    newest: tuple[int, ...]  # version of each fragment; empty where no run has begun
+    twice: tuple[Version, ...] = ()  # versions that more than one record commits
+    unequal: tuple[Version, ...] = ()  # versions that two records give different digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +63,8 @@ class _Place:
     """How far one segment has been read."""
 
     salt: int
-    sequence: int
-    """Of the next record."""
-    offset: int
-    """Of the next record."""
+    sequence: int  # of the next record
+    offset: int  # of the next record
 
 
 def read_journal(folder: Path) -> Journal:

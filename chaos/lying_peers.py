@@ -38,14 +38,12 @@ from farloop.wire.messages import (
 from farloop.wire.reasons import RemoteProtocolError
 from farloop.wire.session import run_tag
 
-LONGEST_S: Final = 120.0
-"""After which a peer ends by itself, if nobody has ended it."""
+LONGEST_S: Final = 120.0  # after which a peer ends by itself, if nobody has ended it
 
 SOURCE: Final = "127.0.0.2"
 """Address that these peers come from, so that limits per address do not hit the honest nodes."""
 
-FLOOD: Final = 2000
-"""Connections that a flood holds."""
+FLOOD: Final = 2000  # connections that a flood holds
 
 U64: Final = 2**64 - 1
 
@@ -265,12 +263,7 @@ def _history(peer: Peer) -> int:
 
 def _offer(peer: Peer, *, fragment: int, version: int, size: int, seq: int) -> Offer:
     blob = BlobId(
-        kind=BlobKind.DELTA,
-        fragment=fragment,
-        version=version,
-        node=peer.name,
-        incarnation=peer.incarnation,
-        seq=seq,
+        kind=BlobKind.DELTA, fragment=fragment, version=version, node=peer.name, incarnation=peer.incarnation, seq=seq
     )
     by = Contribution(
         node=peer.name, incarnation=peer.incarnation, base=version, steps=2**40, tokens=2**62, norm_sq=1e30

@@ -14,11 +14,8 @@ from pathlib import Path
 
 from farloop.config.exit_codes import CommandError, ExitCode
 
-STOP_S = 45.0
-"""How long a process may take to finish what it has begun."""
-
-FARLOOP = ("-m", "farloop.cli.main")
-"""The command, in whatever environment this Python has."""
+STOP_S = 45.0  # how long a process may take to finish what it has begun
+FARLOOP = ("-m", "farloop.cli.main")  # the command, in whatever environment this Python has
 
 _PORTS = range(15_000, 32_000)
 """Below those that systems give to outgoing connections: one of these could be taken by the very node that dials the

@@ -27,12 +27,9 @@ class History:
     def __init__(self) -> None:
         self.digests: dict[Version, set[str]] = {}
         self.lost: set[Version] = set()
-        self.twice: set[Version] = set()
-        """Versions that the journal commits more than once."""
-        self._journaled: set[Version] = set()
-        """All that the journal ever held."""
-        self.committed = 0
-        """Windows that became a version, by the last journal."""
+        self.twice: set[Version] = set()  # versions that the journal commits more than once
+        self._journaled: set[Version] = set()  # all that the journal ever held
+        self.committed = 0  # windows that became a version, by the last journal
         self._shown: list[int] = []
 
     @property
@@ -84,8 +81,7 @@ class Book:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.anchors: dict[int, tuple[int, str]] = {}
-        """Version and digest of each fragment, as last told."""
+        self.anchors: dict[int, tuple[int, str]] = {}  # version and digest of each fragment, as last told
         self._at = 0
 
     def read(self) -> list[tuple[int, int, str]]:
@@ -126,8 +122,7 @@ class Recoveries:
     What is awaited is forgotten where the same thing is awaited anew before it came: the two cannot be told apart.
     """
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By what was awaited."""
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # by what was awaited
     _awaited: dict[tuple[str, str], _Awaited] = field(default_factory=dict)
 
     def await_commit(
@@ -163,8 +158,7 @@ class Memory:
     """Resident bytes of processes over time, in a file as they are measured."""
 
     def __init__(self, path: Path) -> None:
-        self.series: dict[str, list[tuple[float, int]]] = {}
-        """By name: seconds, bytes."""
+        self.series: dict[str, list[tuple[float, int]]] = {}  # by name: seconds, bytes
         self._file: TextIO = path.open("w", newline="")
         self._lines = csv.writer(self._file)
         self._lines.writerow(["t_s", "name", "pid", "rss_bytes"])

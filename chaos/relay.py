@@ -34,14 +34,12 @@ SLICE_S = 0.004
 
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 1500, 64 << 10
 
-BUFFER_BYTES = 64 << 10
-"""What a relay buffers beyond the bytes that are on their way."""
+BUFFER_BYTES = 64 << 10  # what a relay buffers beyond the bytes that are on their way
 
 CATCH_UP_S = 0.1
 """Late timers are made up for while bytes wait, by at most this: the average rate holds on a busy machine."""
 
-READY_S = 0.001
-"""Bytes that follow within this were waiting for the link."""
+READY_S = 0.001  # bytes that follow within this were waiting for the link
 
 
 class LinkError(ValueError):
@@ -328,8 +326,7 @@ def _small_socket() -> socket.socket:
 
 _log = logging.getLogger(__name__)
 
-REPORT_S = 10.0
-"""Between two lines about what crossed."""
+REPORT_S = 10.0  # between two lines about what crossed
 
 
 def throttle(link: str, *, listen: str, to: str) -> None:

@@ -26,36 +26,28 @@ from farloop.chaos.strangers import GUESTS, Guests, few_descriptors
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.monitoring.status import Status
 
-STEP_S = 0.25
-"""What an inner step takes at least, so that a run lasts as long as its storm."""
-
-FASTEST_STEP_S = 0.02
-"""... and where time was lost to faults."""
+STEP_S = 0.25  # what an inner step takes at least, so that a run lasts as long as its storm
+FASTEST_STEP_S = 0.02  # ... and where time was lost to faults.
 
 GATHER_STEP_S, GATHER_STEPS = 0.5, 240
 """The run's steps in which everybody comes back after the last fault: as many as fit into `GATHER_S`."""
 
 TICK_S = 0.1
 
-MEMORY_EVERY_S = 2.0
-"""Between two samples of memory, and two looks at what the coordinator has appended to its journal."""
+MEMORY_EVERY_S = 2.0  # between two samples of memory, and two looks at what the coordinator has appended to its journal
 
 LINE_EVERY_S = 10.0
 POSTPONE_S, PATIENCE_S = 1.0, 60.0
 """How long a fault is put off at a time while its target has not recovered from the last one, and at most."""
 
-AGAIN_S = 1.0
-"""After which a process that ended by itself is started again."""
+AGAIN_S = 1.0  # after which a process that ended by itself is started again
 
 START_S, GATHER_S, END_S, TRIALS_S = 120.0, 180.0, 300.0, 400.0
 """How long the run may take to begin, to have all nodes back after the last fault, and, beside what the storm itself
 took, to end; and how long the last trials of damage may take."""
 
-LAST_STEPS = 240
-"""Of the run, at most, once nothing goes wrong any more."""
-
-MAX_SURPRISES = 40
-"""Findings, before the storm is given up."""
+LAST_STEPS = 240  # of the run, at most, once nothing goes wrong any more
+MAX_SURPRISES = 40  # findings, before the storm is given up
 
 GOOD_LINK = Link.parse("1gbit/1ms")
 BAD_LINKS = tuple(map(Link.parse, ("1mbit/200ms", "3mbit/100ms", "10mbit/300ms")))
@@ -73,10 +65,8 @@ class Outcome:
     digests_equal: bool
     recovery_s: dict[str, list[float]]
     memory: dict[str, list[tuple[float, int]]]
-    released: int = 0
-    """Holds that the operator ended: a liar's word that no node could contradict."""
-    problems: list[str]
-    """What should not have been, beside the numbers; a sentence each."""
+    released: int = 0  # holds that the operator ended: a liar's word that no node could contradict
+    problems: list[str]  # what should not have been, beside the numbers; a sentence each
 
     @property
     def good(self) -> bool:
@@ -97,8 +87,7 @@ class Storm:
     nodes: Sequence[str]
     faults: Sequence[Fault]
     say: Callable[[str], None]
-    stopped: Sequence[int]
-    """Not empty once a person asked to stop."""
+    stopped: Sequence[int]  # not empty once a person asked to stop
 
     _children: Children = field(init=False)
     _history: History = field(init=False, default_factory=History)
@@ -112,17 +101,14 @@ class Storm:
     _links: RelayThread = field(init=False)
     _agenda: list[tuple[float, int, Callable[[], None]]] = field(init=False, default_factory=list)
     _order: "count[int]" = field(init=False, default_factory=count)
-    _down: set[str] = field(init=False, default_factory=set)
-    """Killed, and not started again yet."""
-    _hit: set[str] = field(init=False, default_factory=set)
-    """Targets of the faults that last."""
+    _down: set[str] = field(init=False, default_factory=set)  # killed, and not started again yet
+    _hit: set[str] = field(init=False, default_factory=set)  # targets of the faults that last
     _ended: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
     """When the last fault of a target ended, and the commits by then."""
     _begun: float = field(init=False, default_factory=time.monotonic)
     _ending: bool = field(init=False, default=False)
     _storm_ends: float = field(init=False, default=0.0)
-    _coordinator_starts: bool = field(init=False, default=False)
-    """Whether its last process has not answered yet."""
+    _coordinator_starts: bool = field(init=False, default=False)  # whether its last process has not answered yet
     _status: Status | None = field(init=False, default=None)
     _problems: list[str] = field(init=False, default_factory=list)
     _happened: Counter[Kind] = field(init=False, default_factory=Counter)

@@ -20,8 +20,7 @@ from farloop.config.settings import load_node
 from farloop.node.library import Node
 from farloop.node.trainer import train
 
-LOOK_S = 0.05
-"""Between two looks at the pace, so that a change of it reaches a step that has begun."""
+LOOK_S = 0.05  # between two looks at the pace, so that a change of it reaches a step that has begun
 
 
 def main(file: Path, pace: Path, anchors: Path) -> None:

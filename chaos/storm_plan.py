@@ -40,11 +40,8 @@ _OTHERS: Final[dict[Kind, str]] = {
 }
 """Targets of the kinds that hit neither a node nor the coordinator's process."""
 
-EVERY_S: Final = (3.0, 7.0)
-"""Between two faults."""
-
-SETTLE_S: Final = 6.0
-"""After a fault its target is left alone for this long: about what a process takes to start."""
+EVERY_S: Final = (3.0, 7.0)  # between two faults
+SETTLE_S: Final = 6.0  # after a fault its target is left alone for this long: about what a process takes to start
 
 _TIMES: Final[dict[Kind, int]] = {
     "kill_node": 4,

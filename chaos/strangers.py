@@ -66,22 +66,17 @@ class Guests:
     """All of one storm, in a folder of their own."""
 
     out: Path
-    bind: int
-    """The coordinator's port."""
-    settings: Callable[[], Mapping[str, object]]
-    """Of the run."""
+    bind: int  # the coordinator's port
+    settings: Callable[[], Mapping[str, object]]  # of the run
     children: Children
-    wrong: Callable[[str], None]
-    """Told each finding, in a sentence."""
+    wrong: Callable[[str], None]  # told each finding, in a sentence
     seed: int
-    relay: Relay = field(init=False)
-    """In front of joiners; to be run by the storm."""
+    relay: Relay = field(init=False)  # in front of joiners; to be run by the storm
     unlocked: bool = field(init=False, default=False)
     """Whether a second start goes on without the lock: then either coordinator may stop."""
     lockless: int | None = field(init=False, default=None)
     """Process id of the coordinator whose lock was removed. It stops at its next append: after the fault, maybe."""
-    released: int = field(init=False, default=0)
-    """Holds that ended by `farloop release`."""
+    released: int = field(init=False, default=0)  # holds that ended by `farloop release`
     _held_since: float | None = field(init=False, default=None)
     _dice: random.Random = field(init=False)
     _trials: list[Iterator[None]] = field(init=False, default_factory=list)

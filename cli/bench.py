@@ -34,18 +34,14 @@ QUICK_ELEMENTS = 16 << 20
 _PAIRS: dict[str, Any] = {"seeds": 5, "nodes": 4, "model": "nano", "steps": 600, "h": 30}
 """Defaults of a comparison of pairs."""
 
-_WITHIN_OF_GRID, _WITHIN_OF_PAIRS = 1.0, 0.5
-"""%; default of --within."""
-
-_WIDE = 140
-"""Columns of the quality table in a file or pipe."""
+_WITHIN_OF_GRID, _WITHIN_OF_PAIRS = 1.0, 0.5  # %; default of --within
+_WIDE = 140  # columns of the quality table in a file or pipe
 
 
 @bench_app.command()
 def codecs(
     codec: Annotated[
-        list[str] | None,
-        typer.Option(show_default="all", help="A codec, e.g. q4r:step=0.7; repeatable."),
+        list[str] | None, typer.Option(show_default="all", help="A codec, e.g. q4r:step=0.7; repeatable.")
     ] = None,
     threads: Annotated[
         str, typer.Option(help="Numbers of CPU threads, e.g. 1,2.", show_default="1, 2, 4, … all cores")
@@ -90,15 +86,7 @@ def codecs(
 
     console = progress_console(json=as_json)
     plan = plan_codecs(
-        codec or [],
-        threads,
-        device or [],
-        elements,
-        quick=quick,
-        speed=speed,
-        quality=quality,
-        peers=peers,
-        out=out,
+        codec or [], threads, device or [], elements, quick=quick, speed=speed, quality=quality, peers=peers, out=out
     )
     with _watched(console) as watch:
         report = run(plan, watch=watch)
@@ -349,8 +337,7 @@ def quality(
         typer.Option(metavar="TOML", show_default=False, help="A file with variants and the options below."),
     ] = None,
     seeds: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="3; pairs: 5", help="Runs per variant; an interval needs two."),
+        int | None, typer.Option(min=1, show_default="3; pairs: 5", help="Runs per variant; an interval needs two.")
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, show_default="pairs: 4", help="Nodes of variants that do not set it.")
@@ -362,12 +349,10 @@ def quality(
         int | None, typer.Option(min=1, show_default="400; pairs: 600", help="Inner steps of each node.")
     ] = None,
     h: Annotated[
-        int | None,
-        typer.Option("--h", min=1, show_default="30", help="Inner steps between two sends of a fragment."),
+        int | None, typer.Option("--h", min=1, show_default="30", help="Inner steps between two sends of a fragment.")
     ] = None,
     global_batch: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="16", help="For a grid: sequences per step, shared by the nodes."),
+        int | None, typer.Option(min=1, show_default="16", help="For a grid: sequences per step, shared by the nodes.")
     ] = None,
     tune: Annotated[
         list[str] | None,

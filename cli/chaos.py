@@ -160,8 +160,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-SETTLED: Final = 15
-"""Samples until the memory of a process has settled."""
+SETTLED: Final = 15  # samples until the memory of a process has settled
 
 
 def peak(series: Sequence[tuple[float, int]]) -> int:
@@ -215,8 +214,7 @@ def highest(series: Sequence[tuple[float, int]], stretch_s: float) -> list[tuple
     return [largest[number] for number in sorted(largest)]
 
 
-_STRETCHES: Final = 80
-"""Of a figure."""
+_STRETCHES: Final = 80  # of a figure
 
 
 def draw_memory(path: Path, memory: dict[str, list[tuple[float, int]]]) -> None:

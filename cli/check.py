@@ -13,8 +13,7 @@ from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.keys import AllowList, load_public, load_secret
 
-Line = tuple[str, str]
-"""Label and value."""
+Line = tuple[str, str]  # label and value
 
 
 def check(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> list[Line]:

@@ -92,8 +92,7 @@ def connect(address: Address, timeout_s: float = 3.0) -> str | None:
         return (error.strerror or str(error)).lower()
 
 
-STANDSTILL_S = 2.0
-"""Without an answer for this long, the event loop is unhealthy."""
+STANDSTILL_S = 2.0  # without an answer for this long, the event loop is unhealthy
 
 _DIFFERS = {
     "name": "the name differs",

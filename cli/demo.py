@@ -34,8 +34,7 @@ from farloop.node.trainer import EVALUATION_BATCH
 from farloop.quant.registry import warm_for
 
 POLL_S = 0.5
-START_S = 60.0
-"""Time limit for the coordinator's first answer."""
+START_S = 60.0  # time limit for the coordinator's first answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,10 +51,8 @@ class Finding:
     level: Level
     what: str
     detail: str
-    fix: str = ""
-    """What to do; empty where nothing is wrong."""
-    data: Mapping[str, Any] | None = None
-    """More facts, for programs."""
+    fix: str = ""  # what to do; empty where nothing is wrong
+    data: Mapping[str, Any] | None = None  # more facts, for programs
 
 
 def ok(what: str, detail: str, data: Mapping[str, Any] | None = None) -> Finding:
@@ -72,11 +70,8 @@ def fail(what: str, detail: str, fix: str) -> Finding:
     return Finding(level="fail", what=what, detail=detail, fix=fix)
 
 
-FEW_FILES: Final = 4096
-"""A coordinator needs some for every node, its journal and its pages; many systems allow 1024."""
-
-LONG_S: Final = 0.02
-"""From this round trip on, the choice of congestion control matters."""
+FEW_FILES: Final = 4096  # a coordinator needs some for every node, its journal and its pages; many systems allow 1024
+LONG_S: Final = 0.02  # from this round trip on, the choice of congestion control matters
 
 TRY_S: Final = 3.0
 
@@ -262,8 +257,7 @@ STATE_BYTES_PER_PARAMETER = 24
 
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
-DRIFT_S = 2.0
-"""Largest difference of wall clocks without a warning."""
+DRIFT_S = 2.0  # largest difference of wall clocks without a warning
 
 
 def examine(
@@ -302,10 +296,7 @@ def versions() -> list[Finding]:
     names = ("farloop", "torch", "pyzmq", "numpy")
     libraries = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     python = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()}"
-    return [
-        ok("python", f"{python} {platform.machine()}"),
-        ok("libraries", libraries),
-    ]
+    return [ok("python", f"{python} {platform.machine()}"), ok("libraries", libraries)]
 
 
 def devices() -> list[Finding]:

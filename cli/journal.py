@@ -159,8 +159,7 @@ def salvage_journal(
         Path | None, typer.Argument(metavar="DIR", show_default=False, help="The same as --state DIR.")
     ] = None,
     state: Annotated[
-        Path | None,
-        typer.Option("--state", metavar="DIR", show_default="state", help="The coordinator's state_dir."),
+        Path | None, typer.Option("--state", metavar="DIR", show_default="state", help="The coordinator's state_dir.")
     ] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write it; move the old files into DIR/before-salvage-N.")

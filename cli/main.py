@@ -16,17 +16,7 @@ from rich.console import Console
 from farloop.cli.bench import bench_app
 from farloop.cli.journal import journal_app
 from farloop.cli.keys import keys_app
-from farloop.cli.options import (
-    STATE,
-    AsJson,
-    Commands,
-    Level,
-    LogJson,
-    PagesUrl,
-    SetFlags,
-    StateFolder,
-    TextData,
-)
+from farloop.cli.options import STATE, AsJson, Commands, Level, LogJson, PagesUrl, SetFlags, StateFolder, TextData
 from farloop.cli.plan import plan
 from farloop.cli.ranks import end_rank, follows_rank_0, launch, rank_of
 from farloop.cli.schedule import schedule
@@ -35,13 +25,11 @@ from farloop.cli.simulate import simulate_app
 from farloop.config.exit_codes import EPILOG, CommandError, ExitCode
 from farloop.config.logs import LogLevel, set_up
 
-DEMO_STEPS = 2000
-"""About three minutes on two cores; within 3 % of data parallel, which takes some sixty outer steps."""
+DEMO_STEPS = 2000  # about three minutes on two cores; within 3 % of data parallel, which takes some sixty outer steps
 
 PAGES = "http://127.0.0.1:9700"
 
-TRAIN, INSPECT, CONFIGURE = "Train", "Inspect", "Configure"
-"""Sections of `--help`."""
+TRAIN, INSPECT, CONFIGURE = "Train", "Inspect", "Configure"  # sections of `--help`
 
 app = Commands(
     "Train one model on GPU clusters that are far apart and connected by slow links.",
@@ -140,12 +128,10 @@ def coordinator(
         ),
     ] = False,
     adopt_patience: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", show_default="300", help="How long to wait for absent nodes."),
+        float | None, typer.Option(metavar="SECONDS", show_default="300", help="How long to wait for absent nodes.")
     ] = None,
     adopt_newest: Annotated[
-        bool,
-        typer.Option("--adopt-newest", help="Also accept a version that only one node reports."),
+        bool, typer.Option("--adopt-newest", help="Also accept a version that only one node reports.")
     ] = False,
     copy_to: Annotated[
         str, typer.Option(metavar="URL", show_default=False, help="Copy the state to s3://, gs:// or file:///.")

@@ -20,14 +20,12 @@ if TYPE_CHECKING:
     from farloop.coordinator.routing.inventory import Inventory
     from farloop.coordinator.routing.plan import Plan
 
-_MOST_ROWS = 24
-"""Most paths in the text; JSON has all."""
+_MOST_ROWS = 24  # most paths in the text; JSON has all
 
 
 def plan(
     inventory: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Nodes, links and model, as .toml or .json."),
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Nodes, links and model, as .toml or .json.")
     ] = None,
     live: Annotated[
         str, typer.Option(metavar="URL", show_default=False, help="Take nodes and links from this coordinator.")

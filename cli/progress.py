@@ -16,11 +16,8 @@ from farloop.monitoring.status import NodeStatus, Status
 from farloop.monitoring.status_summary import RunView, view_of
 from farloop.monitoring.units import duration_text, loss_text, plural
 
-LINE_EVERY_S = 10.0
-"""Between two plain progress lines."""
-
-PACE_WINDOW_S = 60.0
-"""The time left is reckoned from the speed over this long."""
+LINE_EVERY_S = 10.0  # between two plain progress lines
+PACE_WINDOW_S = 60.0  # the time left is reckoned from the speed over this long
 
 REFRESH_PER_S = 5
 

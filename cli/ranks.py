@@ -20,8 +20,7 @@ _log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 
-LINGER_S = 2.0
-"""Time for rank 0 to end with its own code before the failure of another rank makes torchrun stop all."""
+LINGER_S = 2.0  # time for rank 0 to end with its own code before the failure of another rank makes torchrun stop all
 
 _LOST = re.compile(r"connection (was )?(closed|reset)|remote (process|worker)|broken pipe", re.IGNORECASE)
 """Messages of gloo and NCCL about a lost peer."""

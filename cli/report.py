@@ -92,11 +92,8 @@ def _node_table(nodes: Sequence[NodeSummary]) -> tuple[list[str], list[list[str]
 # Matplotlib draws in placeholder colours that become CSS variables of the page, so that one drawing serves light and
 # dark. Text stays text in the page's font.
 
-SERIES = 6
-"""Nodes with a colour of their own; more nodes than that share a muted one."""
-
-MAX_POINTS = 1200
-"""Points of a curve: more cannot be told apart at this width."""
+SERIES = 6  # nodes with a colour of their own; more nodes than that share a muted one
+MAX_POINTS = 1200  # points of a curve: more cannot be told apart at this width
 
 _WIDTH_IN, _HEIGHT_IN = 9.6, 4.0
 
@@ -149,8 +146,7 @@ def traffic_figure(history: History, parameters: int, reduction: float) -> Marku
         return _svg(figure, "traffic", "Bytes sent against time")
 
 
-Curve = tuple[str, list[int], str, str, float]
-"""Label, values, colour, line style and width."""
+Curve = tuple[str, list[int], str, str, float]  # label, values, colour, line style and width
 
 
 def _traffic_curves(moments: Sequence[Traffic], parameters: int) -> list[Curve]:

@@ -34,12 +34,10 @@ _COUNTERS = ("inner_steps", "lost_steps", "tokens", "bytes_up", "bytes_down", *B
 class Traffic:
     """Sums over all nodes at one moment."""
 
-    t: float
-    """Seconds since the run's start."""
+    t: float  # seconds since the run's start
     bytes_up: int
     bytes_down: int
-    by_kind: BytesStatus
-    """Bytes of both directions."""
+    by_kind: BytesStatus  # bytes of both directions
     inner_steps: int
 
     @property
@@ -185,8 +183,7 @@ class NodeSummary(TypedDict):
     bytes_up: NotRequired[int]
     bytes_down: NotRequired[int]
     bytes_state: NotRequired[int]
-    digests: NotRequired[list[str]]
-    """Digests of its own anchors, in fragment order."""
+    digests: NotRequired[list[str]]  # digests of its own anchors, in fragment order
 
 
 class Summary(TypedDict):
@@ -195,10 +192,8 @@ class Summary(TypedDict):
     val_loss_start: float | None
     val_loss_end: float | None
     tokens: int
-    inner_steps: int
-    """Over all starts of all nodes."""
-    merged_steps: int
-    """Of them those that count for `reduction`: not lost, and not done twice."""
+    inner_steps: int  # over all starts of all nodes
+    merged_steps: int  # of them those that count for `reduction`: not lost, and not done twice
     outer_steps: int
     nodes: int
     method: str
@@ -208,22 +203,17 @@ class Summary(TypedDict):
     bytes_down: int
     bytes_data_parallel_fp32: int
     """8 · parameters · merged steps: fp32 gradients up and their mean down, every step of every node."""
-    bytes_total: int
-    """`bytes_up` + `bytes_down`: all bytes of the run, of all kinds."""
-    bytes_by_kind: BytesStatus
-    """Both directions; their sum is `bytes_total`."""
-    bytes_state: int
-    """Of `bytes_total`: snapshots and probes."""
-    reduction: float
-    """`bytes_data_parallel_fp32` ÷ `bytes_total`."""
+    bytes_total: int  # `bytes_up` + `bytes_down`: all bytes of the run, of all kinds
+    bytes_by_kind: BytesStatus  # both directions; their sum is `bytes_total`
+    bytes_state: int  # of `bytes_total`: snapshots and probes
+    reduction: float  # `bytes_data_parallel_fp32` ÷ `bytes_total`
     digests_equal: bool | None
     """Whether every node ended with the coordinator's anchors, bit for bit; None when nobody compared."""
     compute_share: float
     """Share of the time that the training loops had for themselves, data loading included: the mean over nodes, each
     since its last start. farloop's own code, waiting and evaluation are the rest."""
     wall_s: float
-    digests: list[str]
-    """The coordinator's anchors, in fragment order."""
+    digests: list[str]  # the coordinator's anchors, in fragment order
     parameters: int
     h: int
     steps: int

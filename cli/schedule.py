@@ -26,11 +26,8 @@ if TYPE_CHECKING:
     from farloop.algo.terms import Terms
     from farloop.config.run_spec import RunConfig
 
-ROWS = 16
-"""Most rows of the table; of more rounds, evenly spaced ones are shown."""
-
-_BAR = 24
-"""Characters of the longest bar."""
+ROWS = 16  # most rows of the table; of more rounds, evenly spaced ones are shown
+_BAR = 24  # characters of the longest bar
 
 _FLAGS = {
     "lr.shape": "--schedule",
@@ -86,8 +83,7 @@ class Preview:
 
 def schedule(
     file: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN.toml", show_default=False, help="The run; options override it."),
+        Path | None, typer.Argument(metavar="RUN.toml", show_default=False, help="The run; options override it.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Inner steps of each node.", show_default="600")] = None,
     warmup: Annotated[

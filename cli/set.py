@@ -9,8 +9,7 @@ import typer
 from farloop.cli.options import STATE, AsJson, StateFolder
 
 DisbelievedNodes = Annotated[
-    list[str] | None,
-    typer.Option("--node", show_default=False, help="A node whose claim is wrong; repeatable."),
+    list[str] | None, typer.Option("--node", show_default=False, help="A node whose claim is wrong; repeatable.")
 ]
 
 

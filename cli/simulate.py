@@ -27,8 +27,7 @@ ALL = "all"
 
 GBIT_S = "0.1,0.3,1,3,10,30,100,300,1000"
 
-H, LAYERS_PER_FRAGMENT = 100, 3
-"""Those of Table 4 of Streaming DiLoCo (arXiv 2501.18512)."""
+H, LAYERS_PER_FRAGMENT = 100, 3  # those of Table 4 of Streaming DiLoCo (arXiv 2501.18512)
 
 LADDER: "Mapping[ModelName, tuple[int, float]]" = {"farloop": (5, 4.25), "published": (1, 4.0)}
 """Overlap and bits that the upper steps of `--method all` add: farloop's defaults (`streaming`, `q4`); that table's."""
@@ -41,10 +40,8 @@ class Curve:
     """A training and what the simulator says of it."""
 
     training: "Training"
-    required_gbit_s: Mapping[float, float]
-    """By utilisation."""
-    utilization: Mapping[float, float]
-    """By Gbit/s."""
+    required_gbit_s: Mapping[float, float]  # by utilisation
+    utilization: Mapping[float, float]  # by Gbit/s
 
 
 def bandwidth(
@@ -61,9 +58,7 @@ def bandwidth(
     h: Annotated[
         int | None,
         typer.Option(
-            "--h",
-            help="Inner steps between two syncs of the same parameters.",
-            show_default=f"{H}; data-parallel: 1",
+            "--h", help="Inner steps between two syncs of the same parameters.", show_default=f"{H}; data-parallel: 1"
         ),
     ] = None,
     bits: Annotated[

@@ -20,8 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:9700"
 TIMEOUT_S = 5.0
 POLL_S = 1.0
 
-MAX_BYTES = 16 << 20
-"""Thousands of nodes fit in."""
+MAX_BYTES = 16 << 20  # thousands of nodes fit in
 
 
 def fetch(url: str) -> Status:

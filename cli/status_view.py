@@ -19,26 +19,17 @@ from farloop.monitoring.status import LinkStatus, MachineStatus, NicStatus, Stat
 from farloop.monitoring.status_summary import EventView, NodeView, RunView, WindowView, anomaly_lines, validation_text
 from farloop.monitoring.units import NOTHING, duration_text, plural, rate_text, size_text, thinned
 
-SHOWN = 6
-"""Recent events that are shown."""
+SHOWN = 6  # recent events that are shown
 
 MARGIN = (1, 1)
 
-FIXED_ROWS = 13
-"""Rows that are not nodes, events or alarms, and the line of the cursor."""
+FIXED_ROWS = 13  # rows that are not nodes, events or alarms, and the line of the cursor
 
 RECENT_HEAD_ROWS = 2
-MORE_ROWS = 2
-"""Where there are more nodes than fit."""
-
-NAME_COLUMNS, WIDE_NAME_COLUMNS = 16, 24
-"""Longer names are cut."""
-
-WIDE = 104
-"""Columns from which the node table has all of its columns."""
-
-_STYLES = {"good": "green", "wait": "yellow", "bad": "red", "": ""}
-"""By tone."""
+MORE_ROWS = 2  # where there are more nodes than fit
+NAME_COLUMNS, WIDE_NAME_COLUMNS = 16, 24  # longer names are cut
+WIDE = 104  # columns from which the node table has all of its columns
+_STYLES = {"good": "green", "wait": "yellow", "bad": "red", "": ""}  # by tone
 
 _EVENT_STYLES = {"refused": "red", "alarm": "bold red", "anchor": "red", "stalled": "red", "delta": "yellow",
                  "dropped": "yellow", "over": "green"}  # fmt: skip

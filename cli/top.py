@@ -34,8 +34,7 @@ _WIDTHS = {"node": 12, "state": 12, "step": 7, "loss": 6, "now": 0, "compute": 9
 _FROM = {"tokens/s": WIDE, "heard": 112, "up": 124, "down": 134}
 """Columns of the terminal from which a column of the table is shown: what a node does now comes first."""
 _LEFT = frozenset({"node", "state", "now"})
-_PADDING = 2
-"""Columns around each cell."""
+_PADDING = 2  # columns around each cell
 _SCROLL_BAR = 2
 
 DARK, LIGHT = "textual-dark", "textual-light"
@@ -44,10 +43,7 @@ _GREYS = ((0, 0, 0), (66, 66, 66), (96, 96, 96))
 _COLOURS = ((160, 30, 25), (25, 96, 20), (115, 74, 0), (40, 80, 180), (108, 50, 145), (0, 86, 125))
 """Red, green, yellow, blue, magenta, cyan: dark enough to be read on the light background and on the table's rows."""
 ON_LIGHT = TerminalTheme(
-    (224, 224, 224),
-    _GREYS[0],
-    [_GREYS[0], *_COLOURS, _GREYS[1]],
-    [_GREYS[2], *_COLOURS, _GREYS[1]],
+    (224, 224, 224), _GREYS[0], [_GREYS[0], *_COLOURS, _GREYS[1]], [_GREYS[2], *_COLOURS, _GREYS[1]]
 )
 
 SortKey = Callable[[NodeStatus], tuple[bool, float | str]]

@@ -7,8 +7,7 @@ from typing import Any
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.coordinator.admin import NAME, ask
 
-TIMEOUT_S = 60.0
-"""Time limit for an answer, which comes once the change is durable."""
+TIMEOUT_S = 60.0  # time limit for an answer, which comes once the change is durable
 
 
 def change_terms(words: Sequence[str], state: Path, *, dry_run: bool) -> Mapping[str, Any]:

@@ -18,8 +18,7 @@ from farloop.config.sources import ConfigError, load_tables, nearest, parse_tcp
 from farloop.coordinator.routing import inventory as plain
 from farloop.coordinator.routing.sync_plan import bits_of
 
-_MBIT, _GBIT = 125e3, 125e6
-"""Bytes/s."""
+_MBIT, _GBIT = 125e3, 125e6  # Bytes/s
 
 
 class _Table(BaseModel):

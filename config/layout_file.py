@@ -127,19 +127,14 @@ class Outcome:
     """The result of writing a plan."""
 
     path: Path
-    layout: StageLayout
-    """The layout in the file now."""
-    keeps: bool
-    """Whether the file existed and its stages are kept."""
+    layout: StageLayout  # the layout in the file now
+    keeps: bool  # whether the file existed and its stages are kept
     written: bool = True
-    step_s: float
-    """Predicted time of an inner step."""
+    step_s: float  # predicted time of an inner step
     present_step_s: float | None = None
     """The same along the former paths; None if there were none or it cannot be predicted."""
-    away: frozenset[str] = frozenset()
-    """Absent nodes that have a stage."""
-    why: str = ""
-    """Why the file was overwritten or not; empty for a new file."""
+    away: frozenset[str] = frozenset()  # absent nodes that have a stage
+    why: str = ""  # why the file was overwritten or not; empty for a new file
 
     @property
     def run(self) -> dict[str, str | int]:

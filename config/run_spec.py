@@ -166,8 +166,7 @@ class Plan:
 
     spec: RunSpec
     anchors: list[Tensor]
-    notes: list[str]
-    """Derived settings worth telling the user."""
+    notes: list[str]  # derived settings worth telling the user
     evaluation: EvaluationSet | None
 
 

@@ -30,8 +30,7 @@ from farloop.sim.flow.scenario import (
     Variant,
 )
 
-_TABLES: Mapping[str, type] = {"model": Model, "coordinator": Hub, "run": Choice, "sweep": Sweep}
-"""`[name]`"""
+_TABLES: Mapping[str, type] = {"model": Model, "coordinator": Hub, "run": Choice, "sweep": Sweep}  # `[name]`
 
 _LISTS: Mapping[str, type] = {
     "nodes": Group,

@@ -76,12 +76,9 @@ class Key:
     section: str
     name: str
     kind: type
-    optional: bool
-    """Whether None is allowed."""
-    default: object
-    """`dataclasses.MISSING` for a required key."""
-    meaning: str
-    """The docstring of its field, as one line."""
+    optional: bool  # whether None is allowed
+    default: object  # `dataclasses.MISSING` for a required key
+    meaning: str  # the docstring of its field, as one line
 
     def parse(self, given: Given) -> object:
         """The given value in its type. Raises ConfigError."""
@@ -121,8 +118,7 @@ def _resolved(path: Path, folder: Path) -> Path:
     return Path(os.path.normpath(folder / path.expanduser()))
 
 
-Schema = Mapping[str, Mapping[str, Key]]
-"""Section → key → what it is."""
+Schema = Mapping[str, Mapping[str, Key]]  # section → key → what it is
 
 
 def _section(name: str, *owners: type, without: frozenset[str] = frozenset()) -> dict[str, Key]:
@@ -214,8 +210,7 @@ LEAST = {
     ("pipeline", "memory"): 1,
 }
 
-_MOST = 2**63 - 1
-"""Largest integer of the wire and of torch."""
+_MOST = 2**63 - 1  # largest integer of the wire and of torch
 
 _SHARES = {
     ("coordinator", "min_participation"): (1.0, "share; 0 to 1 is wanted, as 0.5"),
@@ -242,8 +237,7 @@ class Setting:
 
     key: Key
     value: Any
-    given: Given | None
-    """None for the default."""
+    given: Given | None  # None for the default
 
     @property
     def origin(self) -> str:

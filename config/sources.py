@@ -48,8 +48,7 @@ ANY_HOST = ("*", "0.0.0.0", "::")
 class Address:
     """A host and a port."""
 
-    host: str
-    """Without the brackets of IPv6."""
+    host: str  # without the brackets of IPv6
     port: int
 
     @property
@@ -123,12 +122,9 @@ class Given:
     section: str
     key: str
     value: object
-    origin: str
-    """`run.toml:7`, `FARLOOP_RUN__STEPS` or `--set`."""
-    is_text: bool
-    """From the environment or a flag: `600` may be a number."""
-    folder: Path
-    """Base of relative paths: the folder of the file, else the working folder."""
+    origin: str  # `run.toml:7`, `FARLOOP_RUN__STEPS` or `--set`
+    is_text: bool  # from the environment or a flag: `600` may be a number
+    folder: Path  # base of relative paths: the folder of the file, else the working folder
 
     def error(self, what: str) -> ConfigError:
         """About this value."""

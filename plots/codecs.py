@@ -23,16 +23,12 @@ BARS = ("encode", "decode", "add", "fused")
 
 MOST_PANELS = 3
 
-Bar = tuple[str, str, float]
-"""(codec, operation, place on the y axis)"""
-
-_MOST_SHARE = 2.5
-"""Bars end here; what they stand for is written beside them."""
+Bar = tuple[str, str, float]  # (codec, operation, place on the y axis)
+_MOST_SHARE = 2.5  # bars end here; what they stand for is written beside them
 
 _LEAST_ERROR, _MOST_ERROR = 4e-7, 2.0
 _SHORT = (("bitsandbytes", "bnb"), ("pi-quant", "pi"), ("torchao ", ""), ("hivemind", "hm"))
-_DUPLICATES = frozenset({"torch eager q4", "torch bf16"})
-"""Their numbers are those of codecs that are in the picture."""
+_DUPLICATES = frozenset({"torch eager q4", "torch bf16"})  # their numbers are those of codecs that are in the picture
 
 
 def plot_quality(path: Path, report: CodecReport) -> None:
@@ -104,8 +100,7 @@ def _label(axes: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None
         )  # fmt: skip
 
 
-Box = tuple[float, float, float, float]
-"""Left, bottom, right and top, in pixels."""
+Box = tuple[float, float, float, float]  # left, bottom, right and top, in pixels
 
 
 def _free_place(

@@ -73,10 +73,7 @@ def _planning(axes: Axes, findings: Findings) -> None:
 
 def _relays(axes: Axes, findings: Findings) -> None:
     found = findings.relaying
-    pairs = [
-        ("star", found.star_s, found.star_simulated_s),
-        ("relay per site", found.relay_s, found.relay_simulated_s),
-    ]
+    pairs = [("star", found.star_s, found.star_simulated_s), ("relay per site", found.relay_s, found.relay_simulated_s)]
     _pairs(axes, pairs, "simulated", lambda seconds: f"{seconds:.1f} s", 1.2 * found.star_s)
     axes.set_xlabel("seconds")
     factor = found.star_simulated_s / found.relay_simulated_s
@@ -148,8 +145,7 @@ _LINES: Final = (*SERIES, "#0e7490", "#7c5800", "#be185d", "#4d7c0f")
 """As many paths have a colour of their own; of more, only the slowest have."""
 
 _MOST_COLOURED = 10
-_MOST_LABELS = 64
-"""Nodes that are named."""
+_MOST_LABELS = 64  # nodes that are named
 
 _KINDS: Final = (("F", "forward", SERIES[0]), ("L", "loss", SERIES[2]), ("B", "backward", SERIES[1]))
 

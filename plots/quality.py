@@ -21,11 +21,8 @@ from farloop.plots.style import GOOD, INK, MUTED, beside, color_of, figure, log_
 COLORS = ("#2563c9", "#0d8f72", "#d1620a", "#a8328a", "#6247cf", "#b08900", "#0891b2", "#c2262e", "#5b7a1c")
 """Of the variants but the baseline, which is dark; in the second round through them lines are dashed."""
 
-_BEGINNING = 0.1
-"""Share of a run that may be above the plot: there all fall alike."""
-
-_ROW_IN = 0.62
-"""Height of a variant."""
+_BEGINNING = 0.1  # share of a run that may be above the plot: there all fall alike
+_ROW_IN = 0.62  # height of a variant
 
 
 def plot(
@@ -98,11 +95,9 @@ class Course:
 
     label: str
     tokens: tuple[float, ...]
-    moved: tuple[float, ...]
-    """Bytes of a node, up and down; nothing where it is alone."""
+    moved: tuple[float, ...]  # bytes of a node, up and down; nothing where it is alone
     loss: tuple[float, ...]
-    spread: tuple[float, ...]
-    """Standard deviation; 0 for a single seed."""
+    spread: tuple[float, ...]  # standard deviation; 0 for a single seed
 
     @property
     def alone(self) -> bool:

@@ -34,14 +34,9 @@ from farloop.sim.flow.sweep import Row
 
 # --- compute utilisation against bandwidth, a curve per training
 
-POINTS = 400
-"""Of a curve."""
-
-AIM = 0.95
-"""The utilisation whose bandwidth is written beside each curve."""
-
-_LOWEST = 0.05
-"""Curves begin where the thriftiest has this utilisation."""
+POINTS = 400  # of a curve
+AIM = 0.95  # the utilisation whose bandwidth is written beside each curve
+_LOWEST = 0.05  # curves begin where the thriftiest has this utilisation
 
 
 def draw_bandwidth(path: Path, trainings: Sequence[Training]) -> None:
@@ -127,8 +122,7 @@ def _rate_text(gbit_s: float) -> str:
 _PARTS: Final = (("useful", GOOD), ("lost", WARN), ("idle", GRID), ("down", "#8a8f98"))
 """Where machine-seconds go, in the order of the bars."""
 
-_BINS: Final = 72
-"""Points of a timeline."""
+_BINS: Final = 72  # points of a timeline
 
 
 _WORDS: Final = {
@@ -235,11 +229,8 @@ def _bars(axes: Axes, found: Sequence[Row]) -> None:
 
 # --- H over the steps of a run, above the learning rate that it follows
 
-_POINTS = 1000
-"""Of the learning rate's curve."""
-
-_MOST_SYNCS = 200
-"""More than that would be a grey band."""
+_POINTS = 1000  # of the learning rate's curve
+_MOST_SYNCS = 200  # more than that would be a grey band
 
 
 def draw_schedule(path: Path, terms: Terms, rounds: Sequence[RoundPlan]) -> None:

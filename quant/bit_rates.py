@@ -10,21 +10,16 @@ from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.codec import Codec, flat
 from farloop.quant.norm import norm_sq
 
-SAMPLE_ELEMENTS = 1 << 14
-"""Per tensor: enough for its error within a few percent, in a millisecond."""
-
-_PIECE = 1024
-"""Elements of one piece of a sample: whole blocks of every format."""
+SAMPLE_ELEMENTS = 1 << 14  # per tensor: enough for its error within a few percent, in a millisecond
+_PIECE = 1024  # elements of one piece of a sample: whole blocks of every format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
     """A point of a codec's rate–distortion curve."""
 
-    bits: int
-    """Of the payload, after the entropy stage if there is one."""
-    error: float
-    """Squared norm of the error."""
+    bits: int  # of the payload, after the entropy stage if there is one
+    error: float  # squared norm of the error
 
 
 def measure(codec: Codec, x: Tensor) -> Rate:

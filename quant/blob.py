@@ -83,10 +83,8 @@ class BlobHeader:
 class Expected:
     """What the receiver expects of a blob."""
 
-    codecs: tuple[Codec, ...]
-    """The codecs that are allowed."""
-    fragment: Fragment
-    """From the layout. The fields of the blob are compared with it, and never used as sizes."""
+    codecs: tuple[Codec, ...]  # the codecs that are allowed
+    fragment: Fragment  # From the layout. The fields of the blob are compared with it, and never used as sizes.
     version: int
     base: int
     newest_epoch: int
@@ -266,8 +264,7 @@ def _checksum(blob: memoryview) -> int:
 # --- A snapshot: the blob of an anchor, in fp32
 
 
-_ANY_EPOCH: Final = (1 << 32) - 1
-"""The largest that a blob's header can name."""
+_ANY_EPOCH: Final = (1 << 32) - 1  # the largest that a blob's header can name
 
 
 def pack_anchor(anchor: Tensor, fragment: Fragment, version: int, epoch: int) -> bytearray:

@@ -28,8 +28,7 @@ from farloop.quant.errors import BadPayload, NonFiniteError
 class Parameter:
     """One key that may follow the colon of a spelling."""
 
-    read: Callable[[str], Any]
-    """Raises ValueError with the values that are allowed."""
+    read: Callable[[str], Any]  # raises ValueError with the values that are allowed
     write: Callable[[Any], str]
     meaning: str
 
@@ -97,24 +96,16 @@ _INFINITY_BITS = 0x7F800000
 class Traits:
     """What a codec promises. Tests check each promise; a run that needs one refuses a codec without it."""
 
-    bits_per_element: float
-    """Bits of a large fragment, scales included; before the entropy stage."""
-    exact_decode: bool
-    """Decoding gives the same fp32 numbers on every machine: anchors need that."""
-    unbiased: bool
-    """The mean of the decoded numbers, over seeds, is what was encoded."""
+    bits_per_element: float  # bits of a large fragment, scales included; before the entropy stage
+    exact_decode: bool  # decoding gives the same fp32 numbers on every machine: anchors need that
+    unbiased: bool  # the mean of the decoded numbers, over seeds, is what was encoded
     contraction: float
     """δ: E|x − decoded|² ≤ (1 − δ)|x|² for every x. 0: none is guaranteed, so a residual could grow without bound."""
-    deterministic: bool
-    """The seed changes nothing."""
-    summable: bool = False
-    """Payloads can be added without decoding them."""
-    entropy_coded: bool = False
-    """Its blobs are compressed (zstd level 1)."""
-    warm_start: bool = False
-    """Encodes better when it sees its last payload again."""
-    sparse: bool = False
-    """Most of a delta stays in the residual, so a lost residual costs progress: it is kept on disk."""
+    deterministic: bool  # the seed changes nothing
+    summable: bool = False  # payloads can be added without decoding them
+    entropy_coded: bool = False  # its blobs are compressed (zstd level 1)
+    warm_start: bool = False  # encodes better when it sees its last payload again
+    sparse: bool = False  # most of a delta stays in the residual, so a lost residual costs progress: it is kept on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +116,9 @@ class Codec(ABC):
     """The fields that a spelling may set, besides `beta`."""
 
     name: str
-    code: int
-    """Its number on the wire, 1…255; never reused."""
-    block: int = 1
-    """Elements that share a scale; 1: there are no scales."""
-    beta: float = 0.0
-    """Error feedback: the share of what was lost that the sender adds to its next delta; 0 for none."""
+    code: int  # its number on the wire, 1…255; never reused
+    block: int = 1  # elements that share a scale; 1: there are no scales
+    beta: float = 0.0  # error feedback: the share of what was lost that the sender adds to its next delta; 0 for none
 
     @property
     @abstractmethod

@@ -24,8 +24,7 @@ class NonFiniteError(CodecError):
     """The fragment cannot be sent; what was written to the output so far is meaningless."""
 
     def __init__(self, index: int) -> None:
-        self.index = index
-        """The first element that is not finite."""
+        self.index = index  # the first element that is not finite
         super().__init__(f"element {index} is not finite")
 
 

@@ -9,8 +9,7 @@ from farloop.algo.spec import TILE, Fragment
 from farloop.quant.codec import Codec
 from farloop.quant.kernels.dispatch import fast_tile_sums
 
-NORM_TILE = 4096
-"""Elements of one partial sum; a power of two that divides `TILE`."""
+NORM_TILE = 4096  # elements of one partial sum; a power of two that divides `TILE`
 
 
 def norm_sq(x: Tensor) -> float:

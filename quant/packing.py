@@ -22,11 +22,8 @@ Q8_BLOCK: Final = 256
 E3M0_BLOCK: Final = 64
 Q4R_BLOCK: Final = 256
 
-Q4R_GROUP: Final = 64
-"""Elements whose codes are packed together, as `q4` packs its blocks."""
-
-BF16_LARGEST: Final = 0x7F7F
-"""Bits of the largest finite bf16, (2 − 2⁻⁷)·2¹²⁷."""
+Q4R_GROUP: Final = 64  # elements whose codes are packed together, as `q4` packs its blocks
+BF16_LARGEST: Final = 0x7F7F  # bits of the largest finite bf16, (2 − 2⁻⁷)·2¹²⁷
 
 SMALLEST_SCALE: Final = 0x0D80
 """Bits of 2⁻¹⁰⁰. Smaller scales are written as 0, so that no decoder meets a subnormal product, whatever its code."""
@@ -57,8 +54,7 @@ def aligned(num_bytes: int) -> int:
 class Layout:
     """`[scales bf16 × num_blocks][zeros up to a multiple of 64][codes]`, little-endian."""
 
-    block: int
-    """Elements that share a scale: a power of two up to 256. 1: there are no scales."""
+    block: int  # Elements that share a scale: a power of two up to 256. 1: there are no scales.
     code_bits: int
 
     @property

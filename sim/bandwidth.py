@@ -25,12 +25,9 @@ class Flow:
 
     name: str
     num_bytes: float
-    links: tuple[str, ...]
-    """It crosses all of them at once."""
-    latency_s: float = 0.0
-    """From its last byte sent to its last byte there."""
-    after: tuple[str, ...] = ()
-    """Flows that must have arrived before it begins."""
+    links: tuple[str, ...]  # it crosses all of them at once
+    latency_s: float = 0.0  # from its last byte sent to its last byte there
+    after: tuple[str, ...] = ()  # flows that must have arrived before it begins
 
 
 def play(flows: Sequence[Flow], bytes_per_s: Mapping[str, float]) -> dict[str, float]:
@@ -131,36 +128,24 @@ _PERIODS = 6
 periods after it was sent, so from the third on all waits take part, and one more has always been enough to repeat (see
 the tests): every period where nothing lags, every second one where updates come a round late."""
 
-_BRACKETS = 16
-"""Parts into which a search cuts its interval at once: one pass of the graph serves many bandwidths."""
-
-_PRECISION = 1e-6
-"""Of a required bandwidth, relative."""
+_BRACKETS = 16  # parts into which a search cuts its interval at once: one pass of the graph serves many bandwidths
+_PRECISION = 1e-6  # of a required bandwidth, relative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     """What is trained, and how. Raises ValueError, one sentence, for what cannot be."""
 
-    params: float
-    """Parameters of the model."""
-    layers: int
-    """Equal ones, between which the parameters and the step's time are divided."""
-    step_s: float
-    """Seconds of compute of one inner step."""
+    params: float  # parameters of the model
+    layers: int  # equal ones, between which the parameters and the step's time are divided
+    step_s: float  # seconds of compute of one inner step
     method: MethodName
-    h: int = 1
-    """Inner steps between two syncs of the same parameters; data-parallel has 1."""
-    bits: float = 16.0
-    """Sent over the link per parameter and sync."""
-    layers_per_fragment: int = 1
-    """Of streaming; the others send the model whole."""
-    overlap: int = 0
-    """Inner steps that training goes on while a payload is on its way (τ); data-parallel has 0."""
-    lag: int = 0
-    """Rounds that an update may come late: 0, or 1 of the model `farloop`."""
-    model: ModelName = "farloop"
-    """What happens on the link: what the daemons do, or what was published."""
+    h: int = 1  # inner steps between two syncs of the same parameters; data-parallel has 1
+    bits: float = 16.0  # sent over the link per parameter and sync
+    layers_per_fragment: int = 1  # of streaming; the others send the model whole
+    overlap: int = 0  # inner steps that training goes on while a payload is on its way (τ); data-parallel has 0
+    lag: int = 0  # rounds that an update may come late: 0, or 1 of the model `farloop`
+    model: ModelName = "farloop"  # what happens on the link: what the daemons do, or what was published
 
     def __post_init__(self) -> None:
         require(self.method in METHOD_NAMES, f"there is no method {self.method!r}; there are {', '.join(METHOD_NAMES)}")
@@ -264,16 +249,12 @@ def required_gbit_s(training: Training, targets: Sequence[float] = TARGETS) -> d
 class _Event(NamedTuple):
     """Where compute and link meet."""
 
-    at: int
-    """Ticks of compute since the period's start."""
+    at: int  # ticks of compute since the period's start
     kind: Literal["send", "commit", "merge"]
     """Something is sent; compute stands still until it is at the coordinator; or until it is back."""
-    part: int
-    """A layer or a fragment."""
-    layers: int = 0
-    """Where it is sent: its size."""
-    periods_ago: int = 0
-    """Where it is waited for: how many periods ago it was sent."""
+    part: int  # a layer or a fragment
+    layers: int = 0  # where it is sent: its size
+    periods_ago: int = 0  # where it is waited for: how many periods ago it was sent
 
 
 def _farloop_events(training: Training) -> list[_Event]:

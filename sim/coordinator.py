@@ -32,11 +32,8 @@ from farloop.wire.reasons import Reason
 
 FOLDER = Path("/state")
 
-_KIND_AT = 4
-"""Where a record in a segment has its kind (`storage/segment.py`)."""
-
-_BOOKKEEPING = (rec.LedgerSaved, rec.SnapshotTaken)
-"""Records that say nothing new of the run."""
+_KIND_AT = 4  # where a record in a segment has its kind (`storage/segment.py`)
+_BOOKKEEPING = (rec.LedgerSaved, rec.SnapshotTaken)  # records that say nothing new of the run
 
 
 class StateDisk:
@@ -49,14 +46,10 @@ class StateDisk:
         """Records that were written, or were to be, over all starts; the first one, the run's start, is number 0."""
         self.at_write: list[Callable[[int, bool], None]] = []
         """Told of every record: its number, and whether it is durable by now. May raise PowerCut."""
-        self.alarms = 0
-        """Commits whose optimizer state came out different when a restart repeated them."""
-        self._undurable: list[int] = []
-        """Numbers of the records that were written since the last sync."""
-        self._copies: deque[VirtualFiles] = deque(maxlen=copies)
-        """The disk just before each of the last commits."""
-        self._pruned: dict[int, list[rec.Record]] = {}
-        """Records of the segments that were deleted."""
+        self.alarms = 0  # commits whose optimizer state came out different when a restart repeated them
+        self._undurable: list[int] = []  # numbers of the records that were written since the last sync
+        self._copies: deque[VirtualFiles] = deque(maxlen=copies)  # the disk just before each of the last commits
+        self._pruned: dict[int, list[rec.Record]] = {}  # records of the segments that were deleted
         self._full = self._read_only = False
         self._room: int | None = None
         self._use(VirtualFiles())

@@ -26,8 +26,7 @@ _FACTORS: Final = {"thousandfold": 1000.0, "flipped": -1.0}
 _NEARLY_INFINITE: Final = 3e38
 _ANY_EPOCH: Final = 1 << 62
 
-HOP_S: Final = 0.0005
-"""From the training thread to the link's."""
+HOP_S: Final = 0.0005  # from the training thread to the link's
 
 
 class SharedForgeries:
@@ -45,10 +44,8 @@ class SimulatedLink:
         self._link, self._process, self._setup, self._board = link, process, setup, board
         self._deceit = setup.deceit
         self._expected: dict[BlobId, tuple[str, Fragment]] = {}
-        self._sent: dict[BlobId, tuple[Offer, bytearray]] = {}
-        """Deltas that may be offered again."""
-        self._first: dict[int, Tensor] = {}
-        """Payload of the first delta of each fragment."""
+        self._sent: dict[BlobId, tuple[Offer, bytearray]] = {}  # deltas that may be offered again
+        self._first: dict[int, Tensor] = {}  # payload of the first delta of each fragment
         self._generator = torch.Generator().manual_seed(setup.seed)
 
     def encodes(self, blob: BlobId, codec: str, fragment: Fragment) -> None:

@@ -14,11 +14,8 @@ from typing import cast
 from farloop.runtime.ports import Buffer, ConnectionListener, Route, RouterListener, Sent
 from farloop.sim.virtual_time import EventQueue, Process
 
-Frame = list[bytes]
-"""One message of one or more parts, with bytes of its own."""
-
-CONNECT_TIMEOUT_S = 5.0
-"""A node gives up dialling after this, as its sockets do."""
+Frame = list[bytes]  # one message of one or more parts, with bytes of its own
+CONNECT_TIMEOUT_S = 5.0  # a node gives up dialling after this, as its sockets do
 
 
 class Side(IntEnum):
@@ -37,19 +34,13 @@ class LinkConditions:
     """What a pipe does to frames."""
 
     latency_s: float = 0.02
-    jitter_s: float = 0.0
-    """Added to the latency, evenly between 0 and this."""
+    jitter_s: float = 0.0  # added to the latency, evenly between 0 and this
     bytes_per_s: float = 10e6
-    wobble: float = 0.0
-    """Of the seconds that a frame takes at this rate: standard deviation of their logarithm."""
-    loss: float = 0.0
-    """Share of frames that vanish."""
-    duplication: float = 0.0
-    """Share of frames that come twice."""
-    reordering: float = 0.0
-    """Share of frames that are overtaken by what follows within 0.2 s."""
-    garbage: float = 0.0
-    """Share of frames that come damaged."""
+    wobble: float = 0.0  # of the seconds that a frame takes at this rate: standard deviation of their logarithm
+    loss: float = 0.0  # share of frames that vanish
+    duplication: float = 0.0  # share of frames that come twice
+    reordering: float = 0.0  # share of frames that are overtaken by what follows within 0.2 s
+    garbage: float = 0.0  # share of frames that come damaged
 
 
 HOSTILE_LINK = LinkConditions(jitter_s=0.03, bytes_per_s=2e5, loss=0.05, duplication=0.05, reordering=0.1, garbage=0.03)
@@ -63,8 +54,7 @@ class Pipe:
         self, agenda: EventQueue, weather: LinkConditions, rng: random.Random, deliver: Callable[[Frame], None]
     ) -> None:
         self._agenda, self._weather, self._rng, self._deliver = agenda, weather, rng, deliver
-        self.free_at = 0.0
-        """When the link has carried all that was sent."""
+        self.free_at = 0.0  # when the link has carried all that was sent
         self._last_arrival = 0.0
 
     def change(self, weather: LinkConditions) -> None:
@@ -120,8 +110,7 @@ class PhysicalLink:
     def __init__(self, agenda: EventQueue) -> None:
         self._agenda = agenda
         self.cut = False
-        self.blocked: set[Side] = set()
-        """Ends that nothing reaches, though the other way is whole."""
+        self.blocked: set[Side] = set()  # ends that nothing reaches, though the other way is whole
         self._waiting: list[Callable[[], None]] = []
 
     @property
@@ -158,10 +147,8 @@ class Connection:
         self._agenda, self._cable, self._weather, self._rng = agenda, cable, weather, rng
         self._processes = {Side.NODE: node, Side.COORDINATOR: coordinator}
         self._pipes: dict[tuple[int, Side], Pipe] = {}
-        self._open = {Side.NODE: True, Side.COORDINATOR: True}
-        """Whether that side takes this connection for alive."""
-        self.deliver: dict[Side, Callable[[int, Frame], None]] = {}
-        """(lane, frame) → into that side's process."""
+        self._open = {Side.NODE: True, Side.COORDINATOR: True}  # whether that side takes this connection for alive
+        self.deliver: dict[Side, Callable[[int, Frame], None]] = {}  # (lane, frame) → into that side's process
         self.lost: Callable[[], None] = lambda: None
         """Tells the node's process that the connection is gone. The coordinator notices when it sends."""
 

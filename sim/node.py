@@ -25,14 +25,9 @@ from farloop.sim.send_log import Merged, Send, SendLog
 from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
 from farloop.wire.reasons import Reason
 
-DRAIN_S = 30.0
-"""For a good-bye to get through."""
-
-BUILD_S = 0.2
-"""To build the model once the run's spec is known."""
-
-_LOOKS_S = 0.02
-"""Seconds between two looks at whether the good-bye is through."""
+DRAIN_S = 30.0  # for a good-bye to get through
+BUILD_S = 0.2  # to build the model once the run's spec is known
+_LOOKS_S = 0.02  # seconds between two looks at whether the good-bye is through
 
 
 class _Inbox(deque[Input]):
@@ -69,13 +64,11 @@ class SimulatedNode:
         self.process, self.setup, self.state = process, setup, state
         self.diary = SendLog()
         self.stopped_by: tuple[Reason, str] | None = None
-        self.gone = False
-        """Whether it has said good-bye and closed its link."""
+        self.gone = False  # whether it has said good-bye and closed its link
         self._scenario, self._tell, self._rng = scenario, saw, rng
         self._learner = scenario.trains().learner(setup.name, setup.seed)
         self._optimizer: torch.optim.Optimizer | None = None
-        self._busy = True
-        """Inside an inner step, building the model or taking events: further events wait."""
+        self._busy = True  # inside an inner step, building the model or taking events: further events wait
         self._slowed = 1.0
         self._leaves_at: float | None = None
         link = NodeLink(

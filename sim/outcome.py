@@ -36,12 +36,9 @@ class End:
     """A start gave back what it had not used: it left, or was away for too long."""
 
     owner: Owner
-    stored: int
-    """Samples in its stored deltas."""
-    counted: int
-    """Those that the ledger counts as uncertain: it is known to have used them, and they came back."""
-    used: int | None = None
-    """Where it lived on: all that it had used before it let go of them."""
+    stored: int  # samples in its stored deltas
+    counted: int  # those that the ledger counts as uncertain: it is known to have used them, and they came back
+    used: int | None = None  # where it lived on: all that it had used before it let go of them
 
 
 class SampleBook:
@@ -212,8 +209,7 @@ class NodeOutcome:
     stage: Stage
     holds: Part
     versions: tuple[int, ...]
-    anchor_digests: tuple[int, ...]
-    """Of the fragments that it holds, in order."""
+    anchor_digests: tuple[int, ...]  # of the fragments that it holds, in order
     inner_steps: int
     tokens: int
     lost_steps: int
@@ -251,10 +247,8 @@ class Outcome:
     """A run from its beginning to its end."""
 
     layout: Layout
-    commits: tuple[Commit, ...]
-    """In the journal's order."""
-    lost: tuple[Commit, ...]
-    """Those that a restored copy of the state did not have: a history that some nodes had seen."""
+    commits: tuple[Commit, ...]  # in the journal's order
+    lost: tuple[Commit, ...]  # those that a restored copy of the state did not have: a history that some nodes had seen
     versions: tuple[int, ...]
     anchors: tuple[Tensor, ...]
     anchor_digests: tuple[int, ...]
@@ -262,15 +256,11 @@ class Outcome:
     recovered: tuple[tuple[int, int], ...] | None
     """Digests of every fragment's anchor and target after one more start from the disk; None where nothing went wrong
     in the run, and a start was not tried."""
-    nodes: dict[NodeId, tuple[NodeOutcome, ...]]
-    """Every start of every node, in order."""
-    liars: frozenset[NodeId]
-    """Nodes that sent something else than they had."""
-    alarms: int
-    """Commits whose optimizer state came out different when a restart repeated them."""
+    nodes: dict[NodeId, tuple[NodeOutcome, ...]]  # every start of every node, in order
+    liars: frozenset[NodeId]  # nodes that sent something else than they had
+    alarms: int  # commits whose optimizer state came out different when a restart repeated them
     evaluations: tuple[rec.EvaluationTaken, ...]
-    records: tuple[rec.Record, ...]
-    """The journal."""
+    records: tuple[rec.Record, ...]  # the journal
     tape: tuple[tuple[float, str, object], ...]
     seconds: float
 

@@ -16,11 +16,8 @@ from farloop.node.pipeline.machine import PipelineMachine
 from farloop.node.pipeline.messages import Kind, Leave, Message, PipelineMessage, Work
 from farloop.sim.virtual_time import EventQueue, Process
 
-BEAT_S = 2.0
-"""Between two words of a node: of jobs that take a second or so."""
-
-Delay = Callable[[str, str], float]
-"""Seconds from one node to another."""
+BEAT_S = 2.0  # between two words of a node: of jobs that take a second or so
+Delay = Callable[[str, str], float]  # seconds from one node to another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +38,11 @@ class Record:
     """What one node did."""
 
     summaries: list[ev.Summary] = field(default_factory=list)
-    over_at: list[float] = field(default_factory=list)
-    """When each step was over."""
+    over_at: list[float] = field(default_factory=list)  # when each step was over
     began_at: list[float] = field(default_factory=list)
     visits: Counter[Kind] = field(default_factory=Counter)
     peak_inputs: int = 0
-    finished: bool = False
-    """It has taken its steps, or the sources that it follows have."""
+    finished: bool = False  # it has taken its steps, or the sources that it follows have
     stopped: str = ""
     notes: list[str] = field(default_factory=list)
 

@@ -203,11 +203,7 @@ class Toy:
     def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:
         module = Stack(self.blocks)
         layout = layout_of(
-            module,
-            terms,
-            blocks_per_fragment=self.blocks_per_fragment,
-            together=self.together,
-            stages=self.stages,
+            module, terms, blocks_per_fragment=self.blocks_per_fragment, together=self.together, stages=self.stages
         )
         tensors = dict(module.named_parameters())
         anchors = [first_anchor(fragment, tensors) for fragment in layout.fragments]
@@ -255,8 +251,7 @@ class Shards:
     """Node k of `nodes` sees the classes k, k + nodes, … and of the others a point in a while."""
 
     nodes: int
-    foreign: float = 0.0
-    """Share of a node's points that are of any class."""
+    foreign: float = 0.0  # share of a node's points that are of any class
     seed: int = 0
 
     def begin(self, terms: Terms) -> tuple[RunSpec, list[Tensor]]:

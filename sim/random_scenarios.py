@@ -23,8 +23,7 @@ from farloop.sim.scenario import Deceit
 
 _OWN_CODECS = ("q8", "q4r", "fp32", "topk", "q4:beta=0.9", "q4r:policy=l-greco")
 
-HORIZON_S = 6.0
-"""Faults begin within this: a run without any takes about as long."""
+HORIZON_S = 6.0  # faults begin within this: a run without any takes about as long
 
 
 def random_scenario(seed: int, *, faults: int = 3) -> sc.Scenario:

@@ -48,16 +48,14 @@ class LowDisk:
 
     at: float
     for_s: float
-    room: int = 64
-    """Bytes of an attachment that still fit."""
+    room: int = 64  # bytes of an attachment that still fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockJump:
     """A process's clock leaps ahead, while nothing else of it stands still; monotonic clocks never go back."""
 
-    node: NodeId | None
-    """None is the coordinator's."""
+    node: NodeId | None  # None is the coordinator's
     at: float
     by_s: float
 
@@ -89,10 +87,8 @@ class Rejoin:
     node: NodeId
     at: float
     times: int
-    stays_s: float
-    """Between a start and the next leaving."""
-    gently: bool
-    """It drains each time; else it is killed."""
+    stays_s: float  # between a start and the next leaving
+    gently: bool  # it drains each time; else it is killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,25 +142,16 @@ class NodeSetup:
     """One node of the scenario."""
 
     name: NodeId
-    seed: int = 0
-    """Of its data: nodes with the same seed see the same samples."""
-    step_s: float = 0.1
-    """Seconds of one inner step."""
-    step_wobble: float = 0.0
-    """Standard deviation of their logarithm."""
-    tokens: int | None = None
-    """Of one inner step; the terms' batch unless given."""
-    tau: int | None = None
-    """Its own overlap; the terms' unless given."""
+    seed: int = 0  # of its data: nodes with the same seed see the same samples
+    step_s: float = 0.1  # seconds of one inner step
+    step_wobble: float = 0.0  # standard deviation of their logarithm
+    tokens: int | None = None  # of one inner step; the terms' batch unless given
+    tau: int | None = None  # its own overlap; the terms' unless given
     joins_at: float = 0.0
-    holds: Part = None
-    """Of the model."""
-    protocol: int = PROTOCOL_VERSIONS[1]
-    """Newest version of the protocol that it speaks."""
-    weather: LinkConditions | None = None
-    """Of its link; the scenario's unless given."""
-    deceit: Deceit | None = None
-    """What it sends in the place of its deltas; None for an honest node."""
+    holds: Part = None  # of the model
+    protocol: int = PROTOCOL_VERSIONS[1]  # newest version of the protocol that it speaks
+    weather: LinkConditions | None = None  # of its link; the scenario's unless given
+    deceit: Deceit | None = None  # what it sends in the place of its deltas; None for an honest node
 
 
 # --- faults: `at` is in virtual seconds
@@ -196,8 +183,7 @@ class CutLink:
     node: NodeId
     at: float
     for_s: float
-    reset: bool = False
-    """The connection breaks at once; else frames wait, and only silence tells."""
+    reset: bool = False  # the connection breaks at once; else frames wait, and only silence tells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,16 +233,12 @@ class RestoreCopy:
     """The coordinator dies, and a copy of its state takes the state's place. Where that is seen, and the run is held or
     a node kept out, a person winds the run back. Nothing happens once a node has ended: nobody could bring it back."""
 
-    after_commits: int
-    """It dies `later_s` after this many windows were committed."""
-    commits_ago: int
-    """Commits that the copy lacks, of those before it died."""
+    after_commits: int  # it dies `later_s` after this many windows were committed
+    commits_ago: int  # commits that the copy lacks, of those before it died
     later_s: float = 0.2
     down_s: float = 1.0
-    decides_s: float = 3.0
-    """How often the person looks."""
-    adopts: bool = False
-    """The person goes on from what nodes hold, and winds the run back only where that cannot be."""
+    decides_s: float = 3.0  # how often the person looks
+    adopts: bool = False  # the person goes on from what nodes hold, and winds the run back only where that cannot be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,8 +247,7 @@ class ChangeTerms:
     them."""
 
     at: float
-    given: tuple[tuple[str, str], ...]
-    """Key and value of each."""
+    given: tuple[tuple[str, str], ...]  # key and value of each
 
 
 Fault = (
@@ -294,43 +275,28 @@ class Scenario:
     nodes: tuple[NodeSetup, ...] = TWO_NODES
     faults: tuple[Fault, ...] = ()
     weather: LinkConditions = field(default_factory=LinkConditions)
-    seed: int = 0
-    """Of everything that varies: latencies, losses, jobs' durations."""
-    problem: Problem | None = None
-    """What is trained; the toy of the next seven fields unless given."""
-    blocks: int = 2
-    """Of the model."""
+    seed: int = 0  # of everything that varies: latencies, losses, jobs' durations
+    problem: Problem | None = None  # what is trained; the toy of the next seven fields unless given
+    blocks: int = 2  # of the model
     blocks_per_fragment: int = 1
-    stages: tuple[int, ...] = ()
-    """First block of every stage but the first."""
-    together: bool = False
-    """All fragments are sent in one slot."""
+    stages: tuple[int, ...] = ()  # first block of every stage but the first
+    together: bool = False  # all fragments are sent in one slot
     inner: Inner = "adamw"
-    noise: float = 0.1
-    """Of the samples."""
-    num_samples: int = 0
-    """In one data pass, granted by the coordinator; 0 where nodes bring their own."""
+    noise: float = 0.1  # of the samples
+    num_samples: int = 0  # in one data pass, granted by the coordinator; 0 where nodes bring their own
     limits: Limits = field(default_factory=lambda: Limits(chunk_bytes=400))
     """Chunks small enough for a blob to have several."""
     timing: Timing = field(default_factory=Timing)
-    rates: RateLimits = UNLIMITED
-    """How often nodes may ask the coordinator."""
-    background_share: float = 1.0
-    """Share of the coordinator's uplink that downloads get while updates are sent."""
-    lane_buffer_s: float = math.inf
-    """A lane of the coordinator is full while this much of the link's time waits in it."""
-    floor_share: float | None = None
-    """The coordinator's; its own default unless given."""
-    adapt: str = "off"
-    """What it does about nodes that become slow."""
-    drops_silent: bool = True
-    """Whether windows go on without a node that misses its deadline."""
-    expire_s: float = EXPIRE_S
-    """How long a node may be away before its samples go to others."""
+    rates: RateLimits = UNLIMITED  # how often nodes may ask the coordinator
+    background_share: float = 1.0  # share of the coordinator's uplink that downloads get while updates are sent
+    lane_buffer_s: float = math.inf  # a lane of the coordinator is full while this much of the link's time waits in it
+    floor_share: float | None = None  # the coordinator's; its own default unless given
+    adapt: str = "off"  # what it does about nodes that become slow
+    drops_silent: bool = True  # whether windows go on without a node that misses its deadline
+    expire_s: float = EXPIRE_S  # how long a node may be away before its samples go to others
     job_s: tuple[float, float] = (0.001, 0.02)
     """Shortest and longest duration of an encoding, a commit's arithmetic, a sync."""
-    patience_s: float = 60.0
-    """Virtual seconds without any progress after which the world is called stuck."""
+    patience_s: float = 60.0  # virtual seconds without any progress after which the world is called stuck
     frugal: bool = False
     """For long runs of models of some size: the weights of every step are not kept, nor are the bytes that a restart of
     the coordinator, or a node that comes late, would need. Nothing may go wrong in it."""

@@ -28,8 +28,7 @@ class Merged:
     fragment: int
     version: int
     mix: float
-    sends: int
-    """Deltas that were taken before."""
+    sends: int  # deltas that were taken before
 
 
 @dataclass(slots=True, kw_only=True)

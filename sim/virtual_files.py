@@ -147,17 +147,13 @@ class VirtualFiles(Files):
         self._locks: dict[Path, _Content] = {}
         self.dead = False
         self.on_call: Call = lambda what, path: True
-        self.on_write: Callable[[Path, bytes], None] = lambda path, data: None
-        """Told of what is about to be written."""
+        self.on_write: Callable[[Path, bytes], None] = lambda path, data: None  # told of what is about to be written
         self.after_sync: Callable[[Path], None] = lambda path: None
-        self.allocation_step = 4096
-        """So small that a disk that fills up is noticed within a short run."""
-        self.full = False
-        """Nothing more can be allocated."""
+        self.allocation_step = 4096  # so small that a disk that fills up is noticed within a short run
+        self.full = False  # nothing more can be allocated
         self.exhausted = False
         """Nothing more can be written, even where it was allocated, as where every write is a copy."""
-        self.room: int | None = None
-        """Most bytes that can be allocated at once; None for any number."""
+        self.room: int | None = None  # most bytes that can be allocated at once; None for any number
         self.read_only = False
         self.failing_sync: Callable[[Path], bool] = lambda path: False
         """Whether the next sync of this file fails: the cached pages are called clean then, and are not on the disk."""

@@ -12,8 +12,7 @@ class EventQueue:
     """Actions in the order of their time; those of one instant in the order they were entered."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        """Virtual monotonic seconds."""
+        self.now = 0.0  # virtual monotonic seconds
         self._actions: list[tuple[float, int, Action]] = []
         self._entered = itertools.count()
 
@@ -38,8 +37,7 @@ class Process:
 
     def __init__(self, agenda: EventQueue) -> None:
         self.agenda = agenda
-        self.ahead_s = 0.0
-        """Its clock beyond the agenda's."""
+        self.ahead_s = 0.0  # its clock beyond the agenda's
         self.alive = True
         self.stopped = False
         self._held_frames: list[Action] = []
@@ -128,8 +126,7 @@ class VirtualWorker:
         """`post` is handed what became of a job: the `put` of an inbox, where the executor has one."""
         self._process, self._duration_s, self._post = process, duration_s, post
         self.seconds = 0.0
-        self._jobs: list[tuple[Action, list[Action]]] = []
-        """Jobs, and what each leaves to be called in the process."""
+        self._jobs: list[tuple[Action, list[Action]]] = []  # jobs, and what each leaves to be called in the process
         self._working = False
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:

@@ -31,17 +31,13 @@ from farloop.sim.outcome import NodeOutcome, Outcome, commit_of
 from farloop.sim.virtual_time import EventQueue, PowerCut, Process
 from farloop.wire.messages import Progress
 
-KNOCK_S = 1.0
-"""TCP asks again for a connection that is not answered."""
+KNOCK_S = 1.0  # TCP asks again for a connection that is not answered
 
 ADOPTS_AFTER_S, GIVES_UP_S = 20.0, 45.0
 """How patient a coordinator that goes on from what nodes hold is with those that are away, and a person with it."""
 
-_LOOKS_S = 0.2
-"""Seconds between two looks at whether a leaving node has stopped."""
-
-TAIL = 40
-"""Last things that a stuck world tells."""
+_LOOKS_S = 0.2  # seconds between two looks at whether a leaving node has stopped
+TAIL = 40  # last things that a stuck world tells
 
 
 class Stuck(Exception):
@@ -54,12 +50,10 @@ class Host:
 
     setup: sc.NodeSetup
     cable: PhysicalLink
-    actors: list[SimulatedNode]
-    """One for each start; the last one lives, or was the last to live."""
+    actors: list[SimulatedNode]  # one for each start; the last one lives, or was the last to live
     connections: list[Connection]
     down: bool = True
-    weather: LinkConditions | None = None
-    """For a while, instead of what the scenario says."""
+    weather: LinkConditions | None = None  # for a while, instead of what the scenario says
 
     @property
     def actor(self) -> SimulatedNode:
@@ -72,8 +66,7 @@ class World:
     def __init__(self, scenario: sc.Scenario) -> None:
         self.scenario = scenario
         self.agenda = EventQueue()
-        self.tape: list[tuple[float, str, object]] = []
-        """(when, who, what): every event and command of every machine."""
+        self.tape: list[tuple[float, str, object]] = []  # (when, who, what): every event and command of every machine
         self._rng = random.Random(scenario.seed)
         assert not (scenario.frugal and scenario.faults), "a frugal world forgets what a recovery needs"
         self.spec, anchors = scenario.trains().begin(scenario.terms)
@@ -85,13 +78,10 @@ class World:
             for setup in scenario.nodes
         }
         self._board = SharedForgeries()
-        self._lost: list[rec.WindowCommitted] = []
-        """Commits that a restored copy of the state did not have."""
+        self._lost: list[rec.WindowCommitted] = []  # commits that a restored copy of the state did not have
         self._coordinator_events = 0
-        self._commits: dict[sc.RestoreCopy, int] = {}
-        """That were made under the eyes of each of these faults."""
-        self._down_s = 0.0
-        """How long a coordinator stays away that dies in its recovery."""
+        self._commits: dict[sc.RestoreCopy, int] = {}  # that were made under the eyes of each of these faults
+        self._down_s = 0.0  # how long a coordinator stays away that dies in its recovery
         self._progress: object = None
         self._moved_at = 0.0
         self._start_coordinator()

@@ -25,19 +25,13 @@ MOST_TOKENS: Final = 1 << 32
 """Of one inner step of one node, where the coordinator does not grant the samples: a hundred times the largest batch
 that anybody trains with. How much of a claim counts depends on the other nodes (`algo/weights.py`)."""
 
-MOST_CHARACTERS: Final = 128
-"""Of a text that means something: a name, a codec, a fingerprint."""
-
-MOST_WORDS: Final = 1000
-"""Characters of a text that is only shown; what is longer is cut."""
-
-MOST_ITEMS: Final = 1 << 16
-"""Of one list. No model has as many fragments."""
+MOST_CHARACTERS: Final = 128  # of a text that means something: a name, a codec, a fingerprint
+MOST_WORDS: Final = 1000  # characters of a text that is only shown; what is longer is cut
+MOST_ITEMS: Final = 1 << 16  # Of one list. No model has as many fragments.
 
 _DIGESTS: Final = frozenset({"digest"})
 _SHOWN: Final = frozenset({"detail", "device"})
-_MAY_BE_NAN: Final = frozenset({"loss"})
-"""A loss that is not finite is what the node measured."""
+_MAY_BE_NAN: Final = frozenset({"loss"})  # a loss that is not finite is what the node measured
 
 _T = TypeVar("_T")
 

@@ -64,8 +64,7 @@ class ControlFrame:
     epoch: int
     seq: int
     ack: int
-    body: bytes | memoryview
-    """The encoded message."""
+    body: bytes | memoryview  # the encoded message
 
     def parts(self) -> list[Buffer]:
         """The bytes to transmit."""

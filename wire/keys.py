@@ -15,8 +15,7 @@ from pathlib import Path
 from farloop.algo.spec import NodeId
 
 _Z85 = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_LONGEST_FILE = 4096
-"""Bytes read of a secret file: one line, and enough of anything else to see that it is no key."""
+_LONGEST_FILE = 4096  # bytes read of a secret file: one line, and enough of anything else to see that it is no key
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 

@@ -9,8 +9,7 @@ EARLY_BYTES = 4 << 20
 """Bytes of all pushed blobs together that may be sent before their first Credits: what a receiver keeps of chunks that
 overtook the message which announces their blob. Part of the protocol."""
 
-EARLY_FRAMES = 1024
-"""... and as many frames."""
+EARLY_FRAMES = 1024  # ... and as many frames.
 
 AHEAD_FRAMES = 256
 """Control frames in flight: numbers from the first unacknowledged one. Part of the protocol, both ends know it."""
@@ -18,39 +17,28 @@ AHEAD_FRAMES = 256
 BAD_FRAMES = 8
 """Frames in a row that break the protocol before a link ends the session: one that is damaged is sent again."""
 
-SMALLEST_CHUNK = 256 << 10
-"""Below this, headers and events cost more than they give (protocol, Sessions)."""
-
-LARGEST_CHUNK = 4 << 20
-"""Above this, a lane is held too long by one blob (protocol, Sessions)."""
+SMALLEST_CHUNK = 256 << 10  # below this, headers and events cost more than they give (protocol, Sessions)
+LARGEST_CHUNK = 4 << 20  # above this, a lane is held too long by one blob (protocol, Sessions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bounds on memory and message sizes, in bytes unless a name says otherwise."""
 
-    max_control_bytes: int = 1 << 20
-    """Body of a control frame, either way."""
-    chunk_bytes: int = SMALLEST_CHUNK
-    """Size of the chunks this end sends."""
-    max_chunk_bytes: int = LARGEST_CHUNK
-    """Largest chunk this end accepts."""
-    max_blob_bytes: int = 2 << 30
-    """Largest blob; the largest fragment (256 Mi elements) is 1 GiB in fp32."""
+    max_control_bytes: int = 1 << 20  # body of a control frame, either way
+    chunk_bytes: int = SMALLEST_CHUNK  # size of the chunks this end sends
+    max_chunk_bytes: int = LARGEST_CHUNK  # largest chunk this end accepts
+    max_blob_bytes: int = 2 << 30  # largest blob; the largest fragment (256 Mi elements) is 1 GiB in fp32
     window_bytes: int = INITIAL_CREDIT
     """Credit beyond the received prefix that a receiver grants at first; never less than two chunks."""
-    max_window_bytes: int = 32 << 20
-    """... and at most: 1 Gbit/s over 250 ms."""
-    max_blobs: int = 256
-    """Blobs in transfer at once, each way, but for those that are pushed at the sender."""
-    max_ahead_bytes: int = 4 << 20
-    """Control frames kept that overtook one still missing."""
+    max_window_bytes: int = 32 << 20  # ... and at most: 1 Gbit/s over 250 ms.
+    max_blobs: int = 256  # blobs in transfer at once, each way, but for those that are pushed at the sender
+    max_ahead_bytes: int = 4 << 20  # control frames kept that overtook one still missing
     max_pushed_blobs: int = 1024
     """Blobs pushed at once. Their receiver may take fewer at a time, and asks for the others when some have come."""
     max_queued_messages: int = 4096
     """Messages accepted from the application and not yet acknowledged; twice as many with the session's own."""
-    max_queued_bytes: int = 16 << 20
-    """... and their bytes. One message is always accepted."""
+    max_queued_bytes: int = 16 << 20  # ... and their bytes. One message is always accepted.
 
     @property
     def max_frame_bytes(self) -> int:
@@ -68,18 +56,13 @@ class Limits:
 class Timing:
     """Intervals in seconds of monotonic time."""
 
-    heartbeat_s: float = 1.0
-    """Longest silence on the control lane of this end."""
-    liveness_s: float = 10.0
-    """Silence of the peer after which it is given up (protocol, Liveness)."""
-    ack_delay_s: float = 0.25
-    """How long an acknowledgement waits for a frame to ride on."""
+    heartbeat_s: float = 1.0  # longest silence on the control lane of this end
+    liveness_s: float = 10.0  # silence of the peer after which it is given up (protocol, Liveness)
+    ack_delay_s: float = 0.25  # how long an acknowledgement waits for a frame to ride on
     rto_s: float = 2.0
     """First time-out after which unacknowledged control frames are sent again, and the shortest for chunks."""
-    rto_max_s: float = 10.0
-    """Largest time-out for control frames; it doubles while nothing helps."""
-    linger_s: float = 5.0
-    """How long a Leave or Refused of this end may wait for its acknowledgement."""
+    rto_max_s: float = 10.0  # largest time-out for control frames; it doubles while nothing helps
+    linger_s: float = 5.0  # how long a Leave or Refused of this end may wait for its acknowledgement
     window_s: float = 1.0
     """A receiver's window doubles while it holds fewer seconds of arrivals than this: above the round trip of every
     link on Earth, so that credit is never what limits the rate, and little enough that no queue grows long."""
@@ -89,5 +72,4 @@ class Timing:
     stall_s: float = 300.0
     """A coordinator ends the session of a peer that takes nothing for this long, though its heart beats: it grants no
     credit for blobs that were announced to it, and acknowledges no byte of those that were sent."""
-    jump_s: float = 1.0
-    """A timer that fires this late tells of a stop of our own process, not of the peer's silence."""
+    jump_s: float = 1.0  # a timer that fires this late tells of a stop of our own process, not of the peer's silence

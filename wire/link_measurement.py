@@ -14,11 +14,8 @@ from farloop.wire.messages import Connection
 # blobs are, and yields as snapshots do. Noise, because something on the way may compress.
 
 
-_PERIOD: Final = 1 << 20
-"""The noise repeats itself after so many bytes: more than any compressor on a link looks back."""
-
-DIGEST: Final = 0
-"""What a probe's offer says: nobody checks it."""
+_PERIOD: Final = 1 << 20  # the noise repeats itself after so many bytes: more than any compressor on a link looks back
+DIGEST: Final = 0  # what a probe's offer says: nobody checks it
 
 
 class Noise:
@@ -59,8 +56,7 @@ class Sink(Reassembly):
 # --- TCP_INFO (Linux, include/uapi/linux/tcp.h)
 
 
-INFO_BYTES: Final = 232
-"""Asked for; an older kernel gives fewer."""
+INFO_BYTES: Final = 232  # asked for; an older kernel gives fewer
 
 _FLAGS, _RTT, _TOTAL_RETRANS, _SEGS_OUT, _MIN_RTT, _DELIVERY_RATE = 7, 68, 100, 136, 148, 160
 """Offsets of what is read here."""

@@ -27,47 +27,35 @@ RDMA: Final[frozenset[str]] = frozenset({"infiniband", "roce-v2", "roce-v1", "iw
 MOST_NICS: Final = 32
 MOST_FACTS: Final = 24
 MOST_LABELS: Final = 32
-LONGEST: Final = 128
-"""Characters of a text that somebody else wrote."""
+LONGEST: Final = 128  # characters of a text that somebody else wrote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
     """One thing that somebody said about a card."""
 
-    about: str
-    """`kind`, `bits_per_s`, `state`, `netdev`, … ."""
+    about: str  # `kind`, `bits_per_s`, `state`, `netdev`, … .
     value: str
-    source: str
-    """One of `TRUST`; another one, of a later release, is trusted least."""
+    source: str  # one of `TRUST`; another one, of a later release, is trusted least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:
     """One card, or one port of one; what is said of it by the most trusted, and all that was said."""
 
-    name: str
-    """`mlx5_0:1` of a port with RDMA, else its network device."""
-    kind: str = "virtual"
-    """One of `KINDS`; another one, of a later release, counts as virtual."""
-    netdev: str = ""
-    """The network device to bind; empty for none."""
-    bits_per_s: float | None = None
-    """None: nobody knows, and nothing is made up."""
-    flow_bits_per_s: float | None = None
-    """The most that one connection gets: of a bond, what one member has."""
+    name: str  # `mlx5_0:1` of a port with RDMA, else its network device
+    kind: str = "virtual"  # one of `KINDS`; another one, of a later release, counts as virtual
+    netdev: str = ""  # the network device to bind; empty for none
+    bits_per_s: float | None = None  # None: nobody knows, and nothing is made up
+    flow_bits_per_s: float | None = None  # the most that one connection gets: of a bond, what one member has
     active: bool = False
-    usable: bool = False
-    """Active, and of a card with RDMA: this process may use that."""
-    why: str = ""
-    """What is in the way, where it is not usable."""
-    members: tuple[str, ...] = ()
-    """Of a bond."""
+    usable: bool = False  # active, and of a card with RDMA: this process may use that
+    why: str = ""  # what is in the way, where it is not usable
+    members: tuple[str, ...] = ()  # of a bond
     addresses: tuple[str, ...] = ()
     fabric: str = ""
     """Of InfiniBand, the subnet's prefix. The default is everywhere the same: equal is needed and not enough."""
-    facts: tuple[Fact, ...] = ()
-    """The most trusted first."""
+    facts: tuple[Fact, ...] = ()  # the most trusted first
 
     def source(self, about: str) -> str:
         """Who is believed in this; empty where nobody said it."""
@@ -78,28 +66,18 @@ class Nic:
 class Inventory:
     """One machine that a node runs on. The default is that of a node which tells nothing."""
 
-    site: str = ""
-    """Label of the place; nodes of one site are thought to be near each other until that is measured."""
-    site_from: str = ""
-    """Who says so."""
-    address: str = ""
-    """tcp://host:port at which other nodes are said to reach it; empty: it only dials out."""
+    site: str = ""  # label of the place; nodes of one site are thought to be near each other until that is measured
+    site_from: str = ""  # who says so
+    address: str = ""  # tcp://host:port at which other nodes are said to reach it; empty: it only dials out
     nics: tuple[Nic, ...] = ()
-    devices: int = 0
-    """Accelerators that this node trains on."""
-    memory_bytes: int | None = None
-    """Of all of them; without any, what this process may have of the machine's."""
+    devices: int = 0  # accelerators that this node trains on
+    memory_bytes: int | None = None  # of all of them; without any, what this process may have of the machine's
     cpus: int = 0
-    memlock_bytes: int | None = None
-    """Memory that may be locked; None: without bound."""
-    nofile: int = 0
-    """Files and sockets that may be open."""
-    congestion: str = ""
-    """Control of its TCP connections, as `bbr`."""
-    labels: tuple[tuple[str, str], ...] = ()
-    """What the container's surroundings tell: pod, zone, host."""
-    unread: tuple[str, ...] = ()
-    """What was there and could not be read."""
+    memlock_bytes: int | None = None  # memory that may be locked; None: without bound
+    nofile: int = 0  # files and sockets that may be open
+    congestion: str = ""  # control of its TCP connections, as `bbr`
+    labels: tuple[tuple[str, str], ...] = ()  # what the container's surroundings tell: pod, zone, host
+    unread: tuple[str, ...] = ()  # what was there and could not be read
 
 
 NOTHING: Final = Inventory()

@@ -38,8 +38,7 @@ class BytesByKind:
     update: int = 0
     snapshot: int = 0
     probe: int = 0
-    control: int = 0
-    """Control messages, greetings of connections, and bulk frames that belong to no blob."""
+    control: int = 0  # control messages, greetings of connections, and bulk frames that belong to no blob
 
     @property
     def total(self) -> int:
@@ -130,19 +129,13 @@ class AnchorRef:
 class Held:
     """Node → coordinator, in answer to a Welcome that recalls: all that the coordinator's old copy may not know."""
 
-    anchors: tuple[AnchorRef, ...]
-    """What it holds now; no more changes of it come before the session's end."""
-    windows: tuple[WindowTerms, ...]
-    """Terms of the window after each of these versions, as far as they were told."""
-    final: tuple[int, ...]
-    """Fragments of which no window follows."""
+    anchors: tuple[AnchorRef, ...]  # what it holds now; no more changes of it come before the session's end
+    windows: tuple[WindowTerms, ...]  # terms of the window after each of these versions, as far as they were told
+    final: tuple[int, ...]  # fragments of which no window follows
     rounds: tuple[RoundPlan, ...]
-    revisions: tuple[Revision, ...]
-    """Of the run's terms, as of `Welcome`; the last is what it goes by."""
-    unused: tuple[Lease, ...] = ()
-    """What is left of its samples."""
-    granted_to: int = 0
-    """One past the last sample that it was ever granted."""
+    revisions: tuple[Revision, ...]  # of the run's terms, as of `Welcome`; the last is what it goes by
+    unused: tuple[Lease, ...] = ()  # what is left of its samples
+    granted_to: int = 0  # one past the last sample that it was ever granted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +151,7 @@ class Recall:
 # whatever anybody waits for goes first (`link_measurement.py`).
 
 
-MOST_SEEN = 16
-"""Bursts, and links, of one report."""
+MOST_SEEN = 16  # bursts, and links, of one report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +175,8 @@ class Probe:
     number: int
     upward: bool
     """Whether the node is to send the bytes; else they come, and the node ends them when it has seen enough."""
-    num_bytes: int
-    """At most; 0: the probe of this number is called off."""
-    rtt_s: float
-    """Round trip of the link, as the coordinator knows it: what "enough" depends on."""
+    num_bytes: int  # at most; 0: the probe of this number is called off
+    rtt_s: float  # round trip of the link, as the coordinator knows it: what "enough" depends on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +184,10 @@ class Connection:
     """What the kernel of one end knows of a TCP connection (TCP_INFO). Of the first hop alone, where somebody in
     between ends connections: a relay, a mesh, a load balancer."""
 
-    rtt_s: float
-    """Smoothed."""
+    rtt_s: float  # smoothed
     least_rtt_s: float
-    retransmits: int
-    """Segments sent again since it was opened ..."""
-    segments: int
-    """... of so many."""
+    retransmits: int  # segments sent again since it was opened ...
+    segments: int  # ... of so many.
     delivered_bytes_per_s: float = 0.0
     """Its own estimate of what arrives; 0 where it has none, or was not limited by the link."""
     congestion: str = ""
@@ -211,26 +198,19 @@ class Transfer:
     """A message that came whole, from another node."""
 
     num_bytes: int
-    seconds: float
-    """That its bytes took: beyond what a message of next to no bytes takes."""
+    seconds: float  # that its bytes took: beyond what a message of next to no bytes takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What a node saw of one link that ends at it."""
 
-    peer: str = ""
-    """The other end; empty: the coordinator."""
-    bursts: tuple[Burst, ...] = ()
-    """What came from there lately, in busy times long enough to tell something."""
-    probe: int = 0
-    """The probe that they were; 0: whatever had to be sent."""
-    rtt_s: float | None = None
-    """Round trip as the node measured it, where the coordinator cannot."""
-    bulk: Connection | None = None
-    """The connection that carries blobs, as this node's kernel sees it."""
-    transfer: Transfer | None = field(default=None, metadata=LATER)
-    """The quickest that came from another node lately."""
+    peer: str = ""  # the other end; empty: the coordinator
+    bursts: tuple[Burst, ...] = ()  # what came from there lately, in busy times long enough to tell something
+    probe: int = 0  # the probe that they were; 0: whatever had to be sent
+    rtt_s: float | None = None  # round trip as the node measured it, where the coordinator cannot
+    bulk: Connection | None = None  # the connection that carries blobs, as this node's kernel sees it
+    transfer: Transfer | None = field(default=None, metadata=LATER)  # the quickest that came from another node lately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,11 +232,8 @@ PROTOCOL_VERSIONS = (1, 4)
 """Oldest and newest protocol version that this code speaks. 2 has `Revised`, 3 what measures links, 4 codecs that nodes
 have of their own, starts within a round, and what nodes tell a coordinator over an old copy of its state."""
 
-OWN_CODECS_SINCE = 4
-"""Version in which nodes read `codec_up_of` in the terms of a window."""
-
-SLOTS_SINCE = 4
-"""Version in which nodes read the slot of a `Start`."""
+OWN_CODECS_SINCE = 4  # version in which nodes read `codec_up_of` in the terms of a window
+SLOTS_SINCE = 4  # version in which nodes read the slot of a `Start`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,27 +243,19 @@ class Hello:
     protocol_min: int
     protocol_max: int
     node: NodeId
-    incarnation: int
-    """Grows with every start of the node."""
-    fingerprint: str | None
-    """The run it was set up for; None takes whatever run the coordinator holds."""
-    layout: str | None
-    """Layout digest of its model, once it has one."""
-    epoch_seen: int
-    """Highest epoch it has met; 0 for none."""
-    anchors: tuple[AnchorRef, ...]
-    """What it holds; empty for a node that must be given everything."""
-    round: int | None
-    """The round it is training in, or None before it was started."""
+    incarnation: int  # grows with every start of the node
+    fingerprint: str | None  # the run it was set up for; None takes whatever run the coordinator holds
+    layout: str | None  # layout digest of its model, once it has one
+    epoch_seen: int  # highest epoch it has met; 0 for none
+    anchors: tuple[AnchorRef, ...]  # what it holds; empty for a node that must be given everything
+    round: int | None  # the round it is training in, or None before it was started
     device: str = ""
-    history: int = field(default=0, metadata=LATER)
-    """The history that its anchors are of (see `Welcome`)."""
+    history: int = field(default=0, metadata=LATER)  # the history that its anchors are of (see `Welcome`)
     announced: tuple[AnchorRef, ...] = field(default=(), metadata=LATER)
     """The newest commit of each fragment that it was told of, in this life of it."""
     holds: tuple[int, ...] | None = field(default=None, metadata=LATER)
     """The stages of the model that it holds, for as long as it lives; None for all of it."""
-    inventory: Inventory = field(default=NOTHING, metadata=LATER)
-    """Its machine and network cards."""
+    inventory: Inventory = field(default=NOTHING, metadata=LATER)  # its machine and network cards
     begins: bool = field(default=False, metadata=LATER)
     """It needs no snapshot of version 0 where the weights that it begins with have the digest in the run's identity,
     and asks for one (`Fetch`) where they have not."""
@@ -325,8 +294,7 @@ class Refused:
     """Coordinator → node: the session ends here."""
 
     reason: Reason
-    detail: str
-    """One line with the two values that disagree."""
+    detail: str  # one line with the two values that disagree
     retriable: bool
 
 
@@ -341,8 +309,7 @@ class LaneHello:
 class Ready:
     """Node → coordinator: all anchors are held; start me at the next round boundary."""
 
-    history: int = field(default=0, metadata=LATER)
-    """The history that they are of."""
+    history: int = field(default=0, metadata=LATER)  # the history that they are of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,18 +327,14 @@ class Offer:
     """Either way: a blob that the sender wants to send. Answered by `Credit`, `Stored` or `Outcome`."""
 
     blob: BlobId
-    size: int
-    """Bytes, header included."""
-    digest: int
-    """xxh3-64 of all of its bytes."""
-    window: int = 0
-    """The window a delta is for."""
+    size: int  # bytes, header included
+    digest: int  # xxh3-64 of all of its bytes
+    window: int = 0  # the window a delta is for
     contributors: tuple[Contribution, ...] = ()
     consumed: int | None = None
     """Samples that its node had used of its leases when it took the delta, counted since its start. None where it is
     not told."""
-    history: int = field(default=0, metadata=LATER)
-    """The history that the base of a delta is of."""
+    history: int = field(default=0, metadata=LATER)  # the history that the base of a delta is of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,19 +384,14 @@ class Committed:
 
     fragment: int
     version: int
-    size: int
-    """Bytes of the update's blob."""
-    digest: int
-    """xxh3-64 of the update's blob."""
-    anchor_digest: int
-    """Digest of the anchor once the update is applied."""
+    size: int  # bytes of the update's blob
+    digest: int  # xxh3-64 of the update's blob
+    anchor_digest: int  # digest of the anchor once the update is applied
     merged: tuple[Share, ...]
     drops: tuple[Drop, ...]
-    next_window: WindowTerms | None
-    """Terms of the window that opens now; None when the fragment is final."""
+    next_window: WindowTerms | None  # terms of the window that opens now; None when the fragment is final
     rounds: tuple[RoundPlan, ...]
-    evaluator: NodeId | None = None
-    """The node that scores its anchors once it holds this version."""
+    evaluator: NodeId | None = None  # the node that scores its anchors once it holds this version
 
 
 def update_id(committed: Committed) -> BlobId:

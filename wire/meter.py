@@ -16,33 +16,20 @@ from typing import Final
 HALF_ROUND_TRIPS: Final = 2.0
 """Round trips that the second half must last: then its bytes are at least two bandwidth-delay products."""
 
-HALF_LEAST_S: Final = 0.01
-"""... and so many seconds: below it the machine's own scheduling is measured."""
-
-HALF_LEAST_CHUNKS: Final = 4
-"""... and so many arrivals."""
-
-AGREEMENT: Final = 0.15
-"""By how much of the larger the rates of the last two quarters may differ."""
+HALF_LEAST_S: Final = 0.01  # ... and so many seconds: below it the machine's own scheduling is measured.
+HALF_LEAST_CHUNKS: Final = 4  # ... and so many arrivals.
+AGREEMENT: Final = 0.15  # by how much of the larger the rates of the last two quarters may differ
 
 PROBE_LEAST_S: Final = 1.5
-PROBE_ROUND_TRIPS: Final = 12.0
-"""A probe lasts at least the longer of both ..."""
+PROBE_ROUND_TRIPS: Final = 12.0  # a probe lasts at least the longer of both ...
 
 PROBE_PATIENCE: Final = 3.0
 """... and where nothing can be said by then, at most so many times as long: a long, fat link starts slowly."""
 
-ALPHA: Final = 0.3
-"""Weight of the newest measurement (exponentially weighted moving average)."""
-
-DRIFT: Final = 0.35
-"""|ln(new / known)| beyond which a link seems to have changed ..."""
-
-DRIFTS: Final = 3
-"""... and measurements in a row that must say so, before the old ones are forgotten."""
-
-_MOST_ARRIVALS: Final = 512
-"""Kept of one busy time; beyond it, every second one is."""
+ALPHA: Final = 0.3  # weight of the newest measurement (exponentially weighted moving average)
+DRIFT: Final = 0.35  # |ln(new / known)| beyond which a link seems to have changed ...
+DRIFTS: Final = 3  # ... and measurements in a row that must say so, before the old ones are forgotten.
+_MOST_ARRIVALS: Final = 512  # kept of one busy time; beyond it, every second one is
 
 _KEPT_BURSTS: Final = 16
 
@@ -51,18 +38,13 @@ _KEPT_BURSTS: Final = 16
 class Burst:
     """What arrived in one busy time, as far as it tells of the link."""
 
-    num_bytes: int
-    """All of it, but for what the first arrival brought: when that began, nobody knows."""
-    seconds: float
-    """From the first arrival to the last."""
-    half_bytes: int
-    """Of its second half, by bytes."""
+    num_bytes: int  # all of it, but for what the first arrival brought: when that began, nobody knows
+    seconds: float  # from the first arrival to the last
+    half_bytes: int  # of its second half, by bytes
     half_s: float
     half_chunks: int
-    third_bytes_per_s: float
-    """Rate of its third quarter ..."""
-    fourth_bytes_per_s: float
-    """... and of its last."""
+    third_bytes_per_s: float  # rate of its third quarter ...
+    fourth_bytes_per_s: float  # ... and of its last.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +182,7 @@ class Average:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._strange: list[float] = []
-        """Measurements in a row that are all too high, or all too low."""
+        self._strange: list[float] = []  # measurements in a row that are all too high, or all too low
 
     def add(self, value: float) -> bool:
         """Take a measurement in; whether the link has changed, and is worth another look."""

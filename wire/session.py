@@ -50,8 +50,7 @@ from farloop.wire.transfer import Transfers
 # From every state, the peer's Leave or Refused, its silence, and `Session.close` lead to CLOSED.
 
 
-MAX_EPOCH = (1 << 32) - 1
-"""The epoch's field in a frame."""
+MAX_EPOCH = (1 << 32) - 1  # the epoch's field in a frame
 
 
 class Role(Enum):
@@ -90,16 +89,12 @@ class Handshake:
     def __init__(self, role: Role) -> None:
         self.role = role
         self.state = State.OPENING
-        self.run = 0
-        """The run's fingerprint as a number; 0, like `epoch`, until the session is open."""
+        self.run = 0  # the run's fingerprint as a number; 0, like `epoch`, until the session is open
         self.epoch = 0
         self.lane_token = b""
-        self.protocol = 0
-        """The version that both ends speak; 0 until the session is open."""
-        self.farewell: Leave | Refused | None = None
-        """The message with which this end leaves."""
-        self._greeted = False
-        """Whether Hello was sent (node) or delivered (coordinator)."""
+        self.protocol = 0  # the version that both ends speak; 0 until the session is open
+        self.farewell: Leave | Refused | None = None  # the message with which this end leaves
+        self._greeted = False  # whether Hello was sent (node) or delivered (coordinator)
 
     def check_open(self) -> None:
         """Raise LocalProtocolError unless the session is open."""
@@ -215,23 +210,19 @@ class ControlStream:
         self._limits = limits
         self._timing = timing
         self._traffic = traffic
-        self.heartbeats = False
-        """Off until the session is open: before, no frame but the opening ones may be sent."""
+        self.heartbeats = False  # off until the session is open: before, no frame but the opening ones may be sent
 
         self._bodies: deque[bytes] = deque()
         """Encoded messages that are not acknowledged; the first has the number `_acked`."""
         self._queued_bytes = 0
         self._acked = 0
-        self._cursor = 0
-        """Number of the next frame to transmit, for the first time or again."""
-        self._highest = 0
-        """Number of the first frame that was never transmitted."""
+        self._cursor = 0  # number of the next frame to transmit, for the first time or again
+        self._highest = 0  # number of the first frame that was never transmitted
         self._rto_s = timing.rto_s
         self._resend_at: float | None = None
         self._spoke_at = now
 
-        self.received = 0
-        """Frames delivered: the number of the next one, and the acknowledgement to send."""
+        self.received = 0  # frames delivered: the number of the next one, and the acknowledgement to send
         self._ahead: dict[int, tuple[Message | None, int]] = {}
         """Messages that overtook number `received`, with their bytes."""
         self._ahead_bytes = 0
@@ -359,8 +350,7 @@ class ControlStream:
 # frames go in before a due timer does (protocol, Monotonic clocks).
 
 
-ROUND_TRIPS = 10
-"""Echoes that a round trip is known by: one alone may have waited behind something."""
+ROUND_TRIPS = 10  # echoes that a round trip is known by: one alone may have waited behind something
 
 
 class Session:
@@ -382,15 +372,11 @@ class Session:
         self._events: list[SessionEvent] = []
         patience = (self._timing.blob_idle_s, self._timing.stall_s) if role is Role.COORDINATOR else (None, None)
         self._transfers = Transfers(self._limits, self._timing, self.traffic, self._events.append, self._say, *patience)
-        self._lanes: list[int] = []
-        """Bulk lanes that can be sent on, in the order of their turns."""
+        self._lanes: list[int] = []  # bulk lanes that can be sent on, in the order of their turns
         self._heard_at = now
-        self._closes_at: float | None = None
-        """When this end stops waiting for the acknowledgement of its farewell."""
-        self._last_ack_due = False
-        """Whether the peer's Leave is still to be acknowledged."""
-        self._echoes: dict[int, float] = {}
-        """Number → when it was said."""
+        self._closes_at: float | None = None  # when this end stops waiting for the acknowledgement of its farewell
+        self._last_ack_due = False  # whether the peer's Leave is still to be acknowledged
+        self._echoes: dict[int, float] = {}  # number → when it was said
         self.round_trips: deque[float] = deque(maxlen=ROUND_TRIPS)
         """The last ones, in seconds, through both daemons and whatever is between them."""
 

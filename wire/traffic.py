@@ -41,18 +41,12 @@ class Traffic:
     received_blobs: dict[BlobKind, Count] = field(default_factory=lambda: {kind: Count() for kind in BlobKind})
     stray: Count = field(default_factory=Count)
     """Bulk frames received of blobs that are not, or not yet, or no longer expected."""
-    control_resends: int = 0
-    """Control frames sent again because no acknowledgement came."""
-    control_duplicates: int = 0
-    """Control frames received again."""
-    arrived_bytes: int = 0
-    """Of blobs sent, as the peer has acknowledged them."""
-    rewinds: int = 0
-    """Times a blob was sent again from its acknowledged prefix."""
-    connections: int = 0
-    """Of a node: those that were greeted. Without one, what was sent went nowhere."""
-    curve: bool = False
-    """Whether the connections are encrypted: to be set before the first frame."""
+    control_resends: int = 0  # control frames sent again because no acknowledgement came
+    control_duplicates: int = 0  # control frames received again
+    arrived_bytes: int = 0  # of blobs sent, as the peer has acknowledged them
+    rewinds: int = 0  # times a blob was sent again from its acknowledged prefix
+    connections: int = 0  # Of a node: those that were greeted. Without one, what was sent went nowhere.
+    curve: bool = False  # whether the connections are encrypted: to be set before the first frame
 
     @property
     def sent(self) -> BytesByKind:

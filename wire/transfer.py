@@ -55,22 +55,17 @@ class Outgoing:
     def __init__(self, blob: BlobId, source: BlobSource, limit: int, pace: Pace, *, background: bool = False) -> None:
         self.blob = blob
         self.source = source
-        self.pushed = limit > 0
-        """Whether it may begin within the initial credit, before the peer grants any."""
-        self.background = background
-        """Whether it yields to every other blob."""
+        self.pushed = limit > 0  # whether it may begin within the initial credit, before the peer grants any
+        self.background = background  # whether it yields to every other blob
         self.acked = 0
         self.sent = 0
         self.limit = min(limit, source.size)
         self.credited = False
         """Whether a Credit came. Before, nobody may be expecting this blob: nothing is sent twice."""
         self._pace = pace
-        self._moved_at = 0.0
-        """When a chunk last left or an acknowledgement came."""
-        self._queue_bytes = 0
-        """Bytes of all blobs in flight when the last chunk left: it arrives behind them."""
-        self._stalls = 0
-        """Rewinds since the last acknowledgement."""
+        self._moved_at = 0.0  # when a chunk last left or an acknowledgement came
+        self._queue_bytes = 0  # bytes of all blobs in flight when the last chunk left: it arrives behind them
+        self._stalls = 0  # rewinds since the last acknowledgement
         self._rewound_from = 0
         """Bytes below were sent more than once, or may have been: their acknowledgement measures nothing."""
         self._probe: tuple[int, int, float] | None = None
@@ -154,10 +149,8 @@ class Incoming:
         self._timing = timing
         self._credited = reassembly.received
         self._credited_at = now
-        self.grew_at = now
-        """When it was last further than before."""
-        self.limit = 0
-        """No byte at or beyond it may come."""
+        self.grew_at = now  # when it was last further than before
+        self.limit = 0  # no byte at or beyond it may come
 
     def first_credit(self) -> Credit:
         """What answers the announcement of the blob; chunks that came before it are counted in."""
@@ -211,19 +204,16 @@ class Transfers:
         self._emit = emit
         self._say = say
         self._pace = Pace(timing)
-        self._outgoing: OrderedDict[BlobId, Outgoing] = OrderedDict()
-        """In the order of their turns."""
+        self._outgoing: OrderedDict[BlobId, Outgoing] = OrderedDict()  # in the order of their turns
         self._incoming: dict[bytes, Incoming] = {}
         self._early: deque[tuple[BulkFrame, int]] = deque()
         """Chunks that overtook the announcement of their blob, with their bytes on the wire; oldest first."""
         self._early_bytes = 0
         self._finished: OrderedDict[bytes, None] = OrderedDict()
-        self._probe_key = b""
-        """Of the last probe that was expected."""
+        self._probe_key = b""  # of the last probe that was expected
         self._waits_since: float | None = None
         """When the peer last took something, or was first waited for; None while nothing waits for it."""
-        self.meter = Meter()
-        """How what comes in does so."""
+        self.meter = Meter()  # how what comes in does so
 
     def check_room(self, blob: BlobId, *, pushed: bool = False) -> None:
         """Raise AlreadyUnderWay or LimitReached if `blob` cannot be sent now."""

@@ -25,8 +25,7 @@ from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import largest_bits, spans
 from farloop.quant.packing import BF16_LARGEST, bf16_bits, from_bf16, largest_scale, to_bf16, uniform16
 
-_ONE = 0x3F80
-"""Bits of 1 in bf16: no element of a column of length 1 is larger."""
+_ONE = 0x3F80  # bits of 1 in bf16: no element of a column of length 1 is larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +34,11 @@ class _Part:
 
     offset: int
     numel: int
-    place: int
-    """First of its numbers, bf16, in the payload."""
+    place: int  # first of its numbers, bf16, in the payload
     tall: int = 0
     """The larger side of a matrix, whose bases are P [tall, rank] and Q [short, rank]; 0 for what is sent as it is."""
     short: int = 0
-    wide: bool = False
-    """The matrix is the transpose of P·Qᵀ."""
+    wide: bool = False  # the matrix is the transpose of P·Qᵀ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +49,7 @@ class LowrankCodec(Codec):
         {"rank": Parameter(read=whole(1, 128), write=str, meaning="columns of the two factors of a matrix")}
     )
 
-    rank: int = 4
-    """Of what arrives of a matrix."""
+    rank: int = 4  # of what arrives of a matrix
 
     @property
     def traits(self) -> Traits:

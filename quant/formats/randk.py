@@ -39,8 +39,7 @@ class RandkCodec(SparseCodec):
         }
     )
 
-    fraction: float = 1 / 16
-    """Of a block of d elements, k = ⌈d · fraction⌉ are sent."""
+    fraction: float = 1 / 16  # of a block of d elements, k = ⌈d · fraction⌉ are sent
 
     @property
     def traits(self) -> Traits:

@@ -27,15 +27,7 @@ import torch
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment, TensorSlot
-from farloop.quant.codec import (
-    Parameter,
-    Traits,
-    finite_weight,
-    float_text,
-    number,
-    require_flat,
-    whole,
-)
+from farloop.quant.codec import Parameter, Traits, finite_weight, float_text, number, require_flat, whole
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import SparseCodec, require_finite
 from farloop.quant.norm import norm_sq
@@ -44,17 +36,13 @@ from farloop.quant.packing import pack, unpack_into, words_at
 ROWS = 3
 ROW_SEEDS = (0x3C6EF372, 0xA54FF53A, 0x510E527F)
 """Of the three hashes; never those of a blob, for sketches of different nodes are added."""
-SPARE_CELLS = 16
-"""In every row besides its share, so that small tensors come apart too."""
+SPARE_CELLS = 16  # in every row besides its share, so that small tensors come apart too
 ROUNDS = 64
 """Of peeling, at most. 1.5 counters per element take 11, and 1.3 take 21; made-up bitmaps could take any number."""
 
 THRESHOLDS = 25
-STEP = 0.8
-"""Of a threshold to the next smaller one."""
-
-LARGEST = 2.0**100
-"""Greater magnitudes become it, so that counters stay finite."""
+STEP = 0.8  # of a threshold to the next smaller one
+LARGEST = 2.0**100  # greater magnitudes become it, so that counters stay finite
 FIXED_BITS = 45
 """The encoder adds whole numbers of 2⁻⁴⁵ of the largest magnitude: exact sums of up to 2¹⁷ elements, in any order."""
 
@@ -64,12 +52,9 @@ class Table:
     """The sketch of one tensor."""
 
     tensor: TensorSlot
-    budget: int
-    """Elements that an encoder keeps at most."""
-    width: int
-    """Counters of one of the three rows."""
-    counters: slice
-    """Bytes of the payload."""
+    budget: int  # elements that an encoder keeps at most
+    width: int  # counters of one of the three rows
+    counters: slice  # bytes of the payload
     bitmap: slice
 
     @property
@@ -82,10 +67,8 @@ class Table:
 class Places:
     """Where elements stand in a sketch."""
 
-    cells: Tensor
-    """int64 [3, n]: the first row's counters come first."""
-    signs: Tensor
-    """fp64 [3, n], ±1."""
+    cells: Tensor  # int64 [3, n]: the first row's counters come first
+    signs: Tensor  # fp64 [3, n], ±1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +91,10 @@ class SketchCodec(SparseCodec):
         }
     )
 
-    density: float = 0.05
-    """Share of a tensor's elements that are kept."""
+    density: float = 0.05  # share of a tensor's elements that are kept
     room: float = 1.5
     """Counters per kept element; more than about 1.25 are needed for one payload, and K times that for a sum of K."""
-    min_numel: int = 65536
-    """Elements of the smallest tensor that is sketched."""
+    min_numel: int = 65536  # elements of the smallest tensor that is sketched
 
     @property
     def traits(self) -> Traits:

@@ -59,8 +59,7 @@ Random words for 4 Mi elements take 42 ms like this, and 650 ms all at once, on 
 class Chunks:
     """`count` chunks of `length` elements each, one after the other."""
 
-    start: int
-    """First element."""
+    start: int  # first element
     count: int
     length: int
 

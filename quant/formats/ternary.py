@@ -23,8 +23,7 @@ from farloop.quant.formats.sparse import largest_bits, spans
 from farloop.quant.norm import norm_sq
 from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, aligned, bf16_bits, check_scales, from_bf16, uniform16
 
-GROUP = 64
-"""Elements whose codes are packed together; tensors start on multiples of it."""
+GROUP = 64  # elements whose codes are packed together; tensors start on multiples of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +40,7 @@ class TernaryCodec(Codec):
         }
     )
 
-    clip: float = 2.5
-    """In units of the rms of a tensor; 0 for no clipping. The paper's choice."""
+    clip: float = 2.5  # In units of the rms of a tensor; 0 for no clipping. The paper's choice.
 
     @property
     def traits(self) -> Traits:

@@ -27,18 +27,15 @@ from farloop.quant.formats.sparse import PIECE, Chunks, SparseCodec, cut, requir
 from farloop.quant.packing import BF16_LARGEST, aligned, bf16_bits, check_scales, from_bf16, pack, to_scale, unpack_into
 
 CHUNK = 4096
-SIDE = 64
-"""Of the squares of a matrix, and the length of a vector's chunks."""
-LONG_VECTOR = 1 << 16
-"""No layer has a vector of this length: such a tensor is a flattened matrix, and is cut like one."""
+SIDE = 64  # of the squares of a matrix, and the length of a vector's chunks
+LONG_VECTOR = 1 << 16  # no layer has a vector of this length: such a tensor is a flattened matrix, and is cut like one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Squares(Chunks):
     """Whole rows of squares of 64 × 64 of a matrix; an index inside a square is 64·row + column."""
 
-    columns: int
-    """Of the matrix, a multiple of 64."""
+    columns: int  # of the matrix, a multiple of 64
 
     def of(self, x: Tensor) -> Tensor:
         """As `Chunks.of`; a copy."""
@@ -62,8 +59,7 @@ class TopkCodec(SparseCodec):
         {"k": Parameter(read=whole(1, CHUNK), write=str, meaning="how many of 4096 elements are sent")}
     )
 
-    k: int = 64
-    """How many of 4096 elements are sent; of a chunk of n elements, ⌈k·n ÷ 4096⌉."""
+    k: int = 64  # how many of 4096 elements are sent; of a chunk of n elements, ⌈k·n ÷ 4096⌉
 
     @property
     def traits(self) -> Traits:

@@ -19,12 +19,9 @@ class KernelKey:
 
     name: str
     layout: Layout
-    stochastic: bool = False
-    """How codes are rounded."""
-    absolute: bool = False
-    """Steps are scales, not multiples of a block's rms."""
-    step: float | None = 1.0
-    """Of every block, for a call without steps; None: the call must bring them."""
+    stochastic: bool = False  # how codes are rounded
+    absolute: bool = False  # steps are scales, not multiples of a block's rms
+    step: float | None = 1.0  # of every block, for a call without steps; None: the call must bring them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,21 +33,15 @@ class Encode:
     the padding of a tensor, or of the last block.
     """
 
-    x: Tensor
-    """fp32 [n]."""
-    out: Tensor
-    """uint8 [payload bytes of `numel`], at any address."""
+    x: Tensor  # fp32 [n]
+    out: Tensor  # uint8 [payload bytes of `numel`], at any address
     numel: int
-    local: Tensor | None = None
-    """fp32, bf16 or fp16 [n]."""
-    residual: Tensor | None = None
-    """fp32 [n]."""
+    local: Tensor | None = None  # fp32, bf16 or fp16 [n]
+    residual: Tensor | None = None  # fp32 [n]
     beta: float = 0.0
     seed: int = 0
-    steps: Tensor | None = None
-    """fp32 [num_blocks of the fragment]."""
-    start: int = 0
-    """A multiple of 256."""
+    steps: Tensor | None = None  # fp32 [num_blocks of the fragment]
+    start: int = 0  # a multiple of 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,15 +140,11 @@ class FlowHost:
 
     node: Node
     group: Group
-    up: list[SharedLink]
-    """Its own first, then those that it shares."""
+    up: list[SharedLink]  # its own first, then those that it shares
     down: list[SharedLink]
-    cut: int = 0
-    """Outages that hold now."""
-    cuts: int = 0
-    """Times that its link was cut."""
-    silent: bool = False
-    """The coordinator has given it up for the time being."""
+    cut: int = 0  # outages that hold now
+    cuts: int = 0  # times that its link was cut
+    silent: bool = False  # the coordinator has given it up for the time being
     life: int = 0
     crashes: int = 0
     uploads: dict[Delta, Transfer] = field(default_factory=dict)
@@ -175,13 +171,7 @@ def lay_out(setting: Setting, agenda: EventQueue, coordinator: Coordinator) -> l
         rules = setting.rules
         h = max(rules.fragments, steps_by_rate(rules.h, fastest, fate.step_s)) if rules.per_node_h else rules.h
         node = Node(
-            index=index,
-            machines=group.machines,
-            h=h,
-            fate=fate,
-            rules=rules,
-            agenda=agenda,
-            coordinator=coordinator,
+            index=index, machines=group.machines, h=h, fate=fate, rules=rules, agenda=agenda, coordinator=coordinator
         )
         site_up, site_down = sites[group.site] if group.site else ([], [])
         may_be_cut = group.outages_per_hour > 0 or any(outage.group == group.name for outage in setting.outages)

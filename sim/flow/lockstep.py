@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from farloop.sim.flow.outcome import Outcome
 from farloop.sim.flow.scenario import FailureTrace, Group, Setting, bytes_per_s
 
-_BATCH = 64
-"""Steps whose durations are drawn at a time."""
+_BATCH = 64  # steps whose durations are drawn at a time
 
 Kind = Literal["chance", "crash", "repair", "outage", "cut", "mend", "lost", "join", "drain", "end"]
 
-_Event = tuple[float, int, Kind, int]
-"""(time, order of entry, kind, node)"""
+_Event = tuple[float, int, Kind, int]  # (time, order of entry, kind, node)
 
 _AT_ONCE = frozenset({"chance", "crash", "outage", "cut", "lost", "end"})
 """What breaks into a step; the rest waits for its boundary."""
@@ -35,12 +33,9 @@ class _Place:
     group: Group
     fate: FailureTrace
     member: bool
-    broken: int = 0
-    """Machines of the node that are being repaired."""
-    cuts: int = 0
-    """Outages of its link that hold now."""
-    left_out: bool = False
-    """The others go on without it while its link is cut."""
+    broken: int = 0  # machines of the node that are being repaired
+    cuts: int = 0  # outages of its link that hold now
+    left_out: bool = False  # the others go on without it while its link is cut
 
     @property
     def working(self) -> int:
@@ -63,10 +58,8 @@ class _Run:
         ]
         self._now = 0.0
         self._paused_until = 0.0
-        self._breaks: list[_Event] = []
-        """What breaks into a step, by time."""
-        self._waits: list[_Event] = []
-        """What waits for a step's end."""
+        self._breaks: list[_Event] = []  # what breaks into a step, by time
+        self._waits: list[_Event] = []  # what waits for a step's end
         self._entered = 0
         self._spans = {"compute": 0.0, "idle": 0.0, "down": 0.0}
         self._useful_s = self._unsaved_s = 0.0

@@ -27,14 +27,11 @@ class Delta:
 
     node: int
     fragment: int
-    window: int
-    """The version that it is meant to become part of."""
+    window: int  # the version that it is meant to become part of
     round: int
-    sent_at: int
-    """Inner steps that its node had done."""
+    sent_at: int  # inner steps that its node had done
     steps: int
-    seconds: float
-    """Machine-seconds of compute in it."""
+    seconds: float  # machine-seconds of compute in it
     stored: bool = False
     merged_in: int | None = None
     settled: bool = False
@@ -45,20 +42,14 @@ class Held:
     """One fragment on a node."""
 
     version: int = 0
-    newest: int = 0
-    """Of what has arrived."""
-    announced: int = 0
-    """With a lag: newest version that is known to be committed; its bytes may still be on their way."""
-    sent: int = 0
-    """With a lag: window of the last delta."""
+    newest: int = 0  # of what has arrived
+    announced: int = 0  # with a lag: newest version that is known to be committed; its bytes may still be on their way
+    sent: int = 0  # with a lag: window of the last delta
     arrived_at: float = 0.0
     merge_at: int | None = None
-    owed: int = 0
-    """Version that holds the last delta."""
-    discard: bool = False
-    """The last delta was lost: the next merge takes the anchor alone."""
-    steps_from: int = 0
-    """Inner steps done when the work inside the next delta began."""
+    owed: int = 0  # version that holds the last delta
+    discard: bool = False  # the last delta was lost: the next merge takes the anchor alone
+    steps_from: int = 0  # inner steps done when the work inside the next delta began
     seconds_from: float = 0.0
 
 
@@ -105,18 +96,15 @@ class Node:
         """Version of the last slot's fragment that has to be here before the first step."""
         self.round = 0
         self._step = 0
-        self.steps = 0
-        """Inner steps since the beginning."""
+        self.steps = 0  # inner steps since the beginning
         self._held = [Held() for _ in range(rules.fragments)]
         self._undecided: dict[int, Delta] = {}
         self._unmerged: set[int] = set()
-        self._sent: set[int] = set()
-        """Fragments with a merge ahead."""
+        self._sent: set[int] = set()  # fragments with a merge ahead
         self._owing: set[int] = set()
         """With a lag: fragments whose turn to be sent has come before the commit of their last delta."""
         self._life = 0
-        self._segment: tuple[float, float, int] | None = None
-        """(begin, end, inner steps) of what is being computed."""
+        self._segment: tuple[float, float, int] | None = None  # (begin, end, inner steps) of what is being computed
         self._due: dict[int, list[int]] = {}
         for slot in range(rules.fragments):
             self._due.setdefault(due_step(slot, rules.fragments, h), []).append(slot)
@@ -440,8 +428,7 @@ class Window:
         self.quorum_at: float | None = None
         self.closing = False
         self._missing = len(expected)
-        self.timely = 0
-        """Deltas that name this window, not an earlier one: those that count for a quorum."""
+        self.timely = 0  # deltas that name this window, not an earlier one: those that count for a quorum
 
     @property
     def all_came(self) -> bool:

@@ -20,39 +20,27 @@ class Merge(NamedTuple):
 class Outcome:
     """One case from its beginning to its end. Seconds are machine-seconds unless said otherwise."""
 
-    seconds: float
-    """Of the clock."""
-    reached: bool
-    """The wanted number of steps was made, at `seconds`."""
+    seconds: float  # of the clock
+    reached: bool  # the wanted number of steps was made, at `seconds`
     outer_steps: int
-    commits: int
-    """Windows committed, of all fragments."""
-    merged: int
-    """Deltas merged."""
-    stale: int
-    """Of them, those that came too late for the window they were meant for."""
-    dropped: int
-    """Deltas that were sent, and that nothing was made of."""
-    skipped: int
-    """Sends left out because the one before was not decided yet; the next covers both."""
-    inner_steps: int
-    """Of all nodes."""
-    lost_steps: float
-    """Of them, those that no commit contains; a fragment's steps count as its share of the model."""
+    commits: int  # windows committed, of all fragments
+    merged: int  # deltas merged
+    stale: int  # of them, those that came too late for the window they were meant for
+    dropped: int  # deltas that were sent, and that nothing was made of
+    skipped: int  # sends left out because the one before was not decided yet; the next covers both
+    inner_steps: int  # of all nodes
+    lost_steps: float  # of them, those that no commit contains; a fragment's steps count as its share of the model
     bytes_up: int
     bytes_down: int
-    bytes_state: int
-    """Snapshots and catch-up."""
+    bytes_state: int  # snapshots and catch-up
     compute_s: float
     idle_s: float
     down_s: float
-    useful_s: float
-    """Of `compute_s`, what ended in a merged delta."""
+    useful_s: float  # of `compute_s`, what ended in a merged delta
     crashes: int
     timeline: tuple[tuple[float, float], ...] = ()
     """(clock second, machines that compute from then on), if it was asked for."""
-    windows: tuple["Merge", ...] = ()
-    """Every commit, in order, if it was asked for and there are such."""
+    windows: tuple["Merge", ...] = ()  # every commit, in order, if it was asked for and there are such
 
     @property
     def machine_s(self) -> float:
@@ -106,8 +94,7 @@ class Clock:
 
     def __init__(self, machines: int, state: State) -> None:
         self._machines, self._since = machines, 0.0
-        self.missing = 0
-        """Machines of the node that are broken while it goes on without them."""
+        self.missing = 0  # machines of the node that are broken while it goes on without them
         self.state: State = state
         self.spans: dict[State, float] = {"compute": 0.0, "idle": 0.0, "down": 0.0, "absent": 0.0}
 

@@ -23,11 +23,8 @@ MethodName = Literal["data-parallel", "elastic", "diloco", "streaming", "decoupl
 
 METHOD_NAMES: Final[tuple[MethodName, ...]] = get_args(MethodName)
 
-LOCK_STEP: Final = frozenset({"data-parallel", "elastic"})
-"""Methods whose machines take every step together."""
-
-_FASTEST: Final = 1e18
-"""Bytes a second of a link that has no limit."""
+LOCK_STEP: Final = frozenset({"data-parallel", "elastic"})  # methods whose machines take every step together
+_FASTEST: Final = 1e18  # bytes a second of a link that has no limit
 
 
 def _check_least(owner: object, least: float, *names: str) -> None:
@@ -49,38 +46,24 @@ class Choice:
     """How it is trained, as far as somebody chose; what stays open follows from the method."""
 
     method: MethodName = "decoupled"
-    h: int | None = None
-    """Inner steps of a round; lock-step methods synchronise every step."""
-    fragments: int | None = None
-    """Equal parts of the model, each sent once a round, in a slot of its own."""
-    tau: int | None = None
-    """Inner steps between a send and its merge."""
-    lag: int | None = None
-    """Rounds that an update comes late: 1 gives it the whole next round to come, without tau."""
-    quorum: int | None = None
-    """Deltas that can close a window; left open: all that are expected."""
-    max_staleness: int | None = None
-    """Windows that a delta may come too late and still be merged."""
-    max_stale_rounds: int | None = None
-    """Rounds that a node runs past a send without an answer before it waits."""
-    per_node_h: bool | None = None
-    """Slow nodes do fewer inner steps in a round."""
-    bits_up: float | None = None
-    """Bits per parameter of a delta, scales included."""
-    bits_down: float | None = None
-    """Bits per parameter of an update."""
-    commit_s: float = 0.0
-    """Summing, stepping, encoding and storing one window."""
-    liveness_s: float = 10.0
-    """Silence after which the others go on without a node."""
+    h: int | None = None  # inner steps of a round; lock-step methods synchronise every step
+    fragments: int | None = None  # equal parts of the model, each sent once a round, in a slot of its own
+    tau: int | None = None  # inner steps between a send and its merge
+    lag: int | None = None  # rounds that an update comes late: 1 gives it the whole next round to come, without tau
+    quorum: int | None = None  # deltas that can close a window; left open: all that are expected
+    max_staleness: int | None = None  # windows that a delta may come too late and still be merged
+    max_stale_rounds: int | None = None  # rounds that a node runs past a send without an answer before it waits
+    per_node_h: bool | None = None  # slow nodes do fewer inner steps in a round
+    bits_up: float | None = None  # bits per parameter of a delta, scales included
+    bits_down: float | None = None  # bits per parameter of an update
+    commit_s: float = 0.0  # summing, stepping, encoding and storing one window
+    liveness_s: float = 10.0  # silence after which the others go on without a node
     reconfigure_s: float = 30.0
     """Everybody's pause (`elastic`), or that of one cluster of several machines, after a crash, to go on without it."""
-    restart_s: float = 60.0
-    """From the last repair to the next step (`data-parallel`)."""
+    restart_s: float = 60.0  # from the last repair to the next step (`data-parallel`)
     checkpoint_steps: int = 1
     """Inner steps between two checkpoints of `data-parallel`: what came after the last one is done again."""
-    clusters: int | None = None
-    """Gather the machines of every group into so many nodes, each a cluster of equal size."""
+    clusters: int | None = None  # gather the machines of every group into so many nodes, each a cluster of equal size
 
     def __post_init__(self) -> None:
         _check_least(self, 1, "h", "fragments", "quorum", "checkpoint_steps", "clusters")
@@ -161,38 +144,25 @@ class Group:
 
     name: str = "nodes"
     count: int = 1
-    machines: int = 1
-    """Of each node."""
-    step_s: float = 1.0
-    """Seconds of an inner step."""
-    step_sigma: float = 0.0
-    """Spread of a step's duration: σ of a lognormal law whose mean is step_s."""
-    spread: float = 0.0
-    """Lasting difference between the nodes: σ of a lognormal law over their step_s."""
-    slow_share: float = 0.0
-    """Share of the steps that stumble…"""
-    slow_factor: float = 1.0
-    """… and take so many times as long."""
-    crashes_per_hour: float = 0.0
-    """Of each machine, while it is up."""
-    repair_s: float = 600.0
-    """From a crash until the machine can take part again."""
+    machines: int = 1  # of each node
+    step_s: float = 1.0  # seconds of an inner step
+    step_sigma: float = 0.0  # spread of a step's duration: σ of a lognormal law whose mean is step_s
+    spread: float = 0.0  # lasting difference between the nodes: σ of a lognormal law over their step_s
+    slow_share: float = 0.0  # share of the steps that stumble…
+    slow_factor: float = 1.0  # … and take so many times as long.
+    crashes_per_hour: float = 0.0  # of each machine, while it is up
+    repair_s: float = 600.0  # from a crash until the machine can take part again
     joins_at_s: float = 0.0
-    drains_at_s: float | None = None
-    """Leaves in order: what it has sent is still merged."""
+    drains_at_s: float | None = None  # leaves in order: what it has sent is still merged
     up_gbit_s: float | None = None
     """Rate of each node's own link towards the coordinator; no limit where it is left out."""
     down_gbit_s: float | None = None
     rtt_s: float = 0.0
-    jitter_s: float = 0.0
-    """Added to every transfer, evenly between 0 and this."""
-    loss: float = 0.0
-    """Share of the rate that is lost to sending again."""
-    outages_per_hour: float = 0.0
-    """Of each node's link."""
+    jitter_s: float = 0.0  # added to every transfer, evenly between 0 and this
+    loss: float = 0.0  # share of the rate that is lost to sending again
+    outages_per_hour: float = 0.0  # of each node's link
     outage_s: float = 60.0
-    site: str | None = None
-    """Name of the uplink that it shares."""
+    site: str | None = None  # name of the uplink that it shares
 
     def __post_init__(self) -> None:
         _check_least(self, 1, "count", "machines", "slow_factor")
@@ -259,8 +229,7 @@ class Model:
     """What is trained, as its size."""
 
     parameters: int = 1_000_000_000
-    snapshot_bits: float = 32.0
-    """Bits per parameter of what a newcomer fetches."""
+    snapshot_bits: float = 32.0  # bits per parameter of what a newcomer fetches
 
     def __post_init__(self) -> None:
         _check_least(self, 1, "parameters")
@@ -293,8 +262,7 @@ class Published:
 
     variant: str
     goodput: float
-    value: float | None = None
-    """Of the swept key."""
+    value: float | None = None  # of the swept key
 
     def __post_init__(self) -> None:
         require(0 <= self.goodput <= 1, f"goodput is {self.goodput}; it lies between 0 and 1")
@@ -323,13 +291,10 @@ class FlowScenario:
 
     name: str = "scenario"
     about: str = ""
-    steps: int | None = None
-    """Inner steps after which a case ends: `steps / h` outer steps."""
-    hours: float | None = None
-    """Hours after which it ends, whichever comes first."""
+    steps: int | None = None  # inner steps after which a case ends: `steps / h` outer steps
+    hours: float | None = None  # hours after which it ends, whichever comes first
     seed: int = 0
-    repeats: int = 1
-    """Seeds: the results are means over them."""
+    repeats: int = 1  # seeds: the results are means over them
     model: Model = field(default_factory=Model)
     coordinator: Hub = field(default_factory=Hub)
     nodes: tuple[Group, ...] = (Group(count=4),)
@@ -382,8 +347,7 @@ class Case:
     """One line of the table, one seed."""
 
     variant: str
-    value: float | None
-    """Of the swept key."""
+    value: float | None  # of the swept key
     setting: Setting
 
 
@@ -459,8 +423,7 @@ class FailureTrace:
         )
         self._steps = np.random.default_rng([seed, index]) if group.step_sigma or group.slow_share else None
         lasting = random.Random(f"{seed}/{index}/spread").gauss(0.0, group.spread) if group.spread else 0.0
-        self.step_s = group.step_s * math.exp(lasting)
-        """Mean seconds of its inner steps, stumbles aside."""
+        self.step_s = group.step_s * math.exp(lasting)  # mean seconds of its inner steps, stumbles aside
 
     def seconds_of(self, steps: int) -> float:
         """How long its next inner steps take together."""

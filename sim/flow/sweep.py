@@ -17,10 +17,8 @@ class Row:
 
     variant: str
     value: float | None
-    outcomes: tuple[Outcome, ...]
-    """One for each seed."""
-    published: float | None
-    """Goodput that others report for it."""
+    outcomes: tuple[Outcome, ...]  # one for each seed
+    published: float | None  # goodput that others report for it
 
     def mean(self, figure: Callable[[Outcome], float]) -> float:
         """Of a figure, over the seeds."""

@@ -47,8 +47,7 @@ assert BLOCK == Q8_BLOCK == Q4R_BLOCK and Q4_BLOCK == E3M0_BLOCK == Q4R_GROUP
 _B = np.uint64(BLOCK)
 _GROUP = np.uint64(Q4_BLOCK)
 _GROUPS = np.uint64(BLOCK // Q4_BLOCK)
-_HALF = np.uint64(Q4_BLOCK // 2)
-"""Elements of half a group, and bytes of its codes."""
+_HALF = np.uint64(Q4_BLOCK // 2)  # elements of half a group, and bytes of its codes
 _TWO, _FOUR = np.uint64(2), np.uint64(4)
 
 _LARGEST_BF16 = np.int32(BF16_LARGEST)

@@ -31,8 +31,7 @@ _LOCAL_KINDS = {torch.float32: LOCAL_FP32, torch.bfloat16: LOCAL_BF16, torch.flo
 _NO_STEPS = torch.zeros(1)
 _SEED_MASK = 0xFFFFFFFF
 
-Places = list[tuple[int, int]]
-"""Addresses of scales and codes, of each payload."""
+Places = list[tuple[int, int]]  # addresses of scales and codes, of each payload
 
 
 def cpu_kernels(key: KernelKey) -> "CpuKernels | None":
@@ -53,8 +52,7 @@ class CpuKernels(BlockKernels):
 
     loops: BlockLoops
     layout: Layout
-    mode: int = 0
-    """How `q4r` chooses scales and codes."""
+    mode: int = 0  # how `q4r` chooses scales and codes
 
     def encode(self, call: Encode) -> int:
         """As `BlockKernels.encode`."""

@@ -35,15 +35,13 @@ from farloop.quant.kernels.cpu.primitives import (
 )
 from farloop.quant.packing import Layout
 
-BLOCK = 256
-"""Elements that go through the buffer at a time. The blocks of every format divide it."""
+BLOCK = 256  # Elements that go through the buffer at a time. The blocks of every format divide it.
 
 Write = Callable[[Numbers, Number, Numbers, Numbers, Numbers], None]
 """Encode (v fp32 [BLOCK], bits of its largest magnitude, its scales, its codes, how). For `q4r`, `how` is (noise uint32
 [BLOCK/2] as scratch memory, index of the first element in the fragment, step, seed, mode)."""
 
-Read = Callable[[Numbers, Numbers, Numbers], None]
-"""Decode (out fp32 [BLOCK], its scales, its codes)."""
+Read = Callable[[Numbers, Numbers, Numbers], None]  # decode (out fp32 [BLOCK], its scales, its codes)
 
 # The number type of the local weights, in `encode`.
 NO_LOCAL, LOCAL_FP32, LOCAL_BF16, LOCAL_FP16 = range(4)

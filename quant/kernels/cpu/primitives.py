@@ -31,11 +31,8 @@ from farloop.quant.kernels import interface
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-Number = Any
-"""A scalar inside a kernel, of the type that numba infers."""
-
-Numbers = Any
-"""A pointer inside a kernel, of the type that numba infers."""
+Number = Any  # a scalar inside a kernel, of the type that numba infers
+Numbers = Any  # a pointer inside a kernel, of the type that numba infers
 
 _compiling = threading.Lock()
 
@@ -163,11 +160,8 @@ def _bitcast(from_type: Any, to_type: Any, to_ir: Any) -> Any:
     return intrinsic(typed)
 
 
-bits = _bitcast(types.float32, types.int32, ir.IntType(32))
-"""fp32 → its bits, int32."""
-
-from_bits = _bitcast(types.int32, types.float32, ir.FloatType())
-"""int32 → the fp32 with these bits."""
+bits = _bitcast(types.float32, types.int32, ir.IntType(32))  # fp32 → its bits, int32
+from_bits = _bitcast(types.int32, types.float32, ir.FloatType())  # int32 → the fp32 with these bits
 
 as_halves = _bitcast(pointer_to(types.uint32), pointer_to(types.uint16), ir.IntType(16).as_pointer())
 """The low half of each word, then the high one."""
@@ -218,8 +212,7 @@ def _after() -> Any:
     return intrinsic(typed)
 
 
-after = _after()
-"""(pointer, count) → the pointer that many elements further."""
+after = _after()  # (pointer, count) → the pointer that many elements further
 
 
 def _load(number: Any, number_ir: Any) -> Any:

@@ -24,40 +24,30 @@ from farloop.quant.kernels.gpu.kernels import OPTIONS, Launch
 from farloop.quant.kernels.interface import Encode, OuterStep
 from farloop.quant.registry import codec_named
 
-SM_90 = GPUTarget("cuda", 90, 32)
-"""H100 and H200."""
+SM_90 = GPUTarget("cuda", 90, 32)  # H100 and H200
 
 _TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int16: "*i16", torch.int64: "*i64", torch.uint8: "*u8"}
-_ENCODERS_OF_Q4R = ("q4r:rounding=nearest", "q4r:policy=absolute")
-"""Besides the defaults, stochastic and relative."""
+_ENCODERS_OF_Q4R = ("q4r:rounding=nearest", "q4r:policy=absolute")  # besides the defaults, stochastic and relative
 
 _ARITHMETIC = re.compile(r"\b((?:add|sub|mul|fma|mad|div|sqrt|rsqrt|rcp)\.[\w.]*f(?:32|64)(?:x2)?)\b")
 
-_NUMEL = 1 << 15
-"""Sizes become arguments, not code, but for their divisibility by 16."""
+_NUMEL = 1 << 15  # sizes become arguments, not code, but for their divisibility by 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """One kernel as a GPU would run it."""
 
-    codec: str
-    """As configuration spells it."""
+    codec: str  # as configuration spells it
     operation: str
-    registers: int
-    """Of a thread."""
-    spilled_bytes: int
-    """Of a thread: registers that live in memory."""
-    shared_bytes: int
-    """Of a program: tiles whose lanes change owners."""
+    registers: int  # of a thread
+    spilled_bytes: int  # of a thread: registers that live in memory
+    shared_bytes: int  # of a program: tiles whose lanes change owners
     access_bits: Counter[tuple[str, int]]
     """How many loads (`ld`) and stores (`st`) of global memory there are, by their width for one thread."""
-    rounding: Counter[str]
-    """How many fp32 operations there are, as PTX spells them: `add.rn.f32`, `div.rn.f32` …"""
-    instructions: int
-    """Of the machine code, for all elements of a thread."""
-    fused: int
-    """Fused multiply-adds among them. Division and square root are made of them; nothing else may be."""
+    rounding: Counter[str]  # how many fp32 operations there are, as PTX spells them: `add.rn.f32`, `div.rn.f32` …
+    instructions: int  # of the machine code, for all elements of a thread
+    fused: int  # Fused multiply-adds among them. Division and square root are made of them; nothing else may be.
 
 
 def table() -> list[Compiled]:

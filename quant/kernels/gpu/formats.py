@@ -16,8 +16,7 @@ from farloop.quant import packing
 # --- Numbers as bits, bf16, scales
 
 
-INFINITY = tl.constexpr(0x7F800000)
-"""Magnitude bits from here on are not a finite number."""
+INFINITY = tl.constexpr(0x7F800000)  # magnitude bits from here on are not a finite number
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
@@ -352,10 +351,8 @@ class Programs:
 
     write: Any
     read: Any
-    row: int
-    """Elements of a row of a program: 2·H of `kernels.py`."""
-    rows: int
-    """Rows of a program."""
+    row: int  # elements of a row of a program: 2·H of `kernels.py`
+    rows: int  # rows of a program
 
     def count(self, numel: int) -> int:
         """Of programs for so many elements."""

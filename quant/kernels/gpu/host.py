@@ -16,8 +16,7 @@ from farloop.quant.kernels.gpu.kernels import Launch, add_kernel, decode_kernel,
 from farloop.quant.kernels.interface import BlockKernels, Encode, KernelKey, OuterStep
 from farloop.quant.packing import Layout, mix32
 
-PAYLOADS_PER_LAUNCH = 16
-"""Of a weighted sum; more go in several launches, which add in the same order."""
+PAYLOADS_PER_LAUNCH = 16  # of a weighted sum; more go in several launches, which add in the same order
 
 _ALIGN = 16  # bytes: a load of 128 bits needs it of an address
 _TENSOR_ALIGN = 256  # elements: tensors of a fragment start on multiples of this

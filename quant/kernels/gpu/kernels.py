@@ -35,11 +35,9 @@ OPTIONS: Final[Mapping[str, Any]] = {
 class Launch:
     """A kernel with its arguments: what a device runs, and what `aot.py` compiles without one."""
 
-    kernel: Any
-    """A `triton.jit` function; Triton has no types."""
+    kernel: Any  # a `triton.jit` function; Triton has no types
     programs: int
-    arguments: Mapping[str, Any]
-    """By name: tensors, numbers, None, tuples of these, and the constants in capitals."""
+    arguments: Mapping[str, Any]  # by name: tensors, numbers, None, tuples of these, and the constants in capitals
 
     def run(self) -> None:
         """Start it on the current device's stream; it may still be running when this returns."""
