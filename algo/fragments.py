@@ -1,6 +1,8 @@
 """How a model is cut into fragments, and their layout in a flat buffer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -36,6 +38,9 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
 # Arithmetic over names and shapes, so every node that builds the same model cuts it the same way, whatever its
 # parallelism. When a fragment is sent, and what is done to it, is decided elsewhere.
 
+
+_ROWS: Final = 64
+"""Rows that a split keeps together."""
 
 NamedShape = tuple[str, tuple[int, ...]]
 
@@ -81,8 +86,13 @@ def partition(
     slots of the stage that has most, so that a node that holds one stage sends as evenly as one that holds all, and
     every stage has a fragment in the last slot, which ends a round.
 
-    Raises ValueError for no tensors, duplicate names, empty or oversized tensors, more fragments than blocks, and
-    stages that are not of this model.
+    A tensor above the size limit is split along dimension 0 into the fewest parts of about equal size, each a slot of
+    its own with its `rows`. Parts are multiples of 64 rows where the tensor has that many, so that the 64 × 64 squares
+    of `topk` stay whole. Element-wise methods and codecs give the same numbers as without a split; rules that work on
+    whole matrices (`lowrank`, the radial average, a step per tensor) see each part as a matrix.
+
+    Raises ValueError for no tensors, duplicate names, empty tensors, a single row above the limit, more fragments than
+    blocks, and stages that are not of this model.
     """
     _check_tensors(tensors)
     if blocks_per_fragment < 1:
@@ -138,6 +148,21 @@ def _groups(
     return [*groups, rest] if rest else groups
 
 
+def whole_shapes(fragments: Iterable[Fragment]) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that the fragments hold, by name; the parts of a split tensor add up."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for fragment in fragments:
+        for tensor in fragment.tensors:
+            before = shapes.get(tensor.name, (0,))[0] if tensor.rows else 0
+            shapes[tensor.name] = (before + tensor.shape[0], *tensor.shape[1:]) if tensor.rows else tensor.shape
+    return shapes
+
+
+def rows_of(tensor: Tensor, slot: TensorSlot) -> Tensor:
+    """What the slot covers of the whole tensor, a view."""
+    return tensor if slot.rows is None else tensor[slot.rows[0] : slot.rows[1]]
+
+
 def view(flat: Tensor, tensor: TensorSlot) -> Tensor:
     """The tensor's own part of a flat fragment buffer, in its shape; no copy."""
     return flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
@@ -162,7 +187,7 @@ def tiles(*flats: Tensor, size: int = TILE) -> Iterator[tuple[Tensor, ...]]:
 def flatten_into(fragment: Fragment, tensors: Mapping[str, Tensor], out: Tensor) -> None:
     """Copy the named tensors into `out`, fp32 [fragment.numel], padding zeroed: first anchors, raw gradients."""
     for tensor in fragment.tensors:
-        source = tensors[tensor.name]
+        source = rows_of(tensors[tensor.name], tensor)
         assert source.shape == tensor.shape, f"{tensor.name} has shape {tuple(source.shape)}, not {tensor.shape}"
         view(out, tensor).copy_(source)
     zero_padding_(fragment, out)
@@ -176,13 +201,12 @@ def _check_tensors(tensors: Sequence[NamedShape]) -> None:
         if name in seen:
             raise ValueError(f"the tensor name {name!r} appears twice")
         seen.add(name)
-        numel = _padded(shape)
-        if numel == 0:
+        if _padded(shape) == 0:
             raise ValueError(f"the tensor {name!r} has no elements: its shape is {shape}")
-        if numel > MAX_FRAGMENT_ELEMENTS:
+        if (row := _padded(shape[1:])) > MAX_FRAGMENT_ELEMENTS:
             raise ValueError(
-                f"the tensor {name!r} has {numel} elements with padding; a tensor is never split, "
-                f"and a fragment holds at most {MAX_FRAGMENT_ELEMENTS}"
+                f"one row of the tensor {name!r} has {row} elements with padding; tensors are split between rows of "
+                f"dimension 0, and a fragment holds at most {MAX_FRAGMENT_ELEMENTS}"
             )
 
 
@@ -237,30 +261,39 @@ def _layout(stages: Sequence[Sequence[Sequence[NamedShape]]]) -> Layout:
     )
 
 
-def _within_limit(group: Sequence[NamedShape]) -> Iterator[list[NamedShape]]:
-    taken: list[NamedShape] = []
+def _within_limit(group: Sequence[NamedShape]) -> Iterator[list[TensorSlot]]:
+    """The group's tensors in order, in as many fragments as the size limit asks for."""
+    taken: list[TensorSlot] = []
     numel = 0
-    for tensor in group:
-        if numel + _padded(tensor[1]) > MAX_FRAGMENT_ELEMENTS:
+    for name, shape, rows in (part for tensor in group for part in _parts(*tensor)):
+        if numel + _padded(shape) > MAX_FRAGMENT_ELEMENTS:
             yield taken
             taken, numel = [], 0
-        taken.append(tensor)
-        numel += _padded(tensor[1])
+        taken.append(TensorSlot(name=name, shape=shape, offset=numel, rows=rows))
+        numel += _padded(shape)
     yield taken
 
 
-def _fragment(index: int, stage: int, slot: int, tensors: Sequence[NamedShape]) -> Fragment:
-    placed: list[TensorSlot] = []
-    numel = 0
-    for name, shape in tensors:
-        placed.append(TensorSlot(name=name, shape=tuple(shape), offset=numel))
-        numel += _padded(shape)
-    return Fragment(index=index, slot=slot, numel=numel, tensors=tuple(placed), stage=stage)
+def _parts(name: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None]]:
+    """Name, shape and rows of a tensor's parts; the tensor itself where it is within the size limit."""
+    shape = tuple(shape)
+    if _padded(shape) <= MAX_FRAGMENT_ELEMENTS:
+        yield name, shape, None
+        return
+    most = MAX_FRAGMENT_ELEMENTS // TENSOR_ALIGN * TENSOR_ALIGN // math.prod(shape[1:])  # rows of a part
+    unit = _ROWS if most >= _ROWS else 1
+    units, limit = -(-shape[0] // unit), most // unit
+    num_parts = -(-units // limit)
+    cuts = [min(units * part // num_parts * unit, shape[0]) for part in range(num_parts + 1)]
+    for start, stop in pairwise(cuts):
+        yield name, (stop - start, *shape[1:]), (start, stop)
+
+
+def _fragment(index: int, stage: int, slot: int, tensors: Sequence[TensorSlot]) -> Fragment:
+    numel = tensors[-1].offset + _padded(tensors[-1].shape)
+    return Fragment(index=index, slot=slot, numel=numel, tensors=tuple(tensors), stage=stage)
 
 
 def _padded(shape: Sequence[int]) -> int:
     """Elements of a tensor with its padding."""
-    numel = 1
-    for size in shape:
-        numel *= size
-    return -(-numel // TENSOR_ALIGN) * TENSOR_ALIGN
+    return -(-math.prod(shape) // TENSOR_ALIGN) * TENSOR_ALIGN

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farloop.algo.fragments import tiles, view, zero_padding_
+from farloop.algo.fragments import rows_of, tiles, view, zero_padding_
 from farloop.algo.spec import TILE, Fragment
 
 # --- Delta and merge: delta = anchor − local; local ← a·local + (1 − a)·anchor
@@ -56,14 +56,14 @@ def mix_into(local: Tensor, anchor: Tensor, a: float) -> None:
 def fragment_delta_into(fragment: Fragment, anchor: Tensor, local: Mapping[str, Tensor], out: Tensor) -> None:
     """The flat delta of a fragment, padding zeroed; anchor and out are fp32 [fragment.numel]."""
     for tensor in fragment.tensors:
-        delta_into(view(anchor, tensor).view(-1), local[tensor.name], view(out, tensor).view(-1))
+        delta_into(view(anchor, tensor).view(-1), rows_of(local[tensor.name], tensor), view(out, tensor).view(-1))
     zero_padding_(fragment, out)
 
 
 def mix_fragment_into(fragment: Fragment, local: Mapping[str, Tensor], anchor: Tensor, a: float) -> None:
     """Merge a fragment's anchor, fp32 [fragment.numel], into the local weights."""
     for tensor in fragment.tensors:
-        mix_into(local[tensor.name], view(anchor, tensor).view(-1), a)
+        mix_into(rows_of(local[tensor.name], tensor), view(anchor, tensor).view(-1), a)
 
 
 def _pieces(local: Tensor, *flats: Tensor) -> Iterable[tuple[Tensor, ...]]:

@@ -25,11 +25,13 @@ MAX_FRAGMENT_ELEMENTS = 256 << 20  # largest fragment (protocol, Fragments and s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlot:
-    """One tensor's place in its flat fragment."""
+    """The place of one tensor, or of consecutive rows of a large one, in its flat fragment."""
 
     name: str
     shape: tuple[int, ...]
     offset: int  # first element, a multiple of `TENSOR_ALIGN`
+    rows: tuple[int, int] | None = field(default=None, metadata=LATER)
+    """First row of the tensor and the one after the last; `shape` counts these alone. None: the whole tensor."""
 
     @property
     def numel(self) -> int:

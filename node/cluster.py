@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, RunSpec
 from farloop.wire.messages import pack, unpack, validate
 
@@ -117,8 +118,8 @@ class Cluster:
             return
         for index in merged:
             for slot in layout.fragments[index].tensors:
-                parameter = parameters[slot.name]
-                dense = parameter.detach().contiguous()  # itself, but for parameters of unusual strides
+                parameter = rows_of(parameters[slot.name].detach(), slot)
+                dense = parameter.contiguous()  # itself, but for parameters of unusual strides
                 dist.broadcast(dense, src=0)
                 if dense.data_ptr() != parameter.data_ptr():
                     parameter.copy_(dense)

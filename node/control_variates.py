@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from farloop.algo.fragments import tiles, view
+from farloop.algo.fragments import rows_of, tiles, view
 from farloop.algo.local_update import correct_, learn_, merged_by_plain_step
 from farloop.algo.spec import BlobId, NodeId
 from farloop.algo.terms import Terms
@@ -96,7 +96,7 @@ class ControlVariates:
             if (drift := self._drifts.get(fragment.index)) is None:
                 continue
             for slot in fragment.tensors:
-                correct_(self._replica.parameters[slot.name], view(drift, slot).view(-1), lr)
+                correct_(rows_of(self._replica.parameters[slot.name], slot), view(drift, slot).view(-1), lr)
 
     def sent(self, command: ev.Encode) -> None:
         """A delta was taken."""

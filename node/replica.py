@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farloop.algo.digest import canonicalise_, digest
-from farloop.algo.fragments import flatten_into, trainable_tensors, uncompiled_name
+from farloop.algo.fragments import flatten_into, rows_of, trainable_tensors, uncompiled_name, whole_shapes
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, mix_fragment_into
 from farloop.algo.spec import BlobId, Layout, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
@@ -80,7 +80,7 @@ class Replica:
             NonFiniteError: `payload` is meaningless then.
         """
         fragment, start = self.layout.fragments[index], self._start(index)
-        tensors = [(slot, self._source(slot.name)) for slot in fragment.tensors]
+        tensors = [(slot, rows_of(self._source(slot.name), slot)) for slot in fragment.tensors]
         dtypes = (torch.float32,) if self.gradients else (torch.float32, torch.bfloat16, torch.float16)
         plain = all(tensor.is_contiguous() and tensor.dtype in dtypes for _, tensor in tensors)
         if start.device.type != "cpu" or not plain:
@@ -216,7 +216,7 @@ def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) ->
         LayoutMismatch: names the first difference.
     """
     fragments = fragments_of(holds, layout)
-    there = {tensor.name: tensor.shape for fragment in fragments for tensor in fragment.tensors}
+    there = whole_shapes(fragments)
     # A run that began from the weights of a compiled model may have its names.
     names = {uncompiled_name(name): name for name in there}
     here = {names.get(name, name): parameter for name, parameter in trainable_tensors(module)}

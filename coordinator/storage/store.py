@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from farloop.algo.fragments import view
+from farloop.algo.fragments import rows_of, view, whole_shapes
 from farloop.algo.schedule import opening_rounds
 from farloop.algo.spec import BlobId, RunSpec
 from farloop.coordinator import commits
@@ -267,13 +268,13 @@ class Store:
         return self._attachments.open_update(self._journal, fragment, version)
 
     def named_anchors(self) -> dict[str, Tensor]:
-        """The global model: every parameter by name."""
-        layout = self.ledger.spec.identity.layout
-        return {
-            tensor.name: view(self.buffers[fragment.index].anchor, tensor).clone()
-            for fragment in layout.fragments
-            for tensor in fragment.tensors
-        }
+        """The global model, a copy: every parameter by name."""
+        fragments = self.ledger.spec.identity.layout.fragments
+        named = {name: torch.empty(shape) for name, shape in whole_shapes(fragments).items()}
+        for fragment in fragments:
+            for tensor in fragment.tensors:
+                rows_of(named[tensor.name], tensor).copy_(view(self.buffers[fragment.index].anchor, tensor))
+        return named
 
     def export(self, path: Path) -> None:
         """Write the global model as one file that other tools read. Raises NoRoom: nothing was changed."""

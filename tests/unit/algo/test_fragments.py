@@ -161,7 +161,7 @@ def test_a_slot_above_the_size_limit_shifts_no_other_slot() -> None:
         ([], "whole", None, "no trainable tensors"),
         ([("a", (2,)), ("a", (2,))], "whole", None, "'a' appears twice"),
         ([("a", (2, 0))], "whole", None, "'a' has no elements"),
-        ([("a", (MAX_FRAGMENT_ELEMENTS + 1,))], "whole", None, "a tensor is never split"),
+        ([("a", (2, MAX_FRAGMENT_ELEMENTS + 1))], "whole", None, "one row of the tensor .a. has"),
         ([("a", (2,))], "whole", 2, "has 1 fragment, not 2"),
         (transformer(6), "strided", 7, "take 1 to 6"),
         (transformer(6), "sequential", 0, "take 1 to 6"),
