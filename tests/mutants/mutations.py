@@ -397,7 +397,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "node/fragment_set.py",
         "wanted = last.terms.window - terms.schedule.lag",
         "wanted = last.terms.window - terms.schedule.lag - 1",
-        "unit/node/test_merging.py",
+        "unit/node/test_fragment_set.py",
         "unit/node/test_machine.py",
     ),
     _of(
