@@ -85,12 +85,7 @@ class SnapshotService:
             self._asked.setdefault(session, OrderedDict()).setdefault(fragment, version)
 
     def push(
-        self,
-        session: Session,
-        number: int,
-        committed: Committed,
-        source: Callable[[], BlobSource],
-        snapshot_bytes: int,
+        self, session: Session, number: int, committed: Committed, source: Callable[[], BlobSource], snapshot_bytes: int
     ) -> bool:
         """Send the update of a commit that the node of this session was told of; True where it is too far behind, and
         a snapshot of this version or a later one takes the place of all updates that it has not taken.

@@ -201,11 +201,7 @@ class Replica:
 
     def _expected(self, index: int, version: int, base: int, codec: Codec, epoch: int) -> Expected:
         return Expected(
-            codecs=(codec,),
-            fragment=self.layout.fragments[index],
-            version=version,
-            base=base,
-            newest_epoch=epoch,
+            codecs=(codec,), fragment=self.layout.fragments[index], version=version, base=base, newest_epoch=epoch
         )
 
 

@@ -70,10 +70,7 @@ class NodeConfig:
 
 
 def train(
-    config: NodeConfig,
-    *,
-    on_join: Callable[[Node], None] = lambda node: None,
-    environ: Mapping[str, str] | None = None,
+    config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: None, environ: Mapping[str, str] | None = None
 ) -> None:
     """Take part in a run until it ends or SIGTERM comes. `environ` may hold labels of a container (`machine_info.py`).
 

@@ -94,9 +94,7 @@ class Metrics:
         self.h = Gauge("farloop_h_steps", "Inner steps between two sends of a fragment.", registry=registry)
         self.h_max = Gauge("farloop_h_max_steps", "The longest that H may become; 0: no bound.", registry=registry)
         self.learning_rate = Gauge(
-            "farloop_learning_rate",
-            "At the run's position; H grows as it falls.",
-            registry=registry,
+            "farloop_learning_rate", "At the run's position; H grows as it falls.", registry=registry
         )
         self.epoch = Gauge("farloop_epoch", "Incarnation of the coordinator's state.", registry=registry)
         self.version = Gauge("farloop_fragment_version", "Committed version.", ["fragment"], registry=registry)

@@ -26,14 +26,7 @@ _NEAR = 6
 
 
 def share(
-    stage_of: Sequence[int],
-    length: int,
-    work: Work,
-    message_s: Numbers,
-    *,
-    limits: Limits,
-    rounds: int,
-    seed: int,
+    stage_of: Sequence[int], length: int, work: Work, message_s: Numbers, *, limits: Limits, rounds: int, seed: int
 ) -> tuple[Route, ...]:
     """One path for every node of stage 0, of `length` stages in order.
 

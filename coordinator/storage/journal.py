@@ -221,13 +221,7 @@ class Journal:
     """An append-only log of records in one directory, which it holds locked."""
 
     def __init__(
-        self,
-        directory: Path,
-        files: Files,
-        lock: Lock,
-        *,
-        segment_bytes: int,
-        draw_salt: Callable[[], int],
+        self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int, draw_salt: Callable[[], int]
     ) -> None:
         """Not to be called: `Journal.open` and `Journal.look` are the ways in."""
         self._directory, self._files, self._lock = directory, files, lock

@@ -304,9 +304,7 @@ def read_records(
         if header.sequence != sequence:
             raise JournalCorrupt(path, offset, f"record {header.sequence} is in the place of {sequence}")
         attachment = Attachment(
-            segment=number,
-            offset=offset + RECORD_HEADER_BYTES + header.record_bytes,
-            size=header.attachment_bytes,
+            segment=number, offset=offset + RECORD_HEADER_BYTES + header.record_bytes, size=header.attachment_bytes
         )
         if attachment.offset + attachment.size > size:
             return  # before room is made for what is not there

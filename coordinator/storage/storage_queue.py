@@ -111,11 +111,7 @@ class StorageQueue:
         self._submit(partial(self._store.release, reserved), lambda _: None, self._fatal)
 
     def commit(
-        self,
-        draft: rec.WindowCommitted,
-        result: Result,
-        reserved: int,
-        done: Callable[[rec.WindowCommitted], None],
+        self, draft: rec.WindowCommitted, result: Result, reserved: int, done: Callable[[rec.WindowCommitted], None]
     ) -> None:
         """A commit, and every few versions a snapshot."""
         call = partial(self._store.commit, draft, result, reserved)

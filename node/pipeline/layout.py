@@ -190,10 +190,7 @@ class Switching:
 
     def once_more(self, peer: str, present: StageLayout) -> Letters:
         """For one that has missed the switch to what all others follow."""
-        return [
-            (peer, Prepare(layout=present, addresses=self._addresses)),
-            (peer, Switch(epoch=present.epoch)),
-        ]
+        return [(peer, Prepare(layout=present, addresses=self._addresses)), (peer, Switch(epoch=present.epoch))]
 
     def _second_phase(self, peers: Collection[str]) -> Letters:
         assert self.layout is not None
