@@ -18,19 +18,12 @@ _log = logging.getLogger(__name__)
 
 NAME: Final = "admin.sock"
 
-MAX_BYTES: Final = 64 << 10
-"""Of a request or an answer."""
-
-PATIENCE_S: Final = 10.0
-"""For a request to come once somebody has connected."""
-
-_LONGEST_PATH: Final = 107
-"""Bytes that the address of a unix socket has room for."""
-
+MAX_BYTES: Final = 64 << 10  # of a request or an answer
+PATIENCE_S: Final = 10.0  # for a request to come once somebody has connected
+_LONGEST_PATH: Final = 107  # bytes that the address of a unix socket has room for
 Request = Mapping[str, Any]
 Answer = Mapping[str, Any]
-Handler = Callable[[Request], Awaitable[Answer]]
-"""Raises ValueError, one sentence, for what it refuses."""
+Handler = Callable[[Request], Awaitable[Answer]]  # raises ValueError, one sentence, for what it refuses
 
 
 @contextlib.contextmanager

@@ -75,8 +75,7 @@ class Step:
     """What a window's outer step runs under."""
 
     fragment: Fragment
-    version: int
-    """The version that the commit will have."""
+    version: int  # the version that the commit will have
     round: RoundPlan
     outer: OuterSettings
     epoch: int
@@ -89,18 +88,15 @@ class Result:
     """A commit before it is durable."""
 
     buffers: Buffers
-    update: bytearray
-    """The encoded update, header included."""
+    update: bytearray  # the encoded update, header included
     anchor_digest: int
     target_digest: int
     outer_digest: int | None
-    delta_norm: float
-    """Norm of the merged delta."""
+    delta_norm: float  # norm of the merged delta
     chosen: Mapping[str, str] = field(default_factory=dict)
     """For the fragment's next deltas: codecs as the terms ask for them, and what was chosen for each; the others are
     as the terms say."""
-    gap: float = 1.0
-    """Λ of co2's step."""
+    gap: float = 1.0  # Λ of co2's step
     weights: tuple[float, ...] | None = None
     """By which the deltas were multiplied, where a rule for nodes that nobody vouches for says otherwise."""
     cosines: tuple[float | None, ...] = ()

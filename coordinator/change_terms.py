@@ -22,8 +22,7 @@ from farloop.quant.registry import downlink_spelling
 
 _log = logging.getLogger(__name__)
 
-_POLL_S: Final = 0.02
-"""How often the journal is looked at for a change that waits to be durable."""
+_POLL_S: Final = 0.02  # how often the journal is looked at for a change that waits to be durable
 
 
 def revision_asked_for(machine: CoordinatorMachine, given: Mapping[str, str]) -> Revision:

@@ -83,8 +83,7 @@ def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
 # The daemon, its recovery and the simulator all commit, and repeat a commit, by these same functions.
 
 
-Inputs = Sequence[tuple[bytes | bytearray, float]]
-"""Encoded deltas and their weights, in the order of the sum."""
+Inputs = Sequence[tuple[bytes | bytearray, float]]  # encoded deltas and their weights, in the order of the sum
 
 
 class WrongAnchor(Exception):
@@ -95,12 +94,9 @@ class WrongAnchor(Exception):
 class Codecs:
     """How the bytes of one commit are encoded: by the terms of its windows. The run may have others by now."""
 
-    up: tuple[str, ...]
-    """Of the deltas, in the order of the sum: each as the window says that it names."""
-    down: str
-    """Of the update."""
-    terms: Terms
-    """Of the window itself."""
+    up: tuple[str, ...]  # of the deltas, in the order of the sum: each as the window says that it names
+    down: str  # of the update
+    terms: Terms  # of the window itself
 
 
 def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:

@@ -28,14 +28,10 @@ from farloop.runtime.system import LoopClock, ThreadWorker
 from farloop.wire.limits import Limits, Timing
 from farloop.wire.reasons import Reason
 
-FAREWELL_S = 30.0
-"""How long a finished run waits for its nodes to say good-bye, including those that are expected back."""
-GOODBYE_S = 0.3
-"""For the farewells to leave the socket."""
-TICK_S = 0.25
-"""Between two looks at the traffic of the sessions."""
-DIAL_BACK_S = 2.0
-"""Between two looks for nodes whose declared address was not tried yet."""
+FAREWELL_S = 30.0  # how long a finished run waits for its nodes to say good-bye, including those that are expected back
+GOODBYE_S = 0.3  # for the farewells to leave the socket
+TICK_S = 0.25  # between two looks at the traffic of the sessions
+DIAL_BACK_S = 2.0  # between two looks for nodes whose declared address was not tried yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

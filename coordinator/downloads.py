@@ -39,8 +39,7 @@ _log = logging.getLogger(__name__)
 MOST_UPDATES: Final = 16
 """Updates of one fragment that a session has not taken: as many as are remembered for a node that comes back."""
 
-MOST_BYTES: Final = 2 << 30
-"""Limit of the copies in memory. One copy is always allowed."""
+MOST_BYTES: Final = 2 << 30  # limit of the copies in memory. One copy is always allowed.
 
 
 @dataclass(slots=True)
@@ -50,8 +49,7 @@ class EncodedSnapshot:
     blob: BlobId
     data: bytearray
     digest: int
-    users: set[int] = field(default_factory=set)
-    """Sessions that it is being sent to."""
+    users: set[int] = field(default_factory=set)  # sessions that it is being sent to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +207,7 @@ class Downloads:
         self._store, self._ledger, self._compute = store, ledger, compute
         self._run, self._fatal = run, fatal
         self._serving = SnapshotService()
-        self._encoding = False
-        """Whether a copy is being made; one at a time is."""
+        self._encoding = False  # whether a copy is being made; one at a time is
         self._untold: tuple[SnapshotRequest, EncodedSnapshot] | None = None
         """A copy of a version that is durable and that nobody was told of yet."""
 

@@ -34,8 +34,7 @@ class MachineBroken(Exception):
 class StorageError(Exception):
     """Base of all."""
 
-    retriable: ClassVar[bool] = False
-    """Whether the same call, made again later in this process, may succeed."""
+    retriable: ClassVar[bool] = False  # whether the same call, made again later in this process, may succeed
     next_step: ClassVar[str] = ""
     """What a person does about it, where the message does not say it: shown behind it when a command ends."""
 
@@ -70,8 +69,7 @@ class NoRoom(StorageError):
     """The disk takes nothing more. Nothing was changed: what was asked for can wait until somebody has mended it."""
 
     retriable = True
-    fix: ClassVar[str]
-    """What a person has to do."""
+    fix: ClassVar[str]  # what a person has to do
 
 
 class DiskFull(NoRoom):

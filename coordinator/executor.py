@@ -39,11 +39,8 @@ from farloop.wire.session import Session, State
 
 _log = logging.getLogger(__name__)
 
-TICK_S = 0.25
-"""Between two looks at the clock, the sessions and the stragglers."""
-
-JUMP_S = 1.2
-"""After a look that comes this late the process has stood still: its deadlines are put off."""
+TICK_S = 0.25  # between two looks at the clock, the sessions and the stragglers
+JUMP_S = 1.2  # after a look that comes this late the process has stood still: its deadlines are put off
 
 
 class Router(Protocol):
@@ -102,25 +99,19 @@ class CoordinatorExecutor:
             check: assert the invariants after every event, and hide no error of what watches the run.
         """
         self.machine, self.storage = machine, storage
-        self.finished = False
-        """Whether the run is over and its model exported."""
-        self.sessions: dict[NodeId, Peer] = {}
-        """Those that were accepted and are not over."""
+        self.finished = False  # whether the run is over and its model exported
+        self.sessions: dict[NodeId, Peer] = {}  # those that were accepted and are not over
         self.stragglers = StragglerMonitor(adapt, machine, self.happened, links=links, metrics=metrics, saw=saw)
         self._clock, self._compute, self._store, self._router = clock, compute, store, router
         self._observer, self._links, self._fatal, self._model_path = observer, links, fatal, model_path
         self._changed, self._saw, self._check = changed, saw, check
-        self._peers: dict[int, Peer] = {}
-        """Those that have greeted, by number of the session."""
+        self._peers: dict[int, Peer] = {}  # those that have greeted, by number of the session
         self._commands: deque[ev.Command] = deque()
-        self._busy = False
-        """Whether a command waits for storage."""
-        self._scheduled = False
-        """Whether the next commands are about to be carried out."""
+        self._busy = False  # whether a command waits for storage
+        self._scheduled = False  # whether the next commands are about to be carried out
         self._stopped = False
         self._timer: Timer | None = None
-        self._due: float | None = None
-        """When the machine's timer was last armed for."""
+        self._due: float | None = None  # when the machine's timer was last armed for
         self._looked_at = clock.now()
         self._downloads = Downloads(store, machine.ledger, compute, self._run, fatal)
         self._deltas = DeltaUploads(store, storage, compute, clock)

@@ -36,10 +36,8 @@ from farloop.wire.session import Session
 class Verified:
     """A delta that is what it was announced to be."""
 
-    offer: Offer
-    """With the squared norm that the delta has, where it was measured; it may have claimed another."""
-    payload: int = 0
-    """xxh3-64 of its encoded numbers; 0 where it was not taken."""
+    offer: Offer  # with the squared norm that the delta has, where it was measured; it may have claimed another
+    payload: int = 0  # xxh3-64 of its encoded numbers; 0 where it was not taken
 
 
 def is_measured(offer: Offer, ledger: Ledger) -> bool:
@@ -64,11 +62,8 @@ def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verif
 # --- Intake
 
 
-MOST_BYTES: Final = 4 << 30
-"""Limit of all deltas that are under way. One delta is always allowed."""
-
-MOST_BYTES_OF_A_NODE: Final = 1 << 30
-"""Limit of the deltas of one node."""
+MOST_BYTES: Final = 4 << 30  # limit of all deltas that are under way. One delta is always allowed.
+MOST_BYTES_OF_A_NODE: Final = 1 << 30  # limit of the deltas of one node
 
 
 @dataclass(slots=True)
@@ -81,17 +76,14 @@ class DeltaIntake:
 
     most_bytes: int = MOST_BYTES
     most_bytes_of_a_node: int = MOST_BYTES_OF_A_NODE
-    _offers: dict[BlobId, Offer] = field(default_factory=dict)
-    """Of the deltas that are under way."""
+    _offers: dict[BlobId, Offer] = field(default_factory=dict)  # of the deltas that are under way
     _partial: dict[BlobId, Reassembly] = field(default_factory=dict)
-    _keeping: set[BlobId] = field(default_factory=set)
-    """Here, and being made durable."""
+    _keeping: set[BlobId] = field(default_factory=set)  # here, and being made durable
     _waiting: dict[BlobId, Offer] = field(default_factory=dict)
     """Offered, and not asked for until there is room; in the order in which they came."""
     _crowded: dict[BlobId, Offer] = field(default_factory=dict)
     """Offered by nodes whose sessions take no more at once, until something of theirs has ended."""
-    _asleep: set[BlobId] = field(default_factory=set)
-    """Half here, with a session that is over: they may be let go."""
+    _asleep: set[BlobId] = field(default_factory=set)  # half here, with a session that is over: they may be let go
 
     @property
     def held_bytes(self) -> int:
@@ -209,8 +201,7 @@ def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) 
 # --- Deltas
 
 
-Done = Callable[[ev.Event], None]
-"""Takes the event that an upload ends in."""
+Done = Callable[[ev.Event], None]  # takes the event that an upload ends in
 
 
 class DeltaUploads:
@@ -316,8 +307,7 @@ class AnchorUploads:
 
     def __init__(self, store: Store, storage: StorageQueue, compute: Worker, clock: Clock) -> None:
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
-        self._refs: dict[BlobId, AnchorRef] = {}
-        """Of the anchors that were asked for and are on their way."""
+        self._refs: dict[BlobId, AnchorRef] = {}  # of the anchors that were asked for and are on their way
 
     def let_in(self, session: Session, command: ev.ReceiveAnchor) -> ev.AnchorFailed | None:
         """Let an anchor come over this session."""

@@ -12,11 +12,8 @@ from typing import Final, TypeVar
 
 _T = TypeVar("_T")
 
-SPARE: Final = 64
-"""Descriptors between the soft and the hard limit, for `with_spare`."""
-
-WITHOUT_BOUND: Final = 1 << 20
-"""The limit to set where the hard one is infinite."""
+SPARE: Final = 64  # descriptors between the soft and the hard limit, for `with_spare`
+WITHOUT_BOUND: Final = 1 << 20  # the limit to set where the hard one is infinite
 
 TRIES: Final = 20
 """Another thread may take the spare descriptors first; it holds them for seconds at most, and there are many."""

@@ -27,17 +27,10 @@ log = logging.getLogger(__name__)
 REQUEST_LIMIT_S = 5.0
 """Longest time from accepting a connection to having read its request, and again for sending the answer."""
 
-MAX_CONNECTIONS = 64
-"""Open connections. One more closes the slowest client of the address that has most of them."""
-
-MAX_WAITING = 32
-"""Requests that wait for a page, health excluded: the other connections stay free for health."""
-
-TOLD_EVERY_S = 60.0
-"""Between two log lines about all connections being taken."""
-
-MAX_HEAD_BYTES = 16_384
-"""First line and headers of a request."""
+MAX_CONNECTIONS = 64  # open connections. One more closes the slowest client of the address that has most of them.
+MAX_WAITING = 32  # requests that wait for a page, health excluded: the other connections stay free for health
+TOLD_EVERY_S = 60.0  # between two log lines about all connections being taken
+MAX_HEAD_BYTES = 16_384  # first line and headers of a request
 
 
 PAGE, METRICS, HEALTH, READY, STATUS = "/", "/metrics", "/healthz", "/readyz", "/status"
@@ -61,8 +54,7 @@ class Response:
     status: int = 200
     content_type: str = "text/plain; charset=utf-8"
     body: bytes = b""
-    headers: tuple[tuple[str, str], ...] = ()
-    """In addition to those of every answer."""
+    headers: tuple[tuple[str, str], ...] = ()  # in addition to those of every answer
 
 
 Handler = Callable[[], Response]
@@ -100,8 +92,7 @@ class Endpoint:
         self._open: list[_Connection] = []
         self._told_at = float("-inf")
         self._waiting = 0
-        self._made: dict[str, asyncio.Future[Response]] = {}
-        """Pages in the making, by path."""
+        self._made: dict[str, asyncio.Future[Response]] = {}  # pages in the making, by path
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
@@ -255,12 +246,9 @@ class Endpoint:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Connection:
     task: "asyncio.Task[None]"
-    client: str
-    """Its IP address."""
-    since: float
-    """Start of reading the request, or of sending the answer."""
-    is_slow: bool = True
-    """Whether it waits for its client, not for a page."""
+    client: str  # its IP address
+    since: float  # start of reading the request, or of sending the answer
+    is_slow: bool = True  # whether it waits for its client, not for a page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,12 +256,9 @@ class Request:
     """The head of a request."""
 
     method: str = ""
-    path: str = ""
-    """Without the query."""
-    host: str | None = None
-    """The Host header; None without one."""
-    fault: str = ""
-    """What is wrong with the request; empty for a valid one."""
+    path: str = ""  # without the query
+    host: str | None = None  # the Host header; None without one
+    fault: str = ""  # what is wrong with the request; empty for a valid one
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:

@@ -7,8 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 
-TIMEOUT_S = 4.0
-"""Less than the time-out of the health check itself, so that the reason is printed."""
+TIMEOUT_S = 4.0  # less than the time-out of the health check itself, so that the reason is printed
 
 
 def probe(page: str) -> str:

@@ -20,11 +20,8 @@ from farloop.monitoring.status import Status
 from farloop.monitoring.status_summary import RunView, cleaned, validation_text, view_of
 
 MOST_NODES = 200
-MOST_WINDOWS = 128
-"""The rest is counted; `/status` has all of them."""
-
-RELOAD_S = 5
-"""Reload interval of a browser without scripts."""
+MOST_WINDOWS = 128  # the rest is counted; `/status` has all of them
+RELOAD_S = 5  # reload interval of a browser without scripts
 
 _FILTERS: tuple[Callable[..., str], ...] = (
     units.count_text, units.duration_text, units.factor_text, units.loss_text, units.percent_text, units.plural,
@@ -61,8 +58,7 @@ POLICY = "; ".join(
 )
 
 TYPE = "text/html; charset=utf-8"
-HEADERS = (("Content-Security-Policy", POLICY), ("Referrer-Policy", "no-referrer"))
-"""What the page is to be sent with."""
+HEADERS = (("Content-Security-Policy", POLICY), ("Referrer-Policy", "no-referrer"))  # what the page is to be sent with
 
 
 def page(status: Status | None) -> str:
@@ -82,14 +78,9 @@ def page(status: Status | None) -> str:
 # --- the curve of the validation loss
 
 WIDTH, HEIGHT = 720, 180
-LEFT, RIGHT, TOP, BOTTOM = 34, 10, 10, 24
-"""Margins, for the numbers at the axes."""
-
-MOST_POINTS = 400
-"""Points of a curve; longer ones are thinned out."""
-
-Point = tuple[float, float | None]
-"""A step and a loss; None breaks the line."""
+LEFT, RIGHT, TOP, BOTTOM = 34, 10, 10, 24  # margins, for the numbers at the axes
+MOST_POINTS = 400  # points of a curve; longer ones are thinned out
+Point = tuple[float, float | None]  # a step and a loss; None breaks the line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +89,10 @@ class Curve:
 
     path: str
     tip: tuple[float, float]
-    rules: tuple[tuple[float, str], ...]
-    """Heights of the grid lines, with their numbers."""
+    rules: tuple[tuple[float, str], ...]  # heights of the grid lines, with their numbers
     steps: tuple[tuple[float, str, str], ...]
     """Places below the axis, with their numbers and where the text is anchored."""
-    label: str
-    """The same in words."""
+    label: str  # the same in words
 
 
 def curve_of(view: RunView) -> Curve | None:

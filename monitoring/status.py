@@ -22,8 +22,7 @@ class RunStatus(TypedDict):
     method: str
     codec_up: str
     codec_down: str
-    steps: int
-    """Schedule positions of the whole run."""
+    steps: int  # schedule positions of the whole run
     h: int
     tau: int
     mix: float
@@ -31,22 +30,14 @@ class RunStatus(TypedDict):
     parameters: int
     state: RunState
     epoch: int
-    revision: int
-    """How often the terms changed during the run."""
-    changed: list[str]
-    """What the last change changed, and from which window or round on."""
-    started_s: float
-    """Seconds since training began; 0 before."""
-    uptime_s: float
-    """Seconds since this coordinator process started."""
-    nodes: NotRequired[int]
-    """Nodes that the run needs to begin."""
-    stages: NotRequired[list[int]]
-    """Connected nodes per stage, for a model that is cut in stages."""
-    codec_up_of: NotRequired[dict[str, str]]
-    """Codecs of nodes that have their own, by the newest terms."""
-    h_share_of: NotRequired[dict[str, float]]
-    """Shares of a round's steps, for nodes that do not do all of them."""
+    revision: int  # how often the terms changed during the run
+    changed: list[str]  # what the last change changed, and from which window or round on
+    started_s: float  # seconds since training began; 0 before
+    uptime_s: float  # seconds since this coordinator process started
+    nodes: NotRequired[int]  # nodes that the run needs to begin
+    stages: NotRequired[list[int]]  # connected nodes per stage, for a model that is cut in stages
+    codec_up_of: NotRequired[dict[str, str]]  # codecs of nodes that have their own, by the newest terms
+    h_share_of: NotRequired[dict[str, float]]  # shares of a round's steps, for nodes that do not do all of them
 
 
 class PartStatus(TypedDict):
@@ -79,40 +70,26 @@ class NodeStatus(TypedDict):
     round: int
     inner_steps: int
     tokens: int
-    loss: float | None
-    """Training loss; None before the first report, and if it is not finite."""
+    loss: float | None  # training loss; None before the first report, and if it is not finite
     tokens_per_s: float
     compute_share: float
     blocked_s: float
     lost_steps: int
-    bytes_up: int
-    """Bytes sent since its start."""
-    bytes_down: int
-    """Bytes received since its start."""
-    bytes_state: int
-    """Snapshots and probes, contained in the two above."""
+    bytes_up: int  # bytes sent since its start
+    bytes_down: int  # bytes received since its start
+    bytes_state: int  # snapshots and probes, contained in the two above
     bytes_by_kind: NotRequired[BytesStatus]
-    detail: str
-    """Its activity in words; may be empty."""
-    reason: str
-    """Why it left; empty while it is here."""
-    last_heard_s: float
-    """Seconds since its last message."""
-    skipped_turns: NotRequired[int]
-    """Due sends that it skipped because too many deltas of the fragment were undecided."""
-    skipped_steps: NotRequired[int]
-    """Inner steps that it skipped because the gradient held NaN or Inf."""
-    digests: NotRequired[list[str]]
-    """Digests of its anchors when it left, in the order of its fragments."""
+    detail: str  # its activity in words; may be empty
+    reason: str  # why it left; empty while it is here
+    last_heard_s: float  # seconds since its last message
+    skipped_turns: NotRequired[int]  # due sends that it skipped because too many deltas of the fragment were undecided
+    skipped_steps: NotRequired[int]  # inner steps that it skipped because the gradient held NaN or Inf
+    digests: NotRequired[list[str]]  # digests of its anchors when it left, in the order of its fragments
     part: NotRequired[PartStatus]
-    quarantine: NotRequired[str]
-    """Why its deltas are measured but not merged; empty if they are merged."""
-    h: NotRequired[int]
-    """Its H in the current round, if it differs from the run's."""
-    codec_up: NotRequired[str]
-    """Its codec, if it differs from the run's."""
-    loss_is: NotRequired[str]
-    """`nan`, `inf` or `-inf` if its newest loss is that: JSON has no such numbers."""
+    quarantine: NotRequired[str]  # why its deltas are measured but not merged; empty if they are merged
+    h: NotRequired[int]  # its H in the current round, if it differs from the run's
+    codec_up: NotRequired[str]  # its codec, if it differs from the run's
+    loss_is: NotRequired[str]  # `nan`, `inf` or `-inf` if its newest loss is that: JSON has no such numbers
 
 
 class WindowStatus(TypedDict):
@@ -124,92 +101,67 @@ class WindowStatus(TypedDict):
     state: WindowState
     expected: list[str]
     arrived: list[str]
-    merged: list[str]
-    """Nodes that the previous window merged."""
+    merged: list[str]  # nodes that the previous window merged
 
 
 class EvaluationStatus(TypedDict):
     """One evaluation of the anchors on the fixed evaluation set."""
 
-    loss: float | None
-    """None if it is not finite."""
+    loss: float | None  # None if it is not finite
     position: float
     outer_steps: int
-    seconds: float
-    """Seconds since the run's start."""
+    seconds: float  # seconds since the run's start
 
 
 class EventStatus(TypedDict):
     """A refusal, a drop, a loss, a departure, or the begin or end of an alarm."""
 
-    age_s: float
-    """Seconds since the last occurrence."""
+    age_s: float  # seconds since the last occurrence
     kind: str
-    node: str
-    """Empty if no node is concerned or known."""
-    code: str
-    """The reason, for programs."""
-    sentence: str
-    """The reason, for people."""
-    detail: str
-    """Place or values; may be empty."""
-    count: int
-    """Occurrences of the same kind, node and reason."""
+    node: str  # empty if no node is concerned or known
+    code: str  # the reason, for programs
+    sentence: str  # the reason, for people
+    detail: str  # place or values; may be empty
+    count: int  # occurrences of the same kind, node and reason
 
 
 class SamplesStatus(TypedDict):
     """Counts of the samples that the coordinator grants; they only grow."""
 
-    granted: int
-    """Repeated grants included."""
-    trained: int
-    """Used by a node that has stored a delta since; each sample counts once."""
-    returned: int
-    """Returned, to be granted again."""
-    uncertain: int
-    """Returned samples that had been trained on, in no stored delta."""
+    granted: int  # repeated grants included
+    trained: int  # used by a node that has stored a delta since; each sample counts once
+    returned: int  # returned, to be granted again
+    uncertain: int  # returned samples that had been trained on, in no stored delta
 
 
 class CopyStatus(TypedDict):
     """Copies of the state in an object store, by this start of the coordinator."""
 
     url: str
-    lag_s: float
-    """Age of the newest copy; before the first, time since the start."""
+    lag_s: float  # age of the newest copy; before the first, time since the start
     copies: int
     failures: int
-    bytes: int
-    """Of the newest copy."""
-    versions: list[int]
-    """Of the fragments in the newest copy."""
+    bytes: int  # of the newest copy
+    versions: list[int]  # of the fragments in the newest copy
 
 
 class NicStatus(TypedDict):
     """A network card of a node's machine, as its hello describes it."""
 
     name: str
-    kind: str
-    """`infiniband`, `roce-v2`, `roce-v1`, `iwarp`, `ethernet` or `virtual`."""
+    kind: str  # `infiniband`, `roce-v2`, `roce-v1`, `iwarp`, `ethernet` or `virtual`
     netdev: str
-    bytes_per_s: float | None
-    """None if unknown."""
-    flow_bytes_per_s: float | None
-    """Limit of one connection; less than the above for a bond."""
+    bytes_per_s: float | None  # None if unknown
+    flow_bytes_per_s: float | None  # limit of one connection; less than the above for a bond
     active: bool
-    usable: bool
-    """Active, and usable by the node's process as its kind promises."""
-    why: str
-    """Why it is not usable; empty if it is."""
-    members: list[str]
-    """Of a bond."""
+    usable: bool  # active, and usable by the node's process as its kind promises
+    why: str  # why it is not usable; empty if it is
+    members: list[str]  # of a bond
     addresses: list[str]
     fabric: str
-    provenance: str
-    """Source of the rate: `operator`, `sysfs` or `annotation`; empty if unknown."""
-    kind_from: str
-    """Source of the kind."""
-    others: list[str]
-    """Different values of less trusted sources, as `bits_per_s 1e+10 (sysfs)`."""
+    provenance: str  # source of the rate: `operator`, `sysfs` or `annotation`; empty if unknown
+    kind_from: str  # source of the kind
+    others: list[str]  # different values of less trusted sources, as `bits_per_s 1e+10 (sysfs)`
 
 
 class MachineStatus(TypedDict):
@@ -218,21 +170,17 @@ class MachineStatus(TypedDict):
     name: str
     site: str
     site_from: str
-    address: str
-    """Address at which other nodes can reach it; empty if it only dials out."""
-    reachable: bool | None
-    """Whether the coordinator reached it there; None if not tried."""
+    address: str  # address at which other nodes can reach it; empty if it only dials out
+    reachable: bool | None  # whether the coordinator reached it there; None if not tried
     connected: bool
     nics: list[NicStatus]
     devices: int
     memory_bytes: int | None
     cpus: int
-    memlock_bytes: int | None
-    """None if unlimited or unknown."""
+    memlock_bytes: int | None  # None if unlimited or unknown
     nofile: int
     congestion: str
-    seconds_per_step: float | None
-    """Recent time of an inner step; None if unknown."""
+    seconds_per_step: float | None  # recent time of an inner step; None if unknown
     labels: list[list[str]]
     unread: list[str]
 
@@ -271,13 +219,10 @@ class InventoryStatus(TypedDict):
 class AdviceStatus(TypedDict):
     """Advised terms for one node, and their predicted effect."""
 
-    bits: int
-    """Per parameter."""
+    bits: int  # per parameter
     h: int
-    round_s: float
-    """Predicted with the present terms ..."""
-    then_s: float
-    """... and with the advised ones."""
+    round_s: float  # predicted with the present terms
+    then_s: float  # and with the advised ones
 
 
 class AnomalyStatus(TypedDict):
@@ -286,30 +231,22 @@ class AnomalyStatus(TypedDict):
     kind: str
     """`node slow`, `link slow`, `node hang`, `link hang` or `dead`; a link is that from the node to the coordinator."""
     node: str
-    factor: float | None
-    """Measured over expected time; None if it does not end."""
+    factor: float | None  # measured over expected time; None if it does not end
     since_round: int
     reason: str
-    place: str
-    """Location by the link table; empty if unknown."""
-    action: str
-    """The last mitigation ..."""
-    done: bool
-    """... and whether it was taken, or is only advised."""
-    why: str
-    """Reason of the mitigation."""
+    place: str  # location by the link table; empty if unknown
+    action: str  # the last mitigation
+    done: bool  # and whether it was taken, or is only advised
+    why: str  # reason of the mitigation
     advice: NotRequired[AdviceStatus]
 
 
 class WatchStatus(TypedDict):
     """Nodes and links that became slow during the run."""
 
-    adapt: str
-    """`off`, `advise`, `drop` or `act`."""
-    why_not: str
-    """Why no node is judged; empty if nodes are."""
-    coordinator: str
-    """Side of the coordinator that became slow for all links; empty for none."""
+    adapt: str  # `off`, `advise`, `drop` or `act`
+    why_not: str  # why no node is judged; empty if nodes are
+    coordinator: str  # side of the coordinator that became slow for all links; empty for none
     anomalies: list[AnomalyStatus]
 
 
@@ -317,21 +254,17 @@ class Status(TypedDict):
     """The JSON at `/status`."""
 
     run: RunStatus
-    position: float
-    """Highest schedule position of the live nodes."""
+    position: float  # highest schedule position of the live nodes
     round: int
-    versions: list[int]
-    """Per fragment."""
-    digests: list[str]
-    """Digests of the anchors of these versions, 16 hex digits each."""
+    versions: list[int]  # per fragment
+    digests: list[str]  # digests of the anchors of these versions, 16 hex digits each
     outer_steps: int
     commits: int
     nodes: list[NodeStatus]
     windows: list[WindowStatus]
     evaluations: list[EvaluationStatus]
     alarms: list[str]
-    recent: NotRequired[list[EventStatus]]
-    """Recent events, oldest first."""
+    recent: NotRequired[list[EventStatus]]  # recent events, oldest first
     samples: NotRequired[SamplesStatus]
     copy: NotRequired[CopyStatus]
     inventory: NotRequired[InventoryStatus]
@@ -342,8 +275,7 @@ class ProgressEvent(TypedDict):
     """A node's counters; all of them only grow within one incarnation."""
 
     event: Literal["progress"]
-    t: float
-    """Seconds since the run's start, as in every event."""
+    t: float  # seconds since the run's start, as in every event
     node: str
     position: float
     inner_steps: int
@@ -365,8 +297,7 @@ class CommitEvent(TypedDict):
     version: int
     round: int
     merged: list[str]
-    drops: list[list[str]]
-    """Pairs of a node and the reason why its delta was not merged."""
+    drops: list[list[str]]  # pairs of a node and the reason why its delta was not merged
     update_bytes: int
     norm: float
 
@@ -376,11 +307,9 @@ class EvaluationEvent(TypedDict):
 
     event: Literal["evaluation"]
     t: float
-    loss: float | None
-    """None where it is no finite number."""
+    loss: float | None  # None where it is no finite number
     position: float
-    tokens: int
-    """Tokens trained on so far, summed over nodes."""
+    tokens: int  # tokens trained on so far, summed over nodes
 
 
 class NodeEvent(TypedDict):
@@ -402,10 +331,8 @@ MetricsEvent = ProgressEvent | CommitEvent | EvaluationEvent | NodeEvent
 class OwnOfDelta(TypedDict):
     """Settings of the node that differ from the window's."""
 
-    codec: NotRequired[str]
-    """Codec of the delta, if not the window's `codec_up`."""
-    h: NotRequired[int]
-    """The node's H in the window's round, if not the round's."""
+    codec: NotRequired[str]  # codec of the delta, if not the window's `codec_up`
+    h: NotRequired[int]  # the node's H in the window's round, if not the round's
 
 
 class ArrivedDelta(OwnOfDelta):
@@ -414,15 +341,12 @@ class ArrivedDelta(OwnOfDelta):
     node: str
     after_s: float | None
     """Seconds from the opening until it was durable; negative if before; None if in an earlier start."""
-    base: int
-    """Version that it is relative to."""
-    window: int
-    """Window that it named: an earlier one if it was late."""
+    base: int  # version that it is relative to
+    window: int  # window that it named: an earlier one if it was late
     weight: float
     steps: int
     tokens: int
-    norm: float
-    """Reported by its node."""
+    norm: float  # reported by its node
 
 
 class RefusedDelta(TypedDict):
@@ -446,34 +370,25 @@ class DecisionEvent(TypedDict):
     """One closed window."""
 
     event: Literal["decision"]
-    t: float
-    """Seconds since the run's start at which its commit was durable."""
+    t: float  # seconds since the run's start at which its commit was durable
     epoch: int
     fragment: int
-    version: int
-    """Also the window's number."""
+    version: int  # also the window's number
     round: int
     final: bool
     why: str
-    open_s: float
-    """Seconds from the opening until it closed."""
-    quorum: int | None
-    """Contributions that suffice; None if all expected ones are needed."""
-    quorum_s: float | None
-    """Seconds from the opening to the quorum; None without one."""
-    grace_s: float | None
-    """Straggler grace in seconds; None if the method has none."""
+    open_s: float  # seconds from the opening until it closed
+    quorum: int | None  # contributions that suffice; None if all expected ones are needed
+    quorum_s: float | None  # seconds from the opening to the quorum; None without one
+    grace_s: float | None  # straggler grace in seconds; None if the method has none
     floor: int
-    revision: int
-    """Revision of the window's terms."""
-    stage: NotRequired[int]
-    """Stage of the fragment, for a model cut in stages: its holders were expected."""
+    revision: int  # revision of the window's terms
+    stage: NotRequired[int]  # stage of the fragment, for a model cut in stages: its holders were expected
     expected: list[str]
     arrived: list[ArrivedDelta]
     missing: list[MissingNode]
     refused: list[RefusedDelta]
-    h: int
-    """Inner steps of the window's round."""
+    h: int  # inner steps of the window's round
     outer_lr: float
     outer_momentum: float
     delta_scale: float
@@ -481,8 +396,7 @@ class DecisionEvent(TypedDict):
     codec_down: str
     update_bytes: int
     anchor_digest: str
-    norm: NotRequired[float]
-    """Of the merged delta."""
+    norm: NotRequired[float]  # of the merged delta
     merge_s: NotRequired[float]
     journal_s: NotRequired[float]
 

@@ -22,8 +22,7 @@ from farloop.monitoring.units import (
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _T = TypeVar("_T")
 
-Tone = Literal["good", "wait", "bad"]
-"""How a state is coloured."""
+Tone = Literal["good", "wait", "bad"]  # how a state is coloured
 
 _TONES: dict[str, Tone] = {
     "waiting": "wait", "training": "good", "held": "bad", "holding": "bad", "finished": "good", "evaluating": "good",
@@ -38,11 +37,9 @@ class NodeView:
     """One node, ready to be shown."""
 
     status: NodeStatus
-    state: str
-    """`away` and `finished` for nodes that are not connected, else the node's own state."""
+    state: str  # `away` and `finished` for nodes that are not connected, else the node's own state
     tone: Tone
-    now: str
-    """What it exchanges or waits for, or why it left."""
+    now: str  # what it exchanges or waits for, or why it left
     part: str
     loss: str
     loss_is_finite: bool
@@ -87,8 +84,7 @@ class EventView:
     age: str
     node: str
     kind: str
-    code: str
-    """Empty where it only repeats the kind."""
+    code: str  # empty where it only repeats the kind
     sentence: str
     detail: str
     times: str
@@ -100,24 +96,18 @@ class RunView:
 
     status: Status
     tone: Tone
-    facts: tuple[str, ...]
-    """Method, codecs, H."""
-    lasted: str
-    """Training time; empty before training begins."""
+    facts: tuple[str, ...]  # method, codecs, H
+    lasted: str  # training time; empty before training begins
     position: float
     steps: int
     done: str
-    why: str
-    """Why the run does not progress; empty while it trains."""
+    why: str  # why the run does not progress; empty while it trains
     anomalies: tuple[str, ...]
-    losses: tuple[float | None, ...]
-    """Validation losses, oldest first; None where it is no finite number."""
+    losses: tuple[float | None, ...]  # validation losses, oldest first; None where it is no finite number
     live: int
     tokens: str
-    speed: str
-    """Tokens per second of the connected nodes."""
-    training_loss: float | None
-    """Mean over the connected nodes."""
+    speed: str  # tokens per second of the connected nodes
+    training_loss: float | None  # mean over the connected nodes
     outer_steps: str
     commits: str
     up: str
@@ -125,10 +115,8 @@ class RunView:
     total: str
     reduction: float
     nodes: tuple[NodeView, ...]
-    windows: tuple[WindowView, ...]
-    """Those that expect a node, by fragment."""
-    events: tuple[EventView, ...]
-    """Oldest first."""
+    windows: tuple[WindowView, ...]  # those that expect a node, by fragment
+    events: tuple[EventView, ...]  # oldest first
 
     @property
     def name(self) -> str:

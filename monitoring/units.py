@@ -6,9 +6,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-NOTHING = "–"
-"""Stands where there is no number yet."""
-
+NOTHING = "–"  # stands where there is no number yet
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _COUNTS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

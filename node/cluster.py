@@ -28,10 +28,8 @@ class Decision:
 
     running: bool
     lr: float
-    merged: tuple[int, ...] = ()
-    """Fragments whose local weights changed."""
-    samples: tuple[int, ...] = ()
-    """Stream positions of the next batch, over all ranks."""
+    merged: tuple[int, ...] = ()  # fragments whose local weights changed
+    samples: tuple[int, ...] = ()  # stream positions of the next batch, over all ranks
     position: float = 0.0
 
 
@@ -44,8 +42,7 @@ class Cluster:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     decisions: dist.ProcessGroup | None = None
     """All ranks on the CPU, with `PATIENCE`; weights and gradients travel in the default group."""
-    owns_group: bool = False
-    """Whether the default group was begun here, and is to be ended here."""
+    owns_group: bool = False  # whether the default group was begun here, and is to be ended here
 
     @classmethod
     def from_torchrun(cls) -> "Cluster":

@@ -42,8 +42,7 @@ class _Sent:
     """A delta without an outcome."""
 
     command: ev.Encode
-    lr_sum: float
-    """Ση of the inner steps inside it."""
+    lr_sum: float  # Ση of the inner steps inside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +75,12 @@ class ControlVariates:
         """`terms_of`: those of a fragment's window; `terms` for all of them unless given."""
         self._replica, self._terms_of = replica, terms_of or (lambda fragment, window: terms)
         self._on = terms.inner.control_variates
-        self._drifts: dict[int, Tensor] = {}
-        """Those that are not zero."""
-        self._lr_sums = {fragment.index: 0.0 for fragment in replica.fragments}
-        """Ση since the last merge."""
+        self._drifts: dict[int, Tensor] = {}  # those that are not zero
+        self._lr_sums = {fragment.index: 0.0 for fragment in replica.fragments}  # Ση since the last merge
         self._sent: dict[int, _Sent] = {}
         self._announced: dict[tuple[int, int], _Made] = {}
-        self._made: dict[int, _Made] = {}
-        """The last version that was applied."""
-        self._updates: dict[int, _Update] = {}
-        """Versions that can be learned from."""
+        self._made: dict[int, _Made] = {}  # the last version that was applied
+        self._updates: dict[int, _Update] = {}  # versions that can be learned from
 
     def stepped(self, lr: float) -> None:
         """An inner step at that rate is done: y ← y − η·d_i."""

@@ -27,12 +27,8 @@ from farloop.node.model import GPT
 # their bytes and each closed by a byte 0, so neither names nor directory order affect the result.
 
 
-DEFAULT_MAX_BYTES = 16_000_000
-"""Holds the whole standard library and loads in under a second."""
-
-SEPARATOR = b"\0"
-"""Closes each document; a file that contains it counts as binary."""
-
+DEFAULT_MAX_BYTES = 16_000_000  # holds the whole standard library and loads in under a second
+SEPARATOR = b"\0"  # closes each document; a file that contains it counts as binary
 VALIDATION_SHARE = 0.05
 
 
@@ -44,18 +40,12 @@ class CorpusError(ValueError):
 class Corpus:
     """Training and validation text; two corpora are the same when their digests are."""
 
-    train: NDArray[np.uint8]
-    """[bytes]; a read-only view, or a memory map."""
-    validation: NDArray[np.uint8]
-    """[bytes]"""
-    digest: str
-    """16 hex digits over both texts."""
-    files: int
-    """Files with text in the corpus."""
-    duplicates: int
-    """Documents left out because their bytes had been seen."""
-    skipped: int
-    """Files left out because they are not UTF-8 text."""
+    train: NDArray[np.uint8]  # [bytes]; a read-only view, or a memory map
+    validation: NDArray[np.uint8]  # [bytes]
+    digest: str  # 16 hex digits over both texts
+    files: int  # files with text in the corpus
+    duplicates: int  # documents left out because their bytes had been seen
+    skipped: int  # files left out because they are not UTF-8 text
 
 
 def load_corpus(path: Path | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
@@ -92,10 +82,8 @@ class _Reading:
     """The documents found so far, the room left for more, and what was left out."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.documents: dict[bytes, bytes] = {}
-        """SHA-256 → text."""
-        self.room = max_bytes
-        """Bytes, separators included."""
+        self.documents: dict[bytes, bytes] = {}  # SHA-256 → text
+        self.room = max_bytes  # bytes, separators included
         self.files = self.duplicates = self.skipped = 0
 
     def add(self, file: Path) -> None:
@@ -249,8 +237,7 @@ class Samples:
         self._train = corpus.train
         self._sequence_tokens = sequence_tokens
         self._seed = seed
-        self.num_samples = num_samples(corpus, sequence_tokens)
-        """In one data pass."""
+        self.num_samples = num_samples(corpus, sequence_tokens)  # in one data pass
 
     def batch(self, positions: Sequence[int]) -> Tensor:
         """Tokens of the samples at these positions of the stream: int64 [B, S], on the CPU."""
@@ -305,8 +292,7 @@ class EvaluationSet:
         # Sequence k starts at the ⌊k·fitting/count⌋-th of the disjoint places.
         starts = [k * fitting // count * sequence_tokens for k in range(count)]
         self.tokens_BS = _gather(corpus.validation, starts, sequence_tokens)
-        self.digest = _set_digest(self.tokens_BS)
-        """16 hex digits over shape and tokens."""
+        self.digest = _set_digest(self.tokens_BS)  # 16 hex digits over shape and tokens
 
     def __len__(self) -> int:
         return len(self.tokens_BS)

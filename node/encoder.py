@@ -20,8 +20,7 @@ from farloop.quant.registry import codec_named
 from farloop.wire.blobs import blob_digest
 from farloop.wire.messages import Offer
 
-SMALLEST_NORM_SQ: Final = 1e-300
-"""Stands for the squared norm of a delta that is zero."""
+SMALLEST_NORM_SQ: Final = 1e-300  # stands for the squared norm of a delta that is zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +32,8 @@ class Encoded:
     codec: str
     residual_ratio: float | None
     """|residual| ÷ |delta|, where there is one: above about 1, a dense codec loses more than it should."""
-    payload: Tensor | None
-    """uint8, where the codec starts from its last payload."""
-    at_once: bool
-    """It can be offered right away: no residual on disk has to be disposed of before."""
+    payload: Tensor | None  # uint8, where the codec starts from its last payload
+    at_once: bool  # it can be offered right away: no residual on disk has to be disposed of before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

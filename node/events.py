@@ -46,8 +46,7 @@ class DeltaEncoded:
     """The answer to `Encode`: the blob lies ready under this offer."""
 
     offer: Offer
-    offered: bool = False
-    """The executor has offered it already, if the session was open."""
+    offered: bool = False  # the executor has offered it already, if the session was open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +80,8 @@ class Encode:
     codec: str
     steps: int
     tokens: int
-    consumed: int | None = None
-    """Samples of its leases that the node has used by now; None for who brings its own."""
-    history: int = 0
-    """The history that the anchor is of."""
+    consumed: int | None = None  # samples of its leases that the node has used by now; None for who brings its own
+    history: int = 0  # the history that the anchor is of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +103,7 @@ class ForgetBlob:
     """These bytes are of no more use: the delta's outcome is known, or a newer anchor came first."""
 
     blob: BlobId
-    merged_in: int | None = None
-    """Of a delta, the version that it became part of; None: it never will."""
+    merged_in: int | None = None  # of a delta, the version that it became part of; None: it never will
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +113,7 @@ class Apply:
     fragment: int
     version: int
     anchor_digest: int
-    codec: str
-    """Of the version's window."""
+    codec: str  # of the version's window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +122,7 @@ class Install:
 
     fragment: int
     version: int
-    codec: str
-    """Of the deltas that will be measured from it."""
+    codec: str  # of the deltas that will be measured from it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +168,7 @@ class Tell:
 class Resync:
     """Another history of the run has begun: anchors, residuals, samples are of one that is over. Snapshots come."""
 
-    history: int
-    """The one that is followed from now on."""
+    history: int  # the one that is followed from now on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

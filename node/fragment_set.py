@@ -22,20 +22,14 @@ class PendingDelta:
 
     blob: BlobId
     terms: WindowTerms
-    sent_at: int
-    """Inner steps done when it was taken."""
-    tau: int
-    """Overlap, in inner steps of this node."""
-    steps: int
-    """Inner steps inside it."""
+    sent_at: int  # inner steps done when it was taken
+    tau: int  # overlap, in inner steps of this node
+    steps: int  # inner steps inside it
     merged: bool = False
     """With a lag: the merge that follows it is done, and training goes on while its own commit is awaited."""
-    session: int = 0
-    """Number of the session that was open when it was taken, or of the last one."""
-    offer: Offer | None = None
-    """Set once encoded."""
-    stored: bool = False
-    """It is known to be durable."""
+    session: int = 0  # number of the session that was open when it was taken, or of the last one
+    offer: Offer | None = None  # set once encoded
+    stored: bool = False  # it is known to be durable
     dropped: Reason | None = None
 
     def is_due(self, inner_steps: int) -> bool:
@@ -48,41 +42,29 @@ class FragmentState:
     """One fragment on one node. `check` states what always holds."""
 
     fragment: Fragment
-    lag: int = 0
-    """Of the run's terms."""
+    lag: int = 0  # of the run's terms
     version: int = -1
     """The anchor's version, which is also the one last merged (its base); −1 before the first snapshot."""
-    lost: bool = False
-    """The anchor's digest did not fit: nothing is sent or applied until a snapshot comes."""
-    pending: dict[int, Committed] = field(default_factory=dict)
-    """Announced versions that are not merged yet."""
-    arrived: set[int] = field(default_factory=set)
-    """Versions whose bytes are here."""
-    snapshot: int | None = None
-    """Version of an arrived snapshot that is not installed yet."""
-    terms_of: dict[int, WindowTerms] = field(default_factory=dict)
-    """Terms of the windows from version + 1 on."""
-    final: int | None = None
-    """The run's last version of it, once that is known."""
+    lost: bool = False  # the anchor's digest did not fit: nothing is sent or applied until a snapshot comes
+    pending: dict[int, Committed] = field(default_factory=dict)  # announced versions that are not merged yet
+    arrived: set[int] = field(default_factory=set)  # versions whose bytes are here
+    snapshot: int | None = None  # version of an arrived snapshot that is not installed yet
+    terms_of: dict[int, WindowTerms] = field(default_factory=dict)  # terms of the windows from version + 1 on
+    final: int | None = None  # the run's last version of it, once that is known
     sent: list[PendingDelta] = field(default_factory=list)
     """Deltas without an outcome, the oldest first: one, and one more for each round of lag."""
-    share: float | None = None
-    """What its own delta weighed in the last merge that held one."""
+    share: float | None = None  # what its own delta weighed in the last merge that held one
     merge_at: int | None = None
     """Where updates are not waited for: inner steps from which what is there is merged; None: after the next send."""
-    owed: int = 0
-    """Version that holds the last delta: until it is merged, another delta would hold the same work again."""
+    owed: int = 0  # version that holds the last delta: until it is merged, another delta would hold the same work again
     discard: bool = False
     """What was done since the last merge will never be part of a version: at the next one nothing of it stays (protocol
     E), and nothing is sent before that."""
-    sent_round: int = 0
-    """Round of the last send."""
-    merged_at: int = 0
-    """Inner steps done at the last merge."""
+    sent_round: int = 0  # round of the last send
+    merged_at: int = 0  # inner steps done at the last merge
     joined_at: int = 0
     """Inner steps done when its first snapshot was asked for: until there are more, all that comes is merged."""
-    counted_from: int = 0
-    """Inner steps done when the work inside the next delta began."""
+    counted_from: int = 0  # inner steps done when the work inside the next delta began
     tokens_from: int = 0
 
     @property
@@ -333,10 +315,8 @@ class DueMerge:
 
     versions: list[int]
     """To be applied first, in order; none where the anchor that is held is the one to begin the next round from."""
-    mix: float
-    """Share of the local weights that stays."""
-    loses_steps: bool = False
-    """What was done since the last merge is part of no delta that counts, and goes."""
+    mix: float  # share of the local weights that stays
+    loses_steps: bool = False  # what was done since the last merge is part of no delta that counts, and goes
 
 
 def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *, training: bool) -> DueMerge | None:

@@ -23,9 +23,7 @@ from farloop.node.errors import LoopError
 
 _log = logging.getLogger(__name__)
 
-Whose = Literal["run", "own"]
-"""Who decides on the learning rate, or the clip: the run's terms, or the training loop."""
-
+Whose = Literal["run", "own"]  # who decides on the learning rate, or the clip: the run's terms, or the training loop
 _BETAS = (0.9, 0.95)  # arXiv 2407.07852 (OpenDiLoCo)
 _MUON_MOMENTUM = 0.9  # MuLoCo's (arXiv 2505.23725); torch's own default, 0.95, is for one node
 

@@ -60,8 +60,7 @@ DRAIN_S = 20.0
 """How long `leave` waits for the outcome of what was sent: well inside the 30 s that Kubernetes gives a
 process after SIGTERM."""
 
-WAIT_S = 0.2
-"""Longest wait for an event before the node looks whether a report is due."""
+WAIT_S = 0.2  # longest wait for an event before the node looks whether a report is due
 
 
 class Node:
@@ -101,8 +100,7 @@ class Node:
         self._left = False
         self.asked_to_leave = False
         """Whether `request_drain` was called: a step that waits for others need not wait any longer."""
-        self.endpoint: Endpoint | None = None
-        """Where this node shows itself, if anywhere."""
+        self.endpoint: Endpoint | None = None  # where this node shows itself, if anywhere
 
     @property
     def executor(self) -> NodeExecutor | None:

@@ -55,21 +55,16 @@ def moved_by(session: Session) -> Traffic:
 # measurement (`wire/meter.py`). The coordinator judges the reports, because it knows the round trip.
 
 
-PROBES_SINCE = 3
-"""Version of the protocol from which on the coordinator wants to hear of it."""
-
-LOOK_S = 5.0
-"""Between two reports on the connection itself."""
+PROBES_SINCE = 3  # version of the protocol from which on the coordinator wants to hear of it
+LOOK_S = 5.0  # between two reports on the connection itself
 
 
 class Probing:
     """Of one session."""
 
     def __init__(self) -> None:
-        self._expected: Probe | None = None
-        """A probe that is coming down, or will."""
-        self._over = False
-        """Whether it has come, or was ended."""
+        self._expected: Probe | None = None  # a probe that is coming down, or will
+        self._over = False  # whether it has come, or was ended
         self._sending: BlobId | None = None
         self._told_at = float("-inf")
 
@@ -155,8 +150,7 @@ class Downloads:
 
     def __init__(self) -> None:
         self._partial: dict[BlobId, Reassembly] = {}
-        self._coming: set[BlobId] = set()
-        """Of those, what the present session brings."""
+        self._coming: set[BlobId] = set()  # of those, what the present session brings
         self._waiting: OrderedDict[BlobId, tuple[int, int]] = OrderedDict()
         """Announced while the session took no more at once: their size and digest."""
 
@@ -229,8 +223,7 @@ class Uploads:
     """Of one link, over its sessions."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[BlobId, tuple[Offer, bytearray]] = OrderedDict()
-        """In the order in which they came."""
+        self._waiting: OrderedDict[BlobId, tuple[Offer, bytearray]] = OrderedDict()  # in the order in which they came
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -264,18 +257,14 @@ class Uploads:
 BACKOFF_S = (0.1, 5.0)
 """First and longest pause between two attempts; the second to tenth double, each is jittered by a half."""
 
-REPEAT_S = 60.0
-"""An outage is logged when it begins, and again this often: somebody may have to act."""
+REPEAT_S = 60.0  # an outage is logged when it begins, and again this often: somebody may have to act
 
 BAD_SESSIONS = 8
 """This many sessions in a row that end because one end does not understand the other, without a delta of this node
 being stored in between, end the node: the next one would end the same way."""
 
-CHUNKS_AHEAD = 4
-"""Chunks handed to the connection at a time: the session cannot take back what is queued there."""
-
-CONTROL, BULK = 0, 1
-"""The lanes of a session."""
+CHUNKS_AHEAD = 4  # chunks handed to the connection at a time: the session cannot take back what is queued there
+CONTROL, BULK = 0, 1  # the lanes of a session
 
 
 class NodeLink:
@@ -322,22 +311,15 @@ class NodeLink:
         self._downloads, self._uploads, self._probing = Downloads(), Uploads(), Probing()
         self._bulk = self._bulk_opened = False
         """Whether a bulk lane was asked for, as it is once the session is open, and whether it takes frames."""
-        self._bad_frames: dict[int, int] = {}
-        """In a row, of each lane."""
-        self._timer: tuple[float, Timer] | None = None
-        """The session's next one, and when it is due."""
+        self._bad_frames: dict[int, int] = {}  # in a row, of each lane
+        self._timer: tuple[float, Timer] | None = None  # the session's next one, and when it is due
         self._advancing = False
-        self._attempt = 0
-        """Sessions and attempts in a row that came to nothing."""
+        self._attempt = 0  # sessions and attempts in a row that came to nothing
         self._away_since = self._logged_at = float("-inf")
-        self._ended_by = ""
-        """Why the last session, or attempt, ended."""
-        self._misunderstood = 0
-        """Sessions in a row that ended because one end did not understand the other."""
-        self._failed = False
-        """Whether the last session ended by an error: the next one may, too, and the pause grows."""
-        self._over = False
-        """No further session is wanted."""
+        self._ended_by = ""  # why the last session, or attempt, ended
+        self._misunderstood = 0  # sessions in a row that ended because one end did not understand the other
+        self._failed = False  # whether the last session ended by an error: the next one may, too, and the pause grows
+        self._over = False  # no further session is wanted
 
     def start(self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent], None]) -> None:
         """Begin to dial. `hello` tells what the node holds when a session begins."""

@@ -45,17 +45,13 @@ class NodeMachine:
         """`epoch`: the highest that earlier starts of the node have met; a coordinator with a lower one is fenced.
         `tau`: the node's own overlap; the run's unless given. `holds`: its part of the model."""
         self.name, self.incarnation, self.tau, self.holds = name, incarnation, tau, holds
-        self.spec: RunSpec | None = None
-        """With the terms of the newest revision that was told."""
-        self.revisions: Revisions | None = None
-        """What windows and rounds run under, once there is a spec."""
+        self.spec: RunSpec | None = None  # with the terms of the newest revision that was told
+        self.revisions: Revisions | None = None  # what windows and rounds run under, once there is a spec
         self.epoch = epoch
-        self.history = 0
-        """Epoch in which the run was last wound back, as far as this node followed; 0 for never."""
+        self.history = 0  # epoch in which the run was last wound back, as far as this node followed; 0 for never
         self.stands_by = False
         """Whether it told a coordinator over an old copy what it holds: nothing moves before the session ends."""
-        self.samples_from = 0
-        """Inner step from which samples of the leases are counted."""
+        self.samples_from = 0  # inner step from which samples of the leases are counted
         self.stage: Stage = "joining"
         self.connected = False
         self.fragments = FragmentSet()

@@ -19,11 +19,8 @@ from farloop.wire.machine_info import KINDS, RDMA, TRUST, Fact, Inventory, Nic, 
 # be read is remembered and reported.
 
 
-LONGEST = 64 << 10
-"""Bytes of a file that are looked at: an annotation has kilobytes, an attribute of the kernel a line."""
-
-MOST = 512
-"""Names of a folder that are looked at."""
+LONGEST = 64 << 10  # bytes of a file that are looked at: an annotation has kilobytes, an attribute of the kernel a line
+MOST = 512  # names of a folder that are looked at
 
 _EMPTY = frozenset({errno.EINVAL, errno.ENODATA, errno.EOPNOTSUPP, errno.ENODEV, errno.ENOENT, errno.ENOTDIR})
 """How the kernel says that an attribute has no value now: the speed of a link that is down, a GID index not in use."""
@@ -34,8 +31,7 @@ class SysfsReader:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.unread: list[str] = []
-        """What is there and could not be read, with the reason."""
+        self.unread: list[str] = []  # what is there and could not be read, with the reason
 
     def path(self, place: str) -> Path:
         """Where it is, as a path of this process."""
@@ -120,10 +116,8 @@ class LabelSource:
     kind: NicKind | None = None
     bits_per_s: float | None = None
     addresses: tuple[str, ...] = ()
-    network: str = ""
-    """Multus' name of the network that it is attached to."""
-    resource: str = ""
-    """The device plugin's name of what it was handed out as."""
+    network: str = ""  # Multus' name of the network that it is attached to
+    resource: str = ""  # the device plugin's name of what it was handed out as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +125,8 @@ class Labels:
     """All of it."""
 
     site: str = ""
-    nics: Mapping[str, LabelSource] = field(default_factory=dict)
-    """By network device, or by PCI address."""
-    told: tuple[tuple[str, str], ...] = ()
-    """Labels, in the order of their names."""
+    nics: Mapping[str, LabelSource] = field(default_factory=dict)  # by network device, or by PCI address
+    told: tuple[tuple[str, str], ...] = ()  # labels, in the order of their names
 
 
 def read_labels(tree: SysfsReader, environ: Mapping[str, str]) -> Labels:
@@ -253,16 +245,14 @@ _INFINIBAND: Final = "sys/class/infiniband"
 _VERBS: Final = "sys/class/infiniband_verbs"
 _NET: Final = "sys/class/net"
 
-_GIDS: Final = 32
-"""Entries of a port's GID table that are looked at; those in use come first."""
+_GIDS: Final = 32  # entries of a port's GID table that are looked at; those in use come first
 
 _LOCKED: Final = 64 << 20
 """Bytes of memory that must be lockable for RDMA to be of any use: registered buffers are locked."""
 
 _RANK: Final[Mapping[str, int]] = {source: rank for rank, source in enumerate(TRUST)}
 
-_LOOPBACK, _IPOIB = 772, 32
-"""Types of network devices (if_arp.h)."""
+_LOOPBACK, _IPOIB = 772, 32  # types of network devices (if_arp.h)
 
 
 @dataclass(slots=True)
@@ -489,14 +479,12 @@ class Limits:
     memory_bytes: int | None
     memlock_bytes: int | None
     nofile: int
-    nofile_hard: int
-    """As many as this process may have open, if it asks: its soft and its hard limit."""
+    nofile_hard: int  # as many as this process may have open, if it asks: its soft and its hard limit
     receive_bytes: int | None
     """Largest receive buffer that the kernel gives a connection by itself: at most so much is on its way."""
     send_bytes: int | None
     congestion: str
-    allowed: tuple[str, ...]
-    """Controls of congestion that may be chosen without privileges."""
+    allowed: tuple[str, ...]  # controls of congestion that may be chosen without privileges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

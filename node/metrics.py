@@ -21,8 +21,7 @@ from farloop.wire.messages import Progress, moved_by
 # The coordinator shows the same facts of all of its nodes as gauges, for nodes that cannot be scraped.
 
 
-_STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})
-"""States of a node that takes part."""
+_STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})  # states of a node that takes part
 
 
 class Metrics(Collector):
@@ -37,8 +36,7 @@ class Metrics(Collector):
         self._seen: tuple[Progress, Mapping[int, int], bool, bool] | None = None
         """Replaced as a whole: scrapes come from other threads."""
         self._lost: dict[int, float] = {}
-        self.mismatches = 0
-        """Anchors that did not have their digest; a snapshot replaces each."""
+        self.mismatches = 0  # anchors that did not have their digest; a snapshot replaces each
         self._spent: tuple[Mapping[Activity, float], float] = {}, 0.0
         self._piped: tuple[Mapping[str, int], int, int] | None = None
         self.registry = CollectorRegistry()

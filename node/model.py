@@ -19,14 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY = 256
-"""Tokens are bytes: no tokenizer to ship, agree on or download."""
-
-ROPE_BASE = 10_000.0
-"""Longest rotary wavelength is 2π times this, in tokens (RoFormer §3.2.2)."""
-
-INIT_STD = 0.02
-"""Standard deviation of the initial weights (GPT-2)."""
+VOCABULARY = 256  # tokens are bytes: no tokenizer to ship, agree on or download
+ROPE_BASE = 10_000.0  # longest rotary wavelength is 2π times this, in tokens (RoFormer §3.2.2)
+INIT_STD = 0.02  # standard deviation of the initial weights (GPT-2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +29,11 @@ class ModelConfig:
     """Sizes of a `GPT`; part of a run's identity (`Identity.model`)."""
 
     layers: int
-    dim: int
-    """Model width D."""
+    dim: int  # model width D
     heads: int
-    hidden: int
-    """Inner width F of the SwiGLU MLP; 8/3 of `dim` gives it the parameters of a plain MLP of 4·D."""
-    context: int
-    """Longest sequence, in tokens."""
-    tied: bool = True
-    """The output layer is the embedding, transposed: one tensor with one name."""
+    hidden: int  # inner width F of the SwiGLU MLP; 8/3 of `dim` gives it the parameters of a plain MLP of 4·D
+    context: int  # longest sequence, in tokens
+    tied: bool = True  # the output layer is the embedding, transposed: one tensor with one name
 
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "heads", "hidden", "context"):

@@ -46,13 +46,11 @@ class Replica:
             LayoutMismatch: the module's trainable tensors are not those of the layout.
         """
         self.layout = layout
-        self.fragments = fragments_of(holds, layout)
-        """Those that are held, in order."""
+        self.fragments = fragments_of(holds, layout)  # those that are held, in order
         self.gradients = gradients
         self.parameters = matched_parameters(module, layout, holds)
         device = next(iter(self.parameters.values())).device
-        self.anchors = {f.index: torch.zeros(f.numel, device=device) for f in self.fragments}
-        """fp32 [numel] each."""
+        self.anchors = {f.index: torch.zeros(f.numel, device=device) for f in self.fragments}  # fp32 [numel] each
         self.versions = dict.fromkeys(self.anchors, -1)
         """Of the anchors; −1 for one that is not there yet, or is not what it should be."""
         self.digests = dict.fromkeys(self.anchors, 0)

@@ -20,9 +20,7 @@ from farloop.wire import messages as msg
 ROUNDS: Final = 3
 """Without a merge, after which it is worth a word: more than a joiner takes to its first, or a late delta."""
 
-AWAY_S: Final = 10.0
-"""Without a session; shorter ones are dialled again, and cost nothing."""
-
+AWAY_S: Final = 10.0  # without a session; shorter ones are dialled again, and cost nothing
 IsolationKind = Literal["", "without the coordinator", "not merged", "merged alone"]
 
 SENTENCES: Final[dict[IsolationKind, str]] = {
@@ -163,8 +161,7 @@ class StageLog:
 # a whole.
 
 
-PROGRESS_S = 1.0
-"""Between two reports to the coordinator."""
+PROGRESS_S = 1.0  # between two reports to the coordinator
 
 
 def anchors_of(replica: Replica) -> tuple[msg.AnchorRef, ...]:
@@ -225,21 +222,16 @@ class Reports:
         fingerprint: str | None,
     ) -> None:
         """`device`: what the node trains on, in words; `fingerprint`: of the run that is wanted, None takes any."""
-        self.loss: float | None = None
-        """Of the last inner step."""
-        self.skipped_steps = 0
-        """Inner steps whose gradient was not finite: nothing was stepped."""
-        self.layout: str | None = None
-        """Digest of the model's layout, once there is a model."""
-        self.announced = Announced()
-        """The link's thread's own."""
+        self.loss: float | None = None  # of the last inner step
+        self.skipped_steps = 0  # inner steps whose gradient was not finite: nothing was stepped
+        self.layout: str | None = None  # digest of the model's layout, once there is a model
+        self.announced = Announced()  # the link's thread's own
         self._machine, self._clock, self._samples = machine, clock, samples
         self._state, self._device, self._fingerprint = state, device, fingerprint
         self._held: tuple[int, tuple[msg.AnchorRef, ...]] = (0, ())
         """A history, and the anchors of it that are held: together, for the link's thread may ask at any moment."""
         self._starts_in: int | None = None
-        self._reported = (0.0, 0)
-        """When, and the tokens until then."""
+        self._reported = (0.0, 0)  # when, and the tokens until then
 
     def hold(self, replica: Replica) -> None:
         """These are the anchors that are held now."""

@@ -6,8 +6,7 @@ from typing import Final
 
 from farloop.algo.spec import Lease
 
-USED_KEPT: Final = 1024
-"""Leases that are used up and still known by their range."""
+USED_KEPT: Final = 1024  # leases that are used up and still known by their range
 
 
 class LeaseExhausted(Exception):
@@ -23,10 +22,8 @@ class LeaseCursor:
     """The leases of one incarnation. A later one starts anew; what this one left, the coordinator grants again."""
 
     def __init__(self) -> None:
-        self._ahead: deque[Lease] = deque()
-        """Those that are not used up."""
-        self._used = 0
-        """Samples consumed of the first."""
+        self._ahead: deque[Lease] = deque()  # those that are not used up
+        self._used = 0  # samples consumed of the first
         self._behind: deque[Lease] = deque(maxlen=USED_KEPT)
         """The last that are: to notice a sample that is granted twice."""
         self._watermark = 0

@@ -25,18 +25,13 @@ class SendSchedule:
     def __init__(self, node: NodeId, slots: int) -> None:
         """`slots`: of the run's layout."""
         self._node, self._slots = node, slots
-        self.plans: dict[int, RoundPlan] = {}
-        """Of the rounds that are known, by index."""
-        self.start_round: int | None = None
-        """None before the start."""
+        self.plans: dict[int, RoundPlan] = {}  # of the rounds that are known, by index
+        self.start_round: int | None = None  # None before the start
         self.start_slot = 0
         self.round = 0
-        self.step = 0
-        """Own steps done in the current round."""
-        self.reached = 0.0
-        """Schedule position where the last round ended."""
-        self.skipped_positions = 0
-        """Schedule positions jumped over while behind (protocol A)."""
+        self.step = 0  # own steps done in the current round
+        self.reached = 0.0  # schedule position where the last round ended
+        self.skipped_positions = 0  # schedule positions jumped over while behind (protocol A)
 
     # --- from one boundary to the next
 

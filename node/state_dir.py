@@ -25,12 +25,9 @@ from farloop.quant.registry import codec_named
 class NodeState:
     """One node's small state file. Weights are never in it: anchors come from the coordinator."""
 
-    path: Path | None
-    """None in a simulation: whoever drives the node carries the state over to its next start."""
-    incarnation: int
-    """Grows with every start (protocol Q)."""
-    epoch: int
-    """Highest epoch seen: a coordinator with a lower one is fenced (protocol S)."""
+    path: Path | None  # None in a simulation: whoever drives the node carries the state over to its next start
+    incarnation: int  # grows with every start (protocol Q)
+    epoch: int  # highest epoch seen: a coordinator with a lower one is fenced (protocol S)
 
     @classmethod
     def claim(cls, state_dir: Path) -> "NodeState":
@@ -91,8 +88,7 @@ def _unusable(path: Path, error: Exception) -> StateUnusable:
 
 _log = logging.getLogger(__name__)
 
-Later = Callable[[Callable[[], None]], None]
-"""Runs a job before the next encoding, in the encoder's thread."""
+Later = Callable[[Callable[[], None]], None]  # runs a job before the next encoding, in the encoder's thread
 
 
 class Residuals:
@@ -103,8 +99,7 @@ class Residuals:
         self._run, self._layout, self._folder, self._later = run, layout, folder, later
         self._machines: dict[int, Residual] = {}
         self._buffers: dict[int, Tensor] = {}
-        self._payloads: dict[int, tuple[str, Tensor]] = {}
-        """Codec and last payload, where the codec starts from it."""
+        self._payloads: dict[int, tuple[str, Tensor]] = {}  # codec and last payload, where the codec starts from it
 
     def for_delta(self, blob: BlobId, codec: str, device: torch.device) -> Tensor | None:
         """What this delta is encoded with, fp32 [numel], zero where nothing is to be added; None: nothing is kept."""

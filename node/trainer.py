@@ -22,8 +22,7 @@ from farloop.node.zmq_dealer import LinkConfig
 
 _log = logging.getLogger(__name__)
 
-EVALUATION_BATCH = 16
-"""Sequences at a time: bounds memory, changes nothing else."""
+EVALUATION_BATCH = 16  # sequences at a time: bounds memory, changes nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

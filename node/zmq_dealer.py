@@ -168,8 +168,7 @@ class _Lane:
 
     socket: zmq.asyncio.Socket
     monitor: zmq.asyncio.Socket
-    ready: bool
-    """Whether nothing is on its way into the socket."""
+    ready: bool  # whether nothing is on its way into the socket
     connection: tuple[int, str] | None = None
     """File descriptor of its connection when that opened, and the host at the other end. It may be another socket's by
     now (`monitoring/tcp_connection.py`)."""
@@ -299,8 +298,7 @@ class LinkThread:
         self._config, self._dialer = config, ZmqDialer(config, self._fail)
         self._hello: Callable[[], msg.Hello]
         self._deliver: Callable[[wire_ev.SessionEvent | Exception], None]
-        self._link: NodeLink | None = None
-        """Made in the thread, whose loop gives it its clock."""
+        self._link: NodeLink | None = None  # made in the thread, whose loop gives it its clock
         self._failed = False
         self._closing, self._linger_s = asyncio.Event(), 0.0
         self._loop = uvloop.new_event_loop()

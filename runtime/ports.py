@@ -37,8 +37,7 @@ class Clock(Protocol):
 class Worker(Protocol):
     """Runs jobs one after the other, in the order in which they were submitted."""
 
-    seconds: float
-    """That jobs have taken so far."""
+    seconds: float  # that jobs have taken so far
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
         """Run `job` outside the executor's thread, then `done` with its result or `failed` with its exception inside.
@@ -99,14 +98,11 @@ class Sent(Enum):
     """What became of a frame that was given to a socket."""
 
     TAKEN = "taken"
-    FULL = "full"
-    """The lane takes no more for now."""
-    GONE = "gone"
-    """The lane's connection has ended."""
+    FULL = "full"  # the lane takes no more for now
+    GONE = "gone"  # the lane's connection has ended
 
 
-Route = Hashable
-"""A lane, as the coordinator's socket knows it: one connection of a node."""
+Route = Hashable  # a lane, as the coordinator's socket knows it: one connection of a node
 
 
 class Sender(Protocol):
@@ -147,10 +143,8 @@ class RouterListener(Protocol):
 class RouterSocket(Protocol):
     """The coordinator's end of all connections."""
 
-    endpoint: str
-    """Where it listens."""
-    authenticates: bool
-    """Whether every frame must come under a key that is known."""
+    endpoint: str  # where it listens
+    authenticates: bool  # whether every frame must come under a key that is known
 
     def listen(self, listener: RouterListener) -> None:
         """Report to `listener` from now on. Called once."""

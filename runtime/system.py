@@ -42,8 +42,7 @@ class ThreadWorker:
         """`post` may be called from any thread: `loop.call_soon_threadsafe`, or the `put` of an inbox."""
         self._post = post
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self.seconds = 0.0
-        """That the thread has worked; written by it alone."""
+        self.seconds = 0.0  # that the thread has worked; written by it alone
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
         def report(future: "Future[Any]") -> None:

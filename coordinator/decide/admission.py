@@ -19,8 +19,7 @@ from farloop.wire.keys import check_name
 from farloop.wire.messages import PROTOCOL_VERSIONS, Hello, Offer, Progress, Refused, moved_by
 from farloop.wire.reasons import Reason
 
-_FP32_MAX: Final = 2.0**128
-"""No finite fp32 number is larger."""
+_FP32_MAX: Final = 2.0**128  # no finite fp32 number is larger
 
 
 def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:

@@ -25,14 +25,9 @@ from farloop.wire.reasons import Reason
 # digests of one version, terms or rounds that nobody tells.
 
 
-RECALLED_SINCE: Final = SINCE[Held]
-"""Version of the protocol in which a node can be asked for what it holds."""
-
-MOST: Final = 1 << 60
-"""No run has had so many samples, steps, rounds or versions: who says so is not believed."""
-
-MOST_ROUNDS: Final = 1 << 20
-"""That a copy can be behind: they are found one by one."""
+RECALLED_SINCE: Final = SINCE[Held]  # version of the protocol in which a node can be asked for what it holds
+MOST: Final = 1 << 60  # no run has had so many samples, steps, rounds or versions: who says so is not believed
+MOST_ROUNDS: Final = 1 << 20  # that a copy can be behind: they are found one by one
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,17 +35,12 @@ class NodeClaim:
     """What one node says that it holds."""
 
     hello: Hello
-    heard_at: float
-    """When it greeted, or its session ended."""
+    heard_at: float  # when it greeted, or its session ended
     session: int | None = None
-    held: Held | None = None
-    """Its answer, in this session."""
-    asked: int | None = None
-    """The fragment that it is to send, or is sending."""
-    offers_until: float | None = None
-    """When another one is asked instead; None once the anchor is on its way."""
-    failed: int = 0
-    """Anchors that it did not bring."""
+    held: Held | None = None  # its answer, in this session
+    asked: int | None = None  # the fragment that it is to send, or is sending
+    offers_until: float | None = None  # when another one is asked instead; None once the anchor is on its way
+    failed: int = 0  # anchors that it did not bring
     spoiled: set[tuple[int, int]] = field(default_factory=set)
     """Fragments and versions whose bytes were not what it says."""
 
@@ -78,14 +68,10 @@ Claims = Mapping[NodeId, NodeClaim]
 class AdoptionSurvey:
     """What the nodes of the newest history hold."""
 
-    claims: Claims
-    """Theirs. Who follows an older one has nothing that counts."""
-    wanted: Mapping[int, AnchorRef]
-    """By fragment, the newest version that somebody holds and the state does not."""
-    lost: tuple[AnchorRef, ...]
-    """Newer versions that were told of, or are spoiled, and that nobody holds."""
-    fault: str = ""
-    """Why nothing of it can be taken; empty where it can."""
+    claims: Claims  # theirs. Who follows an older one has nothing that counts.
+    wanted: Mapping[int, AnchorRef]  # by fragment, the newest version that somebody holds and the state does not
+    lost: tuple[AnchorRef, ...]  # newer versions that were told of, or are spoiled, and that nobody holds
+    fault: str = ""  # why nothing of it can be taken; empty where it can
 
     def holders(self, ref: AnchorRef) -> list[NodeId]:
         """Who says that it holds this very anchor; whoever failed to bring one comes last."""
@@ -231,14 +217,12 @@ def rounds_since(
 # with what has come. The record begins a history (protocol, Adoption).
 
 
-ALARM: Final = "adoption"
-"""The alarm that says what the run waits for, until it goes on."""
+ALARM: Final = "adoption"  # the alarm that says what the run waits for, until it goes on
 
 LISTEN_S: Final = 10.0
 """Longer than the longest pause of a node that dials again: also those come that the copy has never met."""
 
-PATIENCE_S: Final = 300.0
-"""How long a node that the copy knows is waited for, and one that has gone away again."""
+PATIENCE_S: Final = 300.0  # how long a node that the copy knows is waited for, and one that has gone away again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,12 +253,10 @@ class Adoption:
         self._ledger, self._decisions, self._alarms = ledger, decisions, alarms
         self._patience_s, self._fetched, self._untrue = adopt.patience_s, dict(adopt.fetched), adopt.untrue
         self._newest = adopt.newest
-        self.began_at = now
-        """Later by all the time in which this process stood still."""
+        self.began_at = now  # later by all the time in which this process stood still
         self._claims: dict[NodeId, NodeClaim] = {}
         self._left: set[NodeId] = set()
-        self.wakes_at: float | None = now + LISTEN_S
-        """When `look` may find something else by the passing of time alone."""
+        self.wakes_at: float | None = now + LISTEN_S  # when `look` may find something else by the passing of time alone
         self._wait("nodes, to say what they hold")
 
     @property

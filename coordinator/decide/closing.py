@@ -30,22 +30,16 @@ from farloop.wire.reasons import Reason
 # window that they name, open or not (arXiv 2604.21428 has such a grace window; this rule is our own).
 
 
-_MEMORY: Final = 64
-"""Recent deltas, and windows, that are remembered."""
-
-_SHARE: Final = 0.5
-"""Of a window's usual time to its quorum. Waiting longer would slow all nodes down to the slowest."""
-
-_HEADROOM: Final = 2.0
-"""Factor on the greatest lateness seen: the next one may be greater."""
+_MEMORY: Final = 64  # recent deltas, and windows, that are remembered
+_SHARE: Final = 0.5  # of a window's usual time to its quorum. Waiting longer would slow all nodes down to the slowest.
+_HEADROOM: Final = 2.0  # factor on the greatest lateness seen: the next one may be greater
 
 
 class Lateness:
     """How late deltas came after the quorum of the window that they name, and how long windows wait from that."""
 
     def __init__(self) -> None:
-        self._quorum_at: dict[tuple[int, int], float] = {}
-        """Of recent windows, by fragment and number."""
+        self._quorum_at: dict[tuple[int, int], float] = {}  # of recent windows, by fragment and number
         self._lateness_s: deque[float] = deque(maxlen=_MEMORY)
         self._to_quorum_s: deque[float] = deque(maxlen=_MEMORY)
 
@@ -133,9 +127,7 @@ class StragglerGrace:
 ROUNDS: Final = 3
 """Without a merge, after which a live node is left out: more than a joiner takes to its first send, or a late delta."""
 
-FLOOR_SHARE: Final = 0.5
-"""Least share of the live nodes that are merged, unless said otherwise."""
-
+FLOOR_SHARE: Final = 0.5  # least share of the live nodes that are merged, unless said otherwise
 ALARM: Final = "participation"
 
 _TAKE_NO_PART: Final = frozenset({"draining", "paused", "finished"})
@@ -147,12 +139,10 @@ class ParticipationCheck:
 
     def __init__(self, ledger: Ledger, floor_share: float | None = None) -> None:
         """`floor_share` 0 holds nothing; None is `FLOOR_SHARE` where windows wait for all, and 0 where they do not."""
-        self._held: set[int] = set()
-        """Stages of the model whose commits are held now."""
+        self._held: set[int] = set()  # stages of the model whose commits are held now
         self._given_share = floor_share
         self._ledger = ledger
-        self._merged: dict[NodeId, int] = {}
-        """The last round that each node was part of."""
+        self._merged: dict[NodeId, int] = {}  # the last round that each node was part of
         self._live_since: dict[NodeId, int] = {}
         self._parts: dict[NodeId, Part] = {}
         for (fragment, version), commit in ledger.commits.items():
@@ -238,13 +228,10 @@ def _is_live(member: Member) -> bool:
 # A decision stands: the draft of a closing window is retried until it is durable, or until its sum overflows.
 
 
-SILENT: Final = "silent "
-"""Prefix of the alarm of a node that no window waits for."""
-
+SILENT: Final = "silent "  # prefix of the alarm of a node that no window waits for
 QUARANTINE: Final = "quarantine of "
 
-RETRY_S: Final = 1.0
-"""Pause before a failed commit is tried again."""
+RETRY_S: Final = 1.0  # pause before a failed commit is tried again
 
 
 class Closing:
@@ -260,8 +247,7 @@ class Closing:
         self._commits: dict[int, ev.Commit] = {}
         """Of the windows that are closing. A decision stands: after a failure it is tried again (commit order)."""
         self._retry_at: dict[int, float] = {}
-        self._ahead: set[int] = set()
-        """Fragments whose windows could close, and wait for another stage's."""
+        self._ahead: set[int] = set()  # fragments whose windows could close, and wait for another stage's
 
     # --- deciding
 

@@ -24,8 +24,7 @@ from farloop.wire.messages import Offer
 
 ALARM: Final = "no-progress"
 
-MULTIPLE: Final = 5.0
-"""Times as long as usual a delta may take."""
+MULTIPLE: Final = 5.0  # times as long as usual a delta may take
 
 FLOOR_S: Final = STALL_S
 """Least time that a delta gets, however quick windows are: a process may stand still for seconds."""
@@ -33,35 +32,22 @@ FLOOR_S: Final = STALL_S
 FIRST_S: Final = STALL_S * SLOW_TASKS
 """Least time for a node of which too few deltas have come: its first step may compile the model."""
 
-UNKNOWN_S: Final = 3600.0
-"""The same where no node has done a step yet."""
+UNKNOWN_S: Final = 3600.0  # the same where no node has done a step yet
 
 THIN_BYTES_PER_S: Final = 125e3
 """1 Mbit/s: of a node of which too few deltas have come, the link is taken to be at least this fast."""
 
-LEAST: Final = 3
-"""Deltas of a node, or windows of the run, by which their usual time is known."""
-
-_MEMORY: Final = 8
-"""Recent deltas of a node, and windows, that are remembered."""
-
-_MOST: Final = 50.0
-"""Times the usual time of the quicker half of the nodes that a node's usual time can be at most."""
-
-MISSES: Final = 2.0
-"""After so many missed deadlines a node is not expected for a while ..."""
-
-_PARDON: Final = 0.25
-"""... but each delta of it that comes in time makes up for so much of one."""
+LEAST: Final = 3  # deltas of a node, or windows of the run, by which their usual time is known
+_MEMORY: Final = 8  # recent deltas of a node, and windows, that are remembered
+_MOST: Final = 50.0  # times the usual time of the quicker half of the nodes that a node's usual time can be at most
+MISSES: Final = 2.0  # after so many missed deadlines a node is not expected for a while
+_PARDON: Final = 0.25  # but each delta of it that comes in time makes up for so much of one
 
 REST: Final = 10.0
 """Times the deadline that it missed: so long it is not expected at first; then twice as long each time."""
 
-_MOST_RESTS: Final = 10
-"""Doublings."""
-
-ALARM_SHARE: Final = 0.5
-"""Of a deadline, after which it is said that nothing is committed."""
+_MOST_RESTS: Final = 10  # doublings
+ALARM_SHARE: Final = 0.5  # of a deadline, after which it is said that nothing is committed
 
 
 @dataclass(slots=True)
@@ -70,17 +56,13 @@ class _Pace:
 
     took: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
     """(seconds from a window's opening to its delta, own steps of its round), of recent deltas."""
-    usual_s: float | None = None
-    """The median of these, for a round of ..."""
-    steps: int = 0
-    """... so many own steps; None while too few are known."""
+    usual_s: float | None = None  # the median of these, for a round of
+    steps: int = 0  # so many own steps; None while too few are known
     misses: float = 0.0
     missed_at: float = 0.0
-    rests: int = 0
-    """How often it was not expected for a while, since it was last in good standing."""
+    rests: int = 0  # how often it was not expected for a while, since it was last in good standing
     rests_until: float = 0.0
-    why: str = ""
-    """It is not expected, in a sentence."""
+    why: str = ""  # it is not expected, in a sentence
 
 
 class Deadlines:
@@ -90,14 +72,12 @@ class Deadlines:
         """`drops`: whether a node that misses its deadline is dropped from the window; else it is only told."""
         self._ledger, self._run, self._drops = run.ledger, run, drops
         self._paces: dict[NodeId, _Pace] = {}
-        self._opened_at: dict[tuple[int, int], float] = {}
-        """Of recent windows, by fragment and number."""
+        self._opened_at: dict[tuple[int, int], float] = {}  # of recent windows, by fragment and number
         self._windows_took: deque[tuple[float, int]] = deque(maxlen=_MEMORY)
         """(seconds from opening to commit, steps of its round)."""
         self._offered: dict[tuple[NodeId, int], int] = {}
         """(node, fragment) → newest window that it offered a delta for."""
-        self._middle_s = 0.0
-        """The usual time of the quicker half of the nodes."""
+        self._middle_s = 0.0  # the usual time of the quicker half of the nodes
         self._moved_at = run.now
         """Of the last commit. Nodes that wait for one window cannot serve the next: its commit gives them all their
         time again."""

@@ -49,8 +49,7 @@ class InputStored:
     """A delta is whole, verified and durable."""
 
     offer: Offer
-    payload: int = 0
-    """As in its record."""
+    payload: int = 0  # as in its record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +83,7 @@ class SumOverflow:
 
     fragment: int
     version: int
-    longest: BlobId | None
-    """Of the deltas; None where the window has none."""
+    longest: BlobId | None  # of the deltas; None where the window has none
     detail: str
 
     @classmethod

@@ -7,8 +7,7 @@ from farloop.coordinator.errors import NoRoom
 
 _log = logging.getLogger(__name__)
 
-ALARM = "storage"
-"""The alarm that says what is wrong and how to fix it, for as long as it is."""
+ALARM = "storage"  # the alarm that says what is wrong and how to fix it, for as long as it is
 
 
 class StorageHold:

@@ -13,41 +13,29 @@ from typing import Final
 from farloop.algo.spec import Lease, NodeId
 from farloop.monitoring.status import SamplesStatus
 
-LEASE_ROUNDS: Final = 3
-"""Rounds of samples a node holds in advance: the one it trains in and two of outage."""
-
-LEASE_STEPS: Final = 60
-"""Inner steps of samples it holds at least: where rounds are short, grants would be many."""
-
-ENDED_KEPT: Final = 64
-"""Starts that gave back their samples and are remembered: one may yet be heard of."""
-
-Owner = tuple[NodeId, int]
-"""One start of a node: its name and incarnation."""
+LEASE_ROUNDS: Final = 3  # rounds of samples a node holds in advance: the one it trains in and two of outage
+LEASE_STEPS: Final = 60  # inner steps of samples it holds at least: where rounds are short, grants would be many
+ENDED_KEPT: Final = 64  # starts that gave back their samples and are remembered: one may yet be heard of
+Owner = tuple[NodeId, int]  # one start of a node: its name and incarnation
 
 
 @dataclass(slots=True)
 class Leases:
     """The coordinator's book of granted samples. A node consumes its grants in the order it got them."""
 
-    frontier: int = 0
-    """First position that was never granted."""
+    frontier: int = 0  # first position that was never granted
     returned: list[Lease] = field(default_factory=list)
     """What came back and is not granted again yet, by position; neighbours are one."""
-    held: dict[Owner, list[Lease]] = field(default_factory=dict)
-    """Grants that are not trained to their end."""
-    retired: dict[Owner, int] = field(default_factory=dict)
-    """Samples of the grants before those."""
-    consumed: dict[Owner, int] = field(default_factory=dict)
-    """Samples that each says it has used of its grants."""
+    held: dict[Owner, list[Lease]] = field(default_factory=dict)  # grants that are not trained to their end
+    retired: dict[Owner, int] = field(default_factory=dict)  # samples of the grants before those
+    consumed: dict[Owner, int] = field(default_factory=dict)  # samples that each says it has used of its grants
     stored: dict[Owner, int] = field(default_factory=dict)
     """Those that it had used when it made the newest of its stored deltas."""
     ended: dict[Owner, int] = field(default_factory=dict)
     """Of the last starts that gave back what they had not used: how many samples they had, as far as is known."""
     ended_granted: dict[Owner, int] = field(default_factory=dict)
     """How many these had been granted. A journal of an older release does not tell."""
-    returned_total: int = 0
-    """Samples that ever came back, however often."""
+    returned_total: int = 0  # samples that ever came back, however often
     uncertain_total: int = 0
     """Those of them that somebody had trained on, in no stored delta: they are trained on again."""
 

@@ -18,8 +18,7 @@ from farloop.coordinator.decide.screening import VERDICTS, Screening
 from farloop.wire.messages import AnchorRef, Committed, Offer
 from farloop.wire.reasons import Reason
 
-HISTORY_VERSIONS = 16
-"""Commits a fragment remembers for those who come back, at least 7 (protocol, Downlink)."""
+HISTORY_VERSIONS = 16  # commits a fragment remembers for those who come back, at least 7 (protocol, Downlink)
 
 ROUNDS_KEPT = 1024
 """Rounds before those of the open windows that are remembered: a restart repeats the commits of a few of them."""
@@ -43,16 +42,14 @@ class Ledger:
     epoch: int = 0
     history: int = 0
     """Epoch in which the run was last wound back, or adopted; 0 where it never was (fencing and old copies)."""
-    epoch_seen: int = 0
-    """Highest epoch that a node had met and this state had not."""
+    epoch_seen: int = 0  # highest epoch that a node had met and this state had not
     versions: list[int] = field(default_factory=list)
     windows: dict[int, WindowTerms] = field(default_factory=dict)
     """Terms of the open window of every fragment that is not final."""
     rounds: dict[int, RoundPlan] = field(default_factory=dict)
     commits: dict[tuple[int, int], Committed] = field(default_factory=dict)
     """Announcements of the last `HISTORY_VERSIONS` commits of each fragment."""
-    started: dict[NodeId, rec.NodeStarted] = field(default_factory=dict)
-    """How the nodes that take part began."""
+    started: dict[NodeId, rec.NodeStarted] = field(default_factory=dict)  # how the nodes that take part began
     inputs: dict[BlobId, Offer] = field(default_factory=dict)
     """Stored deltas without an outcome, in the order they came."""
     leases: Leases = field(default_factory=Leases)

@@ -27,8 +27,7 @@ from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
-_MEMORY: Final = 16
-"""Unanswered questions that are remembered: a node may leave before it answers."""
+_MEMORY: Final = 16  # unanswered questions that are remembered: a node may leave before it answers
 
 
 class Evaluations:
@@ -84,8 +83,7 @@ class Evaluations:
 # --- The machine
 
 
-REPORT, ANCHOR = "report of ", "anchor of "
-"""Prefixes of alarms that the next report, or delta, of the node ends."""
+REPORT, ANCHOR = "report of ", "anchor of "  # prefixes of alarms that the next report, or delta, of the node ends
 
 
 class CoordinatorMachine:

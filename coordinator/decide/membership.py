@@ -29,8 +29,7 @@ from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
-Boundary = Literal["none", "slot", "round"]
-"""What has just ended: nothing, a slot or a round."""
+Boundary = Literal["none", "slot", "round"]  # what has just ended: nothing, a slot or a round
 
 
 class Membership:

@@ -57,8 +57,7 @@ class AnchorFetched:
 
     anchor: AnchorRef
     node: NodeId
-    blob_digest: int
-    """xxh3-64 of the attached bytes."""
+    blob_digest: int  # xxh3-64 of the attached bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +67,8 @@ class AdoptedAnchor:
     fragment: int
     version: int
     digest: int
-    node: NodeId
-    """Who brought it."""
-    before: int
-    """The version of this state, which may have been many."""
+    node: NodeId  # who brought it
+    before: int  # the version of this state, which may have been many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,21 +81,14 @@ class Adopted:
 
     epoch: int
     anchors: tuple[AdoptedAnchor, ...]
-    windows: tuple[WindowTerms, ...]
-    """That follow these versions; a fragment without one is final."""
+    windows: tuple[WindowTerms, ...]  # that follow these versions; a fragment without one is final
     rounds: tuple[RoundPlan, ...]
-    revisions: tuple[Revision, ...]
-    """Of the terms, those that this state did not have."""
-    frontier: int
-    """First sample that was never granted, as far as is known."""
-    returned: tuple[Lease, ...]
-    """Samples that are free now, by position."""
-    uncertain: int
-    """Those of them that may have been trained on since the copy."""
-    lost: tuple[AnchorRef, ...] = ()
-    """Newer versions that nodes were told of, or held, and that nobody could bring."""
-    missing: tuple[NodeId, ...] = ()
-    """Nodes of this state that nothing was heard of."""
+    revisions: tuple[Revision, ...]  # of the terms, those that this state did not have
+    frontier: int  # first sample that was never granted, as far as is known
+    returned: tuple[Lease, ...]  # samples that are free now, by position
+    uncertain: int  # those of them that may have been trained on since the copy
+    lost: tuple[AnchorRef, ...] = ()  # newer versions that nodes were told of, or held, and that nobody could bring
+    missing: tuple[NodeId, ...] = ()  # nodes of this state that nothing was heard of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +98,8 @@ class NodeStarted:
     node: NodeId
     incarnation: int
     round: int
-    holds: tuple[int, ...] | None = field(default=None, metadata=LATER)
-    """Stages of the model; None for all of it."""
-    slot: int = field(default=0, metadata=LATER)
-    """... and from this slot of it on."""
+    holds: tuple[int, ...] | None = field(default=None, metadata=LATER)  # stages of the model; None for all of it
+    slot: int = field(default=0, metadata=LATER)  # first slot of that round in which it takes part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +108,7 @@ class NodeLeft:
 
     node: NodeId
     reason: Reason
-    consumed: int = 0
-    """Samples of its leases that it had used, as far as was known."""
+    consumed: int = 0  # samples of its leases that it had used, as far as was known
     stored: int | None = None
     """Those of them that are in one of its stored deltas: the rest are free again. None where it was not told: all."""
 
@@ -155,12 +142,9 @@ class InputStored:
     blob: BlobId
     window: int
     contributors: tuple[Contribution, ...]
-    digest: int
-    """xxh3-64 of the attached bytes."""
-    consumed: int | None = None
-    """Samples that its node had used of its leases when it took the delta, where it said so."""
-    payload: int = 0
-    """xxh3-64 of the encoded numbers in them alone, by which a copy is known; 0 where nobody took it."""
+    digest: int  # xxh3-64 of the attached bytes
+    consumed: int | None = None  # samples that its node had used of its leases when it took the delta, where it said so
+    payload: int = 0  # xxh3-64 of the encoded numbers in them alone, by which a copy is known; 0 where nobody took it
 
     @classmethod
     def of(cls, offer: Offer, payload: int = 0) -> "InputStored":
@@ -201,10 +185,8 @@ class Addend:
 
     blob: BlobId
     weight: float
-    consumed: int | None = None
-    """As of `InputStored`, which is not there where inputs are not spooled."""
-    cosine: float | None = None
-    """To the mean of the others, where that is measured."""
+    consumed: int | None = None  # as of `InputStored`, which is not there where inputs are not spooled
+    cosine: float | None = None  # to the mean of the others, where that is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,10 +196,8 @@ class Refusal:
     blob: BlobId
     reason: Reason
     detail: str
-    strikes: bool = True
-    """Whether it counts against its node."""
-    cosine: float | None = None
-    """As that of an addend."""
+    strikes: bool = True  # whether it counts against its node
+    cosine: float | None = None  # as that of an addend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,29 +209,19 @@ class WindowCommitted:
     round: int
     merged: tuple[Share, ...]
     drops: tuple[Drop, ...]
-    blobs: tuple[Addend, ...]
-    """In the order of the sum: by the smallest node name in each contributor set."""
-    anchor_digest: int
-    """Digests (protocol, Tiles, padding and digest) of the buffers after the commit."""
+    blobs: tuple[Addend, ...]  # in the order of the sum: by the smallest node name in each contributor set
+    anchor_digest: int  # digests (protocol, Tiles, padding and digest) of the buffers after the commit
     target_digest: int
-    momentum_digest: int | None
-    """Over the whole outer-optimizer state; None without one."""
-    next_window: WindowTerms | None
-    """None once the fragment is final."""
-    update_size: int
-    """Bytes attached."""
-    update_digest: int
-    """xxh3-64 of the attached bytes."""
+    momentum_digest: int | None  # over the whole outer-optimizer state; None without one
+    next_window: WindowTerms | None  # None once the fragment is final
+    update_size: int  # bytes attached
+    update_digest: int  # xxh3-64 of the attached bytes
     outer_lr: float
     outer_momentum: float
-    why: str
-    """Why the window closed, as one sentence."""
-    delta_scale: float = 1.0
-    """By which the merged delta was multiplied before the outer step."""
-    flush: bool = False
-    """The fragment's last window: a plain step, whatever optimizer the method has."""
-    reach: float = 0.0
-    """Of the deltas, where the optimizer asks for it (`weights.reach`)."""
+    why: str  # why the window closed, as one sentence
+    delta_scale: float = 1.0  # by which the merged delta was multiplied before the outer step
+    flush: bool = False  # the fragment's last window: a plain step, whatever optimizer the method has
+    reach: float = 0.0  # of the deltas, where the optimizer asks for it (`weights.reach`)
     refused: tuple[Refusal, ...] = ()
     """Stored deltas that are not merged, by this window or another. Without an addend the version holds nothing new."""
 
@@ -293,10 +263,8 @@ class LeasesHeld:
     incarnation: int
     leases: tuple[Lease, ...]
     consumed: int
-    stored: int = 0
-    """Samples that are in one of its stored deltas."""
-    retired: int = 0
-    """Samples of earlier leases, all of which are."""
+    stored: int = 0  # samples that are in one of its stored deltas
+    retired: int = 0  # samples of earlier leases, all of which are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,10 +275,8 @@ class Seen:
     version: int
     node: NodeId
     norm: float
-    steps: int
-    """0, with a norm of 0, where it was not merged."""
-    rate: float
-    """Learning rate of its round."""
+    steps: int  # 0, with a norm of 0, where it was not merged
+    rate: float  # learning rate of its round
     payload: int
 
 
@@ -320,12 +286,9 @@ class Standing:
 
     node: NodeId
     strikes: int = 0
-    against: int = 0
-    """Deltas in a row that point against those of all others."""
-    good: int = 0
-    """Deltas in a row that were good."""
-    why: str = ""
-    """Why it is in quarantine; empty while it is not."""
+    against: int = 0  # deltas in a row that point against those of all others
+    good: int = 0  # deltas in a row that were good
+    why: str = ""  # why it is in quarantine; empty while it is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,10 +302,8 @@ class LedgerSaved:
     rounds: tuple[RoundPlan, ...]
     commits: tuple[Committed, ...]
     started: tuple[NodeStarted, ...]
-    inputs: tuple[InputStored, ...]
-    """Without an outcome, in the order they came."""
-    frontier: int
-    """First sample that was never granted."""
+    inputs: tuple[InputStored, ...]  # without an outcome, in the order they came
+    frontier: int  # first sample that was never granted
     returned: tuple[Lease, ...]
     held: tuple[LeasesHeld, ...]
     evaluations: tuple[EvaluationTaken, ...]
@@ -350,16 +311,12 @@ class LedgerSaved:
     ended: tuple[LeasesHeld, ...] = ()
     """The last starts that gave back what they had not used; they hold nothing. `retired` is all that they had been
     granted; 0 where that is not known."""
-    returned_total: int = 0
-    """Samples that ever came back."""
-    uncertain_total: int = 0
-    """Those of them that had been trained on."""
+    returned_total: int = 0  # samples that ever came back
+    uncertain_total: int = 0  # those of them that had been trained on
     seen: tuple[Seen, ...] = ()
     standings: tuple[Standing, ...] = ()
-    history: int = field(default=0, metadata=LATER)
-    """Epoch of the last `Rewound` or `Adopted`; 0 for none."""
-    epoch_seen: int = field(default=0, metadata=LATER)
-    """Highest of all `EpochSeen`."""
+    history: int = field(default=0, metadata=LATER)  # epoch of the last `Rewound` or `Adopted`; 0 for none
+    epoch_seen: int = field(default=0, metadata=LATER)  # highest of all `EpochSeen`
     revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
     """Those of the terms that are still needed, the last that of `spec`; none where they never changed."""
 

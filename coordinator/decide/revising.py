@@ -17,11 +17,8 @@ from farloop.algo.validation import OF_NODES
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.wire.messages import OWN_CODECS_SINCE, SINCE, Revised
 
-REVISED_SINCE: Final = SINCE[Revised]
-"""Version of the protocol in which nodes can be told of other terms."""
-
-MOST: Final = 64
-"""Revisions that are kept at a time: all of them are in every Welcome."""
+REVISED_SINCE: Final = SINCE[Revised]  # version of the protocol in which nodes can be told of other terms
+MOST: Final = 64  # revisions that are kept at a time: all of them are in every Welcome
 
 
 def revision_of(

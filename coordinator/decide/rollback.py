@@ -38,11 +38,8 @@ Kind = Literal["same", "behind", "lost", "ahead", "forked"]
 ALARM: Final = "history"
 """The alarm that says who proves what, and what a person can do, for as long as the run is held."""
 
-FORGOTTEN_S: Final = 600.0
-"""After which the alarm of a node ends that was kept out and does not dial any more."""
-
-TRUSTED_AFTER_S: Final = 60.0
-"""Many times the longest pause of a node that dials again."""
+FORGOTTEN_S: Final = 600.0  # after which the alarm of a node ends that was kept out and does not dial any more
+TRUSTED_AFTER_S: Final = 60.0  # many times the longest pause of a node that dials again
 
 MOST_STARTS: Final = 1 << 20
 """Epochs that a node may be ahead by: a larger claim is none that starts of a coordinator can have led to."""
@@ -64,8 +61,7 @@ class HelloStanding:
     """Where a node stands to this state."""
 
     kind: Kind
-    detail: str = ""
-    """What it proves, with both values; empty where nothing is wrong."""
+    detail: str = ""  # what it proves, with both values; empty where nothing is wrong
 
     @property
     def is_in_doubt(self) -> bool:
@@ -128,15 +124,11 @@ class RollbackGuard:
         self._ledger, self._alarms = run.ledger, run.alarms
         self._trusted_at: float | None = None
         """From when on a single node's claim holds nobody but itself; None before the first node was let in."""
-        self.held_s = 0.0
-        """How long the hold lasted that ended last."""
+        self.held_s = 0.0  # how long the hold lasted that ended last
         self._held_at = 0.0
-        self._claims: dict[NodeId, str] = {}
-        """What the nodes prove by which it is held."""
-        self._against: set[NodeId] = set()
-        """Nodes that contradict them."""
-        self._kept_out_at: dict[NodeId, float] = {}
-        """When each node that is kept out was last heard of."""
+        self._claims: dict[NodeId, str] = {}  # what the nodes prove by which it is held
+        self._against: set[NodeId] = set()  # nodes that contradict them
+        self._kept_out_at: dict[NodeId, float] = {}  # when each node that is kept out was last heard of
         self._disbelieved: set[NodeId] = set()
         """Nodes that are kept out whatever they claim, since a hold by their word was released."""
 

@@ -19,23 +19,15 @@ from farloop.wire.reasons import Reason
 CLOSED_GRACE_S = 1.0
 """How long a window waits for a node whose connection closed: long enough to dial again, short for the others."""
 
-STALL_S = 30.0
-"""How long a node that trains may show no progress at least ..."""
-
-STALL_STEPS = 10.0
-"""... and in times of its usual inner step."""
-
-EXPIRE_S = 600.0
-"""How long a node that trained may be away before its samples go to others."""
-
-MOST_MEMBERS = 1024
-"""Names that are remembered: of those beyond, who has gone longest ago is forgotten."""
+STALL_S = 30.0  # how long a node that trains may show no progress at least
+STALL_STEPS = 10.0  # and in times of its usual inner step
+EXPIRE_S = 600.0  # how long a node that trained may be away before its samples go to others
+MOST_MEMBERS = 1024  # names that are remembered: of those beyond, who has gone longest ago is forgotten
 
 SLOW_TASKS = 10.0
 """Times as long may be what takes long: the first inner step, in which a model is compiled, and an evaluation."""
 
-_STEP_TIMES = 15
-"""Measurements that the usual inner step is the median of."""
+_STEP_TIMES = 15  # measurements that the usual inner step is the median of
 
 _DOES_STEPS: Final[frozenset[NodeState]] = frozenset({"training", "evaluating"})
 """In all other states a node that reports is where it should be, though it does no steps."""
@@ -49,48 +41,36 @@ class Member:
 
     name: NodeId
     incarnation: int
-    holds: Part = None
-    """Of the model."""
+    holds: Part = None  # of the model
     stage: Stage = "joining"
     session: int | None = None
-    start_round: int | None = None
-    """First round it trains in ..."""
-    start_slot: int = 0
-    """... and the slot of it that it began with."""
+    start_round: int | None = None  # first round it trains in
+    start_slot: int = 0  # and the slot of it that it began with
     gone_at: float | None = None
     """When it stops being expected, unless it comes back before; None while connected, or once that has happened."""
-    absent: bool = False
-    """No window waits for it until it is back, or, where it stalled, until it moves."""
-    reason: Reason = Reason.NONE
-    """Why it is absent, or left."""
+    absent: bool = False  # no window waits for it until it is back, or, where it stalled, until it moves
+    reason: Reason = Reason.NONE  # why it is absent, or left
     device: str = ""
-    inventory: Inventory = NOTHING
-    """Its machine, as it told in its last greeting."""
+    inventory: Inventory = NOTHING  # its machine, as it told in its last greeting
     protocol: int = PROTOCOL_VERSIONS[1]
     """Version that is spoken with it; until it comes after a restart, the newest is assumed."""
     progress: Progress | None = None
-    anchors: tuple[AnchorRef, ...] = ()
-    """What it held when it left."""
+    anchors: tuple[AnchorRef, ...] = ()  # what it held when it left
     heard_at: float = 0.0
     steps_per_s: float = 0.0
     """Inner steps a second while it trains, without the time in which it waits; 0 until that is known."""
-    progress_at: float = 0.0
-    """When it last did a step, as far as is known, or was seen to stand still for good reason."""
-    awaited_since: float = 0.0
-    """When it was started, or windows took it in again."""
+    progress_at: float = 0.0  # when it last did a step, as far as is known, or was seen to stand still for good reason
+    awaited_since: float = 0.0  # when it was started, or windows took it in again
     expires_at: float | None = None
     """When its samples go to others, unless it is back before; None while it is here, or has none."""
     let_go: bool = True
     """It uses no samples but those in the coordinator's book: one that others may have got is given up."""
-    evaluates: bool = False
-    """It was the last that was asked to, and has not answered yet."""
+    evaluates: bool = False  # it was the last that was asked to, and has not answered yet
     _measured: tuple[float, int] = (0.0, 0)
     """(seconds without those of waiting, inner steps) of the report that the next measurement of the speed begins at:
     not before the first step, which takes longer."""
-    _most_steps: int = 0
-    """Inner steps that it has reported: a count that goes back, or comes again, is no progress."""
-    _stepped: tuple[float, int] | None = None
-    """The same for `_step_s`."""
+    _most_steps: int = 0  # inner steps that it has reported: a count that goes back, or comes again, is no progress
+    _stepped: tuple[float, int] | None = None  # the same for `_step_s`
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))
     """Seconds of an inner step, as measured lately; the first includes what only the first step has to do."""
 

@@ -13,20 +13,15 @@ from farloop.coordinator.decide.windows import Window
 class RunState:
     """The run as one incarnation of the coordinator knows it."""
 
-    ledger: Ledger
-    """Written by `Decisions.record`, and by the machine when a delta or a commit is durable."""
-    now: float
-    """Monotonic seconds. Written by the machine when it is called."""
+    ledger: Ledger  # written by `Decisions.record`, and by the machine when a delta or a commit is durable
+    now: float  # monotonic seconds. Written by the machine when it is called.
     windows: dict[int, Window] = field(default_factory=dict)
     """The open windows by fragment. The machine adds and removes them, `Closing` closes them."""
     members: dict[NodeId, Member] = field(default_factory=dict)
     """Every node that ever greeted. Written by `Membership`."""
-    alarms: dict[str, str] = field(default_factory=dict)
-    """Each part writes under its own prefix."""
-    held: str | None = None
-    """Why nothing is committed until a person decides. Written by `RollbackGuard`."""
-    stopping: bool = False
-    """This coordinator ends. Written by the machine."""
+    alarms: dict[str, str] = field(default_factory=dict)  # each part writes under its own prefix
+    held: str | None = None  # why nothing is committed until a person decides. Written by `RollbackGuard`.
+    stopping: bool = False  # this coordinator ends. Written by the machine.
 
     @property
     def stands_still(self) -> bool:

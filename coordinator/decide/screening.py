@@ -24,35 +24,22 @@ from farloop.coordinator.decide import records as rec
 from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason
 
-MEMORY: Final = 16
-"""Versions of a fragment whose deltas are known again ..."""
-
-LATELY: Final = 8
-"""... and of these the newest, whose lengths are the usual ones."""
+MEMORY: Final = 16  # versions of a fragment whose deltas are known again
+LATELY: Final = 8  # and of these the newest, whose lengths are the usual ones
 
 ENOUGH: Final = 4
 """Remembered deltas that make a usual length; with fewer, a delta is held against the others of its window alone ..."""
 
-FIRST: Final = 4.0
-"""... with a band that much wider."""
-
-STRIKES: Final = 2
-"""Refused deltas until a node is in quarantine."""
-
-AGAINST: Final = 3
-"""Deltas in a row that point against those of the others, until it is."""
-
-OPPOSED: Final = -0.2
-"""Cosine to the mean of the others below which a delta points against them."""
+FIRST: Final = 4.0  # with a band that much wider
+STRIKES: Final = 2  # refused deltas until a node is in quarantine
+AGAINST: Final = 3  # deltas in a row that point against those of the others, until it is
+OPPOSED: Final = -0.2  # cosine to the mean of the others below which a delta points against them
 
 WITNESSES: Final = 3
 """Deltas that a window must have for directions to say anything: of two that disagree nobody knows which is wrong."""
 
-TELLING: Final = 64
-"""Elements of a fragment from which the same numbers twice are no chance."""
-
-WAY_BACK: Final = 4
-"""Good deltas that end a quarantine."""
+TELLING: Final = 64  # elements of a fragment from which the same numbers twice are no chance
+WAY_BACK: Final = 4  # good deltas that end a quarantine
 
 VERDICTS: Final = frozenset({Reason.OUTLIER, Reason.REPLAYED, Reason.COPIED, Reason.QUARANTINED})
 """Why a window does not merge a delta that came in time."""
@@ -64,8 +51,7 @@ class _Length:
 
     norm: float
     steps: int
-    rate: float
-    """Learning rate."""
+    rate: float  # learning rate
 
     def as_long_as(self, work: "_Length") -> float:
         """The longest that a delta of other work may be, if this one is usual.
@@ -82,13 +68,10 @@ class Screening:
     """What is known of the deltas of one run."""
 
     spec: RunSpec
-    seen: dict[int, list[rec.Seen]] = field(default_factory=dict)
-    """By fragment, the oldest first."""
+    seen: dict[int, list[rec.Seen]] = field(default_factory=dict)  # by fragment, the oldest first
     standings: dict[NodeId, rec.Standing] = field(default_factory=dict)
-    payloads: dict[BlobId, int] = field(default_factory=dict)
-    """Of the deltas that have no outcome yet."""
-    revisions: Revisions = field(init=False)
-    """What windows run under."""
+    payloads: dict[BlobId, int] = field(default_factory=dict)  # of the deltas that have no outcome yet
+    revisions: Revisions = field(init=False)  # what windows run under
 
     def __post_init__(self) -> None:
         self.revisions = Revisions.of(self.spec)

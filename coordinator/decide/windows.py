@@ -39,20 +39,15 @@ class Window:
     """An outer step of one fragment before its commit (protocol, Windows and bases)."""
 
     terms: WindowTerms
-    max_staleness: int = 0
-    """Versions that a delta's base may be behind the one that the window began with."""
+    max_staleness: int = 0  # versions that a delta's base may be behind the one that the window began with
     alone: bool = False
     """Every delta is an outer step of its own, late or not; else a quorum is one of deltas that name this window."""
-    needs_steps: bool = False
-    """Nodes go on while they wait: a delta without a step makes no quorum."""
+    needs_steps: bool = False  # nodes go on while they wait: a delta without a step makes no quorum
     opened_at: float = 0.0
-    quorum_at: float | None = None
-    """When the quorum was reached."""
-    expected: set[NodeId] = field(default_factory=set)
-    """Frozen at opening; later removals carry reasons."""
+    quorum_at: float | None = None  # when the quorum was reached
+    expected: set[NodeId] = field(default_factory=set)  # frozen at opening; later removals carry reasons
     removed: dict[NodeId, Reason] = field(default_factory=dict)
-    inputs: dict[BlobId, Offer] = field(default_factory=dict)
-    """Durable deltas."""
+    inputs: dict[BlobId, Offer] = field(default_factory=dict)  # durable deltas
     refused: dict[BlobId, Refusal] = field(default_factory=dict)
     """Durable deltas that neither it nor another window will merge."""
     state: Literal["open", "closing"] = "open"

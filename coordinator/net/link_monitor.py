@@ -35,17 +35,10 @@ from farloop.wire.session import ROUND_TRIPS, Session, State
 
 _log = logging.getLogger(__name__)
 
-SINCE = 3
-"""First protocol version with echoes and probes."""
-
-ECHO_S = 10.0
-"""Interval of echoes, once the first ten have returned."""
-
-DIAL_S = 5.0
-"""How long a connection to a node's declared address may take."""
-
-LOOK_S = 5.0
-"""Interval of reading TCP_INFO of the connections."""
+SINCE = 3  # first protocol version with echoes and probes
+ECHO_S = 10.0  # interval of echoes, once the first ten have returned
+DIAL_S = 5.0  # how long a connection to a node's declared address may take
+LOOK_S = 5.0  # interval of reading TCP_INFO of the connections
 
 
 class LinkMonitor:
@@ -71,15 +64,11 @@ class LinkMonitor:
         self._prober = BandwidthProbe(probe_bytes, now, quiet_s=quiet_s, share=share)
         self._counted: dict[int, tuple[int, int]] = {}
         """Session → bytes of the run and bytes of probes, at the last look."""
-        self._echoed_at: dict[int, float] = {}
-        """Session → time of the last echo."""
+        self._echoed_at: dict[int, float] = {}  # session → time of the last echo
         self._looked_at = now
-        self._peer: Peer | None = None
-        """The session that is being probed."""
-        self.reachable: dict[str, bool] = {}
-        """Node → whether its declared address answered."""
-        self._dialled: dict[str, tuple[str, int]] = {}
-        """Node → (address, incarnation) that was tried last."""
+        self._peer: Peer | None = None  # the session that is being probed
+        self.reachable: dict[str, bool] = {}  # node → whether its declared address answered
+        self._dialled: dict[str, tuple[str, int]] = {}  # node → (address, incarnation) that was tried last
 
     async def dial_back(self, members: Mapping[NodeId, Member], sessions: Mapping[NodeId, Peer]) -> None:
         """Try the addresses that nodes declare for other nodes to dial, once for each start of a node.

@@ -26,17 +26,10 @@ from farloop.wire.meter import (
     judge,
 )
 
-COORDINATOR: Final = "coordinator"
-"""Name of the coordinator as an end of a link."""
-
-MOST_LINKS: Final = 4096
-"""Most entries; beyond it the one with the oldest measurement is dropped."""
-
-Means = Literal["probe", "transfer", ""]
-"""How a rate was measured: by a probe, or by transfers of the run."""
-
-Ends = tuple[str, str]
-"""(from, to)."""
+COORDINATOR: Final = "coordinator"  # name of the coordinator as an end of a link
+MOST_LINKS: Final = 4096  # most entries; beyond it the one with the oldest measurement is dropped
+Means = Literal["probe", "transfer", ""]  # how a rate was measured: by a probe, or by transfers of the run
+Ends = tuple[str, str]  # (from, to)
 
 
 @dataclass(slots=True)
@@ -47,8 +40,7 @@ class _Direction:
     measured_by: Means = ""
     measured_at: float | None = None
     why: str = ""
-    changed: bool = False
-    """The last measurements differ from earlier ones: a probe is due."""
+    changed: bool = False  # the last measurements differ from earlier ones: a probe is due
     connection: Connection | None = None
 
 
@@ -57,8 +49,7 @@ class LinkTable:
 
     def __init__(self) -> None:
         self._directions: dict[Ends, _Direction] = {}
-        self._round_trips: dict[frozenset[str], tuple[float, float]] = {}
-        """Ends → (least, median), seconds."""
+        self._round_trips: dict[frozenset[str], tuple[float, float]] = {}  # ends → (least, median), seconds
 
     def round_trips(self, one: str, other: str, seconds: Sequence[float]) -> None:
         """Round trips of the last echoes between two ends."""
@@ -174,8 +165,7 @@ def _both(pair: frozenset[str]) -> list[Ends]:
     return [(one, other), (other, one)]
 
 
-FRESH_S: Final = 1800.0
-"""A rate this old is probed again, unless transfers measured it."""
+FRESH_S: Final = 1800.0  # a rate this old is probed again, unless transfers measured it
 
 QUIET_S: Final = 10.0
 """Seconds without waiting transfers before a probe: until then `router.py` paces downloads, and probes with them."""
@@ -185,8 +175,7 @@ AGAIN_S: Final = (30.0, 3600.0)
 
 HOUR_S: Final = 3600.0
 
-PROBES_AN_HOUR: Final = 6
-"""Bytes that probes of one node may take in an hour, as a multiple of the budget of one probe."""
+PROBES_AN_HOUR: Final = 6  # bytes that probes of one node may take in an hour, as a multiple of the budget of one probe
 
 PROBE_SHARE: Final = 0.01
 """Share of the bytes that a node's link has moved for the run that probes of the link may take."""
@@ -194,14 +183,9 @@ PROBE_SHARE: Final = 0.01
 FIRST_BYTES: Final = 64 << 10
 """Size of the first probe of a direction, whatever the run has moved: enough for thin links with short round trips."""
 
-GROWTH: Final = 16
-"""A probe without a result is repeated only with this many times its bytes."""
-
-_FRAMED: Final = 1.02
-"""Most bytes on the wire for one byte of a probe."""
-
-SLOW_S: Final = 90.0
-"""Added to the time limit of a probe: a thin link may take this long for the first chunks."""
+GROWTH: Final = 16  # a probe without a result is repeated only with this many times its bytes
+_FRAMED: Final = 1.02  # most bytes on the wire for one byte of a probe
+SLOW_S: Final = 90.0  # added to the time limit of a probe: a thin link may take this long for the first chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +195,7 @@ class Candidate:
     node: str
     upward: bool
     rtt_s: float
-    age_s: float
-    """Infinite if it was never measured."""
+    age_s: float  # infinite if it was never measured
     changed: bool
 
 
@@ -226,8 +209,7 @@ class Running:
     rtt_s: float
     num_bytes: int
     began_at: float
-    quiet: bool = True
-    """Whether no other transfer was seen since it began."""
+    quiet: bool = True  # whether no other transfer was seen since it began
 
     @property
     def ends_by(self) -> float:

@@ -24,8 +24,7 @@ from farloop.wire.session import Session, State
 
 _log = logging.getLogger(__name__)
 
-SHARE: Final = 0.25
-"""Share of the measured rate that background blobs get while live bytes are in flight."""
+SHARE: Final = 0.25  # share of the measured rate that background blobs get while live bytes are in flight
 
 SLOWEST_BYTES_PER_S: Final = 256 << 10
 """... and the least that they get, however thin the link is: a joining node must get its snapshot at some time."""
@@ -34,8 +33,7 @@ AHEAD_S: Final = 0.1
 """While updates are sent now and then, background bytes in flight take at most this many seconds of the link: bytes in
 flight cannot make room for an update. It is enough for their share up to a round trip of 0.4 s."""
 
-AHEAD_BYTES: Final = 256 << 10
-"""... or this much, if that is more."""
+AHEAD_BYTES: Final = 256 << 10  # or this much, if that is more
 
 LATELY_S: Final = 10.0
 """After this long without an update the bound does not apply, and background blobs fill a link of any round trip."""
@@ -46,14 +44,9 @@ NUDGE_S: Final = 2.0
 STALE_S: Final = 5.0
 """Bytes that were not acknowledged for this long do not count: a peer that takes nothing must not delay the others."""
 
-_BIN_S: Final = 0.5
-"""Rates are measured over this interval."""
-
-_FADES_PER_S: Final = 0.98
-"""Older measurements count less: links change."""
-
-_BURST_S: Final = 0.5
-"""The background saves up at most what it gets in this time."""
+_BIN_S: Final = 0.5  # rates are measured over this interval
+_FADES_PER_S: Final = 0.98  # older measurements count less: links change
+_BURST_S: Final = 0.5  # the background saves up at most what it gets in this time
 
 BACKGROUND_S: Final = 0.02
 """A background blob that has to wait is tried again after this, unless something else happens before."""
@@ -77,14 +70,10 @@ class Egress:
     def __init__(self, now: float, share: float = SHARE) -> None:
         """`share` 1 never holds background blobs back."""
         self._share = share
-        self._live: dict[int, float] = {}
-        """Session → when its live bytes in flight last moved."""
-        self._ahead: dict[int, tuple[int, float]] = {}
-        """Session → background bytes in flight, and when they last moved."""
-        self._live_at = float("-inf")
-        """When live bytes last moved."""
-        self._best = 0.0
-        """Measured bytes per second, faded."""
+        self._live: dict[int, float] = {}  # session → when its live bytes in flight last moved
+        self._ahead: dict[int, tuple[int, float]] = {}  # session → background bytes in flight, and when they last moved
+        self._live_at = float("-inf")  # when live bytes last moved
+        self._best = 0.0  # measured bytes per second, faded
         self._bin, self._bin_bytes = now, 0
         self._tokens, self._filled_at = 0.0, now
 
@@ -179,8 +168,7 @@ class SessionRouter:
         self._background: OrderedDict[int, Peer] = OrderedDict()
         """Sessions with a background blob to send, in the order of their turns."""
         self._timer: Timer | None = None
-        self._fires_at = 0.0
-        """When `_timer` is due."""
+        self._fires_at = 0.0  # when `_timer` is due
         self._probe: Timer | None = None
         self.endpoint = socket.endpoint
         socket.listen(self)

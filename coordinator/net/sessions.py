@@ -38,12 +38,9 @@ class RateLimits:
     """Sessions that one node may begin. A link that breaks every second is useless anyway."""
     greetings_of_an_address: RateLimit = RateLimit(per_s=32, burst=512)
     """Sessions that all nodes behind one address may begin if they have no keys. A site may have hundreds."""
-    sessions_of_a_key: int = 2
-    """The open session and its successor; the oldest makes room for a third."""
-    sessions_of_an_address: int = 512
-    """If nodes have no keys."""
-    sessions: int = 1024
-    """In all."""
+    sessions_of_a_key: int = 2  # the open session and its successor; the oldest makes room for a third
+    sessions_of_an_address: int = 512  # if nodes have no keys
+    sessions: int = 1024  # in all
     messages: Mapping[type[msg.Message], RateLimit] = field(
         default_factory=lambda: MappingProxyType(
             {
@@ -67,8 +64,7 @@ UNLIMITED: Final = RateLimits(
 )
 """For runs without hostile peers, such as simulations. The number of sessions stays bounded."""
 
-_MAX_BUCKETS: Final = 4096
-"""Beyond it, the bucket that was used longest ago is dropped, and counts as full again."""
+_MAX_BUCKETS: Final = 4096  # beyond it, the bucket that was used longest ago is dropped, and counts as full again
 
 
 class Bucket:
@@ -162,8 +158,7 @@ class Lane:
 
     peer: "Peer"
     number: int
-    backlog: deque[Sequence[Buffer]] = field(default_factory=deque)
-    """Frames that the full lane did not take."""
+    backlog: deque[Sequence[Buffer]] = field(default_factory=deque)  # frames that the full lane did not take
 
 
 @dataclass(slots=True)
@@ -172,32 +167,21 @@ class Peer:
 
     number: int
     session: Session
-    owner: NodeId | None
-    """The node whose key it uses; None without keys."""
-    who: str
-    """The owner; without keys the name that the greeting claims, and the address."""
-    counted_as: str
-    """What its session is counted by: the owner, or without keys the address."""
-    token: bytes
-    """What the first frame of a further lane must hold."""
-    routes: dict[int, Route]
-    """Lane number → route of the socket."""
+    owner: NodeId | None  # the node whose key it uses; None without keys
+    who: str  # the owner; without keys the name that the greeting claims, and the address
+    counted_as: str  # what its session is counted by: the owner, or without keys the address
+    token: bytes  # what the first frame of a further lane must hold
+    routes: dict[int, Route]  # lane number → route of the socket
     node: NodeId | None = None
     """The member whose session this is: set once it is accepted, None again when the session is dropped."""
     descriptors: set[int] = field(default_factory=set)
     """File descriptors of the connections that its lanes' first frames came by."""
-    due: float | None = None
-    """When its session's next timer is due."""
-    bad_frames: int = 0
-    """In a row."""
-    parted: bool = False
-    """Whether the end of its session was reported."""
-    arrived_bytes: int = 0
-    """Bytes that it had acknowledged, ..."""
-    live_bytes: int = 0
-    """... live bytes in flight, ..."""
-    background_bytes: int = 0
-    """... and background bytes in flight, at the last look."""
+    due: float | None = None  # when its session's next timer is due
+    bad_frames: int = 0  # in a row
+    parted: bool = False  # whether the end of its session was reported
+    arrived_bytes: int = 0  # bytes that it had acknowledged,
+    live_bytes: int = 0  # live bytes in flight,
+    background_bytes: int = 0  # and background bytes in flight, at the last look
     bulk_descriptor: tuple[int, str] | None = None
     """File descriptor and host of the connection that carries its blobs, as of its first frame. The descriptor may
     belong to another socket by now (`monitoring/tcp_connection.py`)."""

@@ -34,8 +34,7 @@ _log = logging.getLogger(__name__)
 ZAP_DOMAIN: Final = "farloop"
 """pyzmq compares it literally; a client of a domain that it does not know waits without an error (protocol U)."""
 
-BURST_FRAMES: Final = 256
-"""Frames that are received before timers and other tasks run (protocol C)."""
+BURST_FRAMES: Final = 256  # frames that are received before timers and other tasks run (protocol C)
 
 RETRY_SEND_S: Final = 0.005
 """Pause before a full lane is tried again: ROUTER does not report which of its peers became writable."""
@@ -43,21 +42,15 @@ RETRY_SEND_S: Final = 0.005
 WATCH_KEYS_S: Final = 1.0
 """Interval of the checks of the allow-list folder: the longest time for which a revoked key is still accepted."""
 
-DEAD_TCP_MS: Final = 60_000
-"""A connection whose peer acknowledges nothing for this long is closed (half-open TCP)."""
-
-HEARTBEAT_MS: Final = 30_000
-"""Interval of ZeroMQ's heartbeats."""
+DEAD_TCP_MS: Final = 60_000  # a connection whose peer acknowledges nothing for this long is closed (half-open TCP)
+HEARTBEAT_MS: Final = 30_000  # interval of ZeroMQ's heartbeats
 
 HEARTBEAT_TIMEOUT_MS: Final = 120_000
 """ZeroMQ closes a connection that leaves a heartbeat unanswered for this long. The answer waits behind what a thin link
 still has to carry. Sessions have a shorter time-out."""
 
-BACKLOG: Final = 1024
-"""Connections that wait in the kernel until ZeroMQ accepts them; net.core.somaxconn may lower it."""
-
-LOOK_S: Final = 5.0
-"""Interval of the checks for connections that no session uses."""
+BACKLOG: Final = 1024  # connections that wait in the kernel until ZeroMQ accepts them; net.core.somaxconn may lower it
+LOOK_S: Final = 5.0  # interval of the checks for connections that no session uses
 
 STRANGERS_OF_AN_ADDRESS: Final = 256
 """Most strangers of one address. A node is a stranger during its handshake, for a few round trips."""
@@ -65,14 +58,9 @@ STRANGERS_OF_AN_ADDRESS: Final = 256
 STRANGER_S: Final = 30.0
 """A connection that no session uses for this long is closed. A greeting over a thin link takes seconds."""
 
-MOST: Final = 8192
-"""Most connections in all: two for each of the most sessions, and room for strangers."""
-
-RESERVE: Final = 256
-"""File descriptors that are kept free for files and HTTP."""
-
-FEWEST: Final = 64
-"""Least budget of connections, whatever the limit of file descriptors."""
+MOST: Final = 8192  # most connections in all: two for each of the most sessions, and room for strangers
+RESERVE: Final = 256  # file descriptors that are kept free for files and HTTP
+FEWEST: Final = 64  # least budget of connections, whatever the limit of file descriptors
 
 
 class BindError(OSError):
@@ -118,8 +106,7 @@ class ZmqRouter:
         self._authenticator: AsyncioAuthenticator | None = None
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._full = asyncio.Event()
-        """A lane did not take a frame."""
+        self._full = asyncio.Event()  # a lane did not take a frame
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # otherwise ZeroMQ stops until somebody reads the events
         events = f"inproc://connections-{id(self)}"
@@ -334,11 +321,9 @@ class Connection:
     """A connection that ZeroMQ has accepted."""
 
     descriptor: int
-    host: str
-    """Address of the peer; with `port` it tells this connection from a later one with the same descriptor."""
+    host: str  # address of the peer; with `port` it tells this connection from a later one with the same descriptor
     port: int
-    used_at: float
-    """When it was accepted, or last seen in use by a session."""
+    used_at: float  # when it was accepted, or last seen in use by a session
 
 
 class Connections:
@@ -347,12 +332,10 @@ class Connections:
     def __init__(self, most: int, is_used: Callable[[int], bool]) -> None:
         """`is_used`: whether an open session uses the connection with this descriptor."""
         self.most, self._is_used = most, is_used
-        self._open: dict[int, Connection] = {}
-        """By descriptor."""
+        self._open: dict[int, Connection] = {}  # by descriptor
         self._strangers: dict[str, OrderedDict[int, Connection]] = {}
         """Host → those of `_open` that no session used when last checked, the oldest first."""
-        self._closing: set[int] = set()
-        """Told to go; ZeroMQ has yet to report their end."""
+        self._closing: set[int] = set()  # told to go; ZeroMQ has yet to report their end
 
     def __len__(self) -> int:
         return len(self._open)

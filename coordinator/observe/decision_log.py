@@ -18,14 +18,9 @@ from farloop.coordinator.observe.event_log import MetricsLog
 from farloop.monitoring.status import ArrivedDelta, DecisionEvent, MissingNode, OwnOfDelta, RefusedDelta
 from farloop.wire import messages as msg
 
-FILE = "decisions.jsonl"
-"""In the state folder; older parts beside it are named as `event_log.py` says."""
-
-KEEP_PARTS = 4
-"""Of 64 MiB each: some half a million windows of four nodes."""
-
-_REFUSALS = 64
-"""That a window's line names at most: who offers nonsense all the time gets no more room."""
+FILE = "decisions.jsonl"  # in the state folder; older parts beside it are named as `event_log.py` says
+KEEP_PARTS = 4  # of 64 MiB each: some half a million windows of four nodes
+_REFUSALS = 64  # that a window's line names at most: who offers nonsense all the time gets no more room
 
 
 class DecisionLog:

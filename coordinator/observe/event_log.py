@@ -31,11 +31,8 @@ from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
 
-KEEP = 64
-"""Happenings that the status shows at most."""
-
-_LONGEST = 300
-"""Characters of a detail that are kept: some of it comes from nodes."""
+KEEP = 64  # happenings that the status shows at most
+_LONGEST = 300  # characters of a detail that are kept: some of it comes from nodes
 
 Kind = Literal["refused", "delta", "dropped", "session", "left", "stalled", "anchor", "alarm", "over", "farewell"]
 """A greeting was refused; a delta was, before its window closed; a window closed without a node; a session ended; a
@@ -69,8 +66,7 @@ class EventLog:
         self._recent: OrderedDict[tuple[Kind, str, str], _Happening] = OrderedDict()
         """What repeats itself is one happening, counted, at the time of the last: it must not push out the others."""
         self._alarms: dict[str, str] = {}
-        self._greeted: dict[ev.SessionId, str] = {}
-        """Who greeted in sessions that are neither accepted nor refused yet."""
+        self._greeted: dict[ev.SessionId, str] = {}  # who greeted in sessions that are neither accepted nor refused yet
 
     def told(self, kind: Kind, node: str, reason: Reason, detail: str, now: float) -> None:
         """Something ended, for this reason. `detail`: where, or with what values; may be empty."""
@@ -193,11 +189,8 @@ def kind_of_alarm(what: str) -> str:
 # --- Rejected peers: counted by reason, and logged at a bounded rate
 
 
-TOLD_EVERY_S = 60.0
-"""The same reason of the same origin is told once in so long, with how often it came."""
-
-_ORIGINS = 16
-"""Of one reason, so many origins are told of in that time: a stranger can have a new key for every knock."""
+TOLD_EVERY_S = 60.0  # the same reason of the same origin is told once in so long, with how often it came
+_ORIGINS = 16  # of one reason, so many origins are told of in that time: a stranger can have a new key for every knock
 
 
 class RejectionCounter:
@@ -231,11 +224,8 @@ class RejectionCounter:
 
 
 PART_BYTES = 64 << 20
-KEEP_POINTS = 16
-"""Parts put aside, 1 GiB: about two weeks of four nodes, each with a line of 200 bytes a second."""
-
-_END_BYTES = 1 << 20
-"""How much is read to find the last line."""
+KEEP_POINTS = 16  # parts put aside, 1 GiB: about two weeks of four nodes, each with a line of 200 bytes a second
+_END_BYTES = 1 << 20  # how much is read to find the last line
 
 
 class MetricsLog:
@@ -243,12 +233,10 @@ class MetricsLog:
 
     def __init__(self, path: Path, *, part_bytes: int = PART_BYTES, keep: int = KEEP_POINTS) -> None:
         """Lines are appended to what is there."""
-        self.dropped = 0
-        """Lines that were not written since this start."""
+        self.dropped = 0  # lines that were not written since this start
         self._path, self._part_bytes, self._keep = path, part_bytes, keep
         self._fd: int | None = None
-        self._size = 0
-        """Bytes of whole lines. What is behind them, if anything, was cut short."""
+        self._size = 0  # bytes of whole lines. What is behind them, if anything, was cut short.
         self._failing_since: int | None = None
         """How many were dropped when the lines that are being dropped began to be."""
 

@@ -28,8 +28,7 @@ from farloop.wire.traffic import Traffic
 _ON_PURPOSE = frozenset({Reason.DRAINED.sentence, Reason.RUN_FINISHED.sentence})
 """Why a node has left, where nobody waits for it."""
 
-MOST_SERIES = 512
-"""Directions of links that have series; the status tells of all."""
+MOST_SERIES = 512  # directions of links that have series; the status tells of all
 
 # Else every counter has a second series, of which Prometheus makes nothing.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -236,8 +235,7 @@ class Metrics:
         # What alerts ask for is there from the start: a series that begins at one has not grown.
         self.events.labels("anchor", "anchor_mismatch")
         self.rejected_peers.labels(Reason.WRONG_KEY.code)
-        self._shown: set[str] = set()
-        """Nodes that are connected, or missed."""
+        self._shown: set[str] = set()  # nodes that are connected, or missed
         labels = ["node"]
         self.node_loss = Gauge("farloop_node_loss_nats", "Training loss.", labels, registry=registry)
         self.node_tokens = Gauge("farloop_node_tokens", "Tokens trained on since its start.", labels, registry=registry)
@@ -378,8 +376,7 @@ class TrafficMetrics:
     def __init__(self, metrics: Metrics, price: float) -> None:
         """`price`: of 10⁹ bytes that leave a site."""
         self._metrics, self._price = metrics, price
-        self._seen: dict[int, dict[tuple[str, str], int]] = {}
-        """Session → what was counted of it."""
+        self._seen: dict[int, dict[tuple[str, str], int]] = {}  # session → what was counted of it
         self._nodes: set[NodeId] = set()
         metrics.egress_price.set(price)
 

@@ -57,14 +57,11 @@ class Observer:
     def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: StorageHold) -> None:
         """`metrics_file` is appended to; a resumed run's clock goes on where the file ends."""
         self.status_json = b"{}"
-        self.copies: Callable[[], CopyStatus] | None = None
-        """What is to be said of copies, where there are any."""
+        self.copies: Callable[[], CopyStatus] | None = None  # what is to be said of copies, where there are any
         self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
         """What is seen of machines and links."""
-        self.watch: Callable[[], WatchStatus] | None = None
-        """Who has become slow."""
-        self.joined = False
-        """Whether the run can make progress: at least one node is connected."""
+        self.watch: Callable[[], WatchStatus] | None = None  # who has become slow
+        self.joined = False  # whether the run can make progress: at least one node is connected
         self._store, self._metrics, self._hold = store, metrics, hold
         self._happenings, self._refusals = EventLog(metrics), RejectionCounter(metrics)
         self._diary = DecisionLog(metrics_file.with_name(DIARY_FILE), metrics.window_closed)
@@ -75,8 +72,7 @@ class Observer:
         self._timeline = MetricsLog(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
-        self._state = ""
-        """Of the run, as it was told last."""
+        self._state = ""  # of the run, as it was told last
         self._evaluated_at: dict[tuple[int, ...], float] = {}
         terms = store.ledger.spec.terms
         metrics.steps.set(terms.schedule.steps)

@@ -39,15 +39,9 @@ from farloop.wire import messages as msg
 # round. So a node that was slow from the beginning is as expected, and who has few rounds is not judged.
 
 
-LEAST_ROUNDS: Final = 8
-"""Of its own that a node is judged by."""
-
-KEPT_ROUNDS: Final = 30
-"""... of the last so many."""
-
-USUAL_AFTER: Final = 60
-"""Rounds in a row after which what is not as it was is what it is, and is planned for."""
-
+LEAST_ROUNDS: Final = 8  # of its own that a node is judged by
+KEPT_ROUNDS: Final = 30  # of the last so many
+USUAL_AFTER: Final = 60  # rounds in a row after which what is not as it was is what it is, and is planned for
 JUDGED: Final = (Kind.NODE_SLOW, Kind.LINK_SLOW)
 
 
@@ -60,20 +54,16 @@ class _Own:
         default_factory=lambda: {kind: deque[float](maxlen=KEPT_ROUNDS) for kind in JUDGED}
     )
     """Seconds of a step, and of a byte: of its rounds ..."""
-    latest_s: dict[Kind, float] = field(default_factory=dict[Kind, float])
-    """... and of the last one that had any."""
+    latest_s: dict[Kind, float] = field(default_factory=dict[Kind, float])  # and of the last one that had any
     reported: tuple[float, int] | None = None
     """(seconds without those that it stood still, steps) of its last report; None: what follows measures nothing."""
     units: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0))
     """Steps, and bytes, of this round ..."""
-    seconds: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0.0))
-    """... and what they took."""
+    seconds: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0.0))  # and what they took
     under_way: dict[BlobId, int] = field(default_factory=dict)
     """Deltas that are coming: bytes of each. While there are any, its link is at work."""
-    began_at: float = 0.0
-    """When the first of those came to be asked for, that the link has been at work with since."""
-    came: int = 0
-    """Bytes since then."""
+    began_at: float = 0.0  # when the first of those came to be asked for, that the link has been at work with since
+    came: int = 0  # bytes since then
 
     def rest(self) -> None:
         """What its link was at work with tells nothing."""
@@ -204,8 +194,7 @@ class SlowLinks:
 
     def __init__(self) -> None:
         self._rates: dict[Ends, deque[float]] = {}
-        self._strays: dict[Ends, int] = {}
-        """Rounds in a row that a direction has not been what it was."""
+        self._strays: dict[Ends, int] = {}  # rounds in a row that a direction has not been what it was
         self._found: dict[str, str] = {}
 
     def round_over(self, matrix: LinkTable, nodes: Sequence[str]) -> None:
@@ -256,21 +245,11 @@ ADAPTS: Final = ("off", "advise", "drop", "act")
 """What is done: nothing is looked at; only links are measured anew; and a node that misses its deadline is dropped from
 the window (`deadlines.py`); all that can be done."""
 
-LEAST_S: Final = 2.0
-"""Rounds that are shorter are judged together: nodes tell of their steps once a second."""
-
-REST_ROUNDS: Final = FOR_ROUNDS
-"""Judged ones, between two rungs for the same fault."""
-
-REMEMBERED: Final = 20
-"""Judged rounds for which it is known what was done about a fault that is over."""
-
-LEAST_WINDOWS: Final = 5
-"""That were timed, before one can be past its deadline."""
-
-SLACK_S: Final = 5.0
-"""On top of what windows take."""
-
+LEAST_S: Final = 2.0  # rounds that are shorter are judged together: nodes tell of their steps once a second
+REST_ROUNDS: Final = FOR_ROUNDS  # judged ones, between two rungs for the same fault
+REMEMBERED: Final = 20  # judged rounds for which it is known what was done about a fault that is over
+LEAST_WINDOWS: Final = 5  # that were timed, before one can be past its deadline
+SLACK_S: Final = 5.0  # on top of what windows take
 _KEPT_WINDOWS: Final = 64
 
 
@@ -279,20 +258,13 @@ class Anomaly:
     """A fault, since when it is known, and what was done."""
 
     finding: Finding
-    round: int
-    """In which it was named."""
-    judged: int = 0
-    """Rounds since then."""
-    rested: float = 0.0
-    """Since the last rung: judged rounds of what is slow, seconds of what hangs."""
-    taken: list[Action] = field(default_factory=list)
-    """Rungs that were climbed."""
-    action: Action | None = None
-    """The last rung, climbed or not ..."""
-    done: bool = False
-    """... and whether it was carried out."""
-    why: str = ""
-    """Of that rung, in a sentence."""
+    round: int  # in which it was named
+    judged: int = 0  # rounds since then
+    rested: float = 0.0  # since the last rung: judged rounds of what is slow, seconds of what hangs
+    taken: list[Action] = field(default_factory=list)  # rungs that were climbed
+    action: Action | None = None  # the last rung, climbed or not
+    done: bool = False  # and whether it was carried out
+    why: str = ""  # of that rung, in a sentence
     advice: Advice | None = None
 
 
@@ -312,29 +284,21 @@ class StragglerDetector:
         assert adapt in ADAPTS, adapt
         self.adapt = adapt
         self.pacing, self._places = RoundTimes(), SlowLinks()
-        self.anomalies: dict[tuple[Kind, str], Anomaly] = {}
-        """What is found now."""
-        self.over: list[Anomaly] = []
-        """What is not found any more, since the last look."""
+        self.anomalies: dict[tuple[Kind, str], Anomaly] = {}  # what is found now
+        self.over: list[Anomaly] = []  # what is not found any more, since the last look
         self._before: dict[tuple[Kind, str], tuple[int, list[Action]]] = {}
         """What was done about faults that are over, and in which judged round they were."""
         self._rounds: deque[Mapping[str, Sample]] = deque(maxlen=OF_ROUNDS)
         self._judged = 0
-        self.round = 0
-        """The run's, as it was looked at last."""
+        self.round = 0  # the run's, as it was looked at last
         self._closed_at: float | None = None
         self._window_s: deque[float] = deque(maxlen=_KEPT_WINDOWS)
-        self._done: dict[tuple[str, int], int] = {}
-        """(node, fragment) → newest window that it has a delta in."""
-        self._offered: dict[tuple[str, int], int] = {}
-        """... and that it offered one for."""
-        self._bits: dict[str, float] = {}
-        """Of a parameter, in each node's newest delta."""
-        self._timed_from = 0.0
-        """No window is past its deadline for what was before: nothing could close."""
+        self._done: dict[tuple[str, int], int] = {}  # (node, fragment) → newest window that it has a delta in
+        self._offered: dict[tuple[str, int], int] = {}  # and that it offered one for
+        self._bits: dict[str, float] = {}  # of a parameter, in each node's newest delta
+        self._timed_from = 0.0  # no window is past its deadline for what was before: nothing could close
         self._looked_at = 0.0
-        self.why_not = "no round is over yet"
-        """Why nobody is judged; empty where somebody is."""
+        self.why_not = "no round is over yet"  # why nobody is judged; empty where somebody is
 
     def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
         """An event on its way to the machine."""

@@ -21,8 +21,7 @@ from farloop.monitoring.status_summary import named
 
 _log = logging.getLogger(__name__)
 
-Happened = Callable[[ev.Event], None]
-"""Hands an event to the machine."""
+Happened = Callable[[ev.Event], None]  # hands an event to the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ class MeasuredDelta:
     """One delta against what it was merged into."""
 
     norm: float
-    cosine: float | None
-    """None where either is zero."""
+    cosine: float | None  # None where either is zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,23 +31,17 @@ class ClosedWindow:
 
     at: Placed
     record: rec.WindowCommitted
-    contributors: dict[BlobId, tuple[Contribution, ...]]
-    """Of the deltas that are stored."""
-    drops: tuple[rec.InputDropped, ...]
-    """Of this fragment, since its commit before."""
-    revision: int
-    """Of the terms that the window ran under."""
-    quorum: int | None
-    """None where all that were expected were waited for."""
+    contributors: dict[BlobId, tuple[Contribution, ...]]  # of the deltas that are stored
+    drops: tuple[rec.InputDropped, ...]  # of this fragment, since its commit before
+    revision: int  # of the terms that the window ran under
+    quorum: int | None  # None where all that were expected were waited for
     floor: int
     h: int
     codec_up: str
     codec_down: str
-    own: dict[BlobId, OwnOfDelta]
-    """What the nodes of the merged deltas had of their own."""
+    own: dict[BlobId, OwnOfDelta]  # what the nodes of the merged deltas had of their own
     epoch: int
-    measured: dict[BlobId, MeasuredDelta]
-    """Empty where the deltas are not stored."""
+    measured: dict[BlobId, MeasuredDelta]  # empty where the deltas are not stored
 
 
 def look_back(directory: Path, scans: list[Scan], wanted: set[tuple[int, int]]) -> dict[tuple[int, int], ClosedWindow]:

@@ -20,18 +20,10 @@ Z_SCALE = 0.6745
 LEAST_DEVIATION = 0.04
 """Of the logarithms, about 4 %: below it rounds are called alike, and nobody is flagged for standing out of them."""
 
-ROUNDS, OF_ROUNDS = 3, 5
-"""A node is slow when that many of its last rounds were flagged."""
-
-LEAST_EXCESS = 0.1
-"""Of the round's time: what is less is nobody's worry."""
-
-LIMIT_LOG2 = 0.7
-"""A row, column or cell of the delays that is slower by 2^0.7 = 1.6 is flagged."""
-
-CELL_Z = 5.0
-"""A single cell has no median to lean on: it also has to stand out of the noise of all."""
-
+ROUNDS, OF_ROUNDS = 3, 5  # a node is slow when that many of its last rounds were flagged
+LEAST_EXCESS = 0.1  # of the round's time: what is less is nobody's worry
+LIMIT_LOG2 = 0.7  # a row, column or cell of the delays that is slower by 2^0.7 = 1.6 is flagged
+CELL_Z = 5.0  # a single cell has no median to lean on: it also has to stand out of the noise of all
 WAIT_RATIO = 5.0
 
 
@@ -49,12 +41,9 @@ class Kind(StrEnum):
 class Progress:
     """How far a node is with its syncs, and what was seen of the one that is due."""
 
-    last_done: int
-    """Sequence number of the last sync that it completed; −1 before the first."""
-    entered: bool
-    """It said that its compute is done."""
-    heard: bool
-    """Its heartbeats go on."""
+    last_done: int  # sequence number of the last sync that it completed; −1 before the first
+    entered: bool  # it said that its compute is done
+    heard: bool  # its heartbeats go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +66,7 @@ class Finding:
     kind: Kind
     node: str
     reason: str
-    factor: float = math.inf
-    """How many times slower than expected."""
+    factor: float = math.inf  # how many times slower than expected
 
 
 def hung(progress: Mapping[str, Progress]) -> Finding | None:
@@ -245,8 +233,7 @@ class Action(StrEnum):
     EVICT = "let it go"
 
 
-EVICT_AFTER = 3
-"""Rounds that a node was left out of."""
+EVICT_AFTER = 3  # rounds that a node was left out of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,24 +20,16 @@ _HOT, _COLD = 0.05, 0.0005
 _SPREAD = 0.05
 """What a second of all other chains weighs beside one of the slowest: ties are broken towards short chains."""
 
-_FOCUS = 0.5
-"""Share of the moves that touch the slowest chain."""
-
-_INSIDE = 0.15
-"""Share of the moves that exchange two places of one chain."""
-
-_ALIKE = 0.7
-"""Share of the moves of pinned nodes that exchange two of one stage, which is always allowed."""
-
-_FRESH = 0.25
-"""Share of the moves that bring in a node that is in no chain, where there is one."""
+_FOCUS = 0.5  # share of the moves that touch the slowest chain
+_INSIDE = 0.15  # share of the moves that exchange two places of one chain
+_ALIKE = 0.7  # share of the moves of pinned nodes that exchange two of one stage, which is always allowed
+_FRESH = 0.25  # share of the moves that bring in a node that is in no chain, where there is one
 
 _PATIENCE = 0.35
 """Share of all moves without a faster step after which a search ends: it has been cold since, or began at its end."""
 
 
-_REST = -1
-"""Stands for the nodes in no chain where the number of a chain is wanted."""
+_REST = -1  # stands for the nodes in no chain where the number of a chain is wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +38,7 @@ class Chains:
 
     nodes: tuple[tuple[int, ...], ...]
     stages: tuple[tuple[int, ...], ...]
-    rest: tuple[int, ...] = ()
-    """Nodes that are in no chain, and may take a place of one that is."""
+    rest: tuple[int, ...] = ()  # nodes that are in no chain, and may take a place of one that is
 
 
 def anneal(

@@ -17,15 +17,13 @@ from farloop.coordinator.routing.inventory import CardKind, Inventory, Node
 # Nodes are indices here, as in all searches of this room: a plan does not depend on their names.
 
 
-UNREACHABLE_S = 1e6
-"""Stands for no link in sums and differences: eleven days, more than any plan takes."""
+UNREACHABLE_S = 1e6  # stands for no link in sums and differences: eleven days, more than any plan takes
 
 SUSPECT_FACTOR = 3.0
 """A link that is slower by this factor than a way over a third node is not believed (one published table has a link
 that is 1024 times slower than its neighbours, a slip of units)."""
 
-Seconds = tuple[tuple[float, ...], ...]
-"""[from][to]"""
+Seconds = tuple[tuple[float, ...], ...]  # [from][to]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +31,10 @@ class Fabric:
     """What is known of every pair of nodes; all matrices are [from][to]."""
 
     latency_s: Seconds
-    byte_s: Seconds
-    """Seconds per byte: 1/bandwidth."""
+    byte_s: Seconds  # seconds per byte: 1/bandwidth
     message_s: Seconds
     """Of one activation message; UNREACHABLE_S where there is no link, and on suspects; 0 on the diagonal."""
-    suspects: tuple[tuple[int, int], ...]
-    """(from, to) of the links that are left out until they are probed again."""
+    suspects: tuple[tuple[int, int], ...]  # (from, to) of the links that are left out until they are probed again
 
     def part(self, nodes: Sequence[int]) -> "Fabric":
         """The rows and columns of some nodes."""
@@ -110,11 +106,8 @@ def suspects(seconds: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
 RDMA_RTT_S = 1e-3
 ETHERNET_RTT_S = 5e-3
 
-FALLBACK_BYTES_PER_S = 125e6
-"""1 Gbit/s, where the bandwidths have no gap."""
-
-LEAST_GAP = 3.0
-"""Factor between two neighbouring bandwidths that counts as a gap."""
+FALLBACK_BYTES_PER_S = 125e6  # 1 Gbit/s, where the bandwidths have no gap
+LEAST_GAP = 3.0  # factor between two neighbouring bandwidths that counts as a gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

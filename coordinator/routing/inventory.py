@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-COORDINATOR = "coordinator"
-"""The coordinator's name as an end of a link; no node and no site may have it."""
+COORDINATOR = "coordinator"  # the coordinator's name as an end of a link; no node and no site may have it
 
 
 class CardKind(StrEnum):
@@ -39,8 +38,7 @@ class Provenance(StrEnum):
 
     OPERATOR = "operator"
     PROBE = "probe"
-    TRANSFER = "transfer"
-    """Of what had to be sent anyway."""
+    TRANSFER = "transfer"  # of what had to be sent anyway
     SYSFS = "sysfs"
     ANNOTATION = "annotation"
     ASSUMED = "assumed"
@@ -49,12 +47,9 @@ class Provenance(StrEnum):
 class Mode(StrEnum):
     """What crosses the links between islands."""
 
-    A = "A"
-    """Fragments, now and then: pipelines stay inside islands."""
-    B = "B"
-    """Activations, every step: one stage or more per island, data parallel inside (Holmes' layout)."""
-    C = "C"
-    """Activations of microbatches that skip stages (SkipPipe's paths)."""
+    A = "A"  # fragments, now and then: pipelines stay inside islands
+    B = "B"  # activations, every step: one stage or more per island, data parallel inside (Holmes' layout)
+    C = "C"  # activations of microbatches that skip stages (SkipPipe's paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +57,7 @@ class Card:
     """A network card of a node."""
 
     kind: CardKind
-    bytes_per_s: float | None = None
-    """None where nobody knows."""
+    bytes_per_s: float | None = None  # None where nobody knows
     active: bool = True
     provenance: Provenance = Provenance.OPERATOR
 
@@ -73,20 +67,13 @@ class Node:
     """One node of the run: a machine or a whole cluster behind one address."""
 
     name: str
-    site: str = ""
-    """Nodes of one site are near each other; empty: a site of its own, named as the node."""
-    cards: tuple[Card, ...] = ()
-    """None given: Ethernet."""
-    layer_s: float = 0.0
-    """Seconds of the forward pass of one microbatch through one layer, measured."""
-    max_layers: int | None = None
-    """How many layers its memory holds; None: any number."""
-    slots: int = 1
-    """Microbatches that it may keep between their forward and their backward pass."""
-    reachable: bool = False
-    """Whether others can dial it: only then it may relay."""
-    stage: int | None = None
-    """Must replicate this stage; None: the planner chooses."""
+    site: str = ""  # nodes of one site are near each other; empty: a site of its own, named as the node
+    cards: tuple[Card, ...] = ()  # None given: Ethernet
+    layer_s: float = 0.0  # seconds of the forward pass of one microbatch through one layer, measured
+    max_layers: int | None = None  # how many layers its memory holds; None: any number
+    slots: int = 1  # microbatches that it may keep between their forward and their backward pass
+    reachable: bool = False  # whether others can dial it: only then it may relay
+    stage: int | None = None  # must replicate this stage; None: the planner chooses
     address: str = ""
     """Where the other stages reach it, as tcp://host:port. Nothing is planned by it: it goes into the layout file."""
 
@@ -115,12 +102,10 @@ class Node:
 class Link:
     """One direction between two places."""
 
-    latency_s: float
-    """One way."""
+    latency_s: float  # one way
     bytes_per_s: float = math.inf
     provenance: Provenance = Provenance.OPERATOR
-    age_s: float = 0.0
-    """Since it was measured."""
+    age_s: float = 0.0  # since it was measured
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0.0):
@@ -142,20 +127,13 @@ class Model:
     """What is trained, as sizes and durations."""
 
     layers: int
-    activation_bytes: float = 0.0
-    """Of one microbatch between two stages; a gradient back is as large."""
-    parameter_bytes: float = 0.0
-    """Of all parameters, fp32: what a sync without a codec sends."""
-    microbatches: int = 1
-    """Of every source in a step."""
-    backward: float = 1.5
-    """Backward pass of a layer in forward passes; 1.5 in SkipPipe's code."""
-    loss: float = 0.25
-    """Head and loss at the source in forward passes of its stage; ¼ in SkipPipe's code."""
-    gap_s: float = 0.0
-    """Of a node between two pieces of work."""
-    overhead_s: float = 0.0
-    """Of the hosts, per message: copies between CPU and GPU, framing."""
+    activation_bytes: float = 0.0  # of one microbatch between two stages; a gradient back is as large
+    parameter_bytes: float = 0.0  # of all parameters, fp32: what a sync without a codec sends
+    microbatches: int = 1  # of every source in a step
+    backward: float = 1.5  # backward pass of a layer in forward passes; 1.5 in SkipPipe's code
+    loss: float = 0.25  # head and loss at the source in forward passes of its stage; ¼ in SkipPipe's code
+    gap_s: float = 0.0  # of a node between two pieces of work
+    overhead_s: float = 0.0  # of the hosts, per message: copies between CPU and GPU, framing
 
     def __post_init__(self) -> None:
         for name in ("layers", "microbatches"):
@@ -184,21 +162,14 @@ class Hub:
 class PlanRequest:
     """What is asked of the planner."""
 
-    stages: int | None = None
-    """None: as few as memory allows."""
-    skip: float = 0.0
-    """Share of the stages that a microbatch leaves out, below 1."""
+    stages: int | None = None  # None: as few as memory allows
+    skip: float = 0.0  # share of the stages that a microbatch leaves out, below 1
     seed: int = 0
-    h: int = 100
-    """Inner steps between two syncs of the same parameters."""
-    bits: tuple[int, ...] = (8, 4, 2)
-    """Of a parameter on its way to the coordinator: what the planner may choose from."""
-    fragments: int = 8
-    """Of a sync, each sent by itself."""
-    mode: Mode | None = None
-    """None: the cheapest; C where something is skipped."""
-    effort: float = 1.0
-    """Multiplies the number of moves that a search may try."""
+    h: int = 100  # inner steps between two syncs of the same parameters
+    bits: tuple[int, ...] = (8, 4, 2)  # of a parameter on its way to the coordinator: what the planner may choose from
+    fragments: int = 8  # of a sync, each sent by itself
+    mode: Mode | None = None  # None: the cheapest; C where something is skipped
+    effort: float = 1.0  # multiplies the number of moves that a search may try
     cut: tuple[int, ...] | None = None
     """Layers of each stage, of nodes that say theirs: a running pipeline cannot change them. None: by speed."""
 
@@ -226,8 +197,7 @@ class Inventory:
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     """(from, to) → link; an end is a node, a site or the coordinator. What is said of nodes goes before what is said
     of their sites. Two places without one cannot reach each other; only nodes of one site have LOCAL between them."""
-    hub: Hub | None = None
-    """None: nothing is known of the coordinator's end."""
+    hub: Hub | None = None  # None: nothing is known of the coordinator's end
     wish: PlanRequest = PlanRequest()
     name: str = ""
     about: str = ""

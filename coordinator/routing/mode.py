@@ -24,10 +24,8 @@ from farloop.coordinator.routing.simulator import Route, simulate
 class Crossover:
     """Two layouts and where they cost the same."""
 
-    inside: Placed
-    """Pipelines inside islands (A)."""
-    across: Placed
-    """Pipelines across islands (B)."""
+    inside: Placed  # pipelines inside islands (A)
+    across: Placed  # pipelines across islands (B)
 
     @property
     def h_star(self) -> float:
@@ -63,8 +61,7 @@ def across_groups(islands: Sequence[Island], stages: int) -> Groups:
 # --- Choice of the mode, and its paths
 
 
-_DESCENT_MOVES = 120
-"""Placements that are tried; one of 64 nodes takes some milliseconds."""
+_DESCENT_MOVES = 120  # placements that are tried; one of 64 nodes takes some milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +72,9 @@ class Decision:
     why: str
     paths: Paths
     crossover: Crossover | None
-    cost_s: float
-    """Of the chosen layout in the crossover: communication of a step."""
-    lost: tuple[tuple[str, float], ...] = ()
-    """(name, communication of a step)"""
-    compared: tuple[tuple[str, float], ...] = ()
-    """(name, seconds of a step)"""
+    cost_s: float  # of the chosen layout in the crossover: communication of a step
+    lost: tuple[tuple[str, float], ...] = ()  # (name, communication of a step)
+    compared: tuple[tuple[str, float], ...] = ()  # (name, seconds of a step)
 
 
 def decide(inventory: Inventory, fabric: Fabric, islands: Sequence[Island]) -> Decision:

@@ -9,22 +9,17 @@ from dataclasses import dataclass
 
 Numbers = Sequence[Sequence[float]]
 
-TOO_LARGE_S = 1e5
-"""What a search sees of a stage that does not fit a node's memory: more than any plan takes."""
+TOO_LARGE_S = 1e5  # what a search sees of a stage that does not fit a node's memory: more than any plan takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How far a path may stray from the order of the stages."""
 
-    max_jump: int = 4
-    """Stages forward at once, from the highest one visited: at most three in a row are left out."""
-    max_swap: int = 1
-    """Stages that one visit may lie behind the highest one visited."""
-    max_swaps: int = 2
-    """Visits that may lie behind."""
-    max_swapped: int = 2
-    """Sum of the distances behind."""
+    max_jump: int = 4  # stages forward at once, from the highest one visited: at most three in a row are left out
+    max_swap: int = 1  # stages that one visit may lie behind the highest one visited
+    max_swaps: int = 2  # visits that may lie behind
+    max_swapped: int = 2  # sum of the distances behind
 
 
 PUBLISHED = Limits()
@@ -59,19 +54,14 @@ def path_length(stages: int, skip: float) -> int:
 class Work:
     """What passes along chains: seconds of compute per node, and how much there is of it."""
 
-    layer_s: tuple[float, ...]
-    """[num_nodes], forward pass of one layer."""
-    layers: tuple[int, ...]
-    """[num_stages]"""
-    slots: tuple[int, ...]
-    """[num_nodes], microbatches between their forward and backward pass."""
-    microbatches: int
-    """Of every source."""
+    layer_s: tuple[float, ...]  # [num_nodes], forward pass of one layer
+    layers: tuple[int, ...]  # [num_stages]
+    slots: tuple[int, ...]  # [num_nodes], microbatches between their forward and backward pass
+    microbatches: int  # of every source
     backward: float = 1.5
     loss: float = 0.25
     gap_s: float = 0.0
-    max_layers: tuple[int, ...] | None = None
-    """[num_nodes], what their memory holds; None: anything."""
+    max_layers: tuple[int, ...] | None = None  # [num_nodes], what their memory holds; None: anything
 
     def forward_s(self, node: int, stage: int) -> float:
         """Seconds; TOO_LARGE_S more where the stage does not fit the node's memory."""

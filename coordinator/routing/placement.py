@@ -122,22 +122,16 @@ def blocks(order: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
 # replicas whose slowest pair is the fastest. Both are bottlenecks: the slowest sets the pace.
 
 
-Groups = tuple[tuple[int, ...], ...]
-"""[stage][replica] → node"""
-
-MAX_NODES = 64
-"""Above, a search by this cost takes too long; constructive plans and chains are used instead."""
-
-MAX_ORDERED = 12
-"""Stages whose best order is found exactly, in O(S²·2ˢ); with more they stay as they are numbered."""
+Groups = tuple[tuple[int, ...], ...]  # [stage][replica] → node
+MAX_NODES = 64  # above, a search by this cost takes too long; constructive plans and chains are used instead
+MAX_ORDERED = 12  # stages whose best order is found exactly, in O(S²·2ˢ); with more they stay as they are numbered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """A placement and its cost."""
 
-    groups: Groups
-    """In the order in which a microbatch visits them."""
+    groups: Groups  # in the order in which a microbatch visits them
     dp_s: float
     pp_s: float
 

@@ -16,8 +16,7 @@ from farloop.coordinator.routing.routes import Paths
 from farloop.coordinator.routing.simulator import Outcome, simulate
 from farloop.coordinator.routing.sync_plan import Sync, plan_sync, utilization
 
-LEAST_COVERAGE = 0.5
-"""Share of the microbatches that should visit a stage; of less a plan tells."""
+LEAST_COVERAGE = 0.5  # share of the microbatches that should visit a stage; of less a plan tells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +25,7 @@ class Group:
 
     stage: int
     nodes: tuple[str, ...]
-    transport: Transport
-    """What a collective among all of them could use."""
+    transport: Transport  # what a collective among all of them could use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +33,9 @@ class PlanOption:
     """A plan that lost, or what this one is measured by."""
 
     name: str
-    seconds: float
-    """In the unit of `of`."""
-    chosen_s: float
-    """The chosen plan's."""
-    of: str
-    """What the seconds are of."""
+    seconds: float  # in the unit of `of`
+    chosen_s: float  # the chosen plan's
+    of: str  # what the seconds are of
 
     @property
     def factor(self) -> float:
@@ -69,34 +64,24 @@ class Plan:
     islands: tuple[tuple[str, ...], ...]
     layout: StageLayout
     groups: tuple[Group, ...]
-    makespan_s: float
-    """Of a step's microbatches, by the simulator."""
-    bound_s: float
-    """No step along these paths is shorter."""
-    h_star: float | None
-    """From that H on, pipelines stay inside islands; None where there is nothing to choose."""
+    makespan_s: float  # of a step's microbatches, by the simulator
+    bound_s: float  # no step along these paths is shorter
+    h_star: float | None  # from that H on, pipelines stay inside islands; None where there is nothing to choose
     h: int
-    sync: Sync | None
-    """None where links to the coordinator are not known."""
+    sync: Sync | None  # None where links to the coordinator are not known
     sync_s: float | None
     """Of a round, blocking: over the star, or of an all-reduce among replicas where no star can be predicted; None
     where no links join those."""
-    compute_s: float
-    """Of a round's inner steps."""
-    busy_share: float
-    """Of the nodes' time in a step that is compute, mean over nodes with work."""
+    compute_s: float  # of a round's inner steps
+    busy_share: float  # of the nodes' time in a step that is compute, mean over nodes with work
     alternatives: tuple[PlanOption, ...]
     suspects: tuple[tuple[str, str], ...]
     """Links that are too slow to be believed, left out until they are probed again."""
-    standby: tuple[str, ...]
-    """Replicas without work."""
-    idle: tuple[str, ...]
-    """Nodes without a stage: their island does not hold the model."""
+    standby: tuple[str, ...]  # replicas without work
+    idle: tuple[str, ...]  # nodes without a stage: their island does not hold the model
     notes: tuple[str, ...]
-    beats: tuple[StepInterval, ...]
-    """A step of the slowest source."""
-    source_s: tuple[tuple[str, float], ...]
-    """Seconds of a step of every source."""
+    beats: tuple[StepInterval, ...]  # a step of the slowest source
+    source_s: tuple[tuple[str, float], ...]  # seconds of a step of every source
     seed: int
 
     @property

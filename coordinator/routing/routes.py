@@ -48,8 +48,7 @@ class _Sharing:
         others = max(1, self._stages - 1)
         homes = {node: stage for stage, several in enumerate(self._replicas) for node in several}
         self._cost = [(1.0 + work.backward) * work.forward_s(node, homes[node]) for node in range(len(stage_of))]
-        self._near: dict[tuple[int, int], list[int]] = {}
-        """(node, stage) → the stage's replicas, nearest first"""
+        self._near: dict[tuple[int, int], list[int]] = {}  # (node, stage) → the stage's replicas, nearest first
         self._cap = -(-len(self._sources) * (length - 1) // others)
         self._jump = limits.max_jump
         self._paths: dict[int, Route] = {}
@@ -133,8 +132,7 @@ class _Sharing:
 
 _MOVES_PER_NODE = 2000
 _POLISH_PER_NODE = 60
-_SHARING_PIECES = 40_000
-"""Pieces of work that the search for shared paths may simulate, about a tenth of a second."""
+_SHARING_PIECES = 40_000  # pieces of work that the search for shared paths may simulate, about a tenth of a second
 
 _HOT, _WARM, _NEARLY_COLD = 0.05, 0.01, 0.001
 """Where the first search, those after layers were dealt anew, and the polish begin (chains.anneal)."""
@@ -142,8 +140,7 @@ _HOT, _WARM, _NEARLY_COLD = 0.05, 0.01, 0.001
 _POLISH_PIECES = 150_000
 """Pieces of work that a polish may simulate, about a third of a second: long steps get fewer moves."""
 
-_WORTH = 1e-9
-"""A plan is better when it is faster by this share: rounding decides nothing."""
+_WORTH = 1e-9  # a plan is better when it is faster by this share: rounding decides nothing
 
 SPARE_COST = 0.02
 """A node that is left over gets work where that makes the step no longer than by this share; else it stands by."""
@@ -153,35 +150,28 @@ SPARE_COST = 0.02
 class Paths:
     """Who holds what, and which way microbatches go."""
 
-    routes: tuple[Route, ...]
-    """Several of one source are used in turn."""
-    stage_of: tuple[int, ...]
-    """[num_nodes]"""
+    routes: tuple[Route, ...]  # several of one source are used in turn
+    stage_of: tuple[int, ...]  # [num_nodes]
     work: Work
     makespan_s: float
-    bound_s: float
-    """No step along these paths is shorter."""
+    bound_s: float  # no step along these paths is shorter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """What paths are wanted for."""
 
-    work: Work
-    """Its layers per stage are only where the search begins."""
+    work: Work  # its layers per stage are only where the search begins
     message_s: Numbers
     stages: int
-    length: int
-    """Stages that a microbatch visits."""
+    length: int  # stages that a microbatch visits
     limits: Limits
-    stage_of: tuple[int, ...] | None
-    """Of nodes that say their stage; None: the search chooses."""
+    stage_of: tuple[int, ...] | None  # of nodes that say their stage; None: the search chooses
     seed: int
     effort: float = 1.0
     left_out: tuple[int, ...] = ()
     """Nodes that no chain begins with; they may share a place where it helps. Only where stages are chosen."""
-    keeps_cut: bool = False
-    """Whether the layers per stage stay as they are."""
+    keeps_cut: bool = False  # whether the layers per stage stay as they are
 
 
 def plan_paths(task: Task) -> Paths:

@@ -44,14 +44,10 @@ class Piece:
 class Outcome:
     """What became of a step."""
 
-    makespan_s: float
-    """Until the last backward pass at a source has ended."""
-    source_s: dict[int, float]
-    """Of every source, until its own last one."""
-    busy_s: dict[int, float]
-    """Of every node, without its gaps."""
-    stalled: int
-    """Microbatches that never returned, because nodes wait for each other's slots; 0 in a sound plan."""
+    makespan_s: float  # until the last backward pass at a source has ended
+    source_s: dict[int, float]  # of every source, until its own last one
+    busy_s: dict[int, float]  # of every node, without its gaps
+    stalled: int  # microbatches that never returned, because nodes wait for each other's slots; 0 in a sound plan
     pieces: tuple[Piece, ...] = ()
 
 

@@ -25,14 +25,9 @@ from farloop.coordinator.routing.topology import (
 # --- Hysteresis: when a new plan is worth the switch
 
 
-WORTH = 0.10
-"""Share by which a new plan has to be faster than the old one is now."""
-
-CHANGED = 1.4
-"""Factor by which a node or link has to stray from what is expected ..."""
-
-FOR_ROUNDS = 3
-"""... and how many rounds lie between two things that are done about it."""
+WORTH = 0.10  # share by which a new plan has to be faster than the old one is now
+CHANGED = 1.4  # factor by which a node or link has to stray from what is expected
+FOR_ROUNDS = 3  # and how many rounds lie between two things that are done about it
 
 
 def worth_switching(old_s: float, new_s: float) -> bool:
@@ -46,24 +41,17 @@ def worth_switching(old_s: float, new_s: float) -> bool:
 # too: a node that sends slowly first sends fewer bits, and only then does fewer steps.
 
 
-WORTH_A_CHANGE = 0.8
-"""Share of its DyLU steps that a node should keep; below it fewer bits are tried."""
-
-HIDDEN = 0.2
-"""Share of the round that a transfer may take without more ado."""
-
-MAX_RATIO = 4.0
-"""Between the most and the least steps of two nodes, to bound how far they drift apart."""
+WORTH_A_CHANGE = 0.8  # share of its DyLU steps that a node should keep; below it fewer bits are tried
+HIDDEN = 0.2  # share of the round that a transfer may take without more ado
+MAX_RATIO = 4.0  # between the most and the least steps of two nodes, to bound how far they drift apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """A node's speed."""
 
-    step_s: float
-    """Of one inner step."""
-    bytes_per_s: float
-    """To the coordinator."""
+    step_s: float  # of one inner step
+    bytes_per_s: float  # to the coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +60,7 @@ class Rate:
 
     bits: int
     h: int
-    round_s: float
-    """Its steps and its transfer."""
+    round_s: float  # its steps and its transfer
 
 
 def dylu_h(h: int, step_s: float, fastest_step_s: float) -> int:
@@ -140,8 +127,7 @@ def utilization(h: int, step_s: float, sync_s: float) -> float:
 # --- Fewer bits or steps for a slow node
 
 
-BITS = (8, 4, 2)
-"""Of a parameter, that a node may send at."""
+BITS = (8, 4, 2)  # of a parameter, that a node may send at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +136,9 @@ class Advice:
 
     node: str
     bits: int
-    h: int
-    """Its own steps between two syncs."""
-    round_s: float
-    """Of the run as it goes now, predicted from what nodes take: the slowest one's."""
-    then_s: float
-    """... and with these terms."""
+    h: int  # its own steps between two syncs
+    round_s: float  # of the run as it goes now, predicted from what nodes take: the slowest one's
+    then_s: float  # and with these terms
     reason: str
 
 
@@ -206,8 +189,7 @@ def _menu(bits: float) -> Sequence[int]:
 # run's, and who does fewer steps has a share of it.
 
 
-CODEC_OF: Final[Mapping[int, str]] = {32: "fp32", 16: "bf16", 8: "q8", 4: "q4", 2: "q4r"}
-"""By bits of a parameter."""
+CODEC_OF: Final[Mapping[int, str]] = {32: "fp32", 16: "bf16", 8: "q8", 4: "q4", 2: "q4r"}  # by bits of a parameter
 
 _BITS_OF: Final[Mapping[str, int]] = {
     **{codec: bits for bits, codec in CODEC_OF.items()},
@@ -292,9 +274,7 @@ def share_text(steps: int, h: int) -> str:
 # --- The sync of a plan: bits, interval and topology
 
 
-MORE_HUBS = (2, 4)
-"""So many aggregators like the coordinator are compared with it."""
-
+MORE_HUBS = (2, 4)  # so many aggregators like the coordinator are compared with it
 _FP32_BITS = 32.0
 
 
@@ -302,16 +282,11 @@ _FP32_BITS = 32.0
 class Sync:
     """What nodes are told, and the predicted seconds of all ways to do it."""
 
-    rates: Mapping[str, Rate]
-    """By node."""
-    topologies: tuple[Prediction, ...]
-    """The star first: it is what runs."""
-    relays: tuple[str, ...]
-    """Nodes that would relay, in the order of their islands."""
-    roots: tuple[str, ...]
-    """Who aggregates each fragment."""
-    payload_bytes: Mapping[str, float]
-    """Of a node and round, each way."""
+    rates: Mapping[str, Rate]  # by node
+    topologies: tuple[Prediction, ...]  # the star first: it is what runs
+    relays: tuple[str, ...]  # nodes that would relay, in the order of their islands
+    roots: tuple[str, ...]  # who aggregates each fragment
+    payload_bytes: Mapping[str, float]  # of a node and round, each way
 
     @property
     def star(self) -> Prediction:

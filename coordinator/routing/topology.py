@@ -16,8 +16,7 @@ class Worker:
     up: float
     down: float
     latency_s: float
-    payload: float
-    """Bytes it sends in a round; as many come back."""
+    payload: float  # bytes it sends in a round; as many come back
     reachable: bool = False
 
 
@@ -26,18 +25,15 @@ class Site:
     """Workers that are near each other."""
 
     workers: tuple[int, ...]
-    rate: float = math.inf
-    """Bytes/s between two of them."""
+    rate: float = math.inf  # bytes/s between two of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
     """An aggregator's rates in bytes/s; `sums` is how fast it decodes and adds."""
 
-    down: float = math.inf
-    """Into it."""
-    up: float = math.inf
-    """Out of it, all receivers together."""
+    down: float = math.inf  # into it
+    up: float = math.inf  # out of it, all receivers together
     sums: float = math.inf
 
 

@@ -33,9 +33,7 @@ from farloop.monitoring.status import CopyStatus
 # AWS_ENDPOINT_URL and so on).
 
 
-CALL_TIMEOUT = "60s"
-"""For one request of a transfer; a large object has many."""
-
+CALL_TIMEOUT = "60s"  # for one request of a transfer; a large object has many
 SCHEMES = ("s3", "gs", "az", "file")
 
 
@@ -124,9 +122,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 1
 
-KEPT: Final = 3
-"""Copies that stay."""
-
+KEPT: Final = 3  # copies that stay
 _FOLDER = "ckpt"
 _OBJECT = re.compile(r"ckpt/([0-9]{8,})/[^/]+")
 _MANIFEST = re.compile(r"ckpt/([0-9]{8,})/manifest\.json")

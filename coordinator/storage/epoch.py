@@ -59,8 +59,7 @@ class Claim:
 
     def __init__(self, directory: Path, epoch: int, files: Files = DISK) -> None:
         self._directory, self._epoch, self._files = directory, epoch, files
-        self._known: Identity | None = None
-        """Of the file that was read last and said no more than `epoch`."""
+        self._known: Identity | None = None  # of the file that was read last and said no more than `epoch`
 
     def require(self) -> None:
         """Raises as `require_epoch`."""

@@ -21,9 +21,7 @@ from farloop.monitoring.descriptors import with_spare
 # --- System calls on open files
 
 
-TEMPORARY_SUFFIX = ".tmp"
-"""Of a file that has not taken its place yet: whoever finds one at a start may delete it."""
-
+TEMPORARY_SUFFIX = ".tmp"  # of a file that has not taken its place yet: whoever finds one at a start may delete it
 Bytes = bytes | bytearray | memoryview
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -474,8 +472,7 @@ class OsFiles(Files):
         path.unlink()
 
 
-DISK = OsFiles()
-"""Where nothing else is given."""
+DISK = OsFiles()  # where nothing else is given
 
 
 class _Opened:

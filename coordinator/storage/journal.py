@@ -43,12 +43,10 @@ class Tail:
     path: Path
     file: File
     salt: int
-    start: int
-    """Where the records go that follow what the segment was begun with."""
+    start: int  # where the records go that follow what the segment was begun with
     end: int
     allocated: int
-    size: int = -1
-    """Bytes of the file as this process left it."""
+    size: int = -1  # bytes of the file as this process left it
 
     def __post_init__(self) -> None:
         self.size = self.file.identity()[2]
@@ -195,8 +193,7 @@ _log = logging.getLogger(__name__)
 SEGMENT_BYTES = 256 << 20
 """A segment that would grow past this is finished and the next begun; one record may be larger."""
 
-RECORD_ROOM = 64 << 10
-"""Bytes set aside for the header and the record of a reserved append: some 400 contributors."""
+RECORD_ROOM = 64 << 10  # bytes set aside for the header and the record of a reserved append: some 400 contributors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +202,7 @@ class Recovery:
 
     items: tuple[Entry | Gap, ...]
     """Records, and the places where some are missing: whether that matters is for the caller to find out."""
-    torn_bytes: int
-    """Cut from the end: appends that no sync covered when the last coordinator died."""
+    torn_bytes: int  # cut from the end: appends that no sync covered when the last coordinator died
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -226,8 +222,7 @@ class Journal:
         """Not to be called: `Journal.open` and `Journal.look` are the ways in."""
         self._directory, self._files, self._lock = directory, files, lock
         self._open_tail: Tail | None = None
-        self._last: tuple[int, Scan] | None = None
-        """Number and content of the last segment that was found."""
+        self._last: tuple[int, Scan] | None = None  # number and content of the last segment that was found
         self._num_records = self._durable = 0
         self._reserved_bytes = 0
         self._first_segment = 0

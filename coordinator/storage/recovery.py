@@ -54,13 +54,11 @@ class Attachments:
     def __init__(self) -> None:
         self._inputs: dict[BlobId, Attachment] = {}
         self._updates: dict[tuple[int, int], Attachment] = {}
-        self._addends: dict[tuple[int, int], tuple[BlobId, ...]] = {}
-        """The inputs of each commit in `_updates`."""
+        self._addends: dict[tuple[int, int], tuple[BlobId, ...]] = {}  # the inputs of each commit in `_updates`
         self._anchors: dict[tuple[int, int], tuple[rec.AnchorFetched, Attachment]] = {}
         """By fragment and version, what came up from nodes: adopted, or it may yet be."""
         self._sources: weakref.WeakSet[UpdateSource] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        """Held while a source is opened, and while it is decided what may go."""
+        self._lock = threading.Lock()  # held while a source is opened, and while it is decided what may go
 
     def take(self, entry: Entry) -> None:
         """A record is in the journal."""
@@ -136,11 +134,8 @@ class Attachments:
 
 _log = logging.getLogger(__name__)
 
-Items = Sequence[Entry | Gap]
-"""What a journal holds, in order."""
-
-Read = Callable[[Attachment], bytes]
-"""Reads a record's bulk bytes. Raises StorageFailed."""
+Items = Sequence[Entry | Gap]  # what a journal holds, in order
+Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises StorageFailed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,12 +158,9 @@ class Recovery:
     restart_from: list[tuple[int, int]] = field(default_factory=list)
     """Versions of the last two snapshots of each fragment that are known to be good."""
     alarms: dict[str, str] = field(default_factory=dict)
-    fault: JournalCorrupt | None = None
-    """The last damage that was passed over."""
-    lost: bool = False
-    """The ledger is behind a gap: what it says is not true until the next summary."""
-    older: bool = False
-    """Snapshots that are newer than the ledger are passed over: the journal's end was lost."""
+    fault: JournalCorrupt | None = None  # the last damage that was passed over
+    lost: bool = False  # the ledger is behind a gap: what it says is not true until the next summary
+    older: bool = False  # snapshots that are newer than the ledger are passed over: the journal's end was lost
     adopted: dict[int, int] = field(default_factory=dict)
     """Versions that the journal says were adopted, by fragment: they may have no snapshot."""
     done: dict[int, dict[int, _Done]] = field(default_factory=dict)

@@ -33,11 +33,8 @@ from farloop.coordinator.storage.segment import UNFINISHED, Entry, Gap, read_dam
 
 _log = logging.getLogger(__name__)
 
-_FOLDER = "before-salvage"
-"""The old files go to a sub-folder of this name and a number."""
-
-_NEW = "new"
-"""In that, the folder that takes their place. What is left of it afterwards may be deleted."""
+_FOLDER = "before-salvage"  # the old files go to a sub-folder of this name and a number
+_NEW = "new"  # in that, the folder that takes their place. What is left of it afterwards may be deleted.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +43,10 @@ class Salvage:
 
     run: str
     cut: StateCopy
-    epoch: int
-    """The highest that is known."""
-    newest: tuple[int, ...]
-    """The newest version of each fragment that anything in the folder speaks of."""
-    deltas: int
-    """Stored deltas without an outcome: nodes offer theirs again."""
-    damage: tuple[str, ...]
-    """Where, and what is there."""
+    epoch: int  # the highest that is known
+    newest: tuple[int, ...]  # the newest version of each fragment that anything in the folder speaks of
+    deltas: int  # stored deltas without an outcome: nodes offer theirs again
+    damage: tuple[str, ...]  # where, and what is there
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -155,8 +148,7 @@ def finish(directory: Path, files: Files = DISK) -> Path:
 class _Step:
     """How far it came: the content of the file `UNFINISHED`."""
 
-    what: str
-    """`_OUT`: the old files go aside. `_IN`: all are there, the new ones come in."""
+    what: str  # `_OUT`: the old files go aside. `_IN`: all are there, the new ones come in.
     aside: str
 
     @property

@@ -62,8 +62,7 @@ MAX_BODY_BYTES = (1 << 32) - 1
 
 _NAME = re.compile(r"journal-([0-9]{6,})\.log")
 
-_PIECE_BYTES = 1 << 20
-"""Read and hashed at a time, so that a large attachment is never in memory."""
+_PIECE_BYTES = 1 << 20  # read and hashed at a time, so that a large attachment is never in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +95,9 @@ class Scan:
     salt: int
     first_sequence: int
     entries: tuple[Entry, ...]
-    end: int
-    """The first byte behind the last whole record."""
-    torn_bytes: int
-    """Bytes of torn records behind it, without the zeros of room set aside."""
-    size: int
-    """Bytes of the file."""
+    end: int  # the first byte behind the last whole record
+    torn_bytes: int  # bytes of torn records behind it, without the zeros of room set aside
+    size: int  # bytes of the file
 
     @property
     def next_sequence(self) -> int:
@@ -385,8 +381,7 @@ def _measure_tail(file: BinaryIO, path: Path, end: int, sequence: int, salt: int
 class Gap:
     """A place where records are missing."""
 
-    fault: JournalCorrupt
-    """Where, and what is there."""
+    fault: JournalCorrupt  # where, and what is there
 
 
 UNFINISHED = "salvage-unfinished"

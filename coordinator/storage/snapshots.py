@@ -39,13 +39,10 @@ _log = logging.getLogger(__name__)
 
 FORMAT_VERSION = "1"
 
-KEEP = 2
-"""Snapshots of a fragment that stay, so that one damaged file does not cost the run."""
-
+KEEP = 2  # snapshots of a fragment that stay, so that one damaged file does not cost the run
 _NAME = re.compile(r"f(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)\.safetensors")
 _DIGEST_PREFIX = "digest."
-_HEADER_ROOM = 64 << 10
-"""Bytes of a file beyond its tensors' bytes: the names, shapes and metadata."""
+_HEADER_ROOM = 64 << 10  # bytes of a file beyond its tensors' bytes: the names, shapes and metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +54,7 @@ class Snapshot:
     version: int
     tensors: Mapping[str, Tensor]
     """anchor, target, and the outer optimizer's state, as momentum: flat fp32 [numel] on the CPU when loaded."""
-    digests: Mapping[str, int]
-    """What the commit recorded (protocol, Tiles): of the anchor, the target, the momentum."""
+    digests: Mapping[str, int]  # what the commit recorded (protocol, Tiles): of the anchor, the target, the momentum
 
 
 def snapshot_path(directory: Path, fragment: int, version: int) -> Path:

@@ -27,11 +27,8 @@ from farloop.coordinator.storage.segment import (
 
 _T = TypeVar("_T")
 
-LOOK_AGAIN_S = 0.2
-"""After which a record that was being written is whole."""
-
-_LOOKS = 20
-"""At something that is different every time; a journal that is written this fast has a live coordinator."""
+LOOK_AGAIN_S = 0.2  # after which a record that was being written is whole
+_LOOKS = 20  # at something that is different every time; a journal that is written this fast has a live coordinator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

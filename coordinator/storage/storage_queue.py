@@ -26,8 +26,7 @@ _T = TypeVar("_T")
 
 Failed = Callable[[Exception], None]
 
-LOOK_S = 1.0
-"""After this long without any call it is checked that the state directory is still ours."""
+LOOK_S = 1.0  # after this long without any call it is checked that the state directory is still ours
 
 
 @dataclass(slots=True)
@@ -36,8 +35,7 @@ class _Delta:
 
     record: rec.InputStored
     data: bytes | bytearray
-    error: Exception | None = None
-    """Why it is not durable, once its turn is over."""
+    error: Exception | None = None  # why it is not durable, once its turn is over
 
 
 class StorageQueue:

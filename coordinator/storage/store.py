@@ -43,11 +43,8 @@ _log = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 8
 """Commits of a fragment between two of its snapshots: bounds the tail that a restart repeats (protocol, Journal)."""
 
-_RETRY_S = 1.0
-"""Between two tries to open a file while none can be opened."""
-
-_LOOKS = 3
-"""At a journal that another coordinator writes to; once the epoch is claimed, that one stops."""
+_RETRY_S = 1.0  # between two tries to open a file while none can be opened
+_LOOKS = 3  # at a journal that another coordinator writes to; once the epoch is claimed, that one stops
 
 
 class Store:
@@ -61,12 +58,10 @@ class Store:
         self.ledger = ledger
         """What the journal says, record by record: the machine, which is ahead of the disk, has its own."""
         self.buffers = buffers
-        self.alarms: dict[str, str] = {}
-        """Replaced, never changed: other threads read it."""
+        self.alarms: dict[str, str] = {}  # replaced, never changed: other threads read it
         self._journal = journal
         self._attachments = Attachments()
-        self._claimed = 0
-        """The epoch of an adoption that is not durable yet."""
+        self._claimed = 0  # the epoch of an adoption that is not durable yet
         self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
         """Versions of the last two snapshots of each fragment that are known to be good."""
         self._saved_in: dict[int, int] = {}

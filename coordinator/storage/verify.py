@@ -59,8 +59,7 @@ class ReplayResult:
     from_deltas: bool
     """False where deltas are not stored (data-parallel): then the anchor alone is made, from the update."""
     compared: tuple[CommitComparison, ...]
-    trouble: str = ""
-    """Why it could not be made again at all."""
+    trouble: str = ""  # why it could not be made again at all
 
     @property
     def same(self) -> bool:
@@ -208,8 +207,7 @@ def _compare(name: str, recorded: int | None, found: int | None) -> CommitCompar
 class Fault:
     """Something that is not as it was written, or does not fit the rest."""
 
-    where: str
-    """A file of the state folder, with a byte of it where that is known."""
+    where: str  # a file of the state folder, with a byte of it where that is known
     what: str
 
 
@@ -227,11 +225,9 @@ class Report:
     epoch: int = 0
     versions: list[int] = field(default_factory=list)
     snapshots: int = 0
-    torn: str = ""
-    """Of a torn tail, which is no damage; empty without one."""
+    torn: str = ""  # of a torn tail, which is no damage; empty without one
     faults: list[Fault] = field(default_factory=list)
-    refused: str = ""
-    """Why a start would refuse the folder, by the code of a start; empty where it would go on."""
+    refused: str = ""  # why a start would refuse the folder, by the code of a start; empty where it would go on
 
 
 class _Damaged(StorageError):
@@ -276,8 +272,7 @@ class _Verifier:
         self._report = Report()
         self._anchors: dict[tuple[int, int], tuple[int, int]] = {}
         """Digests of anchor and target by fragment and version, of the commits in the journal."""
-        self._taken: dict[int, int] = {}
-        """Version of the newest snapshot that the journal says there is, by fragment."""
+        self._taken: dict[int, int] = {}  # version of the newest snapshot that the journal says there is, by fragment
         self._adopted: dict[int, int] = {}
         """Version by fragment that the run goes on from, and whose bytes are in the journal."""
         self._ledger: Ledger | None = None

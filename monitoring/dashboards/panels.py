@@ -31,17 +31,11 @@ ANNOTATIONS = (
 )
 """Name, expression that is above zero where something happened, colour."""
 
-WIDTH = 24
-"""Columns of a dashboard."""
-
+WIDTH = 24  # columns of a dashboard
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
-Steps = Sequence[tuple[float | None, str]]
-"""Thresholds: from this value on this colour; the first from None."""
-
-GOOD_IF_HIGH: Steps = ((None, "red"), (0.6, "orange"), (0.85, "green"))
-"""For shares of which 1 is best."""
-
+Steps = Sequence[tuple[float | None, str]]  # thresholds: from this value on this colour; the first from None
+GOOD_IF_HIGH: Steps = ((None, "red"), (0.6, "orange"), (0.85, "green"))  # for shares of which 1 is best
 GOOD_IF_ZERO: Steps = ((None, "green"), (1, "red"))
 CONNECTED: Steps = ((None, "red"), (1, "green"))
 NEUTRAL: Steps = ((None, "blue"),)
@@ -55,10 +49,8 @@ class Line:
     expr: str
     axis: Literal["left", "right"] = "left"
     decimals: int | None = None
-    bold: bool = False
-    """The one to look at first."""
-    none: str = ""
-    """For series that exist only after the first event: the label of a series `none` in their place."""
+    bold: bool = False  # the one to look at first
+    none: str = ""  # for series that exist only after the first event: the label of a series `none` in their place
 
     @property
     def query(self) -> str:
@@ -127,10 +119,8 @@ class Graph:
     low: float | None = 0
     high: float | None = None
     log: bool = False
-    held: bool = False
-    """Values stay until the next one, and are drawn as steps."""
-    counts: bool = False
-    """Of rare events: the axis ends at 4, not at 100, while there are none."""
+    held: bool = False  # values stay until the next one, and are drawn as steps
+    counts: bool = False  # of rare events: the axis ends at 4, not at 100, while there are none
 
     def panel(self) -> Any:
         """As the SDK builds it."""

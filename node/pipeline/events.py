@@ -40,10 +40,8 @@ class PipelineBroken(NodeError):
 class StepBegan:
     """The executor is ready for the next step."""
 
-    microbatches: int = 0
-    """Of a source: that many, numbered from 0, are there to be sent."""
-    closes_round: bool = True
-    """Whether a new layout may be followed after it."""
+    microbatches: int = 0  # of a source: that many, numbered from 0, are there to be sent
+    closes_round: bool = True  # whether a new layout may be followed after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,16 +126,11 @@ class Discard:
 class Summary:
     """What became of a step's microbatches."""
 
-    step: int
-    """Of this node, from 0."""
-    microbatches: int
-    """Of all sources that the node follows, or of the source itself."""
-    completed: int = 0
-    """Of a source."""
-    dropped: int = 0
-    """Of a source."""
-    reissued: int = 0
-    """Of a source: trips that took the place of a lost one."""
+    step: int  # of this node, from 0
+    microbatches: int  # of all sources that the node follows, or of the source itself
+    completed: int = 0  # of a source
+    dropped: int = 0  # of a source
+    reissued: int = 0  # of a source: trips that took the place of a lost one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,7 @@ from farloop.wire.reasons import RemoteProtocolError
 
 _log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
-"""How often a step that waits looks whether it is still wanted."""
+LOOK_S = 0.1  # how often a step that waits looks whether it is still wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +68,13 @@ class Executor:
         except ValueError as error:
             raise LayoutError(str(error)) from error
         self.jobs = jobs
-        self.bytes_by_hop: dict[str, int] = {}
-        """Of tensors sent, by receiver."""
+        self.bytes_by_hop: dict[str, int] = {}  # of tensors sent, by receiver
         self._addresses, self._incarnation, self._run = dict(addresses), incarnation, run
         self._codec, self._normalise, self._wanted = codec, normalise, wanted
         self._inbox: queue.SimpleQueue[tuple[str, FramedMessage | Message | bool]] = queue.SimpleQueue()
         self._events: deque[ev.Event] = deque()
-        self._tensors: dict[Work, Tensor] = {}
-        """What came, until it is worked on."""
-        self._results: dict[MicrobatchRoute, Tensor] = {}
-        """What goes on, until it is sent or worked on here."""
+        self._tensors: dict[Work, Tensor] = {}  # what came, until it is worked on
+        self._results: dict[MicrobatchRoute, Tensor] = {}  # what goes on, until it is sent or worked on here
         self._summary: ev.Summary | None = None
         self._finished = False
         self._told = (0, False, 0, 0.0, 0.0, -1)

@@ -22,20 +22,14 @@ from farloop.wire.reasons import RemoteProtocolError
 class Settings:
     """Bounds and patience of one node."""
 
-    credit: int = 4
-    """Microbatches that a source has under way at once."""
-    memory: int = 16
-    """Inputs kept until their backward pass."""
-    attempts: int = 3
-    """Trips that a microbatch is given before it is dropped."""
-    patience_s: float = 120.0
-    """A trip that takes longer is lost."""
+    credit: int = 4  # microbatches that a source has under way at once
+    memory: int = 16  # inputs kept until their backward pass
+    attempts: int = 3  # trips that a microbatch is given before it is dropped
+    patience_s: float = 120.0  # a trip that takes longer is lost
     late_s: float = 10.0
     """A planned hop that would begin a job later than this gives way to a replica that would sooner."""
-    assemble_s: float = 120.0
-    """How long a node waits at its start for those that it has never met."""
-    orphan_s: float = 120.0
-    """How long it waits for a source, once all that it follows are gone."""
+    assemble_s: float = 120.0  # how long a node waits at its start for those that it has never met
+    orphan_s: float = 120.0  # how long it waits for a source, once all that it follows are gone
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -134,22 +128,17 @@ def _check_addresses(path: Path, layout: StageLayout, addresses: Mapping[str, st
 # other nodes follow when all of their sources have switched.
 
 
-Letters = list[tuple[str, Prepare | Switch]]
-"""Whom to tell what."""
+Letters = list[tuple[str, Prepare | Switch]]  # whom to tell what
 
 
 class Switching:
     """What a node knows of the layout to come."""
 
     def __init__(self) -> None:
-        self.layout: StageLayout | None = None
-        """Made ready here, and not followed yet."""
-        self.committed = False
-        """Whether it is to be followed."""
-        self._addresses: dict[str, str] = {}
-        """Of the newest layout."""
-        self._asked: set[str] = set()
-        """By this node, as the conductor, and not answered yet."""
+        self.layout: StageLayout | None = None  # made ready here, and not followed yet
+        self.committed = False  # whether it is to be followed
+        self._addresses: dict[str, str] = {}  # of the newest layout
+        self._asked: set[str] = set()  # by this node, as the conductor, and not answered yet
 
     @property
     def epoch(self) -> int | None:

@@ -40,32 +40,26 @@ LOOKS_BACK_S: Final = 8.0
 LEAST_S: Final = 1e-3
 """What threads and loops of the two machines take: a tensor that took less took so long, as far as can be told."""
 
-_MOST: Final = 1024
-"""Of each kind that are remembered."""
+_MOST: Final = 1024  # of each kind that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
     """What the next word to the peer gives back."""
 
-    sent_s: float
-    """Of its newest word; 0 before there is one."""
-    held_s: float
-    """Since that came."""
+    sent_s: float  # of its newest word; 0 before there is one
+    held_s: float  # since that came
 
 
 class LinkEstimate:
     """Of one peer. Times of its clock are `sent_s`, of this node's `now`."""
 
     def __init__(self) -> None:
-        self._newest: tuple[float, float] | None = None
-        """Of its newest word: (sent_s, when it came)."""
-        self._round_trips: deque[tuple[float, float]] = deque(maxlen=_MOST)
-        """(when, seconds)"""
+        self._newest: tuple[float, float] | None = None  # of its newest word: (sent_s, when it came)
+        self._round_trips: deque[tuple[float, float]] = deque(maxlen=_MOST)  # (when, seconds)
         self._offsets: deque[tuple[float, float]] = deque(maxlen=_MOST)
         """(when, now − sent_s) of words: the way here, and what the clocks differ by."""
-        self._tensors: deque[tuple[float, int, float]] = deque(maxlen=_MOST)
-        """(when, bytes, now − sent_s)"""
+        self._tensors: deque[tuple[float, int, float]] = deque(maxlen=_MOST)  # (when, bytes, now − sent_s)
 
     def word(self, sent_s: float, echo: Echo, now: float) -> None:
         """A word came; one of an older node tells no time."""
@@ -119,14 +113,9 @@ class LinkEstimate:
 
 _log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
-"""Between two words to each peer."""
-
-WATCH_KEYS_S = 1.0
-"""Between two looks at the folder of the peers' keys."""
-
-BACKOFF_S = (0.1, 2.0)
-"""First and longest pause before a peer is dialled again."""
+BEAT_S = 0.5  # between two words to each peer
+WATCH_KEYS_S = 1.0  # between two looks at the folder of the peers' keys
+BACKOFF_S = (0.1, 2.0)  # first and longest pause before a peer is dialled again
 
 MOST_QUEUED = 4096
 """Frames that wait for one peer; beyond it the connection is given up, for it does not carry what is asked of it."""
@@ -142,16 +131,12 @@ class PeerConfig:
     """How a node is reached by the others, and reaches them."""
 
     name: str
-    bind: str
-    """Where it listens, as tcp://host:port."""
-    key: Path | None = None
-    """Its secret key file; CURVE is on with it."""
+    bind: str  # where it listens, as tcp://host:port
+    key: Path | None = None  # its secret key file; CURVE is on with it
     peers: Path | None = None
     """Folder of the others' .pub files: who may come in, and whom to expect where; goes with `key`."""
-    liveness_s: float = 5.0
-    """Silence after which a peer is given up."""
-    max_tensor_bytes: int = 1 << 30
-    """Largest tensor that is believed."""
+    liveness_s: float = 5.0  # silence after which a peer is given up
+    max_tensor_bytes: int = 1 << 30  # largest tensor that is believed
     delays_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by which frames to a peer are held back: emulated distance, for experiments on one machine."""
 
@@ -159,8 +144,7 @@ class PeerConfig:
 @dataclass(slots=True)
 class _Peer:
     address: str
-    queue: deque[tuple[float, list[Buffer]]] = field(default_factory=deque)
-    """What is to be sent, and when."""
+    queue: deque[tuple[float, list[Buffer]]] = field(default_factory=deque)  # what is to be sent, and when
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     connected: bool = False
     heard_at: float | None = None
@@ -186,10 +170,8 @@ class PeerLink:
         self._peers: dict[str, _Peer] = {}
         self._group: asyncio.TaskGroup | None = None
         self.bytes_sent, self.bytes_received, self.bad_frames = 0, 0, 0
-        self.seen: tuple[Seen, ...] = ()
-        """Of the links to the peers that are up; replaced as a whole, now and then."""
-        self.endpoint = ""
-        """Where it listens, once it does."""
+        self.seen: tuple[Seen, ...] = ()  # of the links to the peers that are up; replaced as a whole, now and then
+        self.endpoint = ""  # where it listens, once it does
         self._loop = uvloop.new_event_loop()
         self._started: Future[str] = Future()
         self._main: asyncio.Task[None] | None = None

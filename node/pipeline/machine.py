@@ -31,12 +31,9 @@ from farloop.node.pipeline.routing import InFlight, Peers, Sources, onward, othe
 class AdmittedWork:
     """A trip whose input is kept here."""
 
-    visited: tuple[Hop, ...]
-    """Up to this node."""
-    next: str | None = None
-    """Where its output was sent; None while it is computed."""
-    looped: tuple[Hop, ...] | None = None
-    """At its source: all its visits, once its loss is asked for."""
+    visited: tuple[Hop, ...]  # up to this node
+    next: str | None = None  # where its output was sent; None while it is computed
+    looped: tuple[Hop, ...] | None = None  # at its source: all its visits, once its loss is asked for
 
 
 def fault_of(work: Work, layout: StageLayout, stage: int) -> str:
@@ -75,8 +72,7 @@ def exist(hops: Sequence[Hop], layout: StageLayout) -> bool:
 # --- The job queue, and inputs that are kept
 
 
-GONE = 256
-"""Trips that ended early and are remembered: far more than are on their way at any time."""
+GONE = 256  # trips that ended early and are remembered: far more than are on their way at any time
 
 
 class JobQueue:
@@ -85,10 +81,8 @@ class JobQueue:
     def __init__(self) -> None:
         self.queue: list[Work] = []
         self.running: Work | None = None
-        self.held: dict[MicrobatchRoute, AdmittedWork] = {}
-        """Trips whose input is kept here."""
-        self.early: list[tuple[str, Work]] = []
-        """Work of a step or layout to come, and who sent it."""
+        self.held: dict[MicrobatchRoute, AdmittedWork] = {}  # trips whose input is kept here
+        self.early: list[tuple[str, Work]] = []  # work of a step or layout to come, and who sent it
         self.gone: deque[MicrobatchRoute] = deque(maxlen=GONE)
         """Trips that ended early, the newest last: work of them may still be on its way."""
 
@@ -144,8 +138,7 @@ class JobQueue:
 #     Began ──▶ forward, loss and backward work, as it comes ──▶ Over ──▶ the optimizer steps ──▶ Began …
 
 
-EMA = 0.1
-"""Of the seconds a job takes (SWARM's α)."""
+EMA = 0.1  # of the seconds a job takes (SWARM's α)
 
 
 class PipelineMachine:
@@ -163,8 +156,7 @@ class PipelineMachine:
         self.settings = settings or Settings()
         self.peers = Peers(others(layout, name))
         self.homes = Sources(name, layout)
-        self.flights: InFlight | None = None
-        """Of a source."""
+        self.flights: InFlight | None = None  # of a source
         if stage == 0:
             credit, attempts = self.settings.credit, self.settings.attempts
             self.flights = InFlight(source=name, start=incarnation, credit=credit, attempts=attempts)
@@ -172,13 +164,10 @@ class PipelineMachine:
         self.desk = JobQueue()
         self.counted: Counter[str] = Counter()
         """Since the start: completed, dropped, reissued (of a source); rerouted, skipped, repeated."""
-        self.job_s = 0.0
-        """Seconds that a job takes, of late."""
-        self.busy_at = 0.0
-        """When a job began or ended last."""
+        self.job_s = 0.0  # seconds that a job takes, of late
+        self.busy_at = 0.0  # when a job began or ended last
         self.step = -1
-        self._touched: set[str] = set()
-        """Of a source: nodes that this step's trips have visited."""
+        self._touched: set[str] = set()  # of a source: nodes that this step's trips have visited
         self._open, self._closes_round, self._goes_over = False, False, False
         self._assemble_by: float | None = None
         self._assembled = False

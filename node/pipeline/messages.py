@@ -23,12 +23,9 @@ from farloop.wire.reasons import RemoteProtocolError
 class Kind(IntEnum):
     """Of the work that a tensor asks for; the number is on the wire."""
 
-    FORWARD = 1
-    """Activations of the stage before, for the next."""
-    LOSS = 2
-    """Activations of the last stage, for the source: its norm, head and loss (SkipPipe's C0)."""
-    BACKWARD = 3
-    """The gradient of what a node sent forward."""
+    FORWARD = 1  # activations of the stage before, for the next
+    LOSS = 2  # activations of the last stage, for the source: its norm, head and loss (SkipPipe's C0)
+    BACKWARD = 3  # the gradient of what a node sent forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -36,11 +33,9 @@ class MicrobatchRoute:
     """One attempt of one microbatch. Unique among all trips of a run."""
 
     source: str
-    start: int
-    """Incarnation of the source: steps are counted from 0 in each."""
+    start: int  # incarnation of the source: steps are counted from 0 in each
     step: int
-    index: int
-    """Of the microbatch in the step."""
+    index: int  # of the microbatch in the step
     attempt: int
 
 
@@ -49,11 +44,9 @@ class Work:
     """What is to be done with a tensor, where it came from and where it is to go."""
 
     kind: Kind
-    epoch: int
-    """Of the layout."""
+    epoch: int  # of the layout
     trip: MicrobatchRoute
-    path: int
-    """Which of the source's paths is followed."""
+    path: int  # which of the source's paths is followed
     position: int
     """Forward: place in the path of the visit that is asked for. Backward: place in `visited`. Loss: hops visited."""
     visited: tuple[Hop, ...]
@@ -65,14 +58,11 @@ class TensorInfo:
     """What the raw bytes beside a `Work` are."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """Of the tensor, as torch calls it: float32, bfloat16 or float16."""
+    dtype: str  # of the tensor, as torch calls it: float32, bfloat16 or float16
     codec: str
     """Spelling of the codec that wrote the bytes; an empty text where they are the tensor's own, little-endian."""
-    size: int
-    """Bytes."""
-    checksum: int
-    """xxh3-64 of the bytes."""
+    size: int  # bytes
+    checksum: int  # xxh3-64 of the bytes
     sent_s: float = 0.0
     """When it was given to the link, by the sender's clock (`link.py`); 0: an older node does not say."""
 
@@ -83,22 +73,14 @@ class PipelineMessage:
 
     incarnation: int
     epoch: int
-    ready: bool
-    """Whether it has met those that it may have to send to."""
-    queued: int
-    """Jobs that wait."""
-    job_s: float
-    """Seconds that one takes, of late."""
-    age_s: float
-    """Since it last finished or began one: a node that stands still says so by this."""
-    over: int = -1
-    """Of a source: the newest of its steps in which every microbatch is settled."""
-    sent_s: float = 0.0
-    """When it was said, by the sender's clock; 0: an older node does not say."""
-    echo_s: float = 0.0
-    """`sent_s` of the newest word that came from the receiver; 0 before there is one ..."""
-    held_s: float = 0.0
-    """... and how long ago that came."""
+    ready: bool  # whether it has met those that it may have to send to
+    queued: int  # jobs that wait
+    job_s: float  # seconds that one takes, of late
+    age_s: float  # since it last finished or began one: a node that stands still says so by this
+    over: int = -1  # of a source: the newest of its steps in which every microbatch is settled
+    sent_s: float = 0.0  # when it was said, by the sender's clock; 0: an older node does not say
+    echo_s: float = 0.0  # `sent_s` of the newest word that came from the receiver; 0 before there is one
+    held_s: float = 0.0  # and how long ago that came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +88,7 @@ class Lost:
     """To a source: a trip of yours ends here, and why."""
 
     trip: MicrobatchRoute
-    epoch: int
-    """Of the layout that the sender has."""
+    epoch: int  # of the layout that the sender has
     reason: str
 
 
@@ -125,8 +106,7 @@ class Ended:
     start: int
     step: int
     microbatches: int
-    next_epoch: int
-    """Of the layout that its next step follows."""
+    next_epoch: int  # of the layout that its next step follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +114,7 @@ class Prepare:
     """Phase one of a switch: a new layout, to be made ready and not yet followed."""
 
     layout: StageLayout
-    addresses: dict[str, str]
-    """Where its nodes can be reached, by name."""
+    addresses: dict[str, str]  # where its nodes can be reached, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +162,10 @@ Message = Leave | PipelineMessage | Lost | Forget | Ended | Prepare | Prepared |
 
 MAGIC = b"FLPP"
 VERSION = 1
-MAX_HEADER_BYTES = 1 << 20
-"""A layout of a thousand nodes is a tenth of this."""
+MAX_HEADER_BYTES = 1 << 20  # a layout of a thousand nodes is a tenth of this
 MAX_HOPS = 64
 MAX_NAME = 63
-_MOST = 2**53
-"""Largest number in a header."""
-
+_MOST = 2**53  # largest number in a header
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _PREFIX = struct.Struct("<4sBBHQ")

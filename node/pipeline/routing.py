@@ -18,14 +18,10 @@ from farloop.node.pipeline.messages import Ended, MicrobatchRoute, PipelineMessa
 class Limits:
     """How far a path may leave the order of the stages."""
 
-    swap: int = 1
-    """Largest step back behind the highest stage visited so far."""
-    swaps: int = 2
-    """Steps back in a path."""
-    swapped: int = 2
-    """Sum of their sizes."""
-    jump: int = 4
-    """Largest step forward: one less stages are skipped in a row."""
+    swap: int = 1  # largest step back behind the highest stage visited so far
+    swaps: int = 2  # steps back in a path
+    swapped: int = 2  # sum of their sizes
+    jump: int = 4  # largest step forward: one less stages are skipped in a row
     least_share: float = 0.5
     """Share of the stages that a microbatch visits at least, unless its path was planned shorter."""
 
@@ -34,14 +30,10 @@ class Limits:
 class Onward:
     """The next visit."""
 
-    hop: Hop | None
-    """None: the way out is done, and the source computes the loss."""
-    position: int
-    """Place in the path of that visit."""
-    rerouted: bool
-    """Whether another replica takes the place of the planned one."""
-    skipped: int
-    """Planned visits that are left out before it."""
+    hop: Hop | None  # None: the way out is done, and the source computes the loss
+    position: int  # place in the path of that visit
+    rerouted: bool  # whether another replica takes the place of the planned one
+    skipped: int  # planned visits that are left out before it
 
 
 def is_legal(stages: Sequence[int], limits: Limits) -> bool:
@@ -107,8 +99,7 @@ class Peer:
     standing: Standing = "unseen"
     word: PipelineMessage | None = None
     heard_at: float = 0.0
-    sent: int = 0
-    """Jobs sent to it since its last word."""
+    sent: int = 0  # jobs sent to it since its last word
 
 
 class Peers:
@@ -200,15 +191,11 @@ class Sources:
     def __init__(self, node: str, layout: StageLayout) -> None:
         self._node = node
         self.sources: tuple[str, ...] = ()
-        self._everybody: tuple[str, ...] = ()
-        """All sources of the layout."""
-        self.ended: dict[str, Position] = {}
-        """Newest step that each has ended."""
-        self.used: dict[str, Position] = {}
-        """... and the newest that this node's steps contain."""
+        self._everybody: tuple[str, ...] = ()  # all sources of the layout
+        self.ended: dict[str, Position] = {}  # newest step that each has ended
+        self.used: dict[str, Position] = {}  # and the newest that this node's steps contain
         self.next_epoch: dict[str, int] = {}
-        self.left: set[str] = set()
-        """Sources that have said good-bye."""
+        self.left: set[str] = set()  # sources that have said good-bye
         self._microbatches: dict[str, int] = {}
         self.follow(layout)
 
@@ -293,20 +280,15 @@ class InFlight:
     """Of one source."""
 
     source: str
-    start: int
-    """Incarnation of the source."""
-    credit: int
-    """Most microbatches under way at once."""
-    attempts: int
-    """Trips that a microbatch is given before it is dropped."""
+    start: int  # incarnation of the source
+    credit: int  # most microbatches under way at once
+    attempts: int  # trips that a microbatch is given before it is dropped
     step: int = -1
     microbatches: int = 0
     flying: dict[int, Flight] = field(default_factory=dict)
     completed: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    """In this step, by reason."""
-    reissued: int = 0
-    """Trips of this step that were not the first of their microbatch."""
+    dropped: Counter[str] = field(default_factory=Counter)  # in this step, by reason
+    reissued: int = 0  # trips of this step that were not the first of their microbatch
     _todo: deque[tuple[int, int]] = field(default_factory=deque)
 
     @property

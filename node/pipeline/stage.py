@@ -129,12 +129,9 @@ class StagePart(nn.Module):
 class Trained:
     """What a step came to on one stage."""
 
-    loss: float | None
-    """Mean over the microbatches whose loss was computed here, nats per token; None on other stages."""
-    visits: int
-    """Microbatches whose gradient this stage has taken."""
-    tokens: int
-    """In them."""
+    loss: float | None  # mean over the microbatches whose loss was computed here, nats per token; None on other stages
+    visits: int  # microbatches whose gradient this stage has taken
+    tokens: int  # in them
 
 
 class StageJobs:

@@ -31,8 +31,7 @@ from farloop.wire.messages import MOST_SEEN, Observed
 
 _log = logging.getLogger(__name__)
 
-NORMALISE: dict[str, Normalise] = {"visits": "visits", "share": "share"}
-"""As configuration says it."""
+NORMALISE: dict[str, Normalise] = {"visits": "visits", "share": "share"}  # as configuration says it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
