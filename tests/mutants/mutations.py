@@ -477,7 +477,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.epoch_seen = max(self.epoch_seen, epoch)",
         "self.epoch_seen = epoch",
         "unit/coordinator/test_ledger.py",
-        "unit/coordinator/test_machine_history.py",
+        "unit/coordinator/test_rollback.py",
     ),
     _of(
         "a fragment is due a step early",

@@ -1,0 +1,335 @@
+"""The coordinator's machine, where nodes, clock and disk are the test; its journal is folded beside it.
+
+`run.play("a sends 1; b parts; 2s")` makes these things happen in turn and returns the commands that followed the last
+of them; `brief` writes commands as text. So a law is a row of a table: given events → expected commands. The words:
+
+    a greets | a joins | a returns | a is reborn   a hello: a newcomer's; the same and ready; in round 0; a new start's
+    a is ready | a leaves | a parts SILENT         (parts: its session ends, for CLOSED if no reason is named)
+    a offers 1 | a sends 1 | a spoils 1            a delta of fragment 1: offered; also stored; also found CORRUPT
+    a offers 1.3 | a sends 1.3                     for window 3, where that is not the open one
+    1 is durable | 1 fails                         the commit of fragment 1
+    2s | restart
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from plain_runs import plain_hello, plain_offer
+
+from farloop.algo.spec import NodeId, RunSpec
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+A, B, C, D = (NodeId(name) for name in "abcd")
+Commands = list[ev.Command]
+
+
+class Run:
+    """All invariants are checked after every event, and at a restart that the journal knows what the machine knew."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        nodes: Iterable[str] = "",
+        *,
+        now: float = 100.0,
+        at_once: bool = False,
+        machine: dict[str, Any] | None = None,
+        num_samples: int | None = None,
+        evaluation_set: str | None = None,
+        **terms: Any,
+    ) -> None:
+        """A run whose `nodes` ("ab" are two) train, started together. `at_once`: every commit is durable at once.
+        `machine`: settings of the coordinator."""
+        identity, names = spec.identity, [NodeId(node) for node in nodes]
+        if num_samples is not None:
+            identity = dataclasses.replace(identity, num_samples=num_samples)
+        if evaluation_set is not None:
+            identity = dataclasses.replace(identity, evaluation_set=evaluation_set)
+        self.spec = RunSpec(identity=identity, terms=spec.terms.replace(**{"min_nodes": max(1, len(names)), **terms}))
+        self.now, self.at_once, self.settings = now, at_once, {"liveness_s": 10.0, **(machine or {})}
+        self.journal = Ledger.begin(rec.RunStarted(spec=self.spec, epoch=1))
+        self.sessions: dict[NodeId, int] = {}
+        """The last one of each node."""
+        self.incarnations: dict[NodeId, int] = {}
+        self.greetings = self.deltas = 0
+        self.coming: list[msg.Offer] = []
+        """Deltas that were let in."""
+        self.pending: dict[int, ev.Commit] = {}
+        """Commits that are not durable yet, by fragment."""
+        self.begin()
+        self.train(*names)
+
+    # --- the coordinator and its disk
+
+    def begin(self, *records: rec.Record) -> Commands:
+        """The coordinator starts with what its journal knows, and with what its store writes first."""
+        self.coming, self.pending = [], {}
+        for record in records:
+            self.journal.apply(record)
+        self.machine = CoordinatorMachine(self.journal.copy(), now=self.now, **self.settings)
+        self.machine.check()
+        return self.obey(self.machine.start())
+
+    def restart(self, *records: rec.Record) -> Commands:
+        assert known(self.ledger) == known(self.journal)
+        return self.begin(*records)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.machine.ledger
+
+    def handle(self, event: ev.Event) -> Commands:
+        if isinstance(event, ev.InputStored):
+            self.journal.apply(rec.InputStored.of(event.offer, event.payload))
+        if isinstance(event, ev.CommitDone):
+            self.journal.apply(event.record)
+        commands = self.machine.handle(event, self.now)
+        self.machine.check()
+        return self.obey(commands)
+
+    def obey(self, commands: Commands) -> Commands:
+        """As the shell does. Returns all commands, but for commits that were carried out at once."""
+        for command in commands:
+            match command:
+                case ev.Record(record=record):
+                    self.journal.apply(rec.decode(*rec.encode(record)))
+                case ev.Receive(offer=offer):
+                    self.coming.append(offer)
+                case ev.Commit(draft=draft):
+                    self.pending[draft.fragment] = command
+                case _:
+                    pass
+        if not self.at_once:
+            return commands
+        commands = [command for command in commands if not isinstance(command, ev.Commit)]
+        while self.pending:
+            commands += self.durable(min(self.pending))
+        return commands
+
+    def draft(self, fragment: int = 1) -> rec.WindowCommitted:
+        return self.pending[fragment].draft
+
+    def durable(self, fragment: int = 1, **changes: Any) -> Commands:
+        """The commit that was asked for is done."""
+        draft = self.pending.pop(fragment).draft
+        digest = 1000 * draft.fragment + draft.version
+        done = dataclasses.replace(draft, anchor_digest=digest, update_size=50, update_digest=3)
+        return self.handle(ev.CommitDone(record=dataclasses.replace(done, **changes)))
+
+    def pass_time(self, seconds: float) -> Commands:
+        """Every timer that is due by then fires, as late as it may."""
+        self.now += seconds
+        commands: Commands = []
+        while (due := self.machine.next_timer()) is not None and due <= self.now:
+            commands += self.obey(self.machine.handle_timer(self.now))
+            self.machine.check()
+        return commands
+
+    # --- its nodes
+
+    def greet(self, node: NodeId, **changes: Any) -> Commands:
+        """A hello of a node that holds version 0 and was never started, but for these fields; in a new session."""
+        digests = self.spec.identity.anchor_digests
+        anchors = tuple(msg.AnchorRef(fragment=f, version=0, digest=digest) for f, digest in enumerate(digests))
+        hello = plain_hello(**{"node": node, "anchors": anchors, **changes})
+        self.greetings += 1
+        self.sessions[node], self.incarnations[node] = self.greetings, hello.incarnation
+        return self.handle(ev.NodeHello(session=self.greetings, node=node, hello=hello))
+
+    def say(self, node: NodeId, message: msg.Message) -> Commands:
+        return self.handle(ev.NodeMessage(session=self.sessions[node], node=node, message=message))
+
+    def join(self, node: NodeId, **changes: Any) -> Commands:
+        return self.greet(node, **changes) + self.say(node, msg.Ready())
+
+    def train(self, *nodes: NodeId) -> None:
+        """These nodes join, and are started together."""
+        for node in nodes:
+            self.greet(node)
+        for node in nodes:
+            self.say(node, msg.Ready())
+
+    def part(self, node: NodeId, reason: Reason = Reason.CLOSED) -> Commands:
+        return self.handle(ev.NodeDisconnected(session=self.sessions[node], node=node, reason=reason))
+
+    def leave(self, node: NodeId) -> Commands:
+        return self.say(node, msg.Leave(reason=Reason.DRAINED))
+
+    def offer(self, node: NodeId, fragment: int = 1, window: int | None = None, **changes: Any) -> msg.Offer:
+        """A new delta of the node, for the open window unless another one is named. It is not said yet."""
+        window = window or self.machine.windows[fragment].terms.window
+        self.deltas += 1
+        plain = {"incarnation": self.incarnations[node], "seq": self.deltas, "size": 100, "digest": 9}
+        return plain_offer(node, window, fragment=fragment, **{**plain, **changes})
+
+    def store(
+        self, node: NodeId, fragment: int = 1, window: int | None = None, *, payload: int = 0, **changes: Any
+    ) -> Commands:
+        """A delta of the node is offered, comes and is durable."""
+        offer = self.offer(node, fragment, window, **changes)
+        assert self.say(node, offer) == [ev.Receive(offer=offer)]
+        return self.handle(ev.InputStored(offer=offer, payload=payload))
+
+    def spoil(self, node: NodeId, fragment: int = 1, reason: Reason = Reason.CORRUPT) -> Commands:
+        """A delta of the node is offered, comes and is no good."""
+        offer = self.offer(node, fragment)
+        self.say(node, offer)
+        return self.handle(ev.InputFailed(offer=offer, reason=reason, detail="no good"))
+
+    def commit(self, fragment: int, *nodes: NodeId) -> Commands:
+        """Deltas of these nodes come, the window closes, and its commit is durable."""
+        commands = [command for node in nodes for command in self.store(node, fragment)]
+        return commands if self.at_once else self.durable(fragment)
+
+    def expected(self, fragment: int = 1) -> set[NodeId]:
+        return self.machine.windows[fragment].expected
+
+    def missing(self, fragment: int = 1) -> set[NodeId]:
+        return self.machine.windows[fragment].missing
+
+    @property
+    def alarms(self) -> dict[str, str]:
+        return self.machine.alarms
+
+    # --- tables
+
+    def play(self, script: str) -> Commands:
+        """See the top. The commands of the last thing that happens."""
+        commands: Commands = []
+        for event in script.split(";"):
+            commands = self._happens(*event.split())
+        return commands
+
+    def _happens(self, who: str, does: str = "", *words: str) -> Commands:
+        node = NodeId(who)
+        match does, *words:
+            case ("",) if who == "restart":
+                return self.restart()
+            case ("",):
+                return self.pass_time(float(who.removesuffix("s")))
+            case ("greets",):
+                return self.greet(node)
+            case ("joins",):
+                return self.join(node)
+            case ("returns",):
+                return self.greet(node, round=0)
+            case "is", "reborn":
+                return self.greet(node, incarnation=self.incarnations[node] + 1)
+            case "is", "ready":
+                return self.say(node, msg.Ready())
+            case "is", "durable":
+                return self.durable(int(who))
+            case ("fails",):
+                draft = self.draft(int(who))
+                failed = ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail="the disk is full")
+                return self.handle(failed)
+            case ("leaves",):
+                return self.leave(node)
+            case "parts", *reason:
+                return self.part(node, Reason[reason[0]] if reason else Reason.CLOSED)
+            case "offers", which:
+                return self.say(node, self.offer(node, *map(int, which.split("."))))
+            case "sends", which:
+                return self.store(node, *map(int, which.split(".")))
+            case "spoils", fragment:
+                return self.spoil(node, int(fragment))
+        raise ValueError(f"nothing is called {who} {does} {' '.join(words)}")
+
+
+def known(ledger: Ledger) -> rec.LedgerSaved:
+    """All that a restart must know: nodes report how many samples they used between the records, too."""
+    saved = ledger.saved()
+    return dataclasses.replace(saved, held=tuple(dataclasses.replace(held, consumed=0) for held in saved.held))
+
+
+def tell(node: NodeId, message: msg.Message) -> ev.Tell:
+    return ev.Tell(node=node, message=message)
+
+
+def outcome(offer: msg.Offer, reason: Reason) -> ev.Tell:
+    return tell(offer.blob.node, msg.Outcome(blob=offer.blob, reason=reason, detail=reason.sentence))
+
+
+def told(commands: Commands, node: NodeId) -> list[msg.Message]:
+    return [command.message for command in commands if isinstance(command, ev.Tell) and command.node == node]
+
+
+def recorded(commands: Commands) -> list[rec.Record]:
+    return [command.record for command in commands if isinstance(command, ev.Record)]
+
+
+def published(commands: Commands) -> list[ev.Publish]:
+    return [command for command in commands if isinstance(command, ev.Publish)]
+
+
+def snapshots(commands: Commands) -> list[int]:
+    return [command.fragment for command in commands if isinstance(command, ev.SendSnapshot)]
+
+
+def accepted(commands: Commands) -> msg.Welcome:
+    (welcome,) = (command.welcome for command in commands if isinstance(command, ev.Accept))
+    return welcome
+
+
+def refused(commands: Commands) -> msg.Refused:
+    """The one refusal, of a session, among these commands."""
+    (said,) = (command.refused for command in commands if isinstance(command, ev.Refuse))
+    return said
+
+
+def merged(commands: Commands) -> list[str]:
+    """Whose deltas each of these commits takes."""
+    drafts = [command.draft for command in commands if isinstance(command, ev.Commit)]
+    return ["".join(share.node for share in draft.merged) for draft in drafts]
+
+
+def brief(commands: Commands) -> str:
+    """Commands as text."""
+    return "; ".join(_brief(command) for command in commands)
+
+
+def _brief(command: ev.Command) -> str:
+    match command:
+        case ev.Accept(node=node):
+            return f"accept {node}"
+        case ev.Refuse(refused=said):
+            return f"refuse {said.reason.name}"
+        case ev.CloseSession(session=session, reason=reason):
+            return f"close {session} {reason.name}"
+        case ev.Tell(node=node, message=msg.Start(round=plan, slot=slot)):
+            return f"{node}: start {plan.index}" + (f" slot {slot}" if slot else "")
+        case ev.Tell(node=node, message=msg.Outcome(reason=reason)):
+            return f"{node}: {reason.name}"
+        case ev.Tell(node=node, message=message):
+            return f"{node}: {type(message).__name__.lower()}"
+        case ev.Receive(offer=offer):
+            return f"receive {offer.blob.fragment} of {offer.blob.node}"
+        case ev.Publish(nodes=nodes, committed=committed):
+            return f"publish {committed.fragment}.{committed.version} to {''.join(nodes)}"
+        case ev.SendSnapshot(node=node, fragment=fragment):
+            return f"snapshot {fragment} to {node}"
+        case ev.Commit(draft=draft):
+            merged = "".join(share.node for share in draft.merged)
+            lost = "".join(f", {drop.node} {drop.reason.name}" for drop in draft.drops)
+            return f"commit {draft.fragment}.{draft.version} of {merged}{lost}"
+        case ev.Record(record=rec.NodeStarted(node=node, round=round_index, slot=slot)):
+            return f"started {node} {round_index}" + (f" slot {slot}" if slot else "")
+        case ev.Record(record=rec.NodeLeft(node=node, reason=reason)):
+            return f"left {node} {reason.name}"
+        case ev.Record(record=rec.RoundFixed(round=plan)):
+            return f"fixed {plan.index}"
+        case ev.Record(record=rec.InputDropped(blob=blob, reason=reason)):
+            return f"dropped {blob.fragment} of {blob.node} {reason.name}"
+        case ev.Forget(blob=blob):
+            return f"forget {blob.fragment} of {blob.node}"
+        case ev.Record(record=command):
+            pass
+        case _:
+            pass
+    return type(command).__name__

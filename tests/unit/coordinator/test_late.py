@@ -1,0 +1,300 @@
+"""Late deltas: ride along, wait for the next window, or are refused; and how long a window waits for them (C–F, Q).
+
+The run of `conftest.py` as `decoupled` or `async`; in the machine only fragment 1 is looked at, whose window 1 is of
+round 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from coordinator_run import A, B, C, Run, brief, merged, outcome, published, tell
+from plain_runs import plain_offer, plain_progress
+
+from farloop.algo.methods import method_named
+from farloop.algo.spec import NodeId, RunSpec, WindowTerms
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.closing import StragglerGrace
+from farloop.coordinator.decide.windows import Window
+from farloop.wire import messages as msg
+from farloop.wire.reasons import Reason
+
+
+def late_run(spec: RunSpec, method: str = "decoupled", *, hurried: bool = True, **terms: Any) -> Run:
+    """Nodes a, b and c train. `hurried`: the first window closes at its quorum, and no later one waits for anybody."""
+    row = method_named(method)
+    choices = {
+        "method": method, "on_late_update": "continue", "quorum": row.quorum, "max_staleness": row.max_staleness,
+        "max_stale_rounds": row.max_stale_rounds, **terms,
+    }  # fmt: skip
+    run = Run(spec, "abc", evaluation_set="fixed", **choices)
+    if hurried:
+        lateness = run.machine.grace.lateness
+        lateness.has_quorum(0, -1, opened_at=-1.0, now=-1.0, max_staleness=0)
+        lateness.came(0, -1, 0.0)
+    return run
+
+
+# Law, method, terms, events, commands that follow the last of them.
+COMMANDS: list[tuple[str, str, dict[str, Any], str, str]] = [
+    ("who is late is not told as dropped: it may still be merged", "decoupled", {}, "a sends 1",
+     "a: stored; commit 1.1 of a"),
+    ("a late delta rides along in the window that is open", "decoupled", {},
+     "a sends 1; 1 is durable; b sends 1.1; a sends 1", "a: stored; commit 1.2 of ab"),
+    ("one from too old a base is refused", "decoupled", {"max_staleness": 1},
+     "a sends 1; 1 is durable; a sends 1; 1 is durable; b offers 1.1", "b: LATE"),
+    ("and from the one before not", "decoupled", {"max_staleness": 1},
+     "a sends 1; 1 is durable; a sends 1; 1 is durable; b offers 1.2", "receive 1 of b"),
+    ("without staleness every late delta is refused", "decoupled", {"max_staleness": 0},
+     "a sends 1; 1 is durable; b offers 1.1", "b: LATE"),
+    ("one that holds what was merged is recognised", "decoupled", {}, "a sends 1; 1 is durable; a offers 1.1",
+     "a: OVERLAP"),
+    ("what comes while a window is closing does not change it", "decoupled", {}, "a sends 1; b sends 1", "b: stored"),
+    ("but begins the next", "decoupled", {}, "a sends 1; b sends 1; 1 is durable; a sends 1",
+     "a: stored; commit 1.2 of ab"),
+    ("a second one that waits for the next window is refused", "decoupled", {}, "a sends 1; b sends 1; b offers 1",
+     "b: OVERLAP"),
+    ("a late delta does not make a quorum", "decoupled", {"quorum": 2},
+     "a sends 1; b sends 1; 1 is durable; c sends 1.1; a sends 1", "a: stored"),
+    ("it takes one of the round", "decoupled", {"quorum": 2},
+     "a sends 1; b sends 1; 1 is durable; c sends 1.1; a sends 1; b sends 1", "b: stored; commit 1.2 of abc"),
+    ("the last window waits for everybody", "decoupled", {"steps": 10}, "a sends 1; b sends 1", "b: stored"),
+    ("the run ends on what all nodes hold", "decoupled", {"steps": 10}, "a sends 1; b sends 1; c sends 1",
+     "c: stored; commit 1.1 of abc"),
+    ("a dead node holds the last window until it is removed", "decoupled", {"steps": 10},
+     "a sends 1; b sends 1; c parts; 2s", "commit 1.1 of ab, c CLOSED"),
+    ("one whose last window it is does not wait for its turn", "async", {"max_staleness": 1},
+     "a sends 1; b sends 1; c sends 1; 1 is durable", "publish 1.1 to abc; commit 1.2 of bc"),
+    ("deltas that waited are in the journal in the order in which they came", "async", {},
+     "a sends 1; b sends 1; c sends 1; 1 is durable; restart", "commit 1.2 of b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "terms", "given", "expected"), [case[1:] for case in COMMANDS], ids=[case[0] for case in COMMANDS]
+)
+def test_late_deltas(spec: RunSpec, method: str, terms: dict[str, Any], given: str, expected: str) -> None:
+    assert brief(late_run(spec, method, **terms).play(given)) == expected
+
+
+def test_what_the_next_window_could_not_take_either_is_refused(spec: RunSpec) -> None:
+    """D, E: kept, it would fall out of the books with the commit, and nobody would be told."""
+    run = late_run(spec, max_staleness=1)
+    run.commit(1, A)
+    under_way = run.offer(B, 1, 1)
+    assert run.say(B, under_way) == [ev.Receive(offer=under_way)]
+    run.play("a sends 1")
+    assert brief(run.play("c offers 1.1")) == "c: LATE"
+    assert brief(run.handle(ev.InputStored(offer=under_way))) == "dropped 1 of b LATE; forget 1 of b; b: LATE"
+
+
+def test_a_held_delta_that_a_commit_makes_useless_is_let_go(spec: RunSpec) -> None:
+    """E, Q: what it held is part of that commit; its bytes lie here for nothing."""
+    run = late_run(spec)
+    run.store(A)
+    odd = run.offer(B)
+    for ledger in (run.ledger, run.journal):
+        ledger.apply(rec.InputStored.of(odd))
+    shares = (*run.draft().merged, msg.Share(node=B, weight=0.0))
+    assert ev.Forget(blob=odd.blob) in run.durable(merged=shares)
+
+
+@pytest.mark.parametrize("method", ["decoupled", "async"])
+def test_a_delta_without_a_step_does_not_make_a_quorum(spec: RunSpec, method: str) -> None:
+    """F: a node that stands still, or has come to the end, would race through the windows of all rounds."""
+    run = late_run(spec, method)
+    assert merged(run.store(A, steps=0, tokens=0)) == merged(run.store(B, steps=0, tokens=0)) == []
+    assert merged(run.store(C, steps=0, tokens=0)) == ["abc"], "nobody is left to wait for"
+
+
+def test_a_window_waits_for_the_time_that_deltas_have_been_late_by(spec: RunSpec) -> None:
+    """C, F."""
+    run = late_run(spec, hurried=False)
+    run.play("10s; a sends 1")
+    timer = run.machine.next_timer()
+    assert timer is not None and timer > 112.0, "nothing was seen: it waits for all"
+    run.play("1s; b sends 1")
+    assert run.machine.next_timer() == 112.0, "b was 1 s late: 2 s after the quorum"
+    assert run.play("0.9s") == [] and merged(run.play("0.1s")) == ["ab"]
+    run = late_run(spec, hurried=False)
+    run.play("10s; a sends 1; 1s; b sends 1")
+    run.machine.clock_jumped(30.0)
+    assert run.machine.next_timer() == 142.0, "deadlines move with the clock"
+
+
+def test_what_one_window_teaches_holds_for_the_others_that_are_open(spec: RunSpec) -> None:
+    """F: fragment 1 has waited for long enough when fragment 0 shows how long that is, and no timer was set."""
+    run = late_run(spec, hurried=False)
+    assert brief(run.play("10s; a sends 1; 3s; a sends 0; 0.5s; b sends 0")) == "b: stored; commit 1.1 of a"
+
+
+# --- every delta a step of its own
+
+
+def test_every_delta_is_a_step_of_its_own_even_if_several_came_at_once(spec: RunSpec) -> None:
+    """Two that are averaged count half each."""
+    run = late_run(spec, "async", hurried=False)
+    assert merged(run.store(A)) == ["a"]
+    run.play("b sends 1; c sends 1")
+    assert merged(run.durable()) == ["b"] and merged(run.durable()) == ["c"]
+
+
+def test_a_round_lasts_until_all_that_are_expected_have_served_it_and_is_evaluated_once(spec: RunSpec) -> None:
+    """J. It does not wait for whom it lost."""
+    run = late_run(spec, "async", hurried=False)
+    rounds, evaluators = [], []
+    for node in (A, B, A, C, A):
+        (publish,) = published(run.commit(1, node))
+        rounds.append(run.machine.windows[1].terms.round)
+        evaluators.append(publish.committed.evaluator)
+    assert rounds == [0, 0, 0, 1, 1] and evaluators == [None, None, None, A, None]
+    run = late_run(spec, "async", hurried=False)
+    run.commit(1, A)
+    run.play("c parts SILENT; 0s")
+    run.commit(1, B)
+    assert run.machine.windows[1].terms.round == 1
+
+
+def test_after_a_restart_a_stored_late_delta_is_part_of_its_window_and_known(spec: RunSpec) -> None:
+    """E, P, Q: as is one that was merged, whose sender did not hear of the commit."""
+    run = late_run(spec)
+    mine, late = run.offer(A), run.offer(B)
+    run.handle(ev.InputStored(offer=mine))
+    run.durable()
+    run.handle(ev.InputStored(offer=late))
+    run.play("restart; a returns; b returns")
+    assert run.machine.windows[1].contributors == {B}
+    assert run.say(B, late) == [tell(B, msg.Stored(blob=late.blob))], "it is not asked for again"
+    assert run.say(A, mine) == [outcome(mine, Reason.OVERLAP)]
+
+
+# --- slow nodes
+
+
+@pytest.mark.parametrize(("method", "steps"), [("decoupled", ((B, 5),)), ("streaming", ())])
+def test_slow_nodes_do_fewer_steps_in_the_rounds_that_are_fixed_from_then_on(
+    spec: RunSpec, method: str, steps: tuple[tuple[NodeId, int], ...]
+) -> None:
+    """A, B: node b needs twice as long for a step; node c stood still half of the time and has a quarter of the batch,
+    and is not slow."""
+    run = late_run(spec, method, hurried=False)
+    for second in (1, 2):
+        run.now += 1.0
+        for node, speed, batch, blocked_s in ((A, 4, 1000, 0.0), (B, 2, 1000, 0.0), (C, 2, 250, 0.5)):
+            done = second * speed
+            run.say(node, plain_progress(inner_steps=done, tokens=done * batch, blocked_s=second * blocked_s))
+    for _ in range(2):
+        run.commit(1, A, B, C)
+    newest = run.ledger.rounds[max(run.ledger.rounds)]
+    assert (newest.index, newest.node_steps) == (3, steps)
+    assert not run.ledger.rounds[2].node_steps, "it was fixed at the start"
+
+
+# --- how long a window waits beyond its quorum
+
+ROUND_S = 10.0
+
+
+class Arrivals:
+    """Windows that open every ten seconds; each closes by itself, when the last delta came or the next begins."""
+
+    def __init__(self, *, method: str = "decoupled", quorum: int | None = 1) -> None:
+        self.quorum = quorum
+        self.grace = StragglerGrace(enabled=method_named(method).grace)
+        self.number = 0
+        self.open()
+
+    def open(self) -> None:
+        terms = WindowTerms(
+            fragment=0, window=self.number + 1, round=self.number, tau=2, mix=0.5, codec_up="q4", codec_down="q4"
+        )
+        self.window = Window(terms=terms, max_staleness=4, opened_at=self.number * ROUND_S)
+        self.number += 1
+
+    def came(self, node: str, after_s: float, *, number: int | None = None) -> None:
+        """A delta for the open window, or for an earlier one, so long after the open one's beginning."""
+        window, now = number or self.number, self.window.opened_at + after_s
+        arrived = plain_offer(NodeId(node), window, fragment=0, seq=window)
+        self.grace.came(arrived, now)
+        self.window.inputs[arrived.blob] = arrived
+        self.grace.look_at(self.window, self.quorum, now)
+
+    def rounds(self, count: int, after_s: Sequence[float]) -> "Arrivals":
+        """In each, nodes a, b, c… come after these times."""
+        for _ in range(count):
+            for node, late in zip("abcdef", after_s, strict=False):
+                self.came(node, late)
+            self.open()
+        return self
+
+
+@pytest.mark.parametrize(
+    ("law", "quorum", "rounds", "seconds"),
+    [
+        ("nothing was seen: all are waited for", 1, [], None),
+        ("twice as long as the latest was late", 1, [(3, (8.0, 8.5, 9.0))], 2.0),
+        ("never longer than half of what the quorum usually takes", 1, [(3, (6.0, 8.5))], 3.0),
+        ("a network that got better is not waited for as if it had not", 1, [(4, (8.0, 10.0)), (40, (8.0, 8.25))], 0.5),
+        ("lateness is counted from the quorum", 1, [(3, (6.0, 6.5, 7.5))], 3.0),
+        ("be it of two", 2, [(3, (6.0, 6.5, 7.5))], 2.0),
+        ("a quorum of all has none", None, [(3, (8.0, 9.0))], None),
+    ],
+)
+def test_how_long_a_window_waits(
+    law: str, quorum: int | None, rounds: list[tuple[int, tuple[float, ...]]], seconds: float | None
+) -> None:
+    arrivals = Arrivals(quorum=quorum)
+    for count, after_s in rounds:
+        arrivals.rounds(count, after_s)
+    assert arrivals.grace.seconds == seconds, law
+
+
+def test_where_nothing_was_seen_there_is_no_deadline_and_where_a_method_has_no_grace_no_wait() -> None:
+    arrivals = Arrivals()
+    arrivals.came("a", 8.0)
+    assert arrivals.grace.until(arrivals.window) is None and arrivals.grace.lasts(arrivals.window, 1e9)
+    assert arrivals.grace.deadlines([arrivals.window], 8.0) == []
+    lone = Arrivals(method="async").rounds(3, (8.0, 9.0))
+    lone.came("a", 8.0)
+    assert lone.grace.until(lone.window) is None and not lone.grace.lasts(lone.window, lone.window.opened_at)
+
+
+def test_a_window_waits_twice_as_long_as_the_latest_was_late() -> None:
+    arrivals = Arrivals().rounds(3, (8.0, 8.5, 9.0))
+    arrivals.came("a", 8.0)
+    quorum_at = arrivals.window.opened_at + 8.0
+    assert arrivals.grace.until(arrivals.window) == quorum_at + 2.0
+    for seconds, lasts, deadlines in ((0.0, True, [quorum_at + 2.0]), (1.9, True, [quorum_at + 2.0]), (2.0, False, [])):
+        assert arrivals.grace.lasts(arrivals.window, quorum_at + seconds) is lasts
+        assert arrivals.grace.deadlines([arrivals.window], quorum_at + seconds) == deadlines
+    arrivals.window.state = "closing"
+    assert arrivals.grace.deadlines([arrivals.window], 0.0) == []
+
+
+@pytest.mark.parametrize(("others", "seconds"), [(("a", "b"), 0.5), (("a",), 0.0)])
+def test_a_node_that_is_too_slow_is_not_waited_for_and_slows_nobody(others: tuple[str, ...], seconds: float) -> None:
+    """Its deltas are late by two thirds of a round: those of the others decide."""
+    arrivals = Arrivals()
+    for _ in range(5):
+        for number, node in enumerate(others):
+            arrivals.came(node, 6.0 + 0.25 * number)
+        arrivals.open()
+        arrivals.came("slow", 2.0, number=arrivals.number - 1)
+    assert arrivals.grace.seconds == seconds
+
+
+def test_a_delta_that_came_for_a_window_that_is_closed_was_late_by_all_of_that() -> None:
+    """Else only those that are waited for would show how long to wait."""
+    arrivals = Arrivals().rounds(1, (8.0,))
+    arrivals.came("b", 0.5, number=1)
+    assert arrivals.grace.seconds == 4.0, "2.5 s late; half of 8 s is the bound"
+
+
+def test_the_time_in_which_the_process_stood_still_is_nobody_s_lateness() -> None:
+    """C."""
+    arrivals = Arrivals().rounds(3, (8.0, 8.25))
+    arrivals.came("a", 8.0)
+    arrivals.grace.clock_jumped(100.0)
+    arrivals.came("b", 108.125)
+    assert arrivals.grace.seconds == 0.5

@@ -1,0 +1,371 @@
+"""What greetings prove of the coordinator's state, when they hold the run, and what follows a rewind (protocol S)."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from coordinator_run import A, B, Run, accepted, brief, merged, outcome, recorded, refused, snapshots
+from plain_runs import plain_hello, plain_progress
+
+from farloop.algo.spec import NodeId, RunSpec
+from farloop.coordinator.change_terms import Release
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
+from farloop.coordinator.decide.decisions import Decisions
+from farloop.coordinator.decide.ledger import Ledger
+from farloop.coordinator.decide.rollback import (
+    ALARM,
+    FORGOTTEN_S,
+    MOST_STARTS,
+    TRUSTED_AFTER_S,
+    Kind,
+    RollbackGuard,
+    as_newcomer,
+    standing_of,
+)
+from farloop.coordinator.decide.run_state import RunState
+from farloop.wire import messages as msg
+from farloop.wire.messages import AnchorRef, Committed, Hello
+from farloop.wire.reasons import Reason
+
+
+def ref(fragment: int, version: int, digest: int | None = None) -> AnchorRef:
+    return AnchorRef(fragment=fragment, version=version, digest=10 * fragment + version if digest is None else digest)
+
+
+def hello(**changes: Any) -> Hello:
+    """A node that holds what the ledger does: version 5 of fragment 0, version 4 of fragment 1."""
+    plain = {"epoch_seen": 7, "anchors": (ref(0, 5), ref(1, 4)), "round": 3, "history": 3}
+    return plain_hello(**{**plain, **changes})
+
+
+AHEAD = hello(anchors=(ref(0, 9), ref(1, 4)))
+NEW_EPOCH = hello(epoch_seen=1000)
+
+
+@pytest.fixture
+def ledger(spec: RunSpec) -> Ledger:
+    """Start 7 of the coordinator; it was wound back in its third. It remembers two versions of each fragment."""
+    ledger = Ledger.begin(rec.RunStarted(spec=spec, epoch=7))
+    ledger.history, ledger.versions = 3, [5, 4]
+    for fragment, version in ((0, 4), (0, 5), (1, 3), (1, 4)):
+        ledger.commits[fragment, version] = Committed(
+            fragment=fragment, version=version, size=1, digest=0, anchor_digest=10 * fragment + version, merged=(),
+            drops=(), next_window=None, rounds=(),
+        )  # fmt: skip
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "detail"),
+    [
+        ({}, "same", ""),
+        ({"announced": (ref(0, 5),)}, "same", ""),
+        ({"anchors": ()}, "behind", ""),
+        ({"anchors": (ref(0, 5), ref(1, 3))}, "behind", ""),
+        ({"anchors": (ref(0, 1, digest=666), ref(1, 4))}, "behind", ""),  # too long ago to be remembered
+        ({"epoch_seen": 8}, "ahead", "has met epoch 8, this start has 7"),
+        ({"anchors": (ref(0, 6), ref(1, 4))}, "ahead", "holds version 6 of fragment 0, here it is at 5"),
+        ({"announced": (ref(1, 6),)}, "ahead", "was told of version 6 of fragment 1, here it is at 4"),
+        ({"history": 4}, "ahead", "follows history 4, this is 3"),
+        (
+            {"anchors": (ref(0, 5, digest=6), ref(1, 4))},
+            "forked",
+            "holds version 5 of fragment 0 with digest 0000000000000006, here it has 0000000000000005",
+        ),
+        ({"anchors": (ref(0, 4, digest=6), ref(1, 4))}, "forked", "version 4 of fragment 0"),
+        ({"anchors": (ref(0, 5, digest=6), ref(1, 9))}, "forked", "and holds version 9 of fragment 1"),
+        ({"history": 0, "anchors": (ref(0, 9), ref(1, 4, digest=6))}, "lost", ""),
+        ({"history": 0, "epoch_seen": 8}, "ahead", "has met epoch 8"),
+        (
+            {"epoch_seen": 9, "anchors": (ref(0, 9), ref(1, 9)), "announced": (ref(0, 9), ref(1, 9))},
+            "ahead",
+            "and 2 more like these",
+        ),
+    ],
+)
+def test_a_greeting_proves_where_a_node_stands(
+    ledger: Ledger, changes: dict[str, Any], kind: Kind, detail: str
+) -> None:
+    standing = standing_of(hello(**changes), ledger)
+    assert standing.kind == kind
+    assert detail in standing.detail and bool(detail) == bool(standing.detail) == standing.is_in_doubt
+
+
+# --- the guard
+
+
+class Guard(RollbackGuard):
+    """Of this ledger, with what it writes to."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.run, self.decisions = RunState(ledger, 0.0), Decisions(ledger)
+        super().__init__(self.run, self.decisions)
+        self.alarms = self.run.alarms
+
+    def says(self, node: str, greeting: Hello, now: float) -> tuple[Reason, bool] | None:
+        """Why this node is refused, and whether for now."""
+        said = self.refusal(NodeId(node), greeting, now)
+        return said and (said.reason, said.retriable)
+
+    def held_by_a(self, *others: Hello) -> None:
+        """a claims an epoch in the minute after a restart; the others come again and again."""
+        assert self.says("a", NEW_EPOCH, 100.0) == HOLDING
+        for later in (101.0, 99.0 + TRUSTED_AFTER_S):
+            for number, other in enumerate(others):
+                assert self.says(f"n{number}", other, later) == HOLDING
+
+
+HOLDING, FENCED, MALFORMED = (Reason.HOLDING, True), (Reason.FENCED, True), (Reason.MALFORMED, False)
+
+
+@pytest.fixture
+def guard(ledger: Ledger) -> Guard:
+    return Guard(ledger)
+
+
+def test_who_proves_that_the_state_is_old_holds_the_run_for_everybody(guard: Guard) -> None:
+    assert guard.says("b", hello(), 1.0) is None and not guard.alarms
+    assert guard.says("a", AHEAD, 2.0) == guard.says("b", hello(), 2.0) == HOLDING
+    assert guard.run.held is not None
+    assert guard.run.held.startswith("node a holds version 9 of fragment 0, here it is at 5")
+    assert "put the newer one back" in guard.alarms[ALARM] and "--rewind" in guard.alarms[ALARM]
+
+
+def test_an_epoch_that_was_met_elsewhere_is_remembered_durably_if_a_run_can_have_reached_it(guard: Guard) -> None:
+    """Whoever winds the run back must claim a higher one, before meeting anybody. A lie would use up the epochs."""
+    assert guard.says("a", hello(epoch_seen=7 + MOST_STARTS + 1), 1.0) == MALFORMED and guard.run.held is None
+    for epoch in (9, 12, 10):
+        guard.says("a", hello(epoch_seen=epoch), 1.0)
+    assert recorded(guard.decisions.take()) == [rec.EpochSeen(epoch=epoch) for epoch in (9, 12)]
+
+
+def test_nobody_stops_a_run_that_has_gone_on_for_a_while(guard: Guard) -> None:
+    """Whoever lives is back by then: one claim keeps out one node, until it comes with another."""
+    assert TRUSTED_AFTER_S > 10 * 5.0, "many times the longest pause between two attempts"
+    assert guard.says("b", hello(), 10.0) is None
+    guard.clock_jumped(5.0)
+    assert guard.says("a", hello(anchors=(ref(0, 9),)), 15.0 + TRUSTED_AFTER_S) == FENCED
+    assert guard.run.held is None and "holds version 9" in guard.alarms[f"{ALARM} of a"]
+    assert guard.says("b", hello(), 101.0) is None
+    assert guard.says("a", hello(), 102.0) is None and not guard.alarms
+    guard.clock_jumped(1000.0)
+    assert guard.says("a", hello(epoch_seen=9), 103.0) is not None and guard.run.held is not None
+
+
+def test_a_coordinator_that_nobody_came_to_for_long_is_no_more_trusted(guard: Guard) -> None:
+    assert guard.says("a", hello(epoch_seen=9), 100.0 * TRUSTED_AFTER_S) == HOLDING
+
+
+def test_one_node_s_word_alone_does_not_hold_a_run_that_others_contradict(guard: Guard) -> None:
+    """A greeting with epoch_seen = 1000 in the minute after a restart held the run for ever."""
+    guard.held_by_a(hello())
+    assert "node a has met epoch 1000" in guard.alarms[ALARM] and "farloop release" in guard.alarms[ALARM]
+    assert guard.says("n0", hello(), 100.0 + TRUSTED_AFTER_S) is None, "whoever lives has come by then"
+    assert guard.run.held is None and ALARM not in guard.alarms and guard.held_s == TRUSTED_AFTER_S
+    assert guard.alarms[f"{ALARM} of a"] == (
+        "it is kept out: it has met epoch 1000, this start has 7; n0 contradicts it, and the run goes on; "
+        "if it is right, stop the coordinator and put the newer state folder back, or start once with "
+        "--adopt-from-nodes"
+    )
+    assert guard.says("a", NEW_EPOCH, 101.0 + TRUSTED_AFTER_S) == FENCED and guard.run.held is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        hello(anchors=()),
+        hello(anchors=(ref(0, 5),)),
+        hello(anchors=(ref(0, 5), ref(1, 2))),
+        hello(anchors=(ref(0, 5), ref(1, 3, digest=9))),
+        hello(history=0),
+    ],
+    ids=["a newcomer", "of a part", "away for long", "another version", "of a lost history"],
+)
+def test_who_was_not_there_at_the_last_commits_contradicts_nobody(guard: Guard, ledger: Ledger, other: Hello) -> None:
+    if other.anchors[1:] == (ref(1, 3, digest=9),):
+        del ledger.commits[1, 3]  # so long ago that its digest is not remembered
+    guard.held_by_a(other)
+    assert guard.says("n0", other, 1000.0) == HOLDING and guard.run.held is not None
+
+
+def test_two_nodes_that_have_seen_more_hold_the_run_until_a_person_decides(guard: Guard) -> None:
+    guard.says("b", AHEAD, 100.0)
+    guard.held_by_a(hello())
+    assert guard.says("n0", hello(), 1000.0) == HOLDING and guard.run.held is not None
+    guard.release(1000.0, "the run was released, and goes on without it")
+    assert guard.run.held is None and set(guard.alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
+    assert guard.says("n0", hello(), 1001.0) is None and guard.says("b", AHEAD, 1002.0) == FENCED
+
+
+def test_a_released_run_waits_for_a_node_that_is_not_kept_out(guard: Guard) -> None:
+    """Where all nodes have seen more, a release would otherwise commit stored deltas: a fork."""
+    guard.held_by_a()
+    guard.release(200.0, "the run was released, and goes on without it")
+    assert guard.claims == {} and guard.run.held == "a is kept out, and no other node has come yet"
+    assert guard.says("a", NEW_EPOCH, 201.0) == FENCED and guard.run.held is not None
+    assert guard.says("b", AHEAD, 202.0) == HOLDING, "another node proves the same"
+    assert set(guard.claims) == {B} and "node b holds version 9" in guard.alarms[ALARM]
+    guard.release(203.0, "the run was released, and goes on without it")
+    assert guard.run.held == "a, b are kept out, and no other node has come yet"
+    assert guard.says("n0", hello(), 204.0) is None and guard.run.held is None
+    assert guard.held_s == 104.0 and set(guard.alarms) == {f"{ALARM} of a", f"{ALARM} of b"}
+    assert guard.says("b", AHEAD, 205.0) == FENCED and guard.run.held is None
+    assert guard.says("b", hello(), 206.0) is None, "it has taken its word back"
+
+
+def test_a_node_whose_newer_start_is_as_this_state_takes_its_word_back(guard: Guard) -> None:
+    guard.held_by_a()
+    assert guard.says("a", hello(incarnation=2), 101.0) == HOLDING
+    assert guard.says("a", hello(incarnation=2), 100.0 + TRUSTED_AFTER_S) is None and guard.run.held is None
+
+
+# --- in the machine
+
+FIRST = tuple(AnchorRef(fragment=f, version=0, digest=100 + f) for f in range(2))
+NEWER = (AnchorRef(fragment=0, version=3, digest=9), FIRST[1])
+
+
+@pytest.fixture
+def run(spec: RunSpec) -> Run:
+    return Run(spec, "ab", num_samples=1000)
+
+
+@pytest.fixture
+def claimed(run: Run) -> Run:
+    """The coordinator has started again."""
+    run.restart(rec.EpochClaimed(epoch=2))
+    return run
+
+
+@pytest.fixture
+def rewound(run: Run) -> Run:
+    """To epoch 8; both nodes came with more than the ledger knows, and began again."""
+    run.restart(rec.Rewound(epoch=8))
+    for node in (A, B):
+        run.greet(node, round=3, anchors=NEWER)
+    for node in (A, B):
+        run.say(node, msg.Ready(history=8))
+    return run
+
+
+def test_who_is_ahead_holds_the_run_and_nothing_is_committed_any_more(claimed: Run) -> None:
+    claimed.play("a returns; a sends 1")
+    held = claimed.greet(B, round=0, anchors=NEWER, epoch_seen=5)
+    assert held[0] == ev.Record(record=rec.EpochSeen(epoch=5)) and brief(held[1:]) == "refuse HOLDING; a: leave"
+    assert held[2].message == msg.Leave(reason=Reason.HOLDING, detail=claimed.machine.holding or "")  # type: ignore[union-attr]
+    assert "node b has met epoch 5" in claimed.alarms[ALARM]
+    assert claimed.part(A, Reason.HOLDING) == []
+    claimed.now += 50.0  # beyond every deadline: a's delta alone would close the window else
+    assert claimed.machine.next_timer() is None and claimed.machine.handle_timer(claimed.now) == []
+    assert brief(claimed.play("a returns")) == "refuse HOLDING"
+
+
+def test_a_fork_at_an_equal_version_holds_the_run(claimed: Run) -> None:
+    forked = (AnchorRef(fragment=0, version=0, digest=666), FIRST[1])
+    assert brief(claimed.greet(A, anchors=forked)) == "refuse HOLDING"
+
+
+def test_after_a_rewind_every_node_of_the_lost_history_begins_again_from_snapshots(run: Run) -> None:
+    """Even those whose anchors may be the same: what they merge meanwhile, nobody here knows."""
+    known = hello(announced=(ref(0, 9),))
+    assert as_newcomer(known) == dataclasses.replace(known, anchors=(), announced=(), round=None)
+    run.store(A)
+    granted = run.ledger.leases.held[A, 1]
+    run.restart(rec.Rewound(epoch=8))
+    assert not run.ledger.inputs, "who sent it could not tell its outcome from that of the next one"
+    for node, anchors in ((A, NEWER), (B, FIRST)):
+        commands = run.greet(node, round=3, anchors=anchors, announced=NEWER, epoch_seen=7)
+        left = f"left {node} NOT_A_PARTICIPANT"
+        assert brief(commands) == f"{left}; accept {node}; snapshot 0 to {node}; snapshot 1 to {node}"
+        assert (accepted(commands).history, accepted(commands).epoch) == (8, 8)
+    assert not run.machine.holding and ALARM not in run.alarms
+    for history, stage in ((0, "joining"), (8, "training")):  # ready for the lost one, and for this
+        for node in (A, B):
+            run.say(node, msg.Ready(history=history))
+        assert {run.machine.members[node].stage for node in (A, B)} == {stage}
+    assert run.ledger.leases.held[A, 1] == granted, "its samples had come back, and are granted again"
+
+
+def test_nothing_that_was_measured_from_a_lost_anchor_is_merged(rewound: Run) -> None:
+    foreign, good = (rewound.offer(A, history=history) for history in (0, 8))
+    assert rewound.say(A, foreign) == [outcome(foreign, Reason.FOREIGN)]
+    assert rewound.say(A, good) == [ev.Receive(offer=good)]
+
+
+def test_who_follows_the_new_history_is_not_asked_to_begin_again(rewound: Run) -> None:
+    rewound.restart(rec.EpochClaimed(epoch=9))
+    commands = rewound.greet(A, history=8, epoch_seen=8, round=0)
+    assert accepted(commands).history == 8 and not snapshots(commands)
+    assert rewound.machine.members[A].stage == "training"
+
+
+def test_a_report_may_count_the_steps_of_lost_histories(run: Run) -> None:
+    """Its node is the same, and counts on: who is not believed would look as if it stood still."""
+    steps = run.ledger.spec.terms.schedule.steps
+    report = plain_progress(position=0.0, inner_steps=steps, tokens=64 * steps)
+    assert not run.machine.believes(A, report)
+    run.restart(rec.Rewound(epoch=2))
+    assert run.machine.believes(A, report)
+
+
+def test_the_ledger_remembers_the_history_and_the_epochs_that_were_seen(run: Run) -> None:
+    for record in (rec.EpochSeen(epoch=5), rec.EpochSeen(epoch=4), rec.Rewound(epoch=6), rec.EpochClaimed(epoch=7)):
+        run.ledger.apply(record)
+    saved = rec.decode(*rec.encode(run.ledger.saved()))
+    assert isinstance(saved, rec.LedgerSaved)
+    again = Ledger.resume(saved)
+    assert (again.epoch, again.history, again.epoch_seen) == (7, 6, 5)
+
+
+def test_a_run_that_is_released_goes_on_where_it_was_held_and_no_deadline_came_nearer(claimed: Run) -> None:
+    claimed.play("a returns")
+    claimed.greet(B, round=0, epoch_seen=1000)
+    claimed.part(A, Reason.HOLDING)
+    claimed.now += 1000.0
+    claimed.handle(ev.HoldReleased())
+    assert claimed.machine.holding is None and "kept out" in claimed.alarms[f"{ALARM} of b"]
+    gone_at = claimed.machine.members[B].gone_at
+    assert gone_at is not None and gone_at > claimed.now, "it has the time to come back that it had before"
+    accepted(claimed.play("a returns"))
+    assert brief(claimed.greet(B, round=0, epoch_seen=1000)) == "refuse FENCED"
+    accepted(claimed.play("b returns"))
+    assert merged(claimed.play("a sends 1; b sends 1")) == ["ab"], "both take part again"
+
+
+def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(claimed: Run) -> None:
+    """`farloop release` on a genuine old copy kept out every node, and named one."""
+    release: Callable[..., Any] = Release(claimed.machine, lambda event: claimed.handle(event))
+    with pytest.raises(ValueError, match="there is nothing to release"):
+        asyncio.run(release({"do": "release"}))
+    claimed.greet(A, round=0, epoch_seen=900)
+    claimed.greet(B, round=0, epoch_seen=1000)
+    for given in ({}, {"nodes": ["b"]}, {"nodes": ["a", "b", "c"]}):
+        with pytest.raises(ValueError, match=r"--adopt-from-nodes.*farloop release --node a --node b"):
+            asyncio.run(release({"do": "release", **given}))
+    assert set(claimed.machine.hold_claims) == {A, B}
+    answer = asyncio.run(release({"do": "release", "nodes": ["b", "a"]}))
+    assert answer["held"].startswith("node a has met epoch 900") and "node b has met epoch 1000" in answer["held"]
+    assert answer["still"] == "a, b are kept out, and no other node has come yet" == claimed.machine.holding
+    assert not merged(claimed.pass_time(1000.0))
+
+
+def test_one_node_that_claims_an_epoch_and_is_contradicted_stops_nobody_for_longer_than_a_minute(claimed: Run) -> None:
+    claimed.greet(B, round=0, epoch_seen=1000)
+    assert refused(claimed.play("a returns")).reason is Reason.HOLDING
+    accepted(claimed.play("61s; a returns"))
+    assert merged(claimed.play("a sends 1; 20s")) == ["a"], "without b"
+
+
+def test_the_alarm_of_a_node_that_was_kept_out_ends_when_it_does_not_dial_any_more(claimed: Run) -> None:
+    claimed.play("a returns")
+    claimed.greet(B, round=0, epoch_seen=1000)
+    claimed.handle(ev.HoldReleased())
+    for node, seconds, stays in ((B, FORGOTTEN_S - 1.0, True), (A, FORGOTTEN_S - 1.0, True), (A, 1.0, False)):
+        claimed.now += seconds
+        claimed.greet(node, round=0, epoch_seen=1000 if node == B else 0)
+        assert (f"{ALARM} of b" in claimed.alarms) is stays
+    assert brief(claimed.greet(B, round=0, epoch_seen=1000)) == "refuse FENCED"
+    assert f"{ALARM} of b" in claimed.alarms, "and is kept out all the same"
