@@ -1,4 +1,4 @@
-"""The inner optimizers of loops that bring none of their own."""
+"""Covers `node/inner_optimizer.py`: the optimizers of loops that bring none of their own."""
 
 import copy
 
@@ -8,45 +8,43 @@ from plain_runs import plain_terms
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from farloop.algo.terms import InnerOptimizer, LearningRate, Terms
+from farloop.algo.terms import InnerOptimizer, LearningRate
 from farloop.node.inner_optimizer import Together, default_optimizer
 from farloop.node.model import PRESETS, build
 
 
-def terms(weight_decay: float = 0.2, inner_optimizer: InnerOptimizer = "adamw") -> Terms:
-    return plain_terms(
-        method="diloco",
-        steps=10,
-        h=5,
-        lr=LearningRate(peak=3e-3),
-        weight_decay=weight_decay,
-        batch_sequences=4,
-        sequence_tokens=8,
-        inner_optimizer=inner_optimizer,
-    )
+def optimizer_of(module: nn.Module, kind: InnerOptimizer = "adamw") -> Optimizer:
+    terms = plain_terms(method="diloco", lr=LearningRate(peak=3e-3), weight_decay=0.2, inner_optimizer=kind)
+    return default_optimizer(module, terms)
+
+
+def together(module: nn.Module) -> Together:
+    optimizer = optimizer_of(module, "muon")
+    assert isinstance(optimizer, Together)
+    return optimizer
+
+
+def shapes(group: dict[str, list[Tensor]]) -> list[tuple[int, ...]]:
+    return [tuple(p.shape) for p in group["params"]]
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
     module[1].weight.requires_grad_(False)
-    decayed, plain = default_optimizer(module, terms()).param_groups
-    assert [tuple(p.shape) for p in decayed["params"]] == [(5, 4)], "and what is frozen is left out"
-    assert [tuple(p.shape) for p in plain["params"]] == [(4,), (4,), (4,)]
+    decayed, plain = optimizer_of(module).param_groups
+    assert shapes(decayed) == [(5, 4)], "and what is frozen is left out"
+    assert shapes(plain) == [(4,), (4,), (4,)]
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.2, 0.0)
     assert (decayed["lr"], decayed["betas"], decayed["eps"]) == (3e-3, (0.9, 0.95), 1e-8)
-
-
-def test_a_model_of_one_kind_of_parameters_has_one_group() -> None:
-    [group] = default_optimizer(nn.Linear(4, 4, bias=False), terms()).param_groups
-    assert group["weight_decay"] == 0.2
-    [group] = default_optimizer(nn.LayerNorm(4), terms()).param_groups
-    assert group["weight_decay"] == 0.0
+    for one_kind, weight_decay in ((nn.Linear(4, 4, bias=False), 0.2), (nn.LayerNorm(4), 0.0)):
+        (group,) = optimizer_of(one_kind).param_groups
+        assert group["weight_decay"] == weight_decay
 
 
 def test_tied_parameters_are_stepped_once() -> None:
     module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     module[1].weight = module[0].weight
-    [group] = default_optimizer(module, terms()).param_groups
+    (group,) = optimizer_of(module).param_groups
     assert [id(parameter) for parameter in group["params"]] == [id(module[0].weight)]
 
 
@@ -69,91 +67,71 @@ class Small(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def trained(module: Small, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+def trained(module: Small, *optimizers: Optimizer) -> Small:
+    """Three steps, of all of them."""
     generator = torch.Generator().manual_seed(2)
-    for _ in range(steps):
+    for _ in range(3):
         tokens = torch.randint(0, 7, (8, 5), generator=generator)
-        optimizer.zero_grad()
+        module.zero_grad()
         torch.autograd.backward(nn.functional.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten()))
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+    return module
 
 
-def together(module: nn.Module) -> Together:
-    optimizer = default_optimizer(module, terms(inner_optimizer="muon"))
-    assert isinstance(optimizer, Together)
-    return optimizer
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest() -> None:
     module = Small()
     muon, adamw = together(module).parts
     assert isinstance(muon, Muon) and isinstance(adamw, AdamW)
-    assert [id(p) for group in muon.param_groups for p in group["params"]] == [id(b.weight) for b in module.blocks]
+    matrices = {id(block.weight) for block in module.blocks}
+    assert {id(p) for group in muon.param_groups for p in group["params"]} == matrices
     rest = {id(p) for group in adamw.param_groups for p in group["params"]}
-    assert rest == {
-        id(p) for name, p in module.named_parameters() if name not in ("blocks.0.weight", "blocks.1.weight")
-    }
+    assert rest == {id(p) for p in module.parameters()} - matrices
     assert [(g["lr"], g["weight_decay"]) for g in muon.param_groups] == [(3e-3, 0.2)]
     assert [g["weight_decay"] for g in adamw.param_groups] == [0.2, 0.0]
 
 
 def test_an_embedding_without_a_telling_name_is_known_by_its_kind() -> None:
-    module = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4, bias=False))
-    muon, adamw = together(module).parts
-    assert [tuple(p.shape) for p in muon.param_groups[0]["params"]] == [(4, 4)]
-    assert [tuple(p.shape) for p in adamw.param_groups[0]["params"]] == [(5, 4)]
+    muon, adamw = together(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4, bias=False))).parts
+    assert (shapes(muon.param_groups[0]), shapes(adamw.param_groups[0])) == ([(4, 4)], [(5, 4)])
 
 
 def test_in_the_built_in_model_muon_has_all_matrices_of_the_blocks() -> None:
     module = build(PRESETS["nano"], seed=1)
-    muon, adamw = together(module).parts
+    muon, _ = together(module).parts
     count = sum(p.numel() for group in muon.param_groups for p in group["params"])
     assert count == sum(p.numel() for name, p in module.named_parameters() if name.startswith("blocks") and p.ndim == 2)
-    assert all(p.ndim < 2 or p.shape[0] == 256 for group in adamw.param_groups for p in group["params"])
 
 
-def test_a_model_without_hidden_matrices_is_not_for_muon() -> None:
+def test_a_model_without_hidden_matrices_is_not_for_muon_and_one_without_others_for_muon_alone() -> None:
     with pytest.raises(ValueError, match="this model has none; take adamw"):
-        default_optimizer(nn.LayerNorm(4), terms(inner_optimizer="muon"))
-    only = default_optimizer(nn.Linear(4, 4, bias=False), terms(inner_optimizer="muon"))
-    assert isinstance(only, Muon)
+        optimizer_of(nn.LayerNorm(4), "muon")
+    assert isinstance(optimizer_of(nn.Linear(4, 4, bias=False), "muon"), Muon)
 
 
-def test_together_they_step_as_they_do_apart() -> None:
-    one, other = Small(), Small()
-    trained(one, together(one), steps=3)
-    muon, adamw = together(other).parts
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(3):
-        tokens = torch.randint(0, 7, (8, 5), generator=generator)
-        other.zero_grad()
-        torch.autograd.backward(nn.functional.cross_entropy(other(tokens).flatten(0, 1), tokens.flatten()))
-        muon.step()
-        adamw.step()
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(one.parameters(), Small().parameters(), strict=True))
-
-
-def test_a_learning_rate_that_is_set_reaches_all() -> None:
-    """As `Node.step` sets it."""
-    module = Small()
-    optimizer = together(module)
+def test_together_they_step_as_they_do_apart_and_a_rate_that_is_set_reaches_all() -> None:
+    one, other, still = Small(), Small(), Small()
+    trained(one, together(one))
+    trained(other, *together(other).parts)
+    assert equal(one, other) and not equal(one, still)
+    optimizer = together(still)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    trained(module, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
+    assert equal(trained(still, optimizer), Small())
 
 
 def test_a_step_of_muon_is_as_long_as_one_of_adamw() -> None:
     """0.2·√max(rows, columns) on an orthogonal step: an RMS of about 0.2 lr in every element, which AdamW comes to."""
     weight = nn.Parameter(torch.zeros(64, 256))
-    [group] = default_optimizer(nn.Linear(256, 64, bias=False), terms(0.0, "muon")).param_groups
-    optimizer: Optimizer = Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.9, adjust_lr_fn=group["adjust_lr_fn"])
+    (group,) = optimizer_of(nn.Linear(256, 64, bias=False), "muon").param_groups
+    optimizer = Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.9, adjust_lr_fn=group["adjust_lr_fn"])
     weight.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     optimizer.step()
-    rms = float(weight.detach().square().mean().sqrt())
-    assert 0.1 < rms < 0.3
+    assert 0.1 < float(weight.detach().square().mean().sqrt()) < 0.3
 
 
 def test_its_state_goes_to_a_file_and_back() -> None:
@@ -162,11 +140,5 @@ def test_its_state_goes_to_a_file_and_back() -> None:
     trained(one, first)
     other.load_state_dict(one.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for group in second.param_groups:
-        assert group["lr"] == 3e-3
-        group["lr"] = 1e-3
-    for group in first.param_groups:
-        group["lr"] = 1e-3
-    trained(one, first)
-    trained(other, second)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert {group["lr"] for group in second.param_groups} == {3e-3}
+    assert equal(trained(one, first), trained(other, second))

@@ -9,20 +9,23 @@ from typing import Any, cast
 
 import pytest
 import torch
-from plain_runs import plain_terms
+from node_story import identity
+from plain_runs import plain_spec, plain_terms
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 
 from farloop.algo.fragments import partition, trainable_tensors
-from farloop.algo.spec import Identity, RunSpec
+from farloop.algo.spec import RunSpec
 from farloop.node.cluster import Cluster, Decision
-from farloop.node.errors import LoopError
+from farloop.node.errors import LoopError, TermsMismatch
 from farloop.node.inner_optimizer import default_optimizer
-from farloop.node.library import Driver, Node, _bare, _inner_optimizer, join
+from farloop.node.library import Driver, Node, _bare, _check_ranks, _check_tau, _inner_optimizer, join
 
 RATE = 0.25
 """The run's, at the first step; half of it at the second, and so on."""
+
+ONES = [[1.0, 1.0], [1.0, 1.0]]
 
 
 class Notes:
@@ -53,25 +56,34 @@ class Loop:
         **options: Any,
     ) -> None:
         """`options` are those of `Node`."""
-        self.module = module or nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
+        self.module = module or two_layers()
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.fill_(1.0)
         shapes = [(name, tuple(parameter.shape)) for name, parameter in trainable_tensors(self.module)]
-        identity = Identity(
-            name="run", model="own", layout=partition(shapes, pattern="whole"), anchor_digests=(0,), data="own",
-            num_samples=0, evaluation_set="none", seed=0,
-        )  # fmt: skip
-        spec = RunSpec(identity=identity, terms=plain_terms(**{"method": "diloco", "clip": max_norm, **(terms or {})}))
-        self.notes, self.optimizer = Notes(), optimizer(self.module)
-        driver = cast(Driver, self.notes)
-        self.node = Node(Cluster(), driver, spec, self.module, self.optimizer, **options)
+        own = plain_terms(**{"method": "diloco", "clip": max_norm, **(terms or {})})
+        spec = RunSpec(identity=identity(partition(shapes, pattern="whole")), terms=own)
+        self.notes, self._optimizer = Notes(), optimizer(self.module)
+        self.node = Node(Cluster(), cast(Driver, self.notes), spec, self.module, self._optimizer, **options)
         self.node._begin()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        assert self._optimizer is not None
+        return self._optimizer
 
     @property
     def weights(self) -> list[list[float]]:
         """Of each layer."""
         return [parameter.detach().flatten().tolist() for parameter in self.module.parameters()]
+
+    @property
+    def rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.module.parameters())
 
     def step(self, *gradients: float) -> bool:
         """All elements of a layer's gradient are the number given for it; of all layers, if it is one."""
@@ -79,6 +91,10 @@ class Loop:
         for parameter, value in zip(layers, gradients * (len(layers) if len(gradients) == 1 else 1), strict=True):
             parameter.grad = torch.full_like(parameter, value)
         return self.node.step(loss=1.0, tokens=8)
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
 
 
 def groups(first: float | None, second: float | None, **options: Any) -> Callable[[nn.Module], Optimizer]:
@@ -95,11 +111,6 @@ def plain(module: nn.Module) -> Optimizer:
     return SGD(module.parameters(), lr=7.0)
 
 
-def rates(loop: Loop) -> list[float]:
-    assert loop.optimizer is not None
-    return [float(group["lr"]) for group in loop.optimizer.param_groups]
-
-
 # --- the learning rate
 
 
@@ -109,8 +120,14 @@ def test_the_run_s_rate_is_what_is_stepped_with_at_every_step() -> None:
     assert loop.weights == [[0.75, 0.75], [0.75, 0.75]]
     loop.step(1.0)
     assert loop.weights == [[0.625, 0.625], [0.625, 0.625]], "and not the optimizer's own, nor the one before"
-    assert [stepped for *_, stepped in loop.notes.steps] == [True, True]
-    assert all(parameter.grad is None for parameter in loop.module.parameters())
+    assert loop.notes.steps == [(8, 1.0, True)] * 2 and not loop.has_gradients
+
+
+def warming(module: nn.Module) -> Optimizer:
+    """A scheduler that has begun to warm up does not change the ratios."""
+    optimizer = groups(None, 0.2, lr=0.02)(module)
+    LinearLR(optimizer, start_factor=1e-3)
+    return optimizer
 
 
 @pytest.mark.parametrize(
@@ -120,44 +137,29 @@ def test_the_run_s_rate_is_what_is_stepped_with_at_every_step() -> None:
         (groups(None, 0.2, lr=0.02), [RATE, RATE * 10]),
         (groups(1e-6, 1e-2), [RATE / 1e4, RATE]),
         (groups(0.0, 0.5), [0.0, RATE]),
+        (warming, [RATE, RATE * 10]),
     ],
-    ids=["a slower one", "a faster one", "none has the default", "one stands still"],
+    ids=["a slower one", "a faster one", "none has the default", "one stands still", "a scheduler"],
 )
 def test_parameter_groups_keep_their_ratios(optimizer: Callable[[nn.Module], Optimizer], expected: list[float]) -> None:
     loop = Loop(optimizer)
     loop.step(1.0)
-    assert rates(loop) == pytest.approx(expected)
+    assert loop.rates == pytest.approx(expected)
     loop.step(1.0)
-    assert rates(loop) == pytest.approx([rate / 2 for rate in expected]), "the run's schedule scales them all"
-
-
-def test_a_scheduler_that_has_begun_to_warm_up_does_not_change_the_ratios() -> None:
-    def warming(module: nn.Module) -> Optimizer:
-        optimizer = groups(None, 0.2, lr=0.02)(module)
-        LinearLR(optimizer, start_factor=1e-3)
-        return optimizer
-
-    loop = Loop(warming)
-    loop.step(1.0)
-    assert rates(loop) == pytest.approx([RATE, RATE * 10])
+    assert loop.rates == pytest.approx([rate / 2 for rate in expected]), "the run's schedule scales them all"
 
 
 def test_a_group_that_is_added_later_gets_its_own_ratio_and_a_rate_may_be_a_tensor() -> None:
-    def first_layer(module: nn.Module) -> Optimizer:
-        return AdamW([next(module.parameters())], lr=torch.tensor(0.02))
-
-    loop = Loop(first_layer)
-    assert loop.optimizer is not None
+    loop = Loop(lambda module: AdamW([next(module.parameters())], lr=torch.tensor(0.02)))
     tensor = loop.optimizer.param_groups[0]["lr"]
     loop.optimizer.add_param_group({"params": list(loop.module.parameters())[1:], "lr": torch.tensor(0.04)})
     loop.step(1.0)
-    assert rates(loop) == pytest.approx([RATE, 2 * RATE])
+    assert loop.rates == pytest.approx([RATE, 2 * RATE])
     assert loop.optimizer.param_groups[0]["lr"] is tensor, "a compiled optimizer reads the one that it was given"
 
 
 def test_a_scheduler_of_the_loop_is_told_of_once_and_overridden(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(plain)
-    assert loop.optimizer is not None
     loop.step(1.0)
     assert "scheduler" not in caplog.text
     scheduler = ExponentialLR(loop.optimizer, gamma=0.5)
@@ -166,18 +168,16 @@ def test_a_scheduler_of_the_loop_is_told_of_once_and_overridden(caplog: pytest.L
         scheduler.step()
     assert caplog.text.count("join with rate='own'") == 1
     loop.step(1.0)
-    assert rates(loop) == [RATE / 16]
+    assert loop.rates == [RATE / 16]
 
 
 def test_with_a_rate_of_its_own_the_loop_s_scheduler_decides(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(groups(0.5, 0.25), rate="own")
-    assert loop.optimizer is not None
     scheduler = ExponentialLR(loop.optimizer, gamma=0.5)
-    loop.step(1.0)
-    assert loop.weights == [[0.5, 0.5], [0.75, 0.75]]
-    scheduler.step()
-    loop.step(1.0)
-    assert loop.weights == [[0.25, 0.25], [0.625, 0.625]]
+    for weights in ([[0.5, 0.5], [0.75, 0.75]], [[0.25, 0.25], [0.625, 0.625]]):
+        loop.step(1.0)
+        assert loop.weights == weights
+        scheduler.step()
     assert caplog.text == ""
 
 
@@ -187,33 +187,27 @@ def test_the_built_in_optimizers_take_the_run_s_rate_for_all_their_groups(kind: 
     terms = plain_terms(inner_optimizer=kind)
     loop = Loop(lambda module: default_optimizer(module, terms), module=module, terms={"control_variates": True})
     loop.step(1.0)
-    assert set(rates(loop)) == {RATE}
+    assert set(loop.rates) == {RATE}
 
 
-# --- the clip
+# --- the clip, and steps that are not finite
 
 
-def test_the_gradient_is_clipped_to_the_run_s_norm_over_all_parameters() -> None:
-    loop = Loop(plain, max_norm=1.0)
-    loop.step(3.0, 4.0)
-    norm = math.sqrt(2 * 9 + 2 * 16)
-    assert loop.weights[0] == pytest.approx([1 - RATE * 3 / norm] * 2)
-    assert loop.weights[1] == pytest.approx([1 - RATE * 4 / norm] * 2)
-
-
-def test_a_shorter_gradient_is_left_as_it_is() -> None:
-    loop = Loop(plain, max_norm=1.0)
-    loop.step(0.25)
-    assert loop.weights == [[1 - RATE / 4] * 2] * 2
-
-
-def test_with_a_clip_of_its_own_the_loop_s_gradient_is_stepped_as_it_is() -> None:
-    loop = Loop(plain, max_norm=1.0, clip="own")
-    loop.step(3.0, 4.0)
-    assert loop.weights == [[1 - RATE * 3] * 2, [1 - RATE * 4] * 2]
-
-
-# --- steps that are not finite
+@pytest.mark.parametrize(
+    ("clip", "gradients", "stepped"),
+    [
+        ("run", (3.0, 4.0), (3 / math.sqrt(50), 4 / math.sqrt(50))),  # to the run's norm over all parameters
+        ("run", (0.25, 0.25), (0.25, 0.25)),  # a shorter one is left as it is
+        ("own", (3.0, 4.0), (3.0, 4.0)),
+    ],
+)
+def test_the_gradient_is_clipped_to_the_run_s_norm(
+    clip: str, gradients: tuple[float, float], stepped: tuple[float, float]
+) -> None:
+    loop = Loop(plain, max_norm=1.0, clip=clip)
+    loop.step(*gradients)
+    for layer, gradient in zip(loop.weights, stepped, strict=True):
+        assert layer == pytest.approx([1 - RATE * gradient] * 2)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -223,25 +217,24 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
 ) -> None:
     """Clipping an infinite gradient made every weight NaN."""
     loop = Loop(lambda module: AdamW(module.parameters(), weight_decay=0.1), max_norm=1.0, clip=clip)
-    assert loop.optimizer is not None
     for _ in range(4):
         assert loop.step(1.0, bad)
-    assert loop.weights == [[1.0, 1.0], [1.0, 1.0]] and not loop.optimizer.state
+    assert loop.weights == ONES and not loop.optimizer.state
     assert loop.notes.steps == [(8, 1.0, False)] * 4, "the round goes on"
     assert [record.getMessage()[-1] for record in caplog.records] == ["1", "2", "4"]
     assert "inner step skipped cause='the gradient holds NaN or Inf'" in caplog.text
-    assert all(parameter.grad is None for parameter in loop.module.parameters()), "or it would be added to the next"
+    assert not loop.has_gradients, "or they would be added to the next"
     loop.step(1.0)
-    assert loop.weights != [[1.0, 1.0], [1.0, 1.0]] and loop.notes.steps[-1] == (8, 1.0, True)
+    assert loop.weights != ONES and loop.notes.steps[-1] == (8, 1.0, True)
 
 
 # --- gradient scalers
 
 
-def scaled(loop: Loop, scaler: torch.amp.GradScaler, *gradients: float) -> None:
+def scaled(loop: Loop, scaler: torch.amp.GradScaler, gradient: float) -> None:
     """A step as after `scaler.scale(loss).backward()`."""
     scaler.scale(torch.zeros(()))
-    loop.step(*(scaler.get_scale() * gradient for gradient in gradients))
+    loop.step(scaler.get_scale() * gradient)
 
 
 def test_a_gradient_is_unscaled_before_it_is_clipped() -> None:
@@ -259,7 +252,7 @@ def test_a_scale_that_is_too_large_is_lowered_by_a_skipped_step() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loop = Loop(plain, scaler=scaler)
     scaled(loop, scaler, math.inf)
-    assert loop.weights == [[1.0] * 2] * 2 and loop.notes.steps[-1][2] is False
+    assert loop.weights == ONES and loop.notes.steps[-1][2] is False
     assert scaler.get_scale() == 512.0
     scaled(loop, scaler, 0.5)
     assert loop.weights == [[1 - RATE / 4] * 2] * 2, "at the rate of the second step"
@@ -269,7 +262,6 @@ def test_a_scale_that_is_too_large_is_lowered_by_a_skipped_step() -> None:
 def test_a_loop_may_unscale_by_itself_to_clip_by_itself(bad: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loop = Loop(plain, max_norm=1.0, clip="own", scaler=scaler)
-    assert loop.optimizer is not None
     scaler.scale(torch.zeros(()))
     for parameter in loop.module.parameters():
         parameter.grad = torch.full_like(parameter, math.inf if bad else 3 * 1024.0)
@@ -288,49 +280,54 @@ def test_a_scaler_that_is_off_changes_nothing() -> None:
 # --- what is refused
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(3, 2, sparse=True)
-        self.out = nn.Linear(2, 1)
+def sparse() -> nn.Module:
+    return nn.ModuleDict({"table": nn.Embedding(3, 2, sparse=True), "out": nn.Linear(2, 1)})
+
+
+def rateless(module: nn.Module) -> Optimizer:
+    optimizer = plain(module)
+    optimizer.param_groups[0]["lr"] = None
+    return optimizer
+
+
+VARIATES = {"terms": {"control_variates": True}}
+WHOLE = {"terms": {"method": "data-parallel"}}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "module", "words"),
+    ("optimizer", "options", "words"),
     [
-        (lambda module: LBFGS(module.parameters()), None, "LBFGS needs a closure at every step"),
-        (lambda module: SparseAdam(module.parameters()), None, "take Adam or AdamW"),
-        (lambda module: AdamW(module.parameters()), Sparse, "the embedding 'table' makes sparse gradients.* sparse=F"),
-        (lambda module: AdamW(nn.Linear(2, 2).parameters()), None, "AdamW has no parameter of the model"),
-        (lambda module: SGD(module.parameters(), lr=0.0), None, "learning rate of SGD is 0: give it one above 0"),
+        (lambda module: LBFGS(module.parameters()), {}, "LBFGS needs a closure at every step"),
+        (lambda module: SparseAdam(module.parameters()), {}, "take Adam or AdamW"),
+        (lambda module: AdamW(module.parameters()), {"module": sparse()}, "embedding 'table' makes sparse.* sparse=F"),
+        (lambda module: AdamW(nn.Linear(2, 2).parameters()), {}, "AdamW has no parameter of the model"),
+        (lambda module: SGD(module.parameters(), lr=0.0), {}, "learning rate of SGD is 0: give it one above 0"),
+        (rateless, {}, "SGD has no learning rate that could be set: join with rate='own'"),
+        (plain, {"rate": "own", **VARIATES}, "control_variates, which need one learning rate"),
+        (groups(0.1, 0.2), VARIATES, "control_variates, which need one learning rate"),
+        (lambda module: None, {"rate": "own", **WHOLE}, "the coordinator takes the step"),
+        (lambda module: None, {"clip": "own", **WHOLE}, "the coordinator takes the step"),
+        (lambda module: None, {"scaler": torch.amp.GradScaler("cpu"), **WHOLE}, "the coordinator takes the step"),
     ],
-    ids=["LBFGS", "SparseAdam", "sparse embedding", "another model's", "no rate"],
-)
+)  # fmt: skip
 def test_what_cannot_be_stepped_is_refused_in_one_line(
-    optimizer: Callable[[nn.Module], Optimizer], module: Callable[[], nn.Module] | None, words: str
+    optimizer: Callable[[nn.Module], Optimizer | None], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(LoopError, match=words) as caught:
-        Loop(optimizer, module=module() if module else None)
+        Loop(optimizer, **options)
     assert "\n" not in str(caught.value)
     assert (caught.value.exit_code, caught.value.retriable) == (2, False)
 
 
-def test_an_optimizer_without_a_rate_needs_one_of_its_own() -> None:
-    def without(module: nn.Module) -> Optimizer:
-        optimizer = plain(module)
-        optimizer.param_groups[0]["lr"] = None
-        return optimizer
-
-    with pytest.raises(LoopError, match="SGD has no learning rate that could be set: join with rate='own'"):
-        Loop(without)
-    Loop(without, rate="own")
+def test_an_optimizer_without_a_rate_may_have_the_loop_s() -> None:
+    Loop(rateless, rate="own")
 
 
 def test_parameters_that_the_optimizer_does_not_have_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(lambda module: SGD([next(module.parameters())], lr=1.0))
     assert "SGD does not step 1 of the model's parameters, as '1.weight'" in caplog.text
     loop.step(1.0)
-    assert all(parameter.grad is None for parameter in loop.module.parameters())
+    assert not loop.has_gradients
 
 
 def test_a_sparse_gradient_is_refused_where_it_comes() -> None:
@@ -344,30 +341,18 @@ def test_a_sparse_gradient_is_refused_where_it_comes() -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_parameter_that_is_frozen_or_unfrozen_after_join_is_refused(frozen: bool) -> None:
     """One that is unfrozen would never be exchanged, and the nodes' models would differ from then on."""
-    module = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False))
+    module = two_layers()
     module[0].requires_grad_(frozen)
-    loop = Loop(lambda module: SGD(module.parameters(), lr=1.0), module=module)
+    loop = Loop(plain, module=module)
     module[0].requires_grad_(not frozen)
     with pytest.raises(LoopError, match=rf"parameter '0\.weight' was {'' if frozen else 'un'}frozen after join"):
         loop.step(1.0)
 
 
-@pytest.mark.parametrize("asked", [{"rate": "own"}, {"optimizer": groups(0.1, 0.2)}])
-def test_control_variates_refuse_rates_that_they_do_not_know(asked: dict[str, Any]) -> None:
-    with pytest.raises(LoopError, match="control_variates, which need one learning rate"):
-        Loop(**{"optimizer": plain, **asked}, terms={"control_variates": True})
-
-
-def test_a_method_that_steps_at_the_coordinator_has_no_use_for_an_optimizer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    whole = {"method": "data-parallel"}
-    for asked in ({"rate": "own"}, {"clip": "own"}, {"scaler": torch.amp.GradScaler("cpu")}):
-        with pytest.raises(LoopError, match="the coordinator takes the step"):
-            Loop(lambda module: None, terms=whole, **asked)
-    loop = Loop(lambda module: None, terms=whole)
+def test_a_method_that_steps_at_the_coordinator_has_no_use_for_an_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(lambda module: None, **WHOLE)
     loop.step(1.0)
-    assert loop.weights == [[1.0] * 2] * 2 and loop.notes.steps == [(8, 1.0, True)]
+    assert loop.weights == ONES and loop.notes.steps == [(8, 1.0, True)]
     assert _inner_optimizer(plain(loop.module), loop.module, loop.node.spec) is None
     assert "the optimizer is not used: with the method data-parallel the coordinator steps" in caplog.text
 
@@ -378,61 +363,87 @@ def test_who_decides_is_the_run_or_the_loop(argument: str) -> None:
         join("tcp://127.0.0.1:1", nn.Linear(1, 1), name="a", **{argument: "mine"})  # type: ignore[arg-type]
 
 
-# --- the tokens
+def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
+    with pytest.raises(LoopError, match=r"join\(model=…\) returned a list: return a torch\.nn\.Module"):
+        _bare([nn.Linear(1, 1)])
+    loop = Loop(plain)
+    with pytest.raises(LoopError, match=r"join\(optimizer=…\) returned None: return a torch\.optim\.Optimizer"):
+        _inner_optimizer(lambda module, spec: None, loop.module, loop.node.spec)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize(
+    ("tau", "terms", "fault"),
+    [
+        (None, {}, ""),
+        (0, {}, ""),
+        (29, {}, ""),
+        (30, {}, "this node's own tau is 30; diloco with rounds of 30 steps"),
+        (None, {"lag": 1}, ""),
+        (0, {"lag": 1}, "lag = 1"),
+    ],
+)
+def test_a_node_s_own_overlap_is_held_against_the_run_once_that_is_known(
+    tau: int | None, terms: dict[str, int], fault: str
+) -> None:
+    """D: whether a send can meet its own merge depends on the run's rounds and slots."""
+    spec = plain_spec(method="diloco", steps=900, h=30, **terms)
+    if not fault:
+        return _check_tau(spec, tau)
+    with pytest.raises(TermsMismatch, match=fault) as caught:
+        _check_tau(spec, tau)
+    assert (caught.value.exit_code, caught.value.retriable) == (2, False)
+
+
+def test_what_corrects_the_steps_of_one_process_alone_is_refused_to_several() -> None:
+    corrected = plain_spec(method="diloco", control_variates=True)
+    _check_ranks(corrected, Cluster())
+    _check_ranks(plain_spec(method="diloco"), Cluster(size=2))
+    with pytest.raises(TermsMismatch, match="control_variates, which this node's 2 processes would not share"):
+        _check_ranks(corrected, Cluster(size=2))
+
+
+# --- what a step is told
 
 
 def granted() -> Loop:
     """In a run whose coordinator grants the samples: 4 sequences of 16 tokens a step."""
     loop = Loop(plain, terms={"batch_sequences": 4, "sequence_tokens": 16})
-    identity = dataclasses.replace(loop.node.spec.identity, num_samples=1000)
-    loop.node.spec = dataclasses.replace(loop.node.spec, identity=identity)
+    own = dataclasses.replace(loop.node.spec.identity, num_samples=1000)
+    loop.node.spec = dataclasses.replace(loop.node.spec, identity=own)
     loop.notes.executor.machine = SimpleNamespace(takes_samples=True)
     return loop
 
 
 @pytest.mark.parametrize("tokens", [None, 64, 60, 0])
 def test_a_step_has_the_tokens_of_the_batch_or_fewer(tokens: int | None) -> None:
-    """Fewer where its sequences are padded."""
-    loop = granted()
+    """Fewer where its sequences are padded; who brings the samples says how many tokens they are."""
+    loop, own = granted(), Loop(plain)
     loop.node.step(tokens=tokens)
-    assert loop.notes.steps[0][0] == (64 if tokens is None else tokens)
-
-
-def test_more_tokens_than_the_batch_has_are_refused_in_one_line_before_anything_is_done() -> None:
-    loop = granted()
-    with pytest.raises(
-        ValueError, match=r"^step\(tokens=65\): a step of this run has at most 64 tokens, 4 sequences of 16$"
-    ):
-        loop.node.step(tokens=65)
-    with pytest.raises(ValueError, match=r"^step\(tokens=-1\): 0 or more are wanted$"):
-        loop.node.step(tokens=-1)
-    assert loop.notes.steps == [] and loop.weights == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def test_who_brings_the_samples_says_how_many_tokens_they_are() -> None:
-    loop = Loop(plain)
-    loop.node.step(tokens=10_000)
-    assert loop.notes.steps[0][0] == 10_000
+    own.node.step(tokens=10_000)
+    assert (loop.notes.steps[0][0], own.notes.steps[0][0]) == (64 if tokens is None else tokens, 10_000)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "why"),
+    ("loop", "told", "why"),
     [
-        (3.5, "tokens=3.5): a whole number is wanted"),
-        (float("nan"), "tokens=nan): a whole number is wanted"),
-        (2**70, f"tokens={2**70}): at most 4294967296 are wanted"),
-        ("many", "tokens=…) got a str: a number is wanted"),
-        (torch.ones(2), "tokens=…) got a tensor of shape (2,): a number is wanted"),
+        (granted, {"tokens": 65}, "tokens=65): a step of this run has at most 64 tokens, 4 sequences of 16"),
+        (granted, {"tokens": -1}, "tokens=-1): 0 or more are wanted"),
+        (lambda: Loop(plain), {"tokens": 3.5}, "tokens=3.5): a whole number is wanted"),
+        (lambda: Loop(plain), {"tokens": math.nan}, "tokens=nan): a whole number is wanted"),
+        (lambda: Loop(plain), {"tokens": 2**70}, f"tokens={2**70}): at most 4294967296 are wanted"),
+        (lambda: Loop(plain), {"tokens": "many"}, "tokens=…) got a str: a number is wanted"),
+        (lambda: Loop(plain), {"tokens": torch.ones(2)}, "tokens=…) got a tensor of shape (2,): a number is wanted"),
+        (lambda: Loop(plain), {"loss": "low"}, "loss=…) got a str: a number is wanted"),
     ],
 )
-def test_tokens_that_no_message_can_hold_are_refused_in_one_line_before_anything_is_done(
-    tokens: object, why: str
+def test_what_no_message_can_hold_is_refused_in_one_line_before_anything_is_done(
+    loop: Callable[[], Loop], told: dict[str, Any], why: str
 ) -> None:
-    """They ended the link's thread, or made the coordinator turn the node away for good."""
-    loop = Loop(plain)
-    with pytest.raises(ValueError, match=re.escape(f"step({why}") + "$"):
-        loop.node.step(tokens=tokens)  # type: ignore[arg-type]
-    assert loop.notes.steps == [] and loop.weights == [[1.0, 1.0], [1.0, 1.0]]
+    """It ended the link's thread, or made the coordinator turn the node away for good."""
+    refusing = loop()
+    with pytest.raises(ValueError, match="^" + re.escape(f"step({why}") + "$"):
+        refusing.node.step(**told)
+    assert refusing.notes.steps == [] and refusing.weights == ONES
 
 
 def test_a_loss_or_tokens_may_be_a_tensor_of_one_element() -> None:
@@ -443,23 +454,8 @@ def test_a_loss_or_tokens_may_be_a_tensor_of_one_element() -> None:
     assert (tokens, type(tokens), loss, type(loss)) == (8, int, 0.5, float)
 
 
-def test_a_loss_that_is_no_number_is_refused_in_one_line_before_anything_is_done() -> None:
-    loop = Loop(plain)
-    with pytest.raises(ValueError, match=r"^step\(loss=…\) got a str: a number is wanted$"):
-        loop.node.step(loss="low")  # type: ignore[arg-type]
-    assert loop.notes.steps == [] and loop.weights == [[1.0, 1.0], [1.0, 1.0]]
-
-
 def test_a_step_after_the_end_is_refused_in_one_line() -> None:
     loop = Loop(plain)
     loop.node._decision = Decision(running=False, lr=0.0)
     with pytest.raises(LoopError, match=r"node\.running is False.*Loop while node\.running"):
         loop.step(1.0)
-
-
-def test_a_function_that_builds_something_else_is_refused_in_one_line() -> None:
-    with pytest.raises(LoopError, match=r"join\(model=…\) returned a list: return a torch\.nn\.Module"):
-        _bare([nn.Linear(1, 1)])
-    loop = Loop(plain)
-    with pytest.raises(LoopError, match=r"join\(optimizer=…\) returned None: return a torch\.optim\.Optimizer"):
-        _inner_optimizer(lambda module, spec: None, loop.module, loop.node.spec)  # type: ignore[arg-type,return-value]
