@@ -16,11 +16,11 @@ from farloop.wire.blobs import BytesSource, Reassembly
 from farloop.wire.limits import BAD_FRAMES, Limits, Timing
 from farloop.wire.link_measurement import DIGEST, Noise, Sink, parse
 from farloop.wire.machine_info import NOTHING, Inventory
-from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Observed, Offer, Probe, Seen
+from farloop.wire.messages import MOST_SEEN, SINCE, BytesByKind, Observed, Offer, Probe, Role, Seen
 from farloop.wire.messages import Connection as ConnectionFacts
 from farloop.wire.meter import HALF_LEAST_CHUNKS, enough
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached, LocalProtocolError, Reason, RemoteProtocolError
-from farloop.wire.session import Role, Session, State
+from farloop.wire.session import Session, State
 
 # --- Traffic
 
@@ -497,7 +497,7 @@ class NodeLink:
 
     def _send(self, message: msg.Message) -> None:
         session = self._session
-        if session is None or session.state is not State.OPEN or session.protocol < SINCE.get(type(message), 0):
+        if session is None or session.state is not State.OPEN or session.protocol < SINCE[type(message)]:
             return
         try:
             session.send(message, self._clock.now())

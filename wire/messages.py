@@ -1,7 +1,9 @@
 """All control messages, and their bytes (msgpack maps with numbers for kinds)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from enum import Enum
+from typing import Any, Final, Literal, TypeVar
 
 import msgpack
 from pydantic import TypeAdapter, ValidationError
@@ -23,6 +25,61 @@ from farloop.wire.bounds import bounded
 from farloop.wire.machine_info import NOTHING, Inventory
 from farloop.wire.meter import Burst
 from farloop.wire.reasons import Reason, RemoteProtocolError
+
+# --- Declarations: a message states its number, its senders and its version beside its class
+#
+# To add a message, write its class below with the next free number, and its golden bytes (`tests/unit/wire/
+# test_golden_frames.py` and `tests/unit/golden/test_full_forms.py` say how). Numbers are never reused.
+
+
+class Role(Enum):
+    """Which end of the link this is."""
+
+    NODE = "node"
+    COORDINATOR = "coordinator"
+
+
+class Message:
+    """A control message; its class is declared by `message`."""
+
+    __slots__ = ()
+
+
+_M = TypeVar("_M", bound=Message)
+
+NUMBERS: Final[dict[type[Message], int]] = {}
+
+SINCE: Final[dict[type[Message], int]] = {}
+"""Version of the protocol that a message came with. It is not sent in sessions of an older version."""
+
+SENT_BY: Final[dict[Role, set[type[Message]]]] = {Role.NODE: set(), Role.COORDINATOR: set()}
+"""What each end may send on the control lane. A node's messages are bounded as they are decoded (`bounds.py`)."""
+
+_OPTIONAL: Final[set[type[Message]]] = set()
+_CLASSES: Final[dict[int, type[Message]]] = {}
+
+
+def message(number: int, *senders: Role, since: int = 1, optional: bool = False) -> Callable[[type[_M]], type[_M]]:
+    """Declare a message class.
+
+    Args:
+        number: its number on the wire.
+        senders: who may send it on the control lane.
+        since: version of the protocol that it came with.
+        optional: whether a peer that does not know it may ignore it.
+    """
+
+    def declare(cls: type[_M]) -> type[_M]:
+        assert number not in _CLASSES, f"{cls.__name__} has the number of {_CLASSES[number].__name__}"
+        NUMBERS[cls], SINCE[cls], _CLASSES[number] = number, since, cls
+        for sender in senders:
+            SENT_BY[sender].add(cls)
+        if optional:
+            _OPTIONAL.add(cls)
+        return cls
+
+    return declare
+
 
 # --- Progress reports of a node
 
@@ -60,8 +117,9 @@ class BytesByKind:
         )
 
 
+@message(14, Role.NODE, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(Message):
     """Node → coordinator, every second: the three facts of liveness, and what a person wants to see."""
 
     state: NodeState
@@ -94,8 +152,9 @@ class Progress:
     """Inner steps that stepped nothing, for the gradient held NaN or Inf."""
 
 
+@message(15, Role.NODE, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(Message):
     """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol, Evaluation)."""
 
     loss: float
@@ -125,8 +184,9 @@ class AnchorRef:
     digest: int
 
 
+@message(20, Role.NODE, since=4)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class Held(Message):
     """Node → coordinator, in answer to a Welcome that recalls: all that the coordinator's old copy may not know."""
 
     anchors: tuple[AnchorRef, ...]  # what it holds now; no more changes of it come before the session's end
@@ -138,8 +198,9 @@ class Held:
     granted_to: int = 0  # one past the last sample that it was ever granted
 
 
+@message(21, Role.COORDINATOR, since=4)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recall:
+class Recall(Message):
     """Coordinator → node, in such a session: send your anchor of this fragment, as a snapshot."""
 
     fragment: int
@@ -154,22 +215,25 @@ class Recall:
 MOST_SEEN = 16  # bursts, and links, of one report
 
 
+@message(30, Role.COORDINATOR, since=3, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Echo:
+class Echo(Message):
     """Coordinator → node: say this number back at once. The node's session does, before anybody else hears of it."""
 
     number: int
 
 
+@message(31, Role.NODE, since=3, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Echoed:
+class Echoed(Message):
     """Node → coordinator: here it is."""
 
     number: int
 
 
+@message(32, Role.COORDINATOR, since=3, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Probe(Message):
     """Coordinator → node: the link is to be measured, one way."""
 
     number: int
@@ -213,8 +277,9 @@ class Seen:
     transfer: Transfer | None = field(default=None, metadata=LATER)  # the quickest that came from another node lately
 
 
+@message(33, Role.NODE, since=3, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class Observed(Message):
     """Node → coordinator, now and then: its links."""
 
     links: tuple[Seen, ...]
@@ -236,8 +301,9 @@ OWN_CODECS_SINCE = 4  # version in which nodes read `codec_up_of` in the terms o
 SLOTS_SINCE = 4  # version in which nodes read the slot of a `Start`
 
 
+@message(1, Role.NODE)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(Message):
     """Node → coordinator, first of a session."""
 
     protocol_min: int
@@ -261,8 +327,9 @@ class Hello:
     and asks for one (`Fetch`) where they have not."""
 
 
+@message(2, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome:
+class Welcome(Message):
     """Coordinator → node: the session is open."""
 
     protocol: int
@@ -289,8 +356,9 @@ class Welcome:
     by its anchors for as long as the session lasts, and takes nothing else of what this message says to heart."""
 
 
+@message(3, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(Message):
     """Coordinator → node: the session ends here."""
 
     reason: Reason
@@ -298,22 +366,25 @@ class Refused:
     retriable: bool
 
 
+@message(4)  # opens a bulk lane; nobody sends it on the control lane
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneHello:
+class LaneHello(Message):
     """Node → coordinator, first on a bulk lane."""
 
     lane_token: bytes
 
 
+@message(5, Role.NODE)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(Message):
     """Node → coordinator: all anchors are held; start me at the next round boundary."""
 
     history: int = field(default=0, metadata=LATER)  # the history that they are of
 
 
+@message(6, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(Message):
     """Coordinator → node: begin training with this round."""
 
     round: RoundPlan
@@ -322,8 +393,9 @@ class Start:
     """Slot of the round that the first inner step belongs to; 0 for nodes of protocol 3 and older."""
 
 
+@message(7, Role.NODE, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Offer(Message):
     """Either way: a blob that the sender wants to send. Answered by `Credit`, `Stored` or `Outcome`."""
 
     blob: BlobId
@@ -337,8 +409,9 @@ class Offer:
     history: int = field(default=0, metadata=LATER)  # the history that the base of a delta is of
 
 
+@message(8, Role.NODE, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
+class Credit(Message):
     """Either way: the blob has arrived without a gap up to `received`; bytes up to `limit` may be sent."""
 
     blob: BlobId
@@ -346,15 +419,17 @@ class Credit:
     limit: int
 
 
+@message(9, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class Stored(Message):
     """Coordinator → node: the whole delta is verified and durable."""
 
     blob: BlobId
 
 
+@message(10, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Message):
     """Coordinator → node: a delta was dropped before its window closed."""
 
     blob: BlobId
@@ -378,8 +453,9 @@ class Drop:
     reason: Reason
 
 
+@message(11, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class Committed(Message):
     """Coordinator → node: a durable decision, and the announcement of its update's bytes (protocol, Downlink)."""
 
     fragment: int
@@ -399,15 +475,17 @@ def update_id(committed: Committed) -> BlobId:
     return BlobId(kind=BlobKind.UPDATE, fragment=committed.fragment, version=committed.version)
 
 
+@message(12, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
+class Grant(Message):
     """Coordinator → node: more samples."""
 
     lease: Lease
 
 
+@message(13, Role.NODE)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch:
+class Fetch(Message):
     """Node → coordinator: my anchor of this fragment is lost or wrong, send a snapshot."""
 
     fragment: int
@@ -415,8 +493,9 @@ class Fetch:
     """It never had one: its own first weights are others than the run's."""
 
 
+@message(16, Role.NODE, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class Leave(Message):
     """Either way: I end this session on purpose."""
 
     reason: Reason
@@ -425,92 +504,27 @@ class Leave:
     """What a node holds as it leaves: at the run's end, the proof that all have the same model."""
 
 
+@message(17, Role.COORDINATOR)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(Message):
     """Coordinator → node: every fragment is final."""
 
 
+@message(19, Role.COORDINATOR, since=2)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Revised:
+class Revised(Message):
     """Coordinator → node, from protocol version 2 on: the run has other terms, from windows and a round that lie ahead
     of all that was told (protocol, Versions)."""
 
     revision: Revision
 
 
+@message(18, Role.NODE, Role.COORDINATOR, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
+class Heartbeat(Message):
     """Either way: nothing to say; the frame around it acknowledges."""
 
 
-Message = (
-    Hello
-    | Welcome
-    | Refused
-    | LaneHello
-    | Ready
-    | Start
-    | Offer
-    | Credit
-    | Stored
-    | Outcome
-    | Committed
-    | Grant
-    | Fetch
-    | Progress
-    | Evaluation
-    | Leave
-    | Finished
-    | Heartbeat
-    | Revised
-    | Held
-    | Recall
-    | Echo
-    | Echoed
-    | Probe
-    | Observed
-)
-
-NUMBERS: dict[type[Message], int] = {
-    Hello: 1,
-    Welcome: 2,
-    Refused: 3,
-    LaneHello: 4,
-    Ready: 5,
-    Start: 6,
-    Offer: 7,
-    Credit: 8,
-    Stored: 9,
-    Outcome: 10,
-    Committed: 11,
-    Grant: 12,
-    Fetch: 13,
-    Progress: 14,
-    Evaluation: 15,
-    Leave: 16,
-    Finished: 17,
-    Heartbeat: 18,
-    Revised: 19,
-    Held: 20,
-    Recall: 21,
-    Echo: 30,
-    Echoed: 31,
-    Probe: 32,
-    Observed: 33,
-}
-
-SINCE: dict[type[Message], int] = {Revised: 2, Echo: 3, Echoed: 3, Probe: 3, Observed: 3, Held: 4, Recall: 4}
-"""Version of the protocol that a message came with; the others came with the first."""
-
-FROM_NODES: frozenset[type[Message]] = frozenset(
-    {Hello, Ready, Offer, Credit, Fetch, Progress, Evaluation, Leave, Heartbeat, Echoed, Observed, Held}
-)
-"""What a node may say on the control lane, some of it as a coordinator does: bounded as it is decoded (`bounds.py`)."""
-
-_OPTIONAL: frozenset[type[Message]] = frozenset({Progress, Evaluation, Heartbeat, Echo, Echoed, Probe, Observed})
-"""Messages that an older peer may ignore."""
-
-_CLASSES = {number: cls for cls, number in NUMBERS.items()}
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
 
@@ -563,12 +577,12 @@ def decode(data: bytes | memoryview) -> Message | None:
         if must_understand:
             raise RemoteProtocolError(f"message {number} is unknown here and must be understood")
         return None
-    message: Message = validate(cls, fields)
+    message = validate(cls, fields)
     try:
         encode(message)
     except OverflowError as error:  # a number written as a string of digits gets past validation
         raise RemoteProtocolError(f"{cls.__name__} holds a number beyond 64 bits") from error
-    return bounded(message) if cls in FROM_NODES else message
+    return bounded(message) if cls in SENT_BY[Role.NODE] else message
 
 
 def validate(cls: type[_T], fields: Any) -> _T:

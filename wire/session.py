@@ -11,14 +11,11 @@ from farloop.wire.events import MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, BulkFrame, ControlFrame, lane_hello, parse_bulk, parse_control
 from farloop.wire.limits import AHEAD_FRAMES, Limits, Timing
 from farloop.wire.messages import (
-    FROM_NODES,
+    SENT_BY,
     SINCE,
-    Committed,
     Credit,
     Echo,
     Echoed,
-    Finished,
-    Grant,
     Heartbeat,
     Hello,
     LaneHello,
@@ -26,11 +23,8 @@ from farloop.wire.messages import (
     Message,
     Offer,
     Outcome,
-    Probe,
-    Recall,
     Refused,
-    Revised,
-    Start,
+    Role,
     Stored,
     Welcome,
     decode,
@@ -53,13 +47,6 @@ from farloop.wire.transfer import Transfers
 MAX_EPOCH = (1 << 32) - 1  # the epoch's field in a frame
 
 
-class Role(Enum):
-    """Which end of the link this is."""
-
-    NODE = "node"
-    COORDINATOR = "coordinator"
-
-
 class State(Enum):
     """Where a session stands; the chart is in the module's docstring."""
 
@@ -68,14 +55,6 @@ class State(Enum):
     CLOSING = "closing"
     CLOSED = "closed"
 
-
-_EITHER: frozenset[type[Message]] = frozenset({Offer, Credit, Leave, Heartbeat})
-_SAYS: dict[Role, frozenset[type[Message]]] = {
-    Role.NODE: FROM_NODES,
-    Role.COORDINATOR: _EITHER
-    | {Welcome, Refused, Start, Stored, Outcome, Committed, Grant, Finished, Revised, Echo, Probe, Recall},
-}
-"""What each end may say on the control lane."""
 
 _OPENINGS: tuple[type[Message], ...] = (Hello, Welcome, Refused)
 """What stands first, and only first, in either direction."""
@@ -108,14 +87,16 @@ class Handshake:
             LocalProtocolError: another role says it, or it has another place in the session.
         """
         name = type(message).__name__
-        if type(message) not in _SAYS[self.role]:
+        if type(message) not in SENT_BY[self.role]:
             raise LocalProtocolError(f"a {self.role.value} does not send {name}")
         if not isinstance(message, _OPENINGS):
             self.check_open()
+            if self.protocol < (since := SINCE[type(message)]):
+                raise LocalProtocolError(
+                    f"{name} needs version {since} of the protocol, the session has {self.protocol}"
+                )
         elif self.state is not State.OPENING or self._greeted == isinstance(message, Hello):
             raise LocalProtocolError(f"{name} has its place at the beginning, once")
-        if self.protocol < (since := SINCE.get(type(message), 0)):
-            raise LocalProtocolError(f"{name} needs version {since} of the protocol, the session has {self.protocol}")
         if isinstance(message, Welcome) and not 0 < message.epoch <= MAX_EPOCH:
             raise LocalProtocolError(f"epoch {message.epoch}")
 
@@ -149,7 +130,7 @@ class Handshake:
         Raises:
             RemoteProtocolError: it may not.
         """
-        if message is not None and type(message) not in _SAYS[_PEER[self.role]]:
+        if message is not None and type(message) not in SENT_BY[_PEER[self.role]]:
             raise RemoteProtocolError(f"a {_PEER[self.role].value} does not send {type(message).__name__}")
         opens = isinstance(message, _OPENINGS)
         if (opens or isinstance(message, Heartbeat)) != (frame.seq == 0):

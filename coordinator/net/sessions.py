@@ -13,9 +13,9 @@ from farloop.runtime.ports import Route
 from farloop.wire import messages as msg
 from farloop.wire.frames import Buffer, ControlFrame, parse_control
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Hello, LaneHello, Refused, decode, encode
+from farloop.wire.messages import Hello, LaneHello, Refused, Role, decode, encode
 from farloop.wire.reasons import Reason, RemoteProtocolError
-from farloop.wire.session import Role, Session
+from farloop.wire.session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,9 @@ from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.frames import BULK_HEADER_BYTES, CONTROL_HEADER_BYTES, parse_bulk, parse_control, parse_lane_hello
 from farloop.wire.limits import Limits
+from farloop.wire.messages import Role
 from farloop.wire.reasons import LocalProtocolError, RemoteProtocolError
-from farloop.wire.session import Role, Session, State, run_tag
+from farloop.wire.session import Session, State, run_tag
 
 LIMITS = Limits()
 MOST_ASKED_FOR = 1 << 20

@@ -21,9 +21,9 @@ from farloop.coordinator.storage.storage_queue import StorageQueue
 from farloop.coordinator.uploads import DeltaUploads
 from farloop.sim.virtual_files import VirtualFiles
 from farloop.wire import events as wire_ev
-from farloop.wire.messages import Fetch, Finished, Offer, Welcome
+from farloop.wire.messages import Fetch, Finished, Offer, Role, Welcome
 from farloop.wire.reasons import Reason
-from farloop.wire.session import Role, Session
+from farloop.wire.session import Session
 
 A = NodeId("a")
 PARTED = ev.NodeDisconnected(session=1, node=A, reason=Reason.CLOSED)

@@ -11,9 +11,9 @@ from farloop.coordinator.uploads import DeltaIntake, expected_delta
 from farloop.quant.blob import blob_bytes
 from farloop.quant.registry import codec_named
 from farloop.wire.blobs import Reassembly
-from farloop.wire.messages import Offer
+from farloop.wire.messages import Offer, Role
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
-from farloop.wire.session import Role, Session, State
+from farloop.wire.session import Session, State
 
 A = NodeId("a")
 

@@ -16,9 +16,9 @@ from farloop.node.link import Probing
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.machine_info import Inventory, Nic
-from farloop.wire.messages import Connection, Observed, Offer, Probe, Seen, Transfer, Welcome
+from farloop.wire.messages import Connection, Observed, Offer, Probe, Role, Seen, Transfer, Welcome
 from farloop.wire.reasons import Reason
-from farloop.wire.session import Role, Session, State
+from farloop.wire.session import Session, State
 
 OSLO, BERGEN = NodeId("oslo"), NodeId("bergen")
 BUDGET = 4 << 20

@@ -19,9 +19,9 @@ from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobSent, MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, ControlFrame, parse_control
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Committed, Fetch, Finished, Hello, Leave, Offer, Ready, Refused, Welcome, decode
+from farloop.wire.messages import Committed, Fetch, Finished, Hello, Leave, Offer, Ready, Refused, Role, Welcome, decode
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
-from farloop.wire.session import Role, Session, State
+from farloop.wire.session import Session, State
 
 DATA = bytes(1000)
 WELCOME = Welcome(protocol=1, epoch=3, spec=plain_spec(), lane_token=b"", versions=(0,), windows=(), rounds=())

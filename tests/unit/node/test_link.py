@@ -11,9 +11,9 @@ from farloop.node.link import LOOK_S, Downloads, Probing, Traffic, Uploads, move
 from farloop.wire.blobs import BlobSource, Reassembly
 from farloop.wire.events import BlobDeclined, BlobReceived, BlobSent, MessageReceived
 from farloop.wire.link_measurement import DIGEST, Noise, Sink
-from farloop.wire.messages import BytesByKind, Connection, Message, Observed, Offer, Probe, Seen, Welcome
+from farloop.wire.messages import BytesByKind, Connection, Message, Observed, Offer, Probe, Role, Seen, Welcome
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
-from farloop.wire.session import Role, Session, State
+from farloop.wire.session import Session, State
 
 
 class Asked:

@@ -6,8 +6,8 @@ import pytest
 from plain_runs import plain_hello, plain_spec
 
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Hello, Welcome
-from farloop.wire.session import Role, Session, State
+from farloop.wire.messages import Hello, Role, Welcome
+from farloop.wire.session import Session, State
 
 OpenPair = Callable[..., tuple[Session, Session]]
 

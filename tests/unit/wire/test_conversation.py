@@ -25,8 +25,9 @@ from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
 from farloop.wire.frames import Buffer, parse_bulk, parse_control, parse_lane_hello
 from farloop.wire.limits import Limits
+from farloop.wire.messages import Role
 from farloop.wire.reasons import LocalProtocolError
-from farloop.wire.session import Role, Session, State
+from farloop.wire.session import Session, State
 
 GOLDEN = Path(__file__).parent / "golden" / "conversation-v1.txt"
 LIMITS = Limits()

@@ -17,10 +17,11 @@ from farloop.wire.messages import (
     Ready,
     Refused,
     Revised,
+    Role,
     Welcome,
 )
 from farloop.wire.reasons import LocalProtocolError, Reason, RemoteProtocolError
-from farloop.wire.session import Handshake, Role, State, run_tag
+from farloop.wire.session import Handshake, State, run_tag
 
 REFUSED = Refused(reason=Reason.WRONG_RUN, detail="", retriable=False)
 LEAVE = Leave(reason=Reason.DRAINED)

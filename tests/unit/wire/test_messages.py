@@ -1,14 +1,20 @@
 """farloop.wire.messages. Covers protocol Z: unknown fields and unknown optional messages pass, required ones do not."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.wire import messages
 from farloop.wire.messages import (
     NUMBERS,
+    PROTOCOL_VERSIONS,
+    SENT_BY,
+    SINCE,
     Credit,
     Evaluation,
     Fetch,
@@ -63,10 +69,31 @@ def test_nested_records_survive_the_way(hello: Hello, welcome: Welcome) -> None:
     assert decode(encode(welcome)) == welcome
 
 
-def test_numbers_are_unique_and_stay() -> None:
-    assert len(set(NUMBERS.values())) == len(NUMBERS)
-    assert NUMBERS[Hello] == 1
-    assert max(NUMBERS.values()) == 33
+def test_every_message_class_is_declared() -> None:
+    """Its number is in its golden frame."""
+    classes = {kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)}
+    assert classes - {Message} == NUMBERS.keys() == SINCE.keys()
+    assert all(since in range(PROTOCOL_VERSIONS[0], PROTOCOL_VERSIONS[1] + 1) for since in SINCE.values())
+
+
+def test_the_specification_names_the_senders_and_the_version_of_every_message() -> None:
+    lines = (Path(messages.__file__).parent / "README.md").read_text().splitlines()
+    told: dict[str, tuple[str, int]] = {}
+    for line in lines[lines.index("| | from node | from coordinator | from either |") + 2 :]:
+        if not line.startswith("|"):
+            break
+        for column, cell in zip(("node", "coordinator", "either"), line.split("|")[2:5], strict=True):
+            for name, since in re.findall(r"(\w+)(?: \((\d)\))?", cell):
+                told[name] = (column, int(since or 1))
+    either = set.intersection(*SENT_BY.values())
+    sender = {kind: role.value for role, kinds in SENT_BY.items() for kind in kinds} | dict.fromkeys(either, "either")
+    sender[messages.LaneHello] = "node"  # on a bulk lane
+    assert told == {kind.__name__: (sender[kind], SINCE[kind]) for kind in NUMBERS}
+
+
+def test_a_number_is_given_once() -> None:
+    with pytest.raises(AssertionError, match="Ready has the number of Hello"):
+        messages.message(NUMBERS[Hello])(Ready)
 
 
 def test_unknown_fields_are_ignored() -> None:

@@ -11,10 +11,10 @@ from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobReceived, BlobSent
 from farloop.wire.frames import Buffer
 from farloop.wire.link_measurement import DIGEST, Noise, Sink
-from farloop.wire.messages import Hello, Offer, Welcome
+from farloop.wire.messages import Hello, Offer, Role, Welcome
 from farloop.wire.meter import Measured, enough, judge
 from farloop.wire.reasons import LocalProtocolError
-from farloop.wire.session import Role, Session
+from farloop.wire.session import Session
 
 OpenPair = Callable[..., tuple[Session, Session]]
 

@@ -22,12 +22,13 @@ from farloop.wire.messages import (
     Outcome,
     Ready,
     Refused,
+    Role,
     Stored,
     Welcome,
     encode,
 )
 from farloop.wire.reasons import LimitReached, LocalProtocolError, Reason, RemoteProtocolError
-from farloop.wire.session import Role, Session, State
+from farloop.wire.session import Session, State
 
 OpenPair = Callable[..., tuple[Session, Session]]
 

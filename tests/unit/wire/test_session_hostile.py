@@ -19,9 +19,9 @@ from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobReceived, BlobSent, MessageReceived, SessionEvent
 from farloop.wire.frames import Buffer
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Committed, Fetch, Hello, Message, Offer, Welcome
+from farloop.wire.messages import Committed, Fetch, Hello, Message, Offer, Role, Welcome
 from farloop.wire.reasons import RemoteProtocolError
-from farloop.wire.session import Role, Session, State
+from farloop.wire.session import Session, State
 
 OpenPair = Callable[..., tuple[Session, Session]]
 Parts = list[Buffer]
