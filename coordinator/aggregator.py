@@ -246,10 +246,7 @@ def _gap(buffers: Buffers, step: Step) -> float:
 @torch.no_grad()
 def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down: str) -> Result:
     """The outer step, the encoded difference of target and anchor, and the anchor with what the nodes will decode.
-
-    Raises:
-        NonFiniteError: the sum or the step left what fp32 holds.
-    """
+    Raises NonFiniteError: the sum or the step left what fp32 holds."""
     codec, buffers = codec_named(codec_down), buffers.ready_for(terms)
     # The kernels know Nesterov and, without momentum, SGD: the last step of every run whose nodes have an optimizer.
     known = method_named(terms.method).outer != "adamw" and step.outer.kind in ("nesterov", "sgd")

@@ -67,9 +67,7 @@ class Release:
         """What held the run, by node, and what still holds it, if anything does.
 
         `nodes` names those that are not believed: all by which the run is held. It may be left out where that is one.
-
-        Raises:
-            ValueError: no node holds the run, or other nodes than the named ones; one sentence.
+        Raises ValueError: no node holds the run, or other nodes than the named ones; one sentence.
         """
         claims = self._machine.hold_claims
         if not claims:
@@ -99,10 +97,7 @@ class ChangeTerms:
 
     async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """What changes, and from where on; answered when it is durable. `dry_run` changes nothing.
-
-        Raises:
-            ValueError: it cannot be; one sentence.
-        """
+        Raises ValueError: it cannot be; one sentence."""
         given, dry_run = request.get("given"), request.get("dry_run", False)
         if not isinstance(given, dict) or not given or not all(isinstance(text, str) for text in given.values()):
             raise ValueError("set needs given: text by key")

@@ -194,10 +194,7 @@ def compute(
     ledger: Ledger, buffers: Buffers, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray] = ()
 ) -> Result:
     """The arithmetic of the draft of an open window: sum, outer step, update. `others` are those of `apart(draft)`.
-
-    Raises:
-        NonFiniteError: finite deltas added up to more than fp32 holds.
-    """
+    Raises NonFiniteError: finite deltas added up to more than fp32 holds."""
     codecs = codecs_of(ledger, draft)
     step = step_of(ledger, draft, codecs.terms)
     if not draft.blobs:  # what the updates before left out of the anchor, and no outer step
@@ -265,9 +262,7 @@ def repeat(
 
     Without inputs (gradients are not spooled) the target is taken from the anchor, and the optimizer's state stays as
     the snapshot had it. Returns the buffers, and whether target and optimizer state came out as recorded.
-
-    Raises:
-        WrongAnchor: the anchor did not.
+    Raises WrongAnchor: the anchor did not.
     """
     step = step_of(ledger, record, codecs.terms)
     anchor = buffers.anchor.clone()
@@ -294,10 +289,7 @@ def snapshot_blob(buffers: Buffers, fragment: Fragment, epoch: int) -> tuple[Blo
 
 def fetched_anchor(data: bytes | bytearray, fragment: Fragment, ref: AnchorRef) -> Tensor:
     """The anchor in a snapshot that came up from a node, fp32 [numel].
-
-    Raises:
-        BadBlob: it is not one of this fragment and version, or its numbers have another digest.
-    """
+    Raises BadBlob: it is not one of this fragment and version, or its numbers have another digest."""
     anchor = unpack_anchor(data, fragment, ref.version)
     if (found := digest(anchor)) != ref.digest:
         raise BadBlob(f"its numbers have digest {found:016x}, its node says {ref.digest:016x}")

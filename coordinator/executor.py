@@ -150,9 +150,7 @@ class CoordinatorExecutor:
         An unexpected error in it is a bug of ours. The ledger and the records for the journal change together, so what
         the machine had decided is true and is carried out. If its invariants hold all the same, the error goes on to
         whoever caused the event; if they do not, nothing that it says can be relied on any more.
-
-        Raises:
-            MachineBroken: stop, and begin again from the journal.
+        Raises MachineBroken: stop, and begin again from the journal.
         """
         now = self._clock.now()
         try:

@@ -48,10 +48,7 @@ def is_measured(offer: Offer, ledger: Ledger) -> bool:
 
 def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verified:
     """Read every number of a delta once, and measure it where it may be held against others.
-
-    Raises:
-        BadBlob: it is not what was asked for; a number in it is not finite.
-    """
+    Raises BadBlob: it is not what was asked for; a number in it is not finite."""
     header, payload = parse_blob(data, expect)
     if not measures:
         return Verified(offer=offer)

@@ -47,10 +47,7 @@ def raise_limit(*, spare: int = 0) -> int:
 
 def with_spare(open_one: Callable[[], _T]) -> _T:
     """Open a file, with one of the spare descriptors if no other is left.
-
-    Raises:
-        OSError: it cannot be opened, or there is no spare descriptor.
-    """
+    Raises OSError: it cannot be opened, or there is no spare descriptor."""
     try:
         return open_one()
     except OSError as error:

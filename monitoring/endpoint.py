@@ -262,11 +262,7 @@ class Request:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
-    """The next request's head.
-
-    Raises:
-        EOFError: the client closed the connection first.
-    """
+    """The next request's head. Raises EOFError: the client closed the connection first."""
     try:
         first = (await _line(reader)).split()
         size, hosts = 0, list[str]()

@@ -151,9 +151,7 @@ class NodeExecutor:
         False while training waits for the coordinator, an update or samples. A node that drains does not wait here:
         SIGTERM must work while the coordinator is away. Until a model is attached, events after the Welcome stay in the
         inbox.
-
-        Raises:
-            NodeError: this node cannot go on; `say_failed` tells the coordinator.
+        Raises NodeError: this node cannot go on; `say_failed` tells the coordinator.
         """
         self._count_as("farloop")
         while not self._inbox.empty() and (self.replica is not None or self.machine.spec is None):

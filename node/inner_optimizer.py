@@ -116,10 +116,7 @@ class InnerStep:
     ) -> None:
         """`optimizer`: None where the run's method has no inner step. `parameters`: those that are exchanged.
         `all_agree`: whether all ranks of the node say yes.
-
-        Raises:
-            LoopError: this cannot be stepped; one line that says what to change.
-        """
+        Raises LoopError: this cannot be stepped; one line that says what to change."""
         self._optimizer, self._parameters, self._clip_norm = optimizer, parameters, terms.inner.clip
         self._rate, self._clip, self._scaler, self._all_agree = rate, clip, scaler, all_agree
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
@@ -147,10 +144,7 @@ class InnerStep:
 
     def take(self, rate: float) -> bool:
         """Step, at the run's `rate` unless the loop has its own; False where the step was skipped.
-
-        Raises:
-            LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient.
-        """
+        Raises LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient."""
         self._check_parameters()
         optimizer, scaler = self._optimizer, self._scaler
         if optimizer is None:

@@ -153,11 +153,7 @@ def read_labels(tree: SysfsReader, environ: Mapping[str, str]) -> Labels:
 
 
 def parse_nics(text: str) -> dict[str, LabelSource]:
-    """`eth0=roce-v2/100gbit, eth1=ethernet` as an operator writes it.
-
-    Raises:
-        ValueError: one sentence.
-    """
+    """`eth0=roce-v2/100gbit, eth1=ethernet` as an operator writes it. Raises ValueError: one sentence."""
     found: dict[str, LabelSource] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, separator, value = part.partition("=")

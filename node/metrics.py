@@ -175,9 +175,7 @@ def serve(address: str, metrics: Metrics, names: str = "") -> Endpoint:
 
     `/healthz` answers 200 as long as training goes on, or waits for others; `/readyz` once the node has joined and
     training has begun. 503 otherwise, with the reason.
-
-    Raises:
-        EndpointError: the address is none, or cannot be bound.
+    Raises EndpointError: the address is none, or cannot be bound.
     """
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isascii() or not port.isdecimal():

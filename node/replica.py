@@ -41,10 +41,7 @@ class Replica:
     def __init__(self, module: nn.Module, layout: Layout, *, gradients: bool, holds: Part = None) -> None:
         """`gradients`: a delta is the raw gradient of the step, not anchor − local (protocol K). `holds`: the part of
         the model that the module is; all that is kept here is of its fragments, by their numbers.
-
-        Raises:
-            LayoutMismatch: the module's trainable tensors are not those of the layout.
-        """
+        Raises LayoutMismatch: the module's trainable tensors are not those of the layout."""
         self.layout = layout
         self.fragments = fragments_of(holds, layout)  # those that are held, in order
         self.gradients = gradients
@@ -73,10 +70,7 @@ class Replica:
     @torch.no_grad()
     def pack(self, index: int, codec: BlockCodec, payload: Tensor, seed: int) -> bool:
         """Encode the fragment's delta now, without a buffer for the delta; False where there is no path for that.
-
-        Raises:
-            NonFiniteError: `payload` is meaningless then.
-        """
+        Raises NonFiniteError: `payload` is meaningless then."""
         fragment, start = self.layout.fragments[index], self._start(index)
         tensors = [(slot, rows_of(self._source(slot.name), slot)) for slot in fragment.tensors]
         dtypes = (torch.float32,) if self.gradients else (torch.float32, torch.bfloat16, torch.float16)
@@ -205,10 +199,7 @@ class Replica:
 
 def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) -> dict[str, nn.Parameter]:
     """The module's trainable tensors by name, checked against this part of the layout: it has them all, and no others.
-
-    Raises:
-        LayoutMismatch: names the first difference.
-    """
+    Raises LayoutMismatch: names the first difference."""
     fragments = fragments_of(holds, layout)
     there = whole_shapes(fragments)
     # A run that began from the weights of a compiled model may have its names.

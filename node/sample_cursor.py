@@ -60,10 +60,7 @@ class LeaseCursor:
 
     def grant(self, lease: Lease) -> None:
         """Append a lease; one that is held is told again after a broken session, and changes nothing.
-
-        Raises:
-            ValueError: it is empty, or overlaps an earlier one; nothing was changed.
-        """
+        Raises ValueError: it is empty, or overlaps an earlier one; nothing was changed."""
         if lease.start < 0 or lease.count < 1:
             raise ValueError(f"a lease of {lease.count} samples from {lease.start} grants nothing")
         held = [*self._behind, *self._ahead]

@@ -31,11 +31,7 @@ class NodeState:
 
     @classmethod
     def claim(cls, state_dir: Path) -> "NodeState":
-        """Count this start, durably.
-
-        Raises:
-            StateUnusable: the folder or the file cannot be used.
-        """
+        """Count this start, durably. Raises StateUnusable: the folder or the file cannot be used."""
         path = state_dir / "node.json"
         try:
             state_dir.mkdir(parents=True, exist_ok=True)

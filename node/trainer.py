@@ -72,10 +72,7 @@ def train(
     config: NodeConfig, *, on_join: Callable[[Node], None] = lambda node: None, environ: Mapping[str, str] | None = None
 ) -> None:
     """Take part in a run until it ends or SIGTERM comes. `environ` may hold labels of a container (`machine_info.py`).
-
-    Raises:
-        NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node.
-    """
+    Raises NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node."""
     if config.threads:
         torch.set_num_threads(config.threads)
     corpora = [load_corpus(path, max_bytes=config.data_bytes) for path in (config.data, *config.data_phases)]

@@ -24,10 +24,8 @@ class Decisions:
 
     def record(self, record: rec.Record) -> None:
         """This is so from now on: in the ledger at once, in the journal before any later command is carried out.
-
-        Raises:
-            ValueError: no bytes can say it; nothing was changed. A ledger that knew it could not be written, either.
-        """
+        Raises ValueError: no bytes can say it; nothing was changed. A ledger that knew it could not be written,
+        either."""
         try:
             rec.encode(record)
         except (OverflowError, ValueError) as error:

@@ -374,10 +374,7 @@ def encode(record: Record) -> tuple[int, bytes]:
 
 def decode(kind: int, data: bytes | memoryview) -> Record:
     """The record of these bytes.
-
-    Raises:
-        ValueError: the kind is unknown, or the bytes are not a record of it; one sentence.
-    """
+    Raises ValueError: the kind is unknown, or the bytes are not a record of it; one sentence."""
     cls: type[Any] | None = _CLASSES.get(kind)
     if cls is None:
         raise ValueError(f"a record of kind {kind} is unknown here; a newer farloop may have written it")

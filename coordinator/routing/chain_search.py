@@ -228,9 +228,7 @@ def visits(chains: int, stages: int, length: int, limits: Limits) -> tuple[tuple
 
     What a chain leaves out goes round the stages from chain to chain, one after the other or in wider strides where
     a run of stages is too long to be jumped over.
-
-    Raises:
-        ValueError: so much cannot be skipped within the limits, or there are too few chains to visit every stage.
+    Raises ValueError: so much cannot be skipped within the limits, or there are too few chains to visit every stage.
     """
     if stages == 1:
         return ((0,),) * chains

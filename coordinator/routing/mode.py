@@ -300,10 +300,7 @@ class NotPredicted(Exception):
 
 def present_step_s(layout: StageLayout, inventory: Inventory) -> float:
     """Seconds of an inner step along a layout's paths, by the inventory's nodes and links.
-
-    Raises:
-        NotPredicted: a node of theirs is not there, or a link of theirs is not known or not believed.
-    """
+    Raises NotPredicted: a node of theirs is not there, or a link of theirs is not known or not believed."""
     place = {node.name: number for number, node in enumerate(inventory.nodes)}
     fabric = fabric_of(inventory)
     for path in layout.paths:

@@ -24,9 +24,7 @@ def min_max_split(layers: int, speeds: Sequence[float], caps: Sequence[int | Non
     Every stage gets one; each further one goes to the stage that is then the least slow, (nᵢ + 1)/sᵢ, ties to the
     first. That is exact: a stage is only given a layer when no other would take less time with it. `speeds` are layers
     per second, measured; `caps` is what the memory of a stage holds.
-
-    Raises:
-        ValueError: fewer layers than stages, a speed that is not above 0, or caps that do not hold all layers.
+    Raises ValueError: fewer layers than stages, a speed that is not above 0, or caps that do not hold all layers.
     """
     _check(layers, speeds)
     room = [layers if cap is None else cap for cap in (caps or [None] * len(speeds))]
@@ -50,9 +48,7 @@ def floor_split(layers: int, speeds: Sequence[float], alpha: float = 1.0) -> tup
 
     α = 1 gives the splits that are published with its code (30 layers at 197 : 160 → 16, 14). A stage may end up
     with no layer, which is this rule's fault and not mended here.
-
-    Raises:
-        ValueError: fewer layers than stages, or a speed that is not above 0.
+    Raises ValueError: fewer layers than stages, or a speed that is not above 0.
     """
     _check(layers, speeds)
     total = sum(speeds)

@@ -119,11 +119,7 @@ class Plan:
 
 
 def make_plan(inventory: Inventory, *, epoch: int = 0) -> Plan:
-    """The plan of an inventory.
-
-    Raises:
-        ValueError: nothing can be planned, with what would have to change.
-    """
+    """The plan of an inventory. Raises ValueError: nothing can be planned, with what would have to change."""
     fabric = fabric_of(inventory)
     islands = islands_of(inventory)
     decision = decide(inventory, fabric, islands)

@@ -31,9 +31,7 @@ def share(
     """One path for every node of stage 0, of `length` stages in order.
 
     No node is given more sources than it has slots, and no stage more visits than its share, rounded up.
-
-    Raises:
-        ValueError: so many sources do not fit.
+    Raises ValueError: so many sources do not fit.
     """
     return _Sharing(stage_of, length, work, message_s, limits).run(rounds, random.Random(seed))
 
@@ -176,10 +174,7 @@ class Task:
 
 def plan_paths(task: Task) -> Paths:
     """The best paths found, and the layers that go with them.
-
-    Raises:
-        ValueError: nothing fits: memory, links, skips or slots.
-    """
+    Raises ValueError: nothing fits: memory, links, skips or slots."""
     found = [_planned(task, by_speed=False)]
     if task.stage_of is None and (len(set(task.work.layer_s)) > 1 or len(set(task.work.max_layers or ())) > 1):
         found.append(_planned(task, by_speed=True))

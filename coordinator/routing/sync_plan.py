@@ -242,10 +242,7 @@ def settings(run: Mapping[str, Any], rates: Mapping[str, Rate], h: int) -> dict[
 
 def settings_of(advice: Advice, terms: Terms, h: int, *, in_stages: bool) -> dict[str, str]:
     """The same for what is advised to one node, in rounds of h steps; bits alone where the model is cut in stages.
-
-    Raises:
-        NotInPlace: there is no such codec beside the node's own.
-    """
+    Raises NotInPlace: there is no such codec beside the node's own."""
     words: dict[str, str] = {}
     node, codec = advice.node, terms.codec_of(NodeId(advice.node))
     own = bits_of(codec)

@@ -153,10 +153,7 @@ class StateCopy:
 
 def write_copy(bucket: Bucket, cut: StateCopy, *, kept: int = KEPT) -> int:
     """Write a copy, then delete those before the last `kept`. Returns its bytes.
-
-    Raises:
-        CopyFailed: there is no new copy; those that were there are.
-    """
+    Raises CopyFailed: there is no new copy; those that were there are."""
     identity, objects = cut.ledger.spec.identity, []
     number = max([int(found[1]) for path in bucket.paths(_FOLDER) if (found := _OBJECT.fullmatch(path))], default=0) + 1
     if (newest := read_manifest(bucket)) is not None and newest["fingerprint"] != identity.fingerprint():
@@ -187,10 +184,7 @@ def write_copy(bucket: Bucket, cut: StateCopy, *, kept: int = KEPT) -> int:
 
 def read_manifest(bucket: Bucket) -> dict[str, Any] | None:
     """The newest copy's, with its folder as `folder`; None where there is no copy.
-
-    Raises:
-        CopyFailed: it is damaged, or of a newer farloop.
-    """
+    Raises CopyFailed: it is damaged, or of a newer farloop."""
     numbers = _complete(bucket.paths(_FOLDER))
     if not numbers:
         return None

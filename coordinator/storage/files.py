@@ -31,11 +31,8 @@ _CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 def sync(fd: int, path: Path) -> None:
     """Make the bytes and the length of an open file durable.
-
-    Raises:
-        StorageFailed: the kernel may have dropped the dirty pages and called them clean, so that a second try would
-            succeed and prove nothing. Exit and recover.
-    """
+    Raises StorageFailed: the kernel may have dropped the dirty pages and called them clean, so that a second try
+    would succeed and prove nothing. Exit and recover."""
     try:
         os.fsync(fd)
     except OSError as error:
@@ -68,10 +65,7 @@ def truncate(fd: int, path: Path, length: int) -> None:
 
 def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
     """Write the parts one after the other at `offset`, however often the kernel stops short.
-
-    Raises:
-        StorageFailed: some of the bytes may be there.
-    """
+    Raises StorageFailed: some of the bytes may be there."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     while views:
         try:
@@ -102,20 +96,14 @@ def no_room(path: Path, code: int | None, nbytes: int = 0) -> NoRoom | None:
 
 def require_writable(fd: int, path: Path) -> None:
     """See that the file system of an open file takes writes now: blocks that it gave before are no promise of that.
-
-    Raises:
-        ReadOnly: it does not.
-    """
+    Raises ReadOnly: it does not."""
     if os.fstatvfs(fd).f_flag & os.ST_RDONLY:
         raise ReadOnly(path)
 
 
 def require_free(path: Path, nbytes: int) -> None:
     """A promise of nothing: `nbytes` are free now on the file system of `path`, which must exist.
-
-    Raises:
-        NoRoom: they are not.
-    """
+    Raises NoRoom: they are not."""
     stat = os.statvfs(path)
     if stat.f_flag & os.ST_RDONLY:
         raise ReadOnly(path)
@@ -128,9 +116,7 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
     """Give [offset, offset + nbytes) blocks on the disk; `offset` is the file's length. The bytes read as zeros.
 
     Where the file system cannot allocate ahead, only `require_free` is asked.
-
-    Raises:
-        NoRoom: the file is as it was.
+    Raises NoRoom: the file is as it was.
     """
     if sys.platform != "linux":
         require_free(path, nbytes)

@@ -58,10 +58,7 @@ class Tail:
 
     def allocate(self, room: int) -> None:
         """Have blocks for `room` bytes behind `end`, on a file system that takes them.
-
-        Raises:
-            NoRoom: nothing was changed.
-        """
+        Raises NoRoom: nothing was changed."""
         self.file.require_writable()
         missing = self.end + room - self.allocated
         if missing > 0:
@@ -403,9 +400,7 @@ class Journal:
 
         It is held, whatever else is appended, until `append(..., reserved=attachment_bytes)` or
         `release(attachment_bytes)`.
-
-        Raises:
-            NoRoom: nothing was changed.
+        Raises NoRoom: nothing was changed.
         """
         room = attachment_bytes + RECORD_ROOM
         self.require_ours()

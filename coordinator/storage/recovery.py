@@ -186,11 +186,7 @@ class Recovery:
         raise Inconsistent(directory, "its journal does not begin with a run's start")
 
     def take(self, item: Entry | Gap) -> None:
-        """The next of the journal.
-
-        Raises:
-            StateMismatch: a record does not fit those before it.
-        """
+        """The next of the journal. Raises StateMismatch: a record does not fit those before it."""
         if isinstance(item, Gap):
             self.fault, self.lost = item.fault, True
             return
@@ -304,10 +300,7 @@ def recovered(directory: Path, items: Items, read: Read, files: Files = DISK) ->
 
 def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:
     """Refuse to begin a new run in a folder whose journal is gone while the snapshots of a run are there.
-
-    Raises:
-        StateMismatch: there are snapshots of a run, and not its journal.
-    """
+    Raises StateMismatch: there are snapshots of a run, and not its journal."""
     folder = directory / "snapshots"
     found = files.names(folder) if files.is_directory(folder) else []
     versions = [version for name in found if (version := snapshots.version_in(name)) is not None]

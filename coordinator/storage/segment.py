@@ -134,10 +134,7 @@ def segment_numbers(directory: Path, files: Files = DISK) -> set[int]:
 
 def segment_paths(directory: Path, files: Files = DISK) -> dict[int, Path]:
     """The segments of the journal in `directory`, by number, in order.
-
-    Raises:
-        JournalCorrupt: one between them is missing.
-    """
+    Raises JournalCorrupt: one between them is missing."""
     numbers = segment_numbers(directory, files)
     expected = range(min(numbers), max(numbers) + 1) if numbers else range(0)
     paths = {number: segment_path(directory, number) for number in expected}
@@ -291,9 +288,7 @@ def read_records(
     """Whole records from the file's position on, which is `offset`, up to the first that is not, or to record `until`.
 
     `size` is the file's.
-
-    Raises:
-        JournalCorrupt: a whole record is out of its turn, or not one that this code knows.
+    Raises JournalCorrupt: a whole record is out of its turn, or not one that this code knows.
     """
     sequence = first_sequence
     while sequence != until and (header := _parse_record_header(file.read(RECORD_HEADER_BYTES), salt)) is not None:
@@ -400,10 +395,7 @@ def refuse_half_salvaged(directory: Path, files: Files = DISK) -> None:
 
 def read_damaged(directory: Path, files: Files = DISK) -> list[Entry | Gap]:
     """All whole records in their order, with a gap wherever some are missing between them. Changes nothing.
-
-    Raises:
-        StorageFailed: the disk refused a read.
-    """
+    Raises StorageFailed: the disk refused a read."""
     items: list[Entry | Gap] = []
     numbers = segment_numbers(directory, files)
     for number in range(min(numbers), max(numbers) + 1) if numbers else ():

@@ -98,10 +98,7 @@ def of_buffers(fingerprint: str, fragment: int, buffers: Buffers) -> Snapshot:
 
 def load(path: Path, files: Files = DISK) -> Snapshot:
     """Read and verify a snapshot.
-
-    Raises:
-        SnapshotCorrupt: it cannot be read, or is not what was saved under this name.
-    """
+    Raises SnapshotCorrupt: it cannot be read, or is not what was saved under this name."""
     try:
         # Read, not mapped: a bad block under a mapped file would be the death of the process, perhaps much later.
         data = files.read_bytes(path)
@@ -142,9 +139,7 @@ def load_latest(
     With `at_most`, of this version or an older one.
 
     A damaged one is passed over with a warning: an older one and more of the journal give the same state.
-
-    Raises:
-        SnapshotCorrupt: there are some, and none is good; the newest one's fault.
+    Raises SnapshotCorrupt: there are some, and none is good; the newest one's fault.
     """
     newest_fault: SnapshotCorrupt | None = None
     for version in reversed(versions_of(directory, fragment, files)):

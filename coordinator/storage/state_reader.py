@@ -89,11 +89,7 @@ def steadily(look: Callable[[], _T], pause: Callable[[float], None] = time.sleep
 
 
 def read_journal(directory: Path) -> list[Scan]:
-    """All that can be read now.
-
-    Raises:
-        StorageError: it is damaged, or not there.
-    """
+    """All that can be read now. Raises StorageError: it is damaged, or not there."""
     journal_folder(directory)
     return steadily(lambda: read_segments(directory))
 

@@ -79,10 +79,7 @@ class Store:
         files: Files = DISK,
     ) -> "Store":
         """Begin a run: an empty journal, snapshots of version 0, then the record that makes them count.
-
-        Raises:
-            StorageError: as `Journal.open`; StateMismatch where the directory already holds a run, or lost one.
-        """
+        Raises StorageError: as `Journal.open`; StateMismatch where the directory already holds a run, or lost one."""
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             if found.items:
@@ -120,10 +117,8 @@ class Store:
 
         The epoch is claimed before anything else is changed, and what was read is looked at again after that: another
         coordinator, which a lost lock did not keep away, may have written until then, and writes no more.
-
-        Raises:
-            StorageError: as `Journal.open`; no good snapshot of a fragment; StateMismatch where journal and snapshots
-                do not fit together, or an anchor does not come out as its commit said.
+        Raises StorageError: as `Journal.open`; no good snapshot of a fragment; StateMismatch where journal and
+        snapshots do not fit together, or an anchor does not come out as its commit said.
         """
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:

@@ -96,9 +96,7 @@ class Executor:
         """One step: from the source's microbatches, tokens [B, S] each, to mean gradients in the parameters.
 
         None when no more is wanted, of this node or by the sources that it follows; gradients mean nothing then.
-
-        Raises:
-            PipelineBroken: all sources that this stage follows are gone.
+        Raises PipelineBroken: all sources that this stage follows are gone.
         """
         if self._finished:
             return None

@@ -68,11 +68,7 @@ class _File:
 
 
 def read_layout(path: Path) -> tuple[StageLayout, dict[str, str]]:
-    """The layout, and the address of every node of it.
-
-    Raises:
-        LayoutError: one line with the file and what is wrong.
-    """
+    """The layout, and the address of every node of it. Raises LayoutError: one line with the file and what is wrong."""
     try:
         file = validate(_File, json.loads(path.read_bytes()))
     except OSError as error:

@@ -158,10 +158,7 @@ class PeerLink:
 
     def __init__(self, config: PeerConfig, run: int, deliver: Come, word: Callable[[], PipelineMessage]) -> None:
         """`run`: the run's fingerprint. `deliver` must not block; it and `word` are called in the link's thread.
-
-        Raises:
-            KeyFileError: a key file cannot be used.
-        """
+        Raises KeyFileError: a key file cannot be used."""
         if (config.key is None) != (config.peers is None):
             raise ValueError("key and peers go together: with one alone nothing would be encrypted")
         self._config, self._run, self._deliver, self._word = config, run, deliver, word

@@ -206,11 +206,7 @@ def message(message: Message, run: int) -> list[Buffer]:
 
 
 def parse(parts: Sequence[Buffer], run: int, max_tensor_bytes: int) -> FramedMessage | Message:
-    """What a peer sent.
-
-    Raises:
-        RemoteProtocolError: not an intact frame of this run within the bounds.
-    """
+    """What a peer sent. Raises RemoteProtocolError: not an intact frame of this run within the bounds."""
     if not 1 <= len(parts) <= 2:
         raise RemoteProtocolError(f"a frame of {len(parts)} parts")
     header = memoryview(parts[0]).cast("B")

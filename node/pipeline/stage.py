@@ -26,10 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def to_bytes(x: Tensor, codec: str = "") -> tuple[TensorInfo, Buffer]:
     """The tensor as bytes of its own dtype, or in the codec's payload; where it can, without a copy.
-
-    Raises:
-        NonFiniteError: a codec met NaN or infinity: the model is broken.
-    """
+    Raises NonFiniteError: a codec met NaN or infinity: the model is broken."""
     x = x.detach()
     if codec:
         fragment = as_fragment(x.shape)
@@ -46,10 +43,7 @@ def to_bytes(x: Tensor, codec: str = "") -> tuple[TensorInfo, Buffer]:
 
 def from_bytes(info: TensorInfo, data: Buffer, device: torch.device, codec: str = "") -> Tensor:
     """The tensor again. `codec`: the one that is used here; bytes of another are not believed.
-
-    Raises:
-        RemoteProtocolError: bytes that no such encoder can have written.
-    """
+    Raises RemoteProtocolError: bytes that no such encoder can have written."""
     if info.codec != codec:
         raise RemoteProtocolError(f"a tensor written by {info.codec or 'no codec'!r}, here it is {codec or 'none'!r}")
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)

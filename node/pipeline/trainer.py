@@ -73,9 +73,7 @@ def train_stage(
     """Take part in a run with one stage of the model, until it ends, SIGTERM comes, or all sources have left.
 
     `environ` may hold labels of a container.
-
-    Raises:
-        NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node.
+    Raises NodeError, CorpusError, KeyFileError, EndpointError: one line each, for the person who started the node.
     """
     assert pipeline.layout is not None
     layout, addresses = read_layout(pipeline.layout)
