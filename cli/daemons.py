@@ -305,7 +305,7 @@ def _pages(
 
     def look() -> Response:
         told = json.loads(coordinator.observer.status_json) or None
-        return Response(content_type=page.TYPE, body=page.page(told).encode(), headers=page.HEADERS)
+        return Response(content_type=page.TYPE, body=page.page(told).encode(), headers=page.headers())
 
     address = parse_host_port(config.http, listens=True)
     routes = {PAGE: look, METRICS: metrics, HEALTH: health, READY: ready, STATUS: status}

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Protocol, assert_never
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.coordinator import aggregator, commits
+from farloop.coordinator import commits
+from farloop.coordinator.aggregator import Result
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.machine import CoordinatorMachine
@@ -51,8 +52,8 @@ class Router(Protocol):
     def closed_by_us(self, peer: Peer, reason: Reason) -> None: ...
 
 
-class Observer(Protocol):
-    """What is told of a run. It decides nothing."""
+class Observer:
+    """Hears what happens in a run, and decides nothing; this one records nothing."""
 
     def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None: ...
 
@@ -60,9 +61,7 @@ class Observer(Protocol):
 
     def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None: ...
 
-    def committed(
-        self, record: rec.WindowCommitted, result: aggregator.Result, merge_s: float, journal_s: float
-    ) -> None: ...
+    def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None: ...
 
     def refresh(self, machine: CoordinatorMachine) -> None: ...
 
@@ -417,10 +416,10 @@ class CoordinatorExecutor:
         addends, apart = self._deltas.addends(draft), self._deltas.apart(draft)
         ledger, started = self._store.ledger, self._clock.now()
 
-        def compute() -> aggregator.Result:
+        def compute() -> Result:
             return commits.compute(ledger, self._store.buffers[draft.fragment], draft, addends, apart)
 
-        def computed(result: aggregator.Result) -> None:
+        def computed(result: Result) -> None:
             merge_s = self._clock.now() - started
             self.storage.commit(draft, result, reserved, partial(self._committed, result, merge_s, self._clock.now()))
 
@@ -437,9 +436,7 @@ class CoordinatorExecutor:
     def _overflowed(self, draft: rec.WindowCommitted, error: Exception, longest: BlobId | None) -> None:
         self.happened(ev.SumOverflow.of(draft, longest, error))
 
-    def _committed(
-        self, result: aggregator.Result, merge_s: float, computed_at: float, record: rec.WindowCommitted
-    ) -> None:
+    def _committed(self, result: Result, merge_s: float, computed_at: float, record: rec.WindowCommitted) -> None:
         self._deltas.forget([addend.blob for addend in record.blobs])
         self._observer.committed(record, result, merge_s, self._clock.now() - computed_at)
         self.happened(ev.CommitDone(record=record))

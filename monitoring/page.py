@@ -37,28 +37,26 @@ def template(package: str, name: str) -> Template:
     return environment.from_string(files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
-_STYLE, _SCRIPT = (files("farloop.monitoring").joinpath(f"page.{kind}").read_text() for kind in ("css", "js"))
-
-
-def _hash_of(inline: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}'"
-
-
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        f"style-src {_hash_of(_STYLE)}",
-        f"script-src {_hash_of(_SCRIPT)}",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
-)
-
 TYPE = "text/html; charset=utf-8"
-HEADERS = (("Content-Security-Policy", POLICY), ("Referrer-Policy", "no-referrer"))  # what the page is to be sent with
+
+
+@lru_cache
+def _inline(kind: str) -> str:
+    return files("farloop.monitoring").joinpath(f"page.{kind}").read_text()
+
+
+def policy() -> str:
+    """The content security policy: the page runs its own script and style alone."""
+    script, style = (base64.b64encode(hashlib.sha256(_inline(k).encode()).digest()).decode() for k in ("js", "css"))
+    return (
+        f"default-src 'none'; style-src 'sha256-{style}'; script-src 'sha256-{script}'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def headers() -> tuple[tuple[str, str], ...]:
+    """HTTP headers that the page is to be sent with."""
+    return ("Content-Security-Policy", policy()), ("Referrer-Policy", "no-referrer")
 
 
 def page(status: Status | None) -> str:
@@ -67,8 +65,8 @@ def page(status: Status | None) -> str:
     return template("farloop.monitoring", "page.html").render(
         view=view,
         curve=view and curve_of(view),
-        style=_STYLE,
-        script=_SCRIPT,
+        style=_inline("css"),
+        script=_inline("js"),
         reload_s=RELOAD_S,
         most_nodes=MOST_NODES,
         most_windows=MOST_WINDOWS,

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from farloop.algo.spec import NodeId, Revision, RunSpec
-from farloop.coordinator import aggregator
+from farloop.algo.spec import Revision, RunSpec
 from farloop.coordinator.adoption_checks import adoption_of
 from farloop.coordinator.change_terms import revision_asked_for
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.machine import CoordinatorMachine
-from farloop.coordinator.executor import CoordinatorExecutor
+from farloop.coordinator.executor import CoordinatorExecutor, Observer
 from farloop.coordinator.net.router import SessionRouter
 from farloop.coordinator.storage.segment import Entry, read_all, scan_segment, segment_numbers, segment_path
 from farloop.coordinator.storage.storage_queue import StorageQueue
@@ -28,7 +27,6 @@ from farloop.sim.network import VirtualRouterSocket
 from farloop.sim.scenario import Scenario
 from farloop.sim.virtual_files import AllOrNothing, Drawn, VirtualFiles
 from farloop.sim.virtual_time import Process, VirtualClock, VirtualWorker
-from farloop.wire.reasons import Reason
 
 FOLDER = Path("/state")
 
@@ -140,22 +138,6 @@ class StateDisk:
         return True
 
 
-class NoObserver:
-    """Nobody watches a simulated run; the tape has all of it."""
-
-    def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None: ...
-
-    def carries_out(self, command: ev.Command) -> None: ...
-
-    def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None: ...
-
-    def committed(
-        self, record: rec.WindowCommitted, result: aggregator.Result, merge_s: float, journal_s: float
-    ) -> None: ...
-
-    def refresh(self, machine: CoordinatorMachine) -> None: ...
-
-
 class SimulatedCoordinator:
     """One start. `saw` is told every event that the machine takes, before the commands are carried out."""
 
@@ -206,7 +188,7 @@ class SimulatedCoordinator:
             store=self.store,
             machine=self.machine,
             router=self.router,
-            observer=NoObserver(),
+            observer=Observer(),
             fatal=_fail,
             adapt=scenario.adapt,
             model_path=FOLDER / "model.safetensors",

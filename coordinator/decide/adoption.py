@@ -11,10 +11,10 @@ from farloop.algo.stages import is_in
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.admission import refusal
-from farloop.coordinator.decide.decisions import Decisions
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.rollback import epoch_met, standing_of, unbelievable
 from farloop.coordinator.decide.roster import MOST_MEMBERS
+from farloop.coordinator.decide.run_state import Decisions
 from farloop.wire import messages as msg
 from farloop.wire.messages import SINCE, AnchorRef, Held, Hello
 from farloop.wire.reasons import Reason

@@ -14,12 +14,11 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.deadlines import ALARM as NO_PROGRESS
 from farloop.coordinator.decide.deadlines import Deadlines
-from farloop.coordinator.decide.decisions import Decisions
-from farloop.coordinator.decide.hold import ALARM as STORAGE
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.records import WindowCommitted
 from farloop.coordinator.decide.roster import Member
-from farloop.coordinator.decide.run_state import RunState, speeds_of
+from farloop.coordinator.decide.run_state import ALARM as STORAGE
+from farloop.coordinator.decide.run_state import Decisions, RunState, speeds_of
 from farloop.coordinator.decide.windows import Window
 from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason

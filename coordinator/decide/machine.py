@@ -16,13 +16,12 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.admission import delta_refusal, last_position, progress_untrue, samples_untrue
 from farloop.coordinator.decide.adoption import Adoption, AdoptionSettings
 from farloop.coordinator.decide.closing import QUARANTINE, Closing, ParticipationCheck, StragglerGrace
-from farloop.coordinator.decide.decisions import Decisions
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.membership import Membership
 from farloop.coordinator.decide.revising import revision_of
 from farloop.coordinator.decide.rollback import RollbackGuard
 from farloop.coordinator.decide.roster import EXPIRE_S, Member, look_after_stages
-from farloop.coordinator.decide.run_state import RunState
+from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason

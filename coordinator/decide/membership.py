@@ -20,11 +20,10 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.admission import refusal
 from farloop.coordinator.decide.closing import Closing
-from farloop.coordinator.decide.decisions import Decisions
 from farloop.coordinator.decide.revising import REVISED_SINCE
 from farloop.coordinator.decide.rollback import RollbackGuard, as_newcomer
 from farloop.coordinator.decide.roster import CLOSED_GRACE_S, EXPIRE_S, MOST_MEMBERS, Member, too_few_to_begin
-from farloop.coordinator.decide.run_state import RunState
+from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason

@@ -27,9 +27,8 @@ from typing import Final, Literal
 from farloop.algo.spec import NodeId
 from farloop.algo.stages import fragments_of
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.decisions import Decisions
 from farloop.coordinator.decide.ledger import Ledger
-from farloop.coordinator.decide.run_state import RunState
+from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.wire.messages import Hello, Refused
 from farloop.wire.reasons import Reason
 

@@ -1,12 +1,21 @@
-"""What all parts of the coordinator machine share: one object, with one writer for each field."""
+"""What the parts of the coordinator machine share: the run's state, the decisions of a call, and the storage hold."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field
 
 from farloop.algo.spec import NodeId
+from farloop.coordinator.decide import events as ev
+from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.roster import Member
 from farloop.coordinator.decide.windows import Window
+from farloop.coordinator.errors import NoRoom
+from farloop.wire.messages import Message
+
+_log = logging.getLogger(__name__)
+
+ALARM = "storage"  # raised while the storage hold lasts; says what is wrong and how to fix it
 
 
 @dataclass(slots=True)
@@ -32,3 +41,67 @@ class RunState:
 def speeds_of(members: Iterable[Member]) -> dict[NodeId, float]:
     """Inner steps per second of the members that train; 0 where not known yet. Their batches may differ."""
     return {member.name: member.steps_per_s for member in members if member.counts}
+
+
+class Decisions:
+    """One list that all parts of a machine write to: the order in which they decide is that of the journal."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._commands: list[ev.Command] = []
+
+    def do(self, command: ev.Command) -> None:
+        """The shell is to do this, after all that came before."""
+        self._commands.append(command)
+
+    def tell(self, node: NodeId, message: Message) -> None:
+        """A node is to hear this."""
+        self.do(ev.Tell(node=node, message=message))
+
+    def record(self, record: rec.Record) -> None:
+        """This is so from now on: in the ledger at once, in the journal before any later command is carried out.
+        Raises ValueError: no bytes can say it; nothing was changed. A ledger that knew it could not be written,
+        either."""
+        try:
+            rec.encode(record)
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"{type(record).__name__} cannot be written to the journal: {error}") from error
+        self._ledger.apply(record)
+        self.do(ev.Record(record=record))
+
+    def take(self) -> list[ev.Command]:
+        """All commands since the last call."""
+        commands, self._commands = self._commands, []
+        return commands
+
+
+class StorageHold:
+    """True while something waits."""
+
+    def __init__(self, alarms: MutableMapping[str, str]) -> None:
+        self._alarms = alarms
+        self._waiting: dict[str, NoRoom] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def begin(self, what: str, why: NoRoom) -> None:
+        """`what` did not fit, and will be tried again."""
+        if not self._waiting:
+            _log.warning("storage hold begin what=%r why=%r fix=%r", what, str(why), why.fix)
+        self._waiting[what] = why
+        self._tell()
+
+    def end(self, what: str) -> None:
+        """`what` fits now, if it ever did not."""
+        if self._waiting.pop(what, None) and not self._waiting:
+            _log.info("storage hold end what=%r", what)
+        self._tell()
+
+    def _tell(self) -> None:
+        if not self._waiting:
+            self._alarms.pop(ALARM, None)
+            return
+        why = next(iter(self._waiting.values()))
+        names = ", ".join(self._waiting)
+        self._alarms[ALARM] = f"the run is held: {names} must wait: {why}; {why.fix}, and it goes on by itself"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final, Literal
 
-from farloop.coordinator.routing.fabric import UNREACHABLE_S
-from farloop.coordinator.routing.fabric import suspects as slow_links
+from farloop.coordinator.routing.anomalies import UNREACHABLE_S
+from farloop.coordinator.routing.anomalies import suspects as slow_links
 from farloop.monitoring.status import LinkStatus
 from farloop.wire.messages import Connection, Transfer
 from farloop.wire.meter import (

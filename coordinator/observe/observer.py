@@ -13,13 +13,14 @@ from typing import Literal
 from farloop.algo.schedule import learning_rate
 from farloop.algo.spec import Layout, NodeId
 from farloop.algo.stages import fragments_of
+from farloop.coordinator import executor
 from farloop.coordinator.aggregator import Result
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.hold import StorageHold
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.revising import last_change
 from farloop.coordinator.decide.roster import Member, stages_held
+from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import StorageError
 from farloop.coordinator.observe.decision_log import FILE as DIARY_FILE
 from farloop.coordinator.observe.decision_log import DecisionLog
@@ -51,8 +52,8 @@ _log = logging.getLogger(__name__)
 _TRAINS = "nodes are training and nothing holds the run"
 
 
-class Observer:
-    """Eyes on one coordinator."""
+class Observer(executor.Observer):
+    """What one coordinator shows of its run."""
 
     def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: StorageHold) -> None:
         """`metrics_file` is appended to; a resumed run's clock goes on where the file ends."""
@@ -146,7 +147,6 @@ class Observer:
         self._happenings.committed(record, time.monotonic())
         self._diary.computed(record.fragment, result.delta_norm, merge_s, journal_s)
         self._merged[record.fragment] = list(names)
-        drops = [[drop.node, drop.reason.sentence] for drop in record.drops]
         self._write(
             {
                 "event": "commit",
@@ -155,7 +155,7 @@ class Observer:
                 "version": record.version,
                 "round": record.round,
                 "merged": list(names),
-                "drops": [[str(node), why] for node, why in drops],
+                "drops": [[str(drop.node), drop.reason.sentence] for drop in record.drops],
                 "update_bytes": record.update_size,
                 "norm": result.delta_norm,
             }

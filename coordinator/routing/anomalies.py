@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 LEAST_NODES = 4
 
 Z_LIMIT = 3.5
@@ -221,6 +224,26 @@ def localise(delay_s: Sequence[Sequence[float | None]]) -> tuple[Slow, ...]:
 def _median_of(values: "object") -> float:
     known = list(values)  # type: ignore[call-overload]
     return statistics.median(known) if known else 0.0
+
+
+UNREACHABLE_S = 1e6  # stands for no link in sums and differences: eleven days, more than any plan takes
+
+SUSPECT_FACTOR = 3.0
+"""A link that is slower by this factor than a way over a third node is not believed (one published table has a link
+that is 1024 times slower than its neighbours, a slip of units)."""
+
+
+def suspects(seconds: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
+    """Links that take more than SUSPECT_FACTOR times the best way over a third node, in order."""
+    direct: NDArray[np.float64] = np.array(seconds, dtype=np.float64).reshape(len(seconds), len(seconds))
+    over = direct.copy()
+    np.fill_diagonal(over, np.inf)
+    found: list[tuple[int, int]] = []
+    for u, row in enumerate(over):
+        around = (row[:, None] + over).min(axis=0)  # [to]
+        slow = (row < UNREACHABLE_S) & (row > SUSPECT_FACTOR * around)
+        found += [(u, int(v)) for v in np.flatnonzero(slow)]
+    return tuple(found)
 
 
 class Action(StrEnum):

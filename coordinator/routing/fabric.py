@@ -6,22 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from farloop.coordinator.routing.anomalies import UNREACHABLE_S, suspects
 from farloop.coordinator.routing.inventory import CardKind, Inventory, Node
 
 # --- Link matrix in seconds, with checks of its entries
 #
 # Nodes are indices here, as in all searches of this room: a plan does not depend on their names.
 
-
-UNREACHABLE_S = 1e6  # stands for no link in sums and differences: eleven days, more than any plan takes
-
-SUSPECT_FACTOR = 3.0
-"""A link that is slower by this factor than a way over a third node is not believed (one published table has a link
-that is 1024 times slower than its neighbours, a slip of units)."""
 
 Seconds = tuple[tuple[float, ...], ...]  # [from][to]
 
@@ -82,19 +76,6 @@ def fabric_of(inventory: Inventory) -> Fabric:
         message_s=tuple(tuple(row) for row in rows),
         suspects=found,
     )
-
-
-def suspects(seconds: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
-    """Links that take more than SUSPECT_FACTOR times the best way over a third node, in order."""
-    direct: NDArray[np.float64] = np.array(seconds, dtype=np.float64).reshape(len(seconds), len(seconds))
-    over = direct.copy()
-    np.fill_diagonal(over, np.inf)
-    found: list[tuple[int, int]] = []
-    for u, row in enumerate(over):
-        around = (row[:, None] + over).min(axis=0)  # [to]
-        slow = (row < UNREACHABLE_S) & (row > SUSPECT_FACTOR * around)
-        found += [(u, int(v)) for v in np.flatnonzero(slow)]
-    return tuple(found)
 
 
 # --- Islands: nodes that may share a collective group (Holmes' rule): similar cards, short distance

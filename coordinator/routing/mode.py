@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from farloop.algo.stages import Path, StageLayout
-from farloop.coordinator.routing.fabric import UNREACHABLE_S, Fabric, Island, fabric_of
+from farloop.coordinator.routing.anomalies import UNREACHABLE_S
+from farloop.coordinator.routing.fabric import Fabric, Island, fabric_of
 from farloop.coordinator.routing.inventory import Inventory, Mode
 from farloop.coordinator.routing.paths import IN_ORDER, PUBLISHED, Work, path_length
 from farloop.coordinator.routing.placement import MAX_NODES, Costs, Groups, Placed, blocks, descend, min_max_split

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from farloop.algo.stages import Hop, Path, Stage, StageLayout
-from farloop.coordinator.routing.fabric import UNREACHABLE_S, Fabric, Island, fabric_of, islands_of
+from farloop.coordinator.routing.anomalies import UNREACHABLE_S
+from farloop.coordinator.routing.fabric import Fabric, Island, fabric_of, islands_of
 from farloop.coordinator.routing.inventory import LOCAL, Inventory, Mode, Provenance
 from farloop.coordinator.routing.mode import Decision, decide
 from farloop.coordinator.routing.placement import Transport, dp_s, floor_split, slowest_s, transport
 from farloop.coordinator.routing.routes import Paths
 from farloop.coordinator.routing.simulator import Outcome, simulate
-from farloop.coordinator.routing.sync_plan import Sync, plan_sync, utilization
+from farloop.coordinator.routing.sync_plan import utilization
+from farloop.coordinator.routing.topology import Sync, plan_sync
 
 LEAST_COVERAGE = 0.5  # share of the microbatches that should visit a stage; of less a plan tells
 

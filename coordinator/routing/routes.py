@@ -5,8 +5,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from farloop.coordinator.routing.anomalies import UNREACHABLE_S
 from farloop.coordinator.routing.chain_search import Chains, anneal, free_start, pinned_start
-from farloop.coordinator.routing.fabric import UNREACHABLE_S
 from farloop.coordinator.routing.paths import IN_ORDER, Limits, Numbers, Work, chain_s, fault_of
 from farloop.coordinator.routing.placement import min_max_split
 from farloop.coordinator.routing.simulator import Route, bounds_s, simulate

@@ -1,4 +1,4 @@
-"""Bits and steps per node; terms for the run."""
+"""Bits and steps per node, chosen by how fast it computes and sends; terms for the run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,6 @@ from typing import Any, Final
 from farloop.algo.schedule import steps_by_share
 from farloop.algo.spec import NodeId
 from farloop.algo.terms import Terms
-from farloop.coordinator.routing.fabric import Island
-from farloop.coordinator.routing.inventory import Inventory
-from farloop.coordinator.routing.topology import (
-    Hub,
-    Prediction,
-    Site,
-    Worker,
-    relays,
-    ring,
-    ring_of_relays,
-    sharded,
-    star,
-)
 
 # --- Hysteresis: when a new plan is worth the switch
 
@@ -192,8 +179,8 @@ def _menu(bits: float) -> Sequence[int]:
 CODEC_OF: Final[Mapping[int, str]] = {32: "fp32", 16: "bf16", 8: "q8", 4: "q4", 2: "q4r"}  # by bits of a parameter
 
 _BITS_OF: Final[Mapping[str, int]] = {
-    **{codec: bits for bits, codec in CODEC_OF.items()},
-    **dict.fromkeys(("e3m0", "e2m1", "nf4", "lattice"), 4),
+    **{"fp32": 32, "bf16": 16, "q8": 8, "q4": 4, "q4r": 2},
+    **{"e3m0": 4, "e2m1": 4, "nf4": 4, "lattice": 4},
 }
 """Of the codecs whose bits are a matter of choice: a sparse one sends what it sends."""
 
@@ -266,110 +253,3 @@ def share_text(steps: int, h: int) -> str:
     """The shortest share that gives this many of h steps."""
     near = (f"{steps / h + up:.{digits}f}" for digits in range(1, 17) for up in (0.0, 10.0**-digits))
     return next(text for text in near if 0.0 < float(text) < 1.0 and steps_by_share(h, float(text)) == steps)
-
-
-# --- The sync of a plan: bits, interval and topology
-
-
-MORE_HUBS = (2, 4)  # so many aggregators like the coordinator are compared with it
-_FP32_BITS = 32.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sync:
-    """What nodes are told, and the predicted seconds of all ways to do it."""
-
-    rates: Mapping[str, Rate]  # by node
-    topologies: tuple[Prediction, ...]  # the star first: it is what runs
-    relays: tuple[str, ...]  # nodes that would relay, in the order of their islands
-    roots: tuple[str, ...]  # who aggregates each fragment
-    payload_bytes: Mapping[str, float]  # of a node and round, each way
-
-    @property
-    def star(self) -> Prediction:
-        return self.topologies[0]
-
-
-def plan_sync(
-    inventory: Inventory,
-    islands: Sequence[Island],
-    share: Mapping[int, float],
-    pipelines: Sequence[tuple[Sequence[int], float]],
-) -> Sync | None:
-    """The sync of nodes that hold `share` (≤ 1) of the parameters each; None without links to the coordinator.
-
-    `pipelines` are (nodes, seconds of a step): nodes that step together do the same number of steps at the same bits,
-    those of the slowest link among them.
-    """
-    nodes, model, wish = inventory.nodes, inventory.model, inventory.wish
-    members = sorted(share)
-    ups = {node: inventory.uplink(nodes[node]) for node in members}
-    downs = {node: inventory.downlink(nodes[node]) for node in members}
-    if not members or model.parameter_bytes == 0.0 or None in ups.values() or None in downs.values():
-        return None
-    up = {node: link.bytes_per_s for node, link in ups.items() if link is not None}
-    down = {node: link.bytes_per_s for node, link in downs.items() if link is not None}
-    paces = [
-        Pace(step_s=max(step_s, 1e-9), bytes_per_s=min(up[node] / share[node] for node in several))
-        for several, step_s in pipelines
-    ]
-    parameters = model.parameter_bytes / 4.0
-    chosen = choose(paces, h=wish.h, parameters=parameters, bits=wish.bits)
-    rates = {node: rate for (several, _), rate in zip(pipelines, chosen, strict=True) for node in several}
-    payload = {
-        node: share[node] * model.parameter_bytes * (rates[node].bits if node in rates else max(wish.bits)) / _FP32_BITS
-        for node in members
-    }
-    place = {node: index for index, node in enumerate(members)}
-    workers = [
-        Worker(
-            up=up[node],
-            down=down[node],
-            latency_s=link.latency_s,
-            payload=payload[node],
-            reachable=nodes[node].reachable,
-        )
-        for node in members
-        if (link := ups[node]) is not None
-    ]
-    sites = [
-        Site(
-            workers=tuple(place[node] for node in island.nodes if node in place),
-            rate=_slowest_inside(inventory, [node for node in island.nodes if node in place]),
-        )
-        for island in islands
-        if any(node in place for node in island.nodes)
-    ]
-    own = inventory.hub
-    hub = Hub(down=own.in_bytes_per_s, up=own.out_bytes_per_s) if own is not None else Hub()
-    found = _compared(workers, sites, hub)
-    tree = next((one for one in found if one.relays), None)
-    return Sync(
-        rates={nodes[node].name: rate for node, rate in sorted(rates.items())},
-        topologies=found,
-        relays=tuple(nodes[members[one]].name for one in tree.relays) if tree is not None else (),
-        roots=("coordinator",) * wish.fragments,
-        payload_bytes={nodes[node].name: payload[node] for node in members},
-    )
-
-
-def _compared(workers: Sequence[Worker], sites: Sequence[Site], hub: Hub) -> tuple[Prediction, ...]:
-    """The star, then what it is compared with, the fastest first."""
-    others = [sharded(workers, [hub] * count) for count in MORE_HUBS] if hub != Hub() else []
-    tree = relays(workers, sites, hub)
-    if tree.relays:
-        others.append(tree)
-    rates = [min(worker.up, worker.down) for worker in workers]
-    latency_s = max(worker.latency_s for worker in workers)
-    if len(workers) > 1 and all(worker.reachable for worker in workers):
-        others.append(ring(max(worker.payload for worker in workers), rates, latency_s, name=f"ring of {len(workers)}"))
-    if len(sites) > 1 and (heads := ring_of_relays(workers, sites)) is not None:
-        others.append(heads)
-    return (star(workers, hub), *sorted(others, key=lambda one: one.round_s))
-
-
-def _slowest_inside(inventory: Inventory, members: Sequence[int]) -> float:
-    links = [
-        inventory.link(inventory.nodes[u], inventory.nodes[v]) for u in members for v in members if u != v
-    ]  # fmt: skip
-    return min((link.bytes_per_s for link in links if link is not None), default=float("inf"))

@@ -220,7 +220,8 @@ class Journal:
         self._directory, self._files, self._lock = directory, files, lock
         self._open_tail: Tail | None = None
         self._last: tuple[int, Scan] | None = None  # number and content of the last segment that was found
-        self._num_records = self._durable = 0
+        self.num_records = 0  # appended since the run began, also those that were pruned: the sequence of the next
+        self.durable = 0  # records with a lower sequence than this survive a power cut
         self._reserved_bytes = 0
         self._first_segment = 0
         self._summarise: Callable[[], LedgerSaved] | None = None
@@ -322,7 +323,7 @@ class Journal:
                 self._directory, 0, first_sequence=0, salt=self._draw_salt(), room=0, files=self._files
             )
         self._last = None
-        _log.info("journal open path=%s records=%d torn_bytes=%d", self._tail.path, self._num_records, torn_bytes)
+        _log.info("journal open path=%s records=%d torn_bytes=%d", self._tail.path, self.num_records, torn_bytes)
 
     def _read(self) -> Recovery:
         if not (numbers := segment_numbers(self._directory, self._files)):
@@ -331,23 +332,13 @@ class Journal:
         settle(segment_path(self._directory, max(numbers)), self._files)
         found, items = read_all(self._directory, self._files)
         self._first_segment, self._last = min(numbers), (max(numbers), found)
-        self._num_records = self._durable = found.next_sequence
+        self.num_records = self.durable = found.next_sequence
         return Recovery(items=items, torn_bytes=found.torn_bytes)
 
     @property
     def _tail(self) -> Tail:
         assert self._open_tail is not None, "begin comes first"
         return self._open_tail
-
-    @property
-    def num_records(self) -> int:
-        """Records appended since the run began, also those that were pruned: the sequence of the next."""
-        return self._num_records
-
-    @property
-    def durable(self) -> int:
-        """Records with a lower sequence than this survive a power cut."""
-        return self._durable
 
     def begin_segments_with(self, summarise: Callable[[], LedgerSaved]) -> None:
         """From now on every new segment begins with what all records before it say, so that those can be pruned.
@@ -439,17 +430,15 @@ class Journal:
             # The room is in this segment: the record goes here, even if the segment grows past its limit.
             self._tail.allocate(self._reserved_bytes + max(0, size - held))
         tail = self._tail
-        header = record_header(
-            kind, body, attachment, sequence=self._num_records, durable=self._durable, salt=tail.salt
-        )
+        header = record_header(kind, body, attachment, sequence=self.num_records, durable=self.durable, salt=tail.salt)
         with self._fatal():
             tail.write(header, body, attachment)
         entry = Entry(
-            sequence=self._num_records,
+            sequence=self.num_records,
             record=record,
             attachment=Attachment(segment=tail.number, offset=tail.end - attachment_bytes, size=attachment_bytes),
         )
-        self._num_records += 1
+        self.num_records += 1
         self._reserved_bytes -= held
         return entry
 
@@ -463,13 +452,13 @@ class Journal:
             StorageFailed: what is durable is unknown; the journal cannot be used any more. Exit and recover.
         """
         self._require_usable()
-        if self._durable < self._num_records:
+        if self.durable < self.num_records:
             with self._fatal():
                 self._tail.sync()
                 if self._claim is not None:
                     self._claim.require()
-            self._durable = self._num_records
-        return self._durable
+            self.durable = self.num_records
+        return self.durable
 
     def read(self, attachment: Attachment, offset: int, nbytes: int) -> bytes:
         """Bytes [offset, offset + nbytes) of an attachment, durable or not. Any thread may call it.
@@ -504,7 +493,7 @@ class Journal:
             _log.warning("journal left as it is why=%r", str(error))
             return
         self._tail.finish()
-        self._durable = self._num_records
+        self.durable = self.num_records
 
     def __enter__(self) -> Self:
         return self
@@ -568,7 +557,7 @@ class Journal:
         opening: tuple[Bytes, ...] = ()
         if self._summarise is not None:
             kind, body = records.encode(self._summarise())
-            header = record_header(kind, body, b"", sequence=self._num_records, durable=self._durable, salt=salt)
+            header = record_header(kind, body, b"", sequence=self.num_records, durable=self.durable, salt=salt)
             opening = (header, body)
 
         def finish_old() -> None:
@@ -579,7 +568,7 @@ class Journal:
             self._open_tail = create_tail(
                 self._directory,
                 old.number + 1,
-                first_sequence=self._num_records,
+                first_sequence=self.num_records,
                 salt=salt,
                 room=self._reserved_bytes + room,
                 opening=opening,
@@ -587,6 +576,6 @@ class Journal:
                 files=self._files,
             )
         if opening:
-            self._num_records += 1
-        self._durable = self._num_records
+            self.num_records += 1
+        self.durable = self.num_records
         old.close()

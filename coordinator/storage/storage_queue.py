@@ -1,6 +1,6 @@
 """The queue of storage calls: every call of the store runs in one worker, and its failures are classified here.
 
-`NoRoom` changed nothing. The call is repeated until there is room, and the run is held meanwhile (`hold.py`). A
+`NoRoom` changed nothing. The call is repeated until there is room, and the run is held meanwhile (`run_state.py`). A
 reservation is repeated by the machine, which is told. Any other error of storage is fatal: what is durable is unknown
 until a restart reads it.
 """
@@ -16,7 +16,7 @@ from typing import TypeVar
 from farloop.coordinator.aggregator import Result
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
-from farloop.coordinator.decide.hold import StorageHold
+from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import NoRoom
 from farloop.coordinator.storage.copies import StateCopy
 from farloop.coordinator.storage.store import Store

@@ -183,7 +183,7 @@ _NUMBERS: dict[type[Message], int] = {
     Switch: 8,
     Leave: 9,
 }
-_CLASSES = {number: cls for cls, number in _NUMBERS.items()}
+_CLASSES = dict(zip(_NUMBERS.values(), _NUMBERS, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ class Site:
         status = self.told[min(self.asked, len(self.told) - 1)]
         self.asked += 1
         told = json.loads(json.dumps(status, allow_nan=False))
-        return Response(content_type=page.TYPE, body=page.page(told).encode(), headers=page.HEADERS)
+        return Response(content_type=page.TYPE, body=page.page(told).encode(), headers=page.headers())
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_the_policy_stops_a_script_that_got_in_all_the_same(sites: Any, tmp_path
     body = whole.body.replace(b"<main>", b"<main>" + intruder)
     assert body != whole.body
     with Endpoint(
-        "127.0.0.1", 0, {"/": lambda: Response(content_type=page.TYPE, body=body, headers=page.HEADERS)}
+        "127.0.0.1", 0, {"/": lambda: Response(content_type=page.TYPE, body=body, headers=page.headers())}
     ) as e:
         shown, complaints = browse(tmp_path, "--dump-dom", f"http://127.0.0.1:{e.port}/")
     assert "<title>taken" not in shown

@@ -14,10 +14,10 @@ from plain_runs import plain_progress
 from farloop.algo.spec import BlobId, BlobKind, Contribution, Lease, NodeId
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.decisions import Decisions
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.roster import EXPIRE_S
+from farloop.coordinator.decide.run_state import Decisions
 from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.state_reader import ledger_of, read_journal
 from farloop.wire import messages as msg

@@ -16,9 +16,9 @@ from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import SILENT
 from farloop.coordinator.decide.deadlines import ALARM, FIRST_S, FLOOR_S, MULTIPLE, UNKNOWN_S
-from farloop.coordinator.decide.hold import ALARM as STORAGE
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.run_state import ALARM as STORAGE
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 

@@ -13,9 +13,9 @@ from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
 from farloop.cli.status_view import draw
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.hold import StorageHold
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import DiskFull
 from farloop.coordinator.observe.event_log import KEEP, EventLog, RejectionCounter
 from farloop.coordinator.observe.metrics import Metrics

@@ -18,8 +18,8 @@ from plain_runs import plain_hello
 from farloop.algo.spec import BlobId, BlobKind, Contribution, NodeId, RunSpec
 from farloop.coordinator.aggregator import Buffers, Result
 from farloop.coordinator.decide import events as ev
-from farloop.coordinator.decide.hold import StorageHold
 from farloop.coordinator.decide.machine import CoordinatorMachine
+from farloop.coordinator.decide.run_state import StorageHold
 from farloop.coordinator.errors import DiskFull
 from farloop.coordinator.observe.metrics import Metrics
 from farloop.coordinator.observe.observer import Observer

@@ -13,7 +13,6 @@ from farloop.algo.spec import NodeId, RunSpec
 from farloop.coordinator.change_terms import Release
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.decisions import Decisions
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.rollback import (
     ALARM,
@@ -25,7 +24,7 @@ from farloop.coordinator.decide.rollback import (
     as_newcomer,
     standing_of,
 )
-from farloop.coordinator.decide.run_state import RunState
+from farloop.coordinator.decide.run_state import Decisions, RunState
 from farloop.wire import messages as msg
 from farloop.wire.messages import AnchorRef, Committed, Hello
 from farloop.wire.reasons import Reason

@@ -1,4 +1,4 @@
-"""Covers `storage/storage_queue.py` and `decide/hold.py`: what a full disk holds up, and what it does not."""
+"""Covers `storage/storage_queue.py` and `decide/run_state.py`: what a full disk holds up, and what it does not."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from virtual_host import JOB_S, VirtualHost
 from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
-from farloop.coordinator.decide.hold import ALARM, StorageHold
+from farloop.coordinator.decide.run_state import ALARM, StorageHold
 from farloop.coordinator.errors import DiskFull, FolderChanged, NoRoom, ReadOnly, StorageFailed
 from farloop.coordinator.storage.storage_queue import LOOK_S, StorageQueue
 from farloop.sim.virtual_files import VirtualFiles

@@ -11,7 +11,7 @@ import statuses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farloop.monitoring.page import HEADERS, HEIGHT, MOST_NODES, POLICY, WIDTH, Curve, curve, page
+from farloop.monitoring.page import HEIGHT, MOST_NODES, WIDTH, Curve, curve, headers, page, policy
 from farloop.monitoring.status import Status
 
 VOID = {"meta", "link", "br"}
@@ -137,9 +137,9 @@ def test_the_policy_lets_run_what_the_page_holds_and_nothing_else() -> None:
     reader = Reader(page(statuses.status()))
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         digest = base64.b64encode(hashlib.sha256(reader.inline[tag].encode()).digest()).decode()
-        assert f"{directive} 'sha256-{digest}'" in POLICY
-    assert POLICY.startswith("default-src 'none'; ") and "unsafe" not in POLICY and "http" not in POLICY
-    assert ("Content-Security-Policy", POLICY) in HEADERS
+        assert f"{directive} 'sha256-{digest}'" in policy()
+    assert policy().startswith("default-src 'none'; ") and "unsafe" not in policy() and "http" not in policy()
+    assert ("Content-Security-Policy", policy()) in headers()
     for tag, attributes in reader.elements:
         assert not [name for name in attributes if name.startswith("on") or name == "style"], (tag, attributes)
 

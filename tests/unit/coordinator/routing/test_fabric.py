@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from plan_cases import ACROSS, INSIDE, two_islands, world
 
-from farloop.coordinator.routing.fabric import UNREACHABLE_S, fabric_of, suspects
+from farloop.coordinator.routing.anomalies import UNREACHABLE_S, suspects
+from farloop.coordinator.routing.fabric import fabric_of
 from farloop.coordinator.routing.inventory import Link
 
 
