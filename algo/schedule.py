@@ -108,7 +108,8 @@ POWERS: Final[Mapping[RoundRule, int]] = {"linear": 1, "qsr": 2, "cubic": 3}
 """Rules by which H grows as the learning rate η falls: H ∝ η^−power; qsr is arXiv 2310.14423."""
 
 _GUARD: Final = 1e-9
-"""Relative. (α/η)^power is often a whole number on paper and, in fp64, a bit less: its floor would be one too low."""
+"""Relative. (α/η)^power, or a round's steps times a share or a ratio of rates, is often a whole number on paper and, in
+fp64, a bit less: its floor would be one too low."""
 
 _EQUAL: Final = 0.95  # of the best rate: rates are measured, and of equal nodes one is always the best
 
@@ -210,7 +211,7 @@ def dealt(
 
 def steps_by_rate(length: int, rate: float, best: float) -> int:
     """⌊length · rate ÷ best⌋, or all of them where the rate is nearly the best."""
-    return math.floor(length * rate / best) if rate < _EQUAL * best else length
+    return steps_by_share(length, rate / best) if rate < _EQUAL * best else length
 
 
 def steps_by_share(length: int, share: float) -> int:
