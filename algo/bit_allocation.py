@@ -1,15 +1,14 @@
 """How many bits each layer gets: one candidate per layer, least total size within a budget of squared error.
 
 The problem is that of L-GreCo (arXiv 2210.17357). Given for every layer a table of candidates (a codec's setting with
-its size and its squared error), minimise Σ size subject to Σ error ≤ budget. `by_dynamic_programme` is the paper's
-solver; `by_multiplier` is the Lagrangian one, 200 times as fast, and with hundreds of layers the better one as well.
+its size and its squared error), minimise Σ size subject to Σ error ≤ budget. The paper uses a dynamic programme;
+`by_multiplier` is the Lagrangian solver, 200 times as fast, and with hundreds of layers the better one as well.
 What the candidates mean is the caller's affair: no tensor comes here. Standard library only.
 
 Errors are summed as whole multiples of one unit: a budget is kept exactly, not up to the rounding of a sum.
 """
 
 import math
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -36,10 +35,6 @@ class Choice:
     error: float  # sum of the squared errors, rounded to the nearest float
 
 
-BUCKETS = 10_000
-"""Steps into which the dynamic programme divides the budget: the paper's. 400 layers of 8 candidates take about 1 s."""
-
-
 def budget(tables: Sequence[Table], default_index: int, alpha: float) -> float:
     """The paper's budget E = α·Σ error of the candidate that would be taken without a choice.
 
@@ -55,36 +50,6 @@ def budget(tables: Sequence[Table], default_index: int, alpha: float) -> float:
         if not 0 <= default_index < len(table):
             raise ValueError(f"layer {layer} has no candidate {default_index}: its last is {len(table) - 1}")
     return _rounded_up(Fraction(alpha) * sum(Fraction(table[default_index].error) for table in tables))
-
-
-def by_dynamic_programme(tables: Sequence[Table], max_error: float, *, buckets: int = BUCKETS) -> Choice:
-    """The paper's solver: optimal up to the rounding of the errors. O(layers · candidates · buckets).
-
-    What a candidate adds to the least error of its layer is rounded up to whole buckets, of which the part of the
-    budget that can be chosen at all has `buckets`. Hence no choice is too dear, the least error always fits, and the
-    result is no larger than the optimum of a budget smaller by at most one bucket per layer. What rounding left over
-    is used up at the end.
-
-    D[l][j] = min over candidates c of D[l − 1][j − cost(l, c)] + size(l, c), for j = 0 … buckets.
-
-    Raises:
-        ValueError: no choice is within `max_error`, or a table is empty or holds impossible numbers.
-    """
-    if buckets < 1:
-        raise ValueError(f"buckets is {buckets}; the least is 1")
-    fronts, slack, _ = _fronts(tables, max_error)
-    costs = [[_buckets_of(point.error - front[0].error, slack, buckets) for point in front] for front in fronts]
-    row = [0] * (buckets + 1)
-    rows = [array("q", row)]
-    for front, layer_costs in zip(fronts, costs, strict=True):
-        row = _next_row(row, front, layer_costs)
-        rows.append(array("q", row))
-    left = row.index(row[-1])  # the least error among the choices of that size
-    places = [0] * len(fronts)
-    for layer in reversed(range(len(fronts))):
-        places[layer] = _place_behind(rows[layer], rows[layer + 1][left], fronts[layer], costs[layer], left)
-        left -= costs[layer][places[layer]]
-    return _filled(tables, fronts, places, slack)
 
 
 def by_multiplier(tables: Sequence[Table], max_error: float) -> Choice:
@@ -167,34 +132,6 @@ def _hull(front: _Front, unit: int) -> list[tuple[float, int, int]]:
             start = steps.pop()[1]
         steps.append((price(start, end), start, end))
     return steps
-
-
-def _buckets_of(error: int, slack: int, buckets: int) -> int:
-    """Whole buckets that cover an error above the layer's least; more than there are where it cannot fit."""
-    if error > slack:
-        return buckets + 1
-    return -(-error * buckets // slack) if error else 0
-
-
-def _next_row(row: list[int], front: _Front, costs: list[int]) -> list[int]:
-    """Row l of D from row l − 1: both fall, or stay, along the buckets."""
-    following = [size + front[0].bits for size in row]
-    for point, cost in zip(front[1:], costs[1:], strict=True):
-        bits = point.bits
-        following[cost:] = [
-            with_it if (with_it := size + bits) < without else without
-            for size, without in zip(row, following[cost:], strict=False)
-        ]
-    return following
-
-
-def _place_behind(row: "array[int]", size: int, front: _Front, costs: list[int], left: int) -> int:
-    """Which candidate led from row l − 1 to `size` with `left` buckets; of several the one of the smallest error."""
-    return next(
-        place
-        for place, (point, cost) in enumerate(zip(front, costs, strict=True))
-        if cost <= left and row[left - cost] + point.bits == size
-    )
 
 
 def _filled(tables: Sequence[Table], fronts: list[_Front], places: list[int], slack: int) -> Choice:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from farloop.algo.bit_allocation import Candidate, by_dynamic_programme
+from farloop.algo.bit_allocation import Candidate, by_multiplier
 from farloop.coordinator.routing.sync_plan import Pace, choose, dylu_h, steps_within, utilization
 
 FAST, MIDDLE, SLOW = (
@@ -84,6 +84,6 @@ def test_the_golden_bits_of_layers() -> None:
     ]
     budget = sum(table[2].error for table in tables)
     assert budget == pytest.approx(0.05859, abs=5e-6)
-    found = by_dynamic_programme(tables, budget)
+    found = by_multiplier(tables, budget)
     assert [bits[index] for index in found.indices] == [5, 4, 3]
     assert (found.bits, found.error) == (45, pytest.approx(0.05566, abs=5e-6))
