@@ -1,201 +1,486 @@
-"""The outer optimizers against torch's own, and the exact cases that the protocol leans on."""
+"""The outer optimizers: steps, state, defaults and restart, and the correction for rounds that differ in length."""
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_runs import plain_terms
 from torch import Tensor, nn
 
 from farloop.algo.fragments import flatten_into, partition, view
+from farloop.algo.methods import METHODS
+from farloop.algo.outer_co2 import co2_step_, staleness_gap
 from farloop.algo.outer_optimizers import (
-    PLAIN_AVERAGE,
     AdamWSettings,
     AdamWState,
-    OuterSettings,
     adamw_step_,
-    default_outer,
     is_decayed,
     outer_step_,
+    restarts,
+    state_names,
+    step_,
 )
-from farloop.algo.spec import Fragment
+from farloop.algo.outer_settings import (
+    LEAST_WORK,
+    PLAIN_AVERAGE,
+    OuterSettings,
+    corrected,
+    default_outer,
+    is_corrected,
+    settings_of,
+)
+from farloop.algo.schedule import first_rounds, first_windows, learning_rate, window_after
+from farloop.algo.spec import Fragment, Layout, OuterKind, WindowTerms
+from farloop.algo.terms import LearningRate, Rewarm, Terms
+
+KINDS: tuple[OuterKind, ...] = tuple(kind for kind in get_args(OuterKind) if kind != "adamw")
+NESTEROV = OuterSettings(lr=0.7, momentum=0.9)
+HEAVY_BALL = OuterSettings(kind="heavy-ball", lr=0.7, momentum=0.9)
+DELAYED = OuterSettings(kind="delayed-nesterov", lr=0.7, momentum=0.9, buffer=4)
+ONES = [torch.ones(1)] * 200
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@given(scale=st.floats(1e-6, 1e6), seed=st.integers(0, 1000))
-def test_plain_averaging_subtracts_the_delta_exactly(scale: float, seed: int) -> None:
-    target, delta = numbers(100, seed=seed), numbers(100, seed=seed + 1) * scale
-    expected = target - delta
-    with_buffer = target.clone()
+def deltas_of(count: int, *, size: int = 100) -> list[Tensor]:
+    return [numbers(size, seed=seed) for seed in range(1, count + 1)]
+
+
+def run(
+    settings: OuterSettings, deltas: list[Tensor], start: Tensor | None = None, *, gap: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The target and the state after a step by each delta."""
+    target = torch.zeros_like(deltas[0]) if start is None else start.clone()
+    state = {name: torch.zeros_like(target) for name in state_names(settings.kind, settings.momentum)}
+    for version, delta in enumerate(deltas, start=1):
+        step_(target, state, delta, settings, version=version, gap=gap)
+    return target, state
+
+
+# --- Steps of every kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_momentum", "without"),
+    [
+        ("sgd", (), ()),
+        ("nesterov", ("momentum",), ()),
+        ("heavy-ball", ("momentum",), ()),
+        ("delayed-nesterov", ("accumulated", "momentum"), ()),
+        ("co2", ("momentum",), ("momentum",)),
+        ("adamw", ("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq")),
+    ],
+)
+def test_a_kind_keeps_what_it_needs(kind: OuterKind, with_momentum: tuple[str, ...], without: tuple[str, ...]) -> None:
+    assert (state_names(kind, 0.9), state_names(kind, 0.0)) == (with_momentum, without)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(scale=st.floats(1e-6, 1e6), seed=st.integers(1, 1000))
+def test_without_momentum_at_a_rate_of_one_every_kind_is_the_plain_average(
+    kind: OuterKind, scale: float, seed: int
+) -> None:
+    """A6 (bit), with a momentum buffer or without."""
+    start, delta = numbers(100, seed=0), numbers(100, seed=seed) * scale
+    assert torch.equal(run(dataclasses.replace(PLAIN_AVERAGE, kind=kind), [delta], start)[0], start - delta)
+    with_buffer = start.clone()
     outer_step_(with_buffer, torch.zeros(100), delta, PLAIN_AVERAGE)
-    outer_step_(target, None, delta, PLAIN_AVERAGE)
-    assert torch.equal(target, expected) and torch.equal(with_buffer, expected)
+    assert torch.equal(with_buffer, start - delta)
 
 
-def test_nesterov_is_that_of_torch() -> None:
-    target, momentum = numbers(1000, seed=0), torch.zeros(1000)
-    parameter = nn.Parameter(target.clone())
-    reference = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
-    for step in range(10):
-        delta = numbers(1000, seed=step + 1)
-        parameter.grad = delta.clone()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_does_not_consume_its_delta_and_gives_the_same_bits_again(kind: OuterKind) -> None:
+    settings = OuterSettings(kind=kind, lr=0.7, momentum=0.9, clip=0.5, buffer=2, spread=0.1, restart=3)
+    deltas = deltas_of(7)
+    (first, one), (second, other) = run(settings, deltas), run(settings, deltas)
+    assert torch.equal(first, second) and all(torch.equal(one[name], other[name]) for name in one)
+    assert all(map(torch.equal, deltas, deltas_of(7)))
+
+
+@pytest.mark.parametrize("settings", [NESTEROV, HEAVY_BALL], ids=lambda settings: settings.kind)
+def test_momentum_is_that_of_torch(settings: OuterSettings) -> None:
+    parameter = nn.Parameter(numbers(1000, seed=0))
+    reference = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=settings is NESTEROV)
+    target, _ = run(settings, deltas_of(10, size=1000), parameter.detach())
+    for delta in deltas_of(10, size=1000):
+        parameter.grad = delta
         reference.step()
-        outer_step_(target, momentum, delta, OuterSettings(lr=0.7, momentum=0.9))
     torch.testing.assert_close(target, parameter.detach(), rtol=1e-6, atol=2e-6)
 
 
-def test_every_operation_of_nesterov_is_rounded_by_itself() -> None:
+@pytest.mark.parametrize("settings", [NESTEROV, HEAVY_BALL], ids=lambda settings: settings.kind)
+def test_every_operation_is_rounded_by_itself(settings: OuterSettings) -> None:
     target, momentum, delta = (numbers(4096, seed=seed) for seed in range(3))
-    lr, mu = torch.tensor(0.6), torch.tensor(0.9)
+    lr, mu = torch.tensor(0.7).double(), torch.tensor(0.9).double()
 
     def rounded(exact: Tensor) -> Tensor:  # of fp32 operands, so fp64 holds a product exactly
         return exact.float().double()
 
-    b = rounded(rounded(mu.double() * momentum.double()) + delta.double())
-    step = rounded(lr.double() * rounded(delta.double() + rounded(mu.double() * b)))
-    expected = (target.double() - step).float()
-    outer_step_(target, momentum, delta, OuterSettings(lr=0.6, momentum=0.9))
+    b = rounded(rounded(mu * momentum.double()) + delta.double())
+    ahead = rounded(delta.double() + rounded(mu * b)) if settings is NESTEROV else b
+    expected = (target.double() - rounded(lr * ahead)).float()
+    step_(target, {"momentum": momentum}, delta, settings, version=1)
     assert torch.equal(target, expected) and torch.equal(momentum, b.float())
 
 
-def test_the_delta_is_not_consumed() -> None:
-    delta = numbers(100, seed=1)
-    before = delta.clone()
-    outer_step_(torch.zeros(100), torch.zeros(100), delta, OuterSettings(lr=0.7, momentum=0.9))
-    assert torch.equal(delta, before)
+@pytest.mark.parametrize(("settings", "moves"), [(NESTEROV, (1.33, 1.897, 7.0)), (HEAVY_BALL, (0.7, 1.33, 7.0))])
+def test_gains_at_first_then_and_in_the_limit(settings: OuterSettings, moves: tuple[float, ...]) -> None:
+    """D35: how far a delta of one moves the target, at (0.7, 0.9)."""
+    after = {count: -run(settings, ONES[:count])[0].item() for count in (1, 2, 199, 200)}
+    assert (after[1], after[2] - after[1], after[200] - after[199]) == pytest.approx(moves, rel=1e-4)
 
 
-@pytest.mark.parametrize(("num_nodes", "lr"), [(1, 0.4), (2, 0.6), (3, 0.6), (4, 0.6), (7, 0.6), (8, 0.8), (64, 0.8)])
-def test_the_default_outer_rate_grows_with_the_nodes(num_nodes: int, lr: float) -> None:
-    assert default_outer(num_nodes, h=30, outer_steps=20) == OuterSettings(lr=lr, momentum=0.9)
+def test_the_deltas_of_a_window_are_averaged_and_not_applied_one_by_one() -> None:
+    """D36 (arXiv 2401.09135, eq. 5): four equal deltas in turn gain 12.1441 at μ = 0.9; their mean, or delayed, 1.9."""
+    nesterov, delayed = OuterSettings(lr=1.0, momentum=0.9), dataclasses.replace(DELAYED, lr=1.0)
+    moved = [run(nesterov, ONES[:4]), run(nesterov, ONES[:1]), run(delayed, ONES[:4])]
+    assert [target.item() for target, _ in moved] == pytest.approx([-12.1441, -1.9, -1.9])
 
 
-def test_short_runs_and_a_sync_at_every_step_are_plainly_averaged() -> None:
-    assert default_outer(4, h=30, outer_steps=19) == PLAIN_AVERAGE
-    assert default_outer(4, h=1, outer_steps=1000) == PLAIN_AVERAGE
+def test_momentum_restarts_after_so_many_steps() -> None:
+    assert [v for v in range(1, 11) if restarts(dataclasses.replace(NESTEROV, restart=3), v)] == [4, 7, 10]
+    assert not any(restarts(NESTEROV, version) for version in range(1, 11))
 
 
-@pytest.mark.parametrize(("num_nodes", "h"), [(0, 30), (2, 0)])
-def test_defaults_for_no_run_are_refused(num_nodes: int, h: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        default_outer(num_nodes, h=h, outer_steps=100)
+@pytest.mark.parametrize("kind", ["nesterov", "heavy-ball", "co2"])
+def test_after_a_restart_the_run_is_as_if_it_began_there(kind: OuterKind) -> None:
+    settings = OuterSettings(kind=kind, lr=0.7, momentum=0.9, restart=3)
+    deltas = deltas_of(6)
+    target, state = run(settings, deltas)
+    again, state_again = run(settings, deltas[3:], run(settings, deltas[:3])[0])
+    assert torch.equal(target, again) and torch.equal(state["momentum"], state_again["momentum"])
+    assert not torch.equal(target, run(dataclasses.replace(settings, restart=0), deltas)[0])
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_cpu_and_gpu_take_the_same_steps_to_the_bit(kind: OuterKind) -> None:
+    settings = OuterSettings(kind=kind, lr=0.6, momentum=0.9, clip=0.3, buffer=2, spread=0.2, restart=4)
+    deltas = deltas_of(6, size=1 << 20)
+    target, state = run(settings, deltas, gap=1.3)
+    on_gpu, state_on_gpu = run(settings, [delta.cuda() for delta in deltas], gap=1.3)
+    assert torch.equal(on_gpu.cpu(), target)
+    assert all(torch.equal(state_on_gpu[name].cpu(), tensor) for name, tensor in state.items())
+
+
+# --- Delayed Nesterov
+
+
+def paper(deltas: list[Tensor], *, lr: float, beta: float, every: int, c: float) -> Tensor:
+    """Delayed Nesterov as arXiv 2401.09135 prints it, in fp64; t counts from 0."""
+    theta, m, acc = (torch.zeros_like(deltas[0], dtype=torch.float64) for _ in range(3))
+    for t, delta in enumerate(deltas):
+        g = delta.double()
+        acc = acc + g
+        if (t + 1) % every == 0:
+            m = beta * m + acc / every
+            theta = theta - lr * ((1 - c * every + c) * beta * m + g / every)
+            acc = torch.zeros_like(acc)
+        else:
+            theta = theta - lr * (c * beta * m + g / every)
+    return theta
+
+
+@given(every=st.integers(1, 6), share=st.floats(0.0, 1.0), count=st.integers(1, 15))
+def test_delayed_nesterov_is_that_of_the_paper(every: int, share: float, count: int) -> None:
+    settings = dataclasses.replace(DELAYED, buffer=every, spread=share / every)
+    expected = paper(deltas_of(count), lr=0.7, beta=0.9, every=every, c=share / every)
+    torch.testing.assert_close(run(settings, deltas_of(count))[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_deltas_of_a_full_buffer_move_the_target_as_nesterov_by_their_mean() -> None:
+    """A12: c = 0, N deltas of one base; again and again, momentum included (fp)."""
+    deltas = deltas_of(20)
+    means = [torch.stack(deltas[k : k + 4]).mean(dim=0) for k in range(0, 20, 4)]
+    delayed, state = run(DELAYED, deltas)
+    torch.testing.assert_close(delayed, run(NESTEROV, means)[0], rtol=1e-5, atol=1e-5)
+    assert not state["accumulated"].any()
+
+
+def test_with_a_buffer_of_one_it_is_nesterov_to_the_bit() -> None:
+    """A12: N = 1."""
+    one = dataclasses.replace(DELAYED, buffer=1)
+    assert torch.equal(run(one, deltas_of(6))[0], run(NESTEROV, deltas_of(6))[0])
+
+
+def test_where_in_the_buffer_a_delta_stands_follows_from_the_version() -> None:
+    """A restart needs no counter: version 8 ends a buffer of 4, whoever steps it."""
+    deltas = deltas_of(8)
+    target, state = run(DELAYED, deltas[:6])
+    for version in (7, 8):
+        step_(target, state, deltas[version - 1], DELAYED, version=version)
+    assert torch.equal(target, run(DELAYED, deltas)[0])
+
+
+# --- CO2
+
+lengths = st.floats(1e-6, 1e6)
+
+
+@given(drift=lengths, further=lengths, reach=lengths, scale=st.floats(1e-3, 1e3))
+def test_the_gap_is_one_or_more_grows_with_the_drift_and_has_no_unit(
+    drift: float, further: float, reach: float, scale: float
+) -> None:
+    gap = staleness_gap(drift, reach)
+    assert 1.0 <= gap <= staleness_gap(drift + further, reach)
+    assert staleness_gap(drift * scale, reach * scale) == pytest.approx(gap)
+    assert staleness_gap(0.0, reach) == staleness_gap(0.0, 0.0) == 1.0, "where the target stood still nothing is stale"
+    assert staleness_gap(reach, reach) == 2.0, "a whole round away"
+
+
+def test_without_gap_and_clip_co2_is_heavy_ball_to_the_bit() -> None:
+    """A13: Λ = 1, φ = ∞, no delay: the SlowMo step."""
+    one, state = run(dataclasses.replace(HEAVY_BALL, kind="co2"), deltas_of(6))
+    other, expected = run(HEAVY_BALL, deltas_of(6))
+    assert torch.equal(one, other) and torch.equal(state["momentum"], expected["momentum"])
+
+
+def test_the_clip_really_clips() -> None:
+    """A13: max |m| ≤ φ after every step, and the target moves by what is left; the released code forgets the result."""
+    settings = OuterSettings(kind="co2", lr=0.8, momentum=0.9, clip=0.25)
+    target, momentum = torch.zeros(100), torch.zeros(100)
+    for delta in deltas_of(6):
+        before = target.clone()
+        co2_step_(target, momentum, delta, settings, gap=1.0)
+        assert float(momentum.abs().max()) == 0.25
+        assert torch.equal(target, before - momentum * 0.8)
+
+
+@given(gap=st.floats(1.0, 100.0))
+def test_a_gap_divides_the_late_delta_and_nothing_else(gap: float) -> None:
+    settings = OuterSettings(kind="co2", lr=1.0, momentum=0.5)
+    target, momentum = torch.zeros(100), numbers(100, seed=1)
+    expected = momentum * 0.5 + numbers(100, seed=2) / gap
+    co2_step_(target, momentum, numbers(100, seed=2), settings, gap=gap)
+    torch.testing.assert_close(momentum, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(target, -momentum)
+    with pytest.raises(AssertionError):
+        co2_step_(target, momentum, target, settings, gap=0.9)
+
+
+@pytest.mark.parametrize(("beta", "gap"), [(0.0, (1 + 5**0.5) / 2), (0.5, 2.0)])
+def test_under_a_constant_delta_the_gap_settles(beta: float, gap: float) -> None:
+    """One node that always comes as far: Λ = 1 + α|m|/|Δ| and m = βm + Δ/Λ have the fixed point Λ² = Λ + 1/(1 − β)."""
+    target, momentum, delta = (torch.zeros(1), torch.zeros(1), torch.ones(1))
+    settings = OuterSettings(kind="co2", lr=1.0, momentum=beta)
+    seen = 1.0
+    for _ in range(60):
+        seen = staleness_gap(abs(momentum.item()), 1.0)
+        co2_step_(target, momentum, delta, settings, gap=seen)
+    assert seen == pytest.approx(gap, rel=1e-4)
+
+
+# --- AdamW
 
 
 def model() -> nn.Module:
     layers = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 8))
     for seed, parameter in enumerate(layers.parameters()):
-        nn.init.constant_(parameter, 0.0)
-        parameter.data.add_(numbers(*parameter.shape, seed=seed), alpha=0.3)
+        parameter.data.copy_(numbers(*parameter.shape, seed=seed) * 0.3)
     return layers
 
 
-def gradients(layers: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Of quite different sizes, so that some steps are clipped and some are not."""
-    scale = 10.0 ** (seed % 3 - 2)
-    return {
-        name: scale * numbers(*parameter.shape, seed=100 * seed + number)
-        for number, (name, parameter) in enumerate(layers.named_parameters())
-    }
-
-
-def whole(layers: nn.Module) -> Fragment:
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in layers.named_parameters()]
-    return partition(shapes, pattern="whole").fragments[0]
+def flattened(layers: nn.Module) -> tuple[Fragment, Tensor]:
+    named = dict(layers.named_parameters())
+    fragment = partition([(name, tuple(p.shape)) for name, p in named.items()], pattern="whole").fragments[0]
+    flat = torch.zeros(fragment.numel, device=next(layers.parameters()).device)
+    flatten_into(fragment, named, flat)
+    return fragment, flat
 
 
 def adamw_runs(settings: AdamWSettings, steps: int, device: str = "cpu") -> Iterator[tuple[Tensor, Tensor, bool]]:
     """(farloop's flat target, torch's flat parameters, whether the gradient was clipped) after each step."""
     layers = model().to(device)
-    fragment = whole(layers)
+    fragment, target = flattened(layers)
     groups = [
         {"params": [p for p in layers.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in layers.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    reference = torch.optim.AdamW(
-        groups, lr=0.0, betas=(settings.beta1, settings.beta2), eps=settings.eps, foreach=False
-    )
-    target, grad, expected = (torch.zeros(fragment.numel, device=device) for _ in range(3))
-    flatten_into(fragment, dict(layers.named_parameters()), target)
-    state = AdamWState.zeros_like(target)
+    betas = (settings.beta1, settings.beta2)
+    reference = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.eps, foreach=False)
+    grad, state = torch.zeros_like(target), AdamWState.zeros_like(target)
     for step in range(1, steps + 1):
-        lr = 1e-2 / step
-        named = {name: tensor.to(device) for name, tensor in gradients(layers, step).items()}
-        flatten_into(fragment, named, grad)
+        lr, scale = 1e-2 / step, 10.0 ** (step % 3 - 2)  # so that some steps are clipped and some are not
+        for number, parameter in enumerate(layers.parameters()):
+            parameter.grad = (scale * numbers(*parameter.shape, seed=100 * step + number)).to(device)
+        flatten_into(fragment, {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}, grad)
         norm = float(grad.double().square().sum().sqrt())
-        for name, parameter in layers.named_parameters():
-            parameter.grad = named[name].clone()
         nn.utils.clip_grad_norm_(layers.parameters(), settings.clip)
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
         adamw_step_(target, state, grad, fragment=fragment, step=step, lr=lr, grad_norm=norm, settings=settings)
-        flatten_into(fragment, dict(layers.named_parameters()), expected)
-        yield target, expected, norm > settings.clip
+        yield target, flattened(layers)[1], norm > settings.clip
 
 
-@pytest.mark.parametrize(
-    "settings", [AdamWSettings(clip=1.0, weight_decay=0.1), AdamWSettings(clip=1e9, weight_decay=0.0)]
-)
-def test_adamw_with_clipping_is_that_of_torch(settings: AdamWSettings) -> None:
-    clipped = set()
-    for target, expected, was_clipped in adamw_runs(settings, steps=12):
+@pytest.mark.parametrize(("clip", "decay", "clips"), [(1.0, 0.1, {True, False}), (1e9, 0.0, {False})])
+def test_adamw_with_clipping_is_that_of_torch(clip: float, decay: float, clips: set[bool]) -> None:
+    seen = set()
+    for target, expected, was_clipped in adamw_runs(AdamWSettings(clip=clip, weight_decay=decay), steps=12):
         torch.testing.assert_close(target, expected, rtol=1e-6, atol=1e-6)
-        clipped.add(was_clipped)
-    assert clipped == ({True, False} if settings.clip == 1.0 else {False})
+        seen.add(was_clipped)
+    assert seen == clips
 
 
-def test_adamw_leaves_the_padding_at_zero() -> None:
-    *_, (target, _, _) = adamw_runs(AdamWSettings(clip=1.0, weight_decay=0.1), steps=3)
-    fragment = whole(model())
-    for tensor in fragment.tensors:
-        view(target, tensor).zero_()
-    assert not target.any()
-
-
-def test_weight_decay_is_for_matrices_alone() -> None:
-    layers = model()
-    fragment = whole(layers)
-    target = torch.zeros(fragment.numel)
-    flatten_into(fragment, dict(layers.named_parameters()), target)
-    before = target.clone()
+def test_weight_decay_is_for_matrices_alone_and_leaves_the_padding_at_zero() -> None:
+    fragment, target = flattened(model())
+    before, none = target.clone(), torch.zeros_like(target)
+    settings = AdamWSettings(clip=1.0, weight_decay=0.5)
     adamw_step_(
-        target,
-        AdamWState.zeros_like(target),
-        torch.zeros_like(target),
-        fragment=fragment,
-        step=1,
-        lr=0.5,
-        grad_norm=0.0,
-        settings=AdamWSettings(clip=1.0, weight_decay=0.5),
+        target, AdamWState.zeros_like(none), none, fragment=fragment, step=1, lr=0.5, grad_norm=0.0, settings=settings
     )
     for tensor in fragment.tensors:
-        factor = 0.75 if is_decayed(tensor.shape) else 1.0
-        assert torch.equal(view(target, tensor), view(before, tensor) * factor)
+        assert torch.equal(view(target, tensor), view(before, tensor) * (0.75 if is_decayed(tensor.shape) else 1.0))
+        view(target, tensor).zero_()
+    assert not target.any()
     assert [is_decayed(shape) for shape in ((), (4,), (4, 4), (4, 4, 3))] == [False, False, True, True]
 
 
-def test_the_state_goes_to_a_snapshot_and_back() -> None:
+def test_adamws_state_goes_to_a_snapshot_and_back_and_no_delta_alone_steps_it() -> None:
     state = AdamWState.zeros_like(torch.ones(3))
     again = AdamWState(**state.tensors())
     assert again.exp_avg is state.exp_avg and again.exp_avg_sq is state.exp_avg_sq
+    with pytest.raises(AssertionError, match="adamw_step_"):
+        run(OuterSettings(kind="adamw", lr=1.0, momentum=0.0), ONES[:1])
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cpu_and_gpu_take_the_same_steps_to_the_bit() -> None:
-    settings = OuterSettings(lr=0.6, momentum=0.9)
-    target, momentum = numbers(1 << 20, seed=0), torch.zeros(1 << 20)
-    on_gpu = target.cuda(), momentum.cuda()
-    for step in range(5):
-        delta = numbers(1 << 20, seed=step + 1)
-        outer_step_(target, momentum, delta, settings)
-        outer_step_(*on_gpu, delta.cuda(), settings)
-    assert torch.equal(on_gpu[0].cpu(), target) and torch.equal(on_gpu[1].cpu(), momentum)
-
-    adamw = AdamWSettings(clip=1.0, weight_decay=0.1)
-    for (cpu, _, _), (gpu, _, _) in zip(adamw_runs(adamw, 5), adamw_runs(adamw, 5, device="cuda"), strict=True):
+@needs_cuda
+def test_adamw_takes_the_same_steps_on_cpu_and_gpu_to_the_bit() -> None:
+    settings = AdamWSettings(clip=1.0, weight_decay=0.1)
+    for (cpu, _, _), (gpu, _, _) in zip(adamw_runs(settings, 5), adamw_runs(settings, 5, device="cuda"), strict=True):
         assert torch.equal(gpu.cpu(), cpu)
+
+
+# --- Defaults
+
+
+@pytest.mark.parametrize(
+    ("method", "num_nodes", "expected"),
+    [
+        *(("diloco", n, OuterSettings(lr=lr, momentum=0.9)) for n, lr in [(1, 0.4), (2, 0.6), (7, 0.6), (8, 0.8)]),
+        ("streaming", 8, OuterSettings(lr=0.8, momentum=0.9)),
+        ("decoupled", 8, OuterSettings(lr=0.7, momentum=0.9)),
+        ("async", 4, OuterSettings(kind="delayed-nesterov", lr=0.7, momentum=0.9, buffer=4)),
+        ("co2", 4, OuterSettings(kind="co2", lr=1.0, momentum=0.2, clip=1.0)),
+        ("sparse", 4, OuterSettings(kind="sgd", lr=1.0, momentum=0.0)),
+    ],
+)
+def test_defaults_are_those_of_the_sources(method: str, num_nodes: int, expected: OuterSettings) -> None:
+    assert default_outer(num_nodes, h=30, outer_steps=1000, method=method) == expected
+
+
+@pytest.mark.parametrize(("method", "fewest"), [("diloco", 20), ("streaming", 20), ("async", 20), ("co2", 2)])
+def test_a_run_too_short_for_its_momentum_is_plainly_averaged(method: str, fewest: int) -> None:
+    """Twice 1/(1 − μ) outer steps, in which most of a delta comes out of the buffer."""
+    assert default_outer(2, h=30, outer_steps=fewest, method=method).momentum > 0.0
+    short = default_outer(2, h=30, outer_steps=fewest - 1, method=method)
+    assert (short.lr, short.momentum) == (PLAIN_AVERAGE.lr, PLAIN_AVERAGE.momentum)
+
+
+def test_a_sync_at_every_step_is_plainly_averaged_and_every_method_has_its_optimizer() -> None:
+    assert default_outer(4, h=1, outer_steps=1000) == PLAIN_AVERAGE
+    for name, method in METHODS.items():
+        assert {default_outer(4, h=30, outer_steps=steps, method=name).kind for steps in (1, 100)} == {method.outer}
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "h", "method", "error"),
+    [(0, 30, "diloco", ValueError), (2, 0, "diloco", ValueError), (2, 30, "nonsense", KeyError)],
+)
+def test_defaults_for_no_run_are_refused(num_nodes: int, h: int, method: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        default_outer(num_nodes, h=h, outer_steps=100, method=method)
+
+
+# --- Where rounds differ in length: ν, μ and the scale of a delta, and what a re-warm leaves of the momentum
+
+ONE = Layout(slots=1, fragments=(Fragment(index=0, slot=0, numel=256, tensors=()),))
+TWO = Layout(slots=2, fragments=(*ONE.fragments, Fragment(index=1, slot=1, numel=256, tensors=())))
+
+
+def terms(**choices: Any) -> Terms:
+    lr = LearningRate(peak=8e-3, minimum=1e-5, warmup_steps=20)
+    return plain_terms(**{"steps": 400, "lr": lr, "h_rule": "qsr", "h_alpha": 0.0175, **choices})
+
+
+def windows(run: Terms, layout: Layout = ONE) -> list[tuple[WindowTerms, OuterSettings]]:
+    """Every window of every fragment with what its outer step runs under."""
+    rounds = {plan.index: plan for plan in first_rounds(run, run.schedule.steps)}
+    found = []
+    for first in first_windows(run, layout):
+        window: WindowTerms | None = first
+        while window is not None:
+            found.append((window, settings_of(run, layout, window, rounds)))
+            window = window_after(run, layout, window, rounds)
+    return found
+
+
+@given(work=st.floats(0.01, 50), more=st.floats(0.1, 5))
+def test_a_delta_moves_the_target_by_the_same_whatever_it_is_worth_and_momentum_fades_by_the_work_done(
+    work: float, more: float
+) -> None:
+    """D35: the first step is ν(1+μ)Δ = 1.33 Δ, for a short round as for a long one."""
+    settings = corrected(NESTEROV, work)
+    assert run(settings, [torch.ones(4) * settings.delta_scale])[0].tolist() == pytest.approx([-1.33] * 4)
+    assert settings.delta_scale * work == pytest.approx(1.0), "a round that is worth p brings p times the delta"
+    together = settings.momentum * corrected(NESTEROV, more).momentum
+    assert together == pytest.approx(corrected(NESTEROV, work + more).momentum)
+    plain = corrected(OuterSettings(lr=0.7, momentum=0.0), work)
+    assert plain.lr * plain.delta_scale == pytest.approx(0.7) and plain.momentum == 0.0
+
+
+def test_a_delta_that_is_worth_one_is_stepped_as_ever_and_nothing_is_divided_by_no_work() -> None:
+    assert corrected(NESTEROV, 1.0) == NESTEROV
+    assert corrected(NESTEROV, 0.0) == corrected(NESTEROV, 1e-30) == corrected(NESTEROV, LEAST_WORK)
+
+
+def test_only_runs_whose_rounds_differ_are_corrected_and_only_where_momentum_spans_them() -> None:
+    assert is_corrected(terms())
+    constant = {"h_rule": "constant", "h_alpha": 0.0}
+    for choices in (constant, {"outer_momentum": 0.0}, {"outer_correction": False}, {"method": "data-parallel"}):
+        assert not is_corrected(terms(**choices))
+    *regular, flush = windows(terms(**constant))
+    assert {settings for _, settings in regular} == {NESTEROV}
+    assert flush[0].final and flush[1] == PLAIN_AVERAGE
+
+
+def test_every_window_is_corrected_for_the_steps_between_its_sends() -> None:
+    """In several slots a window covers the end of one round and the beginning of the next."""
+    run = terms()
+
+    def worth(begin: int, end: int) -> float:
+        """Σ η of these positions beside that of the first four of them."""
+        rates = [learning_rate(run, position) for position in range(begin, max(end, begin + 4))]
+        return sum(rates[: end - begin]) / sum(rates[:4])
+
+    rounds = first_rounds(run, run.schedule.steps)
+    found = {(w.fragment, w.round): settings for w, settings in windows(run, TWO) if not w.final}
+    for before, plan in itertools.pairwise(rounds[:-1]):
+        assert found[1, plan.index].momentum == pytest.approx(0.9 ** worth(plan.start, plan.start + plan.length))
+        middle, end = before.start + -(-before.length // 2), plan.start + -(-plan.length // 2)
+        begin = middle if plan.index > 1 else 0  # the first send covers all that came before it
+        assert found[0, plan.index].momentum == pytest.approx(0.9 ** worth(begin, end))
+    assert min(settings.delta_scale for settings in found.values()) < 0.2
+
+
+@pytest.mark.parametrize(("share", "rule"), [(0.0, "constant"), (0.5, "constant"), (0.5, "qsr")])
+def test_a_rewarm_damps_the_momentum_of_every_fragment_once(share: float, rule: str) -> None:
+    lr = LearningRate(peak=8e-3, minimum=1e-5, warmup_steps=20, rewarms=(Rewarm(start=202, peak=8e-3),))
+    alpha = 0.0175 if rule == "qsr" else 0.0
+    run = terms(lr=lr, h_rule=rule, h_alpha=alpha, rewarm_momentum=share)
+    kept = windows(run.replace(rewarm_momentum=1.0), TWO)
+    damped = [(w, s, k) for (w, s), (_, k) in zip(windows(run, TWO), kept, strict=True) if s != k]
+    assert sorted(window.fragment for window, _, _ in damped) == [0, 1]
+    for _, settings, before in damped:
+        assert settings == dataclasses.replace(before, momentum=before.momentum * share)

@@ -1,9 +1,10 @@
 """Whose residual the buffer holds: settled by outcomes, gone with a dropped delta, never sent twice (protocol E)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -16,6 +17,7 @@ from farloop.algo.error_feedback import (
     Persist,
     Residual,
     Settled,
+    State,
     Tag,
     Tentative,
     Zero,
@@ -24,6 +26,8 @@ from farloop.algo.spec import BlobId, BlobKind, NodeId
 
 FRAGMENT = 3
 TAG = Tag(run="0123456789abcdef", fragment=FRAGMENT, codec="topk:k=64,beta=0.95", version=7)
+
+Event = Callable[[Residual], list[Command]]
 
 
 def fresh(*, durable: bool = True) -> Residual:
@@ -36,197 +40,117 @@ def delta(seq: int, base: int = 6, incarnation: int = 1) -> BlobId:
     )
 
 
-def test_a_residual_is_usable_once_its_delta_is_merged_and_not_before() -> None:
-    residual = fresh(durable=False)
-    assert (residual.state, residual.usable) == (Empty(), False)
-    assert residual.encoded(delta(1)) == []
-    assert (residual.state, residual.usable) == (Tentative(blob=delta(1)), False)
-    assert residual.merged(delta(1), version=7) == []
-    assert (residual.state, residual.usable) == (Settled(version=7), True)
+def encoded(blob: BlobId) -> Event:
+    return lambda residual: residual.encoded(blob)
 
 
-def test_a_dropped_delta_takes_its_residual_along() -> None:
-    residual = fresh()
-    residual.encoded(delta(1))
-    residual.merged(delta(1), version=7)
-    residual.encoded(delta(2, base=7))
-    assert residual.dropped(delta(2, base=7)) == [Zero()]
-    assert (residual.state, residual.usable) == (Empty(), False)
+def merged(blob: BlobId, version: int = 7) -> Event:
+    return lambda residual: residual.merged(blob, version=version)
 
 
-def test_outcomes_of_other_deltas_and_repeated_ones_change_nothing() -> None:
-    residual = fresh()
-    for late in (delta(1), delta(2), delta(1, incarnation=0)):
-        assert residual.merged(late, version=9) == residual.dropped(late) == []
-    residual.encoded(delta(2))
-    for late in (delta(1), delta(2, incarnation=0), delta(2, base=5)):
-        assert residual.merged(late, version=9) == residual.dropped(late) == []
-        assert residual.state == Tentative(blob=delta(2))
-    residual.merged(delta(2), version=7)
-    for late in (delta(1), delta(2)):
-        assert residual.merged(late, version=9) == residual.dropped(late) == []
-        assert residual.state == Settled(version=7)
+def dropped(blob: BlobId) -> Event:
+    return lambda residual: residual.dropped(blob)
 
 
-def test_a_merge_that_comes_after_the_drop_does_not_bring_the_residual_back() -> None:
-    residual = fresh()
-    residual.encoded(delta(1))
-    residual.dropped(delta(1))
-    assert residual.merged(delta(1), version=7) == []
-    assert not residual.usable
+def restored(tag: Tag | None, version: int = 7) -> Event:
+    return lambda residual: residual.restore(tag, version=version)
 
 
-def test_a_delta_whose_outcome_never_came_is_given_up_by_the_next() -> None:
-    residual = fresh()
-    residual.encoded(delta(1))
-    residual.encoded(delta(2))
-    assert residual.merged(delta(1), version=7) == []
-    assert residual.state == Tentative(blob=delta(2))
-
-
-def test_an_encoding_that_ends_after_a_reset_makes_nothing_usable() -> None:
-    """Its blob is forgotten, so that no outcome of it will come; the next encoder does not read what it wrote."""
-    residual = fresh()
-    residual.reset()
-    residual.encoded(delta(1))
-    assert not residual.usable
-    residual.encoded(delta(2))
-    assert not residual.usable
-
-
-def test_only_a_durable_residual_goes_to_disk() -> None:
-    for durable, wanted in ((True, [Persist(tag=TAG)]), (False, [])):
-        residual = fresh(durable=durable)
-        residual.encoded(delta(1))
-        assert residual.merged(delta(1), version=7) == wanted
-        residual.check()
-
-
-def test_a_residual_that_is_part_of_a_blob_is_no_longer_on_disk() -> None:
-    """After a crash it would be sent a second time, even where the blob was dropped."""
-    residual = fresh()
-    residual.encoded(delta(1))
-    residual.merged(delta(1), version=7)
-    assert residual.encoded(delta(2, base=7)) == [Forget()]
-    assert residual.encoded(delta(3, base=7)) == []
-
-
-def test_a_copy_of_an_earlier_start_that_nobody_asked_for_goes_with_the_first_delta() -> None:
-    assert fresh().encoded(delta(1)) == [Forget()]
-    assert fresh(durable=False).encoded(delta(1)) == []
-
-
-@pytest.mark.parametrize("durable", [True, False])
-def test_a_reset_leaves_nothing_in_memory_or_on_disk(durable: bool) -> None:
-    wanted = [Zero(), Forget()] if durable else [Zero()]
-    residual = fresh(durable=durable)
-    assert residual.reset() == wanted
-    residual.encoded(delta(1))
-    assert (residual.reset(), residual.state) == (wanted, Empty())
-    residual.encoded(delta(2))
-    residual.merged(delta(2), version=7)
-    assert (residual.reset(), residual.state) == (wanted, Empty())
-    residual.check()
-
-
-@pytest.mark.parametrize("age", range(R_STALE + 1))
-def test_a_copy_on_disk_is_taken_up_after_a_start(age: int) -> None:
-    residual = fresh()
-    assert residual.restore(TAG, version=TAG.version + age) == [Load()]
-    assert (residual.state, residual.usable) == (Settled(version=TAG.version), True)
-    residual.check()
-    assert residual.encoded(delta(1, base=7 + age)) == [Forget()]
+FIRST, SECOND = delta(1), delta(2, base=7)
+RESET: Event = Residual.reset
+SENT, MERGED = (encoded(FIRST), [Forget()]), (merged(FIRST), [Persist(tag=TAG)])
+WAITS, HOLDS = Tentative(blob=FIRST), Settled(version=7)
 
 
 @pytest.mark.parametrize(
-    ("tag", "version"),
+    ("events", "state"),
     [
-        (TAG, TAG.version + R_STALE + 1),
-        (TAG, TAG.version - 1),
-        (replace(TAG, version=-1), 0),
-        (replace(TAG, run="fedcba9876543210"), TAG.version),
-        (replace(TAG, fragment=FRAGMENT + 1), TAG.version),
-        (replace(TAG, codec="topk:k=128,beta=0.95"), TAG.version),
+        # It is settled once its delta is merged, and goes with a dropped one.
+        ([SENT], WAITS),
+        ([SENT, MERGED], HOLDS),
+        ([SENT, (dropped(FIRST), [Zero()])], Empty()),
+        ([SENT, (dropped(FIRST), [Zero()]), (merged(FIRST), [])], Empty()),
+        # What is part of a blob is no longer on disk: after a crash it would be sent a second time.
+        ([SENT, MERGED, (encoded(SECOND), [Forget()]), (encoded(delta(3)), [])], Tentative(blob=delta(3))),
+        ([SENT, MERGED, (encoded(SECOND), [Forget()]), (dropped(SECOND), [Zero()])], Empty()),
+        # A delta whose outcome never came is given up by the next.
+        ([SENT, (encoded(SECOND), []), (merged(FIRST), []), (dropped(FIRST), [])], Tentative(blob=SECOND)),
+        # Outcomes of other deltas, and repeated ones, change nothing.
+        ([(merged(FIRST), []), (dropped(FIRST), [])], Empty()),
+        *(
+            ([SENT, (merged(other), []), (dropped(other), [])], WAITS)
+            for other in (delta(2), delta(1, incarnation=0), delta(1, base=5))
+        ),
+        *(([SENT, MERGED, (merged(late, 9), []), (dropped(late), [])], HOLDS) for late in (FIRST, delta(2))),
+        # A reset leaves nothing. An encoding that ends after it makes nothing usable: no outcome of its blob will come.
+        ([(RESET, [Zero(), Forget()])], Empty()),
+        ([SENT, (RESET, [Zero(), Forget()])], Empty()),
+        ([SENT, MERGED, (RESET, [Zero(), Forget()])], Empty()),
+        ([(RESET, [Zero(), Forget()]), (encoded(FIRST), [])], WAITS),
+        # A copy on disk is taken up after a start, if it is of this run, fragment and codec and not too old.
+        *(
+            ([(restored(TAG, 7 + age), [Load()]), (encoded(SECOND), [Forget()])], Tentative(blob=SECOND))
+            for age in range(R_STALE + 1)
+        ),
+        ([(restored(TAG), [Load()])], HOLDS),
+        ([(restored(None), [])], Empty()),
+        *(
+            ([(restored(tag, version), [Forget()])], Empty())
+            for tag, version in [
+                (TAG, 7 + R_STALE + 1),
+                (TAG, 6),
+                (replace(TAG, version=-1), 0),
+                (replace(TAG, run="fedcba9876543210"), 7),
+                (replace(TAG, fragment=FRAGMENT + 1), 7),
+                (replace(TAG, codec="topk:k=128,beta=0.95"), 7),
+            ]
+        ),
     ],
-    ids=["stale", "of the future", "of no version", "run", "fragment", "codec"],
 )
-def test_a_copy_of_something_else_is_removed(tag: Tag, version: int) -> None:
+def test_what_is_done_with_a_residual(events: list[tuple[Event, list[Command]]], state: State) -> None:
     residual = fresh()
-    assert residual.restore(tag, version=version) == [Forget()]
-    assert residual.state == Empty()
+    for event, commands in events:
+        assert event(residual) == commands
+        residual.check()
+    assert residual.state == state
+    assert residual.usable == isinstance(state, Settled)
+
+
+@pytest.mark.parametrize(
+    ("events", "commands"),
+    [([encoded(FIRST), merged(FIRST), RESET], [[], [], [Zero()]]), ([restored(TAG)], [[Forget()]])],
+)
+def test_only_a_durable_residual_goes_to_disk(events: list[Event], commands: list[list[Command]]) -> None:
+    residual = fresh(durable=False)
+    assert [event(residual) for event in events] == commands
     residual.check()
 
 
-def test_a_codec_without_durable_residuals_takes_none_up() -> None:
-    assert fresh(durable=False).restore(TAG, version=TAG.version) == [Forget()]
-
-
-def test_where_nothing_is_on_disk_a_node_starts_without_a_residual() -> None:
-    residual = fresh()
-    assert residual.restore(None, version=7) == []
-    assert residual.state == Empty()
-
-
-def test_a_copy_is_restored_at_a_start_alone() -> None:
-    used, reset, restored = fresh(), fresh(), fresh()
-    used.encoded(delta(1))
-    reset.reset()
-    restored.restore(TAG, version=7)
-    for residual in (used, reset, restored):
-        before = residual.state
-        with pytest.raises(AssertionError):
-            residual.restore(TAG, version=7)
-        assert residual.state == before
-
-
-def test_what_is_no_delta_of_the_fragment_is_refused() -> None:
-    for wrong in (replace(delta(1), fragment=FRAGMENT + 1), replace(delta(1), kind=BlobKind.UPDATE)):
-        residual = fresh()
-        with pytest.raises(AssertionError):
-            residual.encoded(wrong)
-        assert residual.state == Empty()
-
-
-def test_a_delta_is_part_of_a_later_version_than_its_base() -> None:
-    residual = fresh()
-    residual.encoded(delta(1, base=7))
-    with pytest.raises(AssertionError):
-        residual.merged(delta(1, base=7), version=7)
-    assert residual.state == Tentative(blob=delta(1, base=7))
-
-
-def test_a_copy_beside_an_undecided_delta_is_noticed() -> None:
-    residual = fresh()
-    residual.encoded(delta(1))
-    residual.copy = TAG
-    with pytest.raises(AssertionError, match="part of what was sent"):
-        residual.check()
-
-
-def test_a_settled_residual_that_is_not_on_disk_is_noticed() -> None:
-    residual = fresh()
-    residual.state = Settled(version=7)
-    with pytest.raises(AssertionError):
-        residual.check()
-
-
-@given(
-    deltas=st.lists(st.lists(st.integers(-1000, 1000), min_size=4, max_size=4), max_size=20),
-    keep=st.integers(0, 4),
+@pytest.mark.parametrize(
+    ("events", "wrong"),
+    [
+        *(([event], restored(TAG)) for event in (encoded(FIRST), RESET, restored(TAG))),  # at a start alone
+        ([], encoded(replace(FIRST, fragment=FRAGMENT + 1))),
+        ([], encoded(replace(FIRST, kind=BlobKind.UPDATE))),
+        ([encoded(SECOND)], merged(SECOND, 7)),  # a delta is part of a later version than its base
+    ],
 )
-def test_with_beta_one_and_all_merged_nothing_is_lost(deltas: list[list[int]], keep: int) -> None:
-    """Σ decoded + residual = Σ delta; the codec sends the `keep` largest of four elements, halved."""
-    residual, buffer, sent = fresh(), [0] * 4, [0] * 4
-    for seq, taken in enumerate(deltas):
-        v = [d + e if residual.usable else d for d, e in zip(taken, buffer, strict=True)]
-        largest = sorted(range(4), key=lambda i: -abs(v[i]))[:keep]
-        decoded = [v[i] // 2 if i in largest else 0 for i in range(4)]
-        buffer = [a - b for a, b in zip(v, decoded, strict=True)]
-        residual.encoded(delta(seq, base=seq))
-        sent = [a + b for a, b in zip(sent, decoded, strict=True)]
-        residual.merged(delta(seq, base=seq), version=seq + 1)
-        total = [sum(column) for column in zip(*deltas[: seq + 1], strict=True)]
-        assert [a + b for a, b in zip(sent, buffer, strict=True)] == total
+def test_what_cannot_happen_is_noticed_and_changes_nothing(events: list[Event], wrong: Event) -> None:
+    residual = fresh()
+    for event in events:
+        event(residual)
+    before = residual.state
+    with pytest.raises(AssertionError):
+        wrong(residual)
+    assert residual.state == before
+
+
+@pytest.mark.parametrize(("state", "copy"), [(WAITS, TAG), (HOLDS, None), (Empty(), TAG)])
+def test_a_state_that_does_not_fit_the_disk_is_noticed(state: State, copy: Tag | None) -> None:
+    residual = fresh()
+    residual.state, residual.copy = state, copy
+    with pytest.raises(AssertionError):
+        residual.check()
 
 
 Work = frozenset[int]

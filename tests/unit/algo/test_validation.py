@@ -1,227 +1,312 @@
-"""Covers `algo/validation.py`: an impossible choice of terms is refused in one sentence that names a valid value."""
+"""The methods, and their terms: an impossible choice is refused in one sentence that names a valid value."""
 
+import math
+import subprocess
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from plain_runs import plain_terms
 
-from farloop.algo.methods import METHODS, max_tau, method_named
-from farloop.algo.schedule import POWERS, first_rounds, initial_h
-from farloop.algo.spec import Layout, OuterKind
-from farloop.algo.terms import LearningRate, Terms
-from farloop.algo.validation import (
-    RULES,
-    check,
-    check_inner,
-    check_outer,
-    check_own_tau,
-    check_rounds,
-    check_variates,
-)
-from farloop.quant.codec import flat
+from farloop.algo.fragments import NamedShape, partition
+from farloop.algo.merge_rules import MERGE_RULES
+from farloop.algo.methods import METHODS, default_mix, max_tau, method_named
+from farloop.algo.schedule import POWERS, due_step, first_rounds, initial_h
+from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout
+from farloop.algo.terms import FLAT, LearningRate, Rewarm, Terms
+from farloop.algo.validation import RULES, SHAPES, check, check_own_tau
 
-OPTIMIZED = plain_terms(method="diloco", weight_decay=0.1)
+OF_THE_METHOD = ("h", "tau", "mix", "lag", "codec_up", "codec_down", "on_late_update", "quorum")
 
 
-# --- Optimizers
+def terms_of(name: str, /, **changes: Any) -> Terms:
+    """The method's own defaults, but for these fields."""
+    method = METHODS[name]
+    values = {field: getattr(method, field) for field in OF_THE_METHOD}
+    lr = LearningRate(peak=2e-3, minimum=2e-4, warmup_steps=90)
+    common = {"steps": 900, "min_nodes": 4, "lr": lr, "outer_momentum": 0.0 if method.outer == "sgd" else 0.9}
+    return plain_terms(**{"method": name, **values, **common, **changes})
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("nesterov", {}),
-        ("nesterov", {"outer_momentum": 0.0, "outer_restart": 10}),
-        ("sgd", {"outer_momentum": 0.0}),
-        ("co2", {"outer_clip": 1.0}),
-        ("delayed-nesterov", {"outer_buffer": 4, "outer_spread": 0.25}),
-    ],
-)
-def test_possible_outer_optimizers_pass(kind: OuterKind, changes: dict[str, Any]) -> None:
-    check_outer(OPTIMIZED.replace(**changes), kind)
+def layout_of(name: str) -> Layout:
+    """24 blocks: 9 slots where the model is cut at all."""
+    tensors: list[NamedShape] = [(f"blocks.{i}.weight", (16, 16)) for i in range(24)]
+    return partition([*tensors, ("embed.weight", (256, 16))], pattern=METHODS[name].pattern)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "sentence"),
-    [
-        ("nesterov", {"outer_lr": float("nan")}, "outer_lr is nan"),
-        ("nesterov", {"weight_decay": -0.1}, "weight_decay is -0.1"),
-        ("nesterov", {"outer_momentum": 1.0}, r"outer_momentum is 1.0; it must be in \[0, 1\)"),
-        ("sgd", {}, "outer_momentum is 0.9; diloco takes 0 alone"),
-        ("nesterov", {"outer_clip": 1.0}, "outer_clip is for the optimizer co2, which diloco has not"),
-        ("co2", {"outer_clip": 0.0}, "outer_clip is 0.0; it must be above 0"),
-        ("co2", {"outer_clip": -1.0}, "outer_clip is -1.0"),
-        ("co2", {"outer_buffer": 4}, "outer_buffer is for the optimizer delayed-nesterov"),
-        ("nesterov", {"outer_spread": 0.1}, "outer_spread is for the optimizer delayed-nesterov"),
-        ("delayed-nesterov", {"outer_buffer": 0}, "outer_buffer is 0; the least is 1"),
-        ("delayed-nesterov", {"outer_buffer": 4, "outer_spread": 0.3}, "with outer_buffer = 4 it is 0 to 0.25"),
-        ("nesterov", {"outer_restart": -1}, "outer_restart is -1; the least is 0"),
-    ],
-)
-def test_impossible_outer_optimizers_are_refused(kind: OuterKind, changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        check_outer(OPTIMIZED.replace(**changes), kind)
+def rate(**choices: Any) -> dict[str, Any]:
+    """A run of 100 steps with this learning rate."""
+    lr = LearningRate(**{"peak": 8e-3, "minimum": 1e-3, "warmup_steps": 10, **choices})
+    return {"steps": 100, "h": 10, "lr": lr}
 
 
-def test_an_inner_optimizer_is_one_that_exists_where_there_is_one() -> None:
-    check_inner(OPTIMIZED.replace(inner_optimizer="muon"), has_inner=True)
-    check_inner(OPTIMIZED, has_inner=False)
-    with pytest.raises(ValueError, match="there is no inner_optimizer 'adam'; there are adamw, muon"):
-        check_inner(OPTIMIZED.replace(inner_optimizer="adam"), has_inner=True)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="diloco has no inner optimizer"):
-        check_inner(OPTIMIZED.replace(inner_optimizer="muon"), has_inner=False)
+def again(*starts: int, peak: float = 8e-3, **choices: Any) -> dict[str, Any]:
+    return rate(rewarms=tuple(Rewarm(start=start, peak=peak, **choices) for start in starts))
 
 
-# --- Rounds
-
-VARIED = plain_terms(steps=900, h=30, lr=LearningRate(peak=2e-3, minimum=2e-4, warmup_steps=90))
+ENDLESS = {"shape": "infinite", "constant": 4e-3}
 QSR = {"h_rule": "qsr", "h_alpha": 0.011}
 LATER = {"h_rule": "post-local", "h_switch": 300, "h_init": 9}
+VARIATES = {"control_variates": True, "outer_lr": 1.0, "outer_momentum": 0.0}
+LAGS = {"lag": 1, "mix": 0.0, "tau": 0}
+
+POSSIBLE: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in METHODS),
+    ("streaming", {"h": 9, "tau": 8}),
+    ("streaming", {"tau": 0, "mix": 0.0}),
+    ("streaming", {"tau": 29, "mix": 1.0}),
+    ("streaming", {"outer_lr": 1.0, "outer_momentum": 0.0, "outer_restart": 10}),
+    ("streaming", {"steps": 1, "lr": LearningRate(warmup_steps=1)}),
+    ("streaming", {"quorum": 4, "floor": 4}),
+    ("streaming", {"min_nodes": 1, "quorum": 1}),
+    ("streaming", {**LAGS, "eager": True}),
+    ("co2", {"outer_clip": 1.0}),
+    ("async", {"outer_buffer": 4, "outer_spread": 0.25}),
+    ("diloco", {"inner_optimizer": "muon"}),
+    ("diloco", rate(**ENDLESS, cooldown_steps=20, anneal_at=60)),
+    ("diloco", rate(shape="step", drops=(40, 70))),
+    *(("diloco", rate(shape=shape)) for shape in SHAPES if shape not in ("infinite", "step")),
+    *(("diloco", {**again(50), "lr": replace(again(50)["lr"], shape=shape)}) for shape in ("cosine", "wsd")),
+    *(("streaming", {"tau": 0, "h_rule": rule, "h_alpha": 0.05}) for rule in POWERS),
+    ("streaming", {**LATER, "tau": 0}),
+    *((name, VARIATES) for name in ("diloco", "sparse")),
+    ("diloco", {**VARIATES, "outer_lr": 0.7, "h_rule": "post-local", "h_switch": 30}),
+    ("streaming", {**VARIATES, "tau": 0, "mix": 0.0}),
+]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_can_be_run(rule: str) -> None:
-    choices = {"constant": {}, "post-local": LATER}.get(rule, {"h_rule": rule, "h_alpha": 0.05})
-    terms = VARIED.replace(**choices)  # type: ignore[arg-type]
-    check_rounds(terms, slots=9)
-    assert sum(plan.length for plan in first_rounds(terms, 900)) == 900
+@pytest.mark.parametrize(("name", "changes"), POSSIBLE)
+def test_terms_that_a_run_can_have_pass(name: str, changes: dict[str, Any]) -> None:
+    terms = terms_of(name, **changes)
+    check(terms, layout_of(name))
+    assert sum(plan.length for plan in first_rounds(terms, 900)) == terms.schedule.steps
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        ("streaming", {name: 0}, f"{name} is 0; the least is 1")
+        for name in ("steps", "h", "batch_sequences", "sequence_tokens", "evaluate_every_rounds", "min_nodes", "floor")
+    ),
+    ("streaming", {"h": 8}, "h is 8, too short for 9 slots of one step or more; the least is 9"),
+    ("streaming", {"tau": 30}, "tau is 30; streaming with h = 30 takes 0 to 29"),
+    ("streaming", {"tau": -1}, "tau is -1; streaming with h = 30 takes 0 to 29"),
+    ("streaming", {"mix": 1.01}, "mix is 1.01; it lies between 0"),
+    ("streaming", {"mix": -0.01}, "mix is -0.01; it lies between 0"),
+    ("streaming", {"mix": math.nan}, "mix is nan; it lies between 0"),
+    ("streaming", {"clip": 0.0}, "clip is 0.0; it must be a number above 0"),
+    ("streaming", {"clip": math.nan}, "clip is nan; it must be a number above 0"),
+    ("streaming", {"max_stale_rounds": -1}, "max_stale_rounds is -1; the least is 0"),
+    ("streaming", {"max_staleness": 1}, "max_staleness is 1; streaming takes 0 to 0"),
+    ("streaming", {"quorum": 0}, "quorum is 0; the run starts with min_nodes = 4, so it can be 1 to that"),
+    ("streaming", {"quorum": 5}, "quorum is 5; the run starts with min_nodes = 4, so it can be 1 to that"),
+    ("streaming", {"floor": 5}, "floor is 5, but a window can close with 4 contributions: at most 4"),
+    ("streaming", {"quorum": 2, "floor": 3}, "floor is 3, but a window can close with 2 contributions: at most 2"),
+    ("streaming", {"lag": 2}, "lag is 2; streaming takes at most 1"),
+    ("streaming", {"lag": -1}, "lag is -1; streaming takes at most 1"),
+    ("streaming", {"lag": 1}, "mix is 0.5; with lag = 1 it is 0, for what stayed would be sent twice"),
+    ("streaming", {**LAGS, "tau": 5}, "tau is 5; with lag = 1 it is 0, for the overlap is a whole round"),
+    ("streaming", {**LAGS, "on_late_update": "continue"}, "on_late_update is continue; with lag = 1"),
+    ("streaming", {"eager": True}, "eager needs an update that is a round late; set lag = 1"),
+    ("co2", {"lag": 0}, "co2 runs with lag = 1 only"),
+    ("async", {"lag": 1}, "0 only"),
+    *(
+        ("data-parallel", {name: value}, f"data-parallel runs with {name} = .* only, not {value}")
+        for name, value in [("h", 2), ("tau", 1), ("mix", 0.5), ("codec_up", "q4"), ("codec_down", "q8"), ("quorum", 3)]
+    ),
+    # the outer and the inner optimizer
+    ("streaming", {"outer_lr": -0.1}, "outer_lr is -0.1; it must be a number of at least 0"),
+    ("streaming", {"outer_lr": math.inf}, "outer_lr is inf"),
+    ("streaming", {"outer_lr": math.nan}, "outer_lr is nan"),
+    ("streaming", {"outer_momentum": 1.0}, r"outer_momentum is 1.0; it must be in \[0, 1\)"),
+    ("streaming", {"outer_momentum": -0.1}, r"outer_momentum is -0.1; it must be in \[0, 1\)"),
+    ("streaming", {"weight_decay": -0.1}, "weight_decay is -0.1"),
+    ("streaming", {"outer_restart": -1}, "outer_restart is -1; the least is 0"),
+    ("streaming", {"rewarm_momentum": 1.5}, r"rewarm_momentum is 1\.5; it lies between 0 .* and 1"),
+    ("sparse", {"outer_momentum": 0.9}, "outer_momentum is 0.9; sparse takes 0 alone"),
+    ("diloco", {"outer_clip": 1.0}, "outer_clip is for the optimizer co2, which diloco has not"),
+    ("diloco", {"outer_spread": 0.1}, "outer_spread is for the optimizer delayed-nesterov"),
+    ("co2", {"outer_clip": 0.0}, "outer_clip is 0.0; it must be above 0"),
+    ("co2", {"outer_clip": -1.0}, "outer_clip is -1.0"),
+    ("co2", {"outer_buffer": 4}, "outer_buffer is for the optimizer delayed-nesterov"),
+    ("async", {"outer_buffer": 0}, "outer_buffer is 0; the least is 1"),
+    ("async", {"outer_buffer": 4, "outer_spread": 0.3}, "with outer_buffer = 4 it is 0 to 0.25"),
+    ("diloco", {"inner_optimizer": "adam"}, "there is no inner_optimizer 'adam'; there are adamw, muon"),
+    ("data-parallel", {"inner_optimizer": "muon"}, "data-parallel has no inner optimizer"),
+    # the learning rate
+    ("diloco", rate(shape="cosin"), "lr.shape: there is no 'cosin'; did you mean 'cosine'"),
+    ("diloco", rate(shape="zigzag"), "there are cosine, linear, step, wsd, infinite, constant"),
+    ("diloco", rate(peak=math.nan), "lr.peak is nan; it must be a number of at least 0"),
+    ("diloco", rate(minimum=-1.0), "lr.minimum is -1.0"),
+    ("diloco", rate(minimum=1.0), "lr.minimum = 1.0 is above lr.peak; at most 0.008"),
+    ("diloco", rate(warmup_steps=101), "lr.warmup_steps is 101; the run has 100 steps, so 0 to that"),
+    ("diloco", rate(warmup_steps=-1), "lr.warmup_steps is -1"),
+    ("diloco", rate(drops=(3,)), r"lr.drops is \(3,\), but lr.shape is cosine: only step has it"),
+    ("diloco", rate(anneal_at=3), "lr.anneal_at is 3, but lr.shape is cosine: only infinite has it"),
+    ("diloco", rate(shape="step"), "lr.drops is empty; lr.shape = step falls there, as at 33,66"),
+    ("diloco", rate(shape="step", drops=(70, 40)), "in rising order"),
+    ("diloco", rate(shape="step", drops=(100,)), "positions from 1 to 99"),
+    ("diloco", rate(shape="step", drops=(4,), drop_factor=1.0), "lr.drop_factor is 1.0; it is above 0 and below 1"),
+    ("diloco", rate(shape="wsd", decay_share=0.95), "decay_share is 0.95; above 0, and with the warm-up at most 0.9"),
+    ("diloco", rate(shape="wsd", decay_share=0.0), "lr.decay_share is 0.0; above 0"),
+    ("diloco", rate(shape="infinite"), "constant is 0.0; it lies between lr.minimum = 0.001 and lr.peak = 0.008"),
+    ("diloco", rate(**ENDLESS, cooldown_steps=91), "there is room for 0 to 90"),
+    ("diloco", rate(**ENDLESS, anneal_at=5), "from the end of the cool-down it is 10 to 99"),
+    ("diloco", rate(**ENDLESS, anneal_at=50, minimum=0.0), "is 0, which an exponential anneal never reaches; .* 1e-6"),
+    ("diloco", again(10), "lr.rewarms has one at 10; .* is 11 to 99"),
+    ("diloco", again(100), "lr.rewarms has one at 100"),
+    ("diloco", again(50, 55), "one at 55; .* is 61 to 99"),
+    ("diloco", again(50, replay=1.0), "a replay of 1.0; .* is at least 0 and below 1"),
+    ("diloco", again(50, replay=-0.1), "a replay of -0.1"),
+    ("diloco", again(50, replay=math.nan), "a replay of nan"),
+    ("diloco", again(50, peak=1e-4), "a peak of 0.0001; the least is 0.001"),
+    # the rounds
+    ("streaming", {"h_rule": "qrs"}, "h_rule: there is no 'qrs'; did you mean 'qsr'"),
+    ("streaming", {"h_rule": "linear", "h_alpha": -1.0}, r"h_alpha is -1\.0; .* 0\.06 gives rounds of h = 30"),
+    ("streaming", {"h_rule": "cubic", "h_alpha": math.inf}, r"h_alpha is inf; .* 0\.00621 gives rounds of h = 30"),
+    ("streaming", {"h_alpha": 0.01}, r"h_alpha is 0\.01, but h_rule is constant, which does not follow the learning"),
+    ("streaming", {**LATER, "h_alpha": 0.01}, r"h_alpha is 0\.01, but h_rule is post-local"),
+    ("streaming", {**QSR, "lr": LearningRate(shape="constant")}, "rounds grow as the learning rate falls, and here it"),
+    ("streaming", {**QSR, "lr": LearningRate(peak=1e-3, minimum=1e-3)}, "use constant, or another lr.shape"),
+    ("streaming", {"h_init": 10}, "h_init is 10, but with h_rule = constant every round has h = 30"),
+    ("streaming", {"h_max": 100}, "h_max is 100, but with h_rule = constant every round has h = 30"),
+    ("streaming", {**QSR, "h_init": 8}, "h_init is 8, too short for 9 slots of one step or more; the least is 9"),
+    ("streaming", {**LATER, "h_init": None}, "h_init is 1, too short for 9 slots"),
+    ("streaming", {**QSR, "h_max": 29}, "h_max is 29, below the 30 steps that a round has anyway; the least is 30"),
+    ("streaming", {**QSR, "h_init": 50, "h_max": 40}, "h_max is 40, below the 50 steps"),
+    ("streaming", {**QSR, "h_switch": 5}, "h_switch is 5, but h_rule is qsr: only post-local has it"),
+    ("streaming", {**LATER, "h_switch": 0}, "h_switch is 0; h_rule = post-local switches to h = 30 at 1 to 899"),
+    ("streaming", {**LATER, "h_switch": 900}, "h_switch is 900"),
+    # control variates
+    ("diloco", {**VARIATES, "outer_momentum": 0.9}, "outer_momentum is 0.9; with control_variates it must be 0.0, "),
+    ("diloco", {**VARIATES, "lag": 1}, "lag is 1; with control_variates it must be 0, for a node must know the mean"),
+    ("diloco", {**VARIATES, "tau": 1}, "tau is 1; with control_variates it must be 0, "),
+    ("diloco", {**VARIATES, "mix": 0.5}, "mix is 0.5; with control_variates it must be 0.0, "),
+    ("diloco", {**VARIATES, "quorum": 3}, "quorum is 3; with control_variates it must be left out, for every node"),
+    ("diloco", {**VARIATES, "on_late_update": "continue"}, "is continue; with control_variates it must be wait, "),
+    ("diloco", {**VARIATES, "outer_lr": 0.0}, "outer_lr is 0, so updates say nothing"),
+    *(
+        (name, {**VARIATES, "max_staleness": 0}, f"which those of {name} are not; take diloco")
+        for name in ("co2", "decoupled", "async")
+    ),
+    ("data-parallel", VARIATES, "with data-parallel nodes make none"),
+    # what a node has of its own
+    ("data-parallel", {"codec_up_of": (("a", "q8"),)}, "codec_up_of: a cannot have its own, for data-par"),
+    ("data-parallel", {"h_share_of": (("a", 0.5),)}, "h_share_of: a cannot have its own, for data-par"),
+    ("diloco", {**VARIATES, "h_share_of": (("a", 0.5),)}, "with control_variates all nodes do"),
+    ("diloco", {"h_share_of": (("a", 1.0),)}, "h_share_of: a has 1.0; a share is above 0 and below 1"),
+    ("diloco", {"codec_up_of": (("b", "q8"), ("a", "q8"))}, "codec_up_of names a node twice, or not in the order"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "sentence"), REFUSED)
+def test_impossible_terms_are_refused_with_the_nearest_possible_value(
+    name: str, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        check(terms_of(name, **changes), layout_of(name))
+    assert len(str(refusal.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("choices", "sentence"),
-    [
-        ({"h_rule": "qrs"}, "h_rule: there is no 'qrs'; did you mean 'qsr'"),
-        ({"h_rule": "qsr"}, r"h_alpha is missing; h_rule = qsr needs one above 0; 0\.011 gives rounds of h = 30"),
-        ({"h_rule": "linear", "h_alpha": -1.0}, r"h_alpha is -1\.0; .* 0\.06 gives rounds of h = 30"),
-        ({"h_rule": "cubic", "h_alpha": float("inf")}, r"h_alpha is inf; .* 0\.00621 gives rounds of h = 30"),
-        ({"h_alpha": 0.01}, r"h_alpha is 0\.01, but h_rule is constant, which does not follow the learning rate"),
-        ({**LATER, "h_alpha": 0.01}, r"h_alpha is 0\.01, but h_rule is post-local"),
-        ({**QSR, "lr": LearningRate(shape="constant")}, "rounds grow as the learning rate falls, and here it never"),
-        ({**QSR, "lr": LearningRate(peak=1e-3, minimum=1e-3)}, "use constant, or another lr.shape"),
-        ({"h_init": 10}, "h_init is 10, but with h_rule = constant every round has h = 30"),
-        ({"h_max": 100}, "h_max is 100, but with h_rule = constant every round has h = 30"),
-        ({**QSR, "h_init": 8}, "h_init is 8, too short for 9 slots of one step or more; the least is 9"),
-        ({**LATER, "h_init": None}, "h_init is 1, too short for 9 slots"),
-        ({**QSR, "h_max": 29}, "h_max is 29, below the 30 steps that a round has anyway; the least is 30"),
-        ({**QSR, "h_init": 50, "h_max": 40}, "h_max is 40, below the 50 steps"),
-        ({**QSR, "h_switch": 5}, "h_switch is 5, but h_rule is qsr: only post-local has it"),
-        ({**LATER, "h_switch": 0}, "h_switch is 0; h_rule = post-local switches to h = 30 at 1 to 899"),
-        ({**LATER, "h_switch": 900}, "h_switch is 900"),
-    ],
+    ("name", "sentence"),
+    [("dilocco", "did you mean 'diloco'"), ("streeming", "did you mean 'streaming'"), ("xyz", "there are diloco, ")],
 )
-def test_impossible_rounds_are_refused_with_the_nearest_possible_value(choices: dict[str, Any], sentence: str) -> None:
+def test_an_unknown_method_is_answered_with_the_nearest(name: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        check_rounds(VARIED.replace(**choices), slots=9)
+        check(terms_of("diloco").replace(method=name), layout_of("diloco"))
+
+
+def test_a_layout_is_one_that_the_method_can_send() -> None:
+    with pytest.raises(ValueError, match="1 slot, but the layout has 9"):
+        check(terms_of("diloco"), layout_of("streaming"))
+    too_large = partition([("a", (MAX_FRAGMENT_ELEMENTS,)), ("b", (1,))], pattern="whole")
+    check(terms_of("diloco"), too_large)
+    with pytest.raises(ValueError, match="in 1 fragment, but it takes 2"):  # its gradient is clipped by one norm
+        check(terms_of("data-parallel"), too_large)
 
 
 @pytest.mark.parametrize("rule", POWERS)
 def test_the_alpha_that_is_named_gives_h_at_the_peak(rule: str) -> None:
     """The nearest good value is one: taken at its word, the first round after the warm-up has h steps."""
-    with pytest.raises(ValueError, match="needs one above 0") as refusal:
-        check_rounds(VARIED.replace(h_rule=rule), slots=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"h_alpha is missing; .* needs one above 0") as refusal:
+        check(terms_of("diloco", h_rule=rule), layout_of("diloco"))
     alpha = float(str(refusal.value).split("; ")[2].split()[0])
-    terms = VARIED.replace(h_rule=rule, h_alpha=alpha)  # type: ignore[arg-type]
-    check_rounds(terms, slots=1)
+    terms = terms_of("diloco", h_rule=rule, h_alpha=alpha)
+    check(terms, layout_of("diloco"))
     lengths = [plan.length for plan in first_rounds(terms, 900)]
     assert lengths[:4] == [initial_h(terms)] * 3 + [30] and max(lengths) > 60
 
 
-# --- Control variates
-
-ONE_SLOT = Layout(slots=1, fragments=(flat(256),))
+# --- The table of methods
 
 
-def corrected(method: str, **changes: Any) -> Terms:
-    """Terms with which control variates are sound, but for what the method brings along."""
-    row = METHODS[method]
-    names = ("h", "tau", "mix", "on_late_update", "quorum", "max_staleness", "lag")
-    values = {"steps": 90, "outer_lr": 1.0, "outer_momentum": 0.0, "min_nodes": 4, "control_variates": True}
-    return plain_terms(method=method, **{**values, **{name: getattr(row, name) for name in names}, **changes})
+def test_rows_are_found_by_name_and_refer_to_what_exists() -> None:
+    assert {"constant", "post-local", *POWERS} == set(RULES)
+    for name, method in METHODS.items():
+        assert method is method_named(name) and method.name == name and method.merge in MERGE_RULES
+        assert all(field in FLAT and hasattr(method, field) for field in method.fixed)
 
 
-def refusal(terms: Terms) -> str:
-    with pytest.raises(ValueError, match="control_variates") as error:
-        check_variates(terms, method_named(terms.method))
-    assert len(str(error.value).splitlines()) == 1
-    return str(error.value)
+def test_the_table_is_read_without_torch() -> None:
+    program = "import sys, farloop.algo.methods; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("method", ["diloco", "sparse"])
-def test_plain_averages_that_are_waited_for_can_have_them(method: str) -> None:
-    check(corrected(method), ONE_SLOT)
-    check(corrected(method, outer_lr=0.7, h_rule="post-local", h_switch=30), ONE_SLOT)  # ν and rounds may be any
+def test_a_merge_keeps_no_more_than_a_nodes_share() -> None:
+    assert [default_mix(METHODS["streaming"], nodes) for nodes in (1, 2, 4, 8)] == [0.5, 0.5, 0.25, 0.125]
+    assert default_mix(METHODS["diloco"], 2) == 0.0
 
 
-def test_fragments_that_are_waited_for_can_have_them() -> None:
-    check_variates(corrected("streaming", tau=0, mix=0.0), METHODS["streaming"])
+# --- How long an overlap may be
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 9, None])
+@pytest.mark.parametrize("h", [9, 30, 100])
+def test_the_longest_overlap_is_the_last_that_keeps_the_slots_undecided_at_a_time(
+    h: int, in_flight: int | None
+) -> None:
+    """Protocol D, by counting: within a step all that is due is encoded before anything is merged."""
+    method, slots = replace(METHODS["streaming"], in_flight=in_flight), 9
+    sends = [round_ * h + due_step(slot, slots, h) for round_ in range(3) for slot in range(slots)]
+
+    def undecided(tau: int) -> int:
+        return max(sum(send <= step <= send + tau for send in sends) for step in sends)
+
+    longest = max_tau(method, h, slots)
+    allowed = slots if in_flight is None else in_flight
+    assert undecided(longest) <= allowed < undecided(longest + 1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("name", "slots", "changes", "most"),
     [
-        ({"outer_momentum": 0.9}, "outer_momentum is 0.9; with control_variates it must be 0.0, for with momentum"),
-        ({"lag": 1}, "lag is 1; with control_variates it must be 0, for a node must know the mean"),
-        ({"tau": 1}, "tau is 1; with control_variates it must be 0, "),
-        ({"mix": 0.5}, "mix is 0.5; with control_variates it must be 0.0, "),
-        ({"quorum": 3}, "quorum is 3; with control_variates it must be left out, for every node"),
-        ({"max_staleness": 1}, "max_staleness is 1; with control_variates it must be 0, "),
-        ({"on_late_update": "continue"}, "on_late_update is continue; with control_variates it must be wait, "),
-        ({"outer_lr": 0.0}, "outer_lr is 0, so updates say nothing"),
+        ("streaming", 8, {}, 29),
+        ("decoupled", 8, {}, 29),
+        ("diloco", 1, {}, 29),
+        ("async", 1, {}, 29),
+        ("streaming", 5, {**QSR, "h_init": 10}, 9),
     ],
 )
-def test_each_term_that_would_make_them_unsound_is_named(changes: dict[str, Any], sentence: str) -> None:
-    assert refusal(corrected("diloco", **changes)).startswith(sentence)
-    check_variates(corrected("diloco", **changes, control_variates=False), METHODS["diloco"])
-
-
-@pytest.mark.parametrize("method", ["co2", "decoupled", "async"])
-def test_a_method_whose_updates_are_no_mean_is_refused(method: str) -> None:
-    assert refusal(corrected(method)).endswith(f"which those of {method} are not; take diloco")
-
-
-def test_a_method_without_inner_optimizer_is_refused() -> None:
-    assert refusal(corrected("data-parallel")).endswith("with data-parallel nodes make none")
-
-
-def test_the_check_of_all_terms_asks_for_them() -> None:
-    with pytest.raises(ValueError, match=r"outer_momentum is 0\.5; with control_variates"):
-        check(corrected("diloco", outer_momentum=0.5), ONE_SLOT)
-
-
-# --- A node's own overlap
-
-
-def terms_of(name: str, **changes: object) -> Terms:
-    method = METHODS[name]
-    values = {"steps": 900, "h": method.h, "tau": method.tau, "mix": method.mix, "lag": method.lag}
-    return plain_terms(method=name, **{**values, **changes})
-
-
-@pytest.mark.parametrize(("name", "slots"), [("streaming", 8), ("decoupled", 8), ("diloco", 1), ("async", 1)])
-def test_what_the_run_could_have_the_node_may_have(name: str, slots: int) -> None:
-    terms = terms_of(name)
-    most = max_tau(METHODS[name], terms.schedule.h, slots)
+def test_a_node_may_have_the_overlap_that_the_run_could_have(
+    name: str, slots: int, changes: dict[str, Any], most: int
+) -> None:
+    terms = terms_of(name, **changes)
     check_own_tau(0, terms, slots)
     check_own_tau(most, terms, slots)
     for tau in (-1, most + 1):
-        with pytest.raises(
-            ValueError, match=rf"tau is {tau}; {name} with rounds of {terms.schedule.h} steps .* 0 to {most}$"
-        ):
+        with pytest.raises(ValueError, match=rf"tau is {tau}; {name} with rounds of {most + 1} steps .* 0 to {most}$"):
             check_own_tau(tau, terms, slots)
 
 
-def test_rounds_that_begin_short_bound_it() -> None:
-    terms = terms_of("streaming", h_rule="qsr", h_alpha=0.01, h_init=10)
-    check_own_tau(9, terms, 5)
-    with pytest.raises(ValueError, match="rounds of 10 steps and slots = 5 takes 0 to 9"):
-        check_own_tau(10, terms, 5)
-
-
-def test_a_method_that_has_one_for_all_allows_no_other() -> None:
-    with pytest.raises(ValueError, match="data-parallel has the same for all nodes, 0: leave the node's open"):
-        check_own_tau(0, terms_of("data-parallel"), 1)
-
-
-@pytest.mark.parametrize("name", ["co2", "streaming"])
-def test_where_updates_come_a_round_late_there_is_no_other(name: str) -> None:
-    with pytest.raises(ValueError, match="tau is 3, but with lag = 1 the overlap is a whole round"):
-        check_own_tau(3, terms_of(name, lag=1), 1)
+@pytest.mark.parametrize(
+    ("name", "lag", "sentence"),
+    [
+        ("data-parallel", 0, "data-parallel has the same for all nodes, 0: leave the node's open"),
+        ("co2", 1, "tau is 3, but with lag = 1 the overlap is a whole round"),
+        ("streaming", 1, "tau is 3, but with lag = 1 the overlap is a whole round"),
+    ],
+)
+def test_where_there_is_one_overlap_for_all_a_node_has_no_other(name: str, lag: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_own_tau(3, terms_of(name, lag=lag), 1)
