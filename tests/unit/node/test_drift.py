@@ -1,9 +1,10 @@
-"""What a node does for control variates, step by step; two nodes with one parameter each, by hand."""
+"""Covers `node/control_variates.py`, step by step; two nodes with one parameter each, by hand."""
 
 import dataclasses
 
 import pytest
 import torch
+from node_story import A, B
 from plain_runs import plain_terms
 from torch import nn
 
@@ -18,21 +19,13 @@ from farloop.quant.blob import BlobHeader, pack_blob
 from farloop.quant.registry import codec_named
 from farloop.wire.messages import Committed, Share
 
-A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+C = NodeId("c")
 OUTER_LR, LR = 0.5, 0.25
 TERMS = plain_terms(
-    method="diloco",
-    steps=8,
-    h=2,
-    codec_up="bf16",
-    codec_down="fp32",
-    outer_lr=OUTER_LR,
-    outer_momentum=0.0,
-    weight_decay=0.1,
-    batch_sequences=4,
-    sequence_tokens=8,
-    control_variates=True,
+    method="diloco", codec_up="bf16", codec_down="fp32", outer_lr=OUTER_LR, outer_momentum=0.0, control_variates=True
 )
+TAUGHT = ALPHA * (0.25 - 1.0) / (2 * LR)
+"""By a merge whose mean delta is 0.25, to who sent 1.0 after two steps."""
 
 
 def commit(version: int, nodes: tuple[NodeId, ...] = (A, B), *, final: bool = False) -> Committed:
@@ -47,9 +40,9 @@ def commit(version: int, nodes: tuple[NodeId, ...] = (A, B), *, final: bool = Fa
     )  # fmt: skip
 
 
-def applied(version: int, codec: str = "fp32") -> ev.Apply:
+def applied(version: int) -> ev.Apply:
     """As the machine commands it."""
-    return ev.Apply(fragment=0, version=version, anchor_digest=0, codec=codec)
+    return ev.Apply(fragment=0, version=version, anchor_digest=0, codec="fp32")
 
 
 class Node:
@@ -63,11 +56,7 @@ class Node:
         self.drift = ControlVariates(self.replica, terms)
         self.version, self.seq = 0, 0
 
-    @property
-    def weights(self) -> set[float]:
-        return {float(x) for p in self.module.parameters() for x in p.detach().flatten()}
-
-    def send(self, own: float, *, steps: int = 2) -> tuple[BlobId, bytearray]:
+    def send(self, own: float = 1.0, *, steps: int = 2) -> tuple[BlobId, bytearray]:
         """`steps` inner steps, then a delta that is `own` everywhere."""
         for _ in range(steps):
             self.drift.stepped(LR)
@@ -80,10 +69,9 @@ class Node:
                 parameter.fill_(float(self.replica.anchors[0][0]) - own)
         return blob, encode_delta(self.replica, command, self.replica.take(0), 0, 0).data
 
-    def update(self, mean: float) -> bytearray:
+    def update(self, mean: float = 0.25) -> bytearray:
         """What an outer step by a mean delta adds to the anchor."""
-        fragment = self.replica.layout.fragments[0]
-        codec = codec_named("fp32")
+        fragment, codec = self.replica.layout.fragments[0], codec_named("fp32")
         numbers = torch.zeros(fragment.numel)
         for slot in fragment.tensors:
             numbers[slot.offset : slot.offset + slot.numel] = -OUTER_LR * mean
@@ -92,72 +80,63 @@ class Node:
 
     def merge(
         self,
-        sent: tuple[BlobId, bytearray],
-        mean: float,
+        sent: tuple[BlobId, bytearray] | None = None,
         *,
         nodes: tuple[NodeId, ...] = (A, B),
         merged: bool = True,
         whole: bool = True,
         final: bool = False,
-    ) -> None:
-        """The commit is announced, applied, and merged."""
-        version, update = self.version + 1, self.update(mean)
+    ) -> "Node":
+        """A delta is sent; the commit of a mean delta of 0.25 is announced, applied, and merged."""
+        blob, data = sent or self.send()
+        version, update = self.version + 1, self.update()
         self.drift.heard(commit(version, nodes, final=final))
-        self.replica.anchors[0] -= OUTER_LR * mean
+        self.replica.anchors[0] -= OUTER_LR * 0.25
         update[-1] ^= not whole
         self.drift.applied(applied(version), update)
-        blob, data = sent
         self.drift.settled(blob, version if merged else None, data, 0)
         self.replica.merge(0, 0.0)
         self.drift.merged(0)
         self.version = version
+        return self
 
     def pull(self) -> float:
         """d_i, as an inner step at the rate 1 shows it: the same in every weight, or the test fails."""
         self.replica.merge(0, 0.0)
         self.drift.stepped(1.0)
-        (after,) = self.weights
+        (after,) = {float(x) for p in self.module.parameters() for x in p.detach().flatten()}
         self.replica.merge(0, 0.0)
         self.drift.merged(0)
         return float(self.replica.anchors[0][0]) - after
 
 
-def test_a_merge_teaches_what_the_own_delta_differed_by_per_unit_of_learning_rate() -> None:
+def test_a_merge_teaches_what_the_own_delta_differed_by_per_unit_of_learning_rate_and_it_adds_up() -> None:
     node = Node()
-    assert node.pull() == 0.0
-    node.merge(node.send(own=1.0), mean=0.25)
-    assert node.pull() == pytest.approx(ALPHA * (0.25 - 1.0) / (2 * LR))
-
-
-def test_what_was_learned_adds_up() -> None:
-    node = Node()
-    for _ in range(3):
-        node.merge(node.send(own=1.0), mean=0.25)
-    assert node.pull() == pytest.approx(3 * ALPHA * (0.25 - 1.0) / (2 * LR))
+    for times in range(3):
+        assert node.pull() == pytest.approx(times * TAUGHT)
+        node.merge()
 
 
 def test_only_the_steps_inside_the_delta_count() -> None:
-    """Those that a node does while its delta is on the way are in none."""
+    """Those that a node does while its delta is on the way are in none; steps without any rate teach nothing."""
     node = Node()
-    sent = node.send(own=1.0)
+    sent = node.send()
     node.drift.stepped(LR)
-    node.merge(sent, mean=0.25)
-    node.merge(node.send(own=1.0, steps=4), mean=0.25)
-    assert node.pull() == pytest.approx(ALPHA * (0.25 - 1.0) * (1 / (2 * LR) + 1 / (4 * LR)))
+    node.merge(sent).merge(node.send(steps=4))
+    assert node.pull() == pytest.approx(1.5 * TAUGHT)
+    assert Node().merge(node.send(steps=0)).pull() == 0.0
 
 
 def test_the_delta_is_taken_as_it_was_sent() -> None:
     """bf16 sends 1.0 of 1.001: what was lost stays in the drift, which brings it with the next delta."""
     node = Node()
-    node.merge(node.send(own=1.001), mean=0.25)
-    assert node.pull() == pytest.approx(ALPHA * (0.25 - 1.0) / (2 * LR), abs=1e-6)
+    assert node.merge(node.send(own=1.001)).pull() == pytest.approx(TAUGHT, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_stays_zero_and_weights_may_be_of_any_type(dtype: torch.dtype) -> None:
-    node = Node(dtype=dtype)
-    node.merge(node.send(own=1.0), mean=0.25)
-    assert node.pull() == pytest.approx(ALPHA * (0.25 - 1.0) / (2 * LR), rel=1e-2)
+    node = Node(dtype=dtype).merge()
+    assert node.pull() == pytest.approx(TAUGHT, rel=1e-2)
     fragment = node.replica.layout.fragments[0]
     held = {slot.offset + i for slot in fragment.tensors for i in range(slot.numel)}
     assert len(held) == 300 < fragment.numel
@@ -169,80 +148,54 @@ def test_padding_stays_zero_and_weights_may_be_of_any_type(dtype: torch.dtype) -
     "change", [{"merged": False}, {"whole": False}, {"final": True}], ids=["dropped", "spoiled", "flush"]
 )
 def test_without_a_lesson_the_drift_stays(change: dict[str, bool]) -> None:
-    node = Node()
-    node.merge(node.send(own=1.0), mean=0.25)
+    node = Node().merge()
     before = node.pull()
-    node.merge(node.send(own=1.0), mean=0.25, **change)  # type: ignore[arg-type]
+    node.merge(**change)  # type: ignore[arg-type]
     assert node.pull() == before != 0.0
 
 
 @pytest.mark.parametrize("others", [(A,), (A, C), (A, B, C), (B,)])
 def test_where_others_made_a_version_all_begin_anew(others: tuple[NodeId, ...]) -> None:
     """The drifts of those who are left would not sum to zero. The version after it is the first to learn from."""
-    node = Node()
-    node.merge(node.send(own=1.0), mean=0.25)
-    node.merge(node.send(own=1.0), mean=0.25, nodes=others, merged=A in others)
+    node = Node().merge().merge(nodes=others, merged=A in others)
     assert node.pull() == 0.0
-    node.merge(node.send(own=1.0), mean=0.25, nodes=others, merged=A in others)
-    assert (node.pull() != 0.0) == (A in others)
+    assert (node.merge(nodes=others, merged=A in others).pull() != 0.0) == (A in others)
 
 
-def test_who_comes_late_learns_with_the_others() -> None:
-    """Its first version is one that others began anew with."""
-    node = Node()
-    node.version = 6
-    node.merge(node.send(own=1.0), mean=0.25)
-    assert node.pull() == 0.0
-    node.merge(node.send(own=1.0), mean=0.25)
-    assert node.pull() != 0.0
-
-
-def test_after_a_gap_it_begins_anew() -> None:
+@pytest.mark.parametrize("late", [True, False])
+def test_who_comes_late_or_missed_versions_learns_with_the_others(late: bool) -> None:
     """Whoever made the versions that a snapshot replaced, they were made without this node."""
-    node = Node()
-    node.merge(node.send(own=1.0), mean=0.25)
+    node = Node() if late else Node().merge()
     node.version += 2
-    node.merge(node.send(own=1.0), mean=0.25)
-    assert node.pull() == 0.0
-
-
-def test_steps_without_a_learning_rate_teach_nothing() -> None:
-    node = Node()
-    node.merge(node.send(own=1.0, steps=0), mean=0.25)
-    assert node.pull() == 0.0
+    assert node.merge().pull() == 0.0
+    assert node.merge().pull() != 0.0
 
 
 def test_another_delta_than_the_last_one_is_none_of_its_business() -> None:
     node = Node()
-    blob, data = node.send(own=1.0)
-    node.merge((dataclasses.replace(blob, seq=99), data), mean=0.25)
-    assert node.pull() == 0.0
+    blob, data = node.send()
+    assert node.merge((dataclasses.replace(blob, seq=99), data)).pull() == 0.0
 
 
 def test_versions_that_were_announced_early_are_remembered() -> None:
     node = Node()
-    sent = node.send(own=1.0)
-    node.drift.heard(commit(1))
-    node.drift.heard(commit(2))
-    node.drift.applied(applied(1), node.update(0.25))
-    node.drift.settled(sent[0], 1, sent[1], 0)
+    blob, data = node.send()
+    for version in (1, 2):
+        node.drift.heard(commit(version))
+    node.drift.applied(applied(1), node.update())
+    node.drift.settled(blob, 1, data, 0)
     assert node.pull() != 0.0
     node.version = 1
-    node.drift.applied(applied(2), node.update(0.25))
+    node.drift.applied(applied(2), node.update())
     assert node.pull() != 0.0
 
 
 def test_an_update_is_read_as_its_window_says_whatever_the_run_does_by_now() -> None:
     """B: the terms of a run may change, and an update that was made before comes after."""
-    as_ever, changed = Node(), Node(TERMS.replace(codec_up="q4", codec_down="q8"))
-    for node in (as_ever, changed):
-        node.merge(node.send(own=1.0), mean=0.25)
-    assert changed.pull() == as_ever.pull() != 0.0
+    assert Node(TERMS.replace(codec_up="q4", codec_down="q8")).merge().pull() == pytest.approx(TAUGHT)
 
 
 def test_without_control_variates_nothing_is_done_or_kept() -> None:
-    node = Node(TERMS.replace(control_variates=False))
-    for _ in range(2):
-        node.merge(node.send(own=1.0), mean=0.25)
+    node = Node(TERMS.replace(control_variates=False)).merge().merge()
     assert node.pull() == 0.0
     assert not (node.drift._drifts or node.drift._announced or node.drift._sent or node.drift._updates)

@@ -9,13 +9,14 @@ from typing import cast
 
 import pytest
 import torch
+from node_story import identity
 from plain_runs import plain_terms
 from torch import Tensor, nn
 
 from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
-from farloop.algo.spec import BlobId, BlobKind, Identity, Lease, NodeId, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, Lease, NodeId, RunSpec
 from farloop.algo.terms import Terms
 from farloop.node import events as ev
 from farloop.node import executor as executor_module
@@ -32,7 +33,7 @@ from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
-TERMS = plain_terms(method="diloco", steps=8, h=2, weight_decay=0.1, batch_sequences=4, sequence_tokens=8)
+TERMS = plain_terms(method="diloco", steps=8, h=2)
 
 
 class Link:
@@ -100,24 +101,20 @@ class Play:
         self.fragment = layout.fragments[0]
         self.anchor = torch.zeros(self.fragment.numel)
         flatten_into(self.fragment, dict(trainable_tensors(self.module)), self.anchor)
-        identity = Identity(
-            name="play", model="own", layout=layout, anchor_digests=(digest(self.anchor),), data="own",
-            num_samples=num_samples, evaluation_set="none", seed=0,
-        )  # fmt: skip
-        self.spec = RunSpec(identity=identity, terms=terms)
+        own = identity(layout, anchor_digests=(digest(self.anchor),), num_samples=num_samples)
+        self.spec = RunSpec(identity=own, terms=terms)
         self.rounds = schedule.first_rounds(terms, count=4)
-        [self.window] = schedule.first_windows(terms, layout)
+        (self.window,) = schedule.first_windows(terms, layout)
         self.link, self.worker, self.now = Link(), Worker(), 0.0
-        state = NodeState.claim(folder)
+        state, name = NodeState.claim(folder), NodeId("a")
         if driven:
-            self.driver = Driver(NodeId("a"), cast(LinkThread, self.link), state)
+            self.driver = Driver(name, cast(LinkThread, self.link), state)
             self.executor = self.driver.executor
         else:
             inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
             self.executor = NodeExecutor(
-                NodeId("a"), inbox=inbox, now=lambda: self.now, worker=self.worker, link=self.link, state=state,
-                check=True,
-            )  # fmt: skip
+                name, inbox=inbox, now=lambda: self.now, worker=self.worker, link=self.link, state=state, check=True
+            )
 
     def tell(self, message: msg.Message) -> None:
         self.link.deliver(wire_ev.MessageReceived(message=message))
@@ -130,10 +127,9 @@ class Play:
 
     def welcome(self, epoch: int = 1) -> "Play":
         """With the model attached; what comes next is not taken yet."""
-        versions = (self.window.window - 1,)
         welcome = msg.Welcome(
-            protocol=1, epoch=epoch, spec=self.spec, lane_token=b"", versions=versions, windows=(self.window,),
-            rounds=self.rounds,
+            protocol=1, epoch=epoch, spec=self.spec, lane_token=b"", versions=(self.window.window - 1,),
+            windows=(self.window,), rounds=self.rounds,
         )  # fmt: skip
         self.tell(welcome)
         assert not self.executor.settle() and self.executor.machine.spec == self.spec
@@ -161,9 +157,11 @@ class Play:
         self.worker.run()
         return self.executor.settle()
 
-    def commit(self, values: Tensor, *, anchor_digest: int | None = None) -> None:
-        """The open window becomes a version, whose update is `values` as q4 has them."""
-        coder, version = codec_named("q4"), self.window.window
+    def commit(self, *, anchor_digest: int | None = None) -> None:
+        """The open window becomes a version, whose update adds 1 to every weight, as q4 has it."""
+        values, coder, version = torch.zeros(self.fragment.numel), codec_named("q4"), self.window.window
+        for slot in self.fragment.tensors:
+            values[slot.offset : slot.offset + slot.numel] = 1.0
         self.anchor += coder.decode(coder.encode(values, self.fragment), self.fragment)
         rounds = {plan.index: plan for plan in self.rounds}
         following = schedule.window_after(TERMS, self.spec.identity.layout, self.window, rounds)
@@ -178,11 +176,13 @@ class Play:
         self.send(msg.update_id(committed), values, base=version - 1, codec="q4")
 
     @property
-    def ones(self) -> Tensor:
-        values = torch.zeros(self.fragment.numel)
-        for slot in self.fragment.tensors:
-            values[slot.offset : slot.offset + slot.numel] = 1.0
-        return values
+    def weights_are_the_anchor(self) -> bool:
+        return torch.equal(self.module.weight.flatten(), self.anchor[:6])
+
+    @property
+    def anchors(self) -> tuple[msg.AnchorRef, ...]:
+        """What the next greeting tells."""
+        return self.link.hello().anchors
 
 
 @pytest.fixture
@@ -199,13 +199,12 @@ def test_training_waits_merges_and_keeps_no_bytes(play: Play) -> None:
     assert not play.step() and play.executor.waiting == "fragment 0, window 1"
     play.now = 4.5
     assert not play.executor.settle()
-    play.commit(play.ones)
+    play.commit()
     play.now = 5.0
     assert play.executor.settle()
     decision = play.executor.decision()
     assert decision.running and decision.merged == (0,) and decision.position == 2.0
-    assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
-    assert play.executor._blobs == {}
+    assert play.weights_are_the_anchor and play.executor._blobs == {}
     play.now = 7.0
     spent = play.executor.account.all_seconds(play.now)
     assert spent == {"training": 5.0, "farloop": 0.0, "blocked": 2.0, "evaluation": 0.0}
@@ -215,17 +214,15 @@ def test_training_waits_merges_and_keeps_no_bytes(play: Play) -> None:
 def test_with_control_variates_steps_are_corrected_by_what_a_merge_has_taught(tmp_path: Path) -> None:
     """The own delta is −2, the mean of all −1/ν."""
     terms = TERMS.replace(outer_momentum=0.0, control_variates=True)
-    play = Play(tmp_path, terms=terms).begin()
-    rates = []
+    play, rates = Play(tmp_path, terms=terms).begin(), []
     for _ in range(2):
         with torch.no_grad():
             for parameter in play.module.parameters():
                 parameter.add_(1.0)
         rates.append(play.executor.machine.lr)
         play.step()
-    play.commit(play.ones)
-    assert play.executor.settle()
-    assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
+    play.commit()
+    assert play.executor.settle() and play.weights_are_the_anchor
     rate = play.executor.machine.lr
     play.step()
     moved = play.module.weight.detach().flatten() - play.anchor[:6]
@@ -251,19 +248,16 @@ def test_a_greeting_knows_of_a_start_that_the_training_thread_has_not_taken_yet(
 
 
 def test_only_anchors_that_match_are_told_and_a_mismatch_is_mended_by_a_snapshot(play: Play) -> None:
-    """S."""
     play.begin()
-    assert play.link.hello().anchors == (msg.AnchorRef(fragment=0, version=0, digest=digest(play.anchor)),)
+    assert play.anchors == (msg.AnchorRef(fragment=0, version=0, digest=digest(play.anchor)),)
     play.step()
-    play.commit(play.ones, anchor_digest=12345)
+    play.commit(anchor_digest=12345)
     assert not play.step()
-    assert play.link.of(msg.Fetch) == [msg.Fetch(fragment=0)]
-    assert play.link.hello().anchors == ()
+    assert play.link.of(msg.Fetch) == [msg.Fetch(fragment=0)] and play.anchors == ()
     play.snapshot()
     assert play.executor.settle()
-    assert play.link.hello().anchors == (msg.AnchorRef(fragment=0, version=1, digest=digest(play.anchor)),)
-    assert torch.equal(play.module.weight.flatten(), play.anchor[:6])
-    assert play.executor.metrics.mismatches == 1
+    assert play.anchors == (msg.AnchorRef(fragment=0, version=1, digest=digest(play.anchor)),)
+    assert play.weights_are_the_anchor and play.executor.metrics.mismatches == 1
 
 
 @pytest.mark.parametrize("encoded_in", ["training thread", "worker"])
@@ -300,29 +294,27 @@ def test_what_the_link_reports_as_final_is_raised_in_the_training_thread(play: P
         play.executor.settle()
 
 
-def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(tmp_path: Path) -> None:
-    """S: the highest epoch is remembered by the first merge."""
+def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S: the highest epoch is remembered by the first merge; a disk that refuses it is one line."""
     Play(tmp_path).welcome(epoch=3).executor.settle()
     second = Play(tmp_path)
     assert second.link.hello().epoch_seen == 3
     with pytest.raises(Refused, match="epoch 2 after 3"):
         second.welcome(epoch=2)
-
-
-def test_a_disk_that_refuses_the_epoch_is_one_line(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    play.welcome()
+    third = Play(tmp_path).welcome(epoch=4)
 
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StateUnusable, match="No space left"):
-        play.executor.settle()
+        third.executor.settle()
 
 
 def test_a_node_without_samples_waits_for_a_grant_and_says_so(tmp_path: Path) -> None:
-    """Data leases."""
-    play = Play(tmp_path, num_samples=1000).welcome()
+    play = Play(tmp_path, num_samples=1000, terms=TERMS.replace(batch_sequences=4)).welcome()
     assert not play.executor.settle()
     play.start(Lease(start=0, count=3))
     assert not play.executor.settle()
@@ -340,8 +332,7 @@ def test_first_weights_that_are_the_runs_do_not_cross_the_link(play: Play) -> No
     assert not play.link.of(msg.Fetch)
 
 
-def test_first_weights_that_are_others_are_asked_for(play: Play) -> None:
-    """R: and the snapshot replaces them."""
+def test_first_weights_that_are_others_are_asked_for_and_replaced_by_the_snapshot(play: Play) -> None:
     with torch.no_grad():
         play.module.weight += 1.0
     play.welcome()
@@ -350,8 +341,7 @@ def test_first_weights_that_are_others_are_asked_for(play: Play) -> None:
     play.start()
     assert play.executor.settle()
     assert play.link.of(msg.Fetch) == [msg.Fetch(fragment=0, first=True)]
-    assert play.executor.replica is not None
-    assert torch.equal(play.executor.replica.anchors[0], play.anchor)
+    assert play.executor.replica is not None and torch.equal(play.executor.replica.anchors[0], play.anchor)
 
 
 def test_first_weights_are_not_taken_for_an_anchor_of_a_later_version(play: Play) -> None:
@@ -403,7 +393,7 @@ def driven(folder: Path) -> Play:
 def test_the_driver_blocks_training_until_the_update_is_merged(tmp_path: Path) -> None:
     """The offer leaves from the worker's thread, while the training thread waits for the commit."""
     play = driven(tmp_path)
-    play.link.on_offer = lambda: play.commit(play.ones)
+    play.link.on_offer = play.commit
     decision = play.driver.after_step(10, 1.0)
     assert decision.running and decision.merged == (0,)
     play.driver.close()
@@ -414,7 +404,7 @@ def test_the_driver_leaves_at_its_deadline_and_says_that_the_outcome_is_missing(
     play.link.on_offer = play.executor.request_drain
     assert not play.driver.after_step(10, 1.0).running
     assert not play.driver.drain(0.05)
-    [leave] = play.link.of(msg.Leave)
+    (leave,) = play.link.of(msg.Leave)
     assert isinstance(leave, msg.Leave) and leave.detail == "without the outcome of what it had sent"
     play.driver.close()
 

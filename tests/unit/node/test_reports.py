@@ -1,15 +1,33 @@
-"""Covers `node/reports.py`."""
+"""Covers `node/reports.py`, `node/metrics.py` and `node/sample_cursor.py`: what a node tells of itself."""
 
+import dataclasses
+import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_runs import plain_progress
+from prometheus_client.parser import text_string_to_metric_families
 
-from farloop.algo.spec import NodeId
+from farloop.algo.spec import Lease, NodeId
 from farloop.node.link import Traffic
 from farloop.node.machine import NodeMachine, Stage
 from farloop.node.metrics import Metrics
-from farloop.node.reports import AWAY_S, PROGRESS_S, ROUNDS, SENTENCES, Isolation, Reports, TimeAccount
-from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.reports import (
+    AWAY_S,
+    PROGRESS_S,
+    ROUNDS,
+    SENTENCES,
+    Activity,
+    Isolation,
+    Reports,
+    StageLog,
+    TimeAccount,
+)
+from farloop.node.sample_cursor import USED_KEPT, LeaseCursor, LeaseExhausted
 from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
 from farloop.wire.messages import BytesByKind, Leave
@@ -26,6 +44,9 @@ def machine() -> NodeMachine:
 @pytest.fixture
 def reports(machine: NodeMachine, tmp_path: Path) -> Reports:
     return Reports(machine, TimeAccount(), LeaseCursor(), NodeState.claim(tmp_path), "", "of the run")
+
+
+# --- reports and greetings
 
 
 def test_a_report_is_due_every_second_and_its_speed_is_that_since_the_last(
@@ -79,117 +100,281 @@ def test_a_farewell_keeps_its_reason(reports: Reports) -> None:
     assert reports.farewell(Leave(reason=Reason.DRAINED, detail="bye")) == Leave(reason=Reason.DRAINED, detail="bye")
 
 
-def test_nothing_is_counted_before_the_first_step_or_after_the_last() -> None:
-    clock = TimeAccount()
-    assert clock.activity is None and clock.compute_share(1000.0) == 1.0
-    clock.turn("training", 1000.0)
-    clock.turn("farloop", 1009.0)
-    clock.turn(None, 1010.0)
-    assert clock.compute_share(5000.0) == pytest.approx(0.9)
+# --- where the time goes
 
 
-def test_a_wait_counts_while_it_lasts() -> None:
-    """A node that stands still must not look busier and busier."""
+@pytest.mark.parametrize(
+    ("turns", "now", "share"),
+    [
+        ([], 1000.0, 1.0),
+        ([("farloop", 3.0)], 3.0, 1.0),
+        ([("training", 1000.0), ("farloop", 1009.0), (None, 1010.0)], 5000.0, 0.9),  # nothing counts after the end
+        # A wait counts while it lasts: a node that stands still must not look busier and busier.
+        ([("training", 0.0), ("blocked", 10.0)], 20.0, 0.5),
+        ([("training", 0.0), ("blocked", 10.0)], 40.0, 0.25),
+    ],
+)
+def test_the_share_of_computing_is_of_the_time_between_the_first_step_and_the_last(
+    turns: list[tuple[Activity | None, float]], now: float, share: float
+) -> None:
     clock = TimeAccount()
-    clock.turn("training", 0.0)
-    clock.turn("blocked", 10.0)
-    assert clock.compute_share(20.0) == pytest.approx(0.5)
-    assert clock.seconds("blocked", 40.0) == 30.0
-    assert clock.compute_share(40.0) == pytest.approx(0.25)
+    for activity, since in turns:
+        clock.turn(activity, since)
+    assert clock.compute_share(now) == pytest.approx(share)
 
 
 def test_farloop_s_own_time_waiting_and_evaluation_count_against_the_share() -> None:
     """J."""
     clock = TimeAccount()
-    for activity, now in (("training", 0.0), ("farloop", 6.0), ("evaluation", 7.0), ("farloop", 107.0)):
-        clock.turn(activity, now)  # type: ignore[arg-type]
-    clock.turn("blocked", 108.0)
-    clock.turn("training", 110.0)
+    turns: list[tuple[Activity, float]] = [
+        ("training", 0.0), ("farloop", 6.0), ("evaluation", 7.0), ("farloop", 107.0), ("blocked", 108.0),
+        ("training", 110.0),
+    ]  # fmt: skip
+    for activity, since in turns:
+        clock.turn(activity, since)
     assert clock.compute_share(110.0) == pytest.approx(6 / 110)
-    assert clock.seconds("evaluation", 110.0) == 100.0
+    assert (clock.seconds("evaluation", 110.0), clock.seconds("blocked", 110.0)) == (100.0, 2.0)
 
 
-def test_the_first_instant_has_a_share_of_one() -> None:
-    clock = TimeAccount()
-    clock.turn("farloop", 3.0)
-    assert clock.compute_share(3.0) == 1.0
-
+# --- a node that is alone
 
 A, B = NodeId("oslo"), NodeId("bergen")
-
-
-def committed(*names: NodeId) -> msg.Committed:
-    return msg.Committed(
-        fragment=0, version=1, size=1, digest=1, anchor_digest=1, drops=(), next_window=None, rounds=(),
-        merged=tuple(msg.Share(node=name, weight=1 / len(names)) for name in names),
-    )  # fmt: skip
 
 
 class Scene:
     def __init__(self) -> None:
         self.alone, self.round, self.now = Isolation(A), 5, 100.0
+        assert self.how() == ""
 
     def how(self, *, connected: bool = True, trains: bool = True) -> str:
         return self.alone.how(trains=trains, connected=connected, round_index=self.round, now=self.now)
 
     def go_on(self, rounds: int, *names: NodeId) -> str:
+        """Rounds, in each of which a version of these nodes comes."""
         for _ in range(rounds):
             self.round += 1
             self.how()
+            committed = msg.Committed(
+                fragment=0, version=1, size=1, digest=1, anchor_digest=1, drops=(), next_window=None, rounds=(),
+                merged=tuple(msg.Share(node=name, weight=1 / len(names)) for name in names),
+            )  # fmt: skip
             if names:
-                self.alone.heard(committed(*names), self.round)
+                self.alone.heard(committed, self.round)
         return self.how()
 
 
-@pytest.fixture
-def scene() -> Scene:
+def test_a_node_of_which_nothing_is_merged_says_so_until_something_is() -> None:
+    for names, alone in (((A, B), ""), ((B,), "not merged"), ((A,), "merged alone")):
+        scene = Scene()
+        assert scene.go_on(ROUNDS, *names) == ""
+        assert scene.go_on(1, *names) == alone
+        assert scene.go_on(1, A, B) == ""
+
+
+def test_a_node_that_goes_on_without_the_coordinator_says_so_after_a_while() -> None:
     scene = Scene()
-    assert scene.how() == ""
-    return scene
-
-
-def test_a_node_among_others_is_not_alone(scene: Scene) -> None:
-    assert scene.go_on(20, A, B) == ""
-
-
-def test_a_node_of_which_nothing_is_merged_says_so_until_something_is(scene: Scene) -> None:
-    assert scene.go_on(ROUNDS, B) == ""
-    assert scene.go_on(1, B) == "not merged"
-    assert scene.go_on(1, A, B) == ""
-
-
-def test_a_node_that_is_merged_alone_says_so(scene: Scene) -> None:
-    assert scene.go_on(ROUNDS, A) == ""
-    assert scene.go_on(1, A) == "merged alone"
-    assert scene.go_on(1, A, B) == ""
-
-
-def test_a_node_that_goes_on_without_the_coordinator_says_so_after_a_while(scene: Scene) -> None:
-    assert scene.how(connected=False) == ""
-    scene.now += AWAY_S - 0.1
-    assert scene.how(connected=False) == ""
-    scene.now += 0.1
-    assert scene.how(connected=False) == "without the coordinator"
+    for seconds, alone in ((0.0, ""), (AWAY_S - 0.1, ""), (0.1, "without the coordinator")):
+        scene.now += seconds
+        assert scene.how(connected=False) == alone
     assert scene.how() == ""
     scene.now += 0.1
     assert scene.how(connected=False) == "", "the time counts from each loss"
 
 
-def test_who_does_not_train_is_not_alone_and_begins_anew(scene: Scene) -> None:
+def test_who_does_not_train_is_not_alone_and_begins_anew() -> None:
+    scene = Scene()
     scene.go_on(9)
     assert scene.how(trains=False, connected=False) == ""
     assert scene.go_on(1) == ""
 
 
-def test_every_way_has_a_sentence_and_the_metric_and_the_page_show_it() -> None:
-    report = msg.Progress(
-        state="training", position=0.0, round=0, inner_steps=0, tokens=0, loss=None, tokens_per_s=0.0,
-        compute_share=0.0, blocked_s=0.0, lost_steps=0, sample_watermark=0, bytes_up=0, bytes_down=0, bytes_state=0,
-        detail=SENTENCES["not merged"],
-    )  # fmt: skip
-    assert len(set(SENTENCES.values())) == len(SENTENCES)
+# --- the log
+
+
+def stub(**state: Any) -> NodeMachine:
+    known = {"stage": "joining", "connected": False, "epoch": 2, "schedule": SimpleNamespace(round=4, step=7)}
+    return cast(NodeMachine, SimpleNamespace(**(known | state)))
+
+
+def test_every_stage_is_told_once_with_where_it_came_from_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    transitions, stages = StageLog(), [stage for stage in get_args(Stage) if stage != "joining"]
+    for stage in stages:
+        for _ in range(3):
+            transitions.saw(stub(stage=stage))
+    for line, stage, before in zip(caplog.messages, stages, ["joining", *stages[:-1]], strict=True):
+        assert line.startswith(f"stage is={stage} was={before} round=4 step=7 why='")
+        assert not line.endswith("why=''")
+
+
+def test_every_new_session_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    transitions = StageLog()
+    for connected in (False, True, True, False, True):
+        transitions.saw(stub(connected=connected))
+    assert caplog.messages == ["session open epoch=2 stage=joining round=4"] * 2
+
+
+# --- metrics
+
+PROGRESS = plain_progress(
+    position=12.5, round=3, inner_steps=13, tokens=1300, loss=2.5, tokens_per_s=40.0, compute_share=0.75, blocked_s=1.5,
+    lost_steps=4, sample_watermark=52, bytes_up=1000, bytes_down=2000, bytes_state=3000, skipped_turns=5,
+    skipped_steps=2,
+)  # fmt: skip
+
+
+def samples(metrics: Metrics) -> dict[str, float]:
+    """Value by name and label values, the node's own left out."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        for sample in family.samples:
+            if sample.name.startswith("process_"):
+                continue
+            labels = dict(sample.labels)
+            assert labels.pop("node") == "oslo"
+            name = sample.name.removeprefix("farloop_node_")
+            found[" ".join([name, *(value for _, value in sorted(labels.items()))])] = sample.value
+    return found
+
+
+def test_a_scrape_shows_the_last_report() -> None:
     metrics = Metrics(A)
-    for alone in (True, False):
-        metrics.saw(report, versions={0: 0}, connected=True, alone=alone)
-        assert f'farloop_node_alone{{node="oslo"}} {float(alone)}' in metrics.exposition().decode()
-    assert metrics.standing == (True, "training: nothing of it was merged in the last 3 rounds")
+    assert samples(metrics) == {}, "what is not known is not shown"
+    metrics.saw(PROGRESS, versions={0: 3, 1: -1}, connected=True)
+    metrics.mismatches += 1
+    metrics.spent({"training": 9.0, "blocked": 1.5}, 0.25)
+    moved = {f"{way} {kind}": 0 for way in ("up", "down") for kind in BytesByKind.__slots__ if kind != "total"}
+    moved |= {"up delta": 1000, "down update": 2000, "down snapshot": 3000}
+    assert samples(metrics) == {
+        "connected": 1,
+        "position_steps": 12.5,
+        "tokens_per_second": 40,
+        "compute_share_ratio": 0.75,
+        "loss_nats": 2.5,
+        "inner_steps_total": 13,
+        "tokens_total": 1300,
+        "alone": 0,
+        "anchor_mismatches_total": 1,
+        "blocked_seconds_total": 1.5,
+        "lost_steps_total": 4,
+        "skipped_steps_total": 2,
+        "skipped_sends_total": 5,
+        "time_seconds_total training": 9,
+        "time_seconds_total blocked": 1.5,
+        "codec_seconds_total": 0.25,
+        "fragment_version 0": 3,
+        "fragment_version 1": -1,
+        **{f"bytes_total {key}": value for key, value in moved.items()},
+    }
+    metrics.saw(dataclasses.replace(PROGRESS, inner_steps=14, loss=None), versions={}, connected=False, alone=True)
+    shown = samples(metrics)
+    assert (shown["inner_steps_total"], shown["connected"], shown["alone"]) == (14, 0, 1)
+    assert "loss_nats" not in shown
+    metrics.piped({"completed": 8, "rerouted": 1}, 4096, 2)
+    assert {name: value for name, value in samples(metrics).items() if "pipeline" in name} == {
+        "pipeline_microbatches_total completed": 8,
+        "pipeline_microbatches_total rerouted": 1,
+        "pipeline_sent_bytes_total": 4096,
+        "pipeline_inputs": 2,
+    }
+
+
+def test_a_node_is_ready_once_it_takes_part_and_says_what_it_waits_for() -> None:
+    metrics = Metrics(A)
+    assert metrics.standing == (False, "starting")
+    assert len(set(SENTENCES.values())) == len(SENTENCES)
+    for state in get_args(msg.NodeState):
+        metrics.saw(plain_progress(state=state, detail=SENTENCES["not merged"]), versions={}, connected=True)
+        started = state in ("training", "waiting", "paused", "evaluating")
+        assert metrics.standing == (started, f"{state}: {SENTENCES['not merged']}")
+    metrics.saw(PROGRESS, versions={}, connected=True)
+    assert metrics.standing == (True, "training")
+
+
+# --- samples of leases
+
+
+def cursor_of(*leases: tuple[int, int]) -> LeaseCursor:
+    cursor = LeaseCursor()
+    for start, count in leases:
+        cursor.grant(Lease(start=start, count=count))
+    return cursor
+
+
+def test_an_exhausted_cursor_says_so_and_consumes_nothing() -> None:
+    with pytest.raises(LeaseExhausted):
+        LeaseCursor().take(1)
+    cursor = cursor_of((5, 3))
+    with pytest.raises(LeaseExhausted, match="4 samples wanted, 3 left") as raised:
+        cursor.take(4)
+    assert (raised.value.wanted, raised.value.remaining, cursor.watermark) == (4, 3, 0)
+    assert (cursor.take(0), cursor.take(3)) == ([], [5, 6, 7])
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 0), (-1, 5), (3, -2)])
+def test_a_lease_of_nothing_is_refused(start: int, count: int) -> None:
+    with pytest.raises(ValueError, match="grants nothing"):
+        cursor_of((start, count))
+
+
+@pytest.mark.parametrize(("start", "count"), [(10, 6), (14, 1), (8, 3), (0, 100), (12, 1)])
+def test_a_sample_granted_twice_is_refused_even_when_it_was_consumed(start: int, count: int) -> None:
+    cursor = cursor_of((10, 5))
+    cursor.take(5)
+    with pytest.raises(ValueError, match=r"overlap an earlier lease \[10, 15\)"):
+        cursor.grant(Lease(start=start, count=count))
+    assert cursor.remaining == 0
+    for start in (15, 9):
+        cursor.grant(Lease(start=start, count=1))
+    assert cursor.take(2) == [15, 9]
+
+
+def test_a_lease_that_is_told_again_changes_nothing_even_when_it_was_consumed() -> None:
+    """The coordinator repeats grants that a broken session may have lost (protocol Q, Data leases)."""
+    cursor = cursor_of((10, 5), (20, 2), (10, 5), (20, 2))
+    assert (cursor.remaining, cursor.take(6)) == (7, [10, 11, 12, 13, 14, 20])
+    for start, count in ((10, 5), (20, 2)):
+        cursor.grant(Lease(start=start, count=count))
+    assert (cursor.remaining, cursor.watermark, cursor.take(1)) == (1, 6, [21])
+
+
+def test_only_what_is_still_its_own_is_used_on() -> None:
+    """Data leases: a node that was away for long is told what it holds; the rest may be others', or its own anew."""
+    cursor = cursor_of((0, 5), (10, 5), (20, 5))
+    cursor.take(7)
+    cursor.keep([Lease(start=10, count=5), Lease(start=50, count=5)])
+    assert (cursor.watermark, cursor.remaining, cursor.take(3)) == (7, 3, [12, 13, 14])
+    cursor.keep([])
+    assert (cursor.watermark, cursor.remaining) == (10, 0)
+    cursor.grant(Lease(start=13, count=4))
+    assert cursor.take(4) == [13, 14, 15, 16]
+
+
+def test_what_is_remembered_of_used_leases_does_not_grow() -> None:
+    cursor = LeaseCursor()
+    for number in range(USED_KEPT + 10):
+        cursor.grant(Lease(start=2 * number, count=1))
+        cursor.take(1)
+    assert len(cursor._behind) == USED_KEPT and not cursor._ahead
+
+
+@given(
+    counts=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=10),
+    takes=st.lists(st.integers(0, 30), max_size=20),
+)
+def test_every_granted_sample_is_taken_once_in_order_whatever_the_steps(
+    counts: list[tuple[int, int]], takes: list[int]
+) -> None:
+    cursor, granted, start = LeaseCursor(), list[int](), 0
+    for count, gap in counts:
+        cursor.grant(Lease(start=start + gap, count=count))
+        granted.extend(range(start + gap, start + gap + count))
+        start += gap + count
+    taken: list[int] = []
+    for n in takes:
+        if n <= cursor.remaining:
+            taken.extend(cursor.take(n))
+        assert taken == granted[: cursor.watermark]
+        assert cursor.watermark + cursor.remaining == len(granted)
+    assert taken + cursor.take(cursor.remaining) == granted

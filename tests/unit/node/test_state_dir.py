@@ -1,16 +1,16 @@
-"""Covers `node/state_dir.py`."""
+"""Covers `node/state_dir.py`: what a start of a node leaves to the next, and residuals (protocol E, Q, S)."""
 
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from node_story import delta
 from safetensors.torch import load_file, save_file
 
-from farloop.algo.spec import BlobId, BlobKind, Layout, NodeId
+from farloop.algo.spec import Layout
 from farloop.node.errors import StateUnusable
 from farloop.node.state_dir import NodeState, Residuals
 from farloop.quant import registry
@@ -19,19 +19,14 @@ from farloop.quant.formats.q4 import Q4, Q4Codec
 
 
 def test_every_start_has_a_higher_incarnation_and_knows_the_highest_epoch(tmp_path: Path) -> None:
-    """Q, S."""
-    first = NodeState.claim(tmp_path / "new" / "node-a")
-    assert (first.incarnation, first.epoch) == (1, 0)
-    first.see_epoch(4)
-    first.see_epoch(3)
-    second = NodeState.claim(tmp_path / "new" / "node-a")
-    assert (second.incarnation, second.epoch) == (2, 4)
-
-
-def test_a_start_counts_even_if_nothing_more_happens(tmp_path: Path) -> None:
-    """Q: it is durable before the first greeting."""
-    NodeState.claim(tmp_path)
-    assert json.loads((tmp_path / "node.json").read_text()) == {"incarnation": 1, "epoch": 0}
+    """A start counts even if nothing more happens: it is durable before the first greeting."""
+    folder = tmp_path / "new" / "node-a"
+    first = NodeState.claim(folder)
+    assert json.loads((folder / "node.json").read_text()) == {"incarnation": 1, "epoch": 0}
+    for epoch in (4, 3):
+        first.see_epoch(epoch)
+    second = NodeState.claim(folder)
+    assert (first.incarnation, second.incarnation, second.epoch) == (1, 2, 4)
 
 
 def test_a_crash_while_saving_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,24 +43,26 @@ def test_a_crash_while_saving_leaves_the_old_state(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"incarnation": "x", "epoch": 0}', "\0\xff", '{"incarnation": 1}']
+    "content", ["", "[]", "{}", '{"incarnation": "x", "epoch": 0}', "\0\xff", '{"incarnation": 1}', None]
 )
-def test_a_state_that_cannot_be_read_is_one_line_with_its_file_and_the_mend(tmp_path: Path, content: str) -> None:
-    (tmp_path / "node.json").write_text(content)
+def test_a_state_that_cannot_be_used_is_one_line_with_its_file_and_the_mend(
+    tmp_path: Path, content: str | None
+) -> None:
+    folder = tmp_path / "state"
+    if content is None:  # a file stands where the folder should be
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        (folder / "node.json").write_text(content)
     with pytest.raises(StateUnusable) as caught:
-        NodeState.claim(tmp_path)
-    assert str(tmp_path / "node.json") in str(caught.value) and "choose another state_dir" in str(caught.value)
+        NodeState.claim(folder)
+    assert str(folder) in str(caught.value) and "choose another state_dir" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StateUnusable, match="choose another state_dir"):
-        NodeState.claim(tmp_path / "file" / "state")
-
+# --- residuals
 
 CPU = torch.device("cpu")
-LAYOUT = Layout(slots=1, fragments=(flat(300),))
 FEEDBACK = "q4:beta=0.5"
 
 
@@ -87,141 +84,113 @@ def sparse(monkeypatch: pytest.MonkeyPatch) -> str:
     return "sparse"
 
 
-def blob(seq: int, version: int = 3) -> BlobId:
-    return BlobId(kind=BlobKind.DELTA, fragment=0, version=version, node=NodeId("a"), incarnation=1, seq=seq)
+class Kept:
+    """The residuals of one start; every delta is for the window after version 3, 4, …"""
 
+    def __init__(self, folder: Path | None = None, run: str = "run", codec: str = FEEDBACK) -> None:
+        self.codec = codec
+        self.own = Residuals(run, Layout(slots=1, fragments=(flat(300),)), folder, lambda job: job())
 
-def at_once(job: Callable[[], None]) -> None:
-    job()
+    def send(self, seq: int, value: float, window: int = 4) -> "Kept":
+        """An encoding that loses `value` everywhere."""
+        buffer = self.own.for_delta(delta(window, seq), self.codec, CPU)
+        assert buffer is not None
+        buffer.fill_(value)
+        self.own.encoded(delta(window, seq), self.codec, None)
+        return self
 
+    def settle(self, seq: int, merged_in: int | None = 4, window: int = 4) -> "Kept":
+        self.own.settled(delta(window, seq), merged_in)
+        return self
 
-def residuals(folder: Path | None = None, run: str = "run") -> Residuals:
-    return Residuals(run, LAYOUT, folder, at_once)
+    def install(self, version: int) -> "Kept":
+        self.own.installed(0, version, self.codec, CPU)
+        return self
 
-
-def encode(kept: Residuals, codec: str, name: BlobId, value: float) -> None:
-    """An encoding that loses `value` everywhere."""
-    buffer = kept.for_delta(name, codec, CPU)
-    assert buffer is not None
-    buffer.fill_(value)
-    kept.encoded(name, codec, None)
-
-
-def test_without_feedback_nothing_is_kept() -> None:
-    assert residuals().for_delta(blob(1), "q4", CPU) is None
+    def next(self, version: int = 4, codec: str = "") -> float:
+        """What is added to the next delta from this version: the same everywhere."""
+        buffer = self.own.for_delta(delta(version + 1, 99), codec or self.codec, CPU)
+        assert buffer is not None
+        (value,) = set(buffer.tolist())
+        return float(value)
 
 
 def test_what_a_merged_delta_lost_is_added_to_the_next() -> None:
-    kept = residuals()
-    assert not kept.for_delta(blob(1), FEEDBACK, CPU).any()  # type: ignore[union-attr]
-    encode(kept, FEEDBACK, blob(1), 2.0)
-    kept.settled(blob(1), 4)
-    assert (kept.for_delta(blob(2, 4), FEEDBACK, CPU) == 2.0).all()  # type: ignore[union-attr]
+    assert Kept().next() == 0.0
+    assert Kept().send(1, 2.0).settle(1).next() == 2.0
+    assert Kept().own.for_delta(delta(4, 1), "q4", CPU) is None, "without feedback nothing is kept"
 
 
 @pytest.mark.parametrize("outcome", ["dropped", "unknown"])
 def test_what_another_delta_lost_is_not(outcome: str) -> None:
-    """Protocol E: dropped, never carried."""
-    kept = residuals()
-    encode(kept, FEEDBACK, blob(1), 2.0)
+    """E: dropped, never carried."""
+    kept = Kept().send(1, 2.0)
     if outcome == "dropped":
-        kept.settled(blob(1), None)
-    assert not kept.for_delta(blob(2, 4), FEEDBACK, CPU).any()  # type: ignore[union-attr]
+        kept.settle(1, None)
+    assert kept.next() == 0.0
 
 
-def test_a_snapshot_ends_it() -> None:
-    kept = residuals()
-    encode(kept, FEEDBACK, blob(1), 2.0)
-    kept.settled(blob(1), 4)
-    kept.installed(0, 9, FEEDBACK, CPU)
-    assert not kept.for_delta(blob(2, 9), FEEDBACK, CPU).any()  # type: ignore[union-attr]
-
-
-def test_an_encoding_that_ends_after_a_snapshot_is_not_read() -> None:
-    kept = residuals()
-    under_way = kept.for_delta(blob(1), FEEDBACK, CPU)
+def test_a_snapshot_ends_it_and_an_encoding_that_ends_after_it_is_not_read() -> None:
+    assert Kept().send(1, 2.0).settle(1).install(9).next(9) == 0.0
+    kept = Kept()
+    under_way = kept.own.for_delta(delta(4, 1), FEEDBACK, CPU)
     assert under_way is not None
-    kept.installed(0, 9, FEEDBACK, CPU)
+    kept.install(9)
     under_way.fill_(5.0)
-    kept.encoded(blob(1), FEEDBACK, None)
-    kept.settled(blob(1), None)  # its base is gone: the machine forgets it
-    assert not kept.for_delta(blob(2, 9), FEEDBACK, CPU).any()  # type: ignore[union-attr]
+    kept.own.encoded(delta(4, 1), FEEDBACK, None)
+    assert kept.settle(1, None).next(9) == 0.0, "its base is gone: the machine forgets it"
 
 
-def test_another_setting_of_the_codec_keeps_it_and_another_codec_does_not() -> None:
-    for codec, there in (("q4:beta=1", True), ("q8:beta=0.5", False)):
-        kept = residuals()
-        encode(kept, FEEDBACK, blob(1), 2.0)
-        kept.settled(blob(1), 4)
-        assert bool(kept.for_delta(blob(2, 4), codec, CPU).any()) is there  # type: ignore[union-attr]
+@pytest.mark.parametrize(("codec", "value"), [("q4:beta=1", 2.0), ("q8:beta=0.5", 0.0)])
+def test_another_setting_of_the_codec_keeps_it_and_another_codec_does_not(codec: str, value: float) -> None:
+    assert Kept().send(1, 2.0).settle(1).next(codec=codec) == value
 
 
 def test_the_last_payload_is_there_for_the_codec_that_wrote_it() -> None:
-    kept = residuals()
-    assert kept.previous(blob(1), "q4") is None
-    payload = torch.arange(5, dtype=torch.uint8)
-    kept.encoded(blob(1), "q4", payload)
-    assert kept.previous(blob(2), "q4") is payload
-    assert kept.previous(blob(2), "q8") is None
+    kept, payload = Kept().own, torch.arange(5, dtype=torch.uint8)
+    assert kept.previous(delta(4, 1), "q4") is None
+    kept.encoded(delta(4, 1), "q4", payload)
+    assert kept.previous(delta(4, 2), "q4") is payload
+    assert kept.previous(delta(4, 2), "q8") is None
 
 
-def test_a_restart_finds_a_sparse_residual_again(tmp_path: Path, sparse: str) -> None:
-    kept = residuals(tmp_path)
-    encode(kept, sparse, blob(1), 2.0)
-    kept.settled(blob(1), 4)
-    again = residuals(tmp_path)
-    again.installed(0, 6, sparse, CPU)
-    assert (again.for_delta(blob(1, 6), sparse, CPU) == 2.0).all()  # type: ignore[union-attr]
-
-
-def test_a_residual_that_was_sent_is_not_found_again(tmp_path: Path, sparse: str) -> None:
-    kept = residuals(tmp_path)
-    encode(kept, sparse, blob(1), 2.0)
-    kept.settled(blob(1), 4)
-    encode(kept, sparse, blob(2, 4), 3.0)  # it is part of this blob now
-    again = residuals(tmp_path)
-    again.installed(0, 4, sparse, CPU)
-    assert not again.for_delta(blob(1, 4), sparse, CPU).any()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("change", ["another run", "too old", "cut off", "not a number"])
-def test_a_residual_that_does_not_fit_is_left(
-    tmp_path: Path, sparse: str, change: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("case", "version", "found"),
+    [
+        ("a later version", 6, 2.0),
+        ("too old", 9, 0.0),
+        ("sent again", 4, 0.0),  # it is part of that blob now
+        ("another run", 4, 0.0),
+        ("another history", 4, 0.0),
+        ("cut off", 4, 0.0),
+        ("not a number", 4, 0.0),
+    ],
+)
+def test_a_restart_finds_a_sparse_residual_again_unless_it_does_not_fit(
+    tmp_path: Path, sparse: str, case: str, version: int, found: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = residuals(tmp_path)
-    encode(kept, sparse, blob(1), 2.0)
-    kept.settled(blob(1), 4)
-    path = tmp_path / "residual-0.safetensors"
-    if change == "cut off":
-        path.write_bytes(path.read_bytes()[:-100])
-    if change == "not a number":
-        broken = load_file(path)["residual"].fill_(torch.nan)
-        save_file({"residual": broken}, path, {"run": "run", "fragment": "0", "codec": "sparse", "version": "4"})
-    again = residuals(tmp_path, run="other" if change == "another run" else "run")
+    kept, path = Kept(tmp_path, codec=sparse).send(1, 2.0).settle(1), tmp_path / "residual-0.safetensors"
+    match case:
+        case "sent again":
+            kept.send(2, 3.0, window=5)
+        case "cut off":
+            path.write_bytes(path.read_bytes()[:-100])
+        case "not a number":
+            broken = load_file(path)["residual"].fill_(torch.nan)
+            save_file({"residual": broken}, path, {"run": "run", "fragment": "0", "codec": "sparse", "version": "4"})
+    run = {"another run": "other", "another history": "run.8"}.get(case, "run")
     with caplog.at_level(logging.WARNING):
-        again.installed(0, 9 if change == "too old" else 4, sparse, CPU)
-    assert not again.for_delta(blob(1, 9), sparse, CPU).any()  # type: ignore[union-attr]
-    assert bool(caplog.records) == (change in ("cut off", "not a number"))
+        again = Kept(tmp_path, run, sparse).install(version)
+    assert again.next(version) == found
+    assert bool(caplog.records) == (case in ("cut off", "not a number"))
 
 
 def test_a_run_that_was_wound_back_ends_it_in_memory_and_on_disk(tmp_path: Path, sparse: str) -> None:
     """S: it is of deltas that the run knows nothing of any more."""
-    kept = residuals(tmp_path)
-    encode(kept, sparse, blob(1), 2.0)
-    kept.settled(blob(1), 4)
-    kept.begin_again("run.8")
+    kept = Kept(tmp_path, codec=sparse).send(1, 2.0).settle(1)
+    kept.own.begin_again("run.8")
     assert not list(tmp_path.iterdir())
-    kept.installed(0, 4, sparse, CPU)
-    assert not kept.for_delta(blob(2, 4), sparse, CPU).any()  # type: ignore[union-attr]
-
-
-def test_a_copy_of_another_history_is_not_taken_up_by_a_later_start(tmp_path: Path, sparse: str) -> None:
-    kept = residuals(tmp_path, run="run")
-    encode(kept, sparse, blob(1), 2.0)
-    kept.settled(blob(1), 4)
-    again = residuals(tmp_path, run="run.8")
-    again.installed(0, 4, sparse, CPU)
-    assert not again.for_delta(blob(1, 4), sparse, CPU).any()  # type: ignore[union-attr]
+    assert kept.install(4).next() == 0.0
 
 
 def test_a_full_disk_costs_the_copy_and_nothing_else(
@@ -231,10 +200,7 @@ def test_a_full_disk_costs_the_copy_and_nothing_else(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("farloop.node.state_dir.save_file", full)
-    kept = residuals(tmp_path)
     with caplog.at_level(logging.WARNING):
-        encode(kept, sparse, blob(1), 2.0)
-        kept.settled(blob(1), 4)
+        kept = Kept(tmp_path, codec=sparse).send(1, 2.0).settle(1)
     assert "residual not saved fragment=0: [Errno 28]" in caplog.text
-    assert not list(tmp_path.iterdir())
-    assert (kept.for_delta(blob(2, 4), sparse, CPU) == 2.0).all()  # type: ignore[union-attr]
+    assert not list(tmp_path.iterdir()) and kept.next() == 2.0
