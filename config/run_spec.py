@@ -143,7 +143,8 @@ class RunConfig:
     floor: int = 1
     """Fewest contributions that may be merged."""
     evaluate_every_rounds: int | None = None
-    """Rounds between two evaluations. Default: about every 30 steps."""
+    """Rounds between two evaluations. Default: about every 30 steps; with `init`: none, set it where loops have
+    `join(evaluate=...)`."""
     evaluation_sequences: int = 64
     """Sequences of the fixed evaluation set."""
 
@@ -205,10 +206,15 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
         anchor_digests=tuple(digest(anchor) for anchor in anchors),
         data=corpus_digest,
         num_samples=samples,
-        evaluation_set=evaluation_name(evaluation) if evaluation else "none",
+        evaluation_set=evaluation_name(evaluation) if evaluation else _own_evaluation(config),
         seed=config.seed,
     )
     return Plan(spec=RunSpec(identity=identity, terms=terms), anchors=anchors, notes=notes, evaluation=evaluation)
+
+
+def _own_evaluation(config: RunConfig) -> str:
+    """Of a run whose loops bring model and data: they evaluate, by `join(evaluate=...)`, where the run says how often."""
+    return "none" if config.evaluate_every_rounds is None else "own"
 
 
 def _check_phases(terms: Terms, data: DataConfig, *, brings_data: bool) -> None:

@@ -5,13 +5,15 @@ the merged weights of a fragment at the steps where one is merged.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from farloop.algo.fragments import rows_of
 from farloop.algo.spec import Layout, RunSpec
@@ -39,14 +41,20 @@ class Cluster:
 
     rank: int = 0
     size: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    """Which of the node's different parts of a batch this rank trains on, and how many there are."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     decisions: dist.ProcessGroup | None = None
     """All ranks on the CPU, with `PATIENCE`; weights and gradients travel in the default group."""
     owns_group: bool = False  # whether the default group was begun here, and is to be ended here
 
     @classmethod
-    def from_torchrun(cls) -> "Cluster":
-        """The ranks that torchrun started, or one alone. CUDA where there is some, with one device a rank."""
+    def from_torchrun(cls, data: DeviceMesh | None = None) -> "Cluster":
+        """The ranks that torchrun started, or one alone. CUDA where there is some, with one device a rank.
+
+        `data`: the ranks that train on different samples, as one dimension of the loop's mesh; all unless given.
+        """
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -59,6 +67,8 @@ class Cluster:
         return cls(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
+            data_rank=dist.get_rank() if data is None else data.get_local_rank(),
+            data_size=dist.get_world_size() if data is None else data.size(),
             device=device,
             decisions=dist.new_group(backend="gloo", timeout=PATIENCE),
             owns_group=owns_group,
@@ -122,8 +132,16 @@ class Cluster:
                     parameter.copy_(dense)
 
     def mine(self, samples: tuple[int, ...]) -> tuple[int, ...]:
-        """This rank's part of a batch: every `size`-th sample."""
-        return samples[self.rank :: self.size]
+        """This rank's part of a batch: every `data_size`-th sample."""
+        return samples[self.data_rank :: self.data_size]
+
+    def tell(self, action: Sequence[Any]) -> None:
+        """Rank 0: plain values for all other ranks, which wait for them in `hear`."""
+        self._share_bytes(pack(action))
+
+    def hear(self) -> Any:
+        """What rank 0 tells next; sequences come as lists."""
+        return unpack(self._share_bytes(b""))
 
     def close(self) -> None:
         """Leave the process group, where it is ours."""

@@ -27,6 +27,7 @@ from farloop.node.metrics import Metrics
 from farloop.node.replica import OwnDelta, Replica
 from farloop.node.reports import SENTENCES, Activity, Isolation, IsolationKind, Reports, StageLog, TimeAccount, all_held
 from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.shards import Shards
 from farloop.node.state_dir import NodeState, Residuals, run_of
 from farloop.quant.blob import pack_anchor
 from farloop.runtime.ports import Worker
@@ -128,12 +129,15 @@ class NodeExecutor:
         self._variates: ControlVariates | None = None
         link.start(self._reports.hello, self._deliver)
 
-    def attach(self, module: nn.Module) -> None:
-        """Set the model whose weights are exchanged; the run's spec must be known. Raises LayoutMismatch."""
+    def attach(self, module: nn.Module, shards: Shards | None = None) -> None:
+        """Set the model whose weights are exchanged; the run's spec must be known. `shards`: where they are sharded.
+
+        Raises LayoutMismatch.
+        """
         spec = self.machine.spec
         assert spec is not None
         layout, gradients = spec.identity.layout, not method_named(spec.terms.method).inner
-        self.replica = Replica(module, layout, gradients=gradients, holds=self.machine.holds)
+        self.replica = Replica(module, layout, gradients=gradients, holds=self.machine.holds, shards=shards)
         self._reports.layout = layout.digest()
         run = run_of(spec, self.machine.history)
         self._residuals = Residuals(run, layout, self._state.folder, self._in_worker)

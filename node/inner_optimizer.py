@@ -6,7 +6,7 @@ exchanged.
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from farloop.algo.fragments import is_hidden_matrix
 from farloop.algo.outer_optimizers import is_decayed
 from farloop.algo.terms import Terms
 from farloop.node.errors import LoopError
+from farloop.node.shards import is_dtensor, whole
 
 _log = logging.getLogger(__name__)
 
@@ -153,11 +154,11 @@ class InnerStep:
             self._set_rates(optimizer, rate)
         if scaler is not None:
             _unscale(scaler, optimizer)
-        norm = get_total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
+        norm = _total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
         finite = self._all_agree(bool(torch.isfinite(norm)))
         if finite:
             if self._clip == "run":
-                clip_grads_with_norm_(self._parameters.values(), self._clip_norm, norm)
+                self._clip_gradients(norm)
             if scaler is not None:
                 scaler.step(optimizer)
             else:
@@ -166,6 +167,15 @@ class InnerStep:
             scaler.update()
         self._tell(finite)
         return finite
+
+    def _clip_gradients(self, norm: Tensor) -> None:
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        if not any(map(is_dtensor, gradients)):
+            clip_grads_with_norm_(self._parameters.values(), self._clip_norm, norm)
+            return
+        factor = min(1.0, self._clip_norm / (float(norm) + 1e-6))  # as torch clips
+        for gradient in gradients:
+            gradient.mul_(factor)
 
     def zero_grad(self) -> None:
         """Also of parameters that the optimizer has beside the module's."""
@@ -210,6 +220,15 @@ class InnerStep:
         self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         if (count := self._skipped_in_a_row) and count & (count - 1) == 0:
             _log.warning("inner step skipped cause='the gradient holds NaN or Inf' in_a_row=%d", count)
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Of all gradients together, over all ranks; torch takes those of one mesh at a time, and plain ones apart."""
+    groups: dict[object, list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [whole(get_total_norm(group)) for group in groups.values()]
+    return norms[0] if len(norms) == 1 else get_total_norm(norms)
 
 
 def _check_optimizer(optimizer: Optimizer, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -26,6 +26,7 @@ from typing import Self, get_args
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -41,6 +42,7 @@ from farloop.node.inner_optimizer import InnerStep, Whose, default_optimizer
 from farloop.node.machine_info import OperatorLabels, look_around
 from farloop.node.metrics import serve
 from farloop.node.replica import matched_parameters
+from farloop.node.shards import Shards, is_sharded
 from farloop.node.state_dir import NodeState
 from farloop.node.zmq_dealer import LinkConfig, LinkThread
 from farloop.quant.registry import warm_for
@@ -78,14 +80,19 @@ class Node:
         rate: Whose = "run",
         clip: Whose = "run",
         scaler: GradScaler | None = None,
+        evaluate: Callable[[nn.Module], float] | None = None,
     ) -> None:
         """Not to be called: `join` is the way in. Raises LayoutMismatch or LoopError."""
         self.spec, self.cluster = spec, cluster
         self._driver = driver
         self.module = module
-        self.model = module if cluster.alone else DistributedDataParallel(module)
-        """What to call in the forward pass: gradients are averaged over the node's ranks."""
         self._parameters = matched_parameters(module, spec.identity.layout, holds)
+        self._shards: Shards | None = None
+        if not cluster.alone and is_sharded(module):
+            self._shards = Shards(cluster, module, spec.identity.layout, self._parameters, evaluate)
+        self.model = module if cluster.alone or self._shards is not None else DistributedDataParallel(module)
+        """What to call in the forward pass: gradients are averaged over the node's ranks. A module whose parameters
+        are sharded (DTensors) averages them itself and stays as it is."""
         self._inner = InnerStep(
             optimizer,
             module,
@@ -180,6 +187,7 @@ class Node:
         try:
             if self._driver is not None:
                 self._driver.drain(timeout_s)
+            self._catch_up()
         finally:
             self.abandon()
 
@@ -204,12 +212,28 @@ class Node:
         else:
             self.abandon()
 
-    def _begin(self) -> None:
+    def _begin(self, evaluate: Callable[[nn.Module], float] | None) -> None:
+        if self._driver is not None:
+            self._driver.executor.attach(self.module, self._shards)
+            if evaluate is not None:
+                shards, module = self._shards, self.module
+                self._driver.executor.evaluate = shards.lead_evaluate if shards else lambda: evaluate(module)
         self._decide(self._driver.wait_for_start() if self._driver is not None else None)
 
     def _decide(self, decision: Decision | None) -> None:
+        self._catch_up()
         self._decision = self.cluster.share_decision(decision)
-        self.cluster.share_weights(self.spec.identity.layout, self._decision.merged, self._parameters)
+        if self._shards is None:
+            self.cluster.share_weights(self.spec.identity.layout, self._decision.merged, self._parameters)
+
+    def _catch_up(self) -> None:
+        """Of sharded weights: the lead has done what it had to do with them, and the other ranks took part."""
+        if self._shards is None:
+            return
+        if self._driver is not None:
+            self._shards.lead_go_on()
+        else:
+            self._shards.follow()
 
     def _batch_tokens(self) -> int:
         return self.spec.terms.inner.batch_sequences * self.spec.terms.inner.sequence_tokens
@@ -353,12 +377,15 @@ def join(
     rate: Whose = "run",
     clip: Whose = "run",
     scaler: GradScaler | None = None,
+    data: DeviceMesh | None = None,
 ) -> Node:
     """Join a run and block until training begins.
 
     Args:
         coordinator: its address, as tcp://host:port.
-        model: the module, or a function of the run's spec that builds it. Its weights are overwritten by the run's.
+        model: the module, or a function of the run's spec that builds it. Its weights are overwritten by the run's. It
+            may be sharded over the node's ranks (`fully_shard`, HSDP, tensor parallelism); farloop wraps it only where
+            several ranks hold it whole.
         optimizer: the inner optimizer, or a function that builds it; by the run's terms unless given.
         name: this node's name in the run; with a key, the name its public key has on the allow-list.
         key: secret key file; needed where the coordinator encrypts.
@@ -377,6 +404,8 @@ def join(
         rate: "own" leaves the learning rate to the loop, and its scheduler; by the run's schedule unless given.
         clip: "own" leaves clipping to the loop, before it calls `step`; to the run's norm unless given.
         scaler: the loop's gradient scaler. `step` unscales, steps and updates it; the loop only scales the loss.
+        data: the dimension of the loop's mesh along which ranks train on different samples, as `mesh["dp"]`; all ranks
+            unless given. Ranks of one tensor-parallel group get the same `Node.samples`.
 
     Raises:
         NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
@@ -394,7 +423,7 @@ def join(
     config = dataclasses.replace(
         link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
     )
-    cluster = Cluster.from_torchrun()
+    cluster = Cluster.from_torchrun(data)
     driver, endpoint = None, None
     try:
         if cluster.leads:
@@ -406,15 +435,15 @@ def join(
         _check_batch(spec, cluster, part)
         _check_tau(spec, tau)
         _check_ranks(spec, cluster)
-        module = _bare(model if isinstance(model, nn.Module) else model(spec)).to(cluster.device)
+        module = _bare(model if isinstance(model, nn.Module) else model(spec))
+        if not is_sharded(module):
+            module = module.to(cluster.device)
         inner = _inner_optimizer(optimizer, module, spec)
-        node = Node(cluster, driver, spec, module, inner, part, rate=rate, clip=clip, scaler=scaler)
+        node = Node(cluster, driver, spec, module, inner, part, rate=rate, clip=clip, scaler=scaler, evaluate=evaluate)
         node.endpoint = endpoint
         if driver is not None:
             warm_for(spec.terms)
-            driver.executor.attach(module)
-            driver.executor.evaluate = (lambda: evaluate(module)) if evaluate is not None else None
-        node._begin()
+        node._begin(evaluate)
     except BaseException:
         if endpoint is not None:
             endpoint.close()
@@ -438,9 +467,9 @@ def _told(inventory: Inventory, cluster: Cluster) -> Inventory:
 def _check_batch(spec: RunSpec, cluster: Cluster, part: Part) -> None:
     """Ranks average their gradients with equal weight, so each must have as many of the granted samples."""
     batch = spec.terms.inner.batch_sequences
-    if spec.identity.num_samples and is_source(part) and batch % cluster.size:
+    if spec.identity.num_samples and is_source(part) and batch % cluster.data_size:
         raise DataError(
-            f"the run's batch of {batch} sequences does not divide among {cluster.size} processes; "
+            f"the run's batch of {batch} sequences does not divide among {cluster.data_size} processes; "
             f"start as many as divide {batch}"
         )
 
@@ -468,6 +497,8 @@ def _inner_optimizer(optimizer: Optimizer | OptimizerOf | None, module: nn.Modul
             _log.warning("the optimizer is not used: with the method %s the coordinator steps", spec.terms.method)
         return None
     if optimizer is None:
+        if spec.terms.inner.optimizer == "muon" and is_sharded(module):
+            raise TermsMismatch("the run's inner optimizer is muon, which needs whole matrices: give join an optimizer")
         return default_optimizer(module, spec.terms)
     built = optimizer if isinstance(optimizer, Optimizer) else optimizer(module, spec)
     if not isinstance(built, Optimizer):
@@ -493,6 +524,7 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "holds": ((), "the numbers of pipeline stages, as (0, 1), or None for all"),
     "timeout_s": ((int, float), "seconds, as 60.0, or None to wait for ever"),
     "scaler": ((GradScaler,), "a torch.amp.GradScaler, or None"),
+    "data": ((DeviceMesh,), "one dimension of a DeviceMesh, as mesh['dp'], or None for all ranks"),
 }
 """By argument of `join`: its types, None apart, and in words what to give."""
 

@@ -17,6 +17,7 @@ from farloop.algo.local_update import eager_start_into, fragment_delta_into, mix
 from farloop.algo.spec import BlobId, Layout, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
 from farloop.node.errors import LayoutMismatch
+from farloop.node.shards import Shards
 from farloop.quant.blob import Expected, parse_blob
 from farloop.quant.codec import Codec
 from farloop.quant.errors import BadBlob, NonFiniteError
@@ -38,15 +39,25 @@ class OwnDelta:
 class Replica:
     """The model of one rank that owns the link, cut as the run's layout says."""
 
-    def __init__(self, module: nn.Module, layout: Layout, *, gradients: bool, holds: Part = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        *,
+        gradients: bool,
+        holds: Part = None,
+        shards: Shards | None = None,
+    ) -> None:
         """`gradients`: a delta is the raw gradient of the step, not anchor − local (protocol K). `holds`: the part of
-        the model that the module is; all that is kept here is of its fragments, by their numbers.
+        the model that the module is; all that is kept here is of its fragments, by their numbers. `shards`: where the
+        parameters are DTensors; anchors are in host memory then.
         Raises LayoutMismatch: the module's trainable tensors are not those of the layout."""
         self.layout = layout
         self.fragments = fragments_of(holds, layout)  # those that are held, in order
         self.gradients = gradients
         self.parameters = matched_parameters(module, layout, holds)
-        device = next(iter(self.parameters.values())).device
+        self._shards = shards
+        device = torch.device("cpu") if shards is not None else next(iter(self.parameters.values())).device
         self.anchors = {f.index: torch.zeros(f.numel, device=device) for f in self.fragments}  # fp32 [numel] each
         self.versions = dict.fromkeys(self.anchors, -1)
         """Of the anchors; −1 for one that is not there yet, or is not what it should be."""
@@ -62,9 +73,9 @@ class Replica:
         stock = self._free.setdefault(fragment.numel, [])
         out = stock.pop() if stock else torch.empty(fragment.numel, device=self.anchors[index].device)
         if self.gradients:
-            flatten_into(fragment, {t.name: self._gradient(t.name) for t in fragment.tensors}, out)
+            flatten_into(fragment, self._sources(index), out)
         else:
-            fragment_delta_into(fragment, self._start(index), self.parameters, out)
+            fragment_delta_into(fragment, self._start(index), self._sources(index), out)
         return out
 
     @torch.no_grad()
@@ -72,12 +83,13 @@ class Replica:
         """Encode the fragment's delta now, without a buffer for the delta; False where there is no path for that.
         Raises NonFiniteError: `payload` is meaningless then."""
         fragment, start = self.layout.fragments[index], self._start(index)
-        tensors = [(slot, rows_of(self._source(slot.name), slot)) for slot in fragment.tensors]
+        if start.device.type != "cpu" or (fast := fast_path(codec.kernel_key(), start.device)) is None:
+            return False
+        sources = self._sources(index)
+        tensors = [(slot, rows_of(sources[slot.name], slot)) for slot in fragment.tensors]
         dtypes = (torch.float32,) if self.gradients else (torch.float32, torch.bfloat16, torch.float16)
         plain = all(tensor.is_contiguous() and tensor.dtype in dtypes for _, tensor in tensors)
-        if start.device.type != "cpu" or not plain:
-            return False
-        if (fast := fast_path(codec.kernel_key(), start.device)) is None:
+        if not plain:
             return False
         steps = codec.steps(fragment)
         for slot, tensor in tensors:
@@ -94,8 +106,18 @@ class Replica:
     def _start(self, index: int) -> Tensor:
         return self._starts.get(index, self.anchors[index])
 
-    def _source(self, name: str) -> Tensor:
-        return (self._gradient(name) if self.gradients else self.parameters[name]).detach()
+    def _sources(self, index: int) -> Mapping[str, Tensor]:
+        """What a delta of the fragment is taken from: whole weights or gradients, by name."""
+        if self._shards is not None:
+            return self._shards.lead_gather(index, "gradients" if self.gradients else "weights")
+        names = [slot.name for slot in self.layout.fragments[index].tensors]
+        return {name: (self._gradient(name) if self.gradients else self.parameters[name]).detach() for name in names}
+
+    def _mix(self, index: int, start: Tensor, mix: float) -> None:
+        if self._shards is not None:
+            self._shards.lead_merge(index, start, mix)
+        else:
+            mix_fragment_into(self.layout.fragments[index], self.parameters, start, mix)
 
     def give_back(self, buffer: Tensor) -> None:
         """A delta is encoded; its buffer may be used again."""
@@ -137,7 +159,9 @@ class Replica:
         """What the local weights would be as an anchor of version 0, canonical (protocol M), fp32 [numel]."""
         fragment = self.layout.fragments[index]
         flat = torch.empty(fragment.numel, device=self.anchors[index].device)
-        flatten_into(fragment, self.parameters, flat)
+        flatten_into(
+            fragment, self.parameters if self._shards is None else self._shards.lead_gather(index, "weights"), flat
+        )
         canonicalise_(flat)
         return flat
 
@@ -151,7 +175,7 @@ class Replica:
         self._starts.pop(index, None)
         if own:
             start = self._starts[index] = self._ahead(index, own, factor, epoch)
-        mix_fragment_into(self.layout.fragments[index], self.parameters, start, mix)
+        self._mix(index, start, mix)
 
     def _ahead(self, index: int, own: Sequence[OwnDelta], factor: float, epoch: int) -> Tensor:
         fragment, anchor = self.layout.fragments[index], self.anchors[index]
@@ -167,15 +191,21 @@ class Replica:
     @contextmanager
     def anchors_in_place(self) -> Iterator[None]:
         """The module computes with the anchors inside the block (protocol J)."""
-        kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        kept: dict[str, Tensor] = {}
+        if self._shards is not None:
+            self._shards.lead_keep()
+        else:
+            kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         try:
             for fragment in self.fragments:
-                mix_fragment_into(fragment, self.parameters, self.anchors[fragment.index], 0.0)
+                self._mix(fragment.index, self.anchors[fragment.index], 0.0)
             yield
         finally:
+            if self._shards is not None:
+                self._shards.lead_restore()
             with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(kept[name])
+                for name, weights in kept.items():
+                    self.parameters[name].copy_(weights)
 
     def begin_again(self) -> None:
         """No anchor is of the run any more. The local weights stay until they are merged with those that will come."""
