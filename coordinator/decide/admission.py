@@ -1,7 +1,7 @@
 """Whether a hello or an offer is accepted, and the reason of every refusal.
 
-What a node says of its own work decides what its deltas weigh and how long everybody's rounds are: it is held against
-what the work can have been, and never refused to who is merely late.
+A node's claims about its own work decide the weight of its deltas and the length of rounds. They are compared with what
+is possible, and never refused because a node is late.
 """
 
 import math
@@ -23,7 +23,8 @@ _FP32_MAX: Final = 2.0**128  # no finite fp32 number is larger
 
 
 def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -> Refused | None:
-    """Why this node may not join, with the two values that disagree; None lets it in. What it holds: `rollback.py`."""
+    """Why this node may not join, with the two values that disagree; None lets it in. `rollback.py`
+    compares histories."""
     oldest, newest = PROTOCOL_VERSIONS
     identity = ledger.spec.identity
     fingerprint, layout = identity.fingerprint(), identity.layout.digest()
@@ -60,11 +61,7 @@ def refusal(hello: Hello, name: NodeId, ledger: Ledger, member: Member | None) -
 
 
 def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window | None) -> tuple[Reason, str] | None:
-    """Why this member's delta is not wanted, as a reason and a sentence; None lets its bytes come.
-
-    Args:
-        window: the open one of the delta's fragment.
-    """
+    """Why this delta is refused, as a reason and a sentence; None accepts it. `window`: the fragment's open one."""
     blob = offer.blob
     sender = (member.name, member.incarnation)
     if (
@@ -92,7 +89,7 @@ def delta_refusal(offer: Offer, member: Member, ledger: Ledger, window: Window |
 
 
 def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
-    """What cannot be true of the work that a delta says it holds, as a sentence; None where all of it can."""
+    """What is impossible in the claimed work of a delta, as a sentence; None otherwise."""
     fragment = offer.blob.fragment
     for share in offer.contributors:
         most = steps_at_most(ledger, fragment, share.base, share.node)
@@ -107,11 +104,11 @@ def work_untrue(offer: Offer, ledger: Ledger) -> str | None:
 
 
 def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int:
-    """Inner steps that a delta of this base can hold.
+    """Most inner steps that a delta of this base can hold.
 
-    They are of the rounds since the base was made, and of the one that a node was in when it got it, which it may have
-    begun long before; then it jumps to the run's round. That is known by the last slot's windows, which may be a
-    round behind this fragment's; as many as updates may be late where they are not waited for.
+    The rounds since the base was made, and the round that the node was in when it got the base; after that it jumps to
+    the run's round. The base's round is taken from the last slot's windows, which may lag by one round, or by as many
+    updates as may be late if nodes do not wait.
     """
     kept, plans = [revision.terms for revision in ledger.revisions.kept], ledger.rounds.values()
     behind = (
@@ -127,11 +124,7 @@ def steps_at_most(ledger: Ledger, fragment: int, base: int, node: NodeId) -> int
 
 
 def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> str | None:
-    """What cannot be true in a node's report, as a sentence; None where all of it can. A loss may be anything.
-
-    Args:
-        holds: what the node says that it does.
-    """
+    """What is impossible in a node's report, as a sentence; None otherwise. `holds`: the node's part of the model."""
     newest = ledger.rounds[max(ledger.rounds)]
     most = newest.start + newest.length + 1  # one may be under way as the run ends
     most += ledger.history * (_longest(ledger) + 1)  # of lost histories, which were fewer than epochs
@@ -157,7 +150,7 @@ def progress_untrue(progress: Progress, ledger: Ledger, holds: Part = None) -> s
 
 
 def last_position(ledger: Ledger) -> int:
-    """No schedule position, and no round, is beyond it."""
+    """Largest schedule position, and bound of round numbers."""
     newest = ledger.rounds[max(ledger.rounds)]
     return max(newest.start + newest.length, _longest(ledger))
 
@@ -167,8 +160,7 @@ def _longest(ledger: Ledger) -> int:
 
 
 def samples_untrue(progress: Progress, member: Member, ledger: Ledger) -> str | None:
-    """That a node says it has used more samples than it can have been granted, as a sentence. The book counts no more
-    than these (`leases.py`)."""
+    """Whether a node claims more samples than it was granted, as a sentence; None otherwise."""
     if not ledger.spec.identity.num_samples or not is_source(member.holds):
         return None
     most = ledger.leases.most_used(member.name, member.incarnation)
@@ -184,10 +176,9 @@ _NEVER_NEGATIVE: Final = (
 
 
 def _tokens_untrue(tokens: int, steps: int, ledger: Ledger, holds: Part) -> str | None:
-    """Where the coordinator grants the samples, no inner step has more tokens than the run's batch; one whose sequences
-    are padded has fewer.
+    """Whether an inner step claims more tokens than the run's batch, if the coordinator grants the samples.
 
-    A node that holds a part says what came by: a source's own samples, but for those that were lost on their way, or
+    A node that holds a part of the model reports what passed through it: a source's own samples, less lost ones, or
     those of any number of sources.
     """
     terms = ledger.spec.terms

@@ -25,14 +25,14 @@ from farloop.wire.reasons import Reason
 # digests of one version, terms or rounds that nobody tells.
 
 
-RECALLED_SINCE: Final = SINCE[Held]  # version of the protocol in which a node can be asked for what it holds
-MOST: Final = 1 << 60  # no run has had so many samples, steps, rounds or versions: who says so is not believed
+RECALLED_SINCE: Final = SINCE[Held]  # protocol version from which a node can be asked for what it holds
+MOST: Final = 1 << 60  # larger counts of samples, steps, rounds or versions are refused: no run has had so many
 MOST_ROUNDS: Final = 1 << 20  # that a copy can be behind: they are found one by one
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeClaim:
-    """What one node says that it holds."""
+    """What one node claims to hold."""
 
     hello: Hello
     heard_at: float  # when it greeted, or its session ended
@@ -46,17 +46,15 @@ class NodeClaim:
 
     @property
     def can_be_asked(self) -> bool:
-        """Whether its farloop knows how to answer, and there is something to ask for."""
         return self.hello.protocol_max >= RECALLED_SINCE and bool(self.hello.anchors)
 
     @property
     def answers(self) -> bool:
-        """Whether it is here, and has said what it holds."""
         return self.session is not None and self.held is not None
 
     @property
     def anchors(self) -> list[AnchorRef]:
-        """What it can bring."""
+        """The anchors that it can send."""
         said = self.held.anchors if self.held is not None else self.hello.anchors
         return [ref for ref in said if (ref.fragment, ref.version) not in self.spoiled]
 
@@ -68,23 +66,22 @@ Claims = Mapping[NodeId, NodeClaim]
 class AdoptionSurvey:
     """What the nodes of the newest history hold."""
 
-    claims: Claims  # theirs. Who follows an older one has nothing that counts.
-    wanted: Mapping[int, AnchorRef]  # by fragment, the newest version that somebody holds and the state does not
-    lost: tuple[AnchorRef, ...]  # newer versions that were told of, or are spoiled, and that nobody holds
+    claims: Claims  # claims of nodes that follow the newest history; older ones do not count
+    wanted: Mapping[int, AnchorRef]  # by fragment, the newest version that a node holds and the state does not
+    lost: tuple[AnchorRef, ...]  # newer versions that are known, and that no node can send intact
     fault: str = ""  # why nothing of it can be taken; empty where it can
 
     def holders(self, ref: AnchorRef) -> list[NodeId]:
-        """Who says that it holds this very anchor; whoever failed to bring one comes last."""
+        """Nodes that claim this very anchor; those that failed to send one come last."""
         found = [node for node, claim in self.claims.items() if ref in claim.anchors]
         return sorted(found, key=lambda node: (self.claims[node].failed, node))
 
     def witnesses(self, ref: AnchorRef) -> list[NodeId]:
-        """Who holds this very anchor, or was told of its commit."""
+        """Nodes that hold this very anchor, or were told of its commit."""
         return sorted(n for n, claim in self.claims.items() if ref in claim.anchors or ref in claim.hello.announced)
 
     def known_to_one(self, ledger: Ledger) -> AnchorRef | None:
-        """A wanted anchor of which one node alone speaks, where the run has more that hold its fragment: its bytes were
-        held against that node's own word."""
+        """A wanted anchor that only one node knows, while several hold the fragment: nothing else confirms it."""
         for index, ref in self.wanted.items():
             fragment = ledger.fragment(index)
             others = {node for node, claim in self.claims.items() if is_in(fragment, claim.hello.holds)}
@@ -93,13 +90,13 @@ class AdoptionSurvey:
         return None
 
     def told(self, ref: AnchorRef) -> list[Held]:
-        """The answers of those that do."""
+        """Answers of the nodes that know this anchor."""
         answers = (self.claims[node].held for node in self.holders(ref))
         return [held for held in answers if held is not None]
 
 
 def survey(claims: Claims, ledger: Ledger, *, gone: Claims | None = None) -> AdoptionSurvey:
-    """What these claims come to. `gone`: those of nodes that were here before, and that nothing can be had from."""
+    """The state that these claims add up to. `gone`: claims of nodes that have left and cannot send anything."""
     history = max([ledger.history, *(claim.hello.history for claim in claims.values())])
     ours = {node: claim for node, claim in claims.items() if claim.hello.history == history}
     newest = _newest(ref for claim in ours.values() for ref in claim.anchors)
@@ -115,7 +112,6 @@ def survey(claims: Claims, ledger: Ledger, *, gone: Claims | None = None) -> Ado
 
 
 def _newest(refs: Iterable[AnchorRef]) -> dict[int, AnchorRef]:
-    """By fragment, in order."""
     newest: dict[int, AnchorRef] = {}
     for ref in refs:
         if ref.fragment not in newest or newest[ref.fragment].version < ref.version:
@@ -124,7 +120,7 @@ def _newest(refs: Iterable[AnchorRef]) -> dict[int, AnchorRef]:
 
 
 def _forks(claims: Claims, ledger: Ledger | None) -> Iterator[str]:
-    """Versions that are two things. `ledger`: of the same history as the claims."""
+    """Conflicts: one version with two contents. `ledger`: of the same history as the claims."""
     known: dict[tuple[int, int], tuple[int, str]] = {}
     for node, claim in sorted(claims.items()):
         for ref in (*claim.anchors, *claim.hello.announced):
@@ -140,7 +136,7 @@ def _forks(claims: Claims, ledger: Ledger | None) -> Iterator[str]:
 
 
 def _unlike(newest: Mapping[int, AnchorRef], ledger: Ledger, history: int) -> Iterator[str]:
-    """Why the nodes' history cannot be taken over by a state that is of an older one."""
+    """Why a state of an older history cannot take over the nodes' history."""
     for fragment, version in enumerate(ledger.versions):
         ref = newest.get(fragment)
         if ref is None:
@@ -155,7 +151,7 @@ def _unlike(newest: Mapping[int, AnchorRef], ledger: Ledger, history: int) -> It
 
 
 class Unknown(Exception):
-    """Nobody who answers tells something without which the run cannot go on; one sentence."""
+    """The answers lack something that the run needs to continue; one sentence."""
 
 
 def terms_after(ref: AnchorRef, held: Sequence[Held]) -> WindowTerms | None:
@@ -170,7 +166,7 @@ def terms_after(ref: AnchorRef, held: Sequence[Held]) -> WindowTerms | None:
 
 
 def revisions_since(ledger: Ledger, held: Sequence[Held]) -> tuple[Revision, ...]:
-    """Of the terms, what was changed since the copy, in order. Raises Unknown."""
+    """Changes of the terms since the copy, in order. Raises Unknown."""
     told: dict[int, Revision] = {}
     for revision in (revision for one in held for revision in one.revisions if revision.number > ledger.spec.revision):
         if told.setdefault(revision.number, revision) != revision:
@@ -181,10 +177,8 @@ def revisions_since(ledger: Ledger, held: Sequence[Held]) -> tuple[Revision, ...
 def rounds_since(
     ledger: Ledger, held: Sequence[Held], revisions: Sequence[Revision], windows: Sequence[WindowTerms]
 ) -> tuple[RoundPlan, ...]:
-    """The rounds that were fixed since the copy, up to the newest of these windows: those after it are fixed anew.
-
-    Nodes forget rounds that are over: what is missing in between follows from the rule of the run. Raises Unknown.
-    """
+    """The rounds that were fixed since the copy, up to the newest of these windows; later ones are fixed anew. Nodes
+    forget past rounds. Missing ones in between follow from the run's rule. Raises Unknown."""
     terms: Revisions = ledger.revisions
     for revision in revisions:
         terms = terms.and_then(revision)
@@ -219,27 +213,24 @@ def rounds_since(
 
 ALARM: Final = "adoption"  # the alarm that says what the run waits for, until it goes on
 
-LISTEN_S: Final = 10.0
-"""Longer than the longest pause of a node that dials again: also those come that the copy has never met."""
-
-PATIENCE_S: Final = 300.0  # how long a node that the copy knows is waited for, and one that has gone away again
+LISTEN_S: Final = 10.0  # longer than the longest redial pause, so that nodes which the copy never met are heard, too
+PATIENCE_S: Final = 300.0  # how long to wait for a node that the copy knows, or that left again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptionSettings:
-    """That the run is to go on from what nodes hold."""
+    """How to continue the run from what nodes hold."""
 
     untrue: Callable[[msg.Held, Ledger], str | None]
-    """Says what cannot be true in an answer (`adoption_checks.py`, which knows codecs, as this room does not)."""
+    """Returns what is impossible in an answer (`adoption_checks.py`: this package knows no codecs)."""
     patience_s: float = PATIENCE_S
     fetched: Mapping[int, rec.AnchorFetched] = field(default_factory=dict)
     """What an earlier start brought home, by fragment."""
-    newest: bool = False
-    """A version that one node alone knows is taken, too: an operator says that this node can be believed."""
+    newest: bool = False  # accept versions that only one node knows: an operator vouches for it
 
 
 class Adoption:
-    """Of one start of the coordinator, before it goes on."""
+    """Decides how one start of the coordinator continues from what nodes hold."""
 
     def __init__(
         self,
@@ -249,14 +240,14 @@ class Adoption:
         adopt: AdoptionSettings,
         now: float,
     ) -> None:
-        """`ledger` is the copy's; `alarms` is told what is waited for."""
+        """`ledger` is the copy's; an entry of `alarms` says what the run waits for."""
         self._ledger, self._decisions, self._alarms = ledger, decisions, alarms
         self._patience_s, self._fetched, self._untrue = adopt.patience_s, dict(adopt.fetched), adopt.untrue
         self._newest = adopt.newest
         self.began_at = now  # later by all the time in which this process stood still
         self._claims: dict[NodeId, NodeClaim] = {}
         self._left: set[NodeId] = set()
-        self.wakes_at: float | None = now + LISTEN_S  # when `look` may find something else by the passing of time alone
+        self.wakes_at: float | None = now + LISTEN_S  # next time at which waiting alone may change the result
         self._wait("nodes, to say what they hold")
 
     @property
@@ -265,7 +256,7 @@ class Adoption:
         return self._alarms[ALARM]
 
     def handle(self, event: ev.Event | None, now: float) -> bool:
-        """Take an event, or None where time has passed. Whether all is done, and the run goes on."""
+        """Handle an event, or None when a timer fired. Returns whether the run continues."""
         match event:
             case ev.NodeHello(session=session, node=node, hello=hello):
                 if refused := refusal(hello, node, self._ledger, None) or unbelievable(hello, self._ledger):
@@ -285,7 +276,6 @@ class Adoption:
         return self._look(now)
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still, and nobody could come (protocol, Monotonic clocks)."""
         self.began_at += seconds
         for claim in self._claims.values():
             claim.heard_at += seconds
@@ -295,7 +285,7 @@ class Adoption:
     # --- what nodes say
 
     def _greeted(self, event: ev.NodeHello, now: float) -> None:
-        """A node that the run would let in says what it holds. Who can be asked for it is let in, for that alone."""
+        """Let in a node that can be asked for what it holds, for this purpose alone."""
         hello, before = event.hello, self._claims.get(event.node)
         if before is not None and before.session is not None:
             self._decisions.do(ev.CloseSession(session=before.session, reason=Reason.SUPERSEDED))
@@ -314,7 +304,7 @@ class Adoption:
             self._decisions.do(ev.Refuse(session=event.session, refused=refused))
 
     def _forget_one(self, newest: NodeId) -> None:
-        """Names cost nothing where no keys are asked for."""
+        """Bound the number of names: without keys, any number can be claimed."""
         claims = self._claims
         gone = [n for n, c in claims.items() if c.session is None and n != newest and n not in self._ledger.started]
         if len(claims) > MOST_MEMBERS and gone:
@@ -323,7 +313,7 @@ class Adoption:
             self._left.discard(oldest)
 
     def _heard(self, node: NodeId, session: int, message: msg.Message) -> None:
-        """What a node says after that. All but its answer, and the anchor that it was asked for, comes too early."""
+        """Accept the node's answer and the anchor that it was asked for; everything else comes too early."""
         claim = self._claims.get(node)
         if claim is None or claim.session != session:
             return
@@ -340,7 +330,8 @@ class Adoption:
                 self._left.add(node)
 
     def _believed(self, node: NodeId, held: msg.Held) -> msg.Held:
-        """What counts of an answer. Where something cannot be true, its anchors alone: their bytes will show."""
+        """The credible part of an answer: only its anchors if anything in it is impossible, as their
+        bytes are checked."""
         count, about = len(self._ledger.versions), f"{ALARM} of {node}"
         refs = tuple(ref for ref in held.anchors if 0 <= ref.fragment < count and 0 <= ref.version < MOST)
         wrong = self._untrue(held, self._ledger)
@@ -351,20 +342,19 @@ class Adoption:
         return msg.Held(anchors=refs, windows=(), final=(), rounds=(), revisions=())
 
     def _parted(self, node: NodeId, session: int, now: float) -> None:
-        """Its session ended."""
         claim = self._claims.get(node)
         if claim is not None and claim.session == session:
             claim.failed += claim.asked is not None
             claim.session, claim.held, claim.asked, claim.heard_at = None, None, None, now
 
     def _stored(self, record: rec.AnchorFetched) -> None:
-        """An anchor is here, has the digest that was named, and is durable."""
+        """An anchor arrived with the announced digest, and is durable."""
         self._fetched[record.anchor.fragment] = record
         if (claim := self._claims.get(record.node)) and claim.asked == record.anchor.fragment:
             claim.asked = None
 
     def _failed(self, event: ev.AnchorFailed) -> None:
-        """It is not what was named, or stopped coming."""
+        """An anchor did not match, or stopped coming."""
         claim = self._claims.get(event.node)
         if claim is not None:
             claim.asked = None
@@ -375,7 +365,7 @@ class Adoption:
     # --- what follows
 
     def _look(self, now: float) -> bool:
-        """Do what can be done now. Whether that was all, and the run goes on."""
+        """Do what is possible now. Returns whether adoption is complete."""
         done = self._go_on(now)
         self.wakes_at = min((at for at in self._moments() if at > now), default=None)
         return done
@@ -411,7 +401,7 @@ class Adoption:
         return self._adopt(found)
 
     def _moments(self) -> Iterator[float]:
-        """Of all that is waited for."""
+        """Times at which something awaited is due."""
         yield from (self.began_at + LISTEN_S, self.began_at + self._patience_s)
         for claim in self._claims.values():
             yield claim.heard_at + self._patience_s
@@ -419,14 +409,15 @@ class Adoption:
                 yield claim.offers_until
 
     def _counts(self, node: NodeId, claim: NodeClaim, now: float) -> bool:
-        """Whether it has said what it holds, or may yet: one whose training hangs never does, though its link lives."""
+        """Whether the node answered or may still answer. One whose training hangs never does, though its session is
+        open."""
         return claim.answers or (node not in self._left and now < claim.heard_at + self._patience_s)
 
     def _has(self, ref: msg.AnchorRef) -> bool:
         return ref.fragment in self._fetched and self._fetched[ref.fragment].anchor == ref
 
     def _fetch(self, lacking: Mapping[int, msg.AnchorRef], found: AdoptionSurvey, now: float) -> bool:
-        """One fragment at a time from each node."""
+        """Ask nodes for anchors, one fragment at a time from each."""
         mute = []
         for fragment, ref in lacking.items():
             holders = [node for node in found.holders(ref) if found.claims[node].answers]
@@ -519,7 +510,7 @@ class Adoption:
 
 
 def _blob_of(ref: msg.AnchorRef, node: NodeId) -> BlobId:
-    """By which a node sends an anchor: there is but one, or it could have any number of them on their way."""
+    """The id under which a node sends an anchor. It is fixed, so that a node sends one at a time."""
     return BlobId(kind=BlobKind.SNAPSHOT, fragment=ref.fragment, version=ref.version, node=node)
 
 

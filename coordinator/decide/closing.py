@@ -43,23 +43,21 @@ class Lateness:
         self._to_quorum_s: deque[float] = deque(maxlen=_MEMORY)
 
     def came(self, fragment: int, window: int, now: float) -> None:
-        """A delta is here; it is late by the time since the quorum of the window that it names."""
+        """A delta arrived; it is late by the time since the quorum of the window that it names."""
         self._lateness_s.append(now - self._quorum_at.get((fragment, window), now))
 
     def has_quorum(self, fragment: int, window: int, opened_at: float, now: float, max_staleness: int) -> None:
-        """From now on others are late for it."""
         self._to_quorum_s.append(now - opened_at)
         self._quorum_at[fragment, window] = now
         oldest = window - max_staleness
         self._quorum_at = {key: at for key, at in self._quorum_at.items() if key[0] != fragment or key[1] >= oldest}
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: nobody was late by that."""
         self._quorum_at = {key: at + seconds for key, at in self._quorum_at.items()}
 
     @property
     def seconds(self) -> float | None:
-        """From the quorum to the window's end; None while too little was seen: all that are expected are waited for."""
+        """Seconds from the quorum to the window's end; None before enough was measured: then windows wait for all."""
         if not self._to_quorum_s or not any(late > 0.0 for late in self._lateness_s):
             return None
         bound = _SHARE * median(self._to_quorum_s)
@@ -77,11 +75,9 @@ class StragglerGrace:
         self.lateness = Lateness()
 
     def came(self, offer: Offer, now: float) -> None:
-        """A delta is here."""
         self.lateness.came(offer.blob.fragment, offer.window, now)
 
     def look_at(self, window: Window, quorum: int | None, now: float) -> None:
-        """Remember when an open window has its quorum."""
         if quorum is None or window.quorum_at is not None or window.toward_quorum < quorum:
             return
         window.quorum_at = now
@@ -89,28 +85,26 @@ class StragglerGrace:
         self.lateness.has_quorum(terms.fragment, terms.window, window.opened_at, now, window.max_staleness)
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: nobody was late by that."""
         self.lateness.clock_jumped(seconds)
 
     @property
     def seconds(self) -> float | None:
-        """As `Lateness.seconds`."""
         return self.lateness.seconds
 
     def until(self, window: Window) -> float | None:
-        """When an open window that has its quorum stops waiting for the others; None: by no clock."""
+        """When an open window with its quorum stops waiting; None: no time limit."""
         seconds = self.seconds
         if not self._enabled or window.quorum_at is None or window.state != "open" or seconds is None:
             return None
         return window.quorum_at + seconds
 
     def deadlines(self, windows: Iterable[Window], now: float) -> list[float]:
-        """When to look at windows again; not those that have passed and changed nothing, as below the floor."""
+        """Times to look at windows again, without those that passed and changed nothing (below the floor)."""
         untils = [self.until(window) for window in windows]
         return [until for until in untils if until is not None and until > now]
 
     def lasts(self, window: Window, now: float) -> bool:
-        """Whether those who are missing have more time than the quorum took."""
+        """Whether missing nodes have more time than the quorum took."""
         until = self.until(window)
         return self._enabled and (until is None or now < until)
 
@@ -130,14 +124,14 @@ FLOOR_SHARE: Final = 0.5  # least share of the live nodes that are merged, unles
 ALARM: Final = "participation"
 
 _TAKE_NO_PART: Final = frozenset({"draining", "paused", "finished"})
-"""What a node reports that has good reason not to send."""
+"""States in which a node has a good reason not to send."""
 
 
 class ParticipationCheck:
-    """Of one coordinator."""
+    """Raises an alarm, and holds commits, when too few of the live nodes are merged."""
 
     def __init__(self, ledger: Ledger, floor_share: float | None = None) -> None:
-        """`floor_share` 0 holds nothing; None is `FLOOR_SHARE` where windows wait for all, and 0 where they do not."""
+        """`floor_share` 0 holds nothing; None: `FLOOR_SHARE` if windows wait for all nodes, else 0."""
         self._held: set[int] = set()  # stages of the model whose commits are held now
         self._given_share = floor_share
         self._ledger = ledger
@@ -150,37 +144,32 @@ class ParticipationCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether commits are held now."""
         return bool(self._held)
 
     def holds_stage(self, stage: int) -> bool:
-        """Whether those of one stage are."""
         return stage in self._held
 
     def let_go(self) -> None:
-        """Nobody is left out any more."""
         self._held.clear()
 
     @property
     def _floor_share(self) -> float:
-        """By the newest terms, whether a window has them yet or not: who sets a quorum says that some may be left."""
+        """By the newest terms: setting a quorum accepts that some nodes are left out."""
         if self._given_share is not None:
             return self._given_share
         return FLOOR_SHARE if self._ledger.spec.terms.admission.quorum is None else 0.0
 
     def committed(self, record: WindowCommitted) -> None:
-        """A commit is durable."""
         for share in record.merged:
             self._saw(share.node, record.round)
 
     def look(self, members: Iterable[Member]) -> None:
-        """See who is live now."""
         now = self._ledger.current_round
         self._parts = {member.name: member.holds for member in members if _is_live(member)}
         self._live_since = {name: self._live_since.get(name, now) for name in self._parts}
 
     def left_out(self, coming: Collection[NodeId] = ()) -> list[NodeId]:
-        """Live nodes of which nothing was merged for `ROUNDS`, and that are not in the window that `coming` are in."""
+        """Live nodes without a merge for `ROUNDS` rounds that are not in `coming`, the window about to close."""
         before = self._ledger.current_round - ROUNDS
         return sorted(
             name
@@ -189,12 +178,12 @@ class ParticipationCheck:
         )
 
     def share(self) -> float:
-        """Of the live nodes, those that are not left out; 1 where nobody is live."""
+        """Share of the live nodes that are not left out; 1 without live nodes."""
         return 1.0 - len(self.left_out()) / len(self._live_since) if self._live_since else 1.0
 
     def alarm(self, coming: Collection[NodeId], fragment: Fragment) -> str | None:
-        """What is wrong, if this fragment's window closed now with these contributors, in a sentence; `holds_stage`
-        says what follows. Nodes that do not hold the fragment can neither be in it nor be missed."""
+        """What is wrong if this fragment's window closes with these contributors, as a sentence; `holds_stage` says
+        whether it must wait. Nodes that do not hold the fragment do not count."""
         least = self._floor_share or FLOOR_SHARE
         able = [name for name, part in self._parts.items() if is_in(fragment, part)]
         out = [name for name in self.left_out(coming) if name in able]
@@ -230,14 +219,14 @@ def _is_live(member: Member) -> bool:
 SILENT: Final = "silent "  # prefix of the alarm of a node that no window waits for
 QUARANTINE: Final = "quarantine of "
 
-RETRY_S: Final = 1.0  # pause before a failed commit is tried again
+RETRY_S: Final = 1.0
 
 
 class Closing:
     """Closes windows and retries their commits."""
 
     def __init__(self, run: RunState, decisions: Decisions, *, floor_share: float | None, drops_silent: bool) -> None:
-        """`drops_silent`: whether a window goes on without a node that misses its deadline."""
+        """`drops_silent`: close windows without a node that misses its deadline."""
         self._run, self._decisions = run, decisions
         self._ledger, self._windows, self._alarms = run.ledger, run.windows, run.alarms
         self.grace = StragglerGrace(enabled=method_named(run.ledger.spec.terms.method).grace)
@@ -251,12 +240,10 @@ class Closing:
     # --- deciding
 
     def try_all(self) -> None:
-        """Close every window that can be closed."""
         for fragment in list(self._windows):
             self.try_one(fragment)
 
     def try_one(self, fragment: int) -> None:
-        """Close the fragment's window, if it can be."""
         if self._run.stands_still:
             return
         window = self._windows[fragment]
@@ -289,24 +276,20 @@ class Closing:
         self._decisions.do(commit)
 
     def fix_rounds(self) -> None:
-        """Fix what the open windows need: the round after the newest of theirs (protocol, Window terms).
-
-        A window of round r may close before any of round r − 1 did, and a restart may find a commit whose round is not
-        in the journal.
-        """
+        """Fix the round after the newest open window's round. A window of round r may close before any of round r − 1,
+        and a restart may find a commit whose round is not in the journal."""
         while plan := self._ledger.next_round_to_fix():
             self._decisions.record(rec.RoundFixed(round=self._dealt(plan)))
 
     def _dealt(self, plan: RoundPlan) -> RoundPlan:
-        """The round with every node's own steps: those of its share, and where the method lets slow nodes do fewer, no
-        more than its speed allows. The stages of a cut model do as many as each other."""
+        """The round with each node's steps: by its share, and, if the method lets slow nodes do fewer, by its speed.
+        Stages of a pipelined model all do the same number."""
         layout, terms = self._ledger.spec.identity.layout, self._ledger.terms_in(plan.index)
         by_speed = method_named(terms.method).per_node_h and layout.num_stages == 1
         rates = speeds_of(self._run.members.values()) if by_speed else {}
         return schedule.dealt(plan, layout.slots, rates=rates, shares=terms.schedule.h_share_of)
 
     def _held(self, window: Window) -> bool:
-        """Whether too few of the live nodes would be merged if this window closed now."""
         fragment = self._ledger.fragment(window.terms.fragment)
         about = f"{ALARM} in stage {fragment.stage}" if fragment.stage else ALARM
         self.guard.look(self._run.members.values())
@@ -316,7 +299,7 @@ class Closing:
         return self.guard.holds_stage(fragment.stage)
 
     def _screened(self, window: Window) -> bool:
-        """Refuse deltas that must not be merged; whether there were any."""
+        """Refuse deltas that must not be merged. Returns whether there were any."""
         ledger, holders = self._ledger, self._ledger.holders(window.terms.fragment)
         refusals = ledger.screening.verdicts(window.terms, list(window.inputs.values()), ledger.rounds, holders)
         for refusal in refusals:
@@ -326,7 +309,6 @@ class Closing:
     # --- outcomes
 
     def committed(self, record: rec.WindowCommitted, closed: Window) -> None:
-        """It is durable; the ledger knows."""
         self.node_deadlines.committed(closed, self._run.now)
         del self._commits[record.fragment]
         self._alarms.pop(f"commit of fragment {record.fragment}", None)
@@ -334,23 +316,20 @@ class Closing:
 
     @property
     def in_quarantine(self) -> dict[NodeId, str]:
-        """Whose deltas are measured and not merged, and why."""
+        """Nodes whose deltas are measured but not merged, with the reason."""
         return self._ledger.screening.in_quarantine(self._ledger.started)
 
     def show_quarantine(self) -> None:
-        """An alarm for each of them."""
         for what in [what for what in self._alarms if what.startswith(QUARANTINE)]:
             del self._alarms[what]
         for node, why in self.in_quarantine.items():
             self._alarms[f"{QUARANTINE}{node}"] = why
 
     def try_those_ahead(self) -> None:
-        """Another stage may have come on."""
         for fragment in sorted(self._ahead & self._windows.keys()):
             self.try_one(fragment)
 
     def failed(self, event: ev.CommitFailed) -> None:
-        """Nothing was changed: the commit is retried after `RETRY_S`."""
         self._alarms[f"commit of fragment {event.fragment}"] = event.detail
         self._retry_at[event.fragment] = self._run.now + RETRY_S
 
@@ -366,7 +345,6 @@ class Closing:
         self.try_one(event.fragment)
 
     def look(self) -> None:
-        """After any event: end alarms and a participation hold whose cause is gone."""
         self.look_for_progress()
         if not self.guard.holds:
             return
@@ -380,12 +358,10 @@ class Closing:
     # --- time
 
     def deadlines(self) -> list[float]:
-        """When to call `pass_time`."""
         late = self.node_deadlines.timers(self._windows, self._run.now)
         return [*self._retry_at.values(), *self.grace.deadlines(self._windows.values(), self._run.now), *late]
 
     def pass_time(self) -> None:
-        """Try again what failed, and close what has waited long enough."""
         for fragment in [f for f, at in self._retry_at.items() if at <= self._run.now]:
             del self._retry_at[fragment]
             self._decisions.do(self._commits[fragment])
@@ -405,7 +381,6 @@ class Closing:
             self._alarms[NO_PROGRESS] = alarm
 
     def _drop_overdue(self) -> None:
-        """The windows that are due go on without the nodes that missed their deadline."""
         if self._run.stands_still or STORAGE in self._alarms:
             return self.node_deadlines.held(self._run.now)
         for window, node in self.node_deadlines.overdue(self._windows, self._run.now):
@@ -417,7 +392,6 @@ class Closing:
                         one.removed[node] = Reason.LATE
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: every deadline moves (protocol, Monotonic clocks)."""
         for window in self._windows.values():
             window.opened_at += seconds
             window.quorum_at = None if window.quorum_at is None else window.quorum_at + seconds

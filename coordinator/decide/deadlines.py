@@ -1,11 +1,9 @@
-"""How long a window waits for a node that owes it a delta: a multiple of the node's usual time.
+"""How long a window waits for a node's delta: a multiple of the node's usual time.
 
-A node may be connected, report whatever it likes, and never send. What it reports is not believed here: only its stored
-deltas say how long it takes. A slow node on a thin link is slow in every window, so its own deadline is long; a node
-that falls silent has missed its deadline after some times its usual time. Nodes that miss again and again are not
-expected for a while, which doubles each time, so that what they cost the run becomes less and less.
-
-All in memory: after a restart everything is learnt again.
+The usual time is measured from the node's stored deltas alone, not from its reports: a node may stay connected and
+never send. A slow node on a thin link has a long deadline of its own. A node that misses its deadline again and again
+is not expected for a while, twice as long each time, so it costs the run less and less. Everything is in memory: a
+restart measures again.
 """
 
 from collections import deque
@@ -26,26 +24,21 @@ ALARM: Final = "no-progress"
 
 MULTIPLE: Final = 5.0  # times as long as usual a delta may take
 
-FLOOR_S: Final = STALL_S
-"""Least time that a delta gets, however quick windows are: a process may stand still for seconds."""
+FLOOR_S: Final = STALL_S  # shortest deadline: a process may stand still for seconds
 
 FIRST_S: Final = STALL_S * SLOW_TASKS
-"""Least time for a node of which too few deltas have come: its first step may compile the model."""
+"""Shortest deadline of a node that sent too few deltas: its first step may compile the model."""
 
 UNKNOWN_S: Final = 3600.0  # the same where no node has done a step yet
 
-THIN_BYTES_PER_S: Final = 125e3
-"""1 Mbit/s: of a node of which too few deltas have come, the link is taken to be at least this fast."""
-
+THIN_BYTES_PER_S: Final = 125e3  # 1 Mbit/s: assumed speed of the link of a node that sent too few deltas
 LEAST: Final = 3  # deltas of a node, or windows of the run, by which their usual time is known
 _MEMORY: Final = 8  # recent deltas of a node, and windows, that are remembered
-_MOST: Final = 50.0  # times the usual time of the quicker half of the nodes that a node's usual time can be at most
+_MOST: Final = 50.0  # bound of a node's usual time, in times that of the faster half of the nodes
 MISSES: Final = 2.0  # after so many missed deadlines a node is not expected for a while
 _PARDON: Final = 0.25  # but each delta of it that comes in time makes up for so much of one
 
-REST: Final = 10.0
-"""Times the deadline that it missed: so long it is not expected at first; then twice as long each time."""
-
+REST: Final = 10.0  # how long the node is not expected, in times the missed deadline; it doubles each time
 _MOST_RESTS: Final = 10  # doublings
 ALARM_SHARE: Final = 0.5  # of a deadline, after which it is said that nothing is committed
 
@@ -55,12 +48,12 @@ class _Pace:
     """Of one node name."""
 
     took: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MEMORY))
-    """(seconds from a window's opening to its delta, own steps of its round), of recent deltas."""
+    """(seconds from the window's opening to the delta, own steps in the round) of recent deltas."""
     usual_s: float | None = None  # the median of these, for a round of
     steps: int = 0  # so many own steps; None while too few are known
     misses: float = 0.0
     missed_at: float = 0.0
-    rests: int = 0  # how often it was not expected for a while, since it was last in good standing
+    rests: int = 0  # how often it was suspended since it was last in good standing
     rests_until: float = 0.0
     why: str = ""  # it is not expected, in a sentence
 
@@ -69,7 +62,7 @@ class Deadlines:
     """Of one coordinator."""
 
     def __init__(self, run: RunState, *, drops: bool) -> None:
-        """`drops`: whether a node that misses its deadline is dropped from the window; else it is only told."""
+        """`drops`: drop a node that misses its deadline from the window; else only report it."""
         self._ledger, self._run, self._drops = run.ledger, run, drops
         self._paces: dict[NodeId, _Pace] = {}
         self._opened_at: dict[tuple[int, int], float] = {}  # of recent windows, by fragment and number
@@ -79,25 +72,22 @@ class Deadlines:
         """(node, fragment) → newest window that it offered a delta for."""
         self._middle_s = 0.0  # the usual time of the quicker half of the nodes
         self._moved_at = run.now
-        """Of the last commit. Nodes that wait for one window cannot serve the next: its commit gives them all their
-        time again."""
+        """Time of the last commit. Nodes that wait for one window cannot serve the next, so a commit restarts their
+        time."""
 
     # --- what is seen
 
     def opened(self, window: Window) -> None:
-        """A window opened."""
         fragment, number = window.terms.fragment, window.terms.window
         oldest = number - window.max_staleness
         self._opened_at = {k: at for k, at in self._opened_at.items() if k[0] != fragment or k[1] >= oldest}
         self._opened_at[fragment, number] = window.opened_at
 
     def offered(self, offer: Offer) -> None:
-        """A node says that it has a delta; its bytes may never come."""
         key = (offer.blob.node, offer.blob.fragment)
         self._offered[key] = max(offer.window, self._offered.get(key, 0))
 
     def came(self, offer: Offer, now: float) -> None:
-        """A delta is here, and verified."""
         node = offer.blob.node
         pace = self._paces.setdefault(node, _Pace())
         since = self._opened_at.get((offer.blob.fragment, offer.window))
@@ -109,7 +99,6 @@ class Deadlines:
             pace.rests = 0
 
     def committed(self, window: Window, now: float) -> None:
-        """A window was committed."""
         self._windows_took.append((now - window.opened_at, self._steps(window.terms.round, None)))
         self._moved_at = now
         here = self._run.members
@@ -117,17 +106,16 @@ class Deadlines:
         self._offered = {key: number for key, number in self._offered.items() if key[0] in here}
 
     def held(self, now: float) -> None:
-        """Nothing can be committed, whatever nodes do: that time is nobody's."""
+        """Nothing can be committed: this time counts against no node."""
         self._moved_at = now
 
     def restarted(self, node: NodeId) -> None:
-        """It is another start of the node: somebody may have mended it. That is believed twice."""
+        """The node was restarted, perhaps repaired. Its record is cleared for two restarts."""
         pace = self._paces.get(node)
         if pace is not None and pace.rests <= 2:
             pace.rests_until = 0.0
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: every deadline moves."""
         self._moved_at += seconds
         self._opened_at = {key: at + seconds for key, at in self._opened_at.items()}
         for pace in self._paces.values():
@@ -137,16 +125,15 @@ class Deadlines:
     # --- what follows
 
     def expects(self, node: NodeId, now: float) -> bool:
-        """Whether windows that open now wait for it at all."""
         pace = self._paces.get(node)
         return pace is None or pace.rests_until <= now
 
     def resting(self, now: float) -> dict[NodeId, str]:
-        """Who is not expected, and why, in a sentence."""
+        """Suspended nodes, with the reason as a sentence."""
         return {node: pace.why for node, pace in self._paces.items() if pace.rests_until > now}
 
     def overdue(self, windows: Mapping[int, Window], now: float) -> list[tuple[Window, NodeId]]:
-        """Nodes that have missed the deadline of a window, each with it. They are to be dropped from it."""
+        """Windows with nodes that missed the deadline, to be dropped."""
         found = [
             (window, node)
             for window in self._heads(windows)
@@ -156,7 +143,7 @@ class Deadlines:
         return found if self._drops else []
 
     def missed(self, window: Window, node: NodeId, now: float) -> None:
-        """It did. Where it does so again and again it is not expected for a while."""
+        """Count a missed deadline, and suspend a node that misses several."""
         pace = self._paces.setdefault(node, _Pace())
         since, allowed = self._since(window, node), self.allowed_s(window, node)
         if since < pace.missed_at:
@@ -173,7 +160,6 @@ class Deadlines:
         )
 
     def timers(self, windows: Mapping[int, Window], now: float) -> list[float]:
-        """When to look again."""
         times = [
             since + share * allowed
             for window in self._heads(windows)
@@ -183,7 +169,7 @@ class Deadlines:
         return [at for at in times if at > now]
 
     def alarm(self, windows: Mapping[int, Window], now: float) -> str | None:
-        """That nothing is committed, since when, and who owes what; None while all is as usual."""
+        """An alarm that nothing is committed, since when, and which nodes owe what; None in normal operation."""
         late = [
             (window, node)
             for window in self._heads(windows)
@@ -210,7 +196,7 @@ class Deadlines:
         return f"nothing was committed for {duration_text(quiet_s)}{than}: {said}{more}"
 
     def allowed_s(self, window: Window, node: NodeId) -> float:
-        """How long a node may take for its delta of this window."""
+        """Seconds that a node has for its delta of this window."""
         steps = self._steps(window.terms.round, node)
         pace = self._paces.get(node)
         if pace is None or pace.usual_s is None:
@@ -224,8 +210,8 @@ class Deadlines:
     # --- how
 
     def _heads(self, windows: Mapping[int, Window]) -> list[Window]:
-        """The windows that are due first: who waits for their commit cannot serve the later ones. None while a window
-        is on its way to a commit, which may be what the nodes wait for."""
+        """The windows that are due first; nodes wait for their commit before they serve later ones. None while a window
+        is being committed."""
         if any(window.state == "closing" for window in windows.values()):
             return []
         waiting = {f: self._due(window) for f, window in windows.items() if window.state == "open" and window.missing}
@@ -240,7 +226,7 @@ class Deadlines:
         return plan.start + schedule.due_in(terms, layout.fragments[terms.fragment], layout.slots, plan.length)
 
     def _awaited(self, window: Window) -> list[tuple[NodeId, float, float]]:
-        """(node, since when, how long it may take), of those that the window waits for."""
+        """(node, since when, seconds allowed) of the nodes that the window waits for."""
         return [(node, self._since(window, node), self.allowed_s(window, node)) for node in sorted(window.missing)]
 
     def _since(self, window: Window, node: NodeId) -> float:
@@ -271,7 +257,7 @@ class Deadlines:
         return FIRST_S if usual is None else max(FLOOR_S, MULTIPLE * usual)
 
     def _first_s(self, window: Window, steps: int) -> float:
-        """For a node of which too little is known: by the others' windows, by the steps of all, and a thin link."""
+        """Deadline of a node without measurements: by other nodes' windows, all steps, and a thin link."""
         usual, slots = self._usual_window_s, self._ledger.spec.identity.layout
         known = [s for member in self._run.members.values() if (s := member.seconds_per_step) is not None]
         if usual is None and not known:
@@ -298,5 +284,4 @@ class Deadlines:
 
 
 def _longer(steps: int, then: int) -> float:
-    """By what a round of more steps takes longer at most."""
     return max(1.0, steps / then) if steps and then else 1.0

@@ -1,7 +1,7 @@
-"""What the coordinator's machine hears (events) and what it asks its shell to do (commands).
+"""Events and commands of the coordinator's machine.
 
 Commands run in order, on the loop. `Receive` is answered by `InputStored` or `InputFailed` (or by the session's end),
-`Commit` by `CommitDone` or `CommitFailed`; `Record` must be in the journal before any later command is carried out.
+`Commit` by `CommitDone` or `CommitFailed`; `Record` must be in the journal before any later command runs.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SessionId = int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHello:
-    """A session's first message; `node` is who the key (or, in the clear, the name) says it is."""
+    """A session's first message; `node` is named by the key, or without keys by the message."""
 
     session: SessionId
     node: NodeId
@@ -54,7 +54,7 @@ class InputStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFailed:
-    """A delta's bytes were not what they were announced to be."""
+    """A delta's bytes are not as announced."""
 
     offer: Offer
     reason: Reason
@@ -70,7 +70,7 @@ class CommitDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFailed:
-    """Nothing was changed; the window stays closing, and is tried again."""
+    """Nothing was changed; the commit is tried again."""
 
     fragment: int
     version: int
@@ -79,7 +79,7 @@ class CommitFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumOverflow:
-    """Nothing was changed: these deltas, finite as they are, give more than fp32 holds, and always will."""
+    """Nothing was changed: these deltas overflow fp32, and would again."""
 
     fragment: int
     version: int
@@ -88,7 +88,6 @@ class SumOverflow:
 
     @classmethod
     def of(cls, draft: WindowCommitted, longest: BlobId | None, why: Exception) -> "SumOverflow":
-        """The draft's arithmetic said why."""
         return cls(
             fragment=draft.fragment,
             version=draft.version,
@@ -99,33 +98,33 @@ class SumOverflow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermsGiven:
-    """Who may has set other terms; the revision is that of `CoordinatorMachine.revision_for`, of this very moment."""
+    """An operator set new terms; the revision was made by `CoordinatorMachine.revision_for` just before."""
 
     revision: Revision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """The windows that are open now are not to wait for this node (`straggler_detector.py`); the next ones do."""
+    """Open windows must not wait for this node (`straggler_detector.py`); later ones do."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldReleased:
-    """A person says that the nodes by which the run is held are wrong: it goes on without them (`rollback.py`)."""
+    """An operator says that the nodes that hold the run are wrong (`rollback.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorStored:
-    """An anchor that a node was asked for is here, is what it should be, and is durable."""
+    """A requested anchor arrived, matches, and is durable."""
 
     record: AnchorFetched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorFailed:
-    """It is not, and is not asked for again of that node in this version; or it only stopped coming."""
+    """A requested anchor does not match, and is not requested from this node again; or it stopped coming."""
 
     node: NodeId
     anchor: AnchorRef
@@ -171,7 +170,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseSession:
-    """End a session that another took the place of."""
+    """End a session that another replaced."""
 
     session: SessionId
     reason: Reason
@@ -194,8 +193,8 @@ class Receive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveAnchor:
-    """Let the anchor come that its sender was asked for: this very one. Answered by `AnchorStored`, `AnchorFailed`, or
-    the session's end."""
+    """Receive the anchor that its sender was asked for. Answered by `AnchorStored`, `AnchorFailed`, or the session's
+    end."""
 
     offer: Offer
     anchor: AnchorRef
@@ -203,7 +202,7 @@ class ReceiveAnchor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
-    """Announce a commit, and send the bytes of its update from the journal under the node's credit (downlink)."""
+    """Announce a commit, and send its update from the journal."""
 
     nodes: tuple[NodeId, ...]
     committed: Committed
@@ -211,7 +210,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSnapshot:
-    """Send the anchor as it is now, or is when its turn comes."""
+    """Send the fragment's anchor when its turn comes."""
 
     node: NodeId
     fragment: int
@@ -219,14 +218,14 @@ class SendSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferSnapshot:
-    """The shell's own: what `SendSnapshot` asked for is made, and is offered in the order of commands."""
+    """From the executor itself: a snapshot is encoded and can be offered, in the order of commands."""
 
     session: SessionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Sum the inputs in this order with these weights, step, encode, journal (commit order); `draft` lacks digests."""
+    """Sum the inputs in this order with these weights, step, encode, journal; `draft` lacks digests."""
 
     draft: WindowCommitted
     codec_down: str
@@ -241,7 +240,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """A dropped delta's bytes may go."""
+    """Free a dropped delta's bytes."""
 
     blob: BlobId
 

@@ -1,8 +1,8 @@
 """Sample leases: ranges of the endless stream of data passes, granted to nodes.
 
-A position below the frontier is free (it came back), held (granted, and in no stored delta yet) or trained (granted to
-one start of a node, which has stored a delta since it used it). No position is granted twice unless it came back, and
-what comes back is in no stored delta (protocol, Data leases).
+A position below the frontier is free (returned), held (granted, in no stored delta yet) or trained (its node has stored
+a delta since it used it). A position is granted again only after it was returned, and returned positions are in no
+stored delta.
 """
 
 import itertools
@@ -21,42 +21,41 @@ Owner = tuple[NodeId, int]  # one start of a node: its name and incarnation
 
 @dataclass(slots=True)
 class Leases:
-    """The coordinator's book of granted samples. A node consumes its grants in the order it got them."""
+    """The coordinator's record of granted samples. A node uses its grants in the order it got them."""
 
     frontier: int = 0  # first position that was never granted
     returned: list[Lease] = field(default_factory=list)
-    """What came back and is not granted again yet, by position; neighbours are one."""
+    """Returned and not granted again yet, sorted by position, adjacent ranges joined."""
     held: dict[Owner, list[Lease]] = field(default_factory=dict)  # grants that are not trained to their end
     retired: dict[Owner, int] = field(default_factory=dict)  # samples of the grants before those
     consumed: dict[Owner, int] = field(default_factory=dict)  # samples that each says it has used of its grants
     stored: dict[Owner, int] = field(default_factory=dict)
-    """Those that it had used when it made the newest of its stored deltas."""
+    """Samples that it had used when it made its newest stored delta."""
     ended: dict[Owner, int] = field(default_factory=dict)
-    """Of the last starts that gave back what they had not used: how many samples they had, as far as is known."""
+    """By past start that returned its unused samples: how many it had used, as far as is known."""
     ended_granted: dict[Owner, int] = field(default_factory=dict)
-    """How many these had been granted. A journal of an older release does not tell."""
+    """How many samples these starts were granted. Journals of older releases do not say."""
     returned_total: int = 0  # samples that ever came back, however often
-    uncertain_total: int = 0
-    """Those of them that somebody had trained on, in no stored delta: they are trained on again."""
+    uncertain_total: int = 0  # returned samples that had been trained on, in no stored delta: they are trained on again
 
     @property
     def free(self) -> int:
-        """Samples that came back and wait to be granted again."""
+        """Returned samples that wait to be granted again."""
         return sum(lease.count for lease in self.returned)
 
     @property
     def granted_total(self) -> int:
-        """Samples that were ever granted, again included."""
+        """Samples that were ever granted, repeated grants included."""
         return self.frontier + self.returned_total - self.free
 
     @property
     def trained_total(self) -> int:
-        """Samples whose start has stored a delta since it used them: each counts once."""
+        """Samples whose node has stored a delta since it used them; each counts once."""
         held = sum(self._granted(owner) - self.stored.get(owner, 0) for owner in self.held)
         return self.frontier - self.free - held
 
     def fates(self) -> SamplesStatus:
-        """What became of all samples so far, in numbers that only grow."""
+        """Counts of all samples by outcome; they only grow."""
         return {
             "granted": self.granted_total,
             "trained": self.trained_total,
@@ -65,17 +64,16 @@ class Leases:
         }
 
     def most_used(self, node: NodeId, incarnation: int) -> int:
-        """How many samples this start can have used: what it was granted; where that is forgotten, what anybody was."""
+        """Upper bound of the samples that this start used: its grants, or if those are forgotten, all grants."""
         owner = (node, incarnation)
         return self._granted(owner) if owner in self.held else self.ended_granted.get(owner, self.granted_total)
 
     def outstanding(self, node: NodeId, incarnation: int) -> int:
-        """Granted and, as far as is known, not used yet."""
         owner = (node, incarnation)
         return self._granted(owner) - self.consumed.get(owner, 0)
 
     def unused(self, node: NodeId, incarnation: int) -> list[Lease]:
-        """Its grants that are not used up, each whole, in the order it got them."""
+        """Its grants that are not used up, whole, in the order it got them."""
         owner = (node, incarnation)
         used, leases = self.consumed.get(owner, 0) - self.retired.get(owner, 0), list(self.held.get(owner, ()))
         while leases and leases[0].count <= used:
@@ -90,7 +88,7 @@ class Leases:
         return self.propose(short) if short >= wanted // LEASE_ROUNDS else []
 
     def propose(self, count: int) -> list[Lease]:
-        """The next grants, `count` samples in all: what came back goes first, however small. Changes nothing."""
+        """The next grants, `count` samples in all: returned ranges first, however small. Changes nothing."""
         leases: list[Lease] = []
         for lease in self.returned:
             if count > 0:
@@ -101,9 +99,9 @@ class Leases:
         return leases
 
     def begin_anew(self, node: NodeId, incarnation: int, since: int) -> None:
-        """A start that gave everything back lives on, has let go of it too, and says how many samples it has used.
+        """A start that had returned everything is back, and says how many samples it has used.
 
-        What it used beyond what was known of when it gave them back has come back all the same.
+        What it used beyond what was known when it returned them counts as returned all the same.
         """
         owner = (node, incarnation)
         assert not self.held.get(owner)
@@ -114,7 +112,7 @@ class Leases:
         self.retired[owner] = self.consumed[owner] = self.stored[owner] = since
 
     def grant(self, node: NodeId, incarnation: int, lease: Lease) -> None:
-        """Book a proposed grant; several in their order."""
+        """Record a proposed grant; several in order."""
         if self.returned and self.returned[0].start == lease.start:
             first = self.returned.pop(0)
             if first.count > lease.count:
@@ -148,7 +146,7 @@ class Leases:
             self.ended[owner] = consumed
 
     def retire(self, node: NodeId, incarnation: int, stored: int) -> None:
-        """Forget the grants that `stored` deltas have used up: they never come back, and only their number matters."""
+        """Forget grants that are in stored deltas: they never come back, and only their number matters."""
         owner = (node, incarnation)
         self.stores(node, incarnation, stored)
         stored = min(stored, self._granted(owner))
@@ -158,9 +156,9 @@ class Leases:
             self.retired[owner] = retired
 
     def give_back(self, node: NodeId, incarnation: int, stored: int | None = None) -> int:
-        """The node is gone: what is in none of its stored deltas is free again. Returns the number of samples.
+        """Free the samples of a node that left and that are in none of its stored deltas. Returns how many.
 
-        `stored`: how many are in one; all that it used, unless given.
+        `stored`: samples in stored deltas; all that it used by default.
         """
         owner = (node, incarnation)
         if owner not in self.held:
@@ -183,11 +181,11 @@ class Leases:
         return count
 
     def as_told(self, unused: Mapping[Owner, Sequence[Lease]], granted_to: int) -> tuple[int, tuple[Lease, ...], int]:
-        """What is free where this book is an old copy, and these owners say what they have left. Changes nothing.
+        """The free samples if this record is an old copy and these owners report what they have left. Changes nothing.
 
         Returns the frontier, the free ranges, and how many samples in them may have been trained on since the copy:
-        those that were free in it, or held by an owner that says nothing. Whatever else was granted since is taken for
-        trained, so that little comes twice.
+        those that were free in it, or held by an owner that reports nothing. Everything else granted since counts as
+        trained, so that few samples come twice.
         """
         told = [lease for leases in unused.values() for lease in leases]
         silent = list(self.returned)
@@ -199,7 +197,7 @@ class Leases:
         return frontier, tuple(free), count - sum(lease.count for lease in certain)
 
     def begin_from(self, frontier: int, returned: Sequence[Lease], uncertain: int) -> None:
-        """Nobody holds anything any more, and this is free. It counts as returned, as far as it was not before."""
+        """Start over with these free ranges and no grants. What was not returned before counts as returned now."""
         self.returned_total += max(0, sum(lease.count for lease in returned) - self.free)
         self.frontier, self.returned = frontier, list(returned)
         self.uncertain_total += uncertain
@@ -223,7 +221,7 @@ class Leases:
         assert 0 <= self.trained_total <= self.frontier and self.uncertain_total >= 0
 
     def _not_in(self, owner: Owner, used: int) -> list[Lease]:
-        """What is left of its grants behind the first `used` samples."""
+        """What is left of its grants after the first `used` samples."""
         taken, left = used - self.retired.get(owner, 0), []
         for lease in self.held[owner]:
             kept = min(taken, lease.count)
@@ -241,7 +239,7 @@ def _by_position(leases: Iterable[Lease]) -> list[Lease]:
 
 
 def _joined(leases: list[Lease]) -> list[Lease]:
-    """The same positions, given in order, in as few ranges as they have; what is in several, once."""
+    """Sorted ranges, joined where they touch or overlap."""
     joined: list[Lease] = []
     for lease in leases:
         before = joined[-1] if joined else None

@@ -29,7 +29,7 @@ _BLOB_HEADER_BYTES = 64
 
 
 def more_than_a_snapshot(fragment: Fragment) -> int:
-    """Bytes of an update that nobody is offered: the size of one that is not here."""
+    """The size noted for an update whose bytes are not here: larger than a snapshot, so it is never offered."""
     return 4 * fragment.numel + _BLOB_HEADER_BYTES + 1
 
 
@@ -37,11 +37,9 @@ def more_than_a_snapshot(fragment: Fragment) -> int:
 class Ledger:
     """What the journal says so far."""
 
-    spec: RunSpec
-    """With the terms of the newest revision; what a window or a round runs under, say `terms_of` and `terms_in`."""
+    spec: RunSpec  # with the newest terms; `terms_of` and `terms_in` give those of a window or round
     epoch: int = 0
-    history: int = 0
-    """Epoch in which the run was last wound back, or adopted; 0 where it never was (fencing and old copies)."""
+    history: int = 0  # epoch in which the run was last rewound or adopted; 0 for never
     epoch_seen: int = 0  # highest epoch that a node had met and this state had not
     versions: list[int] = field(default_factory=list)
     windows: dict[int, WindowTerms] = field(default_factory=dict)
@@ -58,7 +56,7 @@ class Ledger:
     screening: Screening = field(init=False)
     revisions: Revisions = field(init=False)
     _served: dict[int, set[NodeId]] = field(default_factory=dict, compare=False)
-    """By fragment; not a record of its own: a restart knows of the commits that are remembered."""
+    """Cache of `served` by fragment, built from the commits that are remembered."""
 
     def __post_init__(self) -> None:
         self.screening = Screening(self.spec)
@@ -66,7 +64,7 @@ class Ledger:
 
     @classmethod
     def begin(cls, started: rec.RunStarted) -> "Ledger":
-        """A new run: version 0 of everything, window 1 open, rounds 0 and 1 fixed (protocol, Window terms)."""
+        """A new run: version 0 of every fragment, window 1 open, rounds 0 and 1 fixed."""
         spec = started.spec
         ledger = cls(spec=spec, epoch=started.epoch, versions=[0] * len(spec.identity.layout.fragments))
         plans = started.rounds or schedule.first_rounds(spec.terms)
@@ -76,7 +74,7 @@ class Ledger:
 
     @classmethod
     def resume(cls, saved: rec.LedgerSaved) -> "Ledger":
-        """What `saved` was made of."""
+        """The ledger that a record holds."""
         ledger = cls(spec=saved.spec, epoch=saved.epoch, versions=list(saved.versions), finished=saved.finished)
         ledger.history, ledger.epoch_seen = saved.history, saved.epoch_seen
         ledger.revisions = Revisions.of(saved.spec, saved.revisions)
@@ -133,7 +131,7 @@ class Ledger:
         )
 
     def copy(self) -> "Ledger":
-        """One that knows the same and goes its own way: what it holds is frozen, only its containers are its own."""
+        """An independent copy; the frozen values in it are shared."""
         return Ledger.resume(self.saved())
 
     def apply(self, record: rec.Record) -> None:
@@ -182,9 +180,9 @@ class Ledger:
                 pass  # the first two open a journal, and say nothing new in it; the others matter to the store alone
 
     def _store(self, stored: rec.InputStored) -> None:
-        """A spooled delta counts if it came in time and nobody in it has contributed yet.
+        """Count a spooled delta if it came in time and none of its nodes has contributed yet.
 
-        The machine decides the same when it hears of the delta, and journals a drop; a crash may come between.
+        The machine decides the same when it hears of the delta, and journals a drop; a crash may come in between.
         """
         self.leases.stores(stored.blob.node, stored.blob.incarnation, stored.consumed)
         names = {contribution.node for contribution in stored.contributors}
@@ -234,7 +232,7 @@ class Ledger:
         self.rounds = {index: fixed for index, fixed in self.rounds.items() if index >= oldest}
 
     def _adopt(self, record: rec.Adopted) -> None:
-        """Go on from what nodes held. Who follows another history has nothing of this one (fencing and old copies)."""
+        """Continue from what nodes held. Nodes of another history count as new."""
         self.epoch = self.history = record.epoch
         self.inputs = {}
         for revision in record.revisions:
@@ -270,33 +268,30 @@ class Ledger:
         self.screening.revise(self.spec, self.revisions)
 
     def revisions_told(self) -> tuple[Revision, ...]:
-        """Those of the terms that somebody may still need; none where they never changed."""
+        """Revisions that a node may still need; none if the terms never changed."""
         return self.revisions.kept if len(self.revisions.kept) > 1 else ()
 
     def terms_of(self, fragment: int, window: int, round_index: int | None = None) -> Terms:
-        """What this window runs under (protocol, Versions and compatibility)."""
+        """The terms of a window."""
         return self.revisions.of_window(fragment, window, round_index)
 
     def terms_at(self, window: WindowTerms) -> Terms:
-        """What an open window runs under."""
         return self.terms_of(window.fragment, window.window, window.round)
 
     def terms_in(self, round_index: int) -> Terms:
-        """What belongs to this round."""
+        """The terms of a round."""
         return self.revisions.of_round(round_index)
 
     def next_round_to_fix(self) -> RoundPlan | None:
-        """The round that the first commit of a window of round r fixes: r + 2 (window terms); None when it is fixed."""
+        """The round r + 2 that the first commit of a window of round r fixes; None once it is fixed."""
         newest = self.rounds[max(self.rounds)]
         reached = max((self.windows[f].round for f in self.windows), default=newest.index)
         return schedule.round_after(self.terms_in(newest.index + 1), newest) if newest.index < reached + 1 else None
 
     def served(self, fragment: int) -> set[NodeId]:
-        """Nodes that are part of earlier commits of the open window's round."""
         return self._served.get(fragment, set())
 
     def _remembered(self, fragment: int) -> set[NodeId]:
-        """The same from the commits that are remembered."""
         names: set[NodeId] = set()
         for version in range(self.versions[fragment], 0, -1):
             commit, before = self.commits.get((fragment, version)), self.commits.get((fragment, version - 1))
@@ -308,64 +303,60 @@ class Ledger:
 
     @property
     def current_round(self) -> int:
-        """The round whose last slot is open, of the stage that is behind the others; the last round once all of them
-        are final."""
+        """The round whose last slot is open, of the stage that is furthest behind; the last round once
+        all are final."""
         return self.round_of_part(None)
 
     def round_of_part(self, part: Part) -> int:
-        """The same of some stages alone."""
+        """As `current_round`, of some stages."""
         layout = self.spec.identity.layout
         last = [f.index for f in fragments_of(part, layout) if f.slot == layout.slots - 1]
         return min((self.windows[index].round for index in last if index in self.windows), default=max(self.rounds))
 
     def slot_at(self, round_index: int) -> int:
-        """The first slot of the round of which a window is not committed yet; 0 in the first, in which all but the last
-        have none, and in one that is over."""
+        """The first slot of the round with an uncommitted window; 0 in the first round and in past ones."""
         open_slots = [self.fragment(index).slot for index, terms in self.windows.items() if terms.round <= round_index]
         return min(open_slots, default=0) if round_index else 0
 
     def is_over_for(self, part: Part) -> bool:
-        """Whether every fragment of the part is final."""
         return not any(f.index in self.windows for f in fragments_of(part, self.spec.identity.layout))
 
     def is_too_far_ahead(self, window: WindowTerms) -> bool:
-        """Whether its stage would get more than a round ahead of another: the round is the one clock of them all."""
+        """Whether its stage would get more than a round ahead of another stage."""
         last, stage = self.spec.identity.layout.slots - 1, self.fragment(window.fragment).stage
         others = [f for f in map(self.fragment, self.windows) if f.slot == last and f.stage != stage]
         return any(self.windows[other.index].round < window.round - 1 for other in others)
 
     def holders(self, fragment: int) -> list[NodeId]:
-        """Nodes that take part and hold this fragment."""
         stage = self.fragment(fragment).stage
         return [node for node, one in self.started.items() if one.holds is None or stage in one.holds]
 
     def holds_of(self, node: NodeId) -> Part:
-        """Stages that a node of the run holds; None for all of the model."""
+        """Stages that a node holds; None for the whole model."""
         started = self.started.get(node)
         return None if started is None else started.holds
 
     @property
     def h(self) -> int:
-        """Inner steps of the current round; the run's, where all rounds but a short last one have as many."""
+        """Inner steps of the current round; the run's H if only the last round is shorter."""
         terms = self.terms_in(self.current_round)
         return terms.schedule.h if terms.schedule.h_rule == "constant" else self.rounds[self.current_round].length
 
     def rounds_ahead(self) -> tuple[RoundPlan, ...]:
-        """The fixed rounds that a node may still need."""
         return tuple(self.rounds[i] for i in range(self.current_round - 1, max(self.rounds) + 1) if i in self.rounds)
 
     def anchor_digest(self, fragment: int, version: int) -> int | None:
-        """Digest of that version of the anchor, as far as it is remembered."""
+        """Digest of that version of the anchor; None if it is not remembered."""
         if version == 0:
             return self.spec.identity.anchor_digests[fragment]
         committed = self.commits.get((fragment, version))
         return committed.anchor_digest if committed else None
 
     def updates_after(self, fragment: int, held: AnchorRef | None) -> list[Committed] | None:
-        """The commits that lead from the anchor that a node holds to the current one; None where it needs a snapshot.
+        """The commits from the anchor that a node holds to the current one; None if it needs a snapshot.
 
-        Updates if they are all remembered and no more bytes than a snapshot (downlink). An anchor with another digest
-        is of another history (protocol, Fencing and old copies).
+        Updates are sent if all are remembered and they are no larger than a snapshot. An anchor with another digest is
+        of another history.
         """
         if held is None or held.digest != self.anchor_digest(fragment, held.version):
             return None
@@ -376,14 +367,14 @@ class Ledger:
         return known
 
     def round_of(self, fragment: int, version: int) -> int:
-        """The round of the window that made this version of the anchor; 0 where that is not remembered."""
+        """The round of the window that made this version; 0 if that is not remembered."""
         before = self.commits.get((fragment, version - 1))
         terms = before.next_window if before else None
         return terms.round if terms else 0
 
     def codec_of_deltas(self, fragment: int, window: int, node: NodeId) -> str:
-        """How the deltas of a node for a window are encoded, late ones included: as its own terms say, which came with
-        the commit before it. Of windows that nobody remembers, as the terms of that time do."""
+        """Codec of a node's deltas for a window, late ones included: by the window's own terms, published with the
+        commit before it. Forgotten windows use the terms of their time."""
         terms = self.windows.get(fragment)
         if terms is None or terms.window != window:
             before = self.commits.get((fragment, window - 1))
@@ -391,20 +382,19 @@ class Ledger:
         return (terms or self.terms_of(fragment, window)).codec_of(node)
 
     def fragment(self, index: int) -> Fragment:
-        """Its place in the layout."""
         return self.spec.identity.layout.fragments[index]
 
     def holds_one_of(self, node: NodeId, fragment: int) -> bool:
-        """Whether a delta of this node is stored and has no outcome yet."""
+        """Whether a stored delta of this node has no outcome yet."""
         offers = (offer for blob, offer in self.inputs.items() if blob.fragment == fragment)
         return any(contribution.node == node for offer in offers for contribution in offer.contributors)
 
     def is_vector(self, versions: Sequence[int]) -> bool:
-        """Whether these are versions of every fragment, one each."""
+        """Whether these are plausible versions, one per fragment."""
         return len(versions) == len(self.versions)
 
     def outcome_reason(self, blob: BlobId, window: int) -> Reason | None:
-        """Why a delta for `window` cannot be taken any more; None while its window is open and its base fits."""
+        """Why a delta for `window` is refused now; None while its window is open and its base fits."""
         version, lag = self.versions[blob.fragment], self.spec.terms.schedule.lag
         staleness = self.terms_of(blob.fragment, version + 1).admission.max_staleness  # of the window that is open
         if window + staleness <= version:
@@ -423,7 +413,6 @@ class Ledger:
         return None
 
     def check(self) -> None:
-        """The invariants."""
         for fragment, terms in self.windows.items():
             assert terms.window == self.versions[fragment] + 1
             assert terms.round in self.rounds

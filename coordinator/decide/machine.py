@@ -30,14 +30,14 @@ _MEMORY: Final = 16  # unanswered questions that are remembered: a node may leav
 
 
 class Evaluations:
-    """Evaluations that nodes were asked for: each may be answered once, by the node that was asked.
+    """Evaluations that nodes were asked for; each may be answered once, by the node that was asked.
 
-    Evaluations are kept as long as the run and shown to all, so an unasked one is not taken. Versions are those of the
-    last fragment.
+    Evaluations are kept for the whole run and shown, so others are not accepted. Versions are those of the last
+    fragment.
     """
 
     def __init__(self, ledger: Ledger) -> None:
-        """Any node may answer once what an earlier incarnation asked for: the nodes it asked are not known."""
+        """Any node may answer the questions of an earlier incarnation once: whom it asked is not known."""
         self._ledger, self._last = ledger, len(ledger.versions) - 1
         self._asked: dict[int, NodeId] = {}
         known = [evaluation.versions[self._last] for evaluation in ledger.evaluations]
@@ -50,14 +50,12 @@ class Evaluations:
         return self._asked[max(self._asked)] if self._asked else None
 
     def ask(self, version: int, node: NodeId) -> None:
-        """This node is asked to score its anchors once it holds this version."""
         self._asked[version] = node
         if len(self._asked) > _MEMORY:
             del self._asked[min(self._asked)]
 
     def asked(self, node: NodeId, versions: Sequence[int], position: float = 0.0) -> int | None:
-        """The version that an evaluation of these versions was asked for with; None where it was not, or says that it
-        is of a schedule position which the run does not have.
+        """The version for which this evaluation was asked; None if it was not, or if the run has no such position.
 
         A node that merges several versions at once answers with the newest.
         """
@@ -72,7 +70,7 @@ class Evaluations:
         return max((version for version, who in self._asked.items() if who == node and version <= held), default=None)
 
     def answered(self, version: int) -> None:
-        """The question of this version is answered, and with it those that the same node was asked before."""
+        """The question of this version is answered, and the node's earlier ones."""
         if version in self._before:
             self._before = range(version + 1, self._before.stop)
         elif node := self._asked.get(version):
@@ -99,12 +97,12 @@ class CoordinatorMachine:
         drops_silent: bool = True,
         adopt: AdoptionSettings | None = None,
     ) -> None:
-        """Continue from `ledger`. Nodes that take part have `liveness_s` to come back before windows go on without, and
-        `expire_s` more before others get their samples.
+        """Continue from `ledger`. Nodes that take part have `liveness_s` to return before windows close without them,
+        and `expire_s` more before others get their samples.
 
-        `floor_share`: least share of the live nodes that must lately have been merged (`closing.py`). `drops_silent`:
-        whether windows go on without a node that misses its deadline (`deadlines.py`). `adopt`: the ledger is an old
-        copy's, and what nodes hold comes first (`adoption.py`).
+        `floor_share`: smallest share of the live nodes that must be merged (`closing.py`). `drops_silent`: windows
+        close without a node that misses its deadline (`deadlines.py`). `adopt`: the ledger is an old copy's; continue
+        from what nodes hold (`adoption.py`).
         """
         self._run = run = RunState(ledger, now)
         self.ledger, self.windows, self.members, self.alarms = ledger, run.windows, run.members, run.alarms
@@ -118,13 +116,11 @@ class CoordinatorMachine:
         )
         self._adoption = None if adopt is None else Adoption(ledger, self._decisions, self.alarms, adopt, now)
         self._evaluations = Evaluations(ledger)
-        self._mending: dict[NodeId, set[int]] = {}
-        """Fragments whose anchors did not match, until they are known to be mended."""
+        self._mending: dict[NodeId, set[int]] = {}  # fragments whose anchors did not match and are not repaired yet
         if self._adoption is None:
             self._begin()
 
     def _begin(self) -> None:
-        """Go on from what the ledger says."""
         self._closing.show_quarantine()
         for terms in self.ledger.windows.values():
             self._open(terms)
@@ -139,27 +135,24 @@ class CoordinatorMachine:
 
     @property
     def grace(self) -> StragglerGrace:
-        """How long windows wait for stragglers."""
         return self._closing.grace
 
     @property
     def guard(self) -> ParticipationCheck:
-        """Whether enough of the live nodes are part of the run."""
         return self._closing.guard
 
     @property
     def begun(self) -> bool:
-        """Whether training ever started."""
         return self._membership.begun
 
     @property
     def holding(self) -> str | None:
-        """Why nothing is committed until a person decides (`rollback.py`); None while all is well."""
+        """Why nothing is committed until a person decides; None otherwise."""
         return self._run.held if self._adoption is None else self._adoption.waits
 
     @property
     def awaited(self) -> list[NodeId]:
-        """Nodes that are connected or may come back: a node that does not hear of the end never stops."""
+        """Nodes that are connected or may return."""
         return self._membership.awaited
 
     def start(self) -> list[ev.Command]:
@@ -167,14 +160,12 @@ class CoordinatorMachine:
         return self._decisions.take()
 
     def stop(self) -> None:
-        """This coordinator ends and closes its sessions: no node is removed for that, and no window closes.
-
-        Stored deltas are durable: the next start closes what can close, and waits for the nodes (monotonic clocks).
-        """
+        """This coordinator ends: no node is removed and no window closes because its sessions end. Stored deltas are
+        durable; the next start closes what can close."""
         self._run.stopping = True
 
     def believes(self, node: NodeId, message: msg.Progress | msg.Evaluation) -> bool:
-        """Whether a report or an evaluation will be taken from this node now."""
+        """Whether a report or an evaluation is accepted from this node now."""
         member = self.members.get(node)
         if isinstance(message, msg.Progress):
             return progress_untrue(message, self.ledger, member.holds if member else None) is None
@@ -183,11 +174,11 @@ class CoordinatorMachine:
 
     @property
     def hold_claims(self) -> dict[NodeId, str]:
-        """Nodes that prove this state to be an old copy, with their proofs; empty while the run is not held."""
+        """Nodes that prove this state to be an old copy, with their proofs."""
         return self._rollback.claims if self._adoption is None else {}
 
     def revision_for(self, given: Mapping[str, str]) -> Revision:
-        """The revision that would give the run these terms. Raises ValueError, one sentence, if it cannot have them."""
+        """The revision to these terms. Raises ValueError, one sentence, if the run cannot have them."""
         if self.holding is not None:
             raise ValueError(f"the run is held, and its state may be an old copy: {self.holding}")
         closing = {fragment for fragment, window in self.windows.items() if window.state == "closing"}
@@ -243,7 +234,6 @@ class CoordinatorMachine:
         return self._decisions.take()
 
     def _adopting(self, adoption: Adoption, event: ev.Event | None, now: float) -> list[ev.Command]:
-        """Before the run goes on from what nodes hold."""
         if not self._run.stopping and adoption.handle(event, now):
             self._adoption = None
             self._membership.clock_jumped(now - adoption.began_at)  # nobody could come to it
@@ -251,7 +241,6 @@ class CoordinatorMachine:
         return self._decisions.take()
 
     def next_timer(self) -> float | None:
-        """When to call `handle_timer`."""
         if self._adoption is not None:
             return None if self._run.stopping else self._adoption.wakes_at
         if self._run.stands_still:
@@ -273,7 +262,7 @@ class CoordinatorMachine:
         return self._decisions.take()
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: every deadline moves (protocol, Monotonic clocks)."""
+        """This process stood still: every deadline moves."""
         if self._adoption is not None:
             self._adoption.clock_jumped(seconds)
         self._membership.clock_jumped(seconds)
@@ -281,7 +270,6 @@ class CoordinatorMachine:
         self._closing.clock_jumped(seconds)
 
     def check(self) -> None:
-        """All invariants."""
         self.ledger.check()
         assert self._adoption is not None or set(self.windows) == set(self.ledger.windows)
         for fragment, window in self.windows.items():
@@ -311,7 +299,7 @@ class CoordinatorMachine:
                 pass  # the session's own business
 
     def _look_at_hold(self, before: str | None) -> None:
-        """Begin or end a hold of the run. The time of a hold does not count toward deadlines."""
+        """Begin or end a hold; its time does not count toward deadlines."""
         if before is None and self.holding is not None:
             self._membership.send_away(self.holding)
         elif before is not None and self.holding is None:
@@ -428,7 +416,7 @@ class CoordinatorMachine:
         self._membership.start_ready(self._run.now, "none")
 
     def _drop(self, offer: msg.Offer, reason: Reason, detail: str) -> None:
-        """A delta's outcome before its window closes (protocol, Delta outcomes)."""
+        """Decide a delta's outcome before its window closes."""
         blob = offer.blob
         self._decisions.record(rec.InputDropped(blob=blob, reason=reason, detail=detail))
         self._decisions.do(ev.Forget(blob=blob))
@@ -436,7 +424,7 @@ class CoordinatorMachine:
         self._give_up(offer, reason)
 
     def _give_up(self, offer: msg.Offer, reason: Reason) -> None:
-        """Stop waiting for a node's delta of the open window: it is not computed again."""
+        """Stop waiting for a node's delta: it is not computed again."""
         node, window = offer.blob.node, self.windows.get(offer.blob.fragment)
         if window and window.terms.window == offer.window and node in window.missing:
             window.removed[node] = reason
@@ -466,8 +454,8 @@ class CoordinatorMachine:
         self._finish_if_over(record.fragment)
 
     def _finish_if_over(self, fragment: int | None = None) -> None:
-        """End the run when every fragment is final, also at a restart after a crash in between, and tell nodes whose
-        own fragments are all final."""
+        """End the run when every fragment is final, also after a restart; tell nodes whose own
+        fragments are all final."""
         if not self.ledger.windows and not self.ledger.finished:
             self._decisions.record(rec.RunFinished())
         for member in self._membership.connected:
@@ -488,7 +476,7 @@ class CoordinatorMachine:
         self._decisions.do(ev.Publish(nodes=self._membership.audience(record.fragment), committed=committed))
 
     def _evaluator(self, terms: WindowTerms) -> NodeId | None:
-        """The lowest live node id, where the commit is one to evaluate at (protocol, Evaluation): a round's last."""
+        """The node to evaluate after this commit, the last of a round: the lowest live id."""
         following = self.ledger.windows.get(terms.fragment)
         stays = following is not None and following.round == terms.round
         spec = dataclasses.replace(self.ledger.spec, terms=self.ledger.terms_at(terms))

@@ -28,7 +28,7 @@ from farloop.coordinator.decide.windows import Window
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
-Boundary = Literal["none", "slot", "round"]  # what has just ended: nothing, a slot or a round
+Boundary = Literal["none", "slot", "round"]
 
 
 class Membership:
@@ -44,10 +44,8 @@ class Membership:
         gone_at: float,
         expire_s: float = EXPIRE_S,
     ) -> None:
-        """Nodes that take part have until `gone_at` to come back; `expire_s` later their samples go to others.
-
-        `closing` is asked to close the windows that may wait for nobody any more.
-        """
+        """Nodes that take part have until `gone_at` to return; `expire_s` later their samples go to others. `closing`
+        closes windows that no longer wait for any node."""
         self._ledger, self._windows, self.members = run.ledger, run.windows, run.members
         self._decisions, self._closing, self._rollback = decisions, closing, rollback
         self._expire_s = expire_s
@@ -73,25 +71,22 @@ class Membership:
 
     @property
     def awaited(self) -> list[NodeId]:
-        """Nodes that are connected, or may yet be back: who is not there to hear that the run is over never ends."""
+        """Nodes that are connected or may return: they must hear that the run is over."""
         return sorted(m.name for m in self.members.values() if m.session is not None or m.gone_at is not None)
 
     @property
     def connected(self) -> list[Member]:
-        """Members that are told of decisions."""
         return [m for m in self.members.values() if m.session is not None and m.stage != "left"]
 
     def audience(self, fragment: int) -> tuple[NodeId, ...]:
-        """Nodes that are told of its commits."""
         return tuple(sorted(m.name for m in self.connected if m.has(self._ledger.fragment(fragment))))
 
     def in_session(self, node: NodeId, session: ev.SessionId) -> Member | None:
-        """The member whose current session this is; None where another has taken its place."""
+        """The member with this session; None if another session took its place."""
         member = self.members.get(node)
         return member if member and member.session == session else None
 
     def expected(self, terms: WindowTerms) -> set[NodeId]:
-        """Nodes that may send a delta for a window that opens now."""
         fragment, slots = self._ledger.fragment(terms.fragment), self._ledger.spec.identity.layout.slots
         holders = [m for m in self.members.values() if m.counts and m.has(fragment)]
         return {
@@ -101,24 +96,23 @@ class Membership:
         }
 
     def evaluator(self) -> NodeId | None:
-        """Who is to evaluate now: the lowest live node id of those that hold all of the model (evaluation)."""
+        """The lowest live node id that holds the whole model."""
         layout = self._ledger.spec.identity.layout
         return min((m.name for m in self.connected if m.counts and is_whole(m.holds, layout)), default=None)
 
     def evaluates(self, node: NodeId | None) -> None:
-        """Mark the node that evaluates now: it may take longer than an inner step."""
+        """Mark the node that evaluates: it may take longer than an inner step."""
         for member in self.members.values():
             member.evaluates = member.name == node
 
     # --- joining
 
     def is_new(self, event: ev.NodeHello) -> bool:
-        """Whether this start of the node was never met."""
         member = self.members.get(event.node)
         return member is None or event.hello.incarnation > member.incarnation
 
     def greeted(self, event: ev.NodeHello, now: float) -> None:
-        """A session's first message: let the node in, with all that it must know, or say why not."""
+        """Handle a session's first message: let the node in, or say why not."""
         hello, name = event.hello, event.node
         member = self.members.get(name)
         refused = refusal(hello, name, self._ledger, member) or self._rollback.refusal(name, hello, now)
@@ -149,7 +143,7 @@ class Membership:
             self._catch_up(member, hello, fragment.index)
 
     def _forget_one(self) -> None:
-        """Bound the number of members: without keys, anyone can claim any number of names."""
+        """Bound the number of members: without keys, any number of names can be claimed."""
         gone = [m for m in self.members.values() if m.session is None and m.stage != "training"]
         if len(self.members) > MOST_MEMBERS and len(gone) > 1:  # the one that has just come has no session yet
             del self.members[min(gone[:-1], key=lambda m: m.heard_at).name]
@@ -172,17 +166,16 @@ class Membership:
 
     @property
     def speak(self) -> dict[NodeId, int]:
-        """Versions of the protocol of the nodes that take part, or may yet be back."""
+        """Protocol versions of the nodes that take part or may return."""
         return {m.name: m.protocol for m in self.members.values() if m.stage != "left"}
 
     def tell_revision(self, revision: Revision) -> None:
-        """The run has other terms from windows on that lie ahead. Who is not here hears of it with its Welcome."""
+        """Tell connected nodes of new terms; others hear of them in their Welcome."""
         for member in self.connected:
             if member.protocol >= REVISED_SINCE:
                 self._decisions.tell(member.name, msg.Revised(revision=revision))
 
     def _welcome_back(self, member: Member, now: float) -> None:
-        """Open windows expect the node again."""
         assert member.start_round is not None
         if member.name not in self._ledger.started:
             self._record_start(member)
@@ -207,14 +200,13 @@ class Membership:
     # --- starting
 
     def ready(self, member: Member, now: float) -> None:
-        """The member holds all anchors."""
         if member.stage == "joining":
             member.stage = "ready"
             self.start_ready(now, "none")
 
     def start_ready(self, now: float, boundary: Boundary) -> None:
-        """Start who is ready: at the run's begin, with a slot or a round, or at once where nobody trains any more, or
-        too few for the floor of a window, which no boundary would come before."""
+        """Start ready nodes: at the run's beginning, at a boundary of slots or rounds, or at once if a window would
+        otherwise never reach its floor."""
         ready = [m for m in self.members.values() if m.stage == "ready" and m.session is not None]
         ready = [m for m in ready if not self._ledger.is_over_for(m.holds)]
         if not ready:
@@ -236,7 +228,7 @@ class Membership:
                 window.removed = {n: r for n, r in window.removed.items() if n not in names}
 
     def _is_needed(self, member: Member) -> bool:
-        """Whether one of its windows gets nowhere without it: nobody trains that holds the fragment, or too few do."""
+        """Whether one of its windows cannot close without it: too few nodes train that hold the fragment."""
         windows = [w for w in self._windows.values() if member.has(self._ledger.fragment(w.terms.fragment))]
         return any(not self._is_served(window) or self._lacks(window) for window in windows)
 
@@ -245,7 +237,6 @@ class Membership:
         return any(m.counts and m.has(fragment) for m in self.members.values())
 
     def _lacks(self, window: Window) -> bool:
-        """Whether the window is held though nobody is awaited any more."""
         return window.short_of(self._ledger.terms_at(window.terms).admission.floor) is not None
 
     def _start(self, member: Member, plan: RoundPlan, slot: int, now: float) -> None:
@@ -258,11 +249,8 @@ class Membership:
         self._tell_grants(member, leases[1:])
 
     def _slot_for(self, member: Member, plan: RoundPlan) -> int:
-        """The slot of the round that a node can start with, where the others are; 0 where it waits for the next round.
-
-        A stage does, for it goes with the others of its pipeline, and a node that could not be told; and in the last
-        round windows are open already that do not expect it.
-        """
+        """The slot of the round with which a node can start; 0 if it waits for the next round, as a pipeline stage
+        does, a node that cannot be told of slots, and every node in the last round."""
         ledger = self._ledger
         if member.protocol < msg.SLOTS_SINCE or member.holds is not None or ledger.spec.terms.schedule.lag:
             return 0
@@ -283,7 +271,7 @@ class Membership:
     # --- samples
 
     def reported(self, member: Member, progress: msg.Progress, now: float) -> None:
-        """It says how it goes, and what it has used of its samples."""
+        """Handle a report."""
         paused = member.paused
         member.report(progress, now)
         if member.paused and not paused:
@@ -300,7 +288,6 @@ class Membership:
         self._top_up(member)
 
     def top_up_all(self) -> None:
-        """Grant all members samples for the round that begins."""
         for member in self.members.values():
             self._top_up(member)
 
@@ -309,10 +296,10 @@ class Membership:
             self._tell_grants(member, self._grant(member))
 
     def _grant_again(self, member: Member) -> None:
-        """Grants may have been lost with the last session. A node knows those that it has.
+        """Send a node's grants again: they may have been lost with the last session.
 
-        One that has none in the book may have been away for so long that others have them now: how many it used is not
-        known before it says that it uses no more of them.
+        The samples of a node that was away for long may belong to others. How many it used is not known before it says
+        that it uses no more of them.
         """
         book, owner = self._ledger.leases, (member.name, member.incarnation)
         brings_own = not self._ledger.spec.identity.num_samples or not is_source(member.holds)
@@ -321,7 +308,7 @@ class Membership:
         self._top_up(member)
 
     def _grant(self, member: Member, *, since: int | None = None) -> list[Lease]:
-        """Samples for some rounds; none where it has enough, or brings its own. `since`: of a new book."""
+        """Grant samples for some rounds, if the node needs any. `since`: of a new record."""
         spec, book, owner = self._ledger.spec, self._ledger.leases, (member.name, member.incarnation)
         if not spec.identity.num_samples or not is_source(member.holds):
             return []
@@ -342,7 +329,7 @@ class Membership:
         return leases
 
     def _stored(self, member: Member) -> int:
-        """Samples that are in one of its stored deltas; of a node that does not say it, all that it has used."""
+        """Samples in its stored deltas; all that it used, if it does not say."""
         book, owner = self._ledger.leases, (member.name, member.incarnation)
         tells = member.progress is None or member.progress.samples_left is not None
         return (book.stored if tells else book.consumed).get(owner, 0)
@@ -354,24 +341,22 @@ class Membership:
     # --- disconnecting and leaving
 
     def send_away(self, why: str) -> None:
-        """The run is held: tell connected nodes, which dial again until it goes on."""
+        """The run is held: end all sessions; nodes dial again until it continues."""
         for member in self.connected:
             self._decisions.tell(member.name, msg.Leave(reason=Reason.HOLDING, detail=why))
 
     def parted(self, member: Member, reason: Reason, now: float) -> None:
-        """The member's session ended."""
         member.disconnect(reason, now, CLOSED_GRACE_S if reason is Reason.CLOSED else 0.0, self._expire_s)
 
     def left(self, member: Member, leave: msg.Leave, now: float) -> None:
-        """The member sent Leave."""
         member.anchors = leave.anchors
         member.disconnect(leave.reason, now, 0.0)
         self._leave(member, leave.reason)
         self.start_ready(now, "none")
 
     def remove_overdue(self, now: float) -> None:
-        """Who did not come back in time, or stands still for no known reason, is not waited for any more; the samples
-        of one that is away for long go to others."""
+        """Stop waiting for nodes that did not return in time, or that stall; free the samples of nodes that are away
+        for long."""
         for member in self.members.values():
             if member.gone_at is not None and member.gone_at <= now:
                 self._remove(member, member.reason)
@@ -381,14 +366,12 @@ class Membership:
                 self._leave(member, member.reason)
 
     def deadlines(self) -> list[float]:
-        """When to call `remove_overdue`."""
         waits = (
             [at for m in self.members.values() for at in (m.stalls_at, m.expires_at)] if self._ledger.windows else []
         )
         return [at for at in (*(m.gone_at for m in self.members.values()), *waits) if at is not None]
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still: every deadline moves (protocol, Monotonic clocks)."""
         for member in self.members.values():
             member.progress_at += seconds
             member.awaited_since += seconds
@@ -398,7 +381,6 @@ class Membership:
                 member.expires_at += seconds
 
     def _leave(self, member: Member, reason: Reason) -> None:
-        """The member will not come back under this incarnation."""
         self._remove(member, reason)
         member.stage, member.expires_at = "left", None
         if member.name in self._ledger.started:
@@ -407,7 +389,6 @@ class Membership:
             self._decisions.record(rec.NodeLeft(node=member.name, reason=reason, consumed=consumed, stored=stored))
 
     def _remove(self, member: Member, reason: Reason) -> None:
-        """Windows stop waiting for the member."""
         member.gone_at, member.absent, member.reason = None, True, reason
         for fragment, window in self._windows.items():
             if member.name in window.missing:
@@ -415,14 +396,12 @@ class Membership:
                 self._closing.try_one(fragment)
 
     def leave_out(self, node: NodeId) -> None:
-        """The open windows wait for it no more; a delta that comes while one is still open is merged, and the next
-        ones expect it."""
+        """Open windows stop waiting for the node; its delta is still merged if it comes in time."""
         for fragment, window in list(self._windows.items()):
             if window.state == "open" and node in window.missing:
                 window.removed[node] = Reason.LATE
                 self._closing.try_one(fragment)
 
     def check(self) -> None:
-        """All invariants."""
         for member in self.members.values():
             member.check()

@@ -1,9 +1,8 @@
-"""What the journal remembers: every input and every decision, as typed records and their bytes. No files.
+"""The records of the journal: every input and every decision, and their bytes. No files.
 
-A record's bytes are the msgpack map of its fields; its kind is the number below and stands in the journal's record
-header. Bulk bytes (an encoded delta, an encoded update) are attached to a record, never inside it. A reader ignores
-fields it does not know, so that a field with a default can be added; a record of an unknown kind is refused, because
-a decision that was skipped is a decision that was lost.
+A record is the msgpack map of its fields; its kind, a number below, is in the journal's record header. Bulk bytes (an
+encoded delta or update) are attached to a record. A reader ignores unknown fields, so a field with a default can be
+added. A record of an unknown kind is refused: a skipped decision is a lost decision.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from farloop.wire.reasons import Reason, RemoteProtocolError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """The run began: the commit of version 0 of every fragment, which opens window 1 (protocol, Window terms)."""
+    """The run began: version 0 of every fragment, with window 1 open."""
 
     spec: RunSpec
     epoch: int
@@ -27,24 +26,23 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochClaimed:
-    """A later start of the coordinator took over; lower epochs are fenced (protocol, Fencing and old copies)."""
+    """A later start of the coordinator took over; lower epochs are fenced."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochSeen:
-    """A node has met this epoch, which this state knows nothing of: whoever winds the run back claims a higher one."""
+    """A node has met this epoch, which this state does not know: a rewind claims a higher one."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewound:
-    """A start of the coordinator took this state for the truth, whatever nodes had seen since (fencing and old copies).
+    """A start of the coordinator accepted this state, whatever nodes had seen since.
 
-    The epoch names the history that begins here. Stored deltas are dropped: their nodes begin again from snapshots, and
-    could not tell the outcome of such a delta from that of the next one.
+    The epoch names the history that begins here. Stored deltas are dropped: their nodes begin again from snapshots.
     """
 
     epoch: int
@@ -52,8 +50,8 @@ class Rewound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorFetched:
-    """An anchor that this state does not have came from a node that holds it. It counts for nothing before an `Adopted`
-    names it. Attached: its bytes, as a snapshot."""
+    """A node sent an anchor that this state lacks. It counts once an `Adopted` names it. Attached: its bytes, as a
+    snapshot."""
 
     anchor: AnchorRef
     node: NodeId
@@ -62,33 +60,33 @@ class AnchorFetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptedAnchor:
-    """A version that the run goes on from, and was not in this state."""
+    """A version that the run continues from and that this state lacked."""
 
     fragment: int
     version: int
     digest: int
-    node: NodeId  # who brought it
-    before: int  # the version of this state, which may have been many
+    node: NodeId  # the node that sent it
+    before: int  # version of this state, which may be much older
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """A start of the coordinator over an old copy of its state took what nodes held for the truth.
+    """A start over an old copy of the state accepted what nodes held.
 
-    The epoch names the history that begins here, as that of `Rewound` does. Stored deltas are dropped; the targets of
-    these fragments are their anchors, and their outer optimizers begin anew from nothing.
+    The epoch names the history that begins here. Stored deltas are dropped; these fragments' targets are their anchors,
+    and their outer optimizers start anew.
     """
 
     epoch: int
     anchors: tuple[AdoptedAnchor, ...]
-    windows: tuple[WindowTerms, ...]  # that follow these versions; a fragment without one is final
+    windows: tuple[WindowTerms, ...]  # windows that follow these versions; a fragment without one is final
     rounds: tuple[RoundPlan, ...]
-    revisions: tuple[Revision, ...]  # of the terms, those that this state did not have
+    revisions: tuple[Revision, ...]  # revisions that this state lacked
     frontier: int  # first sample that was never granted, as far as is known
     returned: tuple[Lease, ...]  # samples that are free now, by position
-    uncertain: int  # those of them that may have been trained on since the copy
-    lost: tuple[AnchorRef, ...] = ()  # newer versions that nodes were told of, or held, and that nobody could bring
-    missing: tuple[NodeId, ...] = ()  # nodes of this state that nothing was heard of
+    uncertain: int  # free samples that may have been trained on since the copy
+    lost: tuple[AnchorRef, ...] = ()  # newer versions that nodes knew and none could send
+    missing: tuple[NodeId, ...] = ()  # nodes of this state that did not come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,29 +106,26 @@ class NodeLeft:
 
     node: NodeId
     reason: Reason
-    consumed: int = 0  # samples of its leases that it had used, as far as was known
-    stored: int | None = None
-    """Those of them that are in one of its stored deltas: the rest are free again. None where it was not told: all."""
+    consumed: int = 0  # samples of its leases that it had used, as far as known
+    stored: int | None = None  # those in its stored deltas; the rest is free again. None if it did not say: all.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseGranted:
-    """Samples went to one start of a node: never to another, unless they come back."""
+    """Samples were granted to one start of a node."""
 
     node: NodeId
     incarnation: int
     lease: Lease
     consumed: int = 0
-    """Samples of its earlier leases that it had used by then: what a crash of both sides leaves uncertain is little."""
-    stored: int = 0
-    """Those of them that are in one of its stored deltas: leases that are used up by then are of no more interest."""
-    since: int | None = None
-    """Where it had given back all that it held, and lives on: the samples that it had used by then."""
+    """Samples of earlier leases that it had used by then: little is uncertain after a crash of both sides."""
+    stored: int = 0  # those in its stored deltas: leases that these use up are forgotten
+    since: int | None = None  # samples that it had used when it came back after it had returned everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFixed:
-    """A round's place in the schedule and its steps per node, decided once (protocol, Window terms)."""
+    """A round's place in the schedule and its steps per node."""
 
     round: RoundPlan
 
@@ -143,12 +138,12 @@ class InputStored:
     window: int
     contributors: tuple[Contribution, ...]
     digest: int  # xxh3-64 of the attached bytes
-    consumed: int | None = None  # samples that its node had used of its leases when it took the delta, where it said so
-    payload: int = 0  # xxh3-64 of the encoded numbers in them alone, by which a copy is known; 0 where nobody took it
+    consumed: int | None = None  # samples of its leases that the node had used when it took the delta, if it said so
+    payload: int = 0  # xxh3-64 of the encoded numbers alone, to recognise a copy; 0 if not computed
 
     @classmethod
     def of(cls, offer: Offer, payload: int = 0) -> "InputStored":
-        """All that an offer says but the size, which nobody asks for again."""
+        """The offer without its size."""
         return cls(
             blob=offer.blob,
             window=offer.window,
@@ -159,7 +154,7 @@ class InputStored:
         )
 
     def offer(self) -> Offer:
-        """As the node announced it, but for the size."""
+        """The offer as announced, with size 0."""
         return Offer(
             blob=self.blob,
             size=0,
@@ -172,7 +167,7 @@ class InputStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputDropped:
-    """A stored delta's outcome, decided before its window closed (protocol, Delta outcomes)."""
+    """A stored delta's outcome, decided before its window closed."""
 
     blob: BlobId
     reason: Reason
@@ -186,7 +181,7 @@ class Addend:
     blob: BlobId
     weight: float
     consumed: int | None = None  # as of `InputStored`, which is not there where inputs are not spooled
-    cosine: float | None = None  # to the mean of the others, where that is measured
+    cosine: float | None = None  # cosine to the mean of the others, if measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +197,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowCommitted:
-    """A window's decision, and all that its arithmetic needs. Attached: the encoded update (journal and recovery)."""
+    """A window's decision, and all that its arithmetic needs. Attached: the encoded update."""
 
     fragment: int
     version: int
@@ -210,7 +205,7 @@ class WindowCommitted:
     merged: tuple[Share, ...]
     drops: tuple[Drop, ...]
     blobs: tuple[Addend, ...]  # in the order of the sum: by the smallest node name in each contributor set
-    anchor_digest: int  # digests (protocol, Tiles, padding and digest) of the buffers after the commit
+    anchor_digest: int  # digests of the buffers after the commit
     target_digest: int
     momentum_digest: int | None  # over the whole outer-optimizer state; None without one
     next_window: WindowTerms | None  # None once the fragment is final
@@ -219,11 +214,11 @@ class WindowCommitted:
     outer_lr: float
     outer_momentum: float
     why: str  # why the window closed, as one sentence
-    delta_scale: float = 1.0  # by which the merged delta was multiplied before the outer step
+    delta_scale: float = 1.0  # factor of the merged delta before the outer step
     flush: bool = False  # the fragment's last window: a plain step, whatever optimizer the method has
     reach: float = 0.0  # of the deltas, where the optimizer asks for it (`weights.reach`)
     refused: tuple[Refusal, ...] = ()
-    """Stored deltas that are not merged, by this window or another. Without an addend the version holds nothing new."""
+    """Stored deltas that no window merges. Without an addend the version holds nothing new."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +231,7 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTaken:
-    """The loss of the anchors of these versions on the evaluation set (protocol, Evaluation)."""
+    """The loss of the anchors of these versions on the evaluation set."""
 
     loss: float
     versions: tuple[int, ...]
@@ -245,7 +240,7 @@ class EvaluationTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermsChanged:
-    """The run has other terms, from these windows and this round on (protocol, Versions and compatibility)."""
+    """The terms change from these windows and this round on."""
 
     revision: Revision
 
@@ -257,7 +252,7 @@ class RunFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasesHeld:
-    """What one start of a node was granted, in order, and how many of these samples it had used."""
+    """The grants of one start of a node, in order, and how many of these samples it had used."""
 
     node: NodeId
     incarnation: int
@@ -269,20 +264,20 @@ class LeasesHeld:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A delta that had its outcome, as later ones are held against it: by its numbers, and if merged by its length."""
+    """A delta with an outcome, to compare later ones with: by its numbers, and if merged by its norm."""
 
     fragment: int
     version: int
     node: NodeId
     norm: float
-    steps: int  # 0, with a norm of 0, where it was not merged
+    steps: int  # 0, with a norm of 0, if it was not merged
     rate: float  # learning rate of its round
     payload: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a node's deltas of late say of it."""
+    """A node's standing by its recent deltas."""
 
     node: NodeId
     strikes: int = 0
@@ -293,7 +288,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSaved:
-    """All that the records before this one say. A segment begins with it, so that those before can be deleted."""
+    """All that the records before this one say. A segment begins with it, so earlier ones can be deleted."""
 
     spec: RunSpec
     epoch: int
@@ -309,16 +304,15 @@ class LedgerSaved:
     evaluations: tuple[EvaluationTaken, ...]
     finished: bool
     ended: tuple[LeasesHeld, ...] = ()
-    """The last starts that gave back what they had not used; they hold nothing. `retired` is all that they had been
-    granted; 0 where that is not known."""
+    """Past starts that returned their unused samples. `retired` counts all that they were granted, 0 if unknown."""
     returned_total: int = 0  # samples that ever came back
-    uncertain_total: int = 0  # those of them that had been trained on
+    uncertain_total: int = 0  # returned samples that had been trained on
     seen: tuple[Seen, ...] = ()
     standings: tuple[Standing, ...] = ()
     history: int = field(default=0, metadata=LATER)  # epoch of the last `Rewound` or `Adopted`; 0 for none
     epoch_seen: int = field(default=0, metadata=LATER)  # highest of all `EpochSeen`
     revisions: tuple[Revision, ...] = field(default=(), metadata=LATER)
-    """Those of the terms that are still needed, the last that of `spec`; none where they never changed."""
+    """Revisions that are still needed, the last that of `spec`; none if the terms never changed."""
 
 
 Record = (

@@ -1,7 +1,7 @@
-"""Other terms for a run that goes on: what is asked becomes a revision, with the first windows and round it holds for.
+"""New terms during a run: a request becomes a revision, with the first windows and round that it applies to.
 
-Nothing that was told to a node is touched: a fragment's next window is the first of which nobody knows the terms, a
-round the first that is not fixed. A window that is closing has said already what the one after it runs under.
+Published terms stay: the first affected window of a fragment is the first whose terms no node knows, the first affected
+round the first that is not fixed. A closing window has already published the terms of the next one.
 """
 
 import difflib
@@ -17,22 +17,19 @@ from farloop.algo.validation import OF_NODES
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.wire.messages import OWN_CODECS_SINCE, SINCE, Revised
 
-REVISED_SINCE: Final = SINCE[Revised]  # version of the protocol in which nodes can be told of other terms
+REVISED_SINCE: Final = SINCE[Revised]  # protocol version from which nodes can be told of new terms
 MOST: Final = 64  # revisions that are kept at a time: all of them are in every Welcome
 
 
 def revision_of(
     ledger: Ledger, closing: Collection[int], speak: Mapping[NodeId, int], given: Mapping[str, str]
 ) -> Revision:
-    """What the run would have if these values were set now.
+    """The revision that sets these values now. Raises ValueError: it cannot; one sentence.
 
     Args:
         closing: fragments whose open window is being committed.
-        speak: versions of the protocol of the nodes that take part, or may yet be back.
-        given: text by key, as `algo.revise.revised` takes it.
-
-    Raises:
-        ValueError: it cannot; one sentence.
+        speak: protocol versions of the nodes that take part or may return.
+        given: text by key, as `revised` takes it.
     """
     before, layout = ledger.spec.terms, ledger.spec.identity.layout
     if not ledger.windows:
@@ -61,7 +58,7 @@ def revision_of(
 
 
 def described(before: Terms, revision: Revision) -> list[dict[str, object]]:
-    """What a revision changes, and from where on, as plain values."""
+    """What a revision changes, and from which window or round, as plain values."""
     windows = ", ".join(f"f{fragment}:{window}" for fragment, window in enumerate(revision.windows))
     return [
         {
@@ -75,7 +72,7 @@ def described(before: Terms, revision: Revision) -> list[dict[str, object]]:
 
 
 def last_change(ledger: Ledger) -> list[str]:
-    """What the newest revision changes, a line each; nothing where the terms are those of the run's start."""
+    """Lines that describe the newest revision; none without one."""
     if len(ledger.revisions.kept) < 2:
         return []
     before, newest = ledger.revisions.kept[-2:]
@@ -84,8 +81,8 @@ def last_change(ledger: Ledger) -> list[str]:
 
 
 def not_for_the_deaf(ledger: Ledger) -> str | None:
-    """Why a node that cannot be told of other terms must wait with coming in, as a sentence: a change of what nodes
-    read is known, and not everything runs under it yet."""
+    """Why a node that cannot be told of new terms must wait, as a sentence: a change that nodes follow is not in effect
+    everywhere yet."""
     for before, after in itertools.pairwise(ledger.revisions.kept):
         windows_ahead = any(after.windows[fragment] > ledger.versions[fragment] + 1 for fragment in ledger.windows)
         rounds_ahead = bool(ledger.windows) and after.round > ledger.current_round
@@ -98,8 +95,8 @@ def not_for_the_deaf(ledger: Ledger) -> str | None:
 
 
 def cannot_follow(ledger: Ledger, node: NodeId, protocol: int) -> str | None:
-    """Why a node that speaks this version must stay away for now, as a sentence: a window that is open, or comes, asks
-    it for a codec of its own, and it would send by that of all."""
+    """Why a node of this protocol version must wait, as a sentence: an open or coming window asks it for a codec of its
+    own, and it would use that of all."""
     if protocol >= OWN_CODECS_SINCE:
         return None
     for fragment, window in ledger.windows.items():
@@ -110,7 +107,7 @@ def cannot_follow(ledger: Ledger, node: NodeId, protocol: int) -> str | None:
 
 
 def _check_follow(before: Terms, after: Terms, differ: list[Change], speak: Mapping[NodeId, int]) -> None:
-    """Raise ValueError unless all nodes can follow, and those that are named are there."""
+    """Raise ValueError unless all nodes can follow and the named ones exist."""
     deaf = sorted(node for node, version in speak.items() if version < REVISED_SINCE)
     keys = nodes_must_hear(before, after)
     if keys and deaf:
@@ -138,7 +135,7 @@ def _shown(value: object) -> object:
 
 
 def _check_rounds(ledger: Ledger, after: Terms, first_round: int) -> None:
-    """Raise ValueError unless the run goes on for longer than the rounds that are as they are."""
+    """Raise ValueError unless the run outlasts the rounds that are fixed."""
     plan: RoundPlan | None = ledger.rounds[max(ledger.rounds)]
     while plan is not None and plan.index < first_round - 1:
         plan = schedule.round_after(ledger.terms_in(plan.index + 1), plan)

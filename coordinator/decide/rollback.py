@@ -1,23 +1,23 @@
-"""Detects that the state directory is an old copy: nodes have seen more than it knows (fencing and old copies).
+"""Detects that the state directory is an old copy: nodes have seen more than it knows.
 
-What is told to a node is durable before. So a node that has met a higher epoch, or holds (or was told of) a version
-that this state does not have or has otherwise, proves that the state is an old copy, or that another coordinator went
-on from one:
+Nodes are told only what is durable. So a node that has met a higher epoch, or that holds (or was told of) a version
+which this state lacks or has with other content, proves that the state is an old copy, or that another coordinator
+continued from one:
 
     same     it holds what this state holds
     behind   it holds less, all of it from this history
-    lost     it follows a history that the run was wound back from: what it holds counts for nothing
+    lost     it follows a history that the run was rewound from: what it holds counts for nothing
     ahead    it has met a higher epoch, or holds a newer version
-    forked   it holds a version of another content
+    forked   it holds a version with other content
 
-The last two hold the run: merging on would make one of two histories worthless, and which, only a person can say. Once
-a start of the coordinator has served nodes for `TRUSTED_AFTER_S`, whoever lives has come back to it, and a single
-node's claim does not stop the others any more: it is kept out alone, with an alarm.
+The last two hold the run: merging on would make one of two histories worthless, and only a person can choose. Once a
+start of the coordinator has served nodes for `TRUSTED_AFTER_S`, every live node has returned, and the claim of a single
+node no longer stops the others: it is kept out, with an alarm.
 
-A hold by the word of one node alone ends after the same time, if another node contradicts it: one that was there at
-this state's last commits and has met nothing newer. A hold by several nodes, or by one that nobody contradicts, ends
-when a person decides: by another start, or with `farloop release`. The released run still waits for a node that is
-not kept out: where all nodes have seen more, the state is an old copy, and to commit anything would fork the run.
+A hold by a single node ends after the same time if another node contradicts it: one that took part in this state's last
+commits and has met nothing newer. Any other hold ends when a person decides: by another start, or with `farloop
+release`. A released run still waits for a node that is not kept out: if all nodes have seen more, the state is an old
+copy, and any commit would fork the run.
 """
 
 import dataclasses
@@ -34,14 +34,11 @@ from farloop.wire.reasons import Reason
 
 Kind = Literal["same", "behind", "lost", "ahead", "forked"]
 
-ALARM: Final = "history"
-"""The alarm that says who proves what, and what a person can do, for as long as the run is held."""
+ALARM: Final = "history"  # the alarm that names the proofs and what a person can do, while the run is held
+FORGOTTEN_S: Final = 600.0  # the alarm of a node that is kept out ends when it has not dialled for this long
+TRUSTED_AFTER_S: Final = 60.0  # many times the longest redial pause
 
-FORGOTTEN_S: Final = 600.0  # after which the alarm of a node ends that was kept out and does not dial any more
-TRUSTED_AFTER_S: Final = 60.0  # many times the longest pause of a node that dials again
-
-MOST_STARTS: Final = 1 << 20
-"""Epochs that a node may be ahead by: a larger claim is none that starts of a coordinator can have led to."""
+MOST_STARTS: Final = 1 << 20  # epochs that a node may be ahead; more is impossible
 
 WAYS_OUT: Final = (
     "this state folder looks like an old copy: put the newer one back and start again; or start once with "
@@ -57,19 +54,18 @@ IF_RIGHT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloStanding:
-    """Where a node stands to this state."""
+    """A node's history, compared with this state."""
 
     kind: Kind
-    detail: str = ""  # what it proves, with both values; empty where nothing is wrong
+    detail: str = ""  # what it proves, with both values; empty if nothing is wrong
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether one of the two histories has to be given up."""
         return self.kind in ("ahead", "forked")
 
 
 def standing_of(hello: Hello, ledger: Ledger) -> HelloStanding:
-    """What a node's greeting proves. Its fragments are those of the layout."""
+    """Compare a node's greeting with the ledger. Its fragments are those of the layout."""
     kind: Kind = "same"
     proofs: list[str] = []
     if hello.epoch_seen > ledger.epoch:
@@ -97,13 +93,12 @@ def standing_of(hello: Hello, ledger: Ledger) -> HelloStanding:
 
 
 def epoch_met(hello: Hello) -> int:
-    """The highest that a node knows of. A history is named by one, and a greeting may tell of it before the node has
-    followed its Welcome."""
+    """The highest epoch that a node knows, including that of a history which it has not followed yet."""
     return max(hello.epoch_seen, hello.history)
 
 
 def unbelievable(hello: Hello, ledger: Ledger) -> Refused | None:
-    """Refuses a node that says it has met an epoch which no run can have reached: it would use up the epochs."""
+    """Refuse an impossible epoch: it would use up the epochs."""
     if epoch_met(hello) <= ledger.epoch + MOST_STARTS:
         return None
     claim = f"the node says it has met epoch {epoch_met(hello)}, this is {ledger.epoch}"
@@ -111,28 +106,27 @@ def unbelievable(hello: Hello, ledger: Ledger) -> Refused | None:
 
 
 def as_newcomer(hello: Hello) -> Hello:
-    """The greeting of a node of a lost history: it has nothing, and does not train."""
+    """The greeting of a node of a lost history, as that of a node that holds nothing."""
     return dataclasses.replace(hello, anchors=(), announced=(), round=None)
 
 
 class RollbackGuard:
-    """Holds the run of one start of the coordinator, where nodes prove that its state is an old copy."""
+    """Holds the run while nodes prove that its state is an old copy."""
 
     def __init__(self, run: RunState, decisions: Decisions) -> None:
         self._run, self._decisions = run, decisions
         self._ledger, self._alarms = run.ledger, run.alarms
         self._trusted_at: float | None = None
-        """From when on a single node's claim holds nobody but itself; None before the first node was let in."""
-        self.held_s = 0.0  # how long the hold lasted that ended last
+        """Time from which the claim of a single node holds only itself; None before the first node was let in."""
+        self.held_s = 0.0  # duration of the last hold
         self._held_at = 0.0
-        self._claims: dict[NodeId, str] = {}  # what the nodes prove by which it is held
+        self._claims: dict[NodeId, str] = {}  # proofs of the nodes that hold the run
         self._against: set[NodeId] = set()  # nodes that contradict them
         self._kept_out_at: dict[NodeId, float] = {}  # when each node that is kept out was last heard of
-        self._disbelieved: set[NodeId] = set()
-        """Nodes that are kept out whatever they claim, since a hold by their word was released."""
+        self._disbelieved: set[NodeId] = set()  # nodes that are kept out since a hold by their claim was released
 
     def refusal(self, node: NodeId, hello: Hello, now: float) -> Refused | None:
-        """Why this node is not let in now, having held the run if it has to be; None lets it in."""
+        """Why this node is not let in; None lets it in. Holds the run if necessary."""
         if refused := unbelievable(hello, self._ledger):
             return refused
         standing = standing_of(hello, self._ledger)
@@ -161,13 +155,13 @@ class RollbackGuard:
 
     @property
     def claims(self) -> dict[NodeId, str]:
-        """The nodes by which the run is held, and what each of them proves."""
+        """The nodes that hold the run, with their proofs."""
         return dict(self._claims) if self._run.held is not None else {}
 
     def release(self, now: float, why: str) -> None:
-        """Keep out the nodes by which the run is held, until they take their word back, and go on without them: at
-        once where a node contradicts them, else with the first node that has seen nothing newer. Nothing where no node
-        holds the run."""
+        """Keep out the nodes that hold the run until they withdraw their claims, and continue: at once if a node
+        contradicts them, else with the first node that has seen nothing newer. Does nothing if no node holds the
+        run."""
         if self._run.held is None:
             return
         for node, detail in self._claims.items():
@@ -184,7 +178,7 @@ class RollbackGuard:
         self._run.held, self.held_s, self._trusted_at = None, now - self._held_at, trusted_at
 
     def pass_time(self, now: float) -> None:
-        """End the alarm of a node that was kept out and does not come any more. It stays kept out."""
+        """End the alarm of a node that stopped dialling. It stays kept out."""
         for node in [node for node, at in self._kept_out_at.items() if at + FORGOTTEN_S <= now]:
             self._end_alarm(node)
 
@@ -197,7 +191,7 @@ class RollbackGuard:
         self._alarms[_of(node)] = f"it is kept out: it {detail}; {why}; {IF_RIGHT}"
 
     def _weigh(self, node: NodeId, hello: Hello, standing: HelloStanding, now: float) -> None:
-        """Count the node's word, and end a hold by one alone that others contradict."""
+        """Count the node's claim, and end a hold by a single node that others contradict."""
         if standing.is_in_doubt:
             self._against.discard(node)
             trusted = self._trusted_at is not None and now >= self._trusted_at
@@ -211,8 +205,7 @@ class RollbackGuard:
             self.release(now, f"{', '.join(sorted(self._against)[:4])} contradicts it, and the run goes on")
 
     def _was_here_last(self, hello: Hello, standing: HelloStanding) -> bool:
-        """Whether a node knows the last commits of this state, one at most not, and nothing that is newer: who was away
-        since before it became an old copy, if it is one, does not."""
+        """Whether a node knows the last commits of this state, all but one at most, and nothing newer."""
         ledger, newest = self._ledger, dict[int, int]()
         for ref in (*hello.anchors, *hello.announced):
             if ledger.anchor_digest(ref.fragment, ref.version) == ref.digest:
@@ -221,20 +214,18 @@ class RollbackGuard:
         return standing.kind in ("same", "behind") and all(newest.get(f, -2) + 1 >= ledger.versions[f] for f in held)
 
     def clock_jumped(self, seconds: float) -> None:
-        """This process stood still, and nobody could come (protocol, Monotonic clocks)."""
         self._held_at += seconds
         self._kept_out_at = {node: at + seconds for node, at in self._kept_out_at.items()}
         if self._trusted_at is not None:
             self._trusted_at += seconds
 
     def _remember(self, epoch: int) -> None:
-        """Durably: a start that winds the run back has to claim a higher one before it meets anybody."""
+        """Store the epoch: a start that rewinds the run must claim a higher one before it meets any node."""
         if epoch > max(self._ledger.epoch, self._ledger.epoch_seen):
             self._decisions.record(rec.EpochSeen(epoch=epoch))
 
 
 def _names(nodes: set[NodeId], most: int = 4) -> str:
-    """As the subject of a sentence whose verb follows."""
     more = [f"{len(nodes) - most} more"] if len(nodes) > most else []
     names = [*sorted(nodes)[:most], *more]
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
@@ -245,6 +236,6 @@ def _of(node: NodeId) -> str:
 
 
 def _joined(proofs: list[str], most: int = 3) -> str:
-    """A model can have thousands of fragments; a few of them prove as much."""
+    """The first few proofs: a model can have thousands of fragments."""
     more = [f"{len(proofs) - most} more like these"] if len(proofs) > most else []
     return " and ".join([*proofs[:most], *more])

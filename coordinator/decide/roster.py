@@ -16,28 +16,24 @@ from farloop.wire.reasons import Reason
 # --- Members
 
 
-CLOSED_GRACE_S = 1.0
-"""How long a window waits for a node whose connection closed: long enough to dial again, short for the others."""
-
-STALL_S = 30.0  # how long a node that trains may show no progress at least
+CLOSED_GRACE_S = 1.0  # how long a window waits for a node whose connection closed: long enough to redial
+STALL_S = 30.0  # shortest time without progress after which a training node stalls
 STALL_STEPS = 10.0  # and in times of its usual inner step
-EXPIRE_S = 600.0  # how long a node that trained may be away before its samples go to others
-MOST_MEMBERS = 1024  # names that are remembered: of those beyond, who has gone longest ago is forgotten
+EXPIRE_S = 600.0  # how long a node may be away before its samples go to others
+MOST_MEMBERS = 1024  # names that are remembered; beyond it, the node that left first is forgotten
 
-SLOW_TASKS = 10.0
-"""Times as long may be what takes long: the first inner step, in which a model is compiled, and an evaluation."""
-
+SLOW_TASKS = 10.0  # factor for the first inner step, which compiles the model, and for evaluations
 _STEP_TIMES = 15  # measurements that the usual inner step is the median of
 
 _DOES_STEPS: Final[frozenset[NodeState]] = frozenset({"training", "evaluating"})
-"""In all other states a node that reports is where it should be, though it does no steps."""
+"""In all other states a node that reports need not do steps."""
 
 Stage = Literal["joining", "ready", "training", "left"]
 
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """One node. `check` states what always holds."""
+    """One node."""
 
     name: NodeId
     incarnation: int
@@ -46,42 +42,36 @@ class Member:
     session: int | None = None
     start_round: int | None = None  # first round it trains in
     start_slot: int = 0  # and the slot of it that it began with
-    gone_at: float | None = None
-    """When it stops being expected, unless it comes back before; None while connected, or once that has happened."""
-    absent: bool = False  # no window waits for it until it is back, or, where it stalled, until it moves
+    gone_at: float | None = None  # when it stops being expected unless it returns; None while connected, or after that
+    absent: bool = False  # no window waits for it until it returns or, if it stalled, moves
     reason: Reason = Reason.NONE  # why it is absent, or left
     device: str = ""
-    inventory: Inventory = NOTHING  # its machine, as it told in its last greeting
-    protocol: int = PROTOCOL_VERSIONS[1]
-    """Version that is spoken with it; until it comes after a restart, the newest is assumed."""
+    inventory: Inventory = NOTHING  # its machine, by its last greeting
+    protocol: int = PROTOCOL_VERSIONS[1]  # protocol version spoken with it; the newest until it returns after a restart
     progress: Progress | None = None
     anchors: tuple[AnchorRef, ...] = ()  # what it held when it left
     heard_at: float = 0.0
-    steps_per_s: float = 0.0
-    """Inner steps a second while it trains, without the time in which it waits; 0 until that is known."""
-    progress_at: float = 0.0  # when it last did a step, as far as is known, or was seen to stand still for good reason
+    steps_per_s: float = 0.0  # inner steps per second of training, without waiting; 0 until known
+    progress_at: float = 0.0  # time of its last known step, or of a good reason for none
     awaited_since: float = 0.0  # when it was started, or windows took it in again
     expires_at: float | None = None
-    """When its samples go to others, unless it is back before; None while it is here, or has none."""
-    let_go: bool = True
-    """It uses no samples but those in the coordinator's book: one that others may have got is given up."""
-    evaluates: bool = False  # it was the last that was asked to, and has not answered yet
+    """When its samples go to others unless it returns; None while it is here, or has none."""
+    let_go: bool = True  # it uses only samples in the coordinator's record
+    evaluates: bool = False  # it was asked last and has not answered
     _measured: tuple[float, int] = (0.0, 0)
-    """(seconds without those of waiting, inner steps) of the report that the next measurement of the speed begins at:
-    not before the first step, which takes longer."""
-    _most_steps: int = 0  # inner steps that it has reported: a count that goes back, or comes again, is no progress
+    """(seconds without waiting, inner steps) of the report at which the next speed measurement begins, after the first
+    step."""
+    _most_steps: int = 0  # most inner steps reported: a smaller count is no progress
     _stepped: tuple[float, int] | None = None  # the same for `_step_s`
-    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))
-    """Seconds of an inner step, as measured lately; the first includes what only the first step has to do."""
+    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))  # recent seconds per inner step
 
     @property
     def counts(self) -> bool:
-        """Whether new windows expect it. One that pauses is where its operator wants it."""
+        """Whether new windows expect it; not while its operator pauses it."""
         return self.stage == "training" and not self.absent and not self.paused
 
     @property
     def paused(self) -> bool:
-        """Whether it said so last."""
         return self.progress is not None and self.progress.state == "paused"
 
     def has(self, fragment: Fragment) -> bool:
@@ -90,24 +80,22 @@ class Member:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Of an inner step, lately, without the time in which it waited; None before that is known."""
+        """Recent seconds per inner step without waiting; None if unknown."""
         return median(self._step_s) if self._step_s else None
 
     @property
     def stalled(self) -> bool:
-        """Connected, and no window waits for it."""
         return self.session is not None and self.absent
 
     @property
     def stalls_at(self) -> float | None:
-        """When it will have made no progress for too long; None for who is not to make any."""
+        """When it stalls without progress; None if it need not make any."""
         if self.session is None or not self.counts:
             return None
         limit = max(STALL_S, STALL_STEPS * median(self._step_s) if self._step_s else 0.0)
         return self.progress_at + limit * (1.0 if self._step_s and not self.evaluates else SLOW_TASKS)
 
     def connect(self, session: int, hello: Hello, now: float) -> None:
-        """A session of this incarnation opened."""
         self.session, self.gone_at, self.absent, self.reason = session, None, False, Reason.NONE
         self.expires_at = None
         self.protocol = min(hello.protocol_max, PROTOCOL_VERSIONS[1])
@@ -120,18 +108,17 @@ class Member:
             self.stage = "joining"
 
     def start(self, round_index: int, slot: int, now: float) -> None:
-        """It is told to begin its first inner step."""
         self.stage, self.start_round, self.start_slot = "training", round_index, slot
         self.progress_at, self.awaited_since, self._stepped = now, now, (now, 0)
 
     def disconnect(self, reason: Reason, now: float, grace_s: float, expire_s: float = EXPIRE_S) -> None:
-        """Its session ended; it stays expected for `grace_s` more, and keeps its samples for `expire_s`."""
+        """The session ended; it stays expected for `grace_s`, and keeps its samples for `expire_s`."""
         self.session, self.reason = None, reason
         self.gone_at = now + grace_s
         self.expires_at = now + expire_s if self.stage == "training" else None
 
     def report(self, progress: Progress, now: float) -> None:
-        """It says how it goes. Its speed leaves out what it stood still for, or who waits would look slow."""
+        """Handle a report. Speed excludes waiting, or nodes that wait would look slow."""
         if progress.inner_steps > self._most_steps or progress.state not in _DOES_STEPS:
             self.progress_at = now
         self._most_steps = max(self._most_steps, progress.inner_steps)
@@ -151,7 +138,6 @@ class Member:
             self._measured = seconds, steps
 
     def check(self) -> None:
-        """The invariants."""
         assert self.session is None or (self.gone_at is None and self.expires_at is None)
         assert not self.stalled or self.reason is Reason.STALLED
         assert self.stage != "training" or self.start_round is not None
@@ -172,12 +158,12 @@ def stages_held(members: Iterable[Member], ledger: Ledger) -> dict[int, int]:
 
 
 def too_few_to_begin(ready: Iterable[Member], ledger: Ledger) -> bool:
-    """Whether a stage is held by fewer of those who are ready than a run waits for before it starts."""
+    """Whether a stage has fewer ready holders than the run needs to start."""
     return min(stages_held(ready, ledger).values()) < ledger.spec.terms.admission.min_nodes
 
 
 def look_after_stages(members: Collection[Member], ledger: Ledger, alarms: MutableMapping[str, str]) -> None:
-    """Tell which stages of a run that goes on nobody holds."""
+    """Raise an alarm for stages without a holder."""
     fragments = ledger.spec.identity.layout.fragments
     waiting = {fragments[index].stage for index in ledger.windows}
     for stage, count in stages_held([m for m in members if m.counts], ledger).items():

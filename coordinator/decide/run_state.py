@@ -51,17 +51,14 @@ class Decisions:
         self._commands: list[ev.Command] = []
 
     def do(self, command: ev.Command) -> None:
-        """The shell is to do this, after all that came before."""
         self._commands.append(command)
 
     def tell(self, node: NodeId, message: Message) -> None:
-        """A node is to hear this."""
         self.do(ev.Tell(node=node, message=message))
 
     def record(self, record: rec.Record) -> None:
-        """This is so from now on: in the ledger at once, in the journal before any later command is carried out.
-        Raises ValueError: no bytes can say it; nothing was changed. A ledger that knew it could not be written,
-        either."""
+        """Apply a record to the ledger at once; it is in the journal before any later command runs. Raises ValueError:
+        it has no valid encoding; nothing was changed."""
         try:
             rec.encode(record)
         except (OverflowError, ValueError) as error:
@@ -86,14 +83,12 @@ class StorageHold:
         return bool(self._waiting)
 
     def begin(self, what: str, why: NoRoom) -> None:
-        """`what` did not fit, and will be tried again."""
         if not self._waiting:
             _log.warning("storage hold begin what=%r why=%r fix=%r", what, str(why), why.fix)
         self._waiting[what] = why
         self._tell()
 
     def end(self, what: str) -> None:
-        """`what` fits now, if it ever did not."""
         if self._waiting.pop(what, None) and not self._waiting:
             _log.info("storage hold end what=%r", what)
         self._tell()

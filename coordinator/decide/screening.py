@@ -24,40 +24,38 @@ from farloop.coordinator.decide import records as rec
 from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason
 
-MEMORY: Final = 16  # versions of a fragment whose deltas are known again
-LATELY: Final = 8  # and of these the newest, whose lengths are the usual ones
+MEMORY: Final = 16  # recent versions of a fragment whose deltas are recognised when they come again
+LATELY: Final = 8  # the newest of these, whose norms are the usual ones
 
 ENOUGH: Final = 4
-"""Remembered deltas that make a usual length; with fewer, a delta is held against the others of its window alone ..."""
+"""Deltas needed for a usual norm; with fewer, a delta is compared with the others of its window alone ..."""
 
 FIRST: Final = 4.0  # with a band that much wider
-STRIKES: Final = 2  # refused deltas until a node is in quarantine
-AGAINST: Final = 3  # deltas in a row that point against those of the others, until it is
+STRIKES: Final = 2  # refused deltas that put a node in quarantine
+AGAINST: Final = 3  # deltas in a row against the others that put a node in quarantine
 OPPOSED: Final = -0.2  # cosine to the mean of the others below which a delta points against them
 
-WITNESSES: Final = 3
-"""Deltas that a window must have for directions to say anything: of two that disagree nobody knows which is wrong."""
-
-TELLING: Final = 64  # elements of a fragment from which the same numbers twice are no chance
+WITNESSES: Final = 3  # deltas that a window needs before directions count: of two that disagree, either may be wrong
+TELLING: Final = 64  # from this many elements on, identical numbers are no coincidence
 WAY_BACK: Final = 4  # good deltas that end a quarantine
 
 VERDICTS: Final = frozenset({Reason.OUTLIER, Reason.REPLAYED, Reason.COPIED, Reason.QUARANTINED})
-"""Why a window does not merge a delta that came in time."""
+"""Reasons for which a window does not merge a delta that came in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Length:
-    """How long a delta is, and what of that is owed to its work."""
+    """Norm of a delta, and the work it depends on."""
 
     norm: float
     steps: int
     rate: float  # learning rate
 
     def as_long_as(self, work: "_Length") -> float:
-        """The longest that a delta of other work may be, if this one is usual.
+        """The largest norm that a delta of other work may have, if this one is usual.
 
-        As many times longer as it has more steps, or larger ones. Fewer and smaller steps make it no shorter: how much
-        of a way leads back is not known, and a band that is too narrow costs more than one that is too wide.
+        More or larger steps allow a larger norm in proportion. Fewer or smaller steps lower nothing: how much of a path
+        leads back is not known, and a band that is too narrow costs more than one that is too wide.
         """
         rate = work.rate / self.rate if self.rate > 0.0 else 1.0
         return self.norm * max(1.0, work.steps / self.steps) * max(1.0, rate)
@@ -65,7 +63,7 @@ class _Length:
 
 @dataclass(slots=True)
 class Screening:
-    """What is known of the deltas of one run."""
+    """Judges the deltas of one run by those before."""
 
     spec: RunSpec
     seen: dict[int, list[rec.Seen]] = field(default_factory=dict)  # by fragment, the oldest first
@@ -77,18 +75,17 @@ class Screening:
         self.revisions = Revisions.of(self.spec)
 
     def revise(self, spec: RunSpec, revisions: Revisions) -> None:
-        """The run has other terms, from windows on that lie ahead."""
         self.spec, self.revisions = spec, revisions
 
     def measures(self, fragment: int, window: int) -> bool:
-        """Whether a delta that names this window may be held against others: there, or in a later one that takes it."""
+        """Whether a delta of this window may be compared with others, in that window or a later one that takes it."""
         return any(terms.admission.screen != "off" for terms in self.revisions.from_window(fragment, window))
 
     def in_quarantine(self, nodes: Collection[NodeId]) -> dict[NodeId, str]:
-        """Whose deltas are not merged, and why.
+        """Nodes whose deltas are not merged, with the reason.
 
-        Of `nodes`, which take part, these are fewer than half: where so many stand against so many, nobody can say who
-        is right, and every delta is taken by itself.
+        Always fewer than half of `nodes`, which take part: if that many disagree, nobody can say who is right, and
+        every delta is judged by itself.
         """
         whys = {node: self.standings[node].why for node in nodes if node in self.standings}
         found = {node: why for node, why in whys.items() if why}
@@ -99,7 +96,7 @@ class Screening:
     def verdicts(
         self, terms: WindowTerms, offers: Sequence[Offer], rounds: Mapping[int, RoundPlan], nodes: Collection[NodeId]
     ) -> list[rec.Refusal]:
-        """What a window that would close with these deltas, in the order they came, must not merge."""
+        """Deltas to refuse if the window closed with these, given in the order they came."""
         ours = self.revisions.of_window(terms.fragment, terms.window, terms.round)
         if ours.admission.screen == "off":
             return []
@@ -118,9 +115,9 @@ class Screening:
         return refusals
 
     def _known_numbers(self, offer: Offer, before: Sequence[Offer]) -> rec.Refusal | None:
-        """The same numbers twice are no chance, as long as there are any.
+        """Refuse numbers that were sent before: a replay or a copy.
 
-        Nodes that bring their own samples may bring the same ones, and those are copies by right.
+        Nodes that bring their own samples may rightly send the same delta.
         """
         payload, node = self.payloads.get(offer.blob, 0), offer.blob.node
         tensors = self.spec.identity.layout.fragments[offer.blob.fragment].tensors
@@ -136,10 +133,10 @@ class Screening:
         return _refusal(offer, Reason.COPIED, f"{whose} has sent the same numbers before")
 
     def _too_long(self, offer: Offer, offers: Sequence[Offer], rate: float, band: float) -> rec.Refusal | None:
-        """Against the usual length of late, and against the other deltas of its window, whichever allows more.
+        """Refuse a norm above both bands: around the usual norm, and around the other deltas of the window.
 
-        So what changes for all of them, a re-warm or longer rounds, is no reason to refuse any. With too few to say
-        which is wrong, the one that is longer than all others is left out, and it is held against nobody.
+        So a change that affects all nodes, such as a re-warm or longer rounds, refuses none. With too few deltas to
+        tell which is wrong, the longest is left out without a strike.
         """
         work = _length(offer, rate)
         if work is None:
@@ -169,7 +166,6 @@ class Screening:
     # --- what is remembered
 
     def resume(self, saved: rec.LedgerSaved) -> None:
-        """Go on from what a journal begins with."""
         for one in saved.seen:
             self.seen.setdefault(one.fragment, []).append(one)
         self.standings = {standing.node: standing for standing in saved.standings}
@@ -177,22 +173,19 @@ class Screening:
 
     @property
     def all_seen(self) -> tuple[rec.Seen, ...]:
-        """Of all fragments, for a journal to begin with."""
         return tuple(one for of_fragment in self.seen.values() for one in of_fragment)
 
     def stored(self, record: rec.InputStored) -> None:
-        """A delta counts, and has no outcome yet."""
         if record.payload:
             self.payloads[record.blob] = record.payload
 
     def forget(self, blob: BlobId) -> None:
-        """It was dropped before its window closed."""
         self.payloads.pop(blob, None)
 
     def committed(
         self, record: rec.WindowCommitted, inputs: Mapping[BlobId, Offer], rounds: Mapping[int, RoundPlan]
     ) -> None:
-        """A window has closed. `inputs` still holds its deltas, but where these are not spooled."""
+        """A window closed. `inputs` still holds its deltas, if deltas are spooled."""
         terms = self.revisions.of_window(record.fragment, record.version, record.round)
         if terms.admission.screen == "off":  # whoever looks again will not hold new deltas against such old ones
             self.seen.pop(record.fragment, None)
@@ -205,7 +198,6 @@ class Screening:
         self.standings = {n: s for n, s in self.standings.items() if s.why or s.strikes or s.against}
 
     def settle(self, inputs: Mapping[BlobId, Offer]) -> None:
-        """These alone are undecided now."""
         self.payloads = {blob: payload for blob, payload in self.payloads.items() if blob in inputs}
 
     def _remember(self, record: rec.WindowCommitted, inputs: Mapping[BlobId, Offer], rate: float) -> None:
@@ -232,7 +224,7 @@ class Screening:
         self.seen[record.fragment] = kept + new
 
     def _outcomes(self, record: rec.WindowCommitted) -> Iterator[tuple[NodeId, bool, "_Side", str]]:
-        """Of every delta its node, whether it is a strike, on whose side it is, and the sentence."""
+        """Of every delta: its node, whether it is a strike, its side, and the sentence."""
         few = len(record.blobs) < WITNESSES
         for addend in record.blobs:
             yield addend.blob.node, False, _side(addend.cosine, few=few), ""
@@ -256,8 +248,8 @@ def _side(cosine: float | None, *, few: bool) -> _Side:
 def _after(before: rec.Standing, struck: bool, side: _Side, why: str) -> rec.Standing:
     """A node's standing after one more delta.
 
-    Where the others do not agree there is no one to be against: it ends the row. Now and then some few agree by chance,
-    and over many rounds an honest node would be against them three times. Who is in quarantine has to show more.
+    If the others disagree, nobody can be against them, and the row ends. Now and then a few agree by chance, and over
+    many rounds an honest node would be against them three times. A node in quarantine has to show more.
     """
     against = before.against
     if side == "against":
@@ -281,7 +273,7 @@ def _after(before: rec.Standing, struck: bool, side: _Side, why: str) -> rec.Sta
 
 
 def rate_of(terms: Terms, plan: RoundPlan) -> float:
-    """The largest learning rate of a round, as far as its ends and its middle say; `terms` are those of the round."""
+    """The largest learning rate of a round, by its ends and its middle; `terms` are those of the round."""
     places = (plan.start, plan.start + plan.length / 2, plan.start + plan.length)
     return max(schedule.learning_rate(terms, place) for place in places)
 
@@ -291,7 +283,6 @@ def _norm(offer: Offer) -> float:
 
 
 def _length(offer: Offer, rate: float) -> _Length | None:
-    """None for a delta that holds nothing."""
     steps, norm = max((share.steps for share in offer.contributors), default=0), _norm(offer)
     return _Length(norm=norm, steps=steps, rate=rate) if steps > 0 and norm > 0.0 else None
 
@@ -301,7 +292,7 @@ def _refusal(offer: Offer, reason: Reason, detail: str = "", *, strikes: bool = 
 
 
 def measured(offer: Offer, norm_sq: float | None) -> Offer:
-    """The offer with the squared norm that its delta has, in the place of the one that was claimed."""
+    """The offer with the measured squared norm in place of the claimed one."""
     if norm_sq is None or len(offer.contributors) != 1:
         return offer
     contribution: Contribution = dataclasses.replace(offer.contributors[0], norm_sq=norm_sq)

@@ -31,25 +31,23 @@ _OF_THE_DELTA: Final = frozenset(
         Reason.VOID,
     }
 )
-"""Whoever is removed for one of these had its turn: for this window, nothing of it will ever come."""
+"""Nodes removed for these reasons had their turn: they send nothing more for this window."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Window:
-    """An outer step of one fragment before its commit (protocol, Windows and bases)."""
+    """The next outer step of one fragment."""
 
     terms: WindowTerms
     max_staleness: int = 0  # versions that a delta's base may be behind the one that the window began with
-    alone: bool = False
-    """Every delta is an outer step of its own, late or not; else a quorum is one of deltas that name this window."""
-    needs_steps: bool = False  # nodes go on while they wait: a delta without a step makes no quorum
+    alone: bool = False  # every delta is an outer step of its own; else a quorum counts deltas that name this window
+    needs_steps: bool = False  # nodes train while they wait: a delta without a step does not count for a quorum
     opened_at: float = 0.0
     quorum_at: float | None = None  # when the quorum was reached
     expected: set[NodeId] = field(default_factory=set)  # frozen at opening; later removals carry reasons
     removed: dict[NodeId, Reason] = field(default_factory=dict)
     inputs: dict[BlobId, Offer] = field(default_factory=dict)  # durable deltas
-    refused: dict[BlobId, Refusal] = field(default_factory=dict)
-    """Durable deltas that neither it nor another window will merge."""
+    refused: dict[BlobId, Refusal] = field(default_factory=dict)  # durable deltas that no window will merge
     state: Literal["open", "closing"] = "open"
 
     @property
@@ -65,10 +63,10 @@ class Window:
     def toward_quorum(self) -> int:
         """Contributions that count for a quorum.
 
-        A late delta rides along: it must not use up a round's window. Where nodes go on while they wait, so does one
-        without a step, of a node that stands still or has come to the end before the others: it closes a window once
-        nobody else is expected. Else such a node would send one after the other as fast as the network carries them,
-        and where no delta may be late, nobody else's would ever be in time.
+        Late deltas do not count: they must not use up a round's window. If nodes train while they wait, neither do
+        deltas without a step, from a node that stalls or finished early. They close a window when no other node is
+        expected; else such a node would send one after the other as fast as the network allows, and nobody else's would
+        be in time.
         """
         if not self.max_staleness:
             return len(
@@ -78,7 +76,7 @@ class Window:
         return sum(1 for offer in timely if any(c.steps for c in offer.contributors))
 
     def refuse(self, refusal: Refusal) -> None:
-        """One of its deltas is not to be merged, by this window or another (protocol, Delta outcomes)."""
+        """Refuse one of its deltas for this and every other window."""
         offer = self.inputs.pop(refusal.blob)
         self.refused[refusal.blob] = refusal
         for contribution in offer.contributors:
@@ -86,7 +84,7 @@ class Window:
                 self.removed[contribution.node] = refusal.reason
 
     def open_again(self, held: Mapping[BlobId, Offer], quorum: int | None) -> None:
-        """It could not close with the deltas that it had. Those that came meanwhile are not for the next one, then."""
+        """Open again: the window could not close with its deltas. `held` came meanwhile."""
         self.state, self.inputs = "open", {}
         self.begin_with({blob: offer for blob, offer in held.items() if blob not in self.refused}, quorum)
 
@@ -95,15 +93,15 @@ class Window:
         return self.terms.window - self.max_staleness <= offer.window <= self.terms.window
 
     def is_too_late_for(self, offer: Offer) -> bool:
-        """Whether it closes, and the next one would not merge this delta either."""
+        """Whether it is closing, and the next window would not merge this delta either."""
         fits = self.terms.window - self.max_staleness < offer.window and not self.terms.final
         return self.state == "closing" and not fits
 
     def begin_with(self, held: Mapping[BlobId, Offer], quorum: int | None) -> None:
-        """Take what came in while the window before was closing, in the order it came.
+        """Take deltas that came while the previous window was closing, in order.
 
-        Where every delta is a step of its own that is a quorum of them, and those for which this is the last window;
-        but all in the run's last step.
+        If every delta is an outer step of its own: a quorum of them, and those for which this is the last window; in
+        the run's last step, all.
         """
         took = 0
         for blob, offer in held.items():
@@ -116,11 +114,10 @@ class Window:
                 took += counts
 
     def why_close(self, quorum: int | None, floor: int, *, patient: bool = False) -> str | None:
-        """The sentence that explains why the window closes now; None while it stays open.
+        """Why the window closes now, as a sentence; None while it stays open.
 
-        `quorum` None waits for all that are expected; below `floor` contributions the window is held, unless it is for
-        deltas that were refused: then it ends without any. `patient`: the quorum is not enough yet, others are given
-        time.
+        `quorum` None waits for all expected nodes. Below `floor` contributions the window is held, unless deltas were
+        refused: then it ends without any. `patient`: the quorum is not enough yet.
         """
         came = len(self.contributors)
         if self.state != "open":
@@ -135,7 +132,7 @@ class Window:
         return None
 
     def short_of(self, floor: int) -> str | None:
-        """What keeps the window open though nobody is awaited any more, as a sentence; None where nothing does."""
+        """Why the window stays open though it waits for no node, as a sentence; None otherwise."""
         came = len(self.contributors)
         if self.state != "open" or self.missing or not self.expected or came >= max(floor, 2):
             return None
@@ -144,9 +141,9 @@ class Window:
         return lacking + (f", without {gone}" if gone else "")
 
     def _why_void(self, floor: int) -> str | None:
-        """Why the window ends without a delta: so many had their turn that it could have closed, had these been good.
+        """Why the window ends without a delta: with good deltas it could have closed.
 
-        Who is away may be back, but nobody else would ever come: held, the run would stand still for good.
+        Absent nodes may return, but nobody else would come: the run would stand still for good.
         """
         refused = {node for node, reason in self.removed.items() if reason in _OF_THE_DELTA} - self.contributors
         came = len(self.contributors)
@@ -156,19 +153,18 @@ class Window:
         return f"{came} of {floor} deltas that a merge needs, refused: {names}"
 
     def make_void(self, why: str) -> None:
-        """Whatever it holds will not be merged."""
         for blob in list(self.inputs):
             self.refuse(Refusal(blob=blob, reason=Reason.VOID, detail=why, strikes=False))
 
     def ordered(self) -> list[Offer]:
-        """The inputs in the order they are summed: arrival order never shows."""
+        """The inputs in the order of the sum, which does not depend on arrival."""
         return sorted(self.inputs.values(), key=lambda offer: sum_key(offer.contributors))
 
     def shares(self, rule: str = "tokens") -> tuple[Share, ...]:
         """Weight of each input, in sum order, by a rule of `WEIGHT_RULES`.
 
-        Where nodes come to the run's end with different amounts of work, in the last step all weigh the same: it gives
-        the mean of what they hold. By its work alone, the last one to come would make the model its own.
+        In the last step of a run in which nodes finish with different amounts of work, all weigh the same: it gives the
+        mean of what they hold.
         """
         offers = self.ordered()
         if not offers:
@@ -182,7 +178,8 @@ class Window:
         )
 
     def drops(self) -> tuple[Drop, ...]:
-        """Who was expected and is not merged, and why. Where staleness is allowed, who is late may still be merged."""
+        """Nodes that were expected and not merged, with the reason. With staleness allowed, late deltas may still be
+        merged."""
         absent = sorted((set(self.removed) if self.max_staleness else self.expected) - self.contributors)
         return tuple(Drop(node=node, reason=self.removed.get(node, Reason.LATE)) for node in absent)
 
@@ -194,10 +191,10 @@ class Window:
         served: Collection[NodeId] = (),
         following: Terms | None = None,
     ) -> WindowCommitted:
-        """The window's commit as far as it is decided; the arithmetic will add the update and the digests.
+        """The window's commit without the update and its digests.
 
-        `spec` has the terms of this window, `following` are those of the next one, where they are others. `served`: who
-        has contributed to earlier windows of this round.
+        `spec` has this window's terms, `following` those of the next one, if they differ. `served`: nodes that
+        contributed to earlier windows of this round.
         """
         terms = spec.terms
         shares = self.shares(method_named(terms.method).weights)
@@ -230,16 +227,15 @@ class Window:
         )
 
     def _stays(self, served: Collection[NodeId]) -> bool:
-        """Whether the next window belongs to the same round: others have yet to make their step of it.
+        """Whether the next window belongs to the same round: other nodes have yet to contribute.
 
-        At the run's end that is who is part of this one by a late delta: its flush is still to come.
+        At the run's end, that includes contributors of a late delta: their flush is still to come.
         """
         if self.terms.final:
             return any(offer.window < self.terms.window for offer in self.inputs.values())
         return self.alone and bool(self.expected - set(self.removed) - self.contributors - set(served))
 
     def check(self) -> None:
-        """The invariants."""
         assert set(self.removed) <= self.expected
         sets = [frozenset(c.node for c in offer.contributors) for offer in self.inputs.values()]
         assert sum(len(s) for s in sets) == len(self.contributors), "contributor sets overlap"
