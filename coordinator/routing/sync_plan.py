@@ -251,5 +251,5 @@ def bits_of(codec: str) -> int | None:
 
 def share_text(steps: int, h: int) -> str:
     """The shortest share that gives this many of h steps."""
-    near = (f"{steps / h + up:.{digits}f}" for digits in range(1, 17) for up in (0.0, 10.0**-digits))
-    return next(text for text in near if 0.0 < float(text) < 1.0 and steps_by_share(h, float(text)) == steps)
+    rounded_up = (f"{-(-steps * 10**digits // h) / 10**digits:.{digits}f}" for digits in range(1, 17))
+    return next(text for text in rounded_up if float(text) < 1.0 and steps_by_share(h, float(text)) == steps)
