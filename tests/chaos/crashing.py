@@ -16,8 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,39 +43,27 @@ def _always(*_: Any, **__: Any) -> bool:
     return True
 
 
-def before(owner: Any, name: str, when: When = _always) -> Callable[[Strike], None]:
-    """Where a function is called, if its arguments are such."""
+def before(owner: Any, name: str, when: When = _always, *, late: bool = False) -> Callable[[Strike], None]:
+    """Where a function is called, or `late`: where it has returned, if its arguments are such."""
 
     def install(strike: Strike) -> None:
         called = getattr(owner, name)
 
         @functools.wraps(called)
         def wrapped(*args: Any, **named: Any) -> Any:
-            if when(*args, **named):
+            if not late and when(*args, **named):
                 strike()
-            return called(*args, **named)
-
-        setattr(owner, name, wrapped)
-
-    return install
-
-
-def after(owner: Any, name: str, when: When = _always) -> Callable[[Strike], None]:
-    """Where it has returned."""
-
-    def install(strike: Strike) -> None:
-        called = getattr(owner, name)
-
-        @functools.wraps(called)
-        def wrapped(*args: Any, **named: Any) -> Any:
             result = called(*args, **named)
-            if when(*args, **named):
+            if late and when(*args, **named):
                 strike()
             return result
 
         setattr(owner, name, wrapped)
 
     return install
+
+
+after = functools.partial(before, late=True)
 
 
 def torn(strike: Strike) -> None:
@@ -97,18 +84,13 @@ def durable_before_memory(strike: Strike) -> None:
     committing = False
     commit, sync = store.Store.commit, journal.Journal.sync
 
-    @contextmanager
-    def inside() -> Iterator[None]:
+    def wrapped_commit(self: store.Store, *args: Any) -> Any:
         nonlocal committing
         committing = True
         try:
-            yield
+            return commit(self, *args)
         finally:
             committing = False
-
-    def wrapped_commit(self: store.Store, *args: Any) -> Any:
-        with inside():
-            return commit(self, *args)
 
     def wrapped_sync(self: journal.Journal) -> int:
         durable_records = sync(self)

@@ -94,11 +94,7 @@ def cluster(podman: Engine, node_image: str, tmp_path_factory: pytest.TempPathFa
 def applied(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """The two commands of overlays/local, and volumes in place of a storage class."""
     here = tmp_path_factory.mktemp("keys")
-    env = {
-        **cluster.env,
-        "KUBECTL": f"{LAB} kubectl",
-        "FARLOOP": f"{sys.executable} -m farloop.cli.main",
-    }
+    env = {**cluster.env, "KUBECTL": f"{LAB} kubectl", "FARLOOP": f"{sys.executable} -m farloop.cli.main"}
     run(K8S / "keys.sh", *NODES, cwd=here, env=env, timeout_s=300)
     volumes = Path(cluster.env["K8SLAB_DIR"]) / "volumes"
     for pod in PODS:

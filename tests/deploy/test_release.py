@@ -1,6 +1,8 @@
-"""What `make release` leaves in dist/: it installs, runs, has what it needs, and says what it is made of."""
+"""What `make release` leaves in dist/ installs, runs and says what it is made of; the site builds strictly."""
 
+import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,52 +14,51 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from toolbox import ROOT
 
-pytestmark = [pytest.mark.deploy, pytest.mark.slow, pytest.mark.timeout(1800)]
-
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.deploy, pytest.mark.timeout(1800)]
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
-ROOMS = (
-    "algo",
-    "bench",
-    "chaos",
-    "cli",
-    "config",
-    "coordinator",
-    "monitoring",
-    "node",
-    "plots",
-    "quant",
-    "runtime",
-    "sim",
-    "wire",
-)
+ROOMS = ("algo", "bench", "chaos", "cli", "config", "coordinator", "monitoring", "node", "plots", "quant", "runtime",
+         "sim", "wire")  # fmt: skip
+
+
+def copied(to: Path) -> Path:
+    """What git knows of the tree: a file that is there and not committed is no part of it."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+    return to
+
+
+def make_release(tree: Path) -> subprocess.CompletedProcess[str]:
+    words = ["make", "release", f"PYTHON={sys.executable}"]
+    return subprocess.run(words, cwd=tree, capture_output=True, text=True, timeout=1700)
+
+
+def said_by(*words: str | Path, cwd: Path) -> str:
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a released tree: what git knows, with nothing installed yet."""
-    tree = tmp_path_factory.mktemp("release") / "tree"
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, files.split("\0")):
-        if (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tree / name)
+    """The folder of a released tree, with nothing installed yet."""
+    tree = copied(tmp_path_factory.mktemp("release") / "tree")
     subprocess.run(["git", "init", "--quiet"], cwd=tree, check=True)
     probe = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tree.parent / "probe", "xxhash"]
     if subprocess.run(probe, capture_output=True).returncode != 0:
         pytest.skip("pip reaches no index to install from")
-    ended = subprocess.run(
-        ["make", "release", f"PYTHON={sys.executable}"], cwd=tree, capture_output=True, text=True, timeout=1700
-    )
+    ended = make_release(tree)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     yield tree
     shutil.rmtree(tree)
 
 
-def test_the_wheel_has_what_it_needs_and_no_tests(released: Path) -> None:
+@pytest.mark.slow
+def test_wheel_and_sdist_have_what_they_need_and_no_tests(released: Path) -> None:
     (wheel,) = (released / "dist").glob("*.whl")
     assert wheel.name == f"farloop-{VERSION}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -68,13 +69,9 @@ def test_the_wheel_has_what_it_needs_and_no_tests(released: Path) -> None:
     assert not [name for name in names if re.search(r"(^|/)(tests?|docs|docker|k8s|examples)/", name)]
     packages = [path.parent for room in ROOMS for path in (ROOT / room).rglob("__init__.py")]
     here = {path.relative_to(ROOT).as_posix() for package in packages for path in package.glob("*.py")}
-    assert "monitoring/page.py" in here and "monitoring/dashboards/pages.py" not in here, (
-        "dashboards are made in the tree"
-    )
+    assert "monitoring/page.py" in here
+    assert "monitoring/dashboards/pages.py" not in here, "dashboards are made in the tree"
     assert {f"farloop/{name}" for name in here} == {name for name in names if name.endswith(".py")}
-
-
-def test_the_sdist_has_the_sources_and_no_tests(released: Path) -> None:
     (sdist,) = (released / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -82,41 +79,76 @@ def test_the_sdist_has_the_sources_and_no_tests(released: Path) -> None:
     assert not [name for name in names if name.startswith("tests")]
 
 
-def test_what_is_installed_runs_and_types_are_seen(released: Path, tmp_path: Path) -> None:
-    fresh = released / "build/fresh/bin"
-    said = subprocess.run([fresh / "farloop", "--version"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == f"farloop {VERSION}"
-    methods = subprocess.run([fresh / "farloop", "methods"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "streaming" in methods.stdout
-    scenarios = [fresh / "farloop", "simulate", "run", "--list"]
-    assert "failures" in subprocess.run(scenarios, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-
-
-def test_the_bill_of_materials_names_every_package_with_its_version(released: Path) -> None:
-    bill = json.loads((released / f"dist/farloop-{VERSION}.cdx.json").read_text(encoding="utf-8"))
-    assert bill["bomFormat"] == "CycloneDX"
-    found = {one["name"].lower(): one["version"] for one in bill["components"]}
-    assert {"torch", "pyzmq", "msgpack", "safetensors"} <= set(found)
-    assert "pytest" not in found
-    pins = dict(
-        line.lower().split("==")
-        for line in (released / f"dist/farloop-{VERSION}.constraints.txt").read_text(encoding="utf-8").splitlines()
-        if "==" in line
-    )
-    for name, version in found.items():
-        if name in pins:
-            assert version.partition("+")[0] == pins[name], name
-
-
-def test_the_sums_are_those_of_the_files(released: Path) -> None:
+@pytest.mark.slow
+def test_what_is_installed_runs_and_its_sums_are_those_of_the_files(released: Path, tmp_path: Path) -> None:
+    farloop = released / "build/fresh/bin/farloop"
+    assert said_by(farloop, "--version", cwd=tmp_path).strip() == f"farloop {VERSION}"
+    assert "streaming" in said_by(farloop, "methods", cwd=tmp_path)
+    assert "failures" in said_by(farloop, "simulate", "run", "--list", cwd=tmp_path)
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=released / "dist", check=True)
 
 
+@pytest.mark.slow
+def test_the_bill_of_materials_names_every_package_with_its_version(released: Path) -> None:
+    bill = json.loads((released / f"dist/farloop-{VERSION}.cdx.json").read_text(encoding="utf-8"))
+    assert bill["bomFormat"] == "CycloneDX"
+    found = {one["name"].lower(): one["version"].partition("+")[0] for one in bill["components"]}
+    assert {"torch", "pyzmq", "msgpack", "safetensors"} <= set(found) and "pytest" not in found
+    text = (released / f"dist/farloop-{VERSION}.constraints.txt").read_text(encoding="utf-8")
+    pins = dict(line.lower().split("==") for line in text.splitlines() if "==" in line)
+    assert {name: found[name] for name in found.keys() & pins} == {name: pins[name] for name in found.keys() & pins}
+
+
+@pytest.mark.slow
 def test_a_tag_that_says_another_version_is_refused(released: Path) -> None:
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com"]
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "x"], cwd=released, check=True)
     subprocess.run([*git, "tag", "v9.9.9"], cwd=released, check=True)
-    ended = subprocess.run(
-        ["make", "release", f"PYTHON={sys.executable}"], cwd=released, capture_output=True, text=True, timeout=300
-    )
+    ended = make_release(released)
     assert ended.returncode != 0 and "v9.9.9" in ended.stderr
+
+
+# --- the site
+
+needs_mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None, reason="mkdocs is missing: make docs installs it"
+)
+
+
+def build(tree: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the command of `make docs`: its options decide whether a warning counts (under --quiet, none does)."""
+    command = re.search(r"/mkdocs (build .*)$", (tree / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert command is not None
+    words = [sys.executable, "-m", "mkdocs", *command[1].split(), "--site-dir", site]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True, timeout=110)
+
+
+@needs_mkdocs
+def test_the_site_has_the_pages_that_lie_beside_what_they_are_about_and_fetches_nothing(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    ended = build(copied(tmp_path / "tree"), site)
+    assert ended.returncode == 0, ended.stderr
+    for page in ("index.html", "k8s/index.html", "docker/index.html", "wire/index.html", "readme/index.html"):
+        assert (site / page).is_file(), page
+    assert "farloop keys new" in (site / "cli/index.html").read_text(encoding="utf-8")
+    loop = (site / "examples/own_loop.py/index.html").read_text(encoding="utf-8")
+    assert "class Mixer" in re.sub("<[^>]+>", "", loop)
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        pattern = r'<(?:script|img|iframe)[^>]+src="([^"]+)"|<link[^>]+rel="stylesheet"[^>]+href="([^"]+)"'
+        loaded = [one for pair in re.findall(pattern, text) for one in pair]
+        assert not [one for one in loaded if one.startswith(("http:", "https:", "//"))], page
+
+
+@needs_mkdocs
+def test_a_link_that_leads_nowhere_stops_the_build(tmp_path: Path) -> None:
+    tree = copied(tmp_path / "tree")
+    page = tree / "docs/faq.md"
+    whole = page.read_text(encoding="utf-8")
+    for broken in ("[no page](nowhere.md)", "[no part](methods.md#nowhere)", "[no file](../algo/nowhere.py)"):
+        page.write_text(f"{whole}\n{broken}\n", encoding="utf-8")
+        ended = build(tree, tmp_path / "site")
+        assert ended.returncode != 0 and "nowhere" in ended.stderr, broken

@@ -45,16 +45,9 @@ def spec_of(text: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> Spec
 
     def make(**fields: object) -> RunSpec:
         smallest = {
-            "model": "pico",
-            "method": "diloco",
-            "nodes": 2,
-            "steps": 4,
-            "h": 2,
-            "tau": 0,
-            "batch_sequences": 1,
-            "sequence_tokens": 16,
-            "evaluation_sequences": 4,
-        }
+            "model": "pico", "method": "diloco", "nodes": 2, "steps": 4, "h": 2, "tau": 0, "batch_sequences": 1,
+            "sequence_tokens": 16, "evaluation_sequences": 4,
+        }  # fmt: skip
         return plan_run(RunConfig(**{**smallest, **fields}), DataConfig(path=text), corpus).spec  # type: ignore[arg-type]
 
     return make

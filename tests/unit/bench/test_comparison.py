@@ -1,10 +1,11 @@
-"""Comparisons in pairs, against numbers from tables and by hand; and the quality plots."""
+"""Comparisons in pairs, against numbers from tables and by hand; their tables and figures."""
 
 import dataclasses
 import io
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,17 +20,20 @@ from farloop.plots.quality import course_of, plot, plot_methods
 SpecOf = Callable[..., RunSpec]
 
 
-def result(loss: float, seed: int, *, up: int = 10, nodes: int = 2) -> RunResult:
-    return RunResult(
-        key="k", seed=seed, nodes=nodes, loss=loss, curve=((2.0, loss + 1), (4.0, loss)), bytes_up=up, bytes_down=20,
-        moved=(up // 2, up + 20), syncs=2.0, inner_steps=8, tokens=128, cpu_s=1.0,
-    )  # fmt: skip
+def result(loss: float, seed: int = 0, *, up: int = 10, **changes: Any) -> RunResult:
+    known: dict[str, Any] = {
+        "key": "k", "seed": seed, "nodes": 2, "loss": loss, "curve": ((2.0, loss + 1), (4.0, loss)), "bytes_up": up,
+        "bytes_down": 20, "moved": (up // 2, up + 20), "syncs": 2.0, "inner_steps": 8, "tokens": 128, "cpu_s": 1.0,
+    }  # fmt: skip
+    return RunResult(**(known | changes))
 
 
 RESULTS = {
     "fp32/fp32": (result(2.0, 0, up=80), result(4.0, 1, up=80)),
     "q4/q4": (result(2.02, 0), result(4.08, 1, up=12)),
 }
+ONE_SEED = {label: runs[:1] for label, runs in RESULTS.items()}
+SINGLE = (result(2.0, 0, nodes=1), result(2.0, 1, nodes=1))
 
 
 def test_a_difference_is_in_percent_of_its_own_pair() -> None:
@@ -40,6 +44,14 @@ def test_a_difference_is_in_percent_of_its_own_pair() -> None:
     assert (variant.low_percent, variant.high_percent) == pytest.approx((1.5 - 6.3531, 1.5 + 6.3531), abs=1e-4)
     assert (variant.mean_loss, variant.bytes_up, variant.bytes_down) == (pytest.approx(3.05), 11, 20)
     assert (baseline.mean_percent, baseline.low_percent, baseline.high_percent) == (0.0, 0.0, 0.0)
+    assert baseline.spread == pytest.approx(2**0.5)
+
+
+def test_one_seed_has_a_difference_and_no_interval() -> None:
+    variant = compare(ONE_SEED)[1]
+    assert variant.mean_percent == pytest.approx(1.0)
+    assert (variant.low_percent, variant.high_percent, variant.spread) == (None, None, None)
+    assert not variant.within(100.0)
 
 
 @pytest.mark.parametrize(
@@ -55,42 +67,15 @@ def test_the_quantiles_are_those_of_the_tables(samples: int, quantile: float) ->
 
 def test_a_bound_holds_where_the_whole_interval_lies_inside() -> None:
     variant = dataclasses.replace(compare(RESULTS)[1], low_percent=-0.1, high_percent=0.5)
-    assert variant.within(0.5)
-    assert not variant.within(0.49)
+    assert variant.within(0.5) and not variant.within(0.49)
     assert not dataclasses.replace(variant, low_percent=-0.6).within(0.5)
 
 
-def test_one_seed_has_a_difference_and_no_interval() -> None:
-    variant = compare({label: runs[:1] for label, runs in RESULTS.items()})[1]
-    assert variant.mean_percent == pytest.approx(1.0)
-    assert variant.low_percent is None and variant.high_percent is None
-    assert not variant.within(100.0)
-
-
-def test_the_spread_is_that_of_the_seeds() -> None:
-    """Of 2 and 4: √2."""
-    assert compare(RESULTS)[0].spread == pytest.approx(2**0.5)
-    assert compare({label: runs[:1] for label, runs in RESULTS.items()})[0].spread is None
-
-
 def test_fewer_bytes_are_those_that_the_baseline_moved() -> None:
-    """100 a node, both ways, beside 30 and 32."""
-    baseline, variant = compare(RESULTS)
-    assert baseline.fewer_bytes == 1.0
-    assert variant.fewer_bytes == pytest.approx(100 / 31)
-
-
-def test_a_node_alone_moves_nothing_to_be_compared() -> None:
-    alone = {**RESULTS, "single": tuple(result(2.0, seed, nodes=1) for seed in (0, 1))}
-    assert compare(alone)[2].fewer_bytes is None
-
-
-def test_beside_a_single_node_bytes_are_counted_against_data_parallel_in_fp32() -> None:
-    """4 bytes a parameter, up and down, at each step."""
-    single = tuple(result(2.0, seed, nodes=1) for seed in (0, 1))
-    baseline, variant = compare({"single": single, "q4/q4": RESULTS["q4/q4"]}, parameters=1000)
-    assert baseline.fewer_bytes is None
-    assert variant.fewer_bytes == pytest.approx(8 * 1000 * single[0].inner_steps / 31)
+    """100 a node, both ways, beside 30 and 32. Where a node alone is the baseline, it is fp32 data parallel."""
+    assert [one.fewer_bytes for one in compare({**RESULTS, "single": SINGLE})] == [1.0, pytest.approx(100 / 31), None]
+    against = compare({"single": SINGLE, "q4/q4": RESULTS["q4/q4"]}, parameters=1000)
+    assert [one.fewer_bytes for one in against] == [None, pytest.approx(8 * 1000 * SINGLE[0].inner_steps / 31)]
 
 
 def test_the_report_says_what_was_compared(spec_of: SpecOf, tmp_path: Path) -> None:
@@ -100,29 +85,9 @@ def test_the_report_says_what_was_compared(spec_of: SpecOf, tmp_path: Path) -> N
     assert (found.baseline, found.seeds, found.confidence) == ("fp32/fp32", (0, 1), 0.95)
     assert (found.command, found.machine, found.tuned) == ("farloop …", machine(), ())
     assert found.variants == compare(RESULTS)
-    assert [variant.label for variant in found.variants] == ["fp32/fp32", "q4/q4"]
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_figure_names_every_variant(tmp_path: Path, seeds: int, suffix: str) -> None:
-    results = {label: runs[:seeds] for label, runs in RESULTS.items()}
-    path = tmp_path / "new" / f"quality.{suffix}"
-    plot(path, compare(results), results, within_percent=0.5, caption="nano, 2 nodes")
-    content = path.read_bytes()
-    if suffix == "svg":
-        assert all(label.encode() in content for label in (*results, "nano, 2 nodes"))
-    else:
-        assert content.startswith(b"\x89PNG")
-
-
-def test_a_baseline_alone_has_a_figure_too(tmp_path: Path) -> None:
-    alone = {"q4/q4": RESULTS["q4/q4"]}
-    plot(tmp_path / "alone.svg", compare(alone), alone, within_percent=0.5, caption="")
-    assert (tmp_path / "alone.svg").exists()
-
-
-# --- tables of a report
+# --- tables
 
 
 def comparison(label: str, mean: float, half: float, *, nodes: int = 2, fewer: float | None = 1.0) -> Comparison:
@@ -133,49 +98,34 @@ def comparison(label: str, mean: float, half: float, *, nodes: int = 2, fewer: f
     )  # fmt: skip
 
 
-TUNED = Tuned(
-    label="streaming nodes=2",
-    seed=1000,
-    tried=(Tried(settings={"outer_lr": 0.4}, loss=2.125), Tried(settings={"outer_lr": 1.0}, loss=None)),
-    picked={"outer_lr": 0.4},
-    at_edge=("outer_lr",),
-)
-
+TRIED = (Tried(settings={"outer_lr": 0.4}, loss=2.125), Tried(settings={"outer_lr": 1.0}, loss=None))
+TUNED = Tuned(label="streaming nodes=2", seed=1000, tried=TRIED, picked={"outer_lr": 0.4}, at_edge=("outer_lr",))
 REPORT = Report(
-    baseline="data-parallel nodes=2",
-    seeds=(0, 1),
-    confidence=0.95,
+    baseline="data-parallel nodes=2", seeds=(0, 1), confidence=0.95, within_percent=1.0, tuned=(TUNED,),
+    command="farloop bench quality --steps 7", machine="a machine", commit="abc",
     variants=(
         comparison("data-parallel nodes=2", 0.0, 0.0),
         comparison("single", 0.1, 0.2, nodes=1, fewer=None),
         comparison("streaming nodes=2", 0.9, 0.4, fewer=210.4),
         comparison("diloco nodes=2", 4.0, 0.4, fewer=215.0),
     ),
-    within_percent=1.0,
-    tuned=(TUNED,),
-    command="farloop bench quality --steps 7",
-    machine="a machine",
-    commit="abc",
-)
-
-
-def rows() -> dict[str, list[str]]:
-    lines = [line for line in markdown(REPORT).splitlines() if line.startswith("| `")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {first.strip("`"): rest for first, *rest in cells}
+)  # fmt: skip
 
 
 def test_every_variant_has_its_row_and_a_verdict_of_the_whole_interval() -> None:
-    assert list(rows()) == [variant.label for variant in REPORT.variants]
-    assert rows()["streaming nodes=2"] == [
+    lines = [line for line in markdown(REPORT).splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = {first.strip("`"): rest for first, *rest in cells}
+    assert list(rows) == [variant.label for variant in REPORT.variants]
+    assert rows["streaming nodes=2"] == [
         "2.0500 ± 0.0707", "+0.90 ± 0.40 %", "open", "1.00 MB", "2.00 MB", "210×", "14", "41 s",
     ]  # fmt: skip
-    assert [cells[2] for cells in rows().values()] == ["", "yes", "open", "no"]
-    assert rows()["single"][3:7] == ["–", "–", "–", "–"], "one node sends nothing"
+    assert [row[2] for row in rows.values()] == ["", "yes", "open", "no"]
+    assert rows["single"][3:7] == ["–", "–", "–", "–"], "one node sends nothing"
     console = Console(file=io.StringIO(), width=140, record=True)
     console.print(table(REPORT))
     shown = console.export_text()
-    assert all(cell in shown for cells in rows().values() for cell in cells)
+    assert all(cell in shown for row in rows.values() for cell in row)
 
 
 def test_a_document_says_how_it_was_made_and_what_was_tried() -> None:
@@ -187,45 +137,31 @@ def test_a_document_says_how_it_was_made_and_what_was_tried() -> None:
     assert f"* {tuning_lines([TUNED])[0]}" in text
 
 
-# --- methods at equal tokens
+# --- figures
 
-
-def method_result(loss: float, *, nodes: int = 2, seed: int = 0, moved: tuple[int, ...] = (0, 50, 100)) -> RunResult:
-    curve = tuple((10.0 * (k + 1), loss + 2.0 - k) for k in range(3))
-    return RunResult(
-        key="k", seed=seed, nodes=nodes, loss=loss, curve=curve, bytes_up=50, bytes_down=50, moved=moved, syncs=2.0,
-        inner_steps=60, tokens=600, cpu_s=1.0,
-    )  # fmt: skip
-
-
-def test_a_course_is_the_mean_of_its_seeds() -> None:
-    course = course_of("a", (method_result(1.0), method_result(3.0, seed=1, moved=(0, 70, 100))))
-    assert course.tokens == (200.0, 400.0, 600.0)
-    assert course.loss == (4.0, 3.0, 2.0)
-    assert course.spread == pytest.approx((2**0.5,) * 3)
-    assert course.moved == (0.0, 60.0, 100.0)
-    assert not course.alone
-
-
-def test_a_single_seed_has_no_spread_and_a_single_node_no_bytes() -> None:
-    course = course_of("a", (method_result(1.0, nodes=1),))
-    assert course.spread == (0.0, 0.0, 0.0)
-    assert course.alone
+LADDER = {label: (result(1.0),) for label in ("data-parallel nodes=2", *(f"streaming nodes={n}" for n in range(2, 12)))}
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_every_variant_is_in_the_figure(tmp_path: Path, suffix: str) -> None:
-    labels = ["data-parallel nodes=2", "single", *(f"streaming nodes={n}" for n in range(2, 12))]
-    results = {label: (method_result(1.0, nodes=1 if label == "single" else 2),) for label in labels}
-    path = tmp_path / "new" / f"quality.{suffix}"
-    plot_methods(path, results, title="twelve ways", caption="of a test")
-    content = path.read_bytes()
-    if suffix == "svg":
-        assert all(word.encode() in content for word in (*labels, "twelve ways", "of a test", "one node, no link"))
-    else:
-        assert content.startswith(b"\x89PNG")
+@pytest.mark.parametrize("results", [RESULTS, ONE_SEED, {"q4/q4": RESULTS["q4/q4"]}, {"single": SINGLE}, LADDER])
+def test_a_figure_names_every_variant(tmp_path: Path, results: dict[str, tuple[RunResult, ...]], suffix: str) -> None:
+    pairs, methods = tmp_path / "new" / f"pairs.{suffix}", tmp_path / "new" / f"methods.{suffix}"
+    plot(pairs, compare(results), results, within_percent=0.5, caption="nano, 2 nodes")
+    plot_methods(methods, {**results, "single": SINGLE}, title="twelve ways", caption="of a test")
+    for path, words in ((pairs, ["nano, 2 nodes"]), (methods, ["twelve ways", "of a test", "one node, no link"])):
+        if suffix == "svg":
+            assert all(word in path.read_text() for word in (*results, *words))
+        else:
+            assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_single_node_alone_has_a_figure_too(tmp_path: Path) -> None:
-    plot_methods(tmp_path / "alone.svg", {"single": (method_result(1.0, nodes=1),)}, title="", caption="")
-    assert (tmp_path / "alone.svg").exists()
+def test_a_course_is_the_mean_of_its_seeds() -> None:
+    def run(loss: float, moved: tuple[int, ...], nodes: int = 2) -> RunResult:
+        curve = tuple((10.0 * (k + 1), loss + 2.0 - k) for k in range(3))
+        return result(loss, nodes=nodes, curve=curve, moved=moved, inner_steps=60, tokens=600)
+
+    course = course_of("a", (run(1.0, (0, 50, 100)), run(3.0, (0, 70, 100))))
+    assert (course.tokens, course.loss, course.moved) == ((200.0, 400.0, 600.0), (4.0, 3.0, 2.0), (0.0, 60.0, 100.0))
+    assert course.spread == pytest.approx((2**0.5,) * 3) and not course.alone
+    alone = course_of("a", (run(1.0, (0, 50, 100), nodes=1),))
+    assert alone.spread == (0.0, 0.0, 0.0) and alone.alone

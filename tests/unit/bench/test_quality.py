@@ -56,18 +56,32 @@ def result(key: str, loss: float) -> RunResult:
     )  # fmt: skip
 
 
+@pytest.fixture
+def newer(tmp_path: Path) -> Corpus:
+    (tmp_path / "newer.txt").write_text("0123456789 " * 200)
+    return load_corpus(tmp_path / "newer.txt")
+
+
+@pytest.fixture
+def spec(spec_of: SpecOf, corpus: Corpus, newer: Corpus) -> RunSpec:
+    """New data alone from position 3 on, of 6."""
+    plain = spec_of(steps=6)
+    lr = LearningRate(warmup_steps=0, rewarms=(Rewarm(start=3, peak=1e-3, replay=0.0),))
+    return dataclasses.replace(
+        plain,
+        terms=plain.terms.replace(lr=lr),
+        identity=dataclasses.replace(plain.identity, data=data_name([corpus, newer])),
+    )
+
+
 # --- one run
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"method": "streaming", "h": 3, "tau": 1},
-        {"method": "diloco", **FP32},
-        {"method": "data-parallel", "h": 1, "tau": None},
-    ],
-    ids=["streaming", "diloco", "data-parallel"],
-)
+STREAMING = {"method": "streaming", "h": 3, "tau": 1}
+DATA_PARALLEL = {"method": "data-parallel", "h": 1, "tau": None}
+
+
+@pytest.mark.parametrize("fields", [STREAMING, FP32, DATA_PARALLEL], ids=["streaming", "diloco", "data-parallel"])
 def test_equal_specs_give_the_same_result_bit_for_bit(
     spec_of: SpecOf, corpus: Corpus, fields: dict[str, object]
 ) -> None:
@@ -133,26 +147,24 @@ def test_a_curve_ends_where_the_run_does(spec_of: SpecOf, corpus: Corpus, monkey
     assert large.curve[-1][1] != large.loss
 
 
-def test_another_text_is_refused(spec_of: SpecOf, corpus: Corpus) -> None:
+def test_another_text_is_refused_and_so_is_a_run_without_its_later_data(
+    spec_of: SpecOf, spec: RunSpec, corpus: Corpus
+) -> None:
     with pytest.raises(DataError, match="corpus"):
         run_one(spec_of(), dataclasses.replace(corpus, digest="0" * 16))
+    with pytest.raises(DataError, match="phase 1 is missing"):
+        BuiltIn(spec, corpus)
 
 
-def test_a_node_sends_its_model_once_a_round_and_once_more_at_an_end_within_one(
-    spec_of: SpecOf, corpus: Corpus
-) -> None:
-    assert run_one(spec_of(steps=4, h=2), corpus).syncs == 2.0
-    assert run_one(spec_of(steps=5, h=2), corpus).syncs == 3.0
-    assert run_one(spec_of(method="data-parallel", h=1, tau=None), corpus).syncs == 4.0
-
-
-def test_bytes_and_tokens_add_up_along_the_curve(spec_of: SpecOf, corpus: Corpus) -> None:
-    """Two nodes, four steps of a sequence of 16 tokens; after half of the steps half of the deltas are sent."""
+def test_syncs_bytes_and_tokens_add_up_along_the_curve(spec_of: SpecOf, corpus: Corpus) -> None:
+    """A model is sent once a round, and once more at an end within one; half of the deltas by half of the steps."""
     found = run_one(spec_of(evaluate_every_rounds=1), corpus)
-    assert (found.nodes, found.tokens) == (2, 2 * 4 * 16)
+    assert (found.nodes, found.tokens, found.syncs) == (2, 2 * 4 * 16, 2.0)
     assert [position for position, _ in found.curve] == [2.0, 4.0]
     total = found.bytes_up + found.bytes_down
     assert found.moved == pytest.approx((total / 2, total), abs=1)
+    assert run_one(spec_of(steps=5, h=2), corpus).syncs == 3.0
+    assert run_one(spec_of(**DATA_PARALLEL), corpus).syncs == 4.0
 
 
 # --- what was run is kept
@@ -174,12 +186,9 @@ def test_an_option_that_farloop_learns_later_leaves_the_keys_as_they_are(
 
 
 def test_a_key_is_of_the_settings_and_not_of_the_name(spec_of: SpecOf) -> None:
-    keys = [
-        run_key(spec_of(**fields))
-        for fields in ({}, {"seed": 1}, {"steps": 5}, {"codec_up": "q8"}, {"lr": 1e-3}, {"outer_restart": 3})
-    ]
-    assert len(set(keys)) == len(keys)
-    assert run_key(spec_of(name="another")) == keys[0]
+    changes = ({}, {"seed": 1}, {"steps": 5}, {"codec_up": "q8"}, {"lr": 1e-3}, {"outer_restart": 3})
+    keys = [run_key(spec_of(**fields)) for fields in changes]
+    assert len(set(keys)) == len(keys) and run_key(spec_of(name="another")) == keys[0]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"result": {"seed": 3}}', "another"])
@@ -209,21 +218,20 @@ def two_codecs(spec_of: SpecOf, folder: Path, *, seeds: int = 2) -> QualityPlan:
     return QualityPlan(variants=variants, folder=folder)
 
 
-def test_variants_need_names_of_their_own_and_the_same_seeds(spec_of: SpecOf, tmp_path: Path) -> None:
-    first, second = two_codecs(spec_of, tmp_path).variants
-    with pytest.raises(ValueError, match="named twice"):
-        QualityPlan(variants=(first, dataclasses.replace(second, label=first.label)), folder=tmp_path)
-    for specs in (second.specs[:1], ()):
-        with pytest.raises(ValueError, match="the same seeds"):
-            QualityPlan(variants=(first, dataclasses.replace(second, specs=specs)), folder=tmp_path)
-
-
 def test_pairs_are_run_side_by_side_and_equal_runs_once(spec_of: SpecOf, tmp_path: Path) -> None:
     plan = two_codecs(spec_of, tmp_path)
     order = [(spec.identity.seed, spec.terms.codecs.up) for spec in plan.runs.values()]
     assert order == [(0, "fp32"), (0, "q4"), (1, "fp32"), (1, "q4")]
-    again = Variant(label="the same", specs=plan.variants[0].specs)
-    assert dataclasses.replace(plan, variants=(*plan.variants, again)).runs == plan.runs
+    first, second = plan.variants
+    again = dataclasses.replace(first, label="the same")
+    assert dataclasses.replace(plan, variants=(first, second, again)).runs == plan.runs
+    for changes, what in (
+        ({"label": first.label}, "named twice"),
+        ({"specs": second.specs[:1]}, "the same seeds"),
+        ({"specs": ()}, "the same seeds"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            QualityPlan(variants=(first, dataclasses.replace(second, **changes)), folder=tmp_path)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -251,26 +259,20 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, corpus: Corpus) -> list[str
 def test_what_is_finished_is_kept_and_not_repeated(
     spec_of: SpecOf, corpus: Corpus, tmp_path: Path, in_this_process: list[str]
 ) -> None:
-    told: list[tuple[str, bool]] = []
-    watch = Watch(finished=lambda spec, result, kept: told.append((result.key, kept)))
+    told: list[bool] = []
+    seen: list[int] = []
+    watch = Watch(finished=lambda spec, result, kept: told.append(kept), progress=seen.append)
     small = two_codecs(spec_of, tmp_path, seeds=1)
     first = run_all(small, jobs=1, watch=watch)
     assert first["q4/q4"][0].loss == run_one(small.variants[1].specs[0], corpus).loss
     plan = two_codecs(spec_of, tmp_path)
+    in_this_process.clear()
+    seen.clear()
     results = run_all(plan, jobs=1, watch=watch)
     assert [results[label][0] for label in results] == [first[label][0] for label in first]
-    assert in_this_process == [*small.runs, *(run_key(variant.specs[1]) for variant in plan.variants)]
-    assert [kept for _, kept in told] == [False, False, True, True, False, False]
-    assert run_all(plan, jobs=1) == results
-    assert len(in_this_process) == 4
-
-
-def test_progress_counts_what_was_there_before(spec_of: SpecOf, tmp_path: Path, in_this_process: list[str]) -> None:
-    run_all(two_codecs(spec_of, tmp_path, seeds=1), jobs=1)
-    in_this_process.clear()
-    seen: list[int] = []
-    run_all(two_codecs(spec_of, tmp_path), jobs=1, watch=Watch(progress=seen.append))
-    assert seen == [24, 32]
+    assert in_this_process == [run_key(variant.specs[1]) for variant in plan.variants]
+    assert told == [False, False, True, True, False, False] and seen == [24, 32], "what was there is counted"
+    assert run_all(plan, jobs=1) == results and len(in_this_process) == 2
 
 
 def test_a_run_that_cannot_be_says_which_one(
@@ -363,30 +365,11 @@ def test_a_search_takes_its_best_and_survives_a_run_that_breaks(
 # --- new data at a re-warm
 
 
-@pytest.fixture
-def newer(tmp_path: Path) -> Corpus:
-    (tmp_path / "newer.txt").write_text("0123456789 " * 200)
-    return load_corpus(tmp_path / "newer.txt")
-
-
-@pytest.fixture
-def spec(spec_of: SpecOf, corpus: Corpus, newer: Corpus) -> RunSpec:
-    """New data alone from position 3 on, of 6."""
-    plain = spec_of(steps=6)
-    lr = LearningRate(warmup_steps=0, rewarms=(Rewarm(start=3, peak=1e-3, replay=0.0),))
-    return dataclasses.replace(
-        plain,
-        terms=plain.terms.replace(lr=lr),
-        identity=dataclasses.replace(plain.identity, data=data_name([corpus, newer])),
-    )
-
-
 def test_a_learner_trains_on_new_data_from_its_position_on(spec: RunSpec, corpus: Corpus, newer: Corpus) -> None:
     learner = BuiltIn(spec, corpus, phases=[newer]).learner(NodeId("a"), 0)
-    places = [(corpus, 2.5), (newer, 3.0)]
-    for text, at in places:
+    assert isinstance(learner.module, GPT)
+    for text, at in ((corpus, 2.5), (newer, 3.0)):
         tokens_BS = Samples(text, spec.terms.inner.sequence_tokens, spec.identity.seed).batch([0])
-        assert isinstance(learner.module, GPT)
         expected = learner.module.loss(tokens_BS).item()
         assert learner.backward([0], at) == pytest.approx(expected)
 
@@ -405,8 +388,3 @@ def test_a_simulated_node_asks_for_samples_at_its_schedule_position(
     nodes = tuple(NodeSetup(name=NodeId(name), seed=number) for number, name in enumerate("ab"))
     run(Scenario(terms=spec.terms, nodes=nodes, problem=BuiltIn(spec, corpus, phases=[newer]), frugal=True))
     assert sorted(asked) == [float(step) for step in range(6) for _ in nodes]
-
-
-def test_a_run_with_later_data_is_not_played_without_it(spec: RunSpec, corpus: Corpus) -> None:
-    with pytest.raises(DataError, match="phase 1 is missing"):
-        BuiltIn(spec, corpus)

@@ -8,18 +8,7 @@ import pytest
 from pipeline_layouts import layout_of
 
 from farloop.config.run_spec import RunConfig
-from farloop.config.settings import (
-    NODE_SCHEMA,
-    RUN_SCHEMA,
-    NodeFile,
-    RunFile,
-    json_text,
-    load,
-    load_node,
-    load_run,
-    planned,
-    toml_text,
-)
+from farloop.config.settings import NodeFile, RunFile, json_text, load, load_node, load_run, planned, toml_text
 from farloop.config.sources import (
     Address,
     ConfigError,
@@ -52,6 +41,14 @@ def node_file(folder: Path, text: str = "", name: str = "rome") -> NodeFile:
     return load_node(written(folder, f"[node]\nname = '{name}'\n{text}\n", "node.toml"), flags=[], environ={})
 
 
+def pipeline_node(folder: Path, text: str, host: str = "127.0.0.1", name: str = "rome") -> NodeFile:
+    """A node with a layout; `text` has a line [pipeline]."""
+    layout = layout_of(["ab", ("rome", "d")], [("a", "rome"), "bd"])
+    addresses = {node: f"tcp://{host}:7800" for node in ("a", "b", "rome", "d")}
+    (folder / "layout.json").write_text(layout_json(layout, addresses))
+    return node_file(folder, text.replace("[pipeline]", "[pipeline]\nlayout = 'layout.json'"), name)
+
+
 def line_of(error: pytest.ExceptionInfo[ConfigError], folder: Path) -> str:
     assert "\n" not in str(error.value)
     return str(error.value).replace(f"{folder}/", "")
@@ -64,7 +61,8 @@ def test_flags_override_the_environment_the_environment_the_file_and_the_file_th
     assert (file.run.steps, file.run.h, file.run.seed) == (1, 2, 3)
     origins = [file.settings.by_name["run", key].origin for key in ("steps", "h", "seed", "lr")]
     assert origins == [f"{tmp_path}/run.toml:2", "FARLOOP_RUN__H", "--set", "default"]
-    assert run_file(tmp_path, "[run]\nclip = 2\n").run.clip == 2.0
+    open_again = run_file(tmp_path, "[run]\ntau = 3\nclip = 2\n", flags=["run.tau=", "coordinator.http="])
+    assert (open_again.run.tau, open_again.coordinator.http, open_again.run.clip) == (None, "", 2.0)
 
 
 def test_paths_of_a_file_are_relative_to_it_and_others_to_the_working_folder(
@@ -79,17 +77,12 @@ def test_paths_of_a_file_are_relative_to_it_and_others_to_the_working_folder(
     expected = (tmp_path / "new", tmp_path.parent / "newer")
     assert run_file(tmp_path, table).data.phases == expected
     node = node_file(tmp_path, table)
-    assert node.node.data_phases == node.data.phases == expected
-    assert node_file(tmp_path).node.data_phases == ()
+    assert node.node.data_phases == node.data.phases == expected and node_file(tmp_path).node.data_phases == ()
     assert run_file(tmp_path, flags=["data.phases=new, /newer.txt"]).data.phases == (here / "new", Path("/newer.txt"))
+    assert run_file(tmp_path, flags=["data.path=a=b.txt"]).data.path == here / "a=b.txt"
     shown = toml_text(run_file(tmp_path, table).settings)
     assert f'phases = ["{tmp_path}/new", "{tmp_path.parent}/newer"]' in shown
     assert json.loads(json_text(node.settings))["data"]["phases"]["value"] == [str(p) for p in expected]
-
-
-def test_an_empty_text_leaves_an_open_setting_open(tmp_path: Path) -> None:
-    file = run_file(tmp_path, "[run]\ntau = 3\n", flags=["run.tau=", "coordinator.http="])
-    assert (file.run.tau, file.coordinator.http) == (None, "")
 
 
 def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
@@ -107,20 +100,15 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("[run]\nsteps = '600'", 'run.toml:2: [run] steps: a whole number is wanted, not "600"; did you mean 600?'),
         ("[run]\nsteps = 600.0", "run.toml:2: [run] steps: a whole number is wanted, not 600.0; did you mean 600?"),
         ("[run]\nsteps = true", "run.toml:2: [run] steps: a whole number is wanted, not true"),
-        ("[run]\nsteps = {a = 1}", 'run.toml:2: [run] steps: a whole number is wanted, not {"a": 1}'),
         ("[run]\nname = 5", 'run.toml:2: [run] name: text in quotes is wanted, not 5; did you mean "5"?'),
         ("[run]\ninit = 5", "run.toml:2: [run] init: a path in quotes is wanted, not 5"),
         ("[run]\nlr = 'big'", 'run.toml:2: [run] lr: a number is wanted, not "big"'),
         ("[run]\nnodes = 0", "run.toml:2: [run] nodes: the least is 1, not 0"),
         ("[run]\nsteps = 99999999999999999999", "run.toml:2: [run] steps: the most is 9223372036854775807"),
         ("[run]\nmethod = 'streeming'", "run.toml:2: [run] method: there is no 'streeming'; did you mean streaming?"),
-        ("[run]\nmodel = 'tinny'", "run.toml:2: [run] model: there is no 'tinny'; did you mean tiny?"),
         ("[run]\ncodec_up = 'q5'", "run.toml:2: [run] codec_up: there is no 'q5'; there are fp32, bf16, q8, q4, "),
         ("[run]\ncodec_up = 'q4r:step=big'", "run.toml:2: [run] codec_up: codec 'q4r:step=big': step is a number from"),
-        (
-            "[data]\nphases = 'new'",
-            'run.toml:2: [data] phases: a list of paths in quotes is wanted, not "new"; did you',
-        ),
+        ("[data]\nphases = 'new'", 'run.toml:2: [data] phases: a list of paths in quotes is wanted, not "new"; did'),
         ("[data]\nphases = [1]", "run.toml:2: [data] phases: a list of paths in quotes is wanted, not [1]"),
         ("[data]\nphases = ['']", "run.toml:2: [data] phases: a path is wanted; for this folder itself write ."),
         ("steps = 5", "run.toml:1: steps stands outside of a section; put it below [run] or [data]"),
@@ -128,26 +116,15 @@ def test_a_file_with_a_section_node_is_a_node_s(tmp_path: Path) -> None:
         ("[run]\nsteps = = 5", "run.toml:2: is not TOML: invalid value"),
         ("[run]\nsteps = 5\nsteps = 6", "run.toml:3: is not TOML: cannot overwrite a value"),
         ("FARLOOP_RUN__STEPS=many", "FARLOOP_RUN__STEPS: [run] steps: a whole number is wanted"),
-        (
-            "FARLOOP_RUN_STEPS=7",
-            "FARLOOP_RUN_STEPS: is not read; did you mean FARLOOP_RUN__STEPS, with two underscores",
-        ),
+        ("FARLOOP_RUN_STEPS=7", "FARLOOP_RUN_STEPS: is not read; did you mean FARLOOP_RUN__STEPS, with two underscore"),
         ("FARLOOP_RUNN__STEPS=7", "FARLOOP_RUNN__STEPS: there is no section runn; did you mean run?"),
         ("--set run.stpes=3", "--set: [run] stpes: there is no such key; did you mean steps?"),
         ("--set rn.steps=3", "--set rn.steps=3: there is no section rn here; did you mean run?"),
-        *(
-            (f"--set {flag}", f"--set {flag}: section.key=value is wanted")
-            for flag in ("steps=3", "run.steps", "=", "")
-        ),
+        *((f"--set {flag}", f"--set {flag}: section.key=value is wanted") for flag in ("steps=3", "run.steps", "")),
         ("--set coordinator.min_participation=1.5", "--set: [coordinator] min_participation: 1.5 is no share; 0 to 1"),
         ("--set coordinator.probe_share=-1", "--set: [coordinator] probe_share: -1 is no share; 0 or more"),
-        *(
-            (
-                f"--set coordinator.egress_price_per_gb={price}",
-                f"--set: [coordinator] egress_price_per_gb: {price} is no",
-            )
-            for price in ("-0.01", "inf", "nan")
-        ),
+        ("--set coordinator.egress_price_per_gb=-0.01", "--set: [coordinator] egress_price_per_gb: -0.01 is no"),
+        ("--set coordinator.egress_price_per_gb=inf", "--set: [coordinator] egress_price_per_gb: inf is no"),
         ("--set coordinator.bind=", "--set: [coordinator] bind: tcp://host:port is wanted"),
         ("--set coordinator.key=k", "--set: [coordinator] key: goes with allow"),
         ("--set coordinator.allow=a", "--set: [coordinator] allow: goes with key"),
@@ -170,11 +147,7 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (
-            "coordinator = '127.0.0.1:1'",
-            "[node] coordinator: tcp://host:port is wanted, not '127.0.0.1:1'; did you mean",
-        ),
-        ("coordinator = ''", "[node] coordinator: tcp://host:port is wanted"),
+        ("coordinator = '127.0.0.1:1'", "coordinator: tcp://host:port is wanted, not '127.0.0.1:1'; did you mean"),
         ("coordinator = 'tcp://oslo:7700'", "[node] coordinator: tcp://oslo:7700 goes beyond this machine, so key and"),
         ("key = 'k'", "[node] key: goes with server_key"),
         ("server_key = 'k'", "[node] server_key: goes with key"),
@@ -184,7 +157,9 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
         ("fingerprint = 'abc'", "[node] fingerprint: 16 hex digits"),
         ("address = 'here:7800'", "[node] address: tcp://host:port is wanted"),
         ("nics = 'eth0=fast'", "[node] nics: 'eth0=fast' is no card: name=kind/rate is wanted"),
+        ("congestion = 'warp9'", "[node] congestion: "),
         ("[run]\nsteps = 3", "there is no section [run] here; there are node, data"),
+        ("[pipeline]\nlayout = 'other.json'", "cannot read the layout"),
         ("nproc = 2\n[pipeline]", "[node] nproc: a stage of a pipeline is one process"),
         ("[pipeline]\ncodec = 'q9'", "[pipeline] codec: there is no 'q9'"),
         ("[pipeline]\nnormalise = 'mean'", "[pipeline] normalise: there is no 'mean'"),
@@ -197,7 +172,7 @@ def test_a_wrong_run_is_one_line_with_its_place_and_the_nearest_valid_value(
 )
 def test_a_wrong_node_is_one_line(tmp_path: Path, text: str, line: str) -> None:
     with pytest.raises(ConfigError) as error:
-        pipeline_node(tmp_path, text) if "[pipeline]" in text else node_file(tmp_path, text)
+        pipeline_node(tmp_path, text) if "[pipeline]" in text and "layout =" not in text else node_file(tmp_path, text)
     assert line in line_of(error, tmp_path)
 
 
@@ -205,16 +180,6 @@ def test_a_wrong_node_is_one_line(tmp_path: Path, text: str, line: str) -> None:
 def test_a_node_needs_a_valid_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"\[node\] name: '{name}' is no node name"):
         node_file(tmp_path, name=name)
-    with pytest.raises(ConfigError, match=r"\[node\] congestion: .*(choose one of|leave it out)"):
-        node_file(tmp_path, "congestion = 'warp9'")
-
-
-def pipeline_node(folder: Path, text: str, host: str = "127.0.0.1", name: str = "rome") -> NodeFile:
-    """A node with a layout; `text` has a line [pipeline]."""
-    layout = layout_of(["ab", ("rome", "d")], [("a", "rome"), "bd"])
-    addresses = {node: f"tcp://{host}:7800" for node in ("a", "b", "rome", "d")}
-    (folder / "layout.json").write_text(layout_json(layout, addresses))
-    return node_file(folder, text.replace("[pipeline]", "[pipeline]\nlayout = 'layout.json'"), name)
 
 
 def test_a_pipeline_has_its_layout_and_keys_or_permission_beyond_this_machine(tmp_path: Path) -> None:
@@ -224,22 +189,16 @@ def test_a_pipeline_has_its_layout_and_keys_or_permission_beyond_this_machine(tm
     bind = "insecure = true\n[pipeline]\nbind = 'tcp://0.0.0.0:7800'"
     assert pipeline_node(tmp_path, bind).pipeline.bind == "tcp://0.0.0.0:7800"
     assert pipeline_node(tmp_path, "insecure = true\n[pipeline]", host="10.0.0.1").pipeline.bind == ""
-    for wrong, line in (
-        (lambda: pipeline_node(tmp_path, "[pipeline]", host="10.0.0.1"), "goes beyond this machine, so peers"),
-        (lambda: pipeline_node(tmp_path, "[pipeline]", name="kyiv"), "no stage of it has a node kyiv"),
-        (lambda: node_file(tmp_path, "[pipeline]\nlayout = 'other.json'"), "cannot read the layout"),
-    ):
-        with pytest.raises(ConfigError, match=line):
-            wrong()
-
-
-@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:1", "tcp://127.9.9.9:1", "tcp://localhost:1", "tcp://[::1]:1"])
-def test_no_keys_are_needed_on_loopback(tmp_path: Path, bind: str) -> None:
-    assert run_file(tmp_path, flags=[f"coordinator.bind={bind}"]).coordinator.key is None
+    with pytest.raises(ConfigError, match="goes beyond this machine, so peers"):
+        pipeline_node(tmp_path, "[pipeline]", host="10.0.0.1")
+    with pytest.raises(ConfigError, match="no stage of it has a node kyiv"):
+        pipeline_node(tmp_path, "[pipeline]", name="kyiv")
 
 
 @pytest.mark.parametrize("bind", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://10.0.0.1:1", "tcp://[::]:1"])
 def test_beyond_loopback_keys_or_insecure_are_required(tmp_path: Path, bind: str) -> None:
+    for here in ("tcp://127.9.9.9:1", "tcp://localhost:1", "tcp://[::1]:1"):
+        assert run_file(tmp_path, flags=[f"coordinator.bind={here}"]).coordinator.key is None
     flags = [f"coordinator.bind={bind}"]
     with pytest.raises(ConfigError, match="goes beyond this machine, so key and allow are required"):
         run_file(tmp_path, flags=flags)
@@ -251,11 +210,6 @@ def test_beyond_loopback_keys_or_insecure_are_required(tmp_path: Path, bind: str
     assert node_file(tmp_path, "coordinator = 'tcp://oslo:7700'\ninsecure = true\n").node.key is None
 
 
-def test_a_missing_required_key_is_named_with_its_meaning(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[coordinator\] state_dir: is missing; its meaning: Journal, snapshots"):
-        load_run(written(tmp_path, "[run]\n"), flags=[], environ={})
-
-
 @pytest.mark.parametrize(
     ("flag", "line"),
     [
@@ -264,6 +218,7 @@ def test_a_missing_required_key_is_named_with_its_meaning(tmp_path: Path) -> Non
         ("warmup_steps=9999", "--set: [run] warmup_steps: 9999; the run has 600 steps"),
         ("sequence_tokens=4096", "--set: [run] sequence_tokens: nano reads at most 1024, not 4096"),
         ("init=none.safetensors", "--set: [run] init: there is no file"),
+        (f"init={__file__}", f"--set: [run] init: {__file__} is not a safetensors file"),
         ("h_init=3", "--set: [run] h_init: 3, but with h_rule = constant every round has h = 30"),
         ("h_rule=qsr", "run.toml: [run] h_alpha: missing; h_rule = qsr needs one above 0"),
         ("drops=5", "--set: [run] drops: (5,), but schedule is cosine: only step has it"),
@@ -272,58 +227,33 @@ def test_a_missing_required_key_is_named_with_its_meaning(tmp_path: Path) -> Non
         ("rewarms=400:1e-3:0.05", "--set: [run] rewarms: 1 with a replay"),
         ("data.path=nowhere", "--set: [data] path: no file or folder"),
         ("rewarms=400:1e-3:0.05 data.phases=nowhere", "--set: [data] phases: no file or folder"),
-        (f"init={__file__}", f"--set: [run] init: {__file__} is not a safetensors file"),
-        ("", ""),
     ],
 )
 def test_a_run_that_cannot_be_is_told_in_the_words_of_the_file(tmp_path: Path, flag: str, line: str) -> None:
     flags = [one if one.startswith("data.") else f"run.{one}" for one in flag.split()]
     file = run_file(tmp_path, NANO, flags=["data.max_bytes=200000", *flags])
-    if not line:
-        plan = planned(file)
-        assert plan.spec.terms.admission.min_nodes == 2 and plan.evaluation is not None
-        return
     with pytest.raises(ConfigError) as error:
         planned(file)
     assert line_of(error, tmp_path).startswith(line)
 
 
-def test_every_key_has_a_meaning() -> None:
-    keys = [key for schema in (RUN_SCHEMA, NODE_SCHEMA) for section in schema.values() for key in section.values()]
-    assert [f"{key.section}.{key.name}" for key in keys if not key.meaning] == []
-
-
 def test_every_value_knows_its_file_and_line(tmp_path: Path) -> None:
     path = written(tmp_path, "# a run\n[run]\nsteps = 5\n\nh = 2\n[data]\n  path = 'x'\n")
     found = [(given.section, given.key, given.value, given.origin) for given in read_file(path, SECTIONS)]
-    assert found == [
-        ("run", "steps", 5, f"{path}:3"),
-        ("run", "h", 2, f"{path}:5"),
-        ("data", "path", "x", f"{path}:7"),
-    ]
-
-
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing\.toml: cannot be read: no such file"):
-        read_file(tmp_path / "nothing.toml", SECTIONS)
+    assert found == [("run", "steps", 5, f"{path}:3"), ("run", "h", 2, f"{path}:5"), ("data", "path", "x", f"{path}:7")]
     (tmp_path / "bad.toml").write_bytes(b"[run]\nname = '\xff'\n")
-    with pytest.raises(ConfigError, match="UTF-8"):
-        read_file(tmp_path / "bad.toml", SECTIONS)
+    for name, line in (("nothing.toml", r"nothing\.toml: cannot be read: no such file"), ("bad.toml", "UTF-8")):
+        with pytest.raises(ConfigError, match=line):
+            read_file(tmp_path / name, SECTIONS)
+    with pytest.raises(ConfigError, match=r"\[coordinator\] state_dir: is missing; its meaning: Journal, snapshots"):
+        load_run(written(tmp_path, "[run]\n"), flags=[], environ={})
 
 
 def test_other_environment_variables_are_ignored() -> None:
-    environ = {
-        "FARLOOP_RUN__STEPS": "7",
-        "FARLOOP_COORDINATOR_SERVICE_HOST": "10.0.0.1",  # Kubernetes creates such names for every service
-        "FARLOOP_LOG_LEVEL": "debug",
-        "OTHER__THING": "x",
-    }
-    (given,) = read_environment(environ, SECTIONS)
+    """Kubernetes creates a name such as the second for every service."""
+    others = {"FARLOOP_COORDINATOR_SERVICE_HOST": "10.0.0.1", "FARLOOP_LOG_LEVEL": "debug", "OTHER__THING": "x"}
+    (given,) = read_environment({"FARLOOP_RUN__STEPS": "7", **others}, SECTIONS)
     assert (given.section, given.key, given.value, given.origin) == ("run", "steps", "7", "FARLOOP_RUN__STEPS")
-
-
-def test_a_flag_s_value_may_contain_equals_signs(tmp_path: Path) -> None:
-    assert run_file(tmp_path, flags=["data.path=a=b.txt"]).data.path == Path.cwd() / "a=b.txt"
 
 
 def test_the_nearest_word_is_offered_or_all_of_them() -> None:

@@ -26,7 +26,6 @@ from farloop.cli.doctor import (
 )
 from farloop.cli.keys import write_pair
 from farloop.monitoring.status import InventoryStatus, LinkStatus
-from farloop.monitoring.units import rate_text
 from farloop.node.machine_info import Limits, OperatorLabels, look_around
 from farloop.wire.machine_info import Inventory, Nic
 
@@ -67,54 +66,31 @@ def test_a_good_run_has_nothing_that_fails(tmp_path: Path) -> None:
     assert findings["keys"].detail == "none, and none are needed on loopback"
 
 
-def test_a_wrong_file_is_a_finding_and_the_machine_is_still_looked_at(tmp_path: Path) -> None:
+def test_a_wrong_file_is_a_finding_beside_the_others(tmp_path: Path) -> None:
     findings = found(tmp_path / "x.toml")
-    assert findings["settings"].level == "fail"
-    assert findings["python"].level == "ok"
-
-
-def test_a_run_that_cannot_be_is_a_finding_beside_the_others(tmp_path: Path) -> None:
+    assert (findings["settings"].level, findings["python"].level) == ("fail", "ok")
     findings = found(run_toml(tmp_path, run="tau = 99"))
-    assert findings["run"].level == "fail"
-    assert "[run] tau: 99" in findings["run"].detail
+    assert findings["run"].level == "fail" and "[run] tau: 99" in findings["run"].detail
     assert findings["disk"].level != "fail"
-
-
-def keyed(folder: Path) -> Path:
-    write_pair(folder, "a")
-    write_pair(folder, "c")
-    path = folder / "node.toml"
-    path.write_text("[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n[data]\nmax_bytes = 300000\n")
-    return path
-
-
-def test_good_keys_are_said_to_be_there(tmp_path: Path) -> None:
-    findings = found(keyed(tmp_path))
-    assert findings["secret key"] == ok("secret key", str(tmp_path / "a.key"))
-    assert findings["server key"].level == "ok"
+    (tmp_path / "node.toml").write_text("[node]\nname = 'a'\n[data]\npath = 'nowhere'\n")
+    data = found(tmp_path / "node.toml")["data"]
+    assert (data.level, data.detail) == ("fail", f"no file or folder {tmp_path / 'nowhere'}")
 
 
 def test_a_secret_that_is_open_to_others_fails_with_the_command_that_mends_it(tmp_path: Path) -> None:
-    path = keyed(tmp_path)
-    (tmp_path / "a.key").chmod(0o644)
+    for name in "ac":
+        write_pair(tmp_path, name)
+    path, secret = tmp_path / "node.toml", tmp_path / "a.key"
+    path.write_text("[node]\nname = 'a'\nkey = 'a.key'\nserver_key = 'c.pub'\n[data]\nmax_bytes = 300000\n")
+    findings = found(path)
+    assert findings["secret key"] == ok("secret key", str(secret)) and findings["server key"].level == "ok"
+    secret.chmod(0o644)
     finding = found(path)["secret key"]
-    assert finding.level == "fail"
-    assert finding.fix == f"run: chmod 600 {tmp_path / 'a.key'}"
-
-
-def test_an_allow_list_with_fewer_keys_than_nodes_is_a_warning(tmp_path: Path) -> None:
-    write_pair(tmp_path, "c")
+    assert (finding.level, finding.fix) == ("fail", f"run: chmod 600 {secret}")
     write_pair(tmp_path / "allow", "a")
     finding = found(run_toml(tmp_path, coordinator="key = 'c.key'\nallow = 'allow'"))["allow list"]
     assert (finding.level, finding.detail) == ("warn", f"{tmp_path / 'allow'}: a")
     assert "waits for 2 nodes" in finding.fix
-
-
-def test_data_that_is_not_there_fails(tmp_path: Path) -> None:
-    path = tmp_path / "node.toml"
-    path.write_text("[node]\nname = 'a'\n[data]\npath = 'nowhere'\n")
-    finding = found(path)["data"]
-    assert (finding.level, finding.detail) == ("fail", f"no file or folder {tmp_path / 'nowhere'}")
 
 
 def test_room_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
@@ -133,18 +109,12 @@ def test_a_line_has_the_level_the_thing_and_the_mend(capsys: pytest.CaptureFixtu
     assert [row["level"] for row in json.loads(capsys.readouterr().out)] == ["ok", "fail"]
 
 
+# --- cards, limits and buffers
+
 LIMITS = Limits(
     memory_bytes=1 << 34, memlock_bytes=None, nofile=65536, nofile_hard=65536, receive_bytes=6 << 20,
     send_bytes=4 << 20, congestion="cubic", allowed=("reno", "cubic"),
 )  # fmt: skip
-
-
-def link(source: str, target: str, bytes_per_s: float | None) -> LinkStatus:
-    return {
-        "from": source, "to": target, "rtt_s": 0.1, "rtt_median_s": 0.11, "bytes_per_s": bytes_per_s,
-        "provenance": "probe", "measured_by": "probe", "age_s": 1.0, "why": "", "retransmit_ratio": None,
-        "congestion": "", "suspect": False,
-    }  # fmt: skip
 
 
 def test_every_card_is_a_line_with_who_says_so(tmp_path: Path) -> None:
@@ -157,9 +127,6 @@ def test_every_card_is_a_line_with_who_says_so(tmp_path: Path) -> None:
     assert card.detail == "eth0: ethernet, 10 Gbit/s (operator), sysfs says 2.5e+10"
     assert card.data is not None and card.data["kind"] == "ethernet"
     assert site.detail == "oslo (annotation says so)"
-
-
-def test_a_machine_without_cards_is_told_how_to_name_one() -> None:
     (card, _) = machine(Inventory())
     assert (card.level, card.what) == ("warn", "card") and "[node] nics" in card.fix
 
@@ -169,32 +136,36 @@ def test_few_files_are_a_warning_and_locked_memory_matters_with_rdma_alone() -> 
     few = replace(LIMITS, nofile=512, nofile_hard=1024)
     files, memlock = limit_findings(few, Inventory(nics=(Nic(name="mlx5_0:1", kind="infiniband"),)))
     assert files.level == "warn" and "ulimit -Hn 4096" in files.fix
-    assert (
-        "1,024 files" in files.detail and "soft limit 512" in files.detail and "takes 704 connections" in files.detail
-    )
+    assert all(words in files.detail for words in ("1,024 files", "soft limit 512", "takes 704 connections"))
     assert memlock.detail.endswith("without bound")
 
 
 def test_a_buffer_smaller_than_the_bandwidth_delay_product_caps_a_connection() -> None:
-    """4 MiB and 100 ms are 336 Mbit/s, whatever the card can do."""
+    """4 MiB and 100 ms are 336 Mbit/s, whatever the card can do. What nobody measured is not judged."""
     up, down, _ = buffers(LIMITS, Way(rtt_s=0.1, up_bytes_per_s=125e6, down_bytes_per_s=25e6))
     assert up.level == "warn"
-    assert up.fix == ("one connection gets 336 Mbit/s at most: raise the last number of net.ipv4.tcp_wmem to 25000000")
+    assert up.fix == "one connection gets 336 Mbit/s at most: raise the last number of net.ipv4.tcp_wmem to 25000000"
     assert down == ok("buffers", "tcp_rmem: 6.29 MB; the way holds 2.50 MB")
-
-
-def test_what_nobody_measured_is_not_judged() -> None:
     assert buffers(LIMITS, Way()) == []
-    near = buffers(LIMITS, Way(rtt_s=0.001))
-    assert [finding.level for finding in near] == ["ok"]
+    assert [finding.level for finding in buffers(LIMITS, Way(rtt_s=0.001))] == ["ok"]
 
 
 def test_a_control_that_suffers_from_losses_is_named_on_a_long_way() -> None:
     (finding,) = buffers(LIMITS, Way(rtt_s=0.1))
     assert finding.level == "warn" and "tcp_allowed_congestion_control" in finding.fix
-    allowed = replace(LIMITS, allowed=("cubic", "bbr"))
-    (finding,) = buffers(allowed, Way(rtt_s=0.1))
+    (finding,) = buffers(replace(LIMITS, allowed=("cubic", "bbr")), Way(rtt_s=0.1))
     assert finding.fix == 'choose bbr: [node] congestion = "bbr"'
+
+
+# --- what a coordinator knows
+
+
+def link(source: str, target: str, bytes_per_s: float | None) -> LinkStatus:
+    return {
+        "from": source, "to": target, "rtt_s": 0.1, "rtt_median_s": 0.11, "bytes_per_s": bytes_per_s,
+        "provenance": "probe", "measured_by": "probe", "age_s": 1.0, "why": "", "retransmit_ratio": None,
+        "congestion": "", "suspect": False,
+    }  # fmt: skip
 
 
 def test_the_coordinators_measurements_go_before_what_a_card_promises() -> None:
@@ -203,27 +174,17 @@ def test_the_coordinators_measurements_go_before_what_a_card_promises() -> None:
     way = way_of("oslo", seen, 0.1, told)
     assert (way.up_bytes_per_s, way.down_bytes_per_s) == (1e6, 25e9 / 8)
     assert way_of("oslo", None, None, Inventory()) == Way()
+    assert as_the_coordinator_sees("oslo", None) == as_the_coordinator_sees("oslo", seen) == []
 
 
 def test_what_the_coordinator_sees_of_a_node_is_told() -> None:
-    (told,) = as_the_coordinator_sees_reached(False)
-    assert told.level == "fail" and told.detail == "the coordinator does not reach tcp://198.51.100.7:7800"
-    (told,) = as_the_coordinator_sees_reached(True)
-    assert told.level == "ok" and not told.fix
-    assert as_the_coordinator_sees_reached(None) == []
-    assert as_the_coordinator_sees("oslo", None) == []
-
-
-def as_the_coordinator_sees_reached(reachable: bool | None) -> list[Finding]:
-    node: Any = {"name": "oslo", "address": "tcp://198.51.100.7:7800", "reachable": reachable, "nics": []}
-    seen: InventoryStatus = {
-        "nodes": [node],
-        "links": [link("bergen", "coordinator", 1e6), link("oslo", "coordinator", None)],
-    }
-    return list(as_the_coordinator_sees("oslo", seen))
-
-
-def test_a_link_is_a_line_of_its_own() -> None:
-    seen: InventoryStatus = {"nodes": [], "links": [link("oslo", "coordinator", 25e6)]}
-    assert as_the_coordinator_sees("oslo", seen) == []  # no such node
-    assert rate_text(8 * 25e6) == "200 Mbit/s" and rate_text(25e9) == "25 Gbit/s" and rate_text(64e3) == "64 kbit/s"
+    node: Any = {"name": "oslo", "address": "tcp://198.51.100.7:7800", "nics": []}
+    links = [link("bergen", "coordinator", 1e6), link("oslo", "coordinator", None), link("oslo", "bergen", 25e6)]
+    for reachable, told in (
+        (False, [("fail", "the coordinator does not reach tcp://198.51.100.7:7800")]),
+        (True, [("ok", "the coordinator reaches tcp://198.51.100.7:7800")]),
+        (None, []),
+    ):
+        found = as_the_coordinator_sees("oslo", {"nodes": [{**node, "reachable": reachable}], "links": links})
+        told = [*told, ("ok", "oslo → bergen: 200 Mbit/s by probe, round trip 100.0 ms")]
+        assert [(finding.level, finding.detail) for finding in found] == told

@@ -15,13 +15,10 @@ def record(message: str, *args: object, exc_info: object = None) -> logging.LogR
     return logging.LogRecord("farloop.node.link", logging.WARNING, "f.py", 1, message, args, exc_info)  # type: ignore[arg-type]
 
 
-def test_what_stands_before_the_first_pair_is_the_event() -> None:
+def test_what_stands_before_the_first_pair_is_the_event_and_quoted_values_keep_their_spaces() -> None:
     assert pairs_of("journal open path=/x records=3") == {"event": "journal open", "path": "/x", "records": "3"}
     assert pairs_of("just words") == {"event": "just words"}
     assert pairs_of("event=page_failed path=/x") == {"event": "page_failed", "path": "/x"}
-
-
-def test_quoted_values_keep_their_spaces_and_equals_signs() -> None:
     assert pairs_of("commit why='all 2 came, h=3' n=1") == {"event": "commit", "why": "all 2 came, h=3", "n": "1"}
 
 
@@ -32,15 +29,9 @@ def test_any_text_comes_back_from_its_repr(text: str) -> None:
 
 def test_a_line_has_time_level_and_place_first() -> None:
     line = KeyValueLines().format(record("session ended reason=%s detail=%r", "CLOSED", "the link was cut"))
-    words = shlex.split(line)
-    assert words[0].startswith("ts=20") and words[0].endswith("Z")
-    assert words[1:] == [
-        "level=warning",
-        "at=node.link",
-        "event=session ended",
-        "reason=CLOSED",
-        "detail=the link was cut",
-    ]
+    time, *words = shlex.split(line)
+    assert time.startswith("ts=20") and time.endswith("Z")
+    assert words == ["level=warning", "at=node.link", "event=session ended", "reason=CLOSED", "detail=the link was cut"]
 
 
 def test_json_lines_hold_the_same_and_a_traceback_as_a_field() -> None:
@@ -49,11 +40,5 @@ def test_json_lines_hold_the_same_and_a_traceback_as_a_field() -> None:
     except ValueError:
         line = JsonLines().format(record("page failed path=%s", "/x", exc_info=sys.exc_info()))
     fields = json.loads(line)
-    assert (fields["event"], fields["path"], fields["level"], fields["at"]) == (
-        "page failed",
-        "/x",
-        "warning",
-        "node.link",
-    )
-    assert "ValueError: broken" in fields["traceback"]
-    assert "\n" not in line
+    assert {"event": "page failed", "path": "/x", "level": "warning", "at": "node.link"}.items() <= fields.items()
+    assert "ValueError: broken" in fields["traceback"] and "\n" not in line

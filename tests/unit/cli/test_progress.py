@@ -16,23 +16,17 @@ from farloop.monitoring.status_summary import view_of
 def status(t: float = 30.0, **changes: Any) -> Status:
     """A run of 2,000 steps at 20 a second, of two nodes."""
     run = {"started_s": t, "uptime_s": t + 2, **changes.pop("run", {})}
-    known: dict[str, Any] = {"nodes": [statuses.node("paris"), statuses.node("tokyo")], "position": 20.0 * t,
-                             "evaluations": [statuses.score(0)]}  # fmt: skip
+    nodes = [statuses.node("paris"), statuses.node("tokyo")]
+    known = {"nodes": nodes, "position": 20.0 * t, "evaluations": [statuses.score(0)]}
     return statuses.status(run=run, **(known | changes))
 
 
-def test_the_time_left_follows_the_recent_speed() -> None:
+def test_the_time_left_follows_the_recent_speed_and_begins_anew_with_another_coordinator() -> None:
     pace = Pace()
     assert pace.update(status(0.0)) == math.inf
     assert pace.update(status(10.0)) == pytest.approx(1800 / 20)
     slow = [status(10.0 + t, position=200.0 + 2 * t) for t in range(1, 100)]
     assert [pace.update(later) for later in slow][-1] == pytest.approx((2000 - 398) / 2, rel=0.05)
-
-
-def test_a_restarted_coordinator_starts_the_reckoning_anew() -> None:
-    pace = Pace()
-    pace.update(status(0.0))
-    pace.update(status(50.0))
     assert pace.update(status(51.0, run={"uptime_s": 1.0})) == math.inf
 
 
@@ -42,19 +36,20 @@ def test_plain_lines_come_every_ten_seconds_and_with_every_fact() -> None:
     assert [line.split("  ", 1)[1].split(" ")[0] for line in first] == ["run", "node", "node", "validation", "step"]
     assert lines.update(view_of(status(LINE_EVERY_S - 1)), 90.0) == []
     assert len(lines.update(view_of(status(LINE_EVERY_S)), 90.0)) == 1
-
-    scores = [*status()["evaluations"], {**statuses.score(7, 3.0), "position": 220.0}]
-    away = [
-        statuses.node("paris", state="waiting"),
-        statuses.node("tokyo", connected=False, reason="the connection closed"),
-    ]
-    news = lines.update(view_of(status(11.0, nodes=away, evaluations=scores, alarms=["tokyo is away"])), 90.0)
-    assert news == [
+    changes = {
+        "evaluations": [statuses.score(0), {**statuses.score(7, 3.0), "position": 220.0}],
+        "nodes": [
+            statuses.node("paris", state="waiting"),
+            statuses.node("tokyo", connected=False, reason="the connection closed"),
+        ],
+        "alarms": ["tokyo is away"],
+    }
+    assert lines.update(view_of(status(11.0, **changes)), 90.0) == [
         "0:00:11  node tokyo is away: the connection closed",
         "0:00:11  validation loss 3.000 at step 220 (first 5.545)",
         "0:00:11  ALARM: tokyo is away",
     ]
-    assert lines.update(view_of(status(12.0, nodes=away, evaluations=scores, alarms=["tokyo is away"])), 90.0) == []
+    assert lines.update(view_of(status(12.0, **changes)), 90.0) == []
 
 
 def test_off_a_terminal_the_display_prints_plain_lines_without_control_codes() -> None:
@@ -62,24 +57,17 @@ def test_off_a_terminal_the_display_prints_plain_lines_without_control_codes() -
     with Display(Console(file=out, force_terminal=False, width=60)) as display:
         display.update(status(100.0))
         display.update(status(110.0))
-    text = out.getvalue()
-    assert "\x1b" not in text
-    last = text.splitlines()[-1]
+    assert "\x1b" not in out.getvalue()
+    last = out.getvalue().splitlines()[-1]
     assert last.startswith("0:01:50  step 2,000/2,000 (100%), loss 2.513, 2 nodes, 8.20 GB up, 8.00 GB down, ")
     assert last.endswith("less than fp32 data parallel, 0.0s left")
 
 
 def test_on_a_terminal_the_last_picture_stays() -> None:
-    out = io.StringIO()
-    console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), force_terminal=True, width=120, height=40)
-    with Display(console, link="50mbit/50ms") as display:
+    drawn = io.BytesIO()
+    file = io.TextIOWrapper(drawn, encoding="utf-8")
+    with Display(Console(file=file, force_terminal=True, width=120, height=40), link="50mbit/50ms") as display:
         display.update(status(100.0, run={"state": "finished"}))
-    console.file.flush()
-    out = console.file.buffer.getvalue().decode()  # type: ignore[attr-defined]
-    assert "finished" in out
-    assert "50mbit/50ms" in out
-
-
-def test_progress_goes_to_standard_error_when_standard_output_is_json() -> None:
-    assert progress_console(json=True).stderr
-    assert not progress_console(json=False).stderr
+    file.flush()
+    assert "finished" in drawn.getvalue().decode() and "50mbit/50ms" in drawn.getvalue().decode()
+    assert progress_console(json=True).stderr and not progress_console(json=False).stderr

@@ -1,4 +1,4 @@
-"""The report page and what it is made of, from a small synthetic run."""
+"""The summary of a run and its report page, from its final status and its metrics."""
 
 import io
 import json
@@ -8,27 +8,106 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from plain_runs import plain_spec
 from rich.console import Console
 
 from farloop.cli.report import MAX_POINTS, SERIES, loss_figure, traffic_figure, write_report
-from farloop.cli.run_results import History, Summary, Traffic, read_history, summary_table
-from farloop.monitoring.status import BytesStatus
+from farloop.cli.run_results import History, Summary, Traffic, read_history, summarise, summary_table
+from farloop.monitoring.status import BytesStatus, Status
+from farloop.quant.blob import blob_bytes
+from farloop.quant.codec import flat
+from farloop.quant.registry import codec_named
 
 DIGESTS = ["9f3a1c77d02be481", "03bb5519ee7ac020"]
-PARAMETERS = 100_000
+PARAMETERS = 1 << 20
 
 
-def progress(node: str, t: float, steps: int, loss: float | None, sent: int) -> dict[str, Any]:
+def progress(node: str, t: float = 1.0, steps: int = 0, loss: float | None = None, sent: int = 0) -> dict[str, Any]:
     return {"event": "progress", "t": t, "node": node, "position": steps, "inner_steps": steps, "tokens": steps * 10,
-            "loss": loss, "bytes_up": sent, "bytes_down": sent, "bytes_state": 400_000}  # fmt: skip
+            "loss": loss, "bytes_up": sent, "bytes_down": sent, "bytes_state": 0}  # fmt: skip
+
+
+def written(path: Path, events: list[dict[str, Any]], tail: str = "") -> Path:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events) + tail)
+    return path
+
+
+# --- the summary
+
+
+def summary_of(folder: Path, events: list[dict[str, Any]], *, h: int = 10, second: list[str] = DIGESTS) -> Summary:
+    known = {
+        "device": "cpu", "state": "finished", "reason": "", "inner_steps": 0, "tokens": 0, "loss": None,
+        "tokens_per_s": 0.0, "blocked_s": 0.0, "lost_steps": 0, "bytes_up": 0, "bytes_down": 0, "bytes_state": 0,
+    }  # fmt: skip
+    nodes = [
+        {**known, "name": "a", "compute_share": 0.9, "digests": DIGESTS},
+        {**known, "name": "b", "compute_share": 0.7, "digests": second},
+    ]
+    run = {
+        "fragments": 3, "method": "diloco", "codec_up": "q4", "codec_down": "q4", "parameters": PARAMETERS,
+        "started_s": 60.0, "h": h, "steps": 1000,
+    }  # fmt: skip
+    status = cast(Status, {"run": run, "nodes": nodes, "outer_steps": 3, "digests": DIGESTS})
+    spec = plain_spec(method="diloco", steps=100, h=h, weight_decay=0.1, batch_sequences=4, sequence_tokens=128)
+    return summarise(status, written(folder / "metrics.jsonl", events), spec, loss_start=5.0, loss_end=2.0)
+
+
+def test_bytes_and_steps_are_sums_over_nodes_and_over_their_starts(tmp_path: Path) -> None:
+    events = [
+        progress(node, steps=steps) | {"bytes_up": up, "bytes_down": 2 * up, "bytes_state": state}
+        for node, steps, up, state in (("a", 10, 100, 5), ("b", 20, 300, 6), ("a", 4, 10, 7))
+    ]
+    came = summary_of(tmp_path, events)
+    assert (came["bytes_up"], came["bytes_down"], came["bytes_state"], came["bytes_total"]) == (410, 838, 18, 1248)
+    assert came["bytes_by_kind"] == {"delta": 410, "update": 820, "snapshot": 18, "probe": 0, "control": 0}
+    assert (came["inner_steps"], came["tokens"]) == (34, 34 * 4 * 128)
+    assert came["digests_equal"] and came["compute_share"] == pytest.approx(0.8), "the mean of the nodes"
+    assert not summary_of(tmp_path, events, second=["ab"])["digests_equal"]
+
+
+def test_the_reduction_is_fp32_data_parallel_over_all_bytes(tmp_path: Path) -> None:
+    """Both ways through the star: 8 bytes a parameter for every inner step of every node."""
+    kinds = {"delta": 900, "update": 2800, "snapshot": 100_000, "probe": 20_000, "control": 300}
+    moved = {"bytes_up": 20_900, "bytes_down": 103_100, "bytes_state": 120_000, "bytes_by_kind": kinds}
+    came = summary_of(tmp_path, [progress(node, steps=30) | moved for node in "ab"])
+    assert came["bytes_by_kind"] == {kind: 2 * count for kind, count in kinds.items()}
+    assert came["bytes_total"] == sum(came["bytes_by_kind"].values()) == came["bytes_up"] + came["bytes_down"]
+    assert came["bytes_data_parallel_fp32"] == 8 * PARAMETERS * 60
+    assert came["reduction"] == 8 * PARAMETERS * 60 / came["bytes_total"]
+
+
+def test_steps_that_were_lost_or_done_twice_do_not_count_for_the_reduction(tmp_path: Path) -> None:
+    """A step that three fragments lost, and those that a node did after the run was wound back."""
+    came = summary_of(
+        tmp_path,
+        [
+            progress("a", steps=90, sent=1) | {"lost_steps": 30},
+            progress("b", steps=950, sent=1),
+            progress("b", steps=400, sent=1) | {"lost_steps": 4},
+        ],
+    )
+    assert (came["inner_steps"], came["merged_steps"]) == (1440, (90 - 10) + 1000)
+    assert came["bytes_data_parallel_fp32"] == 8 * PARAMETERS * came["merged_steps"]
+
+
+@pytest.mark.parametrize(("h", "least", "most"), [(30, 225.0, 226.0), (54, 400.0, 407.0), (107, 800.0, 806.0)])
+def test_q4_both_ways_divides_the_bytes_by_64_h_over_8_and_a_half(
+    h: int, least: float, most: float, tmp_path: Path
+) -> None:
+    """The arithmetic behind the promise: one blob each way a round, headers included."""
+    sent = 5 * blob_bytes(codec_named("q4"), flat(PARAMETERS))
+    assert least < summary_of(tmp_path, [progress("a", steps=5 * h, sent=sent)], h=h)["reduction"] < most
+
+
+# --- the report
 
 
 def metrics(folder: Path, tail: str = "") -> Path:
-    events: list[dict[str, Any]] = [{"event": "evaluation", "t": 0.0, "loss": 5.5, "position": 0, "tokens": 0}]
+    events = [{"event": "evaluation", "t": 0.0, "loss": 5.5, "position": 0, "tokens": 0}]
     for second in range(1, 40):
-        events += [
-            progress(node, second, second * 5, 5.5 - second * 0.08, second * 9000) for node in ("paris", "tokyo")
-        ]
+        loss, sent = 5.5 - second * 0.08, second * 9000
+        events += [progress(node, second, second * 5, loss, sent) for node in ("paris", "tokyo")]
     events += [
         {"event": "node", "t": 12.0, "name": "tokyo", "state": "away", "reason": "the <link> was cut"},
         {"event": "commit", "t": 13.0, "fragment": 1, "version": 4, "round": 4, "merged": ["paris"],
@@ -36,9 +115,7 @@ def metrics(folder: Path, tail: str = "") -> Path:
         {"event": "evaluation", "t": 39.0, "loss": 2.5, "position": 195, "tokens": 3900},
         {"event": "something of a later version", "t": 39.0},
     ]  # fmt: skip
-    path = folder / "metrics.jsonl"
-    path.write_text("".join(json.dumps(event) + "\n" for event in events) + tail)
-    return path
+    return written(folder / "metrics.jsonl", events, tail)
 
 
 def summary(**changes: Any) -> Summary:
@@ -48,7 +125,7 @@ def summary(**changes: Any) -> Summary:
         "bytes_data_parallel_fp32": 312_000_000, "bytes_state": 800_000, "reduction": 222.2, "merged_steps": 390,
         "bytes_total": 2_204_000, "bytes_by_kind": {"delta": 700_000, "update": 700_000, "snapshot": 780_000,
         "probe": 20_000, "control": 4_000}, "digests_equal": True,
-        "compute_share": 0.947, "wall_s": 82.0, "digests": DIGESTS, "parameters": PARAMETERS, "h": 30, "steps": 195,
+        "compute_share": 0.947, "wall_s": 82.0, "digests": DIGESTS, "parameters": 100_000, "h": 30, "steps": 195,
         "seed": 1, "command": "farloop demo --link '50mbit/50ms' && echo", "machine": "2 cores", "node_table": [
             {"name": "paris", "device": "cpu", "inner_steps": 195, "compute_share": 0.95, "digests": DIGESTS},
             {"name": "tokyo", "device": "cpu", "reason": "the <link> was cut", "digests": DIGESTS},
@@ -77,10 +154,6 @@ class Page(HTMLParser):
         if tag not in self.VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value for name, value in attrs if name == "id" and value]
-
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
             assert self.open.pop() == tag
@@ -96,14 +169,17 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_report(folder / "out", summary(), metrics(folder), "three <nodes>").read_text(encoding="utf-8")
 
 
-def test_the_report_is_one_well_formed_page_with_two_drawings(html: str) -> None:
+def test_the_report_is_one_well_formed_page_with_two_drawings_and_the_same_every_time(
+    html: str, tmp_path: Path
+) -> None:
     page = Page(html)
-    assert page.tags.count("svg") == 2
-    assert len(page.ids) == len(set(page.ids))
+    assert page.tags.count("svg") == 2 and len(page.ids) == len(set(page.ids))
     for words in ("three <nodes>", "222×", "2.20 MB instead of 312 MB", "2.500", "94.7%", "identical", DIGESTS[1],
                   "the <link> was cut", "delta for window 4 of fragment 1 dropped: the window had closed",
                   "farloop demo --link '50mbit/50ms' && echo", "1m 22s"):  # fmt: skip
         assert words in page.text
+    again = write_report(tmp_path, summary(), metrics(tmp_path), "three <nodes>")
+    assert again == tmp_path / "report.html" and again.read_text(encoding="utf-8") == html
 
 
 def test_the_report_loads_nothing(html: str) -> None:
@@ -117,94 +193,71 @@ def test_the_report_loads_nothing(html: str) -> None:
 def test_the_drawings_take_all_their_colours_from_the_page(html: str) -> None:
     drawings = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL))
     used = set(re.findall(r"var\((--\w+)\)", drawings))
-    assert {"--ink", "--muted", "--grid", "--s1", "--good"} <= used
-    assert used <= set(re.findall(r"(--\w+):", html))
-    assert not re.search(r"#fe[0-9a-f]{2}dc", html)
+    assert {"--ink", "--muted", "--grid", "--s1", "--good"} <= used <= set(re.findall(r"(--\w+):", html))
+    assert not re.search(r"#fe[0-9a-f]{2}dc", html) and "prefers-color-scheme: dark" in html
     assert set(re.findall(r"#[0-9a-f]{6}\b", drawings)) <= {"#000000"}
-    assert "prefers-color-scheme: dark" in html
 
 
-def test_the_same_run_gives_the_same_bytes(tmp_path: Path, html: str) -> None:
-    again = write_report(tmp_path, summary(), metrics(tmp_path), "three <nodes>")
-    assert again == tmp_path / "report.html"
-    assert again.read_text(encoding="utf-8") == html
-
-
-def test_a_digest_that_differs_is_shown_beside_the_others(tmp_path: Path) -> None:
+def test_a_report_says_which_digest_differs_and_what_was_not_measured(tmp_path: Path) -> None:
     nodes = [{"name": "paris", "digests": [DIGESTS[0], "deadbeefdeadbeef"]}, {"name": "tokyo", "digests": DIGESTS[:1]}]
     page = write_report(tmp_path, summary(node_table=nodes, digests_equal=False), metrics(tmp_path), "x").read_text()
-    assert page.count("✓ equal") == 2
-    assert "✗ <code>deadbeefdeadbeef</code>" in page
-    assert "✗ <code>missing</code>" in page
-    assert "different" in page
-    assert "identical" not in page
+    assert page.count("✓ equal") == 2 and "different" in page and "identical" not in page
+    assert "✗ <code>deadbeefdeadbeef</code>" in page and "✗ <code>missing</code>" in page
+    empty = summary(node_table=[], digests=[], digests_equal=None)
+    text = Page(write_report(tmp_path, empty, tmp_path / "none.jsonl", "x").read_text()).text
+    assert text.count("The run left no measurements to draw.") == 2 and "not compared" in text
 
 
-def test_a_run_without_measurements_has_a_report_that_says_so(tmp_path: Path) -> None:
-    page = write_report(tmp_path, summary(node_table=[], digests=[], digests_equal=None), tmp_path / "none.jsonl", "x")
-    text = Page(page.read_text()).text
-    assert text.count("The run left no measurements to draw.") == 2
-    assert "not compared" in text
-
-
-def test_the_parts_that_were_put_aside_are_read_first_and_in_their_order(tmp_path: Path) -> None:
+def test_rotated_metrics_are_read_first_and_in_their_order(tmp_path: Path) -> None:
     """Also through a link, as a demo leaves one beside its report."""
-    folder = tmp_path / "state"
+    folder, link = tmp_path / "state", tmp_path / "metrics.jsonl"
     folder.mkdir()
     counts = {"metrics-000009.jsonl": 500, "metrics-000010.jsonl": 900, "metrics.jsonl": 1000}
     for number, (name, count) in enumerate(counts.items()):
-        (folder / name).write_text(json.dumps(progress("a", number, 10 * number, 3.0, count)) + "\n")
+        written(folder / name, [progress("a", number, 10 * number, 3.0, count)])
     (folder / "metrics-old.jsonl").write_text("not one of them\n")
-    link = tmp_path / "metrics.jsonl"
     link.symlink_to(folder / "metrics.jsonl")
     for path in (folder / "metrics.jsonl", link):
         history = read_history(path)
-        assert [moment.bytes_up for moment in history.traffic] == [500, 900, 1000]
-        assert history.unreadable == 0
+        assert [moment.bytes_up for moment in history.traffic] == [500, 900, 1000] and history.unreadable == 0
 
 
-def test_curves_share_the_axis_of_all_tokens_and_a_half_written_last_line_is_skipped(tmp_path: Path) -> None:
+def test_curves_share_the_axis_of_all_tokens_and_counters_of_a_restarted_node_continue(tmp_path: Path) -> None:
     history = read_history(metrics(tmp_path, tail='{"event": "prog'))
-    assert (history.unreadable, len(history.traffic)) == (1, 78)
+    assert (history.unreadable, len(history.traffic)) == (1, 78), "a half-written last line is skipped"
     assert history.losses["paris"][-1][0] == 39 * 50 + 38 * 50
     assert history.losses["tokyo"][-1][0] == 2 * 39 * 50
     assert history.evaluations == [(0, 5.5), (3900, 2.5)]
-
-
-def test_counters_of_a_restarted_node_continue(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
     events = [progress("a", 1, 10, 3.0, 500), progress("a", 2, 20, 3.0, 900), progress("a", 3, 5, None, 100)]
-    path.write_text("\n".join(json.dumps(event) for event in events))
-    history = read_history(path)
+    history = read_history(written(tmp_path / "restarted.jsonl", events))
     assert [(moment.bytes_up, moment.inner_steps) for moment in history.traffic] == [(500, 10), (900, 20), (1000, 25)]
     assert len(history.losses["a"]) == 2
 
 
-def moved(t: int, up: int, down: int) -> Traffic:
-    kinds: BytesStatus = {"delta": up, "update": down, "snapshot": 0, "probe": 0, "control": 0}
-    return Traffic(t=t, bytes_up=up, bytes_down=down, by_kind=kinds, inner_steps=t)
+def moved(t: int, count: int) -> Traffic:
+    kinds: BytesStatus = {"delta": count, "update": count, "snapshot": 0, "probe": 0, "control": 0}
+    return Traffic(t=t, bytes_up=count, bytes_down=count, by_kind=kinds, inner_steps=t)
 
 
 def test_long_runs_and_many_nodes_stay_small_and_named() -> None:
     losses = {f"n{node}": [(step, 3.0 + step % 7) for step in range(20_000)] for node in range(SERIES + 1)}
-    moments = [moved(t, t * 10, t * 9) for t in range(1, 20_000)]
-    history = History(losses=losses, traffic=moments)
-    loss, traffic = loss_figure(history), traffic_figure(history, PARAMETERS, 50.0)
-    assert f"training, {SERIES + 1} nodes" in loss
-    assert len(loss) < (SERIES + 1) * 2 * MAX_POINTS * 40
-    assert "hours" in traffic
-    assert "snapshots" not in traffic
-    few = [moved(t, t * 4000, t * 4000) for t in range(1, 9)]
-    assert "100× fewer bytes" in traffic_figure(History(traffic=few), PARAMETERS, 100.0)
-    assert "fewer bytes" not in traffic_figure(History(traffic=few), 1000, 1.0), "there is no gap to draw"
+    history = History(losses=losses, traffic=[moved(t, t * 10) for t in range(1, 20_000)])
+    loss, traffic = loss_figure(history), traffic_figure(history, 100_000, 50.0)
+    assert f"training, {SERIES + 1} nodes" in loss and len(loss) < (SERIES + 1) * 2 * MAX_POINTS * 40
+    assert "hours" in traffic and "snapshots" not in traffic
+    few = History(traffic=[moved(t, t * 4000) for t in range(1, 9)])
+    assert "100× fewer bytes" in traffic_figure(few, 100_000, 100.0)
+    assert "fewer bytes" not in traffic_figure(few, 1000, 1.0), "there is no gap to draw"
 
 
-@pytest.mark.parametrize(
-    ("equal", "words"), [(True, "yes, bit for bit (2 fragments"), (False, "NO, digests differ"), (None, "not compared")]
-)
-def test_the_table_at_the_end_of_a_run_has_the_figures(equal: bool | None, words: str) -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(summary_table(summary(digests_equal=equal)))
-    text = console.export_text()
-    for figure in ("5.500 → 2.500", "702 kB up, 702 kB down", "312 MB", "222× fewer bytes", "94.7%", "1m 22s", words):
-        assert figure in text
+def test_the_table_at_the_end_of_a_run_has_the_figures() -> None:
+    figures = ("5.500 → 2.500", "702 kB up, 702 kB down", "312 MB", "222× fewer bytes", "94.7%", "1m 22s")
+    for equal, words in (
+        (True, "yes, bit for bit (2 fragments"),
+        (False, "NO, digests differ"),
+        (None, "not compared"),
+    ):
+        console = Console(width=100, record=True, file=io.StringIO())
+        console.print(summary_table(summary(digests_equal=equal)))
+        text = console.export_text()
+        assert all(figure in text for figure in (*figures, words))

@@ -19,9 +19,11 @@ from farloop.quant.codec import Codec
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.registry import codec_named
 
+DATA = DataConfig(max_bytes=100_000)
+
 
 def test_only_a_codec_that_decodes_exactly_may_be_the_downlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """M: else anchors could differ in the last bit between two machines."""
+    """Else anchors could differ in the last bit between two machines."""
 
     def with_a_rounding_q8(name: str) -> Codec:
         codec = codec_named(name)
@@ -30,24 +32,30 @@ def test_only_a_codec_that_decodes_exactly_may_be_the_downlink(monkeypatch: pyte
 
     monkeypatch.setattr(codec_checks, "codec_named", with_a_rounding_q8)
     with pytest.raises(ValueError, match="codec_down 'q8' does not decode exactly"):
-        plan_run(RunConfig(model="nano", codec_down="q8"), DataConfig())
+        plan_run(RunConfig(model="nano", codec_down="q8"), DATA)
 
 
-def test_codecs_that_lose_more_than_there_is_are_refused_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"codec_up 'q4r:step=2,beta=0\.9': error feedback needs"):
-        plan_run(RunConfig(model="nano", codec_up="q4r:step=2,beta=0.9"), DataConfig())
-    with pytest.raises(ValueError, match="codec_down 'q4r:rounding=nearest,policy=absolute' may lose more"):
-        plan_run(RunConfig(model="nano", codec_down="q4r:policy=absolute"), DataConfig())
+VARIATES = {"method": "diloco", "steps": 60, "outer_momentum": 0.0, "control_variates": True}
 
 
-def test_control_variates_are_a_setting_of_the_run() -> None:
-    """Whose codec, too, must fit."""
-    config = RunConfig(model="nano", method="diloco", steps=60, outer_momentum=0.0, control_variates=True)
-    assert plan_run(config, DataConfig()).spec.terms.inner.control_variates
-    with pytest.raises(ValueError, match=r"outer_momentum is 0\.9; with control_variates"):
-        plan_run(dataclasses.replace(config, outer_momentum=0.9), DataConfig())
-    with pytest.raises(ValueError, match="codec_up 'topk': with control_variates"):
-        plan_run(dataclasses.replace(config, method="sparse"), DataConfig())
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"codec_up": "q4r:step=2,beta=0.9"}, r"codec_up 'q4r:step=2,beta=0\.9': error feedback needs"),
+        ({"codec_down": "q4r:policy=absolute"}, "codec_down 'q4r:rounding=nearest,policy=absolute' may lose more"),
+        ({**VARIATES, "outer_momentum": 0.9}, r"outer_momentum is 0\.9; with control_variates"),
+        ({**VARIATES, "method": "sparse"}, "codec_up 'topk': with control_variates"),
+    ],
+)
+def test_codecs_that_lose_more_than_there_is_are_refused_at_the_start(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        plan_run(RunConfig(model="nano", **fields), DATA)
+
+
+def test_the_way_down_rounds_to_nearest_and_has_no_residual_unless_told_otherwise() -> None:
+    terms = plan_run(RunConfig(model="nano", codec_up="q4r", codec_down="q4r:step=0.7"), DATA).spec.terms
+    assert (terms.codecs.up, terms.codecs.down) == ("q4r", "q4r:step=0.7,rounding=nearest")
+    assert plan_run(RunConfig(model="nano", **VARIATES), DATA).spec.terms.inner.control_variates  # type: ignore[arg-type]
 
 
 def planned(**choices: Any) -> Terms:
@@ -55,41 +63,36 @@ def planned(**choices: Any) -> Terms:
     return terms_of(config, method_named(config.method))[0]
 
 
-def test_a_run_without_a_word_about_it_has_a_cosine_and_constant_rounds() -> None:
+def test_what_is_left_open_follows_from_the_peak_and_the_length() -> None:
+    """Momentum is worth its while with 30 rounds of h steps; where rounds grow, there are 15."""
     terms = planned()
     assert terms.schedule.lr == LearningRate(peak=2e-3, minimum=2e-4, warmup_steps=90)
-    assert (terms.schedule.h_rule, terms.schedule.h_alpha, terms.schedule.h_init, terms.schedule.h_max) == (
-        "constant",
-        0.0,
-        None,
-        None,
-    )
-
-
-def test_what_the_learning_rate_leaves_open_follows_from_its_bounds_and_the_length() -> None:
+    assert (terms.schedule.h_rule, terms.schedule.h_max, terms.outer.momentum) == ("constant", None, 0.9)
     lr = planned(schedule="infinite", anneal_at=800).schedule.lr
     assert (lr.constant, lr.cooldown_steps, lr.anneal_at) == (1.1e-3, 225, 800)
     assert planned(schedule="infinite", constant_lr=1e-3, cooldown_steps=0).schedule.lr.constant == 1e-3
+    grown = planned(h_rule="qsr", h_alpha=0.011)
+    assert num_rounds(grown) < 20 and (grown.outer.lr, grown.outer.momentum) == (1.0, 0.0)
+    assert planned(h_rule="qsr", h_alpha=0.011, outer_momentum=0.9).outer.momentum == 0.9
 
 
 def test_positions_are_read_from_text() -> None:
     lr = planned(schedule="step", drops="300, 600", drop_factor=0.5, rewarms="700:1e-3").schedule.lr
     assert (lr.drops, lr.drop_factor, lr.rewarms) == ((300, 600), 0.5, (Rewarm(start=700, peak=1e-3),))
-    wrong = [
-        ("drops", "300;600"),
-        ("drops", "-1"),
-        *(("rewarms", text) for text in ("700", "a:1", "7:", "7:1:", "7:1:x")),
-    ]
-    for key, text in wrong:
+    rewarms = planned(rewarms="300:1e-3, 700:5e-4:0.05, 800:5e-4:0").schedule.lr.rewarms
+    assert [rewarm.replay for rewarm in rewarms] == [None, 0.05, 0.0], "with a replay, even of 0, there is new data"
+    for key, text in (("drops", "300;600"), ("drops", "-1"), *(("rewarms", t) for t in ("700", "a:1", "7:", "7:1:x"))):
         with pytest.raises(ValueError, match=rf"\[run\] {key}: .* as "):
             planned(schedule="step", **{key: text})
+    for choices, line in (
+        ({"rewarms": "700:1e-3:1.5"}, r"lr\.rewarms has a replay of 1\.5; .* at least 0 and below 1"),
+        ({"h_rule": "qsr"}, "h_alpha is missing; h_rule = qsr needs one above 0"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            planned(**choices)
 
 
-def test_a_rewarm_with_a_replay_brings_new_data_and_one_without_does_not() -> None:
-    rewarms = planned(rewarms="300:1e-3, 700:5e-4:0.05, 800:5e-4:0").schedule.lr.rewarms
-    assert [rewarm.replay for rewarm in rewarms] == [None, 0.05, 0.0]
-    with pytest.raises(ValueError, match=r"lr\.rewarms has a replay of 1\.5; .* at least 0 and below 1"):
-        planned(rewarms="700:1e-3:1.5")
+# --- later data
 
 
 def text_of(folder: Path, name: str, byte: str = "x") -> Path:
@@ -113,43 +116,16 @@ def test_later_data_changes_the_data_of_the_identity_alone(tmp_path: Path) -> No
 
 
 def test_every_rewarm_with_a_replay_brings_one_text(tmp_path: Path) -> None:
-    text = text_of(tmp_path, "a.txt")
-    for phases, rewarms, sentence in (
-        ((), "200:1e-3:0.05", r"rewarms: 1 with a replay .* but \[data\] phases names 0 texts"),
-        ((text,), "200:1e-3", "rewarms: none with a replay .* names 1 text;"),
-        ((text, text), "200:1e-3:0", "rewarms: 1 with a replay .* names 2 texts"),
+    text, own = text_of(tmp_path, "a.txt"), tmp_path / "own.safetensors"
+    save_file({"weight": torch.zeros(4, 4)}, own)
+    for phases, rewarms, more, sentence in (
+        ((), "200:1e-3:0.05", {}, r"rewarms: 1 with a replay .* but \[data\] phases names 0 texts"),
+        ((text,), "200:1e-3", {}, "rewarms: none with a replay .* names 1 text;"),
+        ((text, text), "200:1e-3:0", {}, "rewarms: 1 with a replay .* names 2 texts"),
+        ((), "200:1e-3:0.05", {"init": own, "method": "diloco"}, "rewarms: one has a replay, but with init the nodes'"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            identity_of(DataConfig(path=text, phases=phases), rewarms=rewarms)
-
-
-def test_where_nodes_bring_the_data_no_rewarm_does(tmp_path: Path) -> None:
-    save_file({"weight": torch.zeros(4, 4)}, tmp_path / "own.safetensors")
-    with pytest.raises(
-        ValueError, match="rewarms: one has a replay, but with init the nodes' own loops bring the data"
-    ):
-        identity_of(DataConfig(), init=tmp_path / "own.safetensors", method="diloco", rewarms="200:1e-3:0.05")
-
-
-def test_later_data_that_is_too_short_is_told_with_its_path(tmp_path: Path) -> None:
+            identity_of(DataConfig(path=None if more else text, phases=phases), rewarms=rewarms, **more)
     (tmp_path / "short").write_text("a")
     with pytest.raises(CorpusError, match=r"phases: .*/short: the training text has"):
         identity_of(DataConfig(phases=(tmp_path / "short",), max_bytes=100_000), rewarms="200:1e-3:0.05")
-
-
-def test_momentum_needs_outer_steps_and_longer_rounds_are_fewer() -> None:
-    """Of 30 rounds of h steps it is worth its while; where they grow, there are 15."""
-    assert planned().outer.momentum == 0.9
-    grown = planned(h_rule="qsr", h_alpha=0.011)
-    assert num_rounds(grown) < 20 and (grown.outer.lr, grown.outer.momentum) == (1.0, 0.0)
-    assert planned(h_rule="qsr", h_alpha=0.011, outer_momentum=0.9).outer.momentum == 0.9
-
-
-def test_rounds_that_cannot_be_are_refused_before_a_model_is_built() -> None:
-    with pytest.raises(ValueError, match="h_alpha is missing; h_rule = qsr needs one above 0"):
-        planned(h_rule="qsr")
-
-
-def test_the_way_down_rounds_to_nearest_and_has_no_residual_unless_told_otherwise() -> None:
-    terms = plan_run(RunConfig(model="nano", codec_up="q4r", codec_down="q4r:step=0.7"), DataConfig()).spec.terms
-    assert (terms.codecs.up, terms.codecs.down) == ("q4r", "q4r:step=0.7,rounding=nearest")

@@ -14,50 +14,39 @@ from farloop.config.scenario_file import example_names, load_example, load_scena
 from farloop.sim.bandwidth import gbit_text
 from farloop.sim.flow.scenario import Group
 
-MODEL = ("--params", "1e9", "--layers", "24", "--step-s", "0.1")
+# --- bandwidth
 
 
-def bandwidth(*words: str, columns: int = 80) -> Result:
-    return farloop("simulate", "bandwidth", *words, columns=columns)
+def bandwidth(*words: str) -> Result:
+    return farloop("simulate", "bandwidth", *words, columns=80)
 
 
 def found(*words: str) -> Any:
-    return found_by("simulate", "bandwidth", *MODEL, *words)
+    return found_by("simulate", "bandwidth", "--params", "1e9", "--layers", "24", "--step-s", "0.1", *words)
 
 
 def test_json_has_the_required_bandwidths_and_the_utilization_at_each_one() -> None:
-    curve = found("--method", "streaming", "--bits", "4", "--overlap", "1", "--gbit-s", "1,2,10,2.50")
+    words = ("--method", "streaming", "--bits", "4", "--overlap", "1")
+    curve = found(*words, "--gbit-s", "1,2,10,2.50")
     assert list(curve["required_gbit_s"]) == ["0.5", "0.8", "0.9", "0.95", "0.99"]
     assert curve["required_gbit_s"]["0.95"] == pytest.approx(6.03, abs=0.005)
     assert list(curve["utilization"]) == ["1", "2", "10", "2.5"]
     assert curve["utilization"]["10"] == 1.0 > curve["utilization"]["1"] > 0.5
     settings = {"method": "streaming", "model": "farloop", "lag": 0, "params": 10**9, "layers": 24, "step_s": 0.1}
-    assert (settings | {"h": 100, "bits": 4.0}).items() <= curve.items()
-    assert (curve["fragments"], curve["overlap"], curve["payload_gbit"]) == (8, 1, 4.0)
-    assert curve["mean_gbit_s"] == pytest.approx(0.4)
-
-
-def test_the_published_model_needs_less_than_the_daemons_and_is_there_for_comparison() -> None:
-    words = ("--method", "streaming", "--bits", "4", "--overlap", "1")
-    ours, published = found(*words), found(*words, "--model", "published")
+    shape = {"h": 100, "bits": 4.0, "fragments": 8, "overlap": 1, "payload_gbit": 4.0}
+    assert (settings | shape).items() <= curve.items() and curve["mean_gbit_s"] == pytest.approx(0.4)
+    published = found(*words, "--model", "published")
     assert published["required_gbit_s"]["0.95"] == pytest.approx(2.22, abs=0.005)
-    assert 1.5 < ours["required_gbit_s"]["0.95"] / published["required_gbit_s"]["0.95"] < 3
+    assert found("--layers", "2")["fragments"] == 1
 
 
-def test_a_lag_of_one_round_needs_less_than_waiting_at_once() -> None:
+def test_a_lag_of_one_round_needs_less_and_diloco_with_h_of_1_is_data_parallel() -> None:
     late, waiting = (found("--method", "diloco", "--lag", lag) for lag in "10")
     assert (late["lag"], waiting["lag"]) == (1, 0)
     assert late["required_gbit_s"]["0.95"] < waiting["required_gbit_s"]["0.95"] / 10
-
-
-def test_diloco_with_h_of_1_has_the_rows_of_data_parallel() -> None:
     diloco, data_parallel = found("--method", "diloco", "--h", "1"), found("--method", "data-parallel")
     for key in ("required_gbit_s", "utilization", "payload_gbit"):
         assert diloco[key] == data_parallel[key]
-
-
-def test_a_model_of_few_layers_needs_no_word_on_its_fragments() -> None:
-    assert found("--layers", "2")["fragments"] == 1
 
 
 DIRECT = [("data-parallel", 1, 0, 16.0), ("diloco", 100, 0, 16.0)]
@@ -76,107 +65,85 @@ def test_all_is_a_ladder_that_needs_less_at_every_step(model: str, steps: list[t
     for target in curves[0]["required_gbit_s"]:
         needs = [curve["required_gbit_s"][target] for curve in curves]
         assert needs == sorted(needs, reverse=True)
+    short = found("--method", "all", "--model", "published", "--overlap", "0", "--bits", "4")["methods"]
+    assert [curve["method"] for curve in short] == ["data-parallel", "diloco", "streaming"], "each step adds something"
 
 
-def test_the_ladder_has_no_step_that_adds_nothing() -> None:
-    curves = found("--method", "all", "--model", "published", "--overlap", "0", "--bits", "4")["methods"]
-    assert [curve["method"] for curve in curves] == ["data-parallel", "diloco", "streaming"]
-
-
-@pytest.mark.parametrize("method", ["all", "streaming"])
-def test_the_tables_fit_a_terminal(method: str) -> None:
-    lines = bandwidth(
-        "--method", method, *(() if method == "all" else ("--overlap", "5")), "--gbit-s", "0.1,12345"
-    ).stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    text = "\n".join(lines)
-    assert "…" not in text
+@pytest.mark.parametrize(("words", "needs"), [("all", "317"), ("streaming --overlap 5", "7.80")])
+def test_the_tables_fit_a_terminal(words: str, needs: str) -> None:
+    text = bandwidth("--method", *words.split(), "--gbit-s", "0.1,12345").stdout
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert "1B parameters, 24 layers, 0.1 s of compute per inner step" in text
-    assert {"streaming", "12,345", "317" if method == "all" else "7.80"} <= set(text.split())  # for 99 %
+    assert {"streaming", "12,345", needs} <= set(text.split()), "the last is for 99 %"
 
 
-@pytest.mark.parametrize("name", ["one.svg", "folder/all.png", "all.pdf"])
-def test_the_figure_is_a_file_of_the_kind_that_its_name_says(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "magic"), [("one.svg", b"<?xml"), ("folder/all.png", b"\x89PNG"), ("all.pdf", b"%PDF")]
+)
+def test_the_figure_is_a_file_of_the_kind_that_its_name_says(name: str, magic: bytes, tmp_path: Path) -> None:
     path = tmp_path / name
-    result = bandwidth("--method", path.stem if path.stem == "all" else "diloco", "--plot", str(path))
-    assert result.exit_code == 0, result.output
-    assert f"figure  {path}" in result.stdout
-    magic = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF"}[path.suffix]
+    result = bandwidth("--method", "all" if path.stem == "all" else "diloco", "--plot", str(path))
+    assert result.exit_code == 0 and f"figure  {path}" in result.stdout, result.output
     assert path.read_bytes().startswith(magic)
 
 
 def test_the_figure_is_the_same_bytes_every_time_and_names_its_curves(tmp_path: Path) -> None:
+    texts = []
     for name in ("a.svg", "b.svg"):
         bandwidth("--method", "all", "--plot", str(tmp_path / name))
-    text = (tmp_path / "a.svg").read_text()
-    assert text == (tmp_path / "b.svg").read_text()
-    assert all(f">{word}<" in text for word in ("data-parallel", "diloco", "streaming", "+ 4.25 bit"))
+        texts.append((tmp_path / name).read_text())
+    assert texts[0] == texts[1]
+    assert all(f">{word}<" in texts[0] for word in ("data-parallel", "diloco", "streaming", "+ 4.25 bit"))
 
 
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        (("data-parallel", "--h", "100"), "data-parallel syncs at every step: --h 100 does not apply to it"),
-        (
-            ("data-parallel", "--overlap", "1"),
-            "data-parallel waits for its gradients: --overlap 1 does not apply to it",
-        ),
-        (("diloco", "--layers-per-fragment", "3"), "diloco sends the model whole: --layers-per-fragment 3"),
+        ("data-parallel --h 100", "data-parallel syncs at every step: --h 100 does not apply to it"),
+        ("data-parallel --overlap 1", "data-parallel waits for its gradients: --overlap 1 does not apply to it"),
+        ("diloco --layers-per-fragment 3", "diloco sends the model whole: --layers-per-fragment 3"),
     ],
 )
-def test_what_does_not_apply_is_said_and_changes_nothing(words: tuple[str, ...], note: str) -> None:
-    method, *rest = words
+def test_what_does_not_apply_is_said_and_changes_nothing(words: str, note: str) -> None:
+    method, *rest = words.split()
     result = bandwidth("--method", method, *rest, "--json")
-    assert note in result.stderr
-    assert result.stdout == bandwidth("--method", method, "--json").stdout
+    assert note in result.stderr and result.stdout == bandwidth("--method", method, "--json").stdout
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--overlap", "100"), "overlap is 100 inner steps; with h = 100 it takes 0 to 99"),
-        (("--lag", "1", "--overlap", "5"), "overlap is 5; with lag = 1 it is 0, for a whole round overlaps"),
-        (("--model", "hopeful"), "there is no model 'hopeful'; there are farloop and published"),
-        (("--layers-per-fragment", "25"), "layers_per_fragment is 25, but the model has 24 layers"),
-        (("--h", "0"), "h is 0; the least is 1"),
-        (("--h", "4"), "h is 4, too short for 8 fragments, each sent after a step of its own"),
-        (("--layers", "0"), "layers is 0; the least is 1"),
-        (("--bits", "0"), "bits is 0; it must be a number above 0"),
-        (("--params", "many"), "'many' is no number of parameters, as 1e9, 1B and 350M are"),
-        (("--params", "-1B"), "'-1B' is no number of parameters, as 1e9, 1B and 350M are"),
-        (("--gbit-s", "1,fast"), "--gbit-s is a list of numbers above 0, as 1,10,100, not '1,fast'"),
-        (("--gbit-s", "0"), "--gbit-s is a list of numbers above 0, as 1,10,100, not '0'"),
-        (
-            ("--method", "gossip"),
-            "there is no method 'gossip' here; there are data-parallel, diloco, streaming and all",
-        ),
-        (("--plot", "x.txt"), "--plot is a file named .svg, .png or .pdf, not 'x.txt'"),
+        ("--overlap 100", "overlap is 100 inner steps; with h = 100 it takes 0 to 99"),
+        ("--lag 1 --overlap 5", "overlap is 5; with lag = 1 it is 0, for a whole round overlaps"),
+        ("--model hopeful", "there is no model 'hopeful'; there are farloop and published"),
+        ("--layers-per-fragment 25", "layers_per_fragment is 25, but the model has 24 layers"),
+        ("--h 0", "h is 0; the least is 1"),
+        ("--h 4", "h is 4, too short for 8 fragments, each sent after a step of its own"),
+        ("--layers 0", "layers is 0; the least is 1"),
+        ("--bits 0", "bits is 0; it must be a number above 0"),
+        ("--params many", "'many' is no number of parameters, as 1e9, 1B and 350M are"),
+        ("--params -1B", "'-1B' is no number of parameters, as 1e9, 1B and 350M are"),
+        ("--gbit-s 1,fast", "--gbit-s is a list of numbers above 0, as 1,10,100, not '1,fast'"),
+        ("--gbit-s 0", "--gbit-s is a list of numbers above 0, as 1,10,100, not '0'"),
+        ("--method gossip", "there is no method 'gossip' here; there are data-parallel, diloco, streaming and all"),
+        ("--plot x.txt", "--plot is a file named .svg, .png or .pdf, not 'x.txt'"),
     ],
 )
-def test_a_bad_option_is_one_line_and_ends_with_2(words: tuple[str, ...], line: str) -> None:
-    assert error_line("simulate", "bandwidth", *words) == line
+def test_a_bad_option_is_one_line_and_ends_with_2(words: str, line: str) -> None:
+    assert error_line("simulate", "bandwidth", *words.split()) == line
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("1e9", 1e9), ("1B", 1e9), ("350M", 350e6), ("1.5 b", 1.5e9), ("70k", 70e3), ("2T", 2e12), ("1_000", 1e3)],
-)
-def test_a_number_of_parameters_may_be_written_as_people_do(text: str, number: float) -> None:
-    assert parse_number(text) == number
-
-
-def test_bandwidths_are_a_list_without_repetition() -> None:
-    assert parse_bandwidths("1, 10 0.5,1.0") == [1.0, 10.0, 0.5]
+def test_numbers_are_read_and_written_as_people_do() -> None:
+    numbers = {"1e9": 1e9, "1B": 1e9, "350M": 350e6, "1.5 b": 1.5e9, "70k": 70e3, "2T": 2e12, "1_000": 1e3}
+    assert {text: parse_number(text) for text in numbers} == numbers
+    assert parse_bandwidths("1, 10 0.5,1.0") == [1.0, 10.0, 0.5], "a list without repetition"
     with pytest.raises(CommandError):
         parse_bandwidths("")
+    rates = {0.35512: "0.355", 0.61: "0.610", 0.9999: "1.00", 97.03: "97.0", 1234.5: "1,234"}
+    assert {rate: gbit_text(rate) for rate in rates} == rates
 
 
-@pytest.mark.parametrize(
-    ("gbit_s", "text"), [(0.35512, "0.355"), (0.61, "0.610"), (0.9999, "1.00"), (97.03, "97.0"), (1234.5, "1,234")]
-)
-def test_a_bandwidth_has_three_digits(gbit_s: float, text: str) -> None:
-    assert gbit_text(gbit_s) == text
-
+# --- scenarios
 
 GOOD = """\
 name = "small"
@@ -223,11 +190,12 @@ def written(tmp_path: Path, text: str) -> str:
 def test_json_has_a_row_for_every_variant(tmp_path: Path) -> None:
     report = played(written(tmp_path, GOOD), "--seed", "3", "--repeats", "2")
     assert (report["name"], report["seed"], report["repeats"], report["swept"]) == ("small", 3, 2, None)
-    lock_step, mine = report["rows"]
-    assert (lock_step["variant"], mine["variant"]) == ("data-parallel", "mine")
-    assert (lock_step["outer_steps"], mine["outer_steps"]) == (300, 5)
-    assert lock_step["time_to_steps_s"] > 450
-    assert mine["metrics"]["farloop_node_bytes"]["up"] == mine["bytes_up"] > 0
+    rows = report["rows"]
+    assert [(row["variant"], row["outer_steps"]) for row in rows] == [("data-parallel", 300), ("mine", 5)]
+    assert rows[0]["time_to_steps_s"] > 450
+    assert rows[1]["metrics"]["farloop_node_bytes"]["up"] == rows[1]["bytes_up"] > 0
+    alone = played(written(tmp_path, 'steps = 60\n[run]\nmethod = "diloco"\n'))["rows"]
+    assert [(row["variant"], row["goodput"]) for row in alone] == [("diloco", 1.0)], "without variants"
 
 
 def test_a_lock_step_variant_takes_over_nothing_that_it_has_no_use_for(tmp_path: Path) -> None:
@@ -238,39 +206,25 @@ def test_a_lock_step_variant_takes_over_nothing_that_it_has_no_use_for(tmp_path:
     assert scenario.nodes[1] == Group(name="b", step_s=1.5)
 
 
-def test_the_tables_are_for_people(tmp_path: Path) -> None:
-    result = farloop("simulate", "run", written(tmp_path, GOOD))
-    assert result.exit_code == 0, result.output
-    assert "small: two kinds of nodes" in result.stdout
-    assert "goodput" in result.stdout and "lost steps" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 100
-
-
-def test_without_variants_the_run_itself_is_played(tmp_path: Path) -> None:
-    report = played(written(tmp_path, 'steps = 60\n[run]\nmethod = "diloco"\n'))
-    assert [row["variant"] for row in report["rows"]] == ["diloco"]
-    assert report["rows"][0]["goodput"] == 1.0
-
-
 @pytest.mark.parametrize("sweep", ["", '[sweep]\nkey = "crashes_per_hour"\nvalues = [0.1, 1, 10]\n'])
-def test_a_figure_is_drawn(tmp_path: Path, sweep: str) -> None:
+def test_tables_and_a_figure_are_for_people(tmp_path: Path, sweep: str) -> None:
     path = tmp_path / "out" / "figure.svg"
     published = '[[published]]\nvariant = "mine"\ngoodput = 0.5\n' + ("value = 10\n" if sweep else "")
     result = farloop("simulate", "run", written(tmp_path, GOOD + sweep + published), "--plot", str(path))
     assert result.exit_code == 0, result.output
-    text = path.read_text()
+    told, text = result.stdout, path.read_text()
+    assert all(words in told for words in ("small: two kinds of nodes", "goodput", "lost steps", "published"))
+    assert max(len(line) for line in told.splitlines() if "figure" not in line) <= 100
     assert "where machine-seconds go" in text and "mine" in text
     assert ("goodput: machine-seconds" in text) == bool(sweep)
-    assert "published" in result.stdout
 
 
 def test_the_same_scenario_gives_the_same_bytes(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD.replace("step_s = 1.5", "step_sigma = 0.2\ncrashes_per_hour = 20"))
-    assert farloop("simulate", "run", path, "--json").stdout == farloop("simulate", "run", path, "--json").stdout
-    assert (
-        farloop("simulate", "run", path, "--json").stdout
-        != farloop("simulate", "run", path, "--json", "--seed", "9").stdout
+    first, again, other = (
+        farloop("simulate", "run", path, "--json", *seed).stdout for seed in ((), (), ("--seed", "9"))
     )
+    assert first == again != other
 
 
 @pytest.mark.parametrize(
@@ -290,22 +244,10 @@ def test_the_same_scenario_gives_the_same_bytes(tmp_path: Path) -> None:
         ("h = 60", "h = 60\ntau = true", ":25: [[variants]] tau: a whole number is wanted, not True"),
         ("[run]", "[rum]", ":5: rum: there is no such key; did you mean run?"),
         ('[[nodes]]\nname = "a"', '[nodes]\nname = "a"', ":14: is not TOML"),
-        (
-            "h = 60",
-            'h = 60\n[sweep]\nkey = "cont"\nvalues = [1]',
-            ":26: [sweep] key: there is no 'cont'; did you mean count?",
-        ),
-        (
-            "h = 60",
-            'h = 60\n[sweep]\nkey = "count"\nvalues = [1.5]',
-            ":27: [sweep] values: count cannot be 1.5: it takes",
-        ),
-        ("h = 60", 'h = 60\n[sweep]\nkey = "count"', ":25: [sweep] values is missing"),
-        (
-            "h = 60",
-            'h = 60\n[[outages]]\ngroup = "c"\nat_s = 1\nfor_s = 1',
-            ":26: [[outages]] group: 'c' is not among the",
-        ),
+        ("h = 60", '[sweep]\nkey = "cont"\nvalues = [1]', ":25: [sweep] key: there is no 'cont'; did you mean count?"),
+        ("h = 60", '[sweep]\nkey = "count"\nvalues = [1.5]', ":26: [sweep] values: count cannot be 1.5: it takes"),
+        ("h = 60", '[sweep]\nkey = "count"', ":24: [sweep] values is missing"),
+        ("h = 60", '[[outages]]\ngroup = "c"\nat_s = 1\nfor_s = 1', ":25: [[outages]] group: 'c' is not among the"),
     ],
 )
 def test_whatever_is_wrong_is_one_line_that_says_where(tmp_path: Path, old: str, new: str, line: str) -> None:
@@ -320,24 +262,17 @@ def test_words_that_make_no_sense_together_are_refused(tmp_path: Path) -> None:
     assert refused("--example", "failures", "--plot", "x.gif").startswith("--plot is a file named .svg, .png or .pdf")
     assert refused(str(tmp_path / "none.toml")).endswith("none.toml: cannot be read: no such file or directory")
     assert refused(written(tmp_path, GOOD), "--show").startswith("--show goes with --example")
+    assert "never finishes: after" in refused(written(tmp_path, "steps = 600\n[[nodes]]\ndrains_at_s = 50\n"))
 
 
-def test_a_run_that_stands_still_for_good_is_told_so(tmp_path: Path) -> None:
-    path = written(tmp_path, "steps = 600\n[[nodes]]\ndrains_at_s = 50\n")
-    assert "never finishes: after" in refused(path)
-
-
-def test_examples_are_listed_and_shown() -> None:
+def test_examples_are_listed_shown_and_good() -> None:
     names = example_names()
     assert {"failures", "published"} <= set(names)
-    listed = farloop("simulate", "run", "--list").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == names
+    listed = farloop("simulate", "run", "--list").stdout
+    assert [line.split()[0] for line in listed.splitlines()] == names
     for name in names:
         scenario = load_example(name)
-        assert scenario.name == name and scenario.about in "\n".join(listed)
+        assert scenario.name == name and scenario.about in listed
         assert f'name = "{name}"' in farloop("simulate", "run", "--example", name, "--show").stdout
-
-
-def test_the_scenario_for_users_is_good() -> None:
-    scenario = load_scenario(Path(__file__).resolve().parents[3] / "examples" / "scenario.toml")
-    assert [variant.name for variant in scenario.variants] == ["diloco", "streaming", "decoupled"]
+    of_users = load_scenario(Path(__file__).resolve().parents[3] / "examples" / "scenario.toml")
+    assert [variant.name for variant in of_users.variants] == ["diloco", "streaming", "decoupled"]

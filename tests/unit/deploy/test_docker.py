@@ -78,9 +78,9 @@ def test_services_have_no_rights_mount_files_that_exist_and_publish_on_loopback_
         assert (DOCKER / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], target
 
 
-def test_the_nodes_of_the_compose_file_reach_its_coordinator_through_their_links() -> None:
+def test_the_nodes_reach_the_coordinator_through_their_links_and_prometheus_reaches_every_daemon() -> None:
     run = load_run(DOCKER / "config" / "run.toml", flags=[], environ={})
-    port = port_of(run.coordinator.bind)
+    wanted = {f"coordinator:{port_of(run.coordinator.http)}"}
     nodes = [name for name in SERVICES if name.startswith("node-")]
     assert len(nodes) == run.run.nodes
     for name in nodes:
@@ -88,22 +88,12 @@ def test_the_nodes_of_the_compose_file_reach_its_coordinator_through_their_links
         node = load_node(DOCKER / "config" / f"{name}.toml", flags=[], environ={}).node
         link = SERVICES[f"link-{letter}"]["command"]
         assert node.name == letter and node.coordinator == f"tcp://link-{letter}:{port_of(link[-1])}"
-        assert link[link.index("--to") + 1] == f"coordinator:{port}"
+        assert link[link.index("--to") + 1] == f"coordinator:{port_of(run.coordinator.bind)}"
         Link.parse(re.sub(r"\$\{\w+:-(.*)\}", r"\1", link[1]))
         assert f"./config/{name}.toml:/etc/farloop/node.toml:ro" in SERVICES[name]["volumes"]
-
-
-def test_prometheus_of_the_compose_file_scrapes_every_daemon() -> None:
-    config = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())
-    targets = {
-        target for job in config["scrape_configs"] for fixed in job["static_configs"] for target in fixed["targets"]
-    }
-    run = tomllib.loads((DOCKER / "config" / "run.toml").read_text())
-    wanted = {f"coordinator:{port_of(run['coordinator']['http'])}"}
-    for name in (name for name in SERVICES if name.startswith("node-")):
-        file = tomllib.loads((DOCKER / "config" / f"{name}.toml").read_text())
-        wanted.add(f"{name}:{port_of(file['node']['http'])}")
-    assert targets == wanted
+        wanted.add(f"{name}:{port_of(node.http)}")
+    jobs = yaml.safe_load((DOCKER / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    assert {target for job in jobs for fixed in job["static_configs"] for target in fixed["targets"]} == wanted
 
 
 def test_the_service_that_makes_the_keys_makes_those_that_the_daemons_read(tmp_path: Path) -> None:

@@ -28,11 +28,9 @@ Object = dict[str, Any]
 
 
 @functools.cache
-def rendered(overlay: str) -> tuple[Object, ...]:
+def rendered(folder: str) -> tuple[Object, ...]:
     """Every object that `kubectl apply -k` would send."""
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(K8S / "overlays" / overlay)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(["kubectl", "kustomize", K8S / folder], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))
 
@@ -40,15 +38,13 @@ def rendered(overlay: str) -> tuple[Object, ...]:
 @pytest.mark.parametrize("folder", ["base/namespace", *(f"overlays/{name}" for name in OVERLAYS)])
 def test_nothing_is_sent_to_another_namespace(folder: str) -> None:
     """A policy that denies everything, sent to `default`, would cut off whatever else runs there."""
-    done = subprocess.run(["kubectl", "kustomize", K8S / folder], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    for one in yaml.safe_load_all(done.stdout):
+    for one in rendered(folder):
         meta = one["metadata"]
         assert (meta["name"] if one["kind"] == "Namespace" else meta["namespace"]) == "farloop", one["kind"]
 
 
 def of_kind(overlay: str, kind: str) -> list[Object]:
-    return [one for one in rendered(overlay) if one["kind"] == kind]
+    return [one for one in rendered(f"overlays/{overlay}") if one["kind"] == kind]
 
 
 def pods(overlay: str) -> Iterator[tuple[str, Object, Object]]:
@@ -93,6 +89,9 @@ def test_the_files_in_the_config_maps_are_good_and_agree_with_ports_probes_and_m
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         mounts = {Path(mount["mountPath"]): mount for mount in container["volumeMounts"]}
         own = file.coordinator if isinstance(file, RunFile) else file.node
+        if overlay in ("cluster-gpu", "cluster-rdma"):
+            assert isinstance(file, NodeFile)
+            assert container["resources"]["limits"]["nvidia.com/gpu"] == str(file.node.nproc)
         assert ports["pages"] == int(own.http.rpartition(":")[2])
         if isinstance(file, RunFile):
             assert ports["sessions"] == int(file.coordinator.bind.rpartition(":")[2])
@@ -102,21 +101,12 @@ def test_the_files_in_the_config_maps_are_good_and_agree_with_ports_probes_and_m
         assert own.state_dir is not None and own.key is not None
         assert any(own.state_dir.is_relative_to(path) and not mount.get("readOnly") for path, mount in mounts.items())
         assert own.key.parent in mounts and "tmp" in {mount["name"] for mount in mounts.values()}
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_keys_that_a_daemon_reads_are_those_that_its_init_container_copies(overlay: str, tmp_path: Path) -> None:
-    for name, _, pod in pods(overlay):
-        file = settings(overlay, name, pod, tmp_path)
-        (init,) = pod["initContainers"]
-        own = file.coordinator if isinstance(file, RunFile) else file.node
+        (init,) = pod["initContainers"]  # copies the keys that the daemon reads
         script = " ".join([*init["command"], *init.get("args", [])])
         for variable in init.get("env", []):
             script = script.replace(f"${variable['name']}", variable.get("value", f"{name}-0"))
-        assert own.key is not None
         wanted = [own.key] if isinstance(file, RunFile) else [own.key, file.node.server_key]
-        for path in wanted:
-            assert str(path) in script
+        assert all(str(path) in script for path in wanted)
         assert f"0600 /run/secrets/farloop/{own.key.name}" in script.replace('"', "")
 
 
@@ -176,14 +166,6 @@ def test_a_node_may_dial_its_coordinator_and_is_dialled_by_prometheus_alone(over
         assert out == {int(file.node.coordinator.rpartition(":")[2]), 53}
         (rule,) = policy["spec"]["ingress"]
         assert rule["from"] and [port["port"] for port in rule["ports"]] == ["pages"]
-
-
-def test_as_many_processes_as_gpus_are_asked_for(tmp_path: Path) -> None:
-    for overlay in ("cluster-gpu", "cluster-rdma"):
-        ((name, _, pod),) = pods(overlay)
-        file = settings(overlay, name, pod, tmp_path)
-        assert isinstance(file, NodeFile)
-        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == str(file.node.nproc)
 
 
 @pytest.mark.parametrize("words", [["n-0", "n-1"], ["--coordinator"], ["--node", "n-0", "server.pub"]], ids="-".join)

@@ -1,6 +1,8 @@
-"""docs/configuration.md and docs/cli.md say what the code says today."""
+"""Pages of reference, the changelog, the licence and the images agree with the code and with pyproject.toml."""
 
 import importlib.util
+import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +11,12 @@ import pytest
 from farloop.config.settings import NODE_SCHEMA, RUN_SCHEMA
 
 ROOT = Path(__file__).resolve().parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+VERSION: str = PROJECT["version"]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def made() -> ModuleType:
@@ -22,23 +30,33 @@ def made() -> ModuleType:
 @pytest.mark.parametrize("page", ["configuration.md", "cli.md"])
 def test_a_page_of_reference_is_what_the_code_says_today(page: str) -> None:
     pages: dict[Path, str] = made().pages()
-    path = ROOT / "docs" / page
-    assert path.read_text(encoding="utf-8") == pages[path], "run: python docs/reference.py"
+    assert text_of(f"docs/{page}") == pages[ROOT / "docs" / page], "run: python docs/reference.py"
 
 
-def test_every_key_and_its_meaning_stand_on_the_page() -> None:
-    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    for schema in (RUN_SCHEMA, NODE_SCHEMA):
-        for section, keys in schema.items():
-            assert f"### [{section}]" in page
-            for key in keys.values():
-                assert key.meaning, f"[{section}] {key.name} says nothing of itself"
-                assert f"| `{key.name}` |" in page
+def test_every_key_stands_on_the_page_with_its_meaning() -> None:
+    page = text_of("docs/configuration.md")
+    for section, keys in [*RUN_SCHEMA.items(), *NODE_SCHEMA.items()]:
+        assert f"### [{section}]" in page
+        for key in keys.values():
+            assert key.meaning and f"| `{key.name}` |" in page, f"[{section}] {key.name}"
 
 
-def test_every_command_stands_on_the_page_with_its_example() -> None:
-    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-    for command in ("demo", "coordinator", "node", "journal replay", "simulate run", "keys revoke"):
-        section = page[page.index(f"### farloop {command}\n") :].split("\n### ")[0]
-        assert f"```sh\nfarloop {command}" in section
-        assert "| `--" in section
+def test_the_changelog_begins_with_what_is_unreleased_or_with_this_version() -> None:
+    headings = re.findall(r"^## \[(.+?)\]", text_of("CHANGELOG.md"), flags=re.MULTILINE)
+    assert headings[0] in ("Unreleased", VERSION)
+    released = [heading for heading in headings if heading != "Unreleased"]
+    assert not released or released[0] == VERSION
+    assert released == sorted(released, key=lambda one: [int(part) for part in one.split(".")], reverse=True)
+    for image in ("coordinator", "node"):
+        said = re.findall(r"^ARG VERSION=(.*)$", text_of(f"docker/{image}.Dockerfile"), flags=re.MULTILINE)
+        assert said in ([VERSION], ["unknown"]), "an image says no other version"
+    assert PROJECT["license"] == "Apache-2.0" and text_of("LICENSE").lstrip().startswith("Apache License")
+
+
+def test_every_dependency_is_pinned_for_the_images() -> None:
+    pinned = [line.partition("==")[0] for line in text_of("constraints.txt").splitlines() if "==" in line]
+    pins = {re.sub(r"[-_.]+", "-", name).lower() for name in pinned}
+    extras = PROJECT["optional-dependencies"]
+    for needed in [*PROJECT["dependencies"], *extras["dev"], *extras["docs"], *extras["release"]]:
+        name = re.match(r"[\w.-]+", needed)
+        assert name is not None and re.sub(r"[-_.]+", "-", name[0]).lower() in pins, f"{needed} has no pin"
