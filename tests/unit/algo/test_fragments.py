@@ -209,7 +209,8 @@ def test_tiles_cover_flat_tensors_in_step_and_share_their_memory() -> None:
 HIDDEN = """blocks.0.attention.query.weight blocks.0.attention.output.weight blocks.3.head.weight 0.weight weight
 model.layers.11.mlp.down_proj.weight transformer.h.2.attn.c_attn.weight encoder.layer.0.attention.output.dense.weight"""
 OUTER = """embed.weight model.embed_tokens.weight transformer.wpe.weight transformer.wte.weight shared.weight
-lm_head.weight head.weight output.weight bert.embeddings.word_embeddings.weight encoder.layers.0.relative_embedding.weight"""
+lm_head.weight head.weight output.weight bert.embeddings.word_embeddings.weight
+encoder.layers.0.relative_embedding.weight"""
 
 
 def test_matrices_inside_the_layers_are_told_from_embeddings_heads_and_vectors() -> None:
