@@ -213,7 +213,7 @@ def plan_run(config: RunConfig, data: DataConfig, corpus: Corpus | None = None) 
 
 
 def _own_evaluation(config: RunConfig) -> str:
-    """Of a run whose loops bring model and data: they evaluate, by `join(evaluate=...)`, where the run says how often."""
+    """Of a run whose loops bring model and data: they evaluate, by `join(evaluate=...)`, if the run says how often."""
     return "none" if config.evaluate_every_rounds is None else "own"
 
 
