@@ -85,7 +85,7 @@ def _pieces(local: Tensor, *flats: Tensor) -> Iterable[tuple[Tensor, ...]]:
 # The paper's nodes run the outer optimizer themselves, each on its own Δ̃_m and from its own weights, which hold
 # Δ_m,old since the round before: hence the difference. Here the coordinator runs the one there is, on the merge of all,
 # and its target Θ holds each delta once, Δ_m,old among them. What a node has to add is the new one alone: each of our
-# outer optimizers moves the target by a multiple (`outer_settings.step_gain`) of a delta at once, so it goes on from
+# outer optimizers moves the target by a multiple (`outer_optimizers.step_gain`) of a delta at once, so it goes on from
 #
 #     start_m = Θ − gain · w_m · Δ_m,new
 #

@@ -1,180 +1,72 @@
-"""Outer optimizers: Nesterov momentum, AdamW and the others."""
+"""The outer optimizers: what each keeps, its step, and how far its step moves the target.
 
-import math
-from collections.abc import Mapping
+To add one, write its step here, a row in `OUTER_OPTIMIZERS` and its name in `OuterKind`. A method selects it by `outer`
+(`methods.py`). What ν and μ a window's step runs with is in `outer_settings.py`.
+
+Loads no torch, because the state machines read the table: the steps need only the methods of their tensors. State and
+target are flat fp32 of the fragment's length, changed in place. Every rounding is a torch operation of its own, never
+`alpha=`, `addcmul` or `lerp`, so that a replay gives the same bits wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
-import torch
-from torch import Tensor
+from farloop.algo.spec import TILE
 
-from farloop.algo.fragments import tiles
-from farloop.algo.outer_co2 import co2_step_
-from farloop.algo.outer_settings import PLAIN_AVERAGE as PLAIN_AVERAGE
-from farloop.algo.outer_settings import OuterSettings as OuterSettings
-from farloop.algo.outer_settings import default_outer as default_outer
-from farloop.algo.spec import Fragment, OuterKind
+if TYPE_CHECKING:
+    from torch import Tensor
 
-# --- The optimizers that step the coordinator's target: Nesterov for deltas, AdamW for the gradients of
-# `data-parallel`.
+OuterKind = Literal["sgd", "nesterov", "heavy-ball", "delayed-nesterov", "co2", "adamw"]
+"""What steps a target. `adamw` steps by gradients and by the inner learning rate: `adamw.py`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterSettings:
+    """Outer SGD with momentum. There is no outer weight decay: the inner one is inside the delta."""
+
+    lr: float  # ν
+    momentum: float  # μ
+    kind: OuterKind = "nesterov"
+    """What is done with them; without momentum and without what only one kind has, all are SGD."""
+    clip: float | None = None  # φ of co2: largest size of an element of its momentum; None: as large as it likes
+    buffer: int = 1  # n of delayed-nesterov: deltas between two steps of its momentum
+    spread: float = 0.0  # c of delayed-nesterov: the share of the momentum in each of these N steps, 0 to 1/N
+    restart: int = 0  # outer steps after which the momentum begins anew from zero; 0: never
+    delta_scale: float = 1.0
+    """The merged delta is multiplied by it before the step: 1/p where the round is worth p rounds."""
+
+
+PLAIN_AVERAGE: Final = OuterSettings(lr=1.0, momentum=0.0)  # the target becomes the mean of the local weights: FedAvg
+
+# --- Steps
 #
-# All state is flat fp32 of the fragment's length, changed in place. Every rounding is a torch operation of its own,
-# never `alpha=`, `addcmul` or `lerp`, so that a replay gives the same bits wherever it runs.
+# Each step is elementwise, so `step_` applies it tile by tile.
 
 
-@torch.no_grad()
+def sgd_step_(target: Tensor, delta: Tensor, settings: OuterSettings) -> None:
+    """target ← target − ν·Δ, fp32 [n]: FedAvg at ν = 1, and the step of SparseLoCo (arXiv 2508.15706)."""
+    target.sub_(delta * settings.lr)
+
+
 def outer_step_(target: Tensor, momentum: Tensor | None, delta: Tensor, settings: OuterSettings) -> None:
     """b ← μ·b + Δ; target ← target − ν·(Δ + μ·b), all fp32 [n] (arXiv 2311.08105, Nesterov in torch's form).
 
     ν = 1 and μ = 0 give target − Δ exactly. Without momentum (μ = 0) no buffer is needed.
     """
-    assert momentum is not None or settings.momentum == 0.0
     if momentum is None:
-        for target_part, delta_part in tiles(target, delta):
-            target_part.sub_(delta_part * settings.lr)
-        return
-    for target_part, delta_part, momentum_part in tiles(target, delta, momentum):
-        momentum_part.mul_(settings.momentum)
-        momentum_part.add_(delta_part)
-        step = momentum_part * settings.momentum
-        step.add_(delta_part)
-        step.mul_(settings.lr)
-        target_part.sub_(step)
+        assert settings.momentum == 0.0
+        return sgd_step_(target, delta, settings)
+    momentum.mul_(settings.momentum)
+    momentum.add_(delta)
+    step = momentum * settings.momentum
+    step.add_(delta)
+    step.mul_(settings.lr)
+    target.sub_(step)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWSettings:
-    """AdamW with decoupled weight decay, after clipping by the norm of the whole gradient."""
-
-    clip: float  # largest norm of the mean gradient
-    weight_decay: float
-    beta1: float = 0.9
-    beta2: float = 0.95  # with β1 the values of arXiv 2407.07852 (OpenDiLoCo)
-    eps: float = 1e-8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWState:
-    """The moments, fp32 [n] each; how often they were stepped is the fragment's version."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-    @classmethod
-    def zeros_like(cls, target: Tensor) -> "AdamWState":
-        return cls(exp_avg=torch.zeros_like(target), exp_avg_sq=torch.zeros_like(target))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """By name, as snapshots hold them; `AdamWState(**tensors)` is the way back."""
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-
-
-def is_decayed(shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies: to matrices, not to norms and biases. For the inner optimizers of nodes too."""
-    return len(shape) >= 2
-
-
-@torch.no_grad()
-def adamw_step_(
-    target: Tensor,
-    state: AdamWState,
-    grad: Tensor,
-    *,
-    fragment: Fragment,
-    step: int,
-    lr: float,
-    grad_norm: float,
-    settings: AdamWSettings,
-) -> None:
-    """One step of torch.optim.AdamW after torch's clip_grad_norm_, on the flat model; target and grad are fp32 [n].
-
-    `step` counts from 1: the version that the commit will have. `grad_norm` is the norm of `grad`, which is the whole
-    model's gradient (data parallel: one fragment); the caller computes it as all norms are computed (exact arithmetic).
-    """
-    assert step >= 1
-    # 1e-6 is torch's guard against a zero norm; it is kept so that one torch process is the same run.
-    clip = min(1.0, settings.clip / (grad_norm + 1e-6))
-    step_size = lr / (1.0 - settings.beta1**step)
-    root_correction = math.sqrt(1.0 - settings.beta2**step)
-    for tensor in fragment.tensors:
-        if is_decayed(tensor.shape):
-            target[tensor.offset : tensor.offset + tensor.numel].mul_(1.0 - lr * settings.weight_decay)
-    for target_part, grad_part, m, v in tiles(target, grad, state.exp_avg, state.exp_avg_sq):
-        clipped = grad_part * clip
-        m.mul_(settings.beta1)
-        m.add_(clipped * (1.0 - settings.beta1))
-        v.mul_(settings.beta2)
-        v.add_(clipped.mul_(clipped).mul_(1.0 - settings.beta2))
-        denominator = v.sqrt().div_(root_correction).add_(settings.eps)
-        target_part.sub_((m / denominator).mul_(step_size))
-
-
-# --- Outer optimizers by kind: names of their state, and one step
-#
-# Nesterov's step is `outer_step_`, that of CO2 is in `outer_co2.py`. State and target are flat fp32 of the fragment's
-# length, changed in place, and every rounding is a torch operation of its own.
-# AdamW, which steps by gradients, is not among them.
-
-
-def state_names(kind: OuterKind, momentum: float) -> tuple[str, ...]:
-    """The buffers that a kind keeps between its steps; how often it stepped is the fragment's version.
-
-    Without momentum there are none, but for co2: its gap is measured on its last step, which is in the buffer.
-    """
-    match kind:
-        case "adamw":
-            return ("exp_avg", "exp_avg_sq")
-        case "co2":
-            return ("momentum",)
-        case "nesterov" | "heavy-ball" if momentum:
-            return ("momentum",)
-        case "delayed-nesterov" if momentum:
-            return ("accumulated", "momentum")
-        case _:
-            return ()
-
-
-def restarts(settings: OuterSettings, version: int) -> bool:
-    """Whether the momentum begins anew with the step to this version (Outer-Momentum Restarting, arXiv 2605.28585)."""
-    return settings.restart > 0 and version > 1 and (version - 1) % settings.restart == 0
-
-
-@torch.no_grad()
-def step_(
-    target: Tensor,
-    state: Mapping[str, Tensor],
-    delta: Tensor,
-    settings: OuterSettings,
-    *,
-    version: int,
-    gap: float = 1.0,
-) -> None:
-    """One outer step to `version`, all tensors fp32 [n]; `gap` is co2's Λ. The delta is not consumed."""
-    momentum = state.get("momentum")
-    if momentum is not None and restarts(settings, version):
-        momentum.zero_()
-    match settings.kind:
-        case "sgd":
-            sgd_step_(target, delta, settings)
-        case "nesterov":
-            outer_step_(target, momentum, delta, settings)
-        case "heavy-ball":
-            heavy_ball_step_(target, momentum, delta, settings)
-        case "delayed-nesterov":
-            delayed_nesterov_step_(target, momentum, state.get("accumulated"), delta, settings, version=version)
-        case "co2":
-            co2_step_(target, state["momentum"], delta, settings, gap=gap)
-        case "adamw":
-            raise AssertionError("its step takes more than a delta: `adamw_step_`")
-
-
-@torch.no_grad()
-def sgd_step_(target: Tensor, delta: Tensor, settings: OuterSettings) -> None:
-    """target ← target − ν·Δ, fp32 [n]: FedAvg at ν = 1, and the step of SparseLoCo (arXiv 2508.15706)."""
-    for target_part, delta_part in tiles(target, delta):
-        target_part.sub_(delta_part * settings.lr)
-
-
-@torch.no_grad()
 def heavy_ball_step_(target: Tensor, momentum: Tensor | None, delta: Tensor, settings: OuterSettings) -> None:
     """b ← μ·b + Δ; target ← target − ν·b, all fp32 [n]: Nesterov's step without the look ahead.
 
@@ -183,13 +75,11 @@ def heavy_ball_step_(target: Tensor, momentum: Tensor | None, delta: Tensor, set
     if momentum is None:
         assert settings.momentum == 0.0
         return sgd_step_(target, delta, settings)
-    for target_part, delta_part, momentum_part in tiles(target, delta, momentum):
-        momentum_part.mul_(settings.momentum)
-        momentum_part.add_(delta_part)
-        target_part.sub_(momentum_part * settings.lr)
+    momentum.mul_(settings.momentum)
+    momentum.add_(delta)
+    target.sub_(momentum * settings.lr)
 
 
-@torch.no_grad()
 def delayed_nesterov_step_(
     target: Tensor,
     momentum: Tensor | None,
@@ -213,18 +103,153 @@ def delayed_nesterov_step_(
     share = 1.0 / every
     if momentum is None or accumulated is None:
         assert settings.momentum == 0.0
-        for target_part, delta_part in tiles(target, delta):
-            target_part.sub_((delta_part * share).mul_(settings.lr))
+        target.sub_((delta * share).mul_(settings.lr))
         return
     is_full = version % every == 0
     of_momentum = settings.momentum * ((1.0 - spread * every + spread) if is_full else spread)
-    for target_part, delta_part, momentum_part, sum_part in tiles(target, delta, momentum, accumulated):
-        sum_part.add_(delta_part)
-        if is_full:
-            momentum_part.mul_(settings.momentum)
-            momentum_part.add_(sum_part * share)
-            sum_part.zero_()
-        step = momentum_part * of_momentum
-        step.add_(delta_part * share)
-        step.mul_(settings.lr)
-        target_part.sub_(step)
+    accumulated.add_(delta)
+    if is_full:
+        momentum.mul_(settings.momentum)
+        momentum.add_(accumulated * share)
+        accumulated.zero_()
+    step = momentum * of_momentum
+    step.add_(delta * share)
+    step.mul_(settings.lr)
+    target.sub_(step)
+
+
+# --- CO2 (arXiv 2401.16265): heavy ball on a delta that is a round late, damped by a gap, and clipped
+#
+# From the paper: the result of round t − 1 is applied at the end of round t, by a momentum like SlowMo's; the late
+# delta is divided by a *staleness gap* Λ_t; the momentum is clipped to a threshold φ. Its formula of the gap (eq. 3)
+# was not to be had. Ours: the gap below, in the manner of gap-aware training (arXiv 1909.10802), and its measurement
+# on what a coordinator knows. From SlowMo's code: the delta is not divided by the inner learning rate.
+#
+# The released code (fairscale-CO2) does otherwise: its clip throws the clipped momentum away, its gap is a constant
+# 1.0, and with its memory-efficient momentum the average is not even late. Nothing here follows it.
+
+
+def staleness_gap(drift: float, reach: float) -> float:
+    """Λ = 1 + drift / reach: how far the target has moved since a late delta's base, in rounds of local progress.
+
+    Where it stands still the delta is as good as fresh: 1. Both lengths scale with the model, so the gap does not.
+
+    Args:
+        drift: ‖x_t − x_{t−1}‖, the length of the target's last step. It is α‖m‖: the momentum that is kept says it.
+        reach: how far a node came in the round of the delta. The design asks for τ·s_max, s_max the longest inner step;
+            a coordinator sees no inner steps, but the triangle inequality gives it a lower bound, the length of the
+            delta (`weights.reach`). The gap is so never smaller than asked for, and the step never longer.
+    """
+    return 1.0 + drift / reach if reach > 0.0 else 1.0
+
+
+def co2_step_(target: Tensor, momentum: Tensor, delta: Tensor, settings: OuterSettings, *, gap: float) -> None:
+    """m ← clip(β·m + Δ/Λ, −φ, φ); target ← target − α·m, element by element, all fp32 [n].
+
+    α and β are the settings' `lr` and `momentum`, φ is `clip`, Λ is `gap`. With Λ = 1 and no clip: heavy ball.
+    """
+    assert gap >= 1.0
+    # A product, because a division by a scalar is rounded in one way on a CPU and in another on a GPU.
+    damping = 1.0 / gap
+    momentum.mul_(settings.momentum)
+    momentum.add_(delta * damping)
+    if settings.clip is not None:
+        momentum.clamp_(-settings.clip, settings.clip)
+    target.sub_(momentum * settings.lr)
+
+
+# --- The table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterOptimizer:
+    """What is known of one kind."""
+
+    state: tuple[str, ...] = ()
+    """Buffers that it keeps between its steps; how often it stepped is the fragment's version."""
+    keeps_without_momentum: bool = False  # whether it keeps them where μ is 0 too
+    has_gap: bool = False  # whether its step depends on the staleness gap Λ (`staleness_gap`)
+    step: Callable[[Tensor, Mapping[str, Tensor], Tensor, OuterSettings, int, float], None]
+    """One step of a target with its state and a delta, to a version, with Λ. The delta is not consumed."""
+    gain: Callable[[OuterSettings, float], float]
+    """How far a delta moves the target in the very step that merges it, by the settings and Λ."""
+
+
+def _by_gradients(*_: object) -> NoReturn:
+    raise ValueError("an AdamW step is no multiple of its gradient, and takes more than it: `adamw_step_`")
+
+
+OUTER_OPTIMIZERS: Final[Mapping[OuterKind, OuterOptimizer]] = {
+    "sgd": OuterOptimizer(
+        step=lambda target, state, delta, settings, version, gap: sgd_step_(target, delta, settings),
+        gain=lambda settings, gap: settings.lr,
+    ),
+    "nesterov": OuterOptimizer(
+        state=("momentum",),
+        step=lambda target, state, delta, settings, version, gap: outer_step_(
+            target, state.get("momentum"), delta, settings
+        ),
+        gain=lambda settings, gap: settings.lr * (1.0 + settings.momentum) * settings.delta_scale,
+    ),
+    "heavy-ball": OuterOptimizer(
+        state=("momentum",),
+        step=lambda target, state, delta, settings, version, gap: heavy_ball_step_(
+            target, state.get("momentum"), delta, settings
+        ),
+        gain=lambda settings, gap: settings.lr,
+    ),
+    "delayed-nesterov": OuterOptimizer(
+        state=("accumulated", "momentum"),
+        step=lambda target, state, delta, settings, version, gap: delayed_nesterov_step_(
+            target, state.get("momentum"), state.get("accumulated"), delta, settings, version=version
+        ),
+        gain=lambda settings, gap: settings.lr / settings.buffer,
+    ),
+    "co2": OuterOptimizer(
+        state=("momentum",),
+        keeps_without_momentum=True,  # the gap is measured on its last step, which is in the buffer
+        has_gap=True,
+        step=lambda target, state, delta, settings, version, gap: co2_step_(
+            target, state["momentum"], delta, settings, gap=gap
+        ),
+        gain=lambda settings, gap: settings.lr / gap,  # more than what comes, where the momentum is clipped
+    ),
+    "adamw": OuterOptimizer(
+        state=("exp_avg", "exp_avg_sq"), keeps_without_momentum=True, step=_by_gradients, gain=_by_gradients
+    ),
+}
+
+
+def state_names(kind: OuterKind, momentum: float) -> tuple[str, ...]:
+    """The buffers that a kind keeps between its steps."""
+    optimizer = OUTER_OPTIMIZERS[kind]
+    return optimizer.state if momentum or optimizer.keeps_without_momentum else ()
+
+
+def step_gain(settings: OuterSettings, gap: float = 1.0) -> float:
+    """How far a delta moves the target in the very step that merges it: ν(1 + μ) for Nesterov, α/Λ for co2."""
+    return OUTER_OPTIMIZERS[settings.kind].gain(settings, gap)
+
+
+def restarts(settings: OuterSettings, version: int) -> bool:
+    """Whether the momentum begins anew with the step to this version (Outer-Momentum Restarting, arXiv 2605.28585)."""
+    return settings.restart > 0 and version > 1 and (version - 1) % settings.restart == 0
+
+
+def step_(
+    target: Tensor,
+    state: Mapping[str, Tensor],
+    delta: Tensor,
+    settings: OuterSettings,
+    *,
+    version: int,
+    gap: float = 1.0,
+) -> None:
+    """One outer step to `version`, all tensors fp32 [n]; `gap` is co2's Λ. The delta is not consumed."""
+    momentum = state.get("momentum")
+    if momentum is not None and restarts(settings, version):
+        momentum.zero_()
+    step = OUTER_OPTIMIZERS[settings.kind].step
+    for start in range(0, target.numel(), TILE):  # tile by tile, so that the temporaries are small
+        tile = slice(start, start + TILE)
+        step(target[tile], {name: held[tile] for name, held in state.items()}, delta[tile], settings, version, gap)

@@ -2,90 +2,21 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from farloop.algo.methods import method_named
+from farloop.algo.outer_optimizers import OuterSettings
 from farloop.algo.schedule import span_of, work_ratio
-from farloop.algo.spec import Layout, OuterKind, RoundPlan, WindowTerms
+from farloop.algo.spec import Layout, RoundPlan, WindowTerms
 from farloop.algo.terms import Terms
 
-# --- Learning rate ν and momentum μ of an outer step, and their defaults
+# --- Learning rate ν and momentum μ of an outer step, and their defaults, which are in the row of the method
 #
 # Free of torch: the coordinator's machine settles these numbers when it closes a window, and journals them, so that a
 # replay repeats the step without asking anew. The steps themselves are in `outer_optimizers.py`.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OuterSettings:
-    """Outer SGD with momentum. There is no outer weight decay: the inner one is inside the delta."""
-
-    lr: float  # ν
-    momentum: float  # μ
-    kind: OuterKind = "nesterov"
-    """What is done with them; without momentum and without what only one kind has, all are SGD."""
-    clip: float | None = None  # φ of co2: largest size of an element of its momentum; None: as large as it likes
-    buffer: int = 1  # n of delayed-nesterov: deltas between two steps of its momentum
-    spread: float = 0.0  # c of delayed-nesterov: the share of the momentum in each of these N steps, 0 to 1/N
-    restart: int = 0  # outer steps after which the momentum begins anew from zero; 0: never
-    delta_scale: float = 1.0
-    """The merged delta is multiplied by it before the step: 1/p where the round is worth p rounds."""
-
-
 PLAIN_AVERAGE: Final = OuterSettings(lr=1.0, momentum=0.0)  # the target becomes the mean of the local weights: FedAvg
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Defaults:
-    """What a method's outer optimizer runs with where nothing else is said."""
-
-    kind: OuterKind
-    lr_by_nodes: Mapping[int, float]  # best known ν, by number of nodes; between two of them the lower one decides
-    momentum: float
-    clip: float | None = None
-
-
-# Best ν at H = 30 for models of 335M parameters and more: Scaling Laws for DiLoCo (arXiv 2503.09799), grid step 0.2. It
-# depends on the nodes, hardly on the model.
-_BY_NODES: Final = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
-
-_DEFAULTS: Final[Mapping[str, _Defaults]] = {
-    # μ: arXiv 2311.08105, and the source of ν.
-    "diloco": _Defaults(kind="nesterov", lr_by_nodes=_BY_NODES, momentum=0.9),
-    # As diloco. The paper (arXiv 2501.18512) kept 0.4, tuned once at a small size, for 2 nodes mostly, and does not
-    # print its μ; with 2 nodes and H = 30 0.6 did better on the built-in GPT.
-    "streaming": _Defaults(kind="nesterov", lr_by_nodes=_BY_NODES, momentum=0.9),
-    # The radial average is as long with many nodes as with few, so ν does not grow with them. The values are those of
-    # the open re-implementations of arXiv 2604.21428; the paper's own were not to be had.
-    "decoupled": _Defaults(kind="nesterov", lr_by_nodes={1: 0.7}, momentum=0.9),
-    # Synchronous DiLoCo's ν and μ serve it unchanged (arXiv 2401.09135); plain Nesterov would want a tenth of that ν.
-    "async": _Defaults(kind="delayed-nesterov", lr_by_nodes={1: 0.7}, momentum=0.9),
-    # α and φ of the released code, β of its language model (GPT-2 medium). On a delta a round late more momentum hurts:
-    # one-round delay with full Nesterov costs 13 % of the loss (arXiv 2502.12996, table 2).
-    "co2": _Defaults(kind="co2", lr_by_nodes={1: 1.0}, momentum=0.2, clip=1.0),
-    # Error feedback on the nodes takes the place of outer momentum (SparseLoCo, arXiv 2508.15706).
-    "sparse": _Defaults(kind="sgd", lr_by_nodes={1: 1.0}, momentum=0.0),
-    # ν and μ are not used: its AdamW runs by the inner learning rate.
-    "data-parallel": _Defaults(kind="adamw", lr_by_nodes={1: 1.0}, momentum=0.0),
-}
-
-
-def step_gain(settings: OuterSettings, gap: float = 1.0) -> float:
-    """How far a delta moves the target in the very step that merges it: ν(1 + μ) for Nesterov, α/Λ for co2.
-
-    A clipped momentum of co2 moves less: the gain is then more than what comes.
-    """
-    match settings.kind:
-        case "nesterov":
-            return settings.lr * (1.0 + settings.momentum) * settings.delta_scale
-        case "delayed-nesterov":
-            return settings.lr / settings.buffer
-        case "co2":
-            return settings.lr / gap
-        case "sgd" | "heavy-ball":
-            return settings.lr
-        case "adamw":
-            raise ValueError("an AdamW step is no multiple of its gradient")
 
 
 def default_outer(num_nodes: int, h: int, outer_steps: int, method: str = "diloco") -> OuterSettings:
@@ -96,15 +27,16 @@ def default_outer(num_nodes: int, h: int, outer_steps: int, method: str = "diloc
     """
     if num_nodes < 1 or h < 1:
         raise ValueError(f"a run has at least 1 node and h of at least 1, not {num_nodes} and {h}")
-    row = _DEFAULTS[method]
-    lr, momentum = row.lr_by_nodes[max(n for n in row.lr_by_nodes if n <= num_nodes)], row.momentum
+    row = method_named(method)
+    by_nodes, momentum = dict(row.outer_lr), row.outer_momentum
+    lr = by_nodes[max(n for n in by_nodes if n <= num_nodes)]
     # Momentum delivers a delta over about 1/(1 − μ) outer steps. A run that is not twice as long ends with much of its
     # progress still in the buffer.
     if h == 1 or outer_steps < round(2 / (1 - momentum)):
         lr, momentum = PLAIN_AVERAGE.lr, PLAIN_AVERAGE.momentum
     # One delta of every node to a step of the momentum: as many as synchronous DiLoCo averages.
-    buffer = num_nodes if row.kind == "delayed-nesterov" else 1
-    return OuterSettings(kind=row.kind, lr=lr, momentum=momentum, clip=row.clip, buffer=buffer)
+    buffer = num_nodes if row.outer == "delayed-nesterov" else 1
+    return OuterSettings(kind=row.outer, lr=lr, momentum=momentum, clip=row.outer_clip, buffer=buffer)
 
 
 # --- ν and μ of one window, corrected for rounds of other lengths and for new data

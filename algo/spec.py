@@ -75,9 +75,6 @@ class Layout:
 Pattern = Literal["whole", "sequential", "strided", "balanced"]
 """What decides the fragment of a tensor: nothing, its block's place in the stack, block mod P, or sizes alone."""
 
-OuterKind = Literal["sgd", "nesterov", "heavy-ball", "delayed-nesterov", "co2", "adamw"]
-"""What steps a target: one of `outer_optimizers.py`, or the AdamW of `data-parallel`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Final, get_args
 
 from farloop.algo.methods import Method, max_tau, method_named
+from farloop.algo.outer_optimizers import OuterKind
 from farloop.algo.schedule import POWERS, initial_h, phases, steps_by_share
-from farloop.algo.spec import Layout, NodeId, OuterKind
+from farloop.algo.spec import Layout, NodeId
 from farloop.algo.terms import InnerOptimizer, LearningRateShape, RoundRule, Screen, Terms
 
 INNER_OPTIMIZERS: Final[tuple[str, ...]] = get_args(InnerOptimizer)

@@ -74,7 +74,7 @@ def reach(contributor_sets: Sequence[Sequence[Contribution]]) -> float:
     """How far a node came in a whole round: the longest delta, those of fewer steps scaled up to the most steps.
 
     0 where nobody did a step, and for a norm that is none: negative, or not finite. It is what
-    `outer_co2.staleness_gap` measures by.
+    `outer_optimizers.staleness_gap` measures by.
     """
     everybody = [c for contributors in contributor_sets for c in contributors if c.steps > 0]
     counted = [c for c in everybody if math.isfinite(c.norm_sq) and c.norm_sq >= 0.0]

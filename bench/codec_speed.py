@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from farloop.algo.outer_optimizers import PLAIN_AVERAGE
+from farloop.algo.outer_settings import PLAIN_AVERAGE
 from farloop.algo.spec import Fragment, RoundPlan, TensorSlot
 from farloop.bench.codec_peers import Peer, quiet
 from farloop.bench.codec_quality import SIZE

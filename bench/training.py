@@ -13,10 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from farloop.algo.adamw import is_decayed
 from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
 from farloop.algo.local_update import fragment_delta_into, mix_fragment_into
-from farloop.algo.outer_optimizers import default_outer, is_decayed, outer_step_
+from farloop.algo.outer_optimizers import outer_step_
+from farloop.algo.outer_settings import default_outer
 from farloop.algo.spec import Fragment, NodeId, RunSpec, to_plain
 from farloop.algo.terms import Terms
 from farloop.coordinator.aggregator import first_anchor

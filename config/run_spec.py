@@ -332,7 +332,7 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
     check_rounds(terms, slots=1)
     outer_steps = num_rounds(terms)
     outer = default_outer(config.nodes, h, outer_steps, method.name)
-    if outer.momentum == 0.0 and outer.kind not in ("sgd", "adamw") and config.outer_momentum is None:
+    if outer.momentum != method.outer_momentum and config.outer_momentum is None:
         notes.append(f"{outer_steps} outer steps are too few for momentum: plain averaging (outer_lr 1, momentum 0)")
     outer_lr = outer.lr if config.outer_lr is None else config.outer_lr
     outer_momentum = outer.momentum if config.outer_momentum is None else config.outer_momentum

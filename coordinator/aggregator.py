@@ -12,20 +12,12 @@ import torch
 from torch import Tensor
 
 from farloop.algo import schedule
+from farloop.algo.adamw import AdamWSettings, AdamWState, adamw_step_
 from farloop.algo.digest import canonicalise_, combine, digest
 from farloop.algo.fragments import flatten_into, tiles
 from farloop.algo.merge_rules import MERGE_RULES, Gram, Pieces, coordinates_into, gram, radial_into
 from farloop.algo.methods import method_named
-from farloop.algo.outer_co2 import staleness_gap
-from farloop.algo.outer_optimizers import (
-    AdamWSettings,
-    AdamWState,
-    OuterSettings,
-    adamw_step_,
-    restarts,
-    state_names,
-    step_,
-)
+from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS, OuterSettings, restarts, staleness_gap, state_names, step_
 from farloop.algo.spec import Fragment, RoundPlan
 from farloop.algo.terms import Terms
 from farloop.algo.validation import ROBUST_RULES
@@ -47,7 +39,7 @@ class Buffers:
     anchor: Tensor
     target: Tensor
     outer: dict[str, Tensor]
-    """State of the outer optimizer by name, as `outer_rules.state_names` says; empty without momentum."""
+    """State of the outer optimizer by name, as `state_names` says; empty without momentum."""
 
     @classmethod
     def begin(cls, anchor: Tensor, terms: Terms) -> "Buffers":
@@ -237,8 +229,8 @@ def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: fl
 
 
 def _gap(buffers: Buffers, step: Step) -> float:
-    """Λ of co2: the target's last step was α·m, with the m that it left behind."""
-    if step.outer.kind != "co2":
+    """Λ: the target's last step was α·m, with the m that it left behind."""
+    if not OUTER_OPTIMIZERS[step.outer.kind].has_gap:
         return 1.0
     return staleness_gap(step.outer.lr * norm_sq(buffers.outer["momentum"]) ** 0.5, step.reach)
 

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from farloop.algo.outer_settings import step_gain, usual
+from farloop.algo.outer_optimizers import step_gain
+from farloop.algo.outer_settings import usual
 from farloop.algo.schedule import own_of_window
 from farloop.algo.spec import BlobId, BlobKind, Fragment, NodeId, RunSpec, WindowTerms
 from farloop.algo.stages import Part, fragments_of

@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW, Muon, Optimizer, SparseAdam
 
+from farloop.algo.adamw import is_decayed
 from farloop.algo.fragments import is_hidden_matrix
-from farloop.algo.outer_optimizers import is_decayed
 from farloop.algo.terms import Terms
 from farloop.node.errors import LoopError
 from farloop.node.shards import is_dtensor, whole

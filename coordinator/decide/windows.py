@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from farloop.algo import schedule
 from farloop.algo.methods import method_named
+from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS
 from farloop.algo.outer_settings import settings_of
 from farloop.algo.spec import BlobId, NodeId, RoundPlan, RunSpec, WindowTerms
 from farloop.algo.terms import Terms
@@ -199,6 +200,7 @@ class Window:
         terms = spec.terms
         shares = self.shares(method_named(terms.method).weights)
         outer = settings_of(terms, spec.identity.layout, self.terms, rounds)
+        gapped = OUTER_OPTIMIZERS[outer.kind].has_gap
         return WindowCommitted(
             fragment=self.terms.fragment,
             version=self.terms.window,
@@ -221,7 +223,7 @@ class Window:
             outer_momentum=outer.momentum,
             delta_scale=outer.delta_scale,
             flush=self.terms.final,
-            reach=reach([offer.contributors for offer in self.inputs.values()]) if outer.kind == "co2" else 0.0,
+            reach=reach([offer.contributors for offer in self.inputs.values()]) if gapped else 0.0,
             refused=tuple(self.refused.values()),
             why=why,
         )

@@ -69,31 +69,31 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "the outer step walks uphill",
         "algo/outer_optimizers.py",
-        "target_part.sub_(delta_part * settings.lr)\n        return",
-        "target_part.add_(delta_part * settings.lr)\n        return",
+        "target.sub_(delta * settings.lr)\n",
+        "target.add_(delta * settings.lr)\n",
         "unit/algo/test_outer.py",
     ),
     _of(
         "heavy-ball forgets its momentum",
         "algo/outer_optimizers.py",
-        """        momentum_part.mul_(settings.momentum)
-        momentum_part.add_(delta_part)
-        target_part.sub_(momentum_part * settings.lr)""",
-        """        momentum_part.zero_()
-        momentum_part.add_(delta_part)
-        target_part.sub_(momentum_part * settings.lr)""",
+        """    momentum.mul_(settings.momentum)
+    momentum.add_(delta)
+    target.sub_(momentum * settings.lr)""",
+        """    momentum.zero_()
+    momentum.add_(delta)
+    target.sub_(momentum * settings.lr)""",
         "unit/algo/test_outer.py",
     ),
     _of(
         "delayed Nesterov keeps what it has used",
         "algo/outer_optimizers.py",
-        "            sum_part.zero_()\n",
+        "        accumulated.zero_()\n",
         "",
         "unit/algo/test_outer.py",
     ),
     _of(
         "AdamW never clips",
-        "algo/outer_optimizers.py",
+        "algo/adamw.py",
         "clip = min(1.0, settings.clip / (grad_norm + 1e-6))",
         "clip = 1.0",
         "unit/algo/test_outer.py",
@@ -101,7 +101,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _of(
         "AdamW corrects for one step too few",
-        "algo/outer_optimizers.py",
+        "algo/adamw.py",
         "step_size = lr / (1.0 - settings.beta1**step)",
         "step_size = lr / (1.0 - settings.beta1 ** (step + 1))",
         "unit/algo/test_outer.py",

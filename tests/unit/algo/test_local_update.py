@@ -20,8 +20,7 @@ from farloop.algo.local_update import (
     mix_fragment_into,
     mix_into,
 )
-from farloop.algo.outer_optimizers import state_names, step_
-from farloop.algo.outer_settings import OuterSettings, step_gain
+from farloop.algo.outer_optimizers import OuterSettings, state_names, step_, step_gain
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 

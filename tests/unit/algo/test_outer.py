@@ -12,30 +12,24 @@ from hypothesis import strategies as st
 from plain_runs import plain_terms
 from torch import Tensor, nn
 
+from farloop.algo.adamw import AdamWSettings, AdamWState, adamw_step_, is_decayed
 from farloop.algo.fragments import flatten_into, partition, view
 from farloop.algo.methods import METHODS
-from farloop.algo.outer_co2 import co2_step_, staleness_gap
 from farloop.algo.outer_optimizers import (
-    AdamWSettings,
-    AdamWState,
-    adamw_step_,
-    is_decayed,
+    OUTER_OPTIMIZERS,
+    OuterKind,
+    OuterSettings,
+    co2_step_,
     outer_step_,
     restarts,
+    staleness_gap,
     state_names,
     step_,
+    step_gain,
 )
-from farloop.algo.outer_settings import (
-    LEAST_WORK,
-    PLAIN_AVERAGE,
-    OuterSettings,
-    corrected,
-    default_outer,
-    is_corrected,
-    settings_of,
-)
+from farloop.algo.outer_settings import LEAST_WORK, PLAIN_AVERAGE, corrected, default_outer, is_corrected, settings_of
 from farloop.algo.schedule import first_rounds, first_windows, learning_rate, window_after
-from farloop.algo.spec import Fragment, Layout, OuterKind, WindowTerms
+from farloop.algo.spec import Fragment, Layout, WindowTerms
 from farloop.algo.terms import LearningRate, Rewarm, Terms
 
 KINDS: tuple[OuterKind, ...] = tuple(kind for kind in get_args(OuterKind) if kind != "adamw")
@@ -67,6 +61,18 @@ def run(
 
 
 # --- Steps of every kind
+
+
+def test_every_kind_has_a_row_and_every_method_names_one() -> None:
+    assert OUTER_OPTIMIZERS.keys() == set(get_args(OuterKind))
+    assert {method.outer for method in METHODS.values()} <= OUTER_OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gain_of_a_kind_is_the_length_of_its_first_step(kind: OuterKind) -> None:
+    settings = OuterSettings(kind=kind, lr=0.7, momentum=0.9, buffer=2)
+    target, _ = run(settings, [torch.ones(100)], gap=1.25)
+    torch.testing.assert_close(target, torch.full((100,), -step_gain(settings, 1.25)))
 
 
 @pytest.mark.parametrize(
@@ -350,7 +356,7 @@ def test_adamws_state_goes_to_a_snapshot_and_back_and_no_delta_alone_steps_it() 
     state = AdamWState.zeros_like(torch.ones(3))
     again = AdamWState(**state.tensors())
     assert again.exp_avg is state.exp_avg and again.exp_avg_sq is state.exp_avg_sq
-    with pytest.raises(AssertionError, match="adamw_step_"):
+    with pytest.raises(ValueError, match="adamw_step_"):
         run(OuterSettings(kind="adamw", lr=1.0, momentum=0.0), ONES[:1])
 
 
@@ -396,7 +402,7 @@ def test_a_sync_at_every_step_is_plainly_averaged_and_every_method_has_its_optim
 
 @pytest.mark.parametrize(
     ("num_nodes", "h", "method", "error"),
-    [(0, 30, "diloco", ValueError), (2, 0, "diloco", ValueError), (2, 30, "nonsense", KeyError)],
+    [(0, 30, "diloco", ValueError), (2, 0, "diloco", ValueError), (2, 30, "nonsense", ValueError)],
 )
 def test_defaults_for_no_run_are_refused(num_nodes: int, h: int, method: str, error: type[Exception]) -> None:
     with pytest.raises(error):

@@ -14,10 +14,10 @@ from farloop.algo.digest import combine, digest
 from farloop.algo.fragments import partition, zero_padding_
 from farloop.algo.merge_rules import radial_into
 from farloop.algo.methods import METHODS
-from farloop.algo.outer_optimizers import state_names, step_
-from farloop.algo.outer_settings import PLAIN_AVERAGE, OuterSettings
+from farloop.algo.outer_optimizers import OuterKind, OuterSettings, state_names, step_
+from farloop.algo.outer_settings import PLAIN_AVERAGE
 from farloop.algo.schedule import learning_rate
-from farloop.algo.spec import Fragment, OuterKind, RoundPlan, RunSpec, TensorSlot
+from farloop.algo.spec import Fragment, RoundPlan, RunSpec, TensorSlot
 from farloop.algo.terms import Terms
 from farloop.coordinator import aggregator
 from farloop.coordinator.aggregator import Buffers, Result, Step

@@ -18,8 +18,8 @@ from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.merge_rules import MERGE_RULES
 from farloop.algo.methods import METHODS
-from farloop.algo.outer_optimizers import state_names
-from farloop.algo.spec import BlobId, BlobKind, OuterKind, RunSpec, WindowTerms
+from farloop.algo.outer_optimizers import OuterKind, state_names
+from farloop.algo.spec import BlobId, BlobKind, RunSpec, WindowTerms
 from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.decide import records as rec

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farloop.algo.outer_co2 import co2_step_, staleness_gap
-from farloop.algo.outer_settings import OuterSettings, step_gain
+from farloop.algo.outer_optimizers import OuterSettings, co2_step_, staleness_gap, step_gain
 from farloop.algo.spec import NodeId
 from farloop.sim.network import LinkConditions
 from farloop.sim.outcome import Outcome
