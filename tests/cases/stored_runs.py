@@ -1,8 +1,10 @@
 """A run's state folder as a coordinator writes it, without one: windows of two nodes, committed one after the other."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -21,6 +23,18 @@ from farloop.wire.reasons import Reason
 
 NODES = (NodeId("bergen"), NodeId("oslo"))
 
+GOLDEN = Path(__file__).parent.parent / "unit" / "coordinator" / "golden"
+STORED = rec.InputStored(
+    blob=BlobId(kind=BlobKind.DELTA, fragment=0, version=3, node=NodeId("oslo"), incarnation=1, seq=4),
+    window=4,
+    contributors=(),
+    digest=5,
+)
+"""A record with an attachment."""
+_KIND, _BODY = json.loads((GOLDEN / "records-v1.json").read_text())["LedgerSaved"]
+SUMMARY = cast(rec.LedgerSaved, rec.decode(_KIND, bytes.fromhex(_BODY)))
+"""A record that a segment begins with."""
+
 
 def begun(directory: Path, spec: RunSpec, *, segment_bytes: int = 256 << 20, files: Files = DISK) -> Store:
     """A run of a thousand rounds, at version 0 of random anchors."""
@@ -35,6 +49,13 @@ def begun(directory: Path, spec: RunSpec, *, segment_bytes: int = 256 << 20, fil
         segment_bytes=segment_bytes,
         files=files,
     )
+
+
+def recovered(directory: Path, **options: Any) -> Store:
+    """A coordinator's start on a folder that holds a run."""
+    store = Store.recover(directory, **options)
+    assert store is not None
+    return store
 
 
 def run_rounds(store: Store, count: int) -> None:

@@ -268,14 +268,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "coordinator/uploads.py",
         " or offer.blob in self._keeping:",
         ":",
-        "unit/coordinator/test_intake.py",
+        "unit/coordinator/test_uploads.py",
     ),
     _of(
         "a node's deltas have no bound",
         "coordinator/uploads.py",
         "fits = not own or sum(own) + offer.size <= self.most_bytes_of_a_node",
         "fits = True",
-        "unit/coordinator/test_intake.py",
+        "unit/coordinator/test_uploads.py",
     ),
     _of(
         "a replayed delta is merged",

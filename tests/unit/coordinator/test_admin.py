@@ -41,9 +41,7 @@ def talk(folder: Path, *requests: bytes) -> list[bytes]:
     return asyncio.run(serve())
 
 
-def test_a_line_goes_in_and_one_comes_out(tmp_path: Path) -> None:
-    (answer,) = talk(tmp_path, b'{"do": "echo", "n": 1}\n')
-    assert json.loads(answer) == {"heard": {"do": "echo", "n": 1}}
+ECHO, HEARD = b'{"do": "echo", "n": 1}\n', {"heard": {"do": "echo", "n": 1}}
 
 
 @pytest.mark.parametrize(
@@ -63,19 +61,22 @@ def test_what_it_does_not_understand_is_answered_with_a_sentence(tmp_path: Path,
 
 
 def test_nothing_said_to_it_keeps_it_from_the_next_who_comes(tmp_path: Path) -> None:
-    answers = talk(tmp_path, b"", b"x" * (2 * MAX_BYTES), b'{"do": "echo"}\n')
-    assert json.loads(answers[-1]) == {"heard": {"do": "echo"}}
+    answers = talk(tmp_path, b"", b"x" * (2 * MAX_BYTES), ECHO)
+    assert json.loads(answers[-1]) == HEARD
 
 
-def test_only_the_owner_of_the_folder_has_a_key(tmp_path: Path) -> None:
-    async def modes() -> tuple[int, bool]:
-        door = AdminSocket(tmp_path, {})
+def test_who_asks_gets_the_answer_and_only_the_owner_of_the_folder_may(tmp_path: Path) -> None:
+    async def serve() -> tuple[Mapping[str, Any], int]:
+        door = AdminSocket(tmp_path, {"echo": echo})
         await door.open()
-        mode = (tmp_path / NAME).stat().st_mode
-        await door.close()
-        return stat.S_IMODE(mode), (tmp_path / NAME).exists()
+        try:
+            mode = stat.S_IMODE((tmp_path / NAME).stat().st_mode)
+            return await asyncio.to_thread(ask, tmp_path, {"do": "echo", "n": 1}, 30.0), mode
+        finally:
+            await door.close()
 
-    assert asyncio.run(modes()) == (0o600, False)
+    assert asyncio.run(serve()) == (HEARD, 0o600)
+    assert not (tmp_path / NAME).exists()
 
 
 def test_the_socket_of_a_start_that_was_killed_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -84,16 +85,15 @@ def test_the_socket_of_a_start_that_was_killed_is_in_nobodys_way(tmp_path: Path)
     left.close()
     with pytest.raises(ConnectionRefusedError):
         ask(tmp_path, {"do": "echo"}, 5.0)
-    (answer,) = talk(tmp_path, b'{"do": "echo"}\n')
-    assert json.loads(answer) == {"heard": {"do": "echo"}}
+    (answer,) = talk(tmp_path, ECHO)
+    assert json.loads(answer) == HEARD
 
 
 def test_a_folder_may_be_deeper_than_a_sockets_address_is_long(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*["a-long-name-of-a-folder"] * 8)
     deep.mkdir(parents=True)
-    (answer,) = talk(deep, b'{"do": "echo"}\n')
-    assert json.loads(answer) == {"heard": {"do": "echo"}}
-    assert not (deep / NAME).exists()
+    (answer,) = talk(deep, ECHO)
+    assert json.loads(answer) == HEARD and not (deep / NAME).exists()
 
 
 def test_without_a_door_the_run_goes_on_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,15 +104,3 @@ def test_without_a_door_the_run_goes_on_and_says_so(tmp_path: Path, caplog: pyte
 
     asyncio.run(open_and_close())
     assert "admin socket unavailable" in caplog.text and "no farloop set" in caplog.text
-
-
-def test_who_asks_gets_the_answer(tmp_path: Path) -> None:
-    async def serve() -> Mapping[str, Any]:
-        door = AdminSocket(tmp_path, {"echo": echo})
-        await door.open()
-        try:
-            return await asyncio.to_thread(ask, tmp_path, {"do": "echo", "n": 2}, 30.0)
-        finally:
-            await door.close()
-
-    assert asyncio.run(serve()) == {"heard": {"do": "echo", "n": 2}}

@@ -4,12 +4,13 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from stored_runs import NODES, begun, commit, spool
+from stored_runs import NODES, begun, commit, recovered, spool
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
@@ -67,10 +68,12 @@ def store(tmp_path: Path, spec: RunSpec) -> Store:
     return store
 
 
-def recovered(directory: Path) -> Store:
-    store = Store.recover(directory)
-    assert store is not None
-    return store
+@pytest.fixture
+def shelf(store: Store) -> Shelf:
+    """It has a copy of the run."""
+    shelf = Shelf()
+    write_copy(shelf, store.cut())
+    return shelf
 
 
 def test_a_restored_run_goes_on_where_the_copy_was_taken_bit_for_bit(store: Store, tmp_path: Path) -> None:
@@ -80,16 +83,15 @@ def test_a_restored_run_goes_on_where_the_copy_was_taken_bit_for_bit(store: Stor
     store.append(rec.LeaseGranted(node=NODES[0], incarnation=1, lease=store.ledger.leases.propose(40)[0]))
     write_copy(shelf, store.cut())
     restore(shelf, tmp_path / "new")
-    with_all, new = store, recovered(tmp_path / "new")
+    new = recovered(tmp_path / "new")
     assert new.ledger.epoch == 2 and not new.ledger.inputs, "who had a delta under way offers it again"
-    assert new.ledger.versions == [2, 1] and new.ledger.windows == with_all.ledger.windows
-    assert new.ledger.leases == with_all.ledger.leases and new.ledger.rounds == with_all.ledger.rounds
-    for old, restored in zip(with_all.buffers, new.buffers, strict=True):
+    assert new.ledger.versions == [2, 1] and new.ledger.windows == store.ledger.windows
+    assert new.ledger.leases == store.ledger.leases and new.ledger.rounds == store.ledger.rounds
+    for old, restored in zip(store.buffers, new.buffers, strict=True):
         assert torch.equal(old.anchor, restored.anchor) and torch.equal(old.target, restored.target)
-        assert old.outer.keys() == restored.outer.keys()
-        assert all(torch.equal(old.outer[name], restored.outer[name]) for name in old.outer)
+        assert old.outer_digest() == restored.outer_digest()
     assert [new.ledger.anchor_digest(f, v) for f, v in ((0, 2), (1, 1))] == [digest(b.anchor) for b in new.buffers]
-    first, second = commit(with_all, 0), commit(new, 0)
+    first, second = commit(store, 0), commit(new, 0)
     assert (first.anchor_digest, first.target_digest) == (second.anchor_digest, second.target_digest)
     new.close()
     again = recovered(tmp_path / "new")
@@ -97,38 +99,28 @@ def test_a_restored_run_goes_on_where_the_copy_was_taken_bit_for_bit(store: Stor
 
 
 def test_a_node_that_holds_what_the_copy_holds_needs_nothing_and_others_a_snapshot(
-    store: Store, tmp_path: Path
+    store: Store, shelf: Shelf, tmp_path: Path
 ) -> None:
     """R: updates before the copy are in no journal any more."""
-    shelf = Shelf()
-    write_copy(shelf, store.cut())
     restore(shelf, tmp_path / "new")
     new = recovered(tmp_path / "new")
-    refs = [
-        AnchorRef(fragment=0, version=version, digest=store.ledger.anchor_digest(0, version) or 0)
-        for version in (2, 1, 0)
-    ]
-    assert [new.ledger.updates_after(0, ref) for ref in refs] == [[], None, None]
-    begun = AnchorRef(fragment=1, version=0, digest=store.ledger.anchor_digest(1, 0) or 0)
-    assert new.ledger.versions[1] == 1 and new.ledger.updates_after(1, begun) is None, "nor is the first update there"
+    for fragment, version, updates in ((0, 2, []), (0, 1, None), (0, 0, None), (1, 0, None)):
+        held = AnchorRef(fragment=fragment, version=version, digest=store.ledger.anchor_digest(fragment, version) or 0)
+        assert new.ledger.updates_after(fragment, held) == updates
+    assert new.ledger.versions == [2, 1]
 
 
 def test_the_last_copies_stay_and_what_a_failed_one_left_goes(store: Store) -> None:
     shelf = Shelf()
     for puts in (1000, 1, 1000, 1000, 1000):
         shelf.puts_left = puts
-        if puts == 1:
-            with pytest.raises(CopyFailed, match="no route to host"):
-                write_copy(shelf, store.cut(), kept=2)
-        else:
+        with pytest.raises(CopyFailed, match="no route to host") if puts == 1 else nullcontext():
             write_copy(shelf, store.cut(), kept=2)
     assert sorted({path.split("/")[1] for path in shelf.objects}) == ["00000004", "00000005"]
     assert len(shelf.objects) == 2 * 3
 
 
-def test_a_copy_without_its_manifest_is_none(store: Store, tmp_path: Path) -> None:
-    shelf = Shelf()
-    write_copy(shelf, store.cut())
+def test_a_copy_without_its_manifest_is_none(store: Store, shelf: Shelf, tmp_path: Path) -> None:
     commit(store, 0)
     shelf.puts_left = 2
     with pytest.raises(CopyFailed):
@@ -136,14 +128,15 @@ def test_a_copy_without_its_manifest_is_none(store: Store, tmp_path: Path) -> No
     assert restore(shelf, tmp_path / "new").versions == (2, 1)
 
 
-def test_a_prefix_holds_copies_of_one_run(store: Store) -> None:
-    shelf = Shelf()
-    write_copy(shelf, store.cut())
+def test_a_prefix_holds_copies_of_one_run(store: Store, shelf: Shelf) -> None:
     cut = store.cut()
     other = dataclasses.replace(cut.ledger.spec.identity, name="other", seed=9)
     changed = dataclasses.replace(cut.ledger, spec=dataclasses.replace(cut.ledger.spec, identity=other))
     with pytest.raises(CopyFailed, match=r"another run \(small\)"):
         write_copy(shelf, dataclasses.replace(cut, ledger=changed))
+
+
+MANIFEST = "ckpt/00000001/manifest.json"
 
 
 @pytest.mark.parametrize(
@@ -155,19 +148,17 @@ def test_a_prefix_holds_copies_of_one_run(store: Store) -> None:
         (lambda text: text.replace(b'"format_version": 1', b'"format_version": 2'), "has format 2"),
     ],
 )
-def test_a_damaged_manifest_restores_nothing(store: Store, tmp_path: Path, spoil: object, why: str) -> None:
-    shelf = Shelf()
-    write_copy(shelf, store.cut())
-    shelf.objects["ckpt/00000001/manifest.json"] = spoil(shelf.objects["ckpt/00000001/manifest.json"])  # type: ignore[operator]
+def test_a_damaged_manifest_restores_nothing(
+    shelf: Shelf, tmp_path: Path, spoil: Callable[[bytes], bytes], why: str
+) -> None:
+    shelf.objects[MANIFEST] = spoil(shelf.objects[MANIFEST])
     with pytest.raises(CopyFailed, match=why):
         restore(shelf, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
-def test_a_damaged_object_restores_nothing(store: Store, tmp_path: Path, damage: str) -> None:
-    shelf = Shelf()
-    write_copy(shelf, store.cut())
+def test_a_damaged_object_restores_nothing(shelf: Shelf, tmp_path: Path, damage: str) -> None:
     path = next(path for path in shelf.objects if "/f1-" in path)
     data = shelf.objects.pop(path)
     if damage != "gone":
@@ -180,30 +171,25 @@ def test_a_damaged_object_restores_nothing(store: Store, tmp_path: Path, damage:
         restore(shelf, tmp_path / "new")
 
 
-def test_nothing_is_restored_over_a_run_or_from_nothing(store: Store, tmp_path: Path) -> None:
-    shelf = Shelf()
+def test_nothing_is_restored_over_a_run_or_from_nothing(shelf: Shelf, tmp_path: Path) -> None:
     with pytest.raises(CopyFailed, match="there is no copy"):
-        restore(shelf, tmp_path / "new")
-    write_copy(shelf, store.cut())
+        restore(Shelf(), tmp_path / "new")
+    assert read_manifest(Shelf()) is None
     with pytest.raises(StateMismatch, match="holds a run already"):
         restore(shelf, tmp_path / "state")
 
 
-def test_a_manifest_is_json_that_names_all(store: Store) -> None:
-    shelf = Shelf()
-    write_copy(shelf, store.cut())
-    manifest = json.loads(shelf.objects["ckpt/00000001/manifest.json"])
+def test_a_manifest_is_json_that_names_all(shelf: Shelf) -> None:
+    manifest = json.loads(shelf.objects[MANIFEST])
     assert (manifest["versions"], manifest["epoch"], manifest["name"]) == ([2, 1], 1, "small")
     assert {f"ckpt/00000001/{entry['name']}" for entry in manifest["objects"]} < set(shelf.objects)
-    assert read_manifest(Shelf()) is None
 
 
 def copying(store: Store, shelf: Shelf, alarms: dict[str, str]) -> Copying:
     async def cut() -> StateCopy:
         return store.cut()
 
-    made = Copying("file:///nowhere", 600.0, cut, alarms, open_bucket=lambda url: shelf)
-    return made
+    return Copying("file:///nowhere", 600.0, cut, alarms, open_bucket=lambda url: shelf)
 
 
 def test_a_copy_delays_no_commit(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Covers `coordinator/net/router.py`: a joiner's download never starves live traffic, and is never starved."""
+"""Covers `Egress` in `coordinator/net/router.py`: a joiner's download starves no live traffic, and is not starved."""
 
 import pytest
 
@@ -14,13 +14,22 @@ from farloop.coordinator.net.router import (
 )
 
 CHUNK = 256 << 10
+START = 2.0
 
 
-def taken(egress: Egress, start: float, seconds: float, tick_s: float = 0.001) -> int:
+def measured(bytes_per_s: float) -> Egress:
+    """After two seconds of arrivals at this rate."""
+    egress = Egress(0.0)
+    for i in range(200):
+        egress.arrived(round(bytes_per_s / 100), i / 100)
+    return egress
+
+
+def taken(egress: Egress, seconds: int) -> int:
     """Background bytes that leave in so many seconds, by chunks, while live bytes keep moving."""
     total = 0
-    for i in range(round(seconds / tick_s)):
-        now = start + i * tick_s
+    for i in range(1000 * seconds):
+        now = START + i / 1000
         egress.live(1, 1000 + i % 2, moved=True, now=now)
         while egress.allows(7, now):
             egress.spent(CHUNK, now)
@@ -28,43 +37,29 @@ def taken(egress: Egress, start: float, seconds: float, tick_s: float = 0.001) -
     return total
 
 
-def measured(egress: Egress, bytes_per_s: float) -> float:
-    """Two seconds of arrivals at this rate; the time after them."""
-    for i in range(200):
-        egress.arrived(round(bytes_per_s / 100), i / 100)
-    return 2.0
-
-
 def test_while_nobody_waits_for_anything_the_background_has_all_and_it_is_not_held_against_it() -> None:
     """Nor is it a stock to draw on: the share begins as the first live byte leaves."""
-    egress = Egress(0.0)
-    start = measured(egress, 4e6)
+    egress = measured(4e6)
     for _ in range(10_000):
-        assert egress.allows(7, start)
-        egress.spent(CHUNK, start)
-    egress.live(1, 1000, moved=True, now=start)
-    assert taken(egress, start, 1.0) < 2 * SHARE * 4e6
+        assert egress.allows(7, START)
+        egress.spent(CHUNK, START)
+    egress.live(1, 1000, moved=True, now=START)
+    assert taken(egress, 1) < 2 * SHARE * 4e6
 
 
 @pytest.mark.parametrize("bytes_per_s", [0.0, 4e6, 1e8])
 def test_while_live_bytes_are_in_flight_it_has_its_share_and_is_never_starved(bytes_per_s: float) -> None:
-    egress = Egress(0.0)
-    start = measured(egress, bytes_per_s)
-    rate = taken(egress, start, 20.0) / 20
     share = max(SHARE * bytes_per_s, SLOWEST_BYTES_PER_S)
-    assert 0.7 * share < rate < 1.2 * share
+    assert 0.7 * share < taken(measured(bytes_per_s), 20) / 20 < 1.2 * share
 
 
-def test_a_peer_that_takes_nothing_delays_nobody() -> None:
+def test_a_peer_that_takes_nothing_is_over_or_has_nothing_in_flight_delays_nobody() -> None:
     egress = Egress(0.0)
     for i in range(100):
         egress.live(1, 1000, moved=i == 0, now=i / 10)
         if i / 10 >= STALE_S:
             assert egress.allows(7, i / 10)
             egress.spent(CHUNK, i / 10)
-
-
-def test_a_session_that_is_over_or_has_nothing_in_flight_does_not_count() -> None:
     egress = Egress(0.0)
     for session in (1, 2):
         egress.live(session, 1000, moved=True, now=0.0)
@@ -78,20 +73,19 @@ def test_a_session_that_is_over_or_has_nothing_in_flight_does_not_count() -> Non
     assert egress.allows(7, wait_s)
 
 
-def test_beside_updates_it_never_has_more_on_its_way_than_a_moment_of_the_link() -> None:
+@pytest.mark.parametrize("bytes_per_s", [0.0, 1e5, 1e8])
+def test_beside_updates_it_never_has_more_on_its_way_than_a_moment_of_the_link(bytes_per_s: float) -> None:
     """What has left cannot make room when an update comes."""
-    for bytes_per_s in (0.0, 1e5, 1e8):
-        egress = Egress(0.0)
-        now, in_flight = measured(egress, bytes_per_s), 0
-        egress.live(2, 1000, moved=True, now=now)
-        egress.live(2, 0, moved=True, now=now)
-        while egress.allows(1, now):
-            in_flight += CHUNK
-            egress.spent(CHUNK, now)
-            egress.background(1, in_flight, moved=True, now=now)
-        assert in_flight <= max(AHEAD_BYTES, 1.02 * AHEAD_S * bytes_per_s) + CHUNK
-        assert not egress.allows(7, now)
-        assert egress.allows(1, now + NUDGE_S), "it may be acknowledged with the next alone"
-        assert egress.allows(7, now + STALE_S), "and a joiner that takes nothing keeps no other out"
-        egress.background(1, in_flight + 1, moved=True, now=now + LATELY_S)
-        assert egress.allows(1, now + LATELY_S)
+    egress, in_flight = measured(bytes_per_s), 0
+    egress.live(2, 1000, moved=True, now=START)
+    egress.live(2, 0, moved=True, now=START)
+    while egress.allows(1, START):
+        in_flight += CHUNK
+        egress.spent(CHUNK, START)
+        egress.background(1, in_flight, moved=True, now=START)
+    assert in_flight <= max(AHEAD_BYTES, 1.02 * AHEAD_S * bytes_per_s) + CHUNK
+    assert not egress.allows(7, START)
+    assert egress.allows(1, START + NUDGE_S), "it may be acknowledged with the next alone"
+    assert egress.allows(7, START + STALE_S), "and a joiner that takes nothing keeps no other out"
+    egress.background(1, in_flight + 1, moved=True, now=START + LATELY_S)
+    assert egress.allows(1, START + LATELY_S)

@@ -1,44 +1,34 @@
-"""The journal as its owner sees it: append, sync, reserve, rotate, recover, lock (protocol O, P, R, S)."""
+"""The journal as its owner sees it: append, sync, reserve, rotate, recover, lock (protocol O, P, R, S).
+
+What a crash leaves at any call: `test_power_loss.py`. Damage: `test_segment.py`, `test_salvage.py`.
+"""
 
 import errno
-import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
+from disk_faults import Disk, refuse
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from stored_runs import STORED, SUMMARY
 
-from farloop.algo.spec import BlobId, BlobKind, NodeId
-from farloop.coordinator.decide import records
-from farloop.coordinator.decide.records import EpochClaimed, InputStored, LedgerSaved, Record
+from farloop.coordinator.decide.records import EpochClaimed, LedgerSaved, Record
 from farloop.coordinator.errors import DiskFull, JournalCorrupt, NoRoom, ReadOnly, StorageFailed
-from farloop.coordinator.storage.files import Files, OsFile
 from farloop.coordinator.storage.journal import RECORD_ROOM, Journal
-from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, Scan, read_segments, segment_path, segment_paths
+from farloop.coordinator.storage.segment import read_segments, segment_path, segment_paths
 
-RECORDS = json.loads((Path(__file__).parent / "golden" / "records-v1.json").read_text())
-SUMMARY = cast(LedgerSaved, records.decode(RECORDS["LedgerSaved"][0], bytes.fromhex(RECORDS["LedgerSaved"][1])))
-
-STORED = InputStored(
-    blob=BlobId(kind=BlobKind.DELTA, fragment=0, version=3, node=NodeId("oslo"), incarnation=1, seq=4),
-    window=4,
-    contributors=(),
-    digest=5,
-)
+ONE, TWO = EpochClaimed(epoch=1), EpochClaimed(epoch=2)
 
 
-def epochs(count: int) -> list[Record]:
-    return [EpochClaimed(epoch=epoch) for epoch in range(count)]
+def opened(directory: Path, segment_bytes: int = 256 << 20) -> Journal:
+    return Journal.open(directory, segment_bytes=segment_bytes)[0]
 
 
 def reopened(directory: Path) -> list[Record]:
@@ -59,66 +49,28 @@ def written(directory: Path) -> bytes:
     return paths[max(paths)].read_bytes().rstrip(b"\0")
 
 
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened, _ = Journal.open(tmp_path, segment_bytes=4096)
-    yield opened
-    opened.close()
-
-
-def test_a_new_directory_is_made_and_holds_an_empty_journal(tmp_path: Path) -> None:
-    journal, found = Journal.open(tmp_path / "new" / "state")
-    with journal:
-        assert (found.entries, found.torn_bytes, journal.num_records, journal.durable) == ((), 0, 0, 0)
-
-
-def test_one_sync_covers_all_appends_before_it(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
+def test_one_sync_covers_all_appends_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, synced = opened(tmp_path), list[int]()
     monkeypatch.setattr(os, "fsync", synced.append)
-    for record in epochs(3):
-        journal.append(record)
+    for _ in range(3):
+        journal.append(ONE)
     assert (journal.durable, synced) == (0, [])
-    assert journal.sync() == journal.durable == 3
-    assert journal.sync() == 3
-    assert len(synced) == 1
+    assert journal.sync() == journal.durable == journal.sync() == 3 and len(synced) == 1
+    journal.close()
 
 
-def test_attachments_of_any_buffer_type_are_read_back_in_parts(journal: Journal) -> None:
+def test_attachments_of_any_buffer_type_are_read_back_in_parts(tmp_path: Path) -> None:
     content = bytes(range(256)) * 4
-    for attachment in (content, bytearray(content), memoryview(content), memoryview(content).cast("I")):
-        entry = journal.append(STORED, attachment)
-        assert entry.attachment.size == 1024
-        assert journal.read(entry.attachment, 0, 1024) == content
-        assert journal.read(entry.attachment, 1000, 24) == content[1000:]
-        assert journal.read(entry.attachment, 1024, 0) == b""
-
-
-def test_a_thread_reads_while_the_owner_rotates(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path, segment_bytes=1000)
-    entry = journal.append(STORED, b"bulk" * 100)
-    wrong: list[bytes] = []
-    done = threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            data = journal.read(entry.attachment, 4, 8)
-            if data != b"bulkbulk":
-                wrong.append(data)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with journal:
-        for _ in range(20):
-            journal.append(STORED, bytes(600))
-        done.set()
-        reader.join()
-    assert not wrong and len(segment_paths(tmp_path)) == 21
+    with opened(tmp_path, 4096) as journal:
+        for attachment in (content, bytearray(content), memoryview(content), memoryview(content).cast("I")):
+            place = journal.append(STORED, attachment).attachment
+            parts = [journal.read(place, offset, nbytes) for offset, nbytes in ((0, 1024), (1000, 24), (1024, 0))]
+            assert place.size == 1024 and parts == [content, content[1000:], b""]
 
 
 def test_the_last_record_torn_at_any_byte_is_cut_and_the_journal_goes_on(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path)
-    with journal:
-        journal.append(EpochClaimed(epoch=1))
+    with opened(tmp_path) as journal:
+        journal.append(ONE)
         start = journal._tail.end
         journal.append(STORED, b"delta")
     path = segment_path(tmp_path, 0)
@@ -126,70 +78,19 @@ def test_the_last_record_torn_at_any_byte_is_cut_and_the_journal_goes_on(tmp_pat
     for cut in range(start, len(whole)):
         path.write_bytes(whole[:cut])
         journal, found = Journal.open(tmp_path)
-        assert [entry.record for entry in found.entries] == [EpochClaimed(epoch=1)]
+        assert [entry.record for entry in found.entries] == [ONE]
         assert found.torn_bytes == len(whole[start:cut].rstrip(b"\0"))
-        journal.append(EpochClaimed(epoch=2))
+        journal.append(TWO)
         journal.close()
-        assert reopened(tmp_path) == [EpochClaimed(epoch=1), EpochClaimed(epoch=2)]
-
-
-def test_a_flip_in_the_middle_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path)
-    with journal:
-        for record in epochs(3):
-            journal.append(record)
-            journal.sync()
-        end = journal._tail.end
-    path = segment_path(tmp_path, 0)
-    whole = path.read_bytes()
-    for at in range(SEGMENT_HEADER_BYTES, end - (end - SEGMENT_HEADER_BYTES) // 3):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        before = path.read_bytes()
-        with pytest.raises(JournalCorrupt):
-            Journal.open(tmp_path)
-        assert path.read_bytes() == before
-
-
-def test_a_flip_in_the_last_record_is_cut(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path)
-    with journal:
-        for record in epochs(2):
-            journal.append(record)
-            journal.sync()
-    data = bytearray(segment_path(tmp_path, 0).read_bytes())
-    data[-1] ^= 1
-    segment_path(tmp_path, 0).write_bytes(data)
-    assert reopened(tmp_path) == epochs(1)
-
-
-def test_what_a_dead_coordinator_had_not_synced_is_durable_once_it_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A restart acts on what it reads: it must not read what only the page cache holds."""
-    journal, _ = Journal.open(tmp_path)
-    journal.append(EpochClaimed(epoch=1))
-    crash(journal)
-    order: list[str] = []
-
-    def note_settle(path: Path, files: Files) -> None:
-        order.append(f"settle {path.name}")
-
-    def note_read(directory: Path, files: Files) -> list[Scan]:
-        order.append("read")
-        return read_segments(directory, files)
-
-    monkeypatch.setattr("farloop.coordinator.storage.journal.settle", note_settle)
-    monkeypatch.setattr("farloop.coordinator.storage.segment.read_segments", note_read)
-    assert reopened(tmp_path) == [EpochClaimed(epoch=1)]
-    assert order == ["settle journal-000000.log", "read"]
+        assert reopened(tmp_path) == [ONE, TWO]
 
 
 def test_a_record_that_was_cut_does_not_rise_again(tmp_path: Path) -> None:
     """It lies where the next but one will be, with the right salt and sequence."""
-    journal, _ = Journal.open(tmp_path)
+    journal = opened(tmp_path)
     start = journal._tail.end
-    for record in epochs(2):
-        journal.append(record)
+    journal.append(ONE)
+    journal.append(ONE)
     crash(journal)
     path = segment_path(tmp_path, 0)
     data = bytearray(path.read_bytes())
@@ -197,211 +98,127 @@ def test_a_record_that_was_cut_does_not_rise_again(tmp_path: Path) -> None:
     path.write_bytes(data)
     journal, found = Journal.open(tmp_path)
     assert found.entries == ()
-    journal.append(EpochClaimed(epoch=7))
+    journal.append(TWO)
     crash(journal)
-    assert reopened(tmp_path) == [EpochClaimed(epoch=7)]
-
-
-def test_small_records_take_room_from_the_disk_in_large_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk(free=8 << 20)
-    monkeypatch.setattr(os, "posix_fallocate", disk.allocate)
-    journal, _ = Journal.open(tmp_path)
-    with journal:
-        for _ in range(25):
-            journal.append(STORED, bytes(100_000))
-    assert disk.calls == 3
-
-
-def test_a_crash_in_a_rotation_leaves_a_whole_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(source: Path, target: Path) -> None:
-        raise KeyboardInterrupt
-
-    journal, _ = Journal.open(tmp_path, segment_bytes=1000)
-    journal.append(STORED, bytes(800))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", die)
-        patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # the dead do not clean up
-        with pytest.raises(KeyboardInterrupt):
-            journal.append(STORED, bytes(800))
-    crash(journal)
-    assert list(tmp_path.glob("*.tmp"))
-    assert reopened(tmp_path) == [STORED]
-    assert not list(tmp_path.glob("*.tmp"))
+    assert reopened(tmp_path) == [TWO]
 
 
 def test_a_failed_sync_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, _ = Journal.open(tmp_path)
-    journal.append(EpochClaimed(epoch=1))
-    tries: list[int] = []
+    journal, tries = opened(tmp_path), list[int]()
+    journal.append(ONE)
 
-    def refuse(fd: int) -> None:
+    def fsync(fd: int) -> None:
         tries.append(fd)
-        raise OSError(errno.EIO, "Input/output error")
+        refuse()()
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", fsync)
     uses: list[Callable[[], object]] = [
-        journal.sync,
-        journal.sync,
-        lambda: journal.append(EpochClaimed(epoch=2)),
-        lambda: journal.reserve(1),
-    ]
+        journal.sync, journal.sync, lambda: journal.append(TWO), lambda: journal.reserve(1)
+    ]  # fmt: skip
     for use in uses:
         with pytest.raises(StorageFailed, match="Input/output error"):
             use()
     journal.close()
-    assert len(tries) == 1
-    assert journal.durable == 0
+    assert (len(tries), journal.durable) == (1, 0)
 
 
 def test_after_a_failed_write_nothing_more_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, _ = Journal.open(tmp_path)
-    journal.append(EpochClaimed(epoch=1))
-    pwritev = os.pwritev
-    calls = 0
+    journal = opened(tmp_path)
+    journal.append(ONE)
+    pwritev, calls = os.pwritev, list[int]()
 
     def write_half(fd: int, views: list[memoryview], offset: int) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        return pwritev(fd, [bytes(views[0])[:20]], offset)
+        calls.append(fd)
+        return pwritev(fd, [bytes(views[0])[:20]], offset) if len(calls) == 1 else refuse()()
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", write_half)
         with pytest.raises(StorageFailed, match="write: Input/output error"):
-            journal.append(EpochClaimed(epoch=2))
+            journal.append(TWO)
     with pytest.raises(StorageFailed, match="given up"):
-        journal.append(EpochClaimed(epoch=2))
+        journal.append(TWO)
     journal.close()
     journal, found = Journal.open(tmp_path)
     journal.close()
-    assert [entry.record for entry in found.entries] == [EpochClaimed(epoch=1)]
-    assert 0 < found.torn_bytes <= 20
+    assert [entry.record for entry in found.entries] == [ONE] and 0 < found.torn_bytes <= 20
 
 
-class Disk:
-    """A disk with `free` bytes, to stand in for `os.posix_fallocate`."""
-
-    def __init__(self, free: int) -> None:
-        self.free = free
-        self.calls = 0
-
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        if nbytes > self.free:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self.free -= nbytes
-        self.calls += 1
-        os.ftruncate(fd, offset + nbytes)
+# --- Room on the disk
 
 
-def test_a_full_disk_shows_at_the_reservation_and_nothing_is_changed(
+def test_small_records_take_room_in_large_steps_and_what_little_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal, _ = Journal.open(tmp_path)
-    with journal:
-        journal.append(EpochClaimed(epoch=1))
-        disk = Disk(free=4 << 20)
-        monkeypatch.setattr(os, "posix_fallocate", disk.allocate)
-        before = written(tmp_path)
-        with pytest.raises(DiskFull):
-            journal.reserve(8 << 20)
-        assert written(tmp_path) == before
-        journal.reserve(2 << 20)
-        journal.append(EpochClaimed(epoch=2))
-        journal.release(2 << 20)
-    assert reopened(tmp_path) == [EpochClaimed(epoch=1), EpochClaimed(epoch=2)]
-
-
-def test_small_records_take_what_little_room_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is taken in steps: a hole that is smaller than a step is no full disk."""
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", Disk(free=300_000).allocate)
-        journal, _ = Journal.open(tmp_path)
-        with pytest.raises(DiskFull):
-            while True:
-                journal.append(STORED, bytes(10_000))
-        assert 28 <= journal.num_records <= 29
-    with journal:
-        journal.append(STORED, bytes(10_000))
-        appended = journal.num_records
-    assert reopened(tmp_path) == [STORED] * appended
+    """A hole that is smaller than a step is no full disk."""
+    disk = Disk(free=8 << 20)
+    monkeypatch.setattr(os, "posix_fallocate", disk.allocate)
+    with opened(tmp_path / "large") as journal:
+        for _ in range(25):
+            journal.append(STORED, bytes(100_000))
+    assert disk.calls == 3
+    monkeypatch.setattr(os, "posix_fallocate", Disk(free=300_000).allocate)
+    journal = opened(tmp_path / "small")
+    with pytest.raises(DiskFull):
+        while True:
+            journal.append(STORED, bytes(10_000))
+    monkeypatch.undo()
+    assert 28 <= journal.num_records <= 29
+    journal.append(STORED, bytes(10_000))
+    journal.close()
+    assert reopened(tmp_path / "small") == [STORED] * journal.num_records
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_what_the_disk_does_not_take_changes_nothing_and_can_be_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    journal, _ = Journal.open(tmp_path, segment_bytes=4 << 20)
-    with journal:
+    with opened(tmp_path, 4 << 20) as journal:
         journal.append(STORED, bytes(1 << 20))
-        before = written(tmp_path)
         for call, nbytes in (("posix_fallocate", 2 << 20), ("open", 3 << 20)):  # this segment grows; the next begins
+            before = written(tmp_path)
             with monkeypatch.context() as patch:
-                patch.setattr(os, call, refuse)
-                with pytest.raises(NoRoom):
-                    journal.append(STORED, bytes(nbytes))
+                patch.setattr(os, call, refuse(code))
+                for use in (lambda size: journal.append(STORED, bytes(size)), journal.reserve):
+                    with pytest.raises(NoRoom):
+                        use(nbytes)
             assert written(tmp_path) == before
             journal.append(STORED, bytes(nbytes))
-            before = written(tmp_path)
     assert reopened(tmp_path) == [STORED] * 3
 
 
 def test_a_read_only_disk_is_seen_before_a_write_into_room_that_it_gave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal, _ = Journal.open(tmp_path)
-    with journal:
-        journal.append(EpochClaimed(epoch=1))
+    with opened(tmp_path) as journal:
+        journal.append(ONE)
         journal.reserve(1000)
         with monkeypatch.context() as patch:
             patch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_flag=os.ST_RDONLY))
             for reserved in (None, 1000):
                 with pytest.raises(ReadOnly):
-                    journal.append(EpochClaimed(epoch=2), reserved=reserved)
-        journal.append(EpochClaimed(epoch=2), reserved=1000)
-    assert reopened(tmp_path) == [EpochClaimed(epoch=1), EpochClaimed(epoch=2)]
+                    journal.append(TWO, reserved=reserved)
+        journal.append(TWO, reserved=1000)
+    assert reopened(tmp_path) == [ONE, TWO]
 
 
-def test_a_reservation_is_kept_from_other_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, _ = Journal.open(tmp_path)
-    with journal:
-        disk = Disk(free=2 << 20)
-        monkeypatch.setattr(os, "posix_fallocate", disk.allocate)
-        journal.reserve(2 << 20)
-        with pytest.raises(DiskFull):
-            while True:
-                journal.append(STORED, bytes(100_000))
-        appended = journal.num_records
-        assert journal.append(STORED, bytes(2 << 20), reserved=2 << 20).sequence == appended
-    assert reopened(tmp_path) == [STORED] * (appended + 1)
-
-
-def test_a_rotation_takes_the_reservations_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, _ = Journal.open(tmp_path, segment_bytes=100_000)
-    with journal:
-        journal.reserve(3 << 20)
-        for _ in range(3):
-            journal.append(STORED, bytes(60_000))
-        assert len(segment_paths(tmp_path)) == 3
-        monkeypatch.setattr(os, "posix_fallocate", Disk(free=0).allocate)
-        assert journal.append(STORED, bytes(3 << 20), reserved=3 << 20).attachment.segment == 2
-    assert reopened(tmp_path) == [STORED] * 4
-
-
-def test_a_full_disk_at_a_rotation_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, _ = Journal.open(tmp_path, segment_bytes=1000)
-    with journal:
-        journal.append(STORED, bytes(700))
+@pytest.mark.parametrize("summary", [False, True])
+def test_a_full_disk_at_a_rotation_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, summary: bool
+) -> None:
+    with opened(tmp_path, 1000) as journal:
+        if summary:
+            journal.begin_segments_with(lambda: SUMMARY)
+        journal.append(STORED, bytes(900))
         with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", Disk(free=0).allocate)
+            patch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
             with pytest.raises(DiskFull):
-                journal.append(STORED, bytes(700))
+                journal.append(STORED, bytes(900))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["journal-000000.log", "lock"]
-        journal.append(STORED, bytes(700))
-    assert reopened(tmp_path) == [STORED] * 2
+        assert journal.append(STORED, bytes(900)).sequence == 1 + summary
+    assert reopened(tmp_path) == [STORED, *[SUMMARY] * summary, STORED]
+
+
+# --- The directory, and segments
 
 
 def test_a_second_process_finds_the_directory_locked(tmp_path: Path) -> None:
@@ -412,9 +229,8 @@ def test_a_second_process_finds_the_directory_locked(tmp_path: Path) -> None:
         "try:\n    Journal.open(pathlib.Path(sys.argv[1]))[0].close()\n"
         "except StateLocked:\n    sys.exit(7)\n"
     )
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    journal, _ = Journal.open(tmp_path)
-    with journal:
+    command = [sys.executable, "-c", program, str(tmp_path / "new" / "state")]
+    with opened(tmp_path / "new" / "state"):
         assert subprocess.run(command, check=False).returncode == 7
     assert subprocess.run(command, check=False).returncode == 0
 
@@ -426,136 +242,40 @@ def test_a_journal_that_cannot_be_read_leaves_the_directory_unlocked(tmp_path: P
             Journal.open(tmp_path)
 
 
-def summarised(directory: Path, count: int) -> Journal:
-    """`count` records in as many segments, each but the first of which begins with a summary."""
-    journal, _ = Journal.open(directory, segment_bytes=1000)
-    journal.begin_segments_with(lambda: SUMMARY)
-    for number in range(count):
-        journal.append(STORED, bytes([number]) * 900)
-    return journal
-
-
 def test_a_new_segment_begins_with_a_summary_if_there_is_one(tmp_path: Path) -> None:
     """P: asked for when all records before it are appended, and durable with the segment."""
-    journal, _ = Journal.open(tmp_path, segment_bytes=1000)
-    appended: list[int] = []
-    asked: list[int] = []
+    appended, asked = list[int](), list[int]()
 
     def summarise() -> LedgerSaved:
         asked.append(len(appended))
         return SUMMARY
 
-    journal.begin_segments_with(summarise)
-    for _ in range(3):
-        appended.append(journal.append(STORED, bytes(900)).sequence)
-    assert (asked, appended, journal.num_records, journal.durable) == ([1, 2], [0, 2, 4], 5, 4)
-    journal.close()
+    with opened(tmp_path, 1000) as journal:
+        journal.begin_segments_with(summarise)
+        for _ in range(3):
+            appended.append(journal.append(STORED, bytes(900)).sequence)
+        assert (asked, appended, journal.num_records, journal.durable) == ([1, 2], [0, 2, 4], 5, 4)
     assert reopened(tmp_path) == [STORED, SUMMARY, STORED, SUMMARY, STORED]
 
 
 def test_a_summary_larger_than_a_segment_is_followed_by_a_record_all_the_same(tmp_path: Path) -> None:
-    journal, _ = Journal.open(tmp_path, segment_bytes=100)
-    journal.begin_segments_with(lambda: SUMMARY)
-    with journal:
-        places = [journal.append(EpochClaimed(epoch=epoch)).attachment.segment for epoch in range(3)]
-    assert places == [0, 1, 2]
-
-
-def test_segments_go_from_the_oldest_on_each_durably_before_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A power cut may undo a deletion that no sync of the directory followed; it must not tear a hole."""
-    order: list[str] = []
-    unlink = Path.unlink
-
-    def note_unlink(path: Path, missing_ok: bool = False) -> None:
-        order.append(path.name)
-        unlink(path, missing_ok=missing_ok)
-
-    def note_sync(self: OsFile) -> None:
-        order.append("sync")
-        assert self.path == tmp_path
-
-    with summarised(tmp_path, 4) as journal:
-        monkeypatch.setattr(Path, "unlink", note_unlink)
-        monkeypatch.setattr(OsFile, "sync", note_sync)
-        journal.prune(3)
-        monkeypatch.undo()
-    names = [f"journal-00000{number}.log" for number in range(3)]
-    assert order == [names[0], "sync", names[1], "sync", names[2], "sync"]
-
-
-def test_a_crash_between_two_deletions_leaves_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unlink = Path.unlink
-    whole = tmp_path / "whole"
-    summarised(whole, 5).close()
-    for deleted in range(4):
-        place = tmp_path / str(deleted)
-        shutil.copytree(whole, place)
-        left = deleted
-
-        def die(path: Path, missing_ok: bool = False) -> None:
-            nonlocal left
-            if left == 0:
-                raise KeyboardInterrupt
-            left -= 1
-            unlink(path, missing_ok=missing_ok)
-
-        journal, _ = Journal.open(place, segment_bytes=1000)
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", die)
-            with pytest.raises(KeyboardInterrupt):
-                journal.prune(4)
-        crash(journal)
-        journal, found = Journal.open(place)
-        assert len(found.entries) == 9 - (2 * deleted - (deleted > 0))
-        journal.prune(4)
-        journal.close()
-        assert list(segment_paths(place)) == [4] and reopened(place) == [SUMMARY, STORED]
+    with opened(tmp_path, 100) as journal:
+        journal.begin_segments_with(lambda: SUMMARY)
+        assert [journal.append(ONE).attachment.segment for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_segment_that_cannot_be_deleted_is_the_disks_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    journal = summarised(tmp_path, 3)
+    journal = opened(tmp_path, 1000)
+    journal.begin_segments_with(lambda: SUMMARY)
+    for _ in range(3):
+        journal.append(STORED, bytes(900))
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", refuse)
+        patch.setattr(Path, "unlink", refuse(errno.EROFS))
         with pytest.raises(StorageFailed, match="delete: Read-only file system"):
             journal.prune(2)
     with pytest.raises(StorageFailed, match="given up"):
-        journal.append(EpochClaimed(epoch=1))
+        journal.append(ONE)
     journal.close()
-
-
-def test_the_segment_in_use_is_never_pruned(tmp_path: Path) -> None:
-    with summarised(tmp_path, 2) as journal, pytest.raises(AssertionError):
-        journal.prune(2)
-
-
-def test_segments_without_a_summary_cannot_stand_alone(tmp_path: Path) -> None:
-    """Whoever prunes by hand is told."""
-    journal, _ = Journal.open(tmp_path, segment_bytes=1000)
-    with journal:
-        for _ in range(3):
-            journal.append(STORED, bytes(900))
-    segment_path(tmp_path, 0).unlink()
-    with pytest.raises(JournalCorrupt, match=r"journal-000000\.log.*missing"):
-        Journal.open(tmp_path)
-
-
-def test_a_full_disk_at_a_rotation_with_a_summary_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = summarised(tmp_path, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", Disk(free=0).allocate)
-        with pytest.raises(DiskFull):
-            journal.append(STORED, bytes(900))
-    assert journal.num_records == 1
-    assert journal.append(STORED, bytes(900)).sequence == 2
-    journal.close()
-    assert reopened(tmp_path) == [STORED, SUMMARY, STORED]
 
 
 @settings(max_examples=60, stateful_step_count=30)
@@ -572,8 +292,7 @@ class Model(RuleBasedStateMachine):
 
     def open(self) -> Journal:
         journal, found = Journal.open(Path(self.place.name), segment_bytes=2000)
-        content = [(entry.record, journal.read(entry.attachment, 0, entry.attachment.size)) for entry in found.entries]
-        assert content == self.expected
+        assert [(entry.record, journal.whole(entry.attachment)) for entry in found.entries] == self.expected
         assert journal.num_records == self.pruned + len(self.expected)
         self.reserved = []
         journal.begin_segments_with(self.summarise)

@@ -30,14 +30,9 @@ BUDGET, NOW = 32 << 20, QUIET_S + 1.0
 def burst(bytes_per_s: float, seconds: float = 4.0) -> Burst:
     half = int(bytes_per_s * seconds / 2)
     return Burst(
-        num_bytes=2 * half,
-        seconds=seconds,
-        half_bytes=half,
-        half_s=seconds / 2,
-        half_chunks=16,
-        third_bytes_per_s=bytes_per_s,
-        fourth_bytes_per_s=bytes_per_s,
-    )
+        num_bytes=2 * half, seconds=seconds, half_bytes=half, half_s=seconds / 2, half_chunks=16,
+        third_bytes_per_s=bytes_per_s, fourth_bytes_per_s=bytes_per_s,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -96,10 +91,8 @@ def test_links_of_forgotten_nodes_are_dropped_and_entries_are_bounded(table: Lin
 
 
 def test_retransmits_are_a_share_of_what_was_sent() -> None:
-    table, connection = (
-        LinkTable(),
-        Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=25, segments=1000, congestion="bbr"),
-    )
+    table = LinkTable()
+    connection = Connection(rtt_s=0.1, least_rtt_s=0.1, retransmits=25, segments=1000, congestion="bbr")
     assert (retransmit_ratio(connection), retransmit_ratio(None)) == (0.025, None)
     table.connection(UP, connection)
     table.connection(DOWN, Connection(rtt_s=math.nan, least_rtt_s=0.1, retransmits=0, segments=1))

@@ -7,41 +7,44 @@ import os
 import shutil
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stored_runs
+from disk_faults import refuse
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import Fenced, NoDescriptor, NoRoom, StorageError
-from farloop.coordinator.observe.event_log import MetricsLog
 from farloop.coordinator.storage import files, snapshots
 from farloop.coordinator.storage.epoch import claim_epoch
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import salvage
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
-from farloop.monitoring.status import NodeEvent
 
 SEGMENT_BYTES = 12 << 10
 _COORDINATOR = str(Path(files.__file__).parent)
 
 
+@dataclass
 class Refusals:
     """Stands in for `with_spare`: what it refuses is not opened."""
 
-    def __init__(self) -> None:
-        self.asked = self.refused = 0
-        self.at = -1
-        """Which call is refused."""
-        self.for_good = False
-        """All are."""
-        self.once_each: set[tuple[str, ...]] | None = None
-        """The first of every chain of functions is that is not in here yet."""
-        self.code = errno.EMFILE
+    asked: int = 0
+    refused: int = 0
+    at: int = -1
+    """Which call is refused."""
+    for_good: bool = False
+    """All are."""
+    once_each: set[tuple[str, ...]] | None = None
+    """The first of every chain of functions is that is not in here yet."""
+    code: int = errno.EMFILE
 
     def __call__(self, open_one: Callable[[], Any]) -> Any:
         self.asked += 1
@@ -50,7 +53,7 @@ class Refusals:
             self.once_each.add(chain)
         if self.for_good or new or self.asked == self.at:
             self.refused += 1
-            raise OSError(self.code, os.strerror(self.code))
+            refuse(self.code)()
         return open_one()
 
 
@@ -94,7 +97,7 @@ class Patient:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.store, name)
-        return (lambda *args, **kwargs: patiently(found, *args, **kwargs)) if callable(found) else found
+        return partial(patiently, found) if callable(found) else found
 
 
 def story(directory: Path) -> tuple[int, ...]:
@@ -137,66 +140,37 @@ def test_whatever_opens_a_file_is_tried_again_and_loses_nothing(
     assert len(places) > 25
 
 
-def touch_at_the_next_sync(monkeypatch: pytest.MonkeyPatch, directory: Path, refusals: Refusals) -> None:
-    """Between the look at the epoch before a write and the one after its sync, the file changes."""
-    real, armed = files.sync, [True]
-
-    def sync(fd: int, path: Path) -> None:
-        real(fd, path)
-        if armed and path.name.startswith("journal"):
-            armed.clear()
-            os.utime(directory / "epoch", ns=(1, 1))
-            refusals.for_good = True
-
-    monkeypatch.setattr(files, "sync", sync)
-
-
+@pytest.mark.parametrize("fenced", [False, True])
 def test_a_record_that_is_on_the_disk_is_not_written_twice_for_want_of_a_descriptor(
-    tmp_path: Path, spec: RunSpec, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, spec: RunSpec, refusals: Refusals, monkeypatch: pytest.MonkeyPatch, fenced: bool
 ) -> None:
     """Nobody is told of it before it is known whose the folder is; the wait for that is an alarm."""
     store = stored_runs.begun(tmp_path / "state", spec)
-    touch_at_the_next_sync(monkeypatch, store.directory, refusals)
-    naps: list[dict[str, str]] = []
+    real, naps = files.sync, list[list[str]]()
+
+    def sync(fd: int, path: Path) -> None:
+        """Between the look at the epoch before a write and the one after its sync, the file changes."""
+        real(fd, path)
+        if path.name.startswith("journal"):
+            monkeypatch.setattr(files, "sync", real)
+            os.utime(store.directory / "epoch", ns=(1, 1))
+            refusals.for_good = True
 
     def nap(seconds: float) -> None:
-        naps.append(store.alarms)
+        naps.append(list(store.alarms))
         refusals.for_good = len(naps) < 3
+        if fenced and len(naps) == 3:
+            claim_epoch(store.directory)
 
+    monkeypatch.setattr(files, "sync", sync)
     monkeypatch.setattr("farloop.coordinator.storage.store.time.sleep", nap)
-    stored_runs.spool(store, 0, stored_runs.NODES[0])
-    assert [list(alarms) for alarms in naps] == [["epoch of the state folder"]] * 3 and not store.alarms
-    store.close()
-    report = verify(store.directory)
-    assert (report.faults, report.deltas) == ([], 1)
-
-
-def test_a_coordinator_that_is_fenced_while_no_file_can_be_opened_finds_out_when_one_can(
-    tmp_path: Path, spec: RunSpec, refusals: Refusals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = stored_runs.begun(tmp_path / "state", spec)
-    touch_at_the_next_sync(monkeypatch, store.directory, refusals)
-
-    def nap(seconds: float) -> None:
-        refusals.for_good = False
-        claim_epoch(store.directory)
-
-    monkeypatch.setattr("farloop.coordinator.storage.store.time.sleep", nap)
-    with pytest.raises(Fenced):
+    with pytest.raises(Fenced) if fenced else nullcontext():
         stored_runs.spool(store, 0, stored_runs.NODES[0])
+    assert naps == [["epoch of the state folder"]] * 3
     store.close()
-
-
-def test_a_stop_without_a_free_descriptor_leaves_all_that_was_told(
-    tmp_path: Path, spec: RunSpec, refusals: Refusals
-) -> None:
-    store = stored_runs.begun(tmp_path / "state", spec)
-    stored_runs.spool(store, 0, stored_runs.NODES[0])
-    os.utime(store.directory / "epoch", ns=(1, 1))
-    refusals.for_good = True
-    store.close()
-    refusals.for_good = False
-    assert verify(store.directory).deltas == 1
+    if not fenced:
+        report = verify(store.directory)
+        assert (report.faults, report.deltas, store.alarms) == ([], 1, {})
 
 
 def test_want_of_a_descriptor_is_not_taken_for_damage(tmp_path: Path, spec: RunSpec, refusals: Refusals) -> None:
@@ -210,7 +184,6 @@ def test_want_of_a_descriptor_is_not_taken_for_damage(tmp_path: Path, spec: RunS
         lambda: salvage(store.directory).given_up,
         lambda: verify(store.directory).faults,
     ]
-    refusals.at = -1
     for look in looks[1:]:
         refusals.asked = 0
         assert not look()
@@ -227,28 +200,3 @@ def test_want_of_a_descriptor_is_not_taken_for_damage(tmp_path: Path, spec: RunS
     for look in looks:
         with pytest.raises(NoDescriptor):
             look()
-
-
-def test_what_is_told_beside_the_state_is_dropped_and_not_fatal(
-    tmp_path: Path, refusals: Refusals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The last status, and lines; parts that were put aside are not overwritten."""
-    line: NodeEvent = {"event": "node", "t": 1.0, "name": "a", "state": "training", "reason": ""}
-    written = MetricsLog(tmp_path / "metrics.jsonl", part_bytes=1)
-    for _ in range(3):
-        written.write(line)
-    before = sorted(path.name for path in tmp_path.iterdir())
-    real_open, real_listdir = os.open, os.listdir
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
-        patch.setattr(os, "listdir", refuse)
-        written.write(line)
-    assert (os.open, os.listdir) == (real_open, real_listdir)
-    assert written.dropped == 1 and sorted(path.name for path in tmp_path.iterdir()) == before
-    written.write(line)
-    written.close()
-    assert written.dropped == 1 and "lines dropped" in caplog.text

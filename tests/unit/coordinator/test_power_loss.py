@@ -9,6 +9,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +29,6 @@ from farloop.sim.virtual_files import Drawn, VirtualFiles
 PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10
 A, B = stored_runs.NODES
-
 
 State = tuple[Any, ...]
 """What a start finds, in values that can be compared; empty for no run."""
@@ -56,115 +56,84 @@ def state_of(store: Store) -> State:
 
 
 class Run:
-    """One coordinator after another over one disk; `states` has what the folder holds after each of the stages."""
+    """One coordinator after another over one disk. `on_call` may look at the disk, or leave a step of it out."""
 
-    def __init__(self, files: VirtualFiles, spec: RunSpec) -> None:
-        self.files, self.spec = files, spec
-        self.store: Store | None = None
-        self.epoch = 0
-        """The newest that anybody was told."""
-        self.in_doubt: State = ()
-        """What the folder may hold after a stage whose write failed."""
+    store: Store
+    epoch = 0
+    """The newest that anybody was told."""
+    in_doubt: State = ()
+    """What the folder may hold after a stage whose write failed."""
 
-    def open(self) -> Store:
-        store = Store.recover(PLACE, segment_bytes=SEGMENT_BYTES, files=self.files)
-        assert store is not None, "the run is gone"
-        assert not store.alarms
-        self.store, self.epoch = store, store.ledger.epoch
-        return store
+    def __init__(self, spec: RunSpec, on_call: Callable[[str, Path], bool] = lambda what, path: True) -> None:
+        self.spec, self.on_call, self.files = spec, on_call, VirtualFiles()
+        self.files.on_call = on_call
 
-    def began(self) -> Store:
+    def began(self) -> None:
         self.store = stored_runs.begun(PLACE, self.spec, segment_bytes=SEGMENT_BYTES, files=self.files)
         self.epoch = self.store.ledger.epoch
-        return self.store
+
+    def spool(self, fragment: int, node: Any, *, durable: bool = True) -> None:
+        stored_runs.spool(self.store, fragment, node, durable=durable)
+
+    def commit(self, fragment: int) -> None:
+        stored_runs.commit(self.store, fragment, [b for b in self.store.ledger.inputs if b.fragment == fragment])
+
+    def close(self, *, unsynced: bool = False) -> None:
+        """A clean end makes all durable that was appended."""
+        if unsynced:
+            self.spool(1, A, durable=False)
+        self.store.close()
+
+    def restart(self) -> None:
+        self.store = stored_runs.recovered(PLACE, segment_bytes=SEGMENT_BYTES, files=self.files)
+        assert not self.store.alarms
+        self.epoch = self.store.ledger.epoch
+
+    def killed(self) -> None:
+        """The process dies and the machine does not: what was written is in the page cache."""
+        self.files = self.files.killed()
+        self.files.on_call = self.on_call
+        self.restart()
+
+    def kill_with_an_unsynced_delta(self) -> None:
+        self.spool(0, B, durable=False)
+        self.killed()
+
+    def fail_a_sync(self) -> None:
+        """The kernel says that it could not write, calls the pages clean and keeps them; a supervisor starts again."""
+        self.files.failing_sync = lambda path: path.name.startswith("journal")
+        with pytest.raises(StorageFailed):
+            self.spool(1, B)
+        self.in_doubt = state_of(self.store)
+        self.store.close()
+        self.killed()
+
+    def fetch(self, fragment: int) -> None:
+        stored_runs.fetch(self.store, fragment)
+
+    def adopt(self) -> None:
+        stored_runs.adopt(self.store)
+        self.epoch = self.store.ledger.epoch
 
 
 Stage = Callable[[Run], None]
 
 
-def begin(run: Run) -> None:
-    run.began()
-
-
-def spool(fragment: int, node: Any, *, durable: bool = True) -> Stage:
-    def stage(run: Run) -> None:
-        assert run.store is not None
-        stored_runs.spool(run.store, fragment, node, durable=durable)
-
-    return stage
-
-
-def commit(fragment: int) -> Stage:
-    def stage(run: Run) -> None:
-        assert run.store is not None
-        stored_runs.commit(run.store, fragment, [blob for blob in run.store.ledger.inputs if blob.fragment == fragment])
-
-    return stage
-
-
 def window(fragment: int) -> list[Stage]:
-    return [spool(fragment, A), spool(fragment, B), commit(fragment)]
-
-
-def close_with_an_unsynced_delta(run: Run) -> None:
-    """A clean end makes all durable that was appended."""
-    assert run.store is not None
-    stored_runs.spool(run.store, 1, A, durable=False)
-    run.store.close()
-
-
-def close(run: Run) -> None:
-    assert run.store is not None
-    run.store.close()
-
-
-def restart(run: Run) -> None:
-    run.open()
-
-
-def kill_with_an_unsynced_delta(run: Run) -> None:
-    """The process dies and the machine does not: what was written is in the page cache."""
-    assert run.store is not None
-    stored_runs.spool(run.store, 0, B, durable=False)
-    run.files = run.files.killed()
-    run.open()
-
-
-def fail_a_sync(run: Run) -> None:
-    """The kernel says that it could not write, calls the pages clean and keeps them; a supervisor starts again."""
-    assert run.store is not None
-    run.files.failing_sync = lambda path: path.name.startswith("journal")
-    with pytest.raises(StorageFailed):
-        stored_runs.spool(run.store, 1, B)
-    run.in_doubt = state_of(run.store)
-    run.store.close()
-    run.files = run.files.killed()
-    run.open()
-
-
-def fetch(fragment: int) -> Stage:
-    def stage(run: Run) -> None:
-        assert run.store is not None
-        stored_runs.fetch(run.store, fragment)
-
-    return stage
-
-
-def adopt(run: Run) -> None:
-    assert run.store is not None
-    stored_runs.adopt(run.store)
-    run.epoch = run.store.ledger.epoch
+    return [
+        lambda run: run.spool(fragment, A), lambda run: run.spool(fragment, B), lambda run: run.commit(fragment)
+    ]  # fmt: skip
 
 
 STAGES: list[Stage] = [
-    begin,
+    Run.began,
     *window(0), *window(1), *window(0), *window(1), *window(0),
-    kill_with_an_unsynced_delta,
-    spool(0, A), commit(0), *window(1), *window(1),
-    close_with_an_unsynced_delta, restart,
-    fail_a_sync,
+    Run.kill_with_an_unsynced_delta,
+    lambda run: run.spool(0, A), lambda run: run.commit(0), *window(1), *window(1),
+    partial(Run.close, unsynced=True), Run.restart,
+    Run.fail_a_sync,
     *window(0), *window(0), *window(1), *window(1),
-    fetch(0), fetch(1), adopt, close, restart,
+    lambda run: run.fetch(0), lambda run: run.fetch(1), Run.adopt, Run.close, Run.restart,
 ]  # fmt: skip
 
 
@@ -175,14 +144,22 @@ class Lost(AssertionError):
 class Cutter:
     """Cuts the power at every call, and starts on what is left; the run itself goes on as if nothing had been."""
 
-    def __init__(self, run: Run, states: list[State], fates: Callable[[], list[Any]], *, armed: bool = True) -> None:
-        self.run, self.states, self.fates = run, states[:-1], fates
-        self.in_doubt = states[-1]
-        self.stage = 0
-        self.armed = armed
-        self.cuts = 0
+    def __init__(
+        self, spec: RunSpec, states: list[State], fates: Callable[[], list[Any]], leave_out: str | None = None
+    ) -> None:
+        self.run = Run(spec, self.on_call)
+        self.states, self.in_doubt, self.fates, self.leave_out = states[:-1], states[-1], fates, leave_out
+        self.armed = leave_out is None
+        self.stage = self.cuts = 0
         self._seen: set[tuple[int, int, int]] = set()
         self._busy = False
+
+    def on_call(self, what: str, path: Path) -> bool:
+        self.cut()
+        if self.leave_out is not None and what in STEPS and site(what, path) == self.leave_out:
+            self.armed = True
+            return False
+        return True
 
     def cut(self) -> None:
         if self._busy or not self.armed:
@@ -199,7 +176,7 @@ class Cutter:
 
     def check(self, left: VirtualFiles, fate: Any) -> None:
         may_be = self.states[self.stage : self.stage + 2]
-        if self.stage < len(STAGES) and STAGES[self.stage] is fail_a_sync:
+        if self.stage < len(STAGES) and STAGES[self.stage] is Run.fail_a_sync:
             may_be.append(self.in_doubt)
         where = f"stage {self.stage}, {fate}"
         if left.is_directory(PLACE) and any(name.endswith(".log") for name in left.names(PLACE)):
@@ -210,10 +187,8 @@ class Cutter:
             store = Store.recover(PLACE, segment_bytes=SEGMENT_BYTES, files=left)
         except Exception as error:
             raise Lost(f"{where}: {error}") from error
-        if store is None:
-            found: State = ()
-        else:
-            found = state_of(store)
+        found: State = () if store is None else state_of(store)
+        if store is not None:
             if store.alarms or store.ledger.epoch <= self.run.epoch:
                 raise Lost(f"{where}: {store.alarms}, epoch {store.ledger.epoch} after {self.run.epoch}")
             for fragment, version in (key for key, known in store.ledger.commits.items() if known.digest):
@@ -224,60 +199,36 @@ class Cutter:
         if found not in may_be:
             raise Lost(f"{where}: found {found}, told {may_be}")
 
-
-def told(spec: RunSpec) -> list[State]:
-    """What the folder holds before the first stage, and after each; and after the one that fails, perhaps."""
-    run, states = Run(VirtualFiles(), spec), [()]
-    for stage in STAGES:
-        stage(run)
-        assert run.store is not None
-        states.append(state_of(run.store))
-    return [*states, run.in_doubt]
+    def play(self) -> None:
+        """All stages, with a look at what the run itself holds after each."""
+        for number, stage in enumerate(STAGES):
+            self.stage = number
+            stage(self.run)
+            if state_of(self.run.store) != self.states[number + 1]:
+                raise Lost(f"the run itself went another way at stage {number}")
+        self.stage = len(STAGES)
+        self.cut()
 
 
 @pytest.fixture
 def states(spec: RunSpec) -> list[State]:
-    return told(spec)
-
-
-def play(run: Run, cutter: Cutter, hook: Callable[[str, Path], bool]) -> None:
-    """All stages, with a look at what the run itself holds after each."""
-    with_hook(run, hook)
-    for number, stage in enumerate(STAGES):
-        cutter.stage = number
+    """What the folder holds before the first stage, and after each; and after the one that fails, perhaps."""
+    run, states = Run(spec), list[State]([()])
+    for stage in STAGES:
         stage(run)
-        assert run.store is not None
-        if state_of(run.store) != cutter.states[number + 1]:
-            raise Lost(f"the run itself went another way at stage {number}")
-    cutter.stage = len(STAGES)
-    cutter.cut()
-
-
-def with_hook(run: Run, hook: Callable[[str, Path], bool]) -> None:
-    """Also of the disk as the next process finds it."""
-    killed = run.files.killed
-
-    def followed() -> VirtualFiles:
-        run.files = killed()
-        with_hook(run, hook)
-        return run.files
-
-    run.files.on_call = hook
-    run.files.killed = followed  # type: ignore[method-assign]
+        states.append(state_of(run.store))
+    return [*states, run.in_doubt]
 
 
 def test_a_power_cut_at_any_call_leaves_what_was_told(spec: RunSpec, states: list[State]) -> None:
     """With nothing of what was not synced, all of it, writes without names, names without writes, and parts."""
     draw = random.Random(1)
-    run = Run(VirtualFiles(), spec)
-    cutter = Cutter(run, states, lambda: [*extremes(), Drawn(draw.randrange)])
-
-    def on_call(what: str, path: Path) -> bool:
-        cutter.cut()
-        return True
-
-    play(run, cutter, on_call)
+    cutter = Cutter(spec, states, lambda: [*extremes(), Drawn(draw.randrange)])
+    cutter.play()
     assert cutter.cuts > 200
+
+
+STEPS = ("sync", "rename", "forget")
 
 
 def site(what: str, path: Path) -> str:
@@ -293,41 +244,25 @@ def site(what: str, path: Path) -> str:
     return f"{what} {re.sub(r'[0-9]+', 'N', path.name)} in {place}"
 
 
-def sites(spec: RunSpec) -> list[str]:
-    run, found = Run(VirtualFiles(), spec), dict[str, None]()
-
-    def on_call(what: str, path: Path) -> bool:
-        if what in ("sync", "rename", "forget"):
-            found[site(what, path)] = None
-        return True
-
-    with_hook(run, on_call)
-    for stage in STAGES:
-        stage(run)
-    return list(found)
-
-
-def found_out_without(left_out: str, spec: RunSpec, states: list[State]) -> str | None:
-    """Why the run without this step is found out; None if it is not."""
-    run = Run(VirtualFiles(), spec)
-    cutter = Cutter(run, states, extremes, armed=False)
-
-    def on_call(what: str, path: Path) -> bool:
-        cutter.cut()
-        if what in ("sync", "rename", "forget") and site(what, path) == left_out:
-            cutter.armed = True
-            return False
-        return True
-
+def found_out_without(step: str, spec: RunSpec, states: list[State]) -> bool:
     try:
-        play(run, cutter, on_call)
-    except (Lost, AssertionError, StorageError, OSError) as error:
-        return str(error) or type(error).__name__
-    return None
+        Cutter(spec, states, extremes, leave_out=step).play()
+    except (Lost, AssertionError, StorageError, OSError):
+        return True
+    return False
 
 
 def test_every_sync_and_rename_that_is_left_out_is_found_out(spec: RunSpec, states: list[State]) -> None:
-    steps = sites(spec)
-    needless = [step for step in steps if found_out_without(step, spec, states) is None]
+    steps = dict[str, None]()
+
+    def on_call(what: str, path: Path) -> bool:
+        if what in STEPS:
+            steps[site(what, path)] = None
+        return True
+
+    run = Run(spec, on_call)
+    for stage in STAGES:
+        stage(run)
+    needless = [step for step in steps if not found_out_without(step, spec, states)]
     assert not needless, "these can be left out, and no test notices"
     assert len(steps) > 15, "a part of the run is missing"

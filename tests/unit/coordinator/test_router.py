@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from plain_runs import plain_hello, plain_spec
+from virtual_host import VirtualHost
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.errors import MachineBroken, NoDescriptor, StorageError, StorageFailed
 from farloop.coordinator.net.router import OF_THE_PROCESS, SessionRouter
 from farloop.coordinator.net.sessions import Peer, RateLimits
 from farloop.runtime.ports import Action, Route, RouterListener, Sent
-from farloop.sim.virtual_time import EventQueue, Process, VirtualClock
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobSent, MessageReceived, SessionClosed, SessionEvent
 from farloop.wire.frames import Buffer, ControlFrame, parse_control
@@ -68,17 +68,17 @@ class Wire:
         pass
 
 
-class Hall:
+class Hall(VirtualHost):
     """A router with the nodes a and b, and what their sessions reported."""
 
     def __init__(self, limits: Limits | None = None, *, keys: bool = False) -> None:
-        self.wire, self.agenda = Wire(), EventQueue()
+        super().__init__()
+        self.wire = Wire()
         self.wire.authenticates = keys
-        self.process = Process(self.agenda)
         self.away: list[Reason] = []
         self.link = SessionRouter(
             self.wire,
-            VirtualClock(self.process),
+            self.clock,
             on_event=self.on_event,
             limits=limits or Limits(),
             timing=Timing(),
@@ -119,17 +119,12 @@ class Hall:
                 self.said.append((name, message))
             case BlobSent(blob=blob):
                 self.sent.append((name, blob))
-            case _:
-                pass
 
     def pass_time(self, seconds: float, *, stopped: bool = False) -> None:
         """Let timers fire; a process that is stopped fires all of them at the end."""
         if stopped:
             self.process.stop()
-        over: list[bool] = []
-        self.agenda.after(seconds, lambda: over.append(True))
-        while not over:
-            self.agenda.step()
+        self.run_for(seconds)
         if stopped:
             self.process.go_on()
 
@@ -163,8 +158,6 @@ class Hall:
                     node.state is State.OPEN
                 ):
                     node.expect(update(version), size, digest, None, 0.0)
-                case _:
-                    pass
 
     def work(self, name: str, round_: int) -> None:
         """Every kind of work that is done for a session."""
@@ -174,17 +167,16 @@ class Hall:
         with link.working_for(peer) as session:
             session.send(committed(round_), 0.0)
             session.push_blob(update(round_), BytesSource(DATA))
-        with link.working_for(peer) as session:
-            session.send_blob(Offer(blob=delta(name), size=len(DATA), digest=1), BytesSource(DATA), background=True)
-        with link.working_for(peer) as session:
-            session.expect(delta(f"{name}{round_}"), 10, 1, None, 0.0)
-        with link.working_for(peer) as session:
-            session.cancel(delta(f"{name}{round_}"))
-            session.cancel(delta(name))
-        with link.working_for(peer) as session:
-            session.speak()
-        with link.working_for(peer) as session:
-            session.handle_timer(0.0)
+        offer, expected = Offer(blob=delta(name), size=len(DATA), digest=1), delta(f"{name}{round_}")
+        for work in (
+            lambda session: session.send_blob(offer, BytesSource(DATA), background=True),
+            lambda session: session.expect(expected, 10, 1, None, 0.0),
+            lambda session: [session.cancel(blob) for blob in (expected, delta(name))],
+            lambda session: session.speak(),
+            lambda session: session.handle_timer(0.0),
+        ):
+            with link.working_for(peer) as session:
+                work(session)
         link.on_writable()
         self.turn()
 
@@ -197,22 +189,20 @@ class Hall:
         assert self.sent[-1] == ("b", update(9)) and self.said[-1] == ("b", Fetch(fragment=9))
 
 
+@pytest.fixture
+def hall() -> Hall:
+    return Hall()
+
+
 def update(version: int) -> BlobId:
     return BlobId(kind=BlobKind.UPDATE, fragment=0, version=version)
 
 
 def committed(version: int) -> Committed:
     return Committed(
-        fragment=0,
-        version=version,
-        size=len(DATA),
-        digest=blob_digest(DATA),
-        anchor_digest=0,
-        merged=(),
-        drops=(),
-        next_window=None,
-        rounds=(),
-    )
+        fragment=0, version=version, size=len(DATA), digest=blob_digest(DATA), anchor_digest=0, merged=(), drops=(),
+        next_window=None, rounds=(),
+    )  # fmt: skip
 
 
 def delta(name: str) -> BlobId:
@@ -220,38 +210,20 @@ def delta(name: str) -> BlobId:
 
 
 CALLS = [
-    "receive",
-    "send",
-    "send_blob",
-    "push_blob",
-    "expect",
-    "cancel",
-    "events",
-    "outgoing",
-    "next_timer",
-    "handle_timer",
-    "speak",
-    "background_waits",
-    "live_in_flight",
-    "background_in_flight",
-]
+    "receive", "send", "send_blob", "push_blob", "expect", "cancel", "events", "outgoing", "next_timer", "handle_timer",
+    "speak", "background_waits", "live_in_flight", "background_in_flight",
+]  # fmt: skip
 ERRORS: list[Callable[[str], Exception]] = [
-    RuntimeError,
-    KeyError,
-    LocalProtocolError,
-    LimitReached,
-    RemoteProtocolError,
-]
+    RuntimeError, KeyError, LocalProtocolError, LimitReached, RemoteProtocolError
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
 @pytest.mark.parametrize("call", CALLS)
 def test_whatever_raises_in_the_work_for_a_session_ends_that_session_alone(
-    call: str, error: Callable[[str], Exception], caplog: pytest.LogCaptureFixture
+    hall: Hall, call: str, error: Callable[[str], Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
-    hall = Hall()
-
     def broken(*args: object, **options: object) -> Any:
         raise error("on purpose")
 
@@ -274,8 +246,7 @@ def test_whatever_raises_in_the_work_for_a_session_ends_that_session_alone(
         assert logged and logged[0].exc_info, "an unexpected error is logged with its traceback"
 
 
-def test_a_node_whose_message_is_refused_hears_which_and_why() -> None:
-    hall = Hall()
+def test_a_node_whose_message_is_refused_hears_which_and_why(hall: Hall) -> None:
     hall.nodes["a"].send(Fetch(fragment=1 << 63), 0.0)
     hall.turn()
     why = f"Fetch.fragment is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted"
@@ -285,8 +256,7 @@ def test_a_node_whose_message_is_refused_hears_which_and_why() -> None:
 
 
 @pytest.mark.parametrize("kind", [MessageReceived, BlobSent, SessionClosed])
-def test_an_event_that_cannot_be_handled_ends_the_session_that_it_is_of(kind: type) -> None:
-    hall = Hall()
+def test_an_event_that_cannot_be_handled_ends_the_session_that_it_is_of(hall: Hall, kind: type) -> None:
     hall.refuses = lambda name, event: name == "a" and isinstance(event, kind)
     hall.work("a", 1)
     if kind is SessionClosed:
@@ -294,8 +264,7 @@ def test_an_event_that_cannot_be_handled_ends_the_session_that_it_is_of(kind: ty
     hall.assert_only_a_ended(Reason.SUPERSEDED if kind is SessionClosed else Reason.FAULT)
 
 
-def test_after_an_event_that_cannot_be_handled_only_the_end_is_reported() -> None:
-    hall = Hall()
+def test_after_an_event_that_cannot_be_handled_only_the_end_is_reported(hall: Hall) -> None:
     hall.refuses = lambda name, event: event == MessageReceived(message=Ready())
     for message in (Fetch(fragment=1), Ready(), Fetch(fragment=2)):
         hall.nodes["a"].send(message, 0.0)
@@ -305,19 +274,17 @@ def test_after_an_event_that_cannot_be_handled_only_the_end_is_reported() -> Non
 
 
 @pytest.mark.parametrize("error", [StorageFailed(Path("disk"), "on purpose"), MachineBroken("so")])
-def test_an_error_of_the_whole_process_ends_no_session_and_is_raised(error: Exception) -> None:
-    hall = Hall()
+def test_an_error_of_the_whole_process_ends_no_session_and_is_raised(hall: Hall, error: Exception) -> None:
     with pytest.raises(type(error)), hall.link.working_for(hall.peers["a"]):
         raise error
     assert hall.ends == [] and (StorageError, MachineBroken) == OF_THE_PROCESS
 
 
-def test_an_update_that_cannot_be_read_without_a_free_descriptor_ends_one_session() -> None:
+def test_an_update_that_cannot_be_read_without_a_free_descriptor_ends_one_session(hall: Hall) -> None:
     class Unopened(BytesSource):
         def read(self, offset: int, num_bytes: int) -> memoryview:
             raise NoDescriptor(Path("journal-000000.log"))
 
-    hall = Hall()
     with hall.link.working_for(hall.peers["a"]) as session:
         session.send(committed(1), 0.0)
         session.push_blob(update(1), Unopened(DATA))
@@ -335,17 +302,17 @@ def test_messages_that_are_never_acknowledged_end_the_session() -> None:
     hall.assert_only_a_ended(Reason.BEHIND)
 
 
-def test_a_first_frame_that_cannot_be_handled_is_counted_and_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    hall = Hall()
+def test_a_first_frame_that_cannot_be_handled_is_counted_and_ignored(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(hall.link._peers, "meet", None)
         hall.link.on_frame("stranger", [b"?"], From())
     assert hall.away == [Reason.FAULT] and hall.ends == []
 
 
-def test_each_session_has_its_timers_on_time() -> None:
+def test_each_session_has_its_timers_on_time(hall: Hall) -> None:
     """An acknowledgement, and the end of a silent session, at the time that each of them is due."""
-    hall = Hall()
     hall.pass_time(0.5)
     hall.nodes["b"].send(Fetch(fragment=1), 0.5)
     hall.turn("b")
@@ -358,9 +325,8 @@ def test_each_session_has_its_timers_on_time() -> None:
 
 
 @pytest.mark.parametrize("readable", ["socket", "process"])
-def test_after_a_pause_what_is_readable_goes_in_before_timers_fire(readable: str) -> None:
+def test_after_a_pause_what_is_readable_goes_in_before_timers_fire(hall: Hall, readable: str) -> None:
     """C: a pause of the coordinator is not held against its nodes, however short it is."""
-    hall = Hall()
     hall.pass_time(9.6)
 
     def read() -> None:
@@ -377,8 +343,7 @@ def test_after_a_pause_what_is_readable_goes_in_before_timers_fire(readable: str
     assert hall.ends == [] and len(hall.said) == 2
 
 
-def test_frames_that_a_full_lane_does_not_take_leave_in_order_when_it_does() -> None:
-    hall = Hall()
+def test_frames_that_a_full_lane_does_not_take_leave_in_order_when_it_does(hall: Hall) -> None:
     hall.wire.full = {"a0", "a1"}
     hall.work("a", 1)
     hall.work("b", 1)
@@ -392,17 +357,15 @@ def test_frames_that_a_full_lane_does_not_take_leave_in_order_when_it_does() -> 
     assert hall.sent == [("b", update(1)), ("a", update(1))] and not hall.ends
 
 
-def test_the_end_of_a_connection_is_noticed_at_once() -> None:
+def test_the_end_of_a_connection_is_noticed_at_once(hall: Hall) -> None:
     """V: not when there happens to be something to send."""
-    hall = Hall()
     hall.wire.gone = {"a0"}
     hall.link.on_gone()
     hall.pass_time(0.2)
     hall.assert_only_a_ended(Reason.CLOSED)
 
 
-def test_a_node_that_asks_too_often_is_dismissed_and_hears_why() -> None:
-    hall = Hall()
+def test_a_node_that_asks_too_often_is_dismissed_and_hears_why(hall: Hall) -> None:
     for _ in range(100):
         hall.nodes["a"].send(Ready(), 0.0)
     first, *others = hall.nodes["a"].outgoing(0.0)
@@ -415,8 +378,7 @@ def test_a_node_that_asks_too_often_is_dismissed_and_hears_why() -> None:
     hall.assert_only_a_ended(Reason.TOO_OFTEN)
 
 
-def test_a_greeting_that_cannot_be_read_is_answered() -> None:
-    hall = Hall()
+def test_a_greeting_that_cannot_be_read_is_answered(hall: Hall) -> None:
     hall.link.on_frame("old", ControlFrame(run=0, epoch=0, seq=0, ack=0, body=b"?").parts(), From())
     (answer,) = hall.wire.sent["old"]
     refused = decode(parse_control(answer, Limits()).body)

@@ -11,19 +11,18 @@ from farloop.algo.spec import NodeId
 from farloop.coordinator.net.sessions import Bucket, Lane, Peer, Peers, RateLimit, RateLimiter, RateLimits, Unread
 from farloop.wire.frames import Buffer, ControlFrame, lane_hello
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Fetch, Hello, Leave, Message, Ready, encode
+from farloop.wire.messages import Fetch, Leave, Message, Ready, encode
 from farloop.wire.reasons import Reason
 
 A, B = NodeId("a"), NodeId("b")
 LIMITS = RateLimits()
 
 
-def greeting(name: str = "a", incarnation: int = 1) -> Hello:
-    return plain_hello(node=NodeId(name), incarnation=incarnation)
-
-
 def frame(message: Message) -> list[Buffer]:
     return ControlFrame(run=0, epoch=0, seq=0, ack=0, body=encode(message)).parts()
+
+
+GREETING = frame(plain_hello())
 
 
 class Door:
@@ -34,21 +33,23 @@ class Door:
         self.peers = Peers(LIMITS, Limits(), Timing(), lambda reason, who: self.away.append((reason, who)))
         self.routes = 0
 
-    def meets(
-        self, parts: list[Buffer], owner: NodeId | None, *, at: str = "there", now: float = 0.0
-    ) -> Lane | Peer | Unread | None:
+    def meets(self, parts: list[Buffer], owner: NodeId | None, now: float = 0.0) -> Lane | Peer | Unread | None:
         self.routes += 1
-        return self.peers.meet(self.routes.to_bytes(5), parts, owner, at, now)
+        return self.peers.meet(self.routes.to_bytes(5), parts, owner, "there", now)
 
     def greeted(self, owner: NodeId | None, now: float = 0.0) -> Peer:
-        lane = self.meets(frame(greeting(owner or "a")), owner, now=now)
+        lane = self.meets(frame(plain_hello(node=owner or A)), owner, now)
         assert isinstance(lane, Lane) and lane.number == 0
         return lane.peer
 
 
-def test_the_token_of_a_session_binds_one_lane_once_and_only_for_its_owner() -> None:
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+def test_the_token_of_a_session_binds_one_lane_once_and_only_for_its_owner(door: Door) -> None:
     """T, U: who overhears a token, or guesses one, gets no lane with it."""
-    door = Door()
     peer, other = door.greeted(A), door.greeted(B)
     assert door.meets(lane_hello(1, 1, bytes(16)), A) is None
     assert door.meets(lane_hello(1, 1, other.token), A) is None
@@ -61,11 +62,10 @@ def test_the_token_of_a_session_binds_one_lane_once_and_only_for_its_owner() -> 
 
 @pytest.mark.parametrize(
     "parts",
-    [[b""], [b"GET / HTTP/1.1"], [os.urandom(300)], [b"", b"", b""], frame(Ready()), [frame(greeting())[0][:-1]]],
+    [[b""], [b"GET / HTTP/1.1"], [os.urandom(300)], [b"", b"", b""], frame(Ready()), [GREETING[0][:-1]]],
 )
-def test_what_is_no_greeting_begins_nothing_however_often_it_comes(parts: list[Buffer]) -> None:
+def test_what_is_no_greeting_begins_nothing_however_often_it_comes(door: Door, parts: list[Buffer]) -> None:
     """Strangers' lanes once held all sessions that there are, for ten seconds at a time, and kept every node out."""
-    door = Door()
     for _ in range(2 * LIMITS.sessions):
         assert door.meets(parts, None) is None
     assert len(door.peers) == 0
@@ -74,39 +74,35 @@ def test_what_is_no_greeting_begins_nothing_however_often_it_comes(parts: list[B
 
 
 @pytest.mark.parametrize("owner", [None, A])
-def test_who_sends_a_greeting_that_cannot_be_read_hears_why_as_often_as_it_may_greet(owner: NodeId | None) -> None:
+def test_who_sends_a_greeting_that_cannot_be_read_hears_why_as_often_as_it_may_greet(
+    door: Door, owner: NodeId | None
+) -> None:
     """A node of another version heard nothing, and dialled for ever. No session is begun for it."""
-    door = Door()
-    met = [
-        door.meets(frame(greeting(incarnation=1 << 63)), owner) for _ in range(2 * int(LIMITS.greetings_of_a_key.burst))
-    ]
+    unreadable, burst = frame(plain_hello(incarnation=1 << 63)), int(LIMITS.greetings_of_a_key.burst)
+    met = [door.meets(unreadable, owner) for _ in range(2 * burst)]
     assert met[0] == Unread(f"Hello.incarnation is {1 << 63}: a number from 0 to {(1 << 63) - 1} is wanted")
-    assert sum(answer is not None for answer in met) == LIMITS.greetings_of_a_key.burst
+    assert sum(answer is not None for answer in met) == burst
     assert len(door.peers) == 0 and set(door.away) == {(Reason.MALFORMED, owner or "there")}
 
 
-def test_a_greeting_that_comes_too_often_is_passed_over_until_there_is_room_again() -> None:
-    door = Door()
+def test_a_greeting_that_comes_too_often_is_passed_over_until_there_is_room_again(door: Door) -> None:
     for _ in range(int(LIMITS.greetings_of_a_key.burst)):
         door.peers.forget(door.greeted(A))
-    assert door.meets(frame(greeting()), A) is None
+    assert door.meets(GREETING, A) is None
     assert door.away == [(Reason.TOO_OFTEN, "a")]
     door.greeted(B)
     door.greeted(A, now=1 / LIMITS.greetings_of_a_key.per_s)
 
 
-def test_of_one_owners_sessions_the_oldest_makes_room() -> None:
+def test_of_one_owners_sessions_the_oldest_makes_room(door: Door) -> None:
     """A node whose old connections still look alive gets in at once; one with many hands has two."""
-    door = Door()
     first, second = door.greeted(A), door.greeted(A)
     assert door.peers.too_many_of(second) == []
-    third = door.greeted(A)
-    assert door.peers.too_many_of(third) == [first]
+    assert door.peers.too_many_of(door.greeted(A)) == [first]
     assert door.peers.too_many_of(door.greeted(B)) == []
 
 
-def test_what_is_over_leaves_nothing_behind() -> None:
-    door = Door()
+def test_what_is_over_leaves_nothing_behind(door: Door) -> None:
     peer = door.greeted(A)
     door.meets(lane_hello(1, 1, peer.token), A)
     door.peers.use(peer, 7)
@@ -118,11 +114,10 @@ def test_what_is_over_leaves_nothing_behind() -> None:
     assert door.meets(lane_hello(1, 1, peer.token), A) is None
 
 
-@given(
-    per_s=st.floats(0.1, 100),
-    burst=st.floats(1, 100),
-    gaps=st.lists(st.floats(0, 10), min_size=1, max_size=200),
-)
+# --- Rates
+
+
+@given(per_s=st.floats(0.1, 100), burst=st.floats(1, 100), gaps=st.lists(st.floats(0, 10), min_size=1, max_size=200))
 def test_a_bucket_gives_its_burst_and_its_rate_and_no_more(per_s: float, burst: float, gaps: list[float]) -> None:
     bucket, slow = Bucket(RateLimit(per_s=per_s, burst=burst), 0.0), Bucket(RateLimit(per_s=1.0, burst=1.0), 0.0)
     now, taken = 0.0, 0
@@ -133,56 +128,48 @@ def test_a_bucket_gives_its_burst_and_its_rate_and_no_more(per_s: float, burst: 
         assert slow.take(now + 1.001 * number), "asking more slowly than the rate always succeeds"
 
 
-def test_64_nodes_that_come_back_at_once_all_get_in() -> None:
+@pytest.fixture
+def limiter() -> RateLimiter:
+    return RateLimiter(LIMITS)
+
+
+@pytest.mark.parametrize("address", [None, "10.0.0.1"])
+def test_64_nodes_that_come_back_at_once_all_get_in(limiter: RateLimiter, address: str | None) -> None:
     """After an outage, and three times in a row, behind one address or with their keys."""
-    for address in (None, "10.0.0.1"):
-        gate = RateLimiter(LIMITS)
-        for again in range(3):
-            for node in range(64):
-                assert gate.greets(f"n{node}", address, now=float(again)) is None
+    for again in range(3):
+        for node in range(64):
+            assert limiter.greets(f"n{node}", address, now=float(again)) is None
 
 
-def test_one_key_that_greets_all_the_time_is_passed_over_and_nobody_else() -> None:
-    gate = RateLimiter(LIMITS)
-    answers = [gate.greets("thief", None, now=i / 100) for i in range(1000)]
-    let_in = answers.count(None)
-    assert let_in <= LIMITS.greetings_of_a_key.burst + 10 * LIMITS.greetings_of_a_key.per_s + 1
+def test_who_greets_all_the_time_is_passed_over_and_nobody_else(limiter: RateLimiter) -> None:
+    """By its key; where nobody has one, by its address, whatever names it claims."""
+    answers = [limiter.greets("thief", None, now=i / 100) for i in range(1000)]
+    assert answers.count(None) <= LIMITS.greetings_of_a_key.burst + 10 * LIMITS.greetings_of_a_key.per_s + 1
     assert set(answers) == {None, Reason.TOO_OFTEN}
-    assert gate.greets("honest", None, now=10.0) is None
-
-
-def test_where_nobody_has_a_key_an_address_is_counted_whatever_names_it_claims() -> None:
-    gate = RateLimiter(LIMITS)
-    answers = [gate.greets(f"name-{i}", "10.6.6.6", now=0.0) for i in range(2000)]
+    assert limiter.greets("honest", None, now=10.0) is None
+    answers = [limiter.greets(f"name-{i}", "10.6.6.6", now=10.0) for i in range(2000)]
     assert answers.count(None) == LIMITS.greetings_of_an_address.burst
-    assert gate.greets("honest", "10.0.0.1", now=0.0) is None
+    assert limiter.greets("honest", "10.0.0.1", now=10.0) is None
+    for i in range(20_000):
+        limiter.greets(f"name-{i}", f"address-{i}", now=10.0)
+    assert len(limiter._buckets) <= 4096, "what is remembered of strangers is bounded"
 
 
-def test_sessions_are_bounded_by_address_and_over_all() -> None:
-    gate = RateLimiter(LIMITS)
+def test_sessions_are_bounded_by_address_and_over_all(limiter: RateLimiter) -> None:
     for _ in range(LIMITS.sessions_of_an_address):
-        gate.begun("10.6.6.6")
-    assert gate.greets("a", "10.6.6.6", now=0.0) is Reason.CROWDED
-    assert gate.greets("a", "10.0.0.1", now=0.0) is None
+        limiter.begun("10.6.6.6")
+    assert limiter.greets("a", "10.6.6.6", now=0.0) is Reason.CROWDED
+    assert limiter.greets("a", "10.0.0.1", now=0.0) is None
     for i in range(LIMITS.sessions - LIMITS.sessions_of_an_address):
-        gate.begun(f"key-{i}")
-    assert gate.greets("a", None, now=0.0) is Reason.CROWDED
-    gate.ended("key-0")
-    assert gate.greets("a", None, now=0.0) is None
+        limiter.begun(f"key-{i}")
+    assert limiter.greets("a", None, now=0.0) is Reason.CROWDED
+    limiter.ended("key-0")
+    assert limiter.greets("a", None, now=0.0) is None
 
 
-def test_messages_of_a_session_have_rates_by_what_they_cost() -> None:
-    gate = RateLimiter(LIMITS)
-    answers = [gate.says("a", Fetch(fragment=0), now=0.0) for _ in range(5000)]
+def test_messages_of_a_session_have_rates_by_what_they_cost(limiter: RateLimiter) -> None:
+    answers = [limiter.says("a", Fetch(fragment=0), now=0.0) for _ in range(5000)]
     assert answers.count(None) >= 512, "a node may have lost every anchor of a model in many fragments"
     assert answers[-1] is Reason.TOO_OFTEN
-    assert gate.says("b", Fetch(fragment=0), now=0.0) is None
-    leave = Leave(reason=Reason.DRAINED)
-    assert all(gate.says("a", leave, now=0.0) is None for _ in range(5000))
-
-
-def test_what_is_remembered_of_strangers_is_bounded() -> None:
-    gate = RateLimiter(LIMITS)
-    for i in range(20_000):
-        gate.greets(f"name-{i}", f"address-{i}", now=0.0)
-    assert len(gate._buckets) <= 4096
+    assert limiter.says("b", Fetch(fragment=0), now=0.0) is None
+    assert all(limiter.says("a", Leave(reason=Reason.DRAINED), now=0.0) is None for _ in range(5000))

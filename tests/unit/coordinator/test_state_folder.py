@@ -4,7 +4,7 @@
 stored, without its older snapshots and the room behind the journal's last record. `golden/state-v1.json` is what it
 held then. A later version must still open it, so it is not recorded anew for a new field; another format gets a folder
 of its own. How this one was made, by the real daemons over loopback:
-PYTHONPATH=tests/integration python tests/unit/coordinator/test_state_folder.py FOLDER
+PYTHONPATH=tests/integration:tests/cases python tests/unit/coordinator/test_state_folder.py FOLDER
 """
 
 import json
@@ -17,6 +17,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import stored_runs
+from stored_runs import recovered
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import to_plain
@@ -28,7 +30,7 @@ from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.snapshots import snapshot_path
 from farloop.coordinator.storage.store import Store
 
-GOLDEN = Path(__file__).parent / "golden" / "state-v1"
+GOLDEN = stored_runs.GOLDEN / "state-v1"
 VERSIONS = [2, 3]
 """Of the two fragments: the first is at its last snapshot, the other has a commit behind it."""
 
@@ -77,20 +79,11 @@ def holds(now: Any, then: Any) -> bool:
 def test_a_state_folder_of_version_1_opens_and_all_of_it_comes_back(folder: Path) -> None:
     """P, Z."""
     recorded = json.loads(GOLDEN.with_suffix(".json").read_text())
-    store = Store.recover(folder)
-    assert store is not None
-    try:
-        assert store.alarms == {}, "target and momentum came out as they were"
-        assert store.ledger.epoch == recorded["ledger"].pop("epoch") + 1
-        assert holds(held(store), recorded)
-        assert store.ledger.versions == VERSIONS and len(store.ledger.inputs) == 1
-    finally:
-        store.close()
-
-
-def test_a_coordinator_goes_on_from_it(folder: Path) -> None:
-    store = Store.recover(folder)
-    assert store is not None
+    store = recovered(folder)
+    assert store.alarms == {}, "target and momentum came out as they were"
+    assert store.ledger.epoch == recorded["ledger"].pop("epoch") + 1
+    assert holds(held(store), recorded)
+    assert store.ledger.versions == VERSIONS and len(store.ledger.inputs) == 1
     store.close()
     machine = CoordinatorMachine(store.ledger.copy(), now=0.0)
     machine.check()
@@ -100,22 +93,18 @@ def test_a_coordinator_goes_on_from_it(folder: Path) -> None:
 
 def test_a_run_of_version_1_can_be_given_other_terms(folder: Path) -> None:
     """Z: what was journaled before the change is repeated under the terms that it had."""
-    store = Store.recover(folder)
-    assert store is not None
+    store = recovered(folder)
     before = held(store)["buffers"]
     revision = revision_asked_for(CoordinatorMachine(store.ledger.copy(), now=0.0), {"outer_lr": "0.25", "codec": "q4"})
     assert revision.windows == tuple(version + 2 for version in VERSIONS)
     store.append(TermsChanged(revision=revision))
     store.sync()
     store.close()
-    again = Store.recover(folder)
-    assert again is not None
-    try:
-        assert (again.alarms, held(again)["buffers"]) == ({}, before)
-        assert again.ledger.spec.terms == revision.terms and again.ledger.spec.revision == 1
-        assert [again.ledger.terms_of(f, v + 1).outer.lr for f, v in enumerate(VERSIONS)] == [0.6, 0.6]
-    finally:
-        again.close()
+    again = recovered(folder)
+    assert (again.alarms, held(again)["buffers"]) == ({}, before)
+    assert again.ledger.spec.terms == revision.terms and again.ledger.spec.revision == 1
+    assert [again.ledger.terms_of(f, v + 1).outer.lr for f, v in enumerate(VERSIONS)] == [0.6, 0.6]
+    again.close()
 
 
 def record(scratch: Path, target: Path) -> None:
@@ -144,8 +133,7 @@ def record(scratch: Path, target: Path) -> None:
     for node in nodes:
         node.join()
     Journal.open(left)[0].close()  # gives back the room that is set aside behind the last record
-    again = Store.recover(Path(shutil.copytree(left, scratch / "again")))
-    assert again is not None
+    again = recovered(Path(shutil.copytree(left, scratch / "again")))
     recorded = held(again)
     recorded["ledger"]["epoch"] -= 1
     again.close()

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,31 +27,26 @@ GONE = StorageFailed(Path("disk"), "sync: Input/output error")
 
 
 class Shelf:
-    """A store that says what is done with it, and refuses the first few calls."""
+    """A store that says what is done with it, and refuses the first few writes."""
 
     def __init__(self, *refusals: Exception) -> None:
         self.refusals = list(refusals)
         self.done: list[tuple[Any, ...]] = []
         self.looks = 0
 
-    def _do(self, *what: object) -> Any:
+    def _do(self, *what: Any) -> Any:
         if self.refusals:
             raise self.refusals.pop(0)
         self.done.append(what)
         return what
 
-    def append(self, record: rec.Record, attachment: bytes | bytearray = b"") -> None:
-        self._do("append", record, bytes(attachment))
+    append = partialmethod(_do, "append")
+    commit = partialmethod(_do, "commit")
+    export = partialmethod(_do, "export")
 
     def reserve(self, fragment: int, codec_down: str) -> int:
         self._do("reserve")
         return 10
-
-    def commit(self, *given: object) -> object:
-        return self._do("commit", *given)
-
-    def export(self, path: Path) -> None:
-        self._do("export", path)
 
     def sync(self) -> None:
         self.done.append(("sync",))
@@ -90,22 +86,22 @@ def test_a_record_is_synced_before_it_counts() -> None:
     assert desk.shelf.done == [("append", rec.RunFinished(), b""), ("sync",), ("told",), ("close",)]
 
 
+def spool(desk: Desk, count: int) -> None:
+    for seq in range(count):
+        desk.spool(dataclasses.replace(STORED, blob=dataclasses.replace(BLOB, seq=seq)))
+
+
 def test_deltas_that_come_while_the_disk_is_busy_share_a_sync_and_count_after_it() -> None:
     """P: a delta that there is no room for is tried again, and holds up none of the others."""
     desk = Desk()
     desk.queue.append(rec.RunFinished(), lambda: None)
-    for seq in range(5):
-        desk.spool(dataclasses.replace(STORED, blob=dataclasses.replace(BLOB, seq=seq)))
+    spool(desk, 5)
     desk.run_for(2.5 * JOB_S)
     assert [entry[0] for entry in desk.shelf.done] == ["append", "sync", *["append"] * 5, "sync"]
     desk.run()
     assert len(desk.shelf.done) == 8 and desk.told == [(seq,) for seq in range(5)]
-
-
-def test_one_of_several_deltas_without_room_is_tried_again_alone() -> None:
     desk = Desk(full())
-    for seq in range(3):
-        desk.spool(dataclasses.replace(STORED, blob=dataclasses.replace(BLOB, seq=seq)))
+    spool(desk, 3)
     desk.run_for(RETRY_S / 2)
     assert desk.told == [(1,), (2,)]
     desk.run()
@@ -132,7 +128,7 @@ CALLS: dict[str, Callable[[Desk], None]] = {
 }
 DONE: dict[str, tuple[Any, ...]] = {
     "record": ("append", rec.RunFinished(), b""),
-    "delta": ("append", STORED, b"data"),
+    "delta": ("append", STORED, DATA),
     "commit": ("commit", DRAFT, DRAFT, 10),
     "model": ("export", Path("model")),
 }
@@ -211,27 +207,32 @@ def test_a_queue_that_writes_nothing_looks_every_second_who_owns_the_directory()
     assert desk.shelf.looks == 9
 
 
+class StoredRun(VirtualHost):
+    """A queue over the store of a run."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__()
+        self.files, self.alarms = VirtualFiles(), dict[str, str]()
+        store = stored_runs.begun(Path("/state"), spec, files=self.files)
+        self.queue = StorageQueue(store, self.storage, self.clock, self.alarms, self.fatal)
+
+
 def test_a_coordinator_that_writes_nothing_notices_that_its_directory_was_taken_over(spec: RunSpec) -> None:
-    host, files = VirtualHost(), VirtualFiles()
-    store = stored_runs.begun(Path("/state"), spec, files=files)
-    queue = StorageQueue(store, host.storage, host.clock, {}, host.fatal)
-    files.unlink(store.directory / "lock")
-    host.run_for(LOOK_S)
-    queue.look()
-    host.run()
-    (error,) = host.errors
+    run = StoredRun(spec)
+    run.files.unlink(Path("/state/lock"))
+    run.run_for(LOOK_S)
+    run.queue.look()
+    run.run()
+    (error,) = run.errors
     assert isinstance(error, FolderChanged) and "lock was removed or replaced" in str(error)
 
 
 def test_the_model_is_exported_under_its_names_once_there_is_room(spec: RunSpec) -> None:
-    host, files, alarms = VirtualHost(), VirtualFiles(), dict[str, str]()
-    store = stored_runs.begun(Path("/state"), spec, files=files)
-    queue = StorageQueue(store, host.storage, host.clock, alarms, host.fatal)
-    path, done = Path("/state/model.safetensors"), list[bool]()
-    files.full = True
-    queue.export(path, lambda: done.append(True))
-    host.run_for(2.5 * RETRY_S)
-    assert "the final model" in alarms[ALARM] and files.identity(path) is None
-    files.full = False
-    host.run()
-    assert done == [True] and alarms == {} and b"body" in files.read_bytes(path)
+    run, path, done = StoredRun(spec), Path("/state/model.safetensors"), list[bool]()
+    run.files.full = True
+    run.queue.export(path, lambda: done.append(True))
+    run.run_for(2.5 * RETRY_S)
+    assert "the final model" in run.alarms[ALARM] and run.files.identity(path) is None
+    run.files.full = False
+    run.run()
+    assert done == [True] and run.alarms == {} and b"body" in run.files.read_bytes(path)

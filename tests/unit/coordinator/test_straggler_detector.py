@@ -18,99 +18,89 @@ def delta(seq: int, fragment: int = 0) -> BlobId:
     return BlobId(kind=BlobKind.DELTA, fragment=fragment, version=seq, node=A, incarnation=1, seq=seq)
 
 
-def paced() -> RoundTimes:
-    pacing = RoundTimes()
-    pacing.keep({A: 1})
-    return pacing
+class Paced(RoundTimes):
+    """The rounds of node a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep({A: 1})
+
+    def round(self, number: int, *, byte_s: float = 0.001, strays: bool = False) -> Sample:
+        """Ten steps and a thousand bytes, ten seconds from the round before."""
+        begin = 10.0 * number
+        self.reported(A, blocked_s=begin, inner_steps=10 * number, now=2 * begin)
+        self.reported(A, blocked_s=begin, inner_steps=10 * number + 10, now=2 * begin + 5.0)
+        self.asked(delta(number), 1000, begin)
+        self.whole(delta(number), begin + 1000 * byte_s)
+        return self.close([(Kind.LINK_SLOW, A)] if strays else [])[A]
 
 
-def a_round(pacing: RoundTimes, number: int, *, step_s: float = 0.5, byte_s: float = 0.001) -> None:
-    """Ten steps and a thousand bytes, ten seconds from the round before."""
-    begin = 10.0 * number
-    pacing.reported(A, blocked_s=10.0 * number, inner_steps=10 * number, now=2 * begin)
-    pacing.reported(A, blocked_s=10.0 * number, inner_steps=10 * number + 10, now=2 * begin + 10 * step_s)
-    pacing.asked(delta(number), 1000, begin)
-    pacing.whole(delta(number), begin + 1000 * byte_s)
+@pytest.fixture
+def paced() -> Paced:
+    return Paced()
 
 
-def test_a_node_is_judged_by_the_median_of_its_own_rounds_once_there_are_enough() -> None:
-    pacing = paced()
+def test_a_node_is_judged_by_the_median_of_its_own_rounds_once_there_are_enough(paced: Paced) -> None:
     for number in range(LEAST_ROUNDS):
-        a_round(pacing, number)
-        sample = pacing.close([])[A]
-        assert sample.expected_compute_s == 0.0 and sample.expected_transfer_s == 0.0, "not yet"
-    a_round(pacing, LEAST_ROUNDS, byte_s=0.008)
-    sample = pacing.close([])[A]
+        sample = paced.round(number)
+        assert sample.expected_compute_s == sample.expected_transfer_s == 0.0, "not yet"
+    sample = paced.round(LEAST_ROUNDS, byte_s=0.008)
     assert sample.expected_transfer_s == pytest.approx(1.0) and sample.transfer_s == pytest.approx(8.0)
     assert sample.expected_compute_s > 0.0
 
 
-def test_rounds_that_stray_are_not_learnt_from() -> None:
-    pacing = paced()
-    for number in range(LEAST_ROUNDS + 40):
-        a_round(pacing, number, byte_s=0.001 if number < LEAST_ROUNDS else 0.008)
-        sample = pacing.close([(Kind.LINK_SLOW, A)] if number >= LEAST_ROUNDS else [])[A]
+def test_rounds_that_stray_are_not_learnt_from(paced: Paced) -> None:
+    for number in range(LEAST_ROUNDS):
+        paced.round(number)
+    for number in range(LEAST_ROUNDS, LEAST_ROUNDS + 40):
+        sample = paced.round(number, byte_s=0.008, strays=True)
     assert sample.expected_transfer_s == pytest.approx(1.0)
-    assert pacing.paces()[A].bytes_per_s == pytest.approx(125.0), "its pace is what it is now"
-    pacing.forget(Kind.LINK_SLOW, A)
-    a_round(pacing, 99)
-    assert pacing.close([])[A].expected_transfer_s == 0.0, "learnt anew"
+    assert paced.paces()[A].bytes_per_s == pytest.approx(125.0), "its pace is what it is now"
+    paced.forget(Kind.LINK_SLOW, A)
+    assert paced.round(99).expected_transfer_s == 0.0, "learnt anew"
 
 
-def test_another_start_of_a_node_has_no_pace_of_the_one_before() -> None:
-    """It may be another machine; and of a node that is gone nothing is kept."""
-    pacing = paced()
-    a_round(pacing, 0)
-    pacing.close([])
-    assert A in pacing.paces()
-    pacing.keep({A: 2})
-    assert A not in pacing.paces(), "as fast as the start before, of which nothing is known any more"
-
-
-def test_deltas_that_come_side_by_side_share_the_seconds_of_the_link() -> None:
-    pacing = paced()
-    pacing.asked(delta(1, fragment=0), 600, 0.0)
-    pacing.asked(delta(2, fragment=1), 400, 1.0)
-    pacing.whole(delta(1, fragment=0), 3.0)
-    pacing.whole(delta(2, fragment=1), 4.0)
-    assert pacing.close([])[A].transfer_s == pytest.approx(4.0)
-
-
-def test_what_broke_off_tells_nothing() -> None:
-    pacing = paced()
-    pacing.asked(delta(1), 1000, 0.0)
-    pacing.broken(A)
-    pacing.asked(delta(1), 400, 60.0)
-    pacing.whole(delta(1), 61.0)
-    assert pacing.close([])[A].transfer_s == pytest.approx(1.0)
-    pacing.asked(delta(2), 1000, 70.0)
-    pacing.asked(delta(3), 1000, 90.0)
-    pacing.whole(delta(3), 91.0)
-    pacing.whole(delta(2), 99.0)
-    assert pacing.close([])[A].transfer_s == pytest.approx(1.0), "the first was given up for the second"
-
-
-def test_standing_still_and_evaluating_are_no_compute() -> None:
-    pacing = paced()
-    pacing.reported(A, blocked_s=0.0, inner_steps=0, now=0.0)
-    pacing.reported(A, blocked_s=7.0, inner_steps=10, now=10.0)
-    assert pacing.close([])[A].compute_s == pytest.approx(3.0)
-    pacing.reported(A, blocked_s=7.0, inner_steps=10, now=60.0, trains=False)
-    pacing.reported(A, blocked_s=7.0, inner_steps=11, now=61.0)
-    pacing.reported(A, blocked_s=7.0, inner_steps=13, now=62.0)
-    assert pacing.close([])[A].compute_s == pytest.approx(1.0)
-
-
-def test_another_start_of_a_node_is_another_machine_for_all_one_knows() -> None:
-    pacing = paced()
+def test_another_start_of_a_node_is_another_machine_for_all_one_knows(paced: Paced) -> None:
     for number in range(LEAST_ROUNDS + 1):
-        a_round(pacing, number)
-        pacing.close([])
-    pacing.keep({A: 2})
-    a_round(pacing, 0)
-    assert pacing.close([])[A].expected_compute_s == 0.0
-    pacing.keep({})
-    assert pacing.close([]) == {}
+        paced.round(number)
+    assert A in paced.paces()
+    paced.keep({A: 2})
+    assert A not in paced.paces()
+    assert paced.round(0).expected_compute_s == 0.0
+    paced.keep({})
+    assert paced.close([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [
+        # side by side they share the seconds of the link
+        ([("asked", delta(1, 0), 600, 0.0), ("asked", delta(2, 1), 400, 1.0), ("whole", delta(1, 0), 3.0),
+          ("whole", delta(2, 1), 4.0)], 4.0),
+        # what broke off tells nothing
+        ([("asked", delta(1), 1000, 0.0), ("broken", A), ("asked", delta(1), 400, 60.0), ("whole", delta(1), 61.0)],
+         1.0),
+        # the first was given up for the second
+        ([("asked", delta(2), 1000, 70.0), ("asked", delta(3), 1000, 90.0), ("whole", delta(3), 91.0),
+          ("whole", delta(2), 99.0)], 1.0),
+    ],
+)  # fmt: skip
+def test_a_transfer_takes_the_seconds_of_the_link(
+    paced: Paced, steps: list[tuple[object, ...]], seconds: float
+) -> None:
+    for call, *given in steps:
+        getattr(paced, str(call))(*given)
+    assert paced.close([])[A].transfer_s == pytest.approx(seconds)
+
+
+def test_standing_still_and_evaluating_are_no_compute(paced: Paced) -> None:
+    paced.reported(A, blocked_s=0.0, inner_steps=0, now=0.0)
+    paced.reported(A, blocked_s=7.0, inner_steps=10, now=10.0)
+    assert paced.close([])[A].compute_s == pytest.approx(3.0)
+    paced.reported(A, blocked_s=7.0, inner_steps=10, now=60.0, trains=False)
+    paced.reported(A, blocked_s=7.0, inner_steps=11, now=61.0)
+    paced.reported(A, blocked_s=7.0, inner_steps=13, now=62.0)
+    assert paced.close([])[A].compute_s == pytest.approx(1.0)
 
 
 def test_no_alarm_in_a_thousand_rounds_that_vary_by_a_fifth() -> None:
@@ -119,8 +109,8 @@ def test_no_alarm_in_a_thousand_rounds_that_vary_by_a_fifth() -> None:
     for seed in range(5):
         rand, pacing, rounds = random.Random(seed), RoundTimes(), list[dict[str, Sample]]()
         pacing.keep(dict.fromkeys(nodes, 1))
-        now = 0.0
         for number in range(200):
+            now = 100.0 * number
             for node in nodes:
                 blob = dataclasses.replace(delta(number), node=node)
                 compute_s, transfer_s = (mean * rand.lognormvariate(0.0, 0.2) for mean in (10.0, 5.0))
@@ -131,65 +121,66 @@ def test_no_alarm_in_a_thousand_rounds_that_vary_by_a_fifth() -> None:
                 pacing.whole(blob, now + compute_s + transfer_s)
             rounds.append(pacing.close([]))
             assert slow(rounds[-5:]) == ()
-            now += 100.0
         assert all(one.expected_compute_s and one.expected_transfer_s for one in rounds[-1].values())
 
 
-NODES = ["a", "b", "c", "d"]
+# --- Slow links
+
 RATES = {"a": 1e6, "b": 2e6, "c": 8e6, "d": 0.5e6}
-"""Unequal from the beginning."""
+"""Unequal from the beginning: that is no reason to call any of them slow."""
+PLACES = [*RATES, COORDINATOR]
+UP, DOWN = ("c", COORDINATOR), (COORDINATOR, "c")
 
 
 def measured(slow: dict[Ends, float]) -> LinkTable:
-    matrix = LinkTable()
+    table = LinkTable()
     for node, usual in RATES.items():
-        matrix.round_trips(node, COORDINATOR, [0.01])
+        table.round_trips(node, COORDINATOR, [0.01])
         for ends in ((node, COORDINATOR), (COORDINATOR, node)):
             rate = usual / slow.get(ends, 1.0)
             burst = Burst(
                 num_bytes=int(4 * rate), seconds=4.0, half_bytes=int(2 * rate), half_s=2.0, half_chunks=20,
                 third_bytes_per_s=rate, fourth_bytes_per_s=rate,
             )  # fmt: skip
-            matrix.burst(ends, burst, 1.0, probe=True)
-    return matrix
+            table.burst(ends, burst, 1.0, probe=True)
+    return table
 
 
-def places(slow: dict[Ends, float]) -> SlowLinks:
+def slowed(slow: dict[Ends, float]) -> SlowLinks:
     known = SlowLinks()
     for _ in range(LEAST_ROUNDS):
-        known.round_over(measured({}), NODES)
-        assert not any(known.of(place) for place in [*NODES, COORDINATOR])
-    known.round_over(measured(slow), NODES)
+        known.round_over(measured({}), list(RATES))
+        assert not any(map(known.of, PLACES))
+    known.round_over(measured(slow), list(RATES))
     return known
 
 
-def test_an_uplink_is_its_nodes_send_side() -> None:
-    known = places({("c", COORDINATOR): 8.0})
-    assert known.of("c") == "send side, 8.0 times as slow as before"
-    assert not any(known.of(place) for place in ("a", "b", "d", COORDINATOR))
-
-
-def test_both_ways_are_the_host() -> None:
-    assert places({("c", COORDINATOR): 8.0, (COORDINATOR, "c"): 8.0}).of("c").startswith("card or host")
+@pytest.mark.parametrize(
+    ("slow", "place", "told"),
+    [
+        ({UP: 8.0}, "c", "send side, 8.0 times as slow as before"),
+        ({UP: 8.0, DOWN: 8.0}, "c", "card or host"),
+        ({}, "c", ""),
+    ],
+)
+def test_where_links_became_slow_is_told(slow: dict[Ends, float], place: str, told: str) -> None:
+    known = slowed(slow)
+    assert known.of(place).startswith(told)
+    assert [one for one in PLACES if known.of(one)] == ([place] if told else [])
 
 
 def test_all_uplinks_together_are_the_coordinators_own_end() -> None:
-    known = places({(node, COORDINATOR): 8.0 for node in NODES})
+    known = slowed({(node, COORDINATOR): 8.0 for node in RATES})
     assert known.of(COORDINATOR).startswith("receive side")
 
 
-def test_links_that_were_slow_from_the_beginning_are_not_slow_now() -> None:
-    assert not any(places({}).of(place) for place in [*NODES, COORDINATOR])
-
-
 def test_what_stays_slow_is_usual_one_day_and_so_is_what_became_fast() -> None:
-    """As the watch has it of nodes: no place is called slow for ever, nor are links held to what they no longer are."""
-    slowed: dict[Ends, float] = {("c", COORDINATOR): 8.0}
-    known = places(slowed)
+    """No place is called slow for ever, nor are links held to what they no longer are."""
+    known = slowed({UP: 8.0})
     for _ in range(USUAL_AFTER + LEAST_ROUNDS + 1):
-        known.round_over(measured(slowed), NODES)
+        known.round_over(measured({UP: 8.0}), list(RATES))
     assert known.of("c") == "", "the usual by now"
     for _ in range(USUAL_AFTER + LEAST_ROUNDS + 1):
-        known.round_over(measured({}), NODES)
-    known.round_over(measured({("c", COORDINATOR): 4.0}), NODES)
+        known.round_over(measured({}), list(RATES))
+    known.round_over(measured({UP: 4.0}), list(RATES))
     assert known.of("c") == "send side, 4.0 times as slow as before", "not as it was when it was slow"

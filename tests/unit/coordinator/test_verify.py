@@ -1,16 +1,14 @@
 """What a reader finds in a state folder: all of it, or what is wrong and where; and commits made again (protocol P)."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stored_runs
-import torch
 
-from farloop.algo.spec import RunSpec
+from farloop.algo.spec import BlobId, BlobKind, RunSpec
 from farloop.coordinator import commits
 from farloop.coordinator.aggregator import Buffers
 from farloop.coordinator.decide import records as rec
@@ -20,11 +18,11 @@ from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.journal import Journal
 from farloop.coordinator.storage.segment import segment_path, segment_paths
 from farloop.coordinator.storage.state_reader import placed, read_journal, steadily
-from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store
+from farloop.coordinator.storage.store import SNAPSHOT_EVERY
 from farloop.coordinator.storage.verify import replay, span, verify
 
 ROUNDS = SNAPSHOT_EVERY + 3
-GOLDEN = Path(__file__).parent / "golden" / "state-v1"
+GOLDEN = stored_runs.GOLDEN / "state-v1"
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +41,31 @@ def folder(tmp_path: Path, spec: RunSpec) -> Path:
 
 
 def image(folder: Path) -> dict[str, tuple[bytes, int]]:
-    return {
-        path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
 def flip(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+def told(folder: Path) -> tuple[str, str]:
+    """Where the first fault is, and what it is."""
+    fault = verify(folder).faults[0]
+    return fault.where, fault.what
+
+
+def changed_snapshot(folder: Path, name: str) -> Path:
+    """A valid snapshot of the last version that has one, with another tensor than its commits made."""
+    path = snapshots.snapshot_path(folder, 0, SNAPSHOT_EVERY)
+    found = snapshots.load(path)
+    tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
+    tensors[name][3] += 1.0
+    snapshots.save(folder, snapshots.Snapshot(
+        fingerprint=found.fingerprint, fragment=0, version=SNAPSHOT_EVERY, tensors=tensors, digests={}
+    ))  # fmt: skip
+    return path
 
 
 # --- verify
@@ -67,10 +79,11 @@ def test_a_whole_folder_is_found_whole_and_not_touched(folder: Path) -> None:
     assert report.records == sum(len(scan.entries) for scan in read_journal(folder))
     assert report.snapshots == 2 * snapshots.KEEP and report.deltas == 2 * report.updates
     assert image(folder) == before
-
-
-def test_a_folder_of_the_first_format_is_found_whole() -> None:
-    assert verify(GOLDEN).faults == []
+    for epoch in (2, 3):
+        stored_runs.recovered(folder).close()
+        report = verify(folder)
+        assert (report.faults, report.epoch) == ([], epoch)
+    assert verify(GOLDEN).faults == [], "nor is anything wrong with a folder of the first format"
 
 
 def test_a_folder_whose_coordinator_is_at_work_is_found_whole(tmp_path: Path, spec: RunSpec) -> None:
@@ -83,30 +96,18 @@ def test_a_folder_whose_coordinator_is_at_work_is_found_whole(tmp_path: Path, sp
     store.close()
 
 
-def test_every_start_of_a_coordinator_is_counted(folder: Path) -> None:
-    for _ in range(2):
-        store = Store.recover(folder)
-        assert store is not None
-        store.close()
-    report = verify(folder)
-    assert (report.faults, report.epoch) == ([], 3)
-
-
-def test_a_flipped_bit_is_found_wherever_it_is(folder: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_wherever_it_is(folder: Path) -> None:
     """In each record of each segment: in its header, its body and its attachment."""
-    whole = read_journal(folder)
-    places = [at for scan in whole for at in placed(scan)]
+    places = [at for scan in read_journal(folder) for at in placed(scan)]
     durable = [at for at in places if at.entry.sequence + 1 < places[-1].entry.sequence]
     for at in durable[:: len(durable) // 12]:
-        end = at.attachment.offset + at.attachment.size
-        for offset in (at.offset + 9, at.offset + 60, end - 1):
-            copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-            path = segment_path(copy, at.segment)
+        path = segment_path(folder, at.segment)
+        whole = path.read_bytes()
+        for offset in (at.offset + 9, at.offset + 60, at.attachment.offset + at.attachment.size - 1):
             flip(path, offset)
-            (fault, *_) = verify(copy).faults
-            assert fault.where == f"{path.name} byte {at.offset}", "exactly there"
-            assert f"record {at.entry.sequence} is damaged" in fault.what
-            shutil.rmtree(copy)
+            where, what = told(folder)
+            assert where == f"{path.name} byte {at.offset}" and f"record {at.entry.sequence} is damaged" in what
+            path.write_bytes(whole)
 
 
 def test_a_torn_tail_is_told_from_damage(folder: Path) -> None:
@@ -120,86 +121,62 @@ def test_a_torn_tail_is_told_from_damage(folder: Path) -> None:
     assert report.torn.startswith(f"{last.name} byte {end}: 18 bytes of a torn tail")
 
 
-def test_a_missing_segment_is_named(folder: Path) -> None:
-    number = sorted(segment_paths(folder))[1]
-    segment_path(folder, number).unlink()
-    (fault, *_) = verify(folder).faults
-    assert (fault.where, fault.what) == (f"journal-{number:06d}.log", "this segment of the journal is missing")
+def test_files_that_are_missing_damaged_or_do_not_fit_are_named(folder: Path) -> None:
+    snapshot = snapshots.snapshot_path(folder, 0, SNAPSHOT_EVERY)
+    whole = snapshot.read_bytes()
+    flip(snapshot, len(whole) - 1)
+    where, what = told(folder)
+    assert where == f"snapshots/{snapshot.name}" and "checksum" in what
+    snapshot.write_bytes(whole)
+    changed_snapshot(folder, "anchor")
+    where, what = told(folder)
+    assert where == f"snapshots/{snapshot.name}" and what.startswith("its anchor has digest ")
+    snapshot.write_bytes(whole)
 
+    stored_runs.recovered(folder).close()
+    (folder / "epoch").write_bytes(b"farloop-epoch 1 1\n")
+    assert told(folder) == ("epoch", "the file says 1, the journal 2")
 
-def test_a_damaged_snapshot_is_named_and_so_is_one_that_is_not_its_commits(folder: Path) -> None:
-    newest = snapshots.snapshot_path(folder, 0, SNAPSHOT_EVERY)
-    whole = newest.read_bytes()
-    flip(newest, len(whole) - 1)
-    (fault, *_) = verify(folder).faults
-    assert fault.where == f"snapshots/{newest.name}" and "checksum" in fault.what
-    newest.write_bytes(whole)
-    found = snapshots.load(newest)
-    tensors = {**found.tensors, "anchor": found.tensors["anchor"] + torch.eye(1, found.tensors["anchor"].numel())[0]}
-    snapshots.save(folder, snapshots.Snapshot(
-        fingerprint=found.fingerprint, fragment=0, version=SNAPSHOT_EVERY, tensors=tensors, digests={}
-    ))  # fmt: skip
-    (fault, *_) = verify(folder).faults
-    assert fault.where == f"snapshots/{newest.name}" and fault.what.startswith("its anchor has digest ")
-
-
-def test_a_fragment_without_a_snapshot_to_begin_from_is_found(folder: Path) -> None:
     for path in (folder / "snapshots").glob("f1-*"):
         path.unlink()
-    what = [fault.what for fault in verify(folder).faults]
-    assert f"no valid snapshot of fragment 1 leads to version {ROUNDS}" in what
+    faults = [fault.what for fault in verify(folder).faults]
+    assert f"no valid snapshot of fragment 1 leads to version {ROUNDS}" in faults
+
+    number = sorted(segment_paths(folder))[1]
+    segment_path(folder, number).unlink()
+    assert told(folder) == (f"journal-{number:06d}.log", "this segment of the journal is missing")
 
 
-def test_an_epoch_that_does_not_rise_is_found(folder: Path) -> None:
-    journal, _ = Journal.open(folder)
-    journal.append(rec.EpochClaimed(epoch=1))
-    journal.close()
-    (fault,) = verify(folder).faults
-    assert fault.what == "epoch 1 is claimed after epoch 1"
+def a_commit_again(folder: Path) -> rec.Record:
+    """The first commit of fragment 1 that is left in the journal."""
+    records = [at.record for scan in read_journal(folder) for at in placed(scan)]
+    return next(record for record in records if isinstance(record, rec.WindowCommitted) and record.fragment == 1)
 
 
-def test_an_epoch_file_that_lags_behind_the_journal_is_found(folder: Path) -> None:
-    store = Store.recover(folder)
-    assert store is not None
-    store.close()
-    (folder / "epoch").write_bytes(b"farloop-epoch 1 1\n")
-    (fault,) = verify(folder).faults
-    assert (fault.where, fault.what) == ("epoch", "the file says 1, the journal 2")
+DELTA = BlobId(kind=BlobKind.DELTA, fragment=0, version=0)
 
 
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        (rec.SnapshotTaken(fragment=1, version=ROUNDS + 1), "recorded in the journal, and missing"),
+        (lambda folder: rec.EpochClaimed(epoch=1), "epoch 1 is claimed after epoch 1"),
+        (lambda folder: rec.SnapshotTaken(fragment=1, version=ROUNDS + 1), "recorded in the journal, and missing"),
         (
-            rec.InputStored(
-                blob=stored_runs.BlobId(kind=stored_runs.BlobKind.DELTA, fragment=0, version=0), window=1,
-                contributors=(), digest=7,
-            ),
+            lambda folder: rec.InputStored(blob=DELTA, window=1, contributors=(), digest=7),
             "its delta does not match its recorded digest",
         ),
+        (a_commit_again, f"of fragment 1 follows version {ROUNDS}"),
     ],
-)  # fmt: skip
-def test_a_record_that_says_what_is_not_so_is_found(folder: Path, record: rec.Record, what: str) -> None:
+)
+def test_a_record_that_says_what_is_not_so_is_found(
+    folder: Path, record: Callable[[Path], rec.Record], what: str
+) -> None:
+    added = record(folder)
     journal, _ = Journal.open(folder)
-    journal.append(record)
+    journal.append(added)
     journal.close()
     (fault,) = verify(folder).faults
-    assert fault.what == what
-
-
-def test_a_version_out_of_turn_is_found(folder: Path) -> None:
-    commit = next(
-        at.record
-        for scan in read_journal(folder)
-        for at in placed(scan)
-        if isinstance(at.record, rec.WindowCommitted) and at.record.fragment == 1
-    )
-    journal, _ = Journal.open(folder)
-    journal.append(commit)
-    journal.close()
-    (fault,) = verify(folder).faults
-    assert fault.what == f"version {commit.version} of fragment 1 follows version {ROUNDS}"
+    assert fault.what.endswith(what)
 
 
 def test_an_empty_folder_and_one_that_is_not_there_are_no_journals(tmp_path: Path) -> None:
@@ -208,34 +185,24 @@ def test_an_empty_folder_and_one_that_is_not_there_are_no_journals(tmp_path: Pat
             verify(path)
 
 
-# --- reading beside a coordinator
+def test_beside_a_coordinator_only_what_is_the_same_at_the_second_look_is_damage() -> None:
+    half, pruned = JournalCorrupt(Path("a"), 1, "half written"), StorageFailed(Path("b"), "read: pruned meanwhile")
 
+    def looks(*found: Exception | None) -> tuple[object, int]:
+        left, pauses = list(found), list[float]()
 
-def test_what_is_different_at_the_second_look_was_no_damage() -> None:
-    faults: list[Exception] = [
-        JournalCorrupt(Path("a"), 1, "half written"),
-        StorageFailed(Path("b"), "read: pruned meanwhile"),
-    ]
+        def look() -> str:
+            if error := left.pop(0):
+                raise error
+            return "whole"
 
-    def look() -> str:
-        if faults:
-            raise faults.pop(0)
-        return "whole"
+        try:
+            return steadily(look, pauses.append), len(pauses)
+        except JournalCorrupt as error:
+            return error, len(pauses)
 
-    pauses: list[float] = []
-    assert steadily(look, pauses.append) == "whole" and len(pauses) == 2
-
-
-def test_what_is_the_same_at_the_second_look_is_damage() -> None:
-    looks: list[int] = []
-
-    def look() -> None:
-        looks.append(1)
-        raise JournalCorrupt(Path("a"), 1, "damaged")
-
-    with pytest.raises(JournalCorrupt):
-        steadily(look, lambda seconds: None)
-    assert len(looks) == 2
+    assert looks(half, pruned, None) == ("whole", 2)
+    assert looks(half, JournalCorrupt(Path("a"), 1, "half written"))[1] == 1
 
 
 # --- replay
@@ -252,62 +219,46 @@ def test_every_commit_behind_a_snapshot_comes_out_again_to_the_bit(folder: Path)
     scans = read_journal(folder)
     spans = span(folder, scans)
     assert spans[0] == spans[1] and spans[0][1] == ROUNDS and spans[0][0] <= SNAPSHOT_EVERY + 1
-    found = all_again(folder)
-    assert sorted(found) == [
+    assert sorted(all_again(folder)) == [
         (fragment, version, True, True) for fragment in (0, 1) for version in range(spans[0][0], ROUNDS + 1)
     ]
-    assert image(folder) == before
-
-
-def test_a_part_of_a_run_can_be_made_again(folder: Path) -> None:
-    scans = read_journal(folder)
     again = list(replay(folder, scans, {1: (ROUNDS - 1, ROUNDS - 1)}))
     assert [(r.fragment, r.version, r.same) for r in again] == [(1, ROUNDS - 1, True)]
+    assert image(folder) == before
+    with pytest.raises(StateMismatch, match="no snapshot of fragment 0 is older than version 0"):
+        list(replay(folder, scans, {0: (0, 1)}))
+    assert all_again(GOLDEN) == [(1, 3, True, True)]
 
 
 def test_deltas_that_are_measured_and_not_merged_are_given_to_the_arithmetic_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of nodes in quarantine, under screen = full."""
-    told: list[int] = []
+    given: list[int] = []
     compute = commits.compute
 
     def counted(ledger: Ledger, held: Buffers, record: rec.WindowCommitted, inputs: commits.Inputs, others: Any) -> Any:
-        told.append(len(others))
+        given.append(len(others))
         return compute(ledger, held, record, inputs, others)
 
     monkeypatch.setattr(commits, "compute", counted)
     monkeypatch.setattr(commits, "apart", lambda record: [record.blobs[1].blob])
     again = list(replay(folder, read_journal(folder), {0: (ROUNDS, ROUNDS)}))
-    assert [(r.from_deltas, r.same) for r in again] == [(True, True)] and set(told) == {1}
+    assert [(r.from_deltas, r.same) for r in again] == [(True, True)] and set(given) == {1}
 
 
-def test_a_run_of_the_first_format_comes_out_again() -> None:
-    assert all_again(GOLDEN) == [(1, 3, True, True)]
-
-
-def test_before_the_oldest_snapshot_there_is_nothing_to_begin_from(folder: Path) -> None:
-    with pytest.raises(StateMismatch, match="no snapshot of fragment 0 is older than version 0"):
-        list(replay(folder, read_journal(folder), {0: (0, 1)}))
-
-
-@pytest.mark.parametrize("what", ["anchor", "momentum"])
-def test_another_state_to_begin_from_does_not_come_out_and_says_what_differs(folder: Path, what: str) -> None:
-    found = snapshots.load(snapshots.snapshot_path(folder, 0, SNAPSHOT_EVERY))
-    tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
-    tensors[what][3] += 1.0
-    snapshots.save(folder, snapshots.Snapshot(
-        fingerprint=found.fingerprint, fragment=0, version=SNAPSHOT_EVERY, tensors=tensors, digests={}
-    ))  # fmt: skip
+@pytest.mark.parametrize(("what", "differs"), [("anchor", "anchor"), ("momentum", "outer state")])
+def test_another_state_to_begin_from_does_not_come_out_and_says_what_differs(
+    folder: Path, what: str, differs: str
+) -> None:
+    changed_snapshot(folder, what)
     (first,) = replay(folder, read_journal(folder), {0: (SNAPSHOT_EVERY + 1, ROUNDS)})
-    differ = {comparison.name for comparison in first.compared if not comparison.same}
     assert first.version == SNAPSHOT_EVERY + 1 and not first.same
-    assert what.replace("momentum", "outer state") in differ
+    assert differs in {comparison.name for comparison in first.compared if not comparison.same}
 
 
 def test_without_stored_deltas_the_anchor_alone_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """K"""
-    hidden: Callable[[object], object] = lambda record: None  # noqa: E731
-    monkeypatch.setattr("farloop.coordinator.storage.verify._spooled", hidden)
+    monkeypatch.setattr("farloop.coordinator.storage.verify._spooled", lambda record: None)
     again = list(replay(folder, read_journal(folder), {0: (ROUNDS, ROUNDS)}))
     assert [(r.from_deltas, r.same, len(r.compared)) for r in again] == [(False, True, 2)]

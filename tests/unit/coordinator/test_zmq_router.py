@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farloop.coordinator.net.zmq_router import (
@@ -76,50 +76,50 @@ def test_frames_arrive_once_and_in_order_and_a_full_lane_is_tried_again(frames: 
     assert asyncio.run(asyncio.wait_for(story(), 60.0)) == list(range(frames))
 
 
+def crowd(connections: Connections, descriptors: range, address: str) -> None:
+    """So many fit."""
+    for descriptor in descriptors:
+        assert connections.accepted(descriptor, address, 1, 0.0) is None
+
+
+def goes(connections: Connections, descriptor: int) -> int | None:
+    """Who makes room for this one of an address that nobody else has."""
+    going = connections.accepted(descriptor, "10.0.0.1", 1, 0.0)
+    connections.check()
+    return going.descriptor if going else None
+
+
 def test_the_oldest_stranger_of_an_address_makes_room_for_the_next() -> None:
     connections = Connections(10_000, lambda descriptor: False)
-    for descriptor in range(STRANGERS_OF_AN_ADDRESS):
-        assert connections.accepted(descriptor, "10.0.0.1", descriptor, 0.0) is None
-    assert connections.accepted(9000, "10.0.0.2", 1, 0.0) is None, "another address has its own"
-    for number in range(5):
-        going = connections.accepted(1000 + number, "10.0.0.1", 1, 0.0)
-        assert going and going.descriptor == number
-        connections.check()
+    crowd(connections, range(STRANGERS_OF_AN_ADDRESS), "10.0.0.1")
+    crowd(connections, range(9000, 9001), "10.0.0.2")  # another address has its own
+    assert [goes(connections, 1000 + number) for number in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_where_there_are_too_many_in_all_the_address_with_most_strangers_gives_one() -> None:
-    connections = Connections(10, lambda descriptor: descriptor < 5)
-    for descriptor in range(5):
-        assert connections.accepted(descriptor, "10.0.0.1", 1, 0.0) is None
-    for descriptor in range(5, 10):
-        assert connections.accepted(descriptor, "10.9.9.9", 1, 0.0) is None
-    going = connections.accepted(10, "10.0.0.1", 1, 0.0)
-    assert going and going.descriptor == 5, "of those by which sessions speak none goes"
-    connections.ended(5)
+@pytest.mark.parametrize(("speakers", "going"), [(5, 5), (10, 10)])
+def test_where_there_are_too_many_in_all_the_address_with_most_strangers_gives_one(speakers: int, going: int) -> None:
+    """Of those by which sessions speak none goes; where sessions speak by all, the newest does."""
+    connections = Connections(10, lambda descriptor: descriptor < speakers)
+    crowd(connections, range(5), "10.0.0.1")
+    crowd(connections, range(5, 10), "10.9.9.9")
+    assert goes(connections, 10) == going
+    connections.ended(going)
     connections.check()
     assert len(connections) == 10
-
-
-def test_where_sessions_speak_by_all_the_newest_goes() -> None:
-    connections = Connections(10, lambda descriptor: descriptor < 10)
-    for descriptor in range(10):
-        assert connections.accepted(descriptor, "10.0.0.1", 1, 0.0) is None
-    going = connections.accepted(10, "10.0.0.1", 1, 0.0)
-    assert going and going.descriptor == 10
 
 
 def test_who_says_nothing_for_long_goes_and_who_speaks_stays() -> None:
     """A key's holder may answer ZeroMQ's heartbeats for ever, and the lanes of a session that is over say no more."""
     speaks = {1}
     connections = Connections(10, lambda descriptor: descriptor in speaks)
-    connections.accepted(1, "10.0.0.1", 1, 0.0)
-    connections.accepted(2, "10.0.0.1", 2, 0.0)
-    assert connections.look(STRANGER_S) == []
-    assert [connection.descriptor for connection in connections.look(STRANGER_S + 1)] == [2]
-    assert connections.look(STRANGER_S + 2) == [], "it is told once"
+    crowd(connections, range(1, 3), "10.0.0.1")
+
+    def gone_at(now: float) -> list[int]:
+        return [connection.descriptor for connection in connections.look(now)]
+
+    assert [gone_at(STRANGER_S + seconds) for seconds in (0, 1, 2)] == [[], [2], []], "it is told once"
     speaks.clear()
-    assert connections.look(2 * STRANGER_S) == []
-    assert [connection.descriptor for connection in connections.look(3 * STRANGER_S)] == [1]
+    assert [gone_at(2 * STRANGER_S), gone_at(3 * STRANGER_S)] == [[], [1]]
     connections.check()
 
 
@@ -129,7 +129,6 @@ def test_the_budget_leaves_descriptors_for_the_disk() -> None:
     assert most_connections(100) == FEWEST
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("aceld"), st.integers(0, 30), st.sampled_from(["x", "y"]))))
 def test_whatever_happens_the_budget_holds_and_no_session_loses_its_connection(
     steps: list[tuple[str, int, str]],

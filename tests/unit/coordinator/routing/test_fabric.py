@@ -1,13 +1,23 @@
-"""Seconds of a message, and links that nobody should believe."""
+"""Seconds of a message, links that nobody should believe, who shares an island, and what its ranks share."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plan_cases import ACROSS, INSIDE, two_islands, world
 
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S, suspects
-from farloop.coordinator.routing.fabric import fabric_of
-from farloop.coordinator.routing.inventory import Link
+from farloop.coordinator.routing.fabric import (
+    FALLBACK_BYTES_PER_S,
+    fabric_of,
+    islands_of,
+    threshold,
+)
+from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Link, Model, Node
+from farloop.coordinator.routing.placement import Transport, blocks, transport
+
+# --- Links
 
 
 def test_seconds_of_a_message() -> None:
@@ -17,22 +27,28 @@ def test_seconds_of_a_message() -> None:
     assert found.message_s[0][0] == 0.0
 
 
-def test_a_link_that_is_slower_than_three_ways_round_is_suspect() -> None:
-    assert suspects([[0.0, 9.1, 1.0], [9.1, 0.0, 2.0], [1.0, 2.0, 0.0]]) == ((0, 1), (1, 0))
-    assert suspects([[0.0, 8.9, 1.0], [8.9, 0.0, 2.0], [1.0, 2.0, 0.0]]) == ()
-
-
-def test_one_direction_alone_may_be_suspect() -> None:
-    assert suspects([[0.0, 99.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]) == ((0, 1),)
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([[0.0, 9.1, 1.0], [9.1, 0.0, 2.0], [1.0, 2.0, 0.0]], ((0, 1), (1, 0))),
+        ([[0.0, 8.9, 1.0], [8.9, 0.0, 2.0], [1.0, 2.0, 0.0]], ()),
+        ([[0.0, 99.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]], ((0, 1),)),
+    ],
+)
+def test_a_link_that_is_slower_than_three_ways_round_is_suspect(
+    seconds: list[list[float]], expected: tuple[tuple[int, int], ...]
+) -> None:
+    assert suspects(seconds) == expected
 
 
 def test_suspects_and_missing_links_are_not_used() -> None:
-    inventory = world(12, stages=3, skip=0.0)
-    slip = {**inventory.links, ("s0", "s1"): Link(latency_s=0.02, bytes_per_s=1e5)}
-    found = fabric_of(replace(inventory, links=slip))
-    assert found.suspects == ((0, 1),) and found.message_s[0][1] == UNREACHABLE_S
-    none = {ends: link for ends, link in inventory.links.items() if ends != ("s0", "s1")}
-    assert fabric_of(replace(inventory, links=none)).message_s[0][1] == UNREACHABLE_S
+    inventory, ends = world(12, stages=3, skip=0.0), ("s0", "s1")
+    slow = replace(inventory, links={**inventory.links, ends: Link(latency_s=0.02, bytes_per_s=1e5)})
+    none = replace(inventory, links={other: link for other, link in inventory.links.items() if other != ends})
+    assert fabric_of(slow).suspects == ((0, 1),)
+    assert fabric_of(slow).message_s[0][1] == fabric_of(none).message_s[0][1] == UNREACHABLE_S
+    found = fabric_of(inventory)
+    assert found.part([2, 0]).message_s[0][1] == found.message_s[2][0]
 
 
 def test_what_is_said_of_a_node_goes_before_what_is_said_of_its_site() -> None:
@@ -42,6 +58,90 @@ def test_what_is_said_of_a_node_goes_before_what_is_said_of_its_site() -> None:
     assert (found[0][2], found[0][3], found[1][2]) == (1e-3, 0.05, 0.05)
 
 
-def test_a_part_keeps_its_suspects() -> None:
-    found = fabric_of(world(12, stages=3, skip=0.0))
-    assert found.part([2, 0]).message_s[0][1] == found.message_s[2][0]
+# --- Islands
+
+NEAR, TWO_MS = Link(latency_s=1e-4, bytes_per_s=12.5e9), Link(latency_s=1e-3, bytes_per_s=12.5e9)
+IB, ROCE, ROCE_V1, IWARP, PLAIN = (
+    CardKind.INFINIBAND, CardKind.ROCE_V2, CardKind.ROCE_V1, CardKind.IWARP, CardKind.ETHERNET
+)  # fmt: skip
+
+
+def placed(inventory: Inventory) -> list[tuple[int, ...]]:
+    return [island.nodes for island in islands_of(inventory)]
+
+
+def with_kinds(kinds: list[CardKind], inside: Link) -> Inventory:
+    nodes = tuple(Node(name=str(n), site="X", cards=(Card(kind=kind),)) for n, kind in enumerate(kinds))
+    return Inventory(nodes=nodes, model=Model(layers=1), links={("X", "X"): inside})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "inside", "islands"),
+    [
+        ([IB, ROCE, IB, ROCE_V1, ROCE], NEAR, [(0, 2), (1, 4), (3,)]),  # kinds that cannot talk are apart
+        ([IWARP, CardKind.VIRTUAL, PLAIN, ROCE], NEAR, [(0, 1, 2), (3,)]),  # the first three are ethernet to each other
+        ([IB] * 2, TWO_MS, [(0,), (1,)]),  # RDMA has to be nearer than ethernet
+        ([PLAIN] * 2, TWO_MS, [(0, 1)]),
+    ],
+)
+def test_islands_are_of_kinds_that_can_talk_and_are_near(
+    kinds: list[CardKind], inside: Link, islands: list[tuple[int, ...]]
+) -> None:
+    assert placed(with_kinds(kinds, inside)) == islands
+
+
+def test_cards_that_are_down_and_links_that_are_far_one_way_make_other_islands() -> None:
+    inventory = with_kinds([IB, PLAIN], NEAR)
+    down = replace(inventory.nodes[0], cards=(Card(kind=IB, active=False),))
+    assert placed(replace(inventory, nodes=(down, inventory.nodes[1]))) == [(0, 1)]
+    both = with_kinds([PLAIN] * 2, NEAR)
+    assert placed(replace(both, links={("0", "1"): NEAR, ("1", "0"): ACROSS})) == [(0,), (1,)]
+    assert placed(two_islands(h=1)) == [(0, 1), (2, 3)]
+    unknown = replace(two_islands(h=1), links={("X", "X"): INSIDE})
+    assert placed(unknown) == [(0, 1), (2, 3)]  # Y by the assumption of a site
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "expected"),
+    [
+        ([1.25e9, 0.0625e9], 1.25e9),
+        ([1.25e9, 1.0e9, 0.06e9, 0.05e9], 1.0e9),
+        ([1.0e9, 0.9e9], FALLBACK_BYTES_PER_S),
+        ([], FALLBACK_BYTES_PER_S),
+    ],
+)
+def test_the_threshold_is_above_the_largest_gap(bandwidths: list[float], expected: float) -> None:
+    assert threshold(bandwidths) == expected
+
+
+@given(st.lists(st.sampled_from(list(CardKind)), min_size=1, max_size=8), st.floats(1e-5, 5e-3), st.floats(1e7, 1e11))
+def test_every_node_is_in_one_island_of_one_kind(kinds: list[CardKind], latency_s: float, rate: float) -> None:
+    inventory = with_kinds(kinds, Link(latency_s=latency_s, bytes_per_s=rate))
+    found = islands_of(inventory)
+    assert sorted(node for island in found for node in island.nodes) == list(range(len(kinds)))
+    for island in found:
+        assert {inventory.nodes[node].fabric for node in island.nodes} == {island.fabric}
+
+
+# --- Groups
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ([IB, IB], Transport.INFINIBAND),
+        ([ROCE, ROCE], Transport.ROCE),
+        ([ROCE_V1], Transport.ROCE),
+        ([ROCE_V1, ROCE], Transport.SOCKET),
+        ([IB, ROCE], Transport.SOCKET),
+        ([PLAIN, CardKind.VIRTUAL], Transport.SOCKET),
+        ([IWARP, IWARP], Transport.SOCKET),
+        ([], Transport.SOCKET),
+    ],
+)
+def test_rdma_only_for_groups_of_one_rdma_kind(kinds: list[CardKind], expected: Transport) -> None:
+    assert transport(kinds) is expected
+
+
+def test_blocks_are_as_even_as_possible() -> None:
+    assert blocks((5, 3, 1, 0, 2), 2) == ((5, 3, 1), (0, 2))

@@ -1,6 +1,7 @@
-"""DT-FM's cost: the worked example, matchings and orders against brute force, and a search that only gets better."""
+"""Layers per stage, and DT-FM's cost of groups: worked examples, brute force, and searches that only get better."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -10,7 +11,88 @@ from plan_cases import two_islands
 
 from farloop.coordinator.routing.fabric import Fabric, fabric_of, islands_of
 from farloop.coordinator.routing.mode import Crossover, across_groups, inside_groups
-from farloop.coordinator.routing.placement import Costs, best_order, descend, dp_s, matching_s
+from farloop.coordinator.routing.placement import (
+    Costs,
+    best_order,
+    descend,
+    dp_s,
+    floor_split,
+    matching_s,
+    min_max_split,
+    offsets,
+    slowest_s,
+)
+
+# --- Layers per stage
+
+
+@pytest.mark.parametrize(
+    ("layers", "speeds", "exact", "floor"),
+    [
+        (30, (197, 160), (17, 13), (16, 14)),  # floor: as shipped with Holmes' code
+        (48, (197, 160), (27, 21), (26, 22)),
+        (24, (4, 2, 1, 1), (12, 6, 3, 3), (12, 6, 3, 3)),
+        (12, (1, 0.6, 0.25), (7, 4, 1), (6, 3, 3)),
+        (7, (5, 1, 1), (5, 1, 1), (5, 1, 1)),
+    ],
+)
+def test_published_splits(
+    layers: int, speeds: tuple[float, ...], exact: tuple[int, ...], floor: tuple[int, ...]
+) -> None:
+    assert min_max_split(layers, speeds) == exact
+    assert floor_split(layers, speeds) == floor
+
+
+def test_the_slowest_stage_of_the_golden_splits_and_a_cap_of_memory() -> None:
+    assert slowest_s((17, 13), (197, 160)) == pytest.approx(0.0863, abs=5e-5)
+    assert slowest_s((16, 14), (197, 160)) == pytest.approx(0.0875, abs=5e-5)
+    assert slowest_s((7, 4, 1), (1, 0.6, 0.25)) == 7.0
+    assert min_max_split(12, (4.0, 1.0, 1.0), (5, None, 4)) == (5, 4, 3)
+
+
+SPEEDS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
+
+
+@given(SPEEDS, st.integers(0, 40), st.integers(0, 4), st.floats(1.0, 10.0))
+def test_every_stage_has_a_layer_a_faster_one_no_fewer_and_the_floor_rule_is_not_faster(
+    speeds: list[float], more: int, which: int, factor: float
+) -> None:
+    layers = len(speeds) + more
+    counts, floor = min_max_split(layers, speeds), floor_split(layers, speeds)
+    assert sum(counts) == layers == sum(floor) and min(counts) >= 1
+    assert offsets(counts) == tuple(itertools.accumulate((0, *counts[:-1])))
+    if min(floor) >= 1:
+        assert slowest_s(counts, speeds) <= slowest_s(floor, speeds) * (1 + 1e-12)
+    stage = which % len(speeds)
+    faster = [speed * factor if one == stage else speed for one, speed in enumerate(speeds)]
+    assert min_max_split(layers, faster)[stage] >= counts[stage]
+
+
+@given(SPEEDS.filter(lambda speeds: len(speeds) <= 4), st.integers(0, 8))
+def test_no_split_is_faster(speeds: list[float], more: int) -> None:
+    layers = len(speeds) + more
+    every = (split for split in itertools.product(range(1, layers + 1), repeat=len(speeds)) if sum(split) == layers)
+    best = min(slowest_s(split, speeds) for split in every)
+    assert slowest_s(min_max_split(layers, speeds), speeds) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("layers", "speeds", "caps", "words"),
+    [
+        (2, (1.0, 1.0, 1.0), None, "2 layers cannot be cut into 3 stages"),
+        (4, (1.0, 0.0), None, "speed 0"),
+        (4, (1.0, math.nan), None, "speed nan"),
+        (9, (1.0, 1.0), (4, 4), "hold 8 layers at most"),
+    ],
+)
+def test_what_cannot_be_split_is_said(
+    layers: int, speeds: tuple[float, ...], caps: tuple[int, ...] | None, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        min_max_split(layers, speeds, caps)
+
+
+# --- Groups
 
 
 def fabric(count: int, seed: int) -> Fabric:
@@ -22,7 +104,8 @@ def fabric(count: int, seed: int) -> Fabric:
 
 def test_the_worked_example() -> None:
     inventory = two_islands(h=1)
-    costs = Costs(fabric_of(inventory), 0.4e9)
+    costs, found = Costs(fabric_of(inventory), 0.4e9), islands_of(inventory)
+    assert (across_groups(found, 2), inside_groups(found, 2)) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     across, inside = costs.placed(((0, 1), (2, 3))), costs.placed(((0, 2), (1, 3)))
     assert (across.dp_s, across.pp_s, across.step_s(1)) == pytest.approx((0.322, 0.85, 2.022))
     assert (inside.dp_s, inside.pp_s, inside.step_s(1)) == pytest.approx((6.5, 0.041, 6.582))
@@ -30,12 +113,6 @@ def test_the_worked_example() -> None:
     assert crossover.h_star == pytest.approx(3.82, abs=0.005)
     assert not crossover.prefers_inside(3) and crossover.prefers_inside(4)
     assert (across.step_s(8), inside.step_s(8)) == pytest.approx((1.74, 0.894), abs=0.001)
-
-
-def test_the_two_layouts_of_the_worked_example() -> None:
-    found = islands_of(two_islands(h=1))
-    assert inside_groups(found, 2) == ((0, 2), (1, 3))
-    assert across_groups(found, 2) == ((0, 1), (2, 3))
 
 
 @settings(max_examples=40)

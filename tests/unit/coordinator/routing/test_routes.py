@@ -1,6 +1,7 @@
-"""Paths that are planned: the tiny optimum, P1 to P3, the same plan from the same seed, shared and left-over nodes."""
+"""Paths: which are allowed, what one costs, what the simulator counts, and those that are planned (P1 to P4)."""
 
 import collections
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,61 +9,214 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import TINY_STAGES, tiny_delays, world
 
-from farloop.coordinator.routing.chain_search import Chains, anneal, step_s
+from farloop.coordinator.routing.chain_search import Chains, anneal, step_s, visits
 from farloop.coordinator.routing.fabric import fabric_of
-from farloop.coordinator.routing.paths import IN_ORDER, PUBLISHED, Work, fault_of
+from farloop.coordinator.routing.paths import (
+    IN_ORDER,
+    PUBLISHED,
+    Limits,
+    Work,
+    chain_s,
+    fault_of,
+    latency_s,
+    path_length,
+)
 from farloop.coordinator.routing.routes import Paths, Task, plan_paths, random_paths
+from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
+
+TINY = Work(layer_s=(1.0,) * 8, layers=(1,) * 4, slots=(1,) * 8, microbatches=1)
+
+# --- Which paths are allowed, and what one costs
 
 
-def tiny(length: int, **more: object) -> Task:
-    work = Work(layer_s=(1.0,) * 8, layers=(1,) * 4, slots=(1,) * 8, microbatches=1)
-    task = Task(
-        work=work,
-        message_s=tiny_delays(),
-        stages=4,
-        length=length,
-        limits=PUBLISHED if length < 4 else IN_ORDER,
-        stage_of=TINY_STAGES,
-        seed=0,
+@pytest.mark.parametrize(
+    ("stages", "fault"),
+    [
+        *((allowed, "") for allowed in (
+            (0,), (0, 1, 2, 3), (0, 2, 1, 3), (0, 4), (0, 2, 1, 4, 3), (0, 1, 5, 4)
+        )),
+        ((), "begins at stage 0"),
+        ((1, 2), "begins at stage 0"),
+        ((0, 1, 1), "visited twice"),
+        ((0, 5), "a jump from stage 0 to 5"),
+        ((0, 3, 1), "too far out of order"),  # two behind
+        ((0, 2, 1, 4, 3, 6, 5), "too far out of order"),  # three swaps
+    ],
+)  # fmt: skip
+def test_orders_of_stages(stages: tuple[int, ...], fault: str) -> None:
+    assert fault in fault_of(stages) and bool(fault) == bool(fault_of(stages))
+
+
+@pytest.mark.parametrize(
+    ("stages", "skip", "length"), [(6, 1 / 3, 4), (8, 0.25, 6), (4, 0.0, 4), (4, 0.25, 3), (1, 0, 1)]
+)
+def test_the_length_of_a_path(stages: int, skip: float, length: int) -> None:
+    assert path_length(stages, skip) == length
+
+
+@given(st.integers(1, 9), st.integers(2, 10), st.integers(2, 10))
+def test_visits_are_even(chains: int, stages: int, length: int) -> None:
+    """P2: every stage but the first is visited as often as any other, up to one."""
+    if not stages - 3 <= length <= stages or chains * (length - 1) < stages - 1:
+        return
+    found = visits(chains, stages, length, PUBLISHED)
+    assert all(len(path) == length and not fault_of(path) for path in found)
+    counts = [sum(stage in path for path in found) for stage in range(1, stages)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_what_cannot_be_visited_is_refused_with_what_can() -> None:
+    with pytest.raises(ValueError, match=r"nearest skip that can be planned is 0\.\d0"):
+        visits(9, 10, 2, Limits(max_jump=4))
+    with pytest.raises(ValueError, match="5 paths are needed: 15 nodes, or fewer stages"):
+        visits(4, 10, 3, PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "stages", "seconds"),
+    [
+        ((0, 2, 4), (0, 1, 2), 15.75),
+        ((0, 4, 2), (0, 2, 1), 15.75),
+        ((1, 3, 5), (0, 1, 2), 15.75),
+        ((0, 4, 7), (0, 2, 3), 19.75),
+        ((0, 2, 4, 7), (0, 1, 2, 3), 22.25),
+        ((1, 3, 5, 6), (0, 1, 2, 3), 20.25),
+    ],
+)
+def test_the_tiny_latencies(nodes: tuple[int, ...], stages: tuple[int, ...], seconds: float) -> None:
+    """2·cycle + 7.75; reversing a cycle of symmetric links costs nothing."""
+    delays = tiny_delays()
+    assert latency_s(nodes, stages, TINY, delays) == chain_s(nodes, stages, TINY, delays) == seconds
+    assert simulate([Route(nodes=nodes, stages=stages)], TINY, delays).makespan_s == seconds
+
+
+def test_the_closed_form_of_a_chain() -> None:
+    """R·latency + (m − 1)·b, or a node that is never idle. It leaves out that losses wait behind forwards."""
+    work = Work(layer_s=(1.0, 1.0), layers=(1, 1), slots=(3, 3), microbatches=6, gap_s=0.5)
+    assert chain_s((0, 1), (0, 1), work, [[0.0, 10.0], [10.0, 0.0]]) == 2 * (2 * 2.5 + 0.25 + 40.0) + 2 * 3.0
+    assert chain_s((0, 1), (0, 1), work, [[0.0, 0.0], [0.0, 0.0]]) == 5.25 + 5 * 3.0
+    work = Work(layer_s=(0.44,) * 4, layers=(1,) * 4, slots=(3,) * 4, microbatches=6, gap_s=0.13)
+    delays = [[0.0 if u == v else 1.0 + 0.2 * (u + v) for v in range(4)] for u in range(4)]
+    route = Route(nodes=(0, 1, 2, 3), stages=(0, 1, 2, 3))
+    exact = simulate([route], work, delays).makespan_s
+    assert chain_s(route.nodes, route.stages, work, delays) == pytest.approx(exact, rel=0.05), "a few percent"
+
+
+# --- The simulator
+
+
+def test_two_forwards_collide() -> None:
+    """They reach a node at 3.0 and 3.4: it begins at 3.0 and 4.0, the second waits 0.6 s."""
+    work = Work(layer_s=(1.0, 1.0, 1.0), layers=(1, 1), slots=(2, 2, 2), microbatches=1)
+    delays = [[0.0, 9.0, 2.0], [9.0, 0.0, 2.4], [2.0, 2.4, 0.0]]
+    routes = [Route(nodes=(0, 2), stages=(0, 1)), Route(nodes=(1, 2), stages=(0, 1))]
+    outcome = simulate(routes, work, delays, keep=True)
+    there = [piece for piece in outcome.pieces if piece.node == 2 and piece.kind == "F"]
+    assert [piece.start_s for piece in there] == [3.0, 4.0]
+    assert [piece.waited_s for piece in there] == pytest.approx([0.0, 0.6])
+
+
+def test_a_source_sends_on_when_one_returned_and_its_paths_take_turns() -> None:
+    work = Work(layer_s=(1.0, 1.0), layers=(1, 1), slots=(1, 1), microbatches=3)
+    outcome = simulate([Route(nodes=(0, 1), stages=(0, 1))], work, [[0.0, 1.0], [1.0, 0.0]])
+    assert outcome.makespan_s == 3 * (2 * 2.5 + 0.25 + 4.0)
+    work = Work(layer_s=(1.0,) * 3, layers=(1, 1), slots=(2,) * 3, microbatches=4)
+    routes = [Route(nodes=(0, 1), stages=(0, 1)), Route(nodes=(0, 2), stages=(0, 1))]
+    outcome = simulate(routes, work, [[0.0] * 3] * 3, keep=True)
+    assert [outcome.busy_s[1], outcome.busy_s[2]] == [5.0, 5.0]
+
+
+Step = tuple[list[Route], Work, list[list[float]]]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Up to four sources, whose paths in order may share nodes."""
+    stages, sources, replicas = draw(st.integers(2, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    nodes = sources + (stages - 1) * replicas
+    length = draw(st.integers(2, stages))
+    increasing = ((0, *others) for others in itertools.combinations(range(1, stages), length - 1))
+    ways = [order for order in increasing if not fault_of(order)]
+    routes = []
+    for source in range(sources):
+        order = draw(st.sampled_from(ways))
+        own = [source, *(sources + (s - 1) * replicas + draw(st.integers(0, replicas - 1)) for s in order[1:])]
+        routes.append(Route(nodes=tuple(own), stages=order))
+
+    def several(of: st.SearchStrategy[float], count: int) -> tuple[float, ...]:
+        return tuple(draw(st.lists(of, min_size=count, max_size=count)))
+
+    work = Work(
+        layer_s=several(st.floats(0.1, 3.0), nodes),
+        layers=several(st.integers(1, 4), stages),  # type: ignore[arg-type]
+        slots=several(st.integers(1, 3), nodes),  # type: ignore[arg-type]
+        microbatches=draw(st.integers(1, 5)),
+        gap_s=draw(st.floats(0.0, 0.5)),
     )
-    return replace(task, **more)  # type: ignore[arg-type]
+    return routes, work, [list(several(st.floats(0.0, 5.0), nodes)) for _ in range(nodes)]
+
+
+@settings(max_examples=60)
+@given(steps())
+def test_a_simulated_step_is_possible_whole_not_below_its_bounds_and_always_the_same(step: Step) -> None:
+    """P3, P4: nodes do one thing at a time and keep to their slots; P forwards, one loss, P backwards of each."""
+    routes, work, _ = step
+    outcome = simulate(*step, keep=True)
+    assert outcome.stalled == 0, "nobody waits for ever on paths in order"
+    assert outcome.makespan_s >= max(bounds_s(*step)) * (1 - 1e-12)
+    done = collections.Counter((piece.source, piece.microbatch, piece.kind) for piece in outcome.pieces)
+    for route, number in itertools.product(routes, range(work.microbatches)):
+        found = [done[route.source, number, kind] for kind in ("F", "L", "B")]
+        assert found == [len(route.nodes), 1, len(route.nodes)]
+    for node in {piece.node for piece in outcome.pieces}:
+        own = sorted((p for p in outcome.pieces if p.node == node), key=lambda piece: piece.start_s)
+        for before, after in itertools.pairwise(own):
+            assert after.start_s >= before.stop_s + work.gap_s - 1e-9
+        kept = 0
+        for piece in own:
+            kept += piece.kind == "F"
+            assert kept <= work.slots[node]
+            kept -= piece.kind == "B"
+    assert simulate(*step, keep=True) == outcome
+
+
+# --- Planned paths
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_tiny_optimum(seed: int) -> None:
-    """0-2-4 and 1-3-5, or the same cycles the other way round."""
-    found = plan_paths(tiny(3, seed=seed))
-    assert found.makespan_s == 15.75
-    assert {frozenset(route.nodes) for route in found.routes} == {frozenset({0, 2, 4}), frozenset({1, 3, 5})}
-
-
-def test_full_pipelines_of_the_tiny_instance() -> None:
-    """22.25 and 20.25 are 0-2-4-7 and 1-3-5-6; nothing in order is faster."""
-    found = plan_paths(tiny(4))
-    assert found.makespan_s == 22.25
-    assert {route.nodes for route in found.routes} == {(0, 2, 4, 7), (1, 3, 5, 6)}
+@pytest.mark.parametrize(
+    ("length", "limits", "makespan_s", "paths"),
+    [(3, PUBLISHED, 15.75, [{0, 2, 4}, {1, 3, 5}]), (4, IN_ORDER, 22.25, [{0, 2, 4, 7}, {1, 3, 5, 6}])],
+)
+def test_the_tiny_optimum(seed: int, length: int, limits: Limits, makespan_s: float, paths: list[set[int]]) -> None:
+    """Of cycles, in either direction; of full pipelines nothing in order is faster."""
+    found = plan_paths(
+        Task(
+            work=TINY, message_s=tiny_delays(), stages=4, length=length, limits=limits, stage_of=TINY_STAGES, seed=seed
+        )
+    )
+    assert found.makespan_s == makespan_s
+    assert sorted(map(sorted, (route.nodes for route in found.routes))) == [sorted(path) for path in paths]
 
 
 def task_of(count: int, stages: int, length: int, seed: int, *, pinned: bool = False, slots: int = 3) -> Task:
-    inventory = world(count, stages=stages, skip=0.0)
-    work = Work(
-        layer_s=(0.1,) * count, layers=(3,) * stages, slots=(slots,) * count, microbatches=4, gap_s=0.1
-    )  # fmt: skip
     return Task(
-        work=work,
-        message_s=fabric_of(inventory).message_s,
+        work=Work(
+            layer_s=(0.1,) * count, layers=(3,) * stages, slots=(slots,) * count, microbatches=4, gap_s=0.1
+        ),
+        message_s=fabric_of(world(count, stages=stages, skip=0.0)).message_s,
         stages=stages,
         length=length,
         limits=PUBLISHED if length < stages else IN_ORDER,
         stage_of=tuple(node % stages for node in range(count)) if pinned else None,
         seed=seed,
         effort=0.2,
-    )
+    )  # fmt: skip
 
 
-def check(task: Task, found: Paths) -> None:
-    """P1 and P2."""
-    users = collections.Counter[int]()
+def planned(task: Task) -> Paths:
+    """P1 and P2 hold of them."""
+    found, users = plan_paths(task), collections.Counter[int]()
     for route in found.routes:
         assert len(route.nodes) == task.length and not fault_of(route.stages, task.limits)
         assert all(found.stage_of[node] == stage for node, stage in zip(route.nodes, route.stages, strict=True))
@@ -72,39 +226,27 @@ def check(task: Task, found: Paths) -> None:
     assert found.makespan_s >= found.bound_s * (1 - 1e-12)
     assert sum(found.work.layers) == sum(task.work.layers) and min(found.work.layers) >= 1
     assert set(found.stage_of) == set(range(task.stages))
-    if task.stage_of is not None:
-        assert found.stage_of == task.stage_of
+    assert task.stage_of in (None, found.stage_of)
+    return found
+
+
+SEEDS = st.integers(0, 999)
 
 
 @settings(max_examples=12)
-@given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 999))
-def test_chosen_stages(chains: int, over: int, seed: int) -> None:
-    task = task_of(4 * max(2, chains) + over, 5, 4, seed)
-    check(task, plan_paths(task))
-
-
-@settings(max_examples=12)
-@given(st.integers(2, 5), st.integers(0, 3), st.integers(0, 999))
-def test_given_stages(replicas: int, over: int, seed: int) -> None:
-    task = task_of(4 * replicas + over, 4, 4, seed, pinned=True)
-    check(task, plan_paths(task))
+@given(st.integers(2, 6), st.integers(0, 3), SEEDS)
+def test_plans_of_chosen_and_of_given_stages_hold_what_they_promise(chains: int, over: int, seed: int) -> None:
+    task = task_of(4 * chains + over, 5, 4, seed)
+    assert planned(task) == plan_paths(task), "the same from the same seed"
+    planned(task_of(4 * min(chains, 5) + over, 4, 4, seed, pinned=True))
 
 
 @settings(max_examples=8)
-@given(st.integers(0, 999))
+@given(SEEDS)
 def test_more_sources_than_replicas_share_them(seed: int) -> None:
     """Five sources over three replicas of each stage, as where a published plan is compared with full pipelines."""
     task = replace(task_of(17, 5, 5, seed), stage_of=(0,) * 5 + tuple(1 + node // 3 for node in range(12)))
-    found = plan_paths(task)
-    check(task, found)
-    assert len(found.routes) == 5
-
-
-@settings(max_examples=5)
-@given(st.integers(0, 999))
-def test_the_same_seed_gives_the_same_paths(seed: int) -> None:
-    task = task_of(18, 5, 4, seed)
-    assert plan_paths(task) == plan_paths(task)
+    assert len(planned(task).routes) == 5
 
 
 def test_planned_paths_beat_random_ones() -> None:
@@ -114,32 +256,22 @@ def test_planned_paths_beat_random_ones() -> None:
 
 
 @settings(max_examples=10)
-@given(st.integers(0, 999))
+@given(SEEDS)
 def test_more_moves_end_no_worse_than_they_began(seed: int) -> None:
     """The best is kept: a search never gives back less than it was given."""
     task = task_of(20, 5, 4, seed)
-    start = Chains(
-        nodes=tuple(tuple(range(4 * one, 4 * one + 4)) for one in range(5)), stages=((0, 1, 2, 3),) * 5
-    )  # fmt: skip
-    seconds = [
-        step_s(anneal(start, task.work, task.message_s, moves=moves, seed=seed, pinned=False, limits=PUBLISHED),
-               task.work, task.message_s)
-        for moves in (1, 3000)
-    ]  # fmt: skip
-    assert seconds[1] <= step_s(start, task.work, task.message_s)
-    assert seconds[0] <= step_s(start, task.work, task.message_s)
+    start = Chains(nodes=tuple(tuple(range(4 * one, 4 * one + 4)) for one in range(5)), stages=((0, 1, 2, 3),) * 5)
+    for moves in (1, 3000):
+        found = anneal(start, task.work, task.message_s, moves=moves, seed=seed, pinned=False, limits=PUBLISHED)
+        assert step_s(found, task.work, task.message_s) <= step_s(start, task.work, task.message_s)
 
 
-def test_slow_nodes_share_a_stage_of_fewer_layers() -> None:
+def test_slow_nodes_share_a_stage_of_fewer_layers_and_memory_is_kept() -> None:
     task = task_of(12, 3, 3, 0)
     slow = replace(task.work, layer_s=tuple(0.4 if node % 3 == 0 else 0.1 for node in range(12)), layers=(8, 8, 8))
     found = plan_paths(replace(task, work=slow))
     homes = {found.stage_of[node] for node in range(0, 12, 3)}
     assert len(homes) == 1 and found.work.layers[homes.pop()] < 8
-
-
-def test_memory_is_kept() -> None:
-    task = task_of(12, 3, 3, 0)
     small = replace(task.work, max_layers=tuple(2 if node < 4 else 9 for node in range(12)))
     found = plan_paths(replace(task, work=small))
     assert all(found.work.layers[found.stage_of[node]] <= 2 for node in range(4))
@@ -147,10 +279,11 @@ def test_memory_is_kept() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     task = task_of(12, 3, 3, 0)
-    with pytest.raises(ValueError, match="no split of the layers fits the memory"):
-        plan_paths(replace(task, work=replace(task.work, max_layers=(2,) * 12)))
-    with pytest.raises(ValueError, match="no path of measured links"):
-        plan_paths(replace(task, message_s=[[0.0 if u == v else 1e6 for v in range(12)] for u in range(12)]))
-    crowded = task_of(6, 3, 3, 0, slots=1)
-    with pytest.raises(ValueError, match="give nodes more slots"):
-        plan_paths(replace(crowded, stage_of=(0, 0, 0, 1, 1, 2)))
+    cut_off = [[0.0 if u == v else 1e6 for v in range(12)] for u in range(12)]
+    for wrong, words in (
+        (replace(task, work=replace(task.work, max_layers=(2,) * 12)), "no split of the layers fits the memory"),
+        (replace(task, message_s=cut_off), "no path of measured links"),
+        (replace(task_of(6, 3, 3, 0, slots=1), stage_of=(0, 0, 0, 1, 1, 2)), "give nodes more slots"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plan_paths(wrong)

@@ -1,0 +1,170 @@
+"""The sync of a plan: bits and steps of a node, lighter terms, topologies, and when a new plan is worth the switch."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from farloop.algo.bit_allocation import Candidate, by_multiplier
+from farloop.coordinator.routing.sync_plan import (
+    Pace,
+    choose,
+    dylu_h,
+    lighter,
+    steps_within,
+    utilization,
+    worth_switching,
+)
+from farloop.coordinator.routing.topology import (
+    Hub,
+    Prediction,
+    Site,
+    Worker,
+    relay_of,
+    relays,
+    ring,
+    ring_of_relays,
+    sharded,
+    star,
+)
+
+
+def test_ten_percent_is_what_a_switch_is_worth() -> None:
+    assert worth_switching(10.0, 8.9) and not worth_switching(10.0, 9.1)
+
+
+# --- Bits and steps: rounds end alike
+
+FAST, MIDDLE, SLOW = (
+    Pace(step_s=0.5, bytes_per_s=125e6),
+    Pace(step_s=0.8, bytes_per_s=25e6),
+    Pace(step_s=1.25, bytes_per_s=6.25e6),
+)
+
+
+def test_the_worked_example_of_rates() -> None:
+    assert [dylu_h(100, pace.step_s, 0.5) for pace in (FAST, MIDDLE, SLOW)] == [100, 62, 40]
+    assert steps_within(MIDDLE, 50.8, 100e6, 8) == 58
+    assert [steps_within(SLOW, 50.8, 100e6, bits) for bits in (8, 4, 2)] == [27, 34, 37]
+    found = choose([FAST, MIDDLE, SLOW], h=100, parameters=100e6, bits=(8, 4, 2))
+    assert [(rate.bits, rate.h) for rate in found] == [(8, 100), (8, 58), (4, 34)]
+    beside = choose([FAST, SLOW], h=100, parameters=100e6, bits=(8,), overlap=True)
+    assert [rate.h for rate in beside] == [100, 40], "a transfer beside the training costs no steps"
+
+
+@pytest.mark.parametrize(("sync_s", "share"), [(103, 0.957), (382, 0.857), (469, 0.829)])
+def test_utilisation_of_a_published_run(sync_s: float, share: float) -> None:
+    """38 minutes between syncs, as reported of INTELLECT-1."""
+    assert utilization(1, 2280.0, sync_s) == pytest.approx(share, abs=0.0006)
+
+
+PACE = st.builds(Pace, step_s=st.floats(0.2, 2.0), bytes_per_s=st.floats(1e6, 1e9))
+PACES = st.lists(PACE, min_size=1, max_size=6)
+
+
+@given(PACES, st.integers(1, 300))
+def test_rounds_end_alike_and_nobody_drifts_four_times_as_far_as_another(paces: list[Pace], h: int) -> None:
+    """|Hᵢ·τᵢ + commᵢ − T*| ≤ τᵢ, but where H was bounded."""
+    found = choose(paces, h=h, parameters=50e6, bits=(8, 4, 2))
+    assert max(rate.h for rate in found) <= 4 * min(rate.h for rate in found)
+    fast = min(range(len(paces)), key=lambda one: (paces[one].step_s, -paces[one].bytes_per_s))
+    goal = h * paces[fast].step_s + 50e6 / paces[fast].bytes_per_s
+    least = max(rate.h for rate in found) / 4
+    for pace, rate in zip(paces, found, strict=True):
+        if h >= 10 and rate.h > least + 1:
+            assert abs(rate.round_s - goal) <= pace.step_s * (1 + 1e-6)
+
+
+@given(PACE, st.integers(10, 300), st.floats(1.0, 10.0))
+@example(Pace(step_s=1.0, bytes_per_s=1e6), 12, 10.0)  # of a link that is too slow for a round whatever the bits
+def test_a_faster_link_never_means_fewer_bits_nor_fewer_steps_at_the_same_bits(
+    slow: Pace, h: int, factor: float
+) -> None:
+    """Against a fast node that stays as it is."""
+    anchor, quick = Pace(step_s=0.1, bytes_per_s=1e9), Pace(step_s=slow.step_s, bytes_per_s=slow.bytes_per_s * factor)
+    one, other = (choose([anchor, pace], h=h, parameters=50e6, bits=(8, 4, 2))[1] for pace in (slow, quick))
+    assert other.bits >= one.bits
+    assert steps_within(quick, h * 0.5, 50e6, 4) >= steps_within(slow, h * 0.5, 50e6, 4)
+
+
+def test_the_golden_bits_of_layers() -> None:
+    """n = 1, 4, 8 M, variances 9, 1, ¼: 5, 4 and 3 bits, 45 Mbit against 52 of 4 bits everywhere."""
+    bits = (2, 3, 4, 5, 6, 8)
+    tables = [[Candidate(bits=n * b, error=n * v * 4.0**-b) for b in bits] for n, v in ((1, 9.0), (4, 1.0), (8, 0.25))]
+    budget = sum(table[2].error for table in tables)
+    assert budget == pytest.approx(0.05859, abs=5e-6)
+    found = by_multiplier(tables, budget)
+    assert [bits[index] for index in found.indices] == [5, 4, 3]
+    assert (found.bits, found.error) == (45, pytest.approx(0.05566, abs=5e-6))
+
+
+# --- Lighter terms for a node that has become slow, where rounds gain enough by them
+
+USUAL = Pace(step_s=0.2, bytes_per_s=20e6)
+
+
+def paces(slow: Pace) -> dict[str, Pace]:
+    return {**{f"n{number}": USUAL for number in range(7)}, "n7": slow}
+
+
+def test_a_link_that_is_eight_times_slower_is_sent_fewer_bits() -> None:
+    slow = Pace(step_s=0.2, bytes_per_s=2.5e6)
+    advice = lighter("n7", paces(slow), h=50, parameters=100e6, bits=8)
+    assert advice is not None and (advice.node, advice.bits) == ("n7", 2) and 1 <= advice.h < 50
+    assert advice.round_s == pytest.approx(50 * 0.2 + 40.0)
+    assert advice.then_s == pytest.approx(advice.h * 0.2 + 10.0)
+    assert "n7 at 2 bits" in advice.reason
+
+
+def test_a_node_that_computes_slowly_does_fewer_steps() -> None:
+    advice = lighter("n7", paces(Pace(step_s=0.6, bytes_per_s=20e6)), h=50, parameters=100e6, bits=4)
+    assert advice is not None and advice.h < 50 and advice.then_s < 0.5 * advice.round_s
+
+
+@pytest.mark.parametrize(
+    ("node", "known", "overlap"),
+    [
+        ("n7", paces(Pace(step_s=0.21, bytes_per_s=18e6)), False),  # it gains little
+        ("n7", paces(Pace(step_s=0.2, bytes_per_s=10e6)), True),  # it trains meanwhile
+        ("nobody", paces(USUAL), False),  # it was never measured
+        ("n0", {"n0": USUAL}, False),  # nor was anybody else
+    ],
+)
+def test_what_gains_nothing_is_not_worth_other_terms(node: str, known: dict[str, Pace], overlap: bool) -> None:
+    assert lighter(node, known, h=50, parameters=100e6, bits=4, overlap=overlap) is None
+
+
+# --- Topologies: predicted seconds of star, shards, relays and rings
+
+WORKERS = [Worker(up=25e6, down=25e6, latency_s=0.04, payload=100e6, reachable=True)] * 16
+SITES = [Site(workers=tuple(range(first, first + 4)), rate=1250e6) for first in (0, 4, 8, 12)]
+HUB = Hub(down=125e6, up=125e6)
+
+
+def test_the_worked_example_of_topologies() -> None:
+    assert star(WORKERS, HUB).up_s == pytest.approx(12.84)
+    assert star(WORKERS, HUB).round_s == pytest.approx(25.68)
+    assert sharded(WORKERS, [HUB] * 2).round_s == pytest.approx(12.88)
+    assert sharded(WORKERS, [HUB] * 4).round_s == pytest.approx(8.08)
+    tree = relays(WORKERS, SITES, HUB)
+    assert (tree.up_s, tree.round_s) == pytest.approx((4.28, 8.56))
+    assert tree.relays == (0, 4, 8, 12)
+    assert relays(WORKERS, SITES, HUB, chunks=64).up_s == pytest.approx(4.04, abs=0.005)
+    exact = relays(WORKERS, SITES, HUB, widened=1.5)
+    assert (exact.up_s, exact.round_s) == pytest.approx((6.28, 10.56))
+    assert ring(100e6, [25e6] * 16, 0.04).round_s == pytest.approx(8.7)
+    heads = ring_of_relays(WORKERS, SITES)
+    assert heads is not None and heads.round_s == pytest.approx(6.72)
+    assert star(WORKERS, Hub(down=1e12, up=1e12, sums=10e6)).up_s == 160.0, "slow sums make a star slow"
+    both_ways = Prediction(name="", up_s=10.0, down_s=6.0)
+    assert (both_ways.overlapped_s(8), both_ways.overlapped_s(1)) == (12.0, 16.0)
+
+
+def test_the_relay_is_the_one_with_the_fastest_way_out_that_can_be_dialled() -> None:
+    workers = [
+        Worker(up=rate, down=rate, latency_s=0.0, payload=1e6, reachable=True) for rate in (1e6, 9e6, 9e6, 5e6)
+    ]  # fmt: skip
+    assert relay_of(workers, Site(workers=(0, 1, 2, 3))) == 1
+    quiet = [Worker(up=25e6, down=25e6, latency_s=0.04, payload=100e6)] * 16
+    assert relay_of(quiet, SITES[0]) is None and ring_of_relays(quiet, SITES) is None
+    plain, tree = star(quiet, HUB), relays(quiet, SITES, HUB)
+    assert tree.relays == () and tree.round_s == pytest.approx(plain.round_s)
