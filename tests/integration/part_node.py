@@ -1,10 +1,9 @@
 """A node that has some stages of a model in its memory, and no other layer of it.
 
     python part_node.py init FILE
-    python part_node.py train tcp://HOST:PORT NAME STAGE[,STAGE] [--unsaid]
+    python part_node.py train tcp://HOST:PORT NAME STAGE[,STAGE]
 
-Every layer learns to double what comes in, by itself: here no layer needs another. `--unsaid` does not tell that the
-module is a part.
+Every layer learns to double what comes in, by itself: here no layer needs another.
 """
 
 import argparse
@@ -41,9 +40,8 @@ class Part(nn.Module):
         return torch.stack([nn.functional.mse_loss(layer(x), 2 * x) for layer in linear]).mean()
 
 
-def train(coordinator: str, name: str, stages: tuple[int, ...], *, said: bool) -> None:
-    holds = stages if said else None
-    with join(coordinator, Part(stages), name=name, state_dir=Path(name), holds=holds, timeout_s=60.0) as node:
+def train(coordinator: str, name: str, stages: tuple[int, ...]) -> None:
+    with join(coordinator, Part(stages), name=name, state_dir=Path(name), holds=stages, timeout_s=60.0) as node:
         torch.manual_seed(sum(name.encode()))
         while node.running:
             time.sleep(STEP_S)
@@ -62,13 +60,12 @@ def main() -> int:
     trains.add_argument("coordinator")
     trains.add_argument("name")
     trains.add_argument("stages", type=lambda text: tuple(map(int, text.split(","))))
-    trains.add_argument("--unsaid", action="store_true")
     given = parser.parse_args()
     if given.command == "init":
         save_file(dict(Part(STAGES).state_dict()), given.file)
         return 0
     try:
-        train(given.coordinator, given.name, given.stages, said=not given.unsaid)
+        train(given.coordinator, given.name, given.stages)
     except NodeError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

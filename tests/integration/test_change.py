@@ -40,27 +40,3 @@ def test_a_run_changes_its_terms_survives_a_crash_and_ends_equal(new_run: NewRun
     assert (status["run"]["codec_up"], status["run"]["h"], status["alarms"]) == ("q8", 5, [])
     assert [node["inner_steps"] for node in status["nodes"]] == [150, 150]
     assert [node["incarnation"] for node in status["nodes"]] == [1, 1]
-
-
-def test_a_node_gets_a_codec_and_steps_of_its_own_while_the_run_goes_on(new_run: NewRun) -> None:
-    run = new_run(steps=120, **{**PACED, "h": 6})
-    coordinator, a, b = run.start_coordinator(), run.start_metronome("a", pace_s=0.4), run.start_node("b")
-    run.until("every fragment has two versions", lambda status: min(status["versions"]) >= 2)
-
-    answer = set_terms(run, "codec_up_of.b=q8", "h_share_of.b=0.5")
-    assert answer.returncode == ExitCode.DONE, answer.stderr
-    refused = set_terms(run, "codec_up_of.bb=q8")
-    assert refused.returncode == ExitCode.REFUSED and "there is no node bb in this run" in refused.stderr
-    own = run.until("b has steps of its own", lambda status: any("h" in node for node in status["nodes"]))
-    (node,) = [node for node in own["nodes"] if "h" in node]
-    assert (node["name"], node["codec_up"], 2 * node["h"]) == ("b", "q8", own["run"]["h"])
-    run.hurry()
-    status = run.until_done(coordinator, a, b)
-    assert_all_agree(run, status, "a", "b")
-    steps = {node["name"]: node["inner_steps"] for node in status["nodes"]}
-    assert steps["a"] == 120 and 60 <= steps["b"] < 120 and status["alarms"] == []
-    words = ["explain", str(max(status["versions"]) - 1), "--state", str(run.state_dir), "--json"]
-    command = [sys.executable, *FARLOOP, *words]
-    explained = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    rows = {row["node"]: row for facts in json.loads(explained.stdout) for row in facts["arrived"]}
-    assert "codec" not in rows["a"] and rows["b"]["codec"] == "q8"

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from loopback import NewRun
+from plain_runs import plain_progress
 
 from farloop.algo.spec import NodeId
 from farloop.monitoring import endpoint as endpoint_module
 from farloop.monitoring.endpoint import Endpoint, EndpointError, Response
-from farloop.node.metrics import Metrics, serve
+from farloop.node.metrics import STANDSTILL_S, Metrics, serve
 
 pytestmark = pytest.mark.integration
 
@@ -24,7 +25,9 @@ def broken() -> Response:
     raise RuntimeError("the secret is 42")
 
 
+POLICY = {"content-security-policy": "default-src 'none'"}
 ROUTES = {
+    "/": lambda: Response(body=b"a page", headers=tuple(POLICY.items())),
     "/status": lambda: Response(content_type="application/json", body=b'{"round": 7}'),
     "/ready": lambda: Response(status=503, body=b"not yet\n"),
     "/broken": broken,
@@ -42,40 +45,30 @@ def ask(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
         connection.close()
 
 
-def test_a_route_answers_with_its_status_type_and_body() -> None:
+@pytest.mark.parametrize(
+    ("method", "path", "status", "headers", "body"),
+    [
+        (
+            "GET",
+            "/status?pretty=1",
+            200,
+            {"content-type": "application/json", "content-length": "12", "cache-control": "no-store"},
+            b'{"round": 7}',
+        ),
+        ("GET", "/ready", 503, {}, b"not yet\n"),
+        ("GET", "/", 200, {**POLICY, "x-content-type-options": "nosniff"}, b"a page"),
+        ("HEAD", "/status", 200, {"content-length": "12"}, b""),
+        ("GET", "/nope", 404, {}, b"/\n/broken\n/ready\n/status\n"),
+        ("POST", "/status", 405, {"allow": "GET, HEAD"}, b""),
+    ],
+)
+def test_a_route_answers_with_its_status_headers_and_body(
+    method: str, path: str, status: int, headers: dict[str, str], body: bytes
+) -> None:
+    """An unknown page lists the known ones; writing is refused and says what is allowed."""
     with Endpoint("127.0.0.1", 0, ROUTES) as endpoint:
-        status, headers, body = ask(endpoint.port, "GET", "/status?pretty=1")
-        assert (status, headers["content-type"], body) == (200, "application/json", b'{"round": 7}')
-        assert headers["content-length"] == "12"
-        assert headers["cache-control"] == "no-store"
-        assert ask(endpoint.port, "GET", "/ready")[::2] == (503, b"not yet\n")
-
-
-def test_a_route_may_send_headers_of_its_own() -> None:
-    policy = (("Content-Security-Policy", "default-src 'none'"),)
-    with Endpoint("127.0.0.1", 0, {"/": lambda: Response(body=b"a page", headers=policy)}) as endpoint:
-        _, headers, body = ask(endpoint.port, "GET", "/")
-        assert (headers["content-security-policy"], body) == ("default-src 'none'", b"a page")
-        assert headers["x-content-type-options"] == "nosniff"
-
-
-def test_head_has_the_headers_without_the_body() -> None:
-    with Endpoint("127.0.0.1", 0, ROUTES) as endpoint:
-        status, headers, body = ask(endpoint.port, "HEAD", "/status")
-        assert (status, headers["content-length"], body) == (200, "12", b"")
-
-
-def test_an_unknown_page_lists_the_known_ones() -> None:
-    with Endpoint("127.0.0.1", 0, ROUTES) as endpoint:
-        status, _, body = ask(endpoint.port, "GET", "/nope")
-        assert status == 404
-        assert body.decode().splitlines()[1:] == ["/broken", "/ready", "/status"]
-
-
-def test_writing_is_refused_and_says_what_is_allowed() -> None:
-    with Endpoint("127.0.0.1", 0, ROUTES) as endpoint:
-        status, headers, _ = ask(endpoint.port, "POST", "/status")
-        assert (status, headers["allow"]) == (405, "GET, HEAD")
+        code, told, text = ask(endpoint.port, method, path)
+    assert (code, told | headers) == (status, told) and text.endswith(body)
 
 
 def test_a_failing_page_is_one_line_outside_and_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -300,3 +293,48 @@ def test_closing_frees_the_port() -> None:
     first.close()
     with Endpoint("127.0.0.1", port, ROUTES) as second:
         assert ask(second.port, "GET", "/status")[0] == 200
+
+
+# --- a node's pages
+
+
+def page(port: int, path: str) -> tuple[int, str]:
+    status, _, body = ask(port, "GET", path)
+    return status, body.decode()
+
+
+def test_a_node_is_alive_from_the_first_moment_and_ready_once_it_trains() -> None:
+    metrics = Metrics(NodeId("a"))
+    with serve("127.0.0.1:0", metrics) as endpoint:
+        assert page(endpoint.port, "/healthz") == (200, "alive\n")
+        assert page(endpoint.port, "/readyz") == (503, "starting\n")
+        status, text = page(endpoint.port, "/metrics")
+        assert status == 200 and "farloop_" not in text  # nothing is known yet but its process
+        metrics.saw(plain_progress(state="joining", detail="the coordinator"), versions={}, connected=False)
+        assert page(endpoint.port, "/readyz") == (503, "joining: the coordinator\n")
+        metrics.saw(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
+        assert page(endpoint.port, "/readyz") == (200, "training\n")
+        status, text = page(endpoint.port, "/metrics")
+        assert status == 200 and 'farloop_node_inner_steps_total{node="a"} 7.0' in text
+
+
+def test_a_node_whose_training_thread_has_been_silent_for_long_is_not_alive() -> None:
+    now = 1000.0
+    metrics = Metrics(NodeId("a"), clock=lambda: now)
+    with serve("127.0.0.1:0", metrics) as endpoint:
+        now += 10 * STANDSTILL_S  # it may wait for a coordinator for as long as it likes
+        assert page(endpoint.port, "/healthz")[0] == 200
+        metrics.saw(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
+        now += STANDSTILL_S
+        assert page(endpoint.port, "/healthz")[0] == 200
+        now += 1
+        assert page(endpoint.port, "/healthz") == (503, "no inner step has ended for 601 s\n")
+        metrics.saw(plain_progress(inner_steps=7), versions={0: 0}, connected=True)
+        assert page(endpoint.port, "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("address", ["", "9710", ":9710", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:70000"])
+def test_an_address_that_is_none_is_one_line(address: str) -> None:
+    with pytest.raises(EndpointError) as caught:
+        serve(address, Metrics(NodeId("a")))
+    assert "\n" not in str(caught.value)

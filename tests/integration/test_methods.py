@@ -2,7 +2,7 @@
 simulation is."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -31,15 +31,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 STEPS, H = 48, 12
 """Four rounds on the samples of each node's first grant: later ones would depend on who reports first."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums are grouped as in the nodes, whose threads are one each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,8 +6,6 @@ import pytest
 from loopback import NewRun, Run, assert_all_agree, merged_since
 from safetensors.torch import load_file
 
-from farloop.config.exit_codes import ExitCode
-
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 PART_NODE = Path(__file__).with_name("part_node.py")
@@ -46,15 +44,3 @@ def test_two_pipelines_of_two_stages_agree_fragment_by_fragment_though_a_stage_d
     assert versions[3][0] == ["a1", "b1"] and versions[3][-1] == versions[4][-1] == ["a1"]
     first, last = (load_file(run.folder / name) for name in ("own.safetensors", "state/model.safetensors"))
     assert first.keys() == last.keys() and not any((first[name] == last[name]).all() for name in first)
-
-
-def test_a_part_that_is_none_of_the_runs_is_one_line(new_run: NewRun) -> None:
-    run = cut_run(new_run, steps=60, method="diloco", h=6, nodes=1)
-    run.start_coordinator()
-    beyond = run.start("beyond", str(PART_NODE), "train", run.address, "beyond", "5")
-    unsaid = run.start("unsaid", str(PART_NODE), "train", run.address, "unsaid", "1", "--unsaid")
-    assert run.until_ended(beyond) == ExitCode.REFUSED
-    assert "holds stage 5, and the run's model has stages 0 to 1" in beyond.last_line
-    assert run.until_ended(unsaid) == ExitCode.REFUSED
-    assert "the run's model has a parameter" in unsaid.last_line and "holds" in unsaid.last_line
-    assert "Traceback" not in beyond.said + unsaid.said

@@ -1,20 +1,15 @@
 """A node joins behind a link that carries less than the run commits: the run goes on, and it takes part once it can."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import tiny_run
-import torch
-from loopback import PACED, NewRun, merged_since
-from torch import nn
 
 from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.coordinator.daemon import Coordinator
-from farloop.node.library import join
 from farloop.wire.limits import Limits
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -29,18 +24,7 @@ THIN, FAT = Link.parse("3kbit/20ms"), Link.parse("100mbit/1ms")
 def training(endpoint: str, folder: Path, name: str) -> Iterator[None]:
     """A node that trains until the block is left, and then goes without a word."""
     over = threading.Event()
-
-    def train() -> None:
-        with join(endpoint, tiny_run.model(), name=name, state_dir=folder, evaluate=lambda module: 1.0) as node:
-            while node.running and not over.is_set():
-                time.sleep(0.005)
-                x = torch.randn(len(node.samples), 16)
-                loss = nn.functional.mse_loss(node.model(x), 2 * x)
-                torch.autograd.backward(loss)
-                node.step(loss=loss.item())
-            node.abandon()
-
-    thread = threading.Thread(target=train, name=name)
+    thread = threading.Thread(target=lambda: tiny_run.train(endpoint, folder, name, pace_s=0.005, over=over), name=name)
     thread.start()
     try:
         yield
@@ -75,20 +59,3 @@ def test_a_joiner_behind_a_thin_link_stops_nobody_and_takes_part_once_its_link_a
                 thread.change(relay, FAT)
                 tiny_run.until(lambda: merged(coordinator, "c"))
     assert "session ended" not in caplog.text
-
-
-@pytest.mark.slow
-def test_a_joiner_at_64_kbits_between_processes(new_run: NewRun) -> None:
-    """300 updates more than the joiner takes: it was ended by 256."""
-    run = new_run(steps=20_000, **PACED)
-    coordinator = run.start_coordinator()
-    run.start_metronome("a", pace_s=0.01)
-    run.start_node("b")
-    run.until("both train", lambda s: merged_since(s, [0, 0, 0], "b"))
-    run.start_node("c", link="64kbit/50ms")
-    before = run.until("c has come", lambda s: any(n["name"] == "c" and n["connected"] for n in s["nodes"]))["versions"]
-    after = run.until("the others go on", lambda s: sum(s["versions"]) > sum(before) + 300)["versions"]
-    assert coordinator.running
-    run.change_link("c", "100mbit/1ms")
-    run.until("c takes part", lambda s: merged_since(s, after, "c"))
-    assert "session ended" not in coordinator.said

@@ -1,11 +1,16 @@
 """Whole runs of real processes: every method trains, and everybody ends with the same weights."""
 
 import math
-from collections.abc import Iterator
+import os
+import shutil
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
-from loopback import TEXT, NewRun, Run, assert_all_agree
+from loopback import FARLOOP, TEXT, NewRun, Run, assert_all_agree
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -17,16 +22,9 @@ from farloop.monitoring.status import Status
 from farloop.node.data import EvaluationSet, Samples, load_corpus
 from farloop.node.model import PRESETS, build
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is computed here shares the processors with nobody's spinning."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_two_nodes_train_by_streaming_to_the_end(new_run: NewRun) -> None:
@@ -50,15 +48,6 @@ def test_two_nodes_train_by_streaming_to_the_end(new_run: NewRun) -> None:
     assert "run tokyo is finished" in coordinator.last_line
 
 
-def test_two_nodes_train_by_diloco_to_the_end(new_run: NewRun) -> None:
-    run = new_run(steps=44, h=10, method="diloco", codec_up="e3m0", codec_down="bf16")
-    run.start_coordinator(), run.start_node("a"), run.start_node("b")
-    status = run.until_done()
-    assert_all_agree(run, status, "a", "b")
-    assert status["versions"] == [5], "four whole rounds and one cut short"
-    assert [node["inner_steps"] for node in status["nodes"]] == [44, 44]
-
-
 def test_data_parallel_is_one_adamw_over_both_batches(new_run: NewRun) -> None:
     """Protocol K: M nodes with batch B equal one torch process with batch M·B, to 1e-5."""
     run = new_run(steps=25, method="data-parallel", lr=1e-3, min_lr=1e-4)
@@ -72,6 +61,42 @@ def test_data_parallel_is_one_adamw_over_both_batches(new_run: NewRun) -> None:
     for name, weights in alone.items():
         difference = (together[name] - weights).norm() / weights.norm()
         assert difference < 1e-5, f"{name} differs by {difference:.2e} of its norm"
+
+
+def test_the_example_of_an_own_loop_trains_to_the_end(new_run: NewRun) -> None:
+    run = new_run()
+    shutil.copytree(EXAMPLES, run.folder / "examples")
+    assert run.until_ended(run.start("init", "examples/own_loop.py", "init", "out/own.safetensors")) == 0
+    run.state_dir = run.folder / "out" / "own" / "coordinator"
+    address = f"tcp://127.0.0.1:{run.port}"
+    ours = [f"coordinator.bind={address}", f"coordinator.http=127.0.0.1:{run.http}", "run.steps=60"]
+    sets = [word for setting in ours for word in ("--set", setting)]
+    run.start("coordinator", *FARLOOP, "coordinator", "examples/own-run.toml", *sets)
+    for name in ("a", "b"):
+        run.start(f"node-{name}", "examples/own_loop.py", "train", address, name)
+    status = run.until_done()
+    assert_all_agree(run, status, "a", "b")
+    assert all(node["inner_steps"] == 60 for node in status["nodes"])
+    losses = [event["loss"] for event in run.events("progress") if event["loss"] is not None]
+    assert losses[-1] < losses[0], losses
+
+
+def test_a_node_of_two_ranks_takes_part_like_any_other(new_run: NewRun) -> None:
+    run = new_run(steps=60, method="streaming", h=10, tau=2)
+    run.start_coordinator(), run.start_node("one")
+    two = run.start_node("two", nproc=2)
+    heard_on: set[str] = set()
+    while two.running:
+        heard_on |= listening(two.process.pid)
+        time.sleep(0.1)
+    status = run.until_done()
+    assert heard_on == {"127.0.0.1"}, "whoever reaches torch's ports can run code"
+    assert_all_agree(run, status, "one", "two")
+    assert [node["device"].split(" ")[0] for node in status["nodes"]] == ["1", "2"]
+    assert [node["inner_steps"] for node in status["nodes"]] == [60, 60]
+    assert [node["lost_steps"] for node in status["nodes"]] == [0, 0]
+    losses = [event["loss"] for event in run.events("evaluation")]
+    assert losses[-1] < losses[0], losses
 
 
 # --- what a run came to
@@ -107,6 +132,25 @@ def assert_model_is_as_good(run: Run, status: Status, first_loss: float) -> None
     model.load_state_dict(load_file(path))
     evaluation = EvaluationSet(load_corpus(TEXT), sequences=8, sequence_tokens=32)
     assert evaluation.loss(model, 8) < first_loss - 0.3
+
+
+def listening(session: int) -> set[str]:
+    """Addresses that the processes of a session listen on for TCP, by Linux's own book."""
+    inodes: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may be gone by now
+            if os.getsid(int(process.name)) == session:
+                targets = [os.readlink(file) for file in (process / "fd").iterdir()]
+                inodes |= {target[8:-1] for target in targets if target.startswith("socket:[")}
+    found: set[str] = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                raw = bytes.fromhex(fields[1].partition(":")[0])
+                words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
+                found.add(socket.inet_ntop(family, words))
+    return found
 
 
 # --- the same run in one process

@@ -111,12 +111,15 @@ def train(
     pace_s: float = 0.0,
     steps: int | None = None,
     hold: threading.Event | None = None,
+    over: threading.Event | None = None,
 ) -> None:
-    """One node: to the run's end; or after so many steps it holds still until it may go, and goes without a word."""
+    """One node: to the run's end; or after so many steps it holds still until it may go, and goes without a word.
+
+    Once it is `over`, it goes without a word too."""
     with join(endpoint, model(), name=name, state_dir=folder, evaluate=lambda module: 1.0) as node:
         torch.manual_seed(sum(name.encode()))
         done = 0
-        while node.running and done != steps:
+        while node.running and done != steps and not (over and over.is_set()):
             time.sleep(pace_s)
             x = torch.randn(len(node.samples), 16)
             loss = nn.functional.mse_loss(node.model(x), 2 * x)
@@ -125,6 +128,7 @@ def train(
             done += 1
         if hold is not None:
             hold.wait(PATIENCE_S)
+        if hold is not None or over is not None:
             node.abandon()
 
 
