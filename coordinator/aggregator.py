@@ -1,6 +1,6 @@
 """The arithmetic of a commit: sum the deltas, step the target, encode the update, and apply what was encoded.
 
-A pure job (protocol O): buffers and blobs in, new buffers and one blob out; nothing is changed in place, so that a
+A pure job: buffers and blobs in, new buffers and one blob out; nothing is changed in place, so that a
 commit that cannot be made durable leaves no trace. The decoded update is canonical: it is what every anchor gets.
 """
 
@@ -49,7 +49,7 @@ class Buffers:
         return cls(version=0, anchor=anchor, target=anchor.clone(), outer=outer)
 
     def ready_for(self, terms: Terms) -> "Buffers":
-        """With the state that these terms need: of an optimizer that got its momentum while the run goes on, zero."""
+        """With the state that these terms need: zero for a momentum that is new."""
         names = state_names(method_named(terms.method).outer, terms.outer.momentum)
         missing = {name: torch.zeros_like(self.anchor) for name in names if name not in self.outer}
         return replace(self, outer={**self.outer, **missing}) if missing else self
@@ -64,15 +64,13 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a window's outer step runs under."""
-
     fragment: Fragment
     version: int  # the version that the commit will have
     round: RoundPlan
     outer: OuterSettings
     epoch: int
     reach: float = 0.0
-    """How far a node came in the round of these deltas (`weights.reach`): co2 measures their staleness by it."""
+    """Progress of a node in the round of these deltas (`weights.reach`): co2 measures their staleness by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +84,15 @@ class Result:
     outer_digest: int | None
     delta_norm: float  # norm of the merged delta
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """For the fragment's next deltas: codecs as the terms ask for them, and what was chosen for each; the others are
-    as the terms say."""
+    """By requested codec, the one chosen for the fragment's next deltas; others stay as requested."""
     gap: float = 1.0  # Λ of co2's step
-    weights: tuple[float, ...] | None = None
-    """By which the deltas were multiplied, where a rule for nodes that nobody vouches for says otherwise."""
-    cosines: tuple[float | None, ...] = ()
-    """Of the deltas, and then of those that are in quarantine; empty where directions are not measured."""
+    weights: tuple[float, ...] | None = None  # weights of the deltas, if a robust rule set them
+    cosines: tuple[float | None, ...] = ()  # cosines of the deltas, then of those in quarantine; empty if not measured
 
 
 @torch.no_grad()
 def first_anchor(fragment: Fragment, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The anchor of version 0 from named tensors, canonical (protocol M), fp32 [numel]."""
+    """The anchor of version 0 from named tensors, canonical, fp32 [numel]."""
     flat = torch.empty(fragment.numel)
     flatten_into(fragment, tensors, flat)
     canonicalise_(flat)
@@ -112,7 +107,7 @@ def merge(
     named: Sequence[tuple[int, int]],
     rule: str = "mean",
 ) -> Tensor:
-    """One delta of many, fp32 [numel], summed in the given order (protocol M).
+    """One delta of many, fp32 [numel], summed in the given order.
 
     By the mean it is Σ weight · decoded. Another rule reads every payload more than once, decoding it a tile at a time
     where the codec can.
@@ -154,7 +149,7 @@ def merge(
 
 @torch.no_grad()
 def products(blobs: Sequence[bytearray | memoryview | bytes], expected: Sequence[Expected]) -> Gram:
-    """Inner products of encoded deltas. Those whose codec cannot be decoded by tiles lie here decoded, all at once."""
+    """Inner products of encoded deltas. Deltas that cannot be decoded by tiles are held decoded, all at once."""
     return gram(_pieces(blobs, expected))
 
 
@@ -167,7 +162,7 @@ def _pieces(blobs: Sequence[bytearray | memoryview | bytes], expected: Sequence[
 
 
 def _scratch(expected: Sequence[Expected]) -> bytearray | None:
-    """Room for any one of these payloads, decompressed; None where all come as they are."""
+    """A buffer for any one of these payloads, decompressed; None if none is compressed."""
     coded = [(codec, expect.fragment) for expect in expected for codec in expect.codecs if codec.traits.entropy_coded]
     return bytearray(max(codec.payload_bytes(fragment) for codec, fragment in coded)) if coded else None
 
@@ -197,7 +192,7 @@ def _merge_radially(
 
 
 def _scaled(delta: Tensor, step: Step) -> Tensor:
-    """What the outer step is taken with, where a round is worth more or less than another."""
+    """The delta with the step's scale."""
     return delta if step.outer.delta_scale == 1.0 else delta * step.outer.delta_scale
 
 
@@ -229,7 +224,7 @@ def _advanced(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, gap: fl
 
 
 def _gap(buffers: Buffers, step: Step) -> float:
-    """Λ: the target's last step was α·m, with the m that it left behind."""
+    """Λ, from the target's last step α·m."""
     if not OUTER_OPTIMIZERS[step.outer.kind].has_gap:
         return 1.0
     return staleness_gap(step.outer.lr * norm_sq(buffers.outer["momentum"]) ** 0.5, step.reach)
@@ -273,7 +268,7 @@ def commit(buffers: Buffers, delta: Tensor, step: Step, terms: Terms, codec_down
 
 @torch.no_grad()
 def publish(stepped: Buffers, step: Step, codec_down: str, delta: Tensor) -> Result:
-    """Encode target − anchor, and give the anchor what the nodes will decode."""
+    """Encode target − anchor, and apply the decoded update to the anchor."""
     codec, fragment = codec_named(codec_down), step.fragment
     header, update = _header(codec, step), bytearray(blob_bytes(codec, fragment))
     difference = stepped.target - stepped.anchor

@@ -38,27 +38,27 @@ from farloop.wire.reasons import Reason
 
 
 def next_codecs(terms: Terms, delta: Tensor, fragment: Fragment) -> dict[str, str]:
-    """What is chosen for the fragment's next deltas by its merged delta, fp32 [numel]: by the codec that the terms of
-    their window ask for, where it is one that leaves a choice."""
+    """Codecs chosen for the fragment's next deltas by its merged delta, fp32 [numel], for requested codecs that leave a
+    choice."""
     asked = dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of)))
     return {codec: chosen for codec in asked if (chosen := next_codec(codec, delta, fragment)) is not None}
 
 
 def as_chosen(terms: Terms, window: WindowTerms) -> dict[str, str]:
-    """What was chosen for the deltas of an open window, of which `terms` say what was asked for."""
+    """The codecs chosen for an open window's deltas, by the requested ones in `terms`."""
     own = dict(window.codec_up_of)
     return {terms.codecs.up: window.codec_up} | {codec: own[node] for node, codec in terms.codecs.up_of}
 
 
 def with_chosen(following: WindowTerms, chosen: Mapping[str, str]) -> WindowTerms:
-    """The terms of a window with the choice in the place of what was asked for."""
+    """The terms of a window with the chosen codecs."""
     own = tuple((node, chosen.get(codec, codec)) for node, codec in following.codec_up_of)
     return replace(following, codec_up=chosen.get(following.codec_up, following.codec_up), codec_up_of=own)
 
 
 @torch.no_grad()
 def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
-    """How the fragment's next deltas should be encoded, by its merged delta, fp32 [numel]; None: as the terms say."""
+    """Codec of the fragment's next deltas by its merged delta, fp32 [numel]; None: as the terms say."""
     codec = codec_named(codec_up)
     if not isinstance(codec, Q4rCodec) or codec.policy != "l-greco":
         return None
@@ -87,20 +87,20 @@ Inputs = Sequence[tuple[bytes | bytearray, float]]  # encoded deltas and their w
 
 
 class WrongAnchor(Exception):
-    """A repeated commit does not give the anchor that its record announced: the bytes are not those of this run."""
+    """A repeated commit gives another anchor than its record says: the bytes are not this run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codecs:
-    """How the bytes of one commit are encoded: by the terms of its windows. The run may have others by now."""
+    """Codecs of one commit, by the terms of its windows; the run may have others by now."""
 
-    up: tuple[str, ...]  # of the deltas, in the order of the sum: each as the window says that it names
+    up: tuple[str, ...]  # codecs of the deltas, in the order of the sum, each of the window that it names
     down: str  # of the update
     terms: Terms  # of the window itself
 
 
 def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:
-    """To be asked while the record's window is the fragment's open one."""
+    """Call it while the record's window is the fragment's open one."""
     terms = ledger.windows[record.fragment]
     assert terms.window == record.version
     blobs = [addend.blob for addend in record.blobs]
@@ -112,19 +112,19 @@ def codecs_of(ledger: Ledger, record: WindowCommitted) -> Codecs:
 
 
 def _named(ledger: Ledger, record: WindowCommitted, blobs: Sequence[BlobId] | None = None) -> list[tuple[int, int]]:
-    """Base and window of each delta, of the record's unless given. A late one names the window after its base; with a
-    lag bases are older, and none is late."""
+    """Base and window of each delta, by default the record's. A late delta names the window after its base; with a lag
+    bases are older, and none is late."""
     bases = [blob.version for blob in (blobs or [addend.blob for addend in record.blobs])]
     return [(base, record.version if ledger.spec.terms.schedule.lag else base + 1) for base in bases]
 
 
 def spools_inputs(terms: Terms) -> bool:
-    """Whether deltas are journaled on arrival. Gradients of data-parallel are sent again instead (protocol K)."""
+    """Whether deltas are journaled on arrival. Gradients of data-parallel are sent again instead."""
     return method_named(terms.method).inner
 
 
 def step_of(ledger: Ledger, record: WindowCommitted, terms: Terms) -> Step:
-    """What the arithmetic of this commit needs to know; `terms` are those of its window."""
+    """The step of this commit; `terms` are those of its window."""
     return Step(
         fragment=ledger.spec.identity.layout.fragments[record.fragment],
         version=record.version,
@@ -141,7 +141,7 @@ def step_of(ledger: Ledger, record: WindowCommitted, terms: Terms) -> Step:
 
 
 def _rule(record: WindowCommitted, terms: Terms) -> str:
-    """How the deltas of this commit are made one, by its window's terms."""
+    """The merge rule of this commit, by its window's terms."""
     if terms.outer.merge is not None:
         steps = sum(addend.weight > 0.0 for addend in record.blobs)
         return terms.outer.merge if steps >= ROBUST_RULES[terms.outer.merge].least else "mean"
@@ -157,14 +157,14 @@ def _merged(ledger: Ledger, inputs: Inputs, step: Step, record: WindowCommitted,
 
 
 def apart(record: WindowCommitted) -> list[BlobId]:
-    """The deltas that are not merged because of whose they are, and measured all the same."""
+    """Deltas of nodes in quarantine, which are measured but not merged."""
     return [refusal.blob for refusal in record.refused if refusal.reason is Reason.QUARANTINED]
 
 
 def _measured(
     ledger: Ledger, draft: WindowCommitted, inputs: Inputs, others: Sequence[bytes | bytearray], terms: Terms
 ) -> tuple[tuple[float, ...] | None, tuple[float | None, ...]]:
-    """What a robust rule weighs the deltas with, and where they point: both follow from all pairs of them."""
+    """Weights by a robust rule, and cosines: both follow from all pairs of deltas."""
     rule, full = _rule(draft, terms), terms.admission.screen == "full" and spools_inputs(terms)
     weighted = rule in ROBUST_RULES and ROBUST_RULES[rule].weighted
     if not weighted and not full:
@@ -212,7 +212,7 @@ def compute(
 
 
 def longest(ledger: Ledger, draft: WindowCommitted, inputs: Inputs) -> BlobId | None:
-    """The delta with the largest norm: a sum that is more than fp32 holds is that one's doing. None without any."""
+    """The delta with the largest norm, which made the sum overflow; None without any."""
     norms = []
     expected = _expected(ledger, draft, [addend.blob for addend in draft.blobs])
     for (data, _), expect in zip(inputs, expected, strict=True):
@@ -247,7 +247,7 @@ def completed(draft: WindowCommitted, result: Result) -> WindowCommitted:
 
 
 def _shares(draft: WindowCommitted, result: Result) -> tuple[Share, ...]:
-    """What each node is told that its delta weighs: parts of one, however much shorter some were made."""
+    """The weights that nodes are told."""
     if result.weights is None or all(result.weights):
         return draft.merged
     return tuple(replace(share, weight=weight) for share, weight in zip(draft.merged, result.weights, strict=True))
@@ -256,13 +256,12 @@ def _shares(draft: WindowCommitted, result: Result) -> tuple[Share, ...]:
 def repeat(
     ledger: Ledger, buffers: Buffers, record: WindowCommitted, update: bytes, inputs: Inputs | None, codecs: Codecs
 ) -> tuple[Buffers, bool]:
-    """One commit again after a restart: the anchor from the update, the rest from the inputs (protocol P).
+    """Repeat one commit after a restart: the anchor from the update, the rest from the inputs.
 
-    `codecs` is what `codecs_of` said before the record was taken into the ledger, which is far ahead of it by now.
-
-    Without inputs (gradients are not spooled) the target is taken from the anchor, and the optimizer's state stays as
-    the snapshot had it. Returns the buffers, and whether target and optimizer state came out as recorded.
-    Raises WrongAnchor: the anchor did not.
+    `codecs` is the result of `codecs_of` before the record entered the ledger, which is far ahead by now. Without
+    inputs (gradients are not stored) the target becomes the anchor, and the optimizer's state stays that of the
+    snapshot. Returns the buffers, and whether target and optimizer state match the record. Raises WrongAnchor: the
+    anchor does not match.
     """
     step = step_of(ledger, record, codecs.terms)
     anchor = buffers.anchor.clone()
@@ -297,17 +296,15 @@ def fetched_anchor(data: bytes | bytearray, fragment: Fragment, ref: AnchorRef) 
 
 
 def adopted(anchor: Tensor, version: int, terms: Terms) -> Buffers:
-    """A fragment that goes on from an anchor alone: the target is the anchor, the optimizer's state is zero."""
+    """A fragment that continues from an anchor alone: the target is the anchor, the optimizer's state is zero."""
     return replace(Buffers.begin(anchor, terms), version=version)
 
 
 def parts(
     ledger: Ledger, record: WindowCommitted, inputs: Sequence[bytes | bytearray], codecs: Codecs
 ) -> tuple[list[Tensor], Tensor]:
-    """Each delta of a commit, decoded, and what they were merged into, fp32 [numel] each. For who looks back at it.
-
-    To be asked as `codecs_of` is.
-    """
+    """Each decoded delta of a commit and their merge, fp32 [numel] each, for inspection. Call it when `codecs_of` may
+    be called."""
     step, named = step_of(ledger, record, codecs.terms), _named(ledger, record)
     alone = [
         aggregator.merge([(data, 1.0)], step, [codec], [name])

@@ -1,16 +1,16 @@
-"""Snapshots for nodes that join or lost an anchor: whose turn it is, and the encoded copies that are held for them.
+"""Snapshots for nodes that join or lost an anchor: whose turn it is, and the encoded copies that are kept for them.
 
-Encoding takes as long as reading the whole fragment, and a copy takes as much memory. So snapshots are made outside the
-order of commands, one copy for all sessions that may use it, and never more copies than a bound. A session is sent one
-at a time. Only the offer is a command: it goes out behind the commits that were told before it, so that a node never
-has the bytes of a version that it has not heard of.
+Encoding reads the whole fragment, and a copy takes as much memory. So snapshots are made outside the order of commands,
+one copy for all sessions that can use it, within a memory limit. A session is sent one at a time. Only the offer is a
+command: it follows the commits that were announced before it, so that a node never gets a version that it has not heard
+of.
 
-A node hears of every commit from its welcome on. So any version from the one that stood when it asked will do, and the
+A node hears of every commit from its Welcome on. So any version from the current one at its request on will do, and the
 newest leaves it the least to catch up with.
 
-A session that takes its updates more slowly than they come is not pushed more and more of them: beyond a bound those of
-a fragment are dropped, and a snapshot takes their place. It yields to the updates of other fragments, and stands for
-all that is committed until it is made: a slow node gets as many fragments up to date as its link carries.
+If a session takes updates more slowly than they come, the updates of a fragment beyond a limit are dropped and replaced
+by a snapshot. It yields to the updates of other fragments and contains all commits until it is made: a slow node gets
+as many fragments up to date as its link carries.
 """
 
 import logging
@@ -37,7 +37,7 @@ from farloop.wire.session import Session, State
 _log = logging.getLogger(__name__)
 
 MOST_UPDATES: Final = 16
-"""Updates of one fragment that a session has not taken: as many as are remembered for a node that comes back."""
+"""Updates of one fragment that may wait in a session: as many as are remembered for a node that returns."""
 
 MOST_BYTES: Final = 2 << 30  # limit of the copies in memory. One copy is always allowed.
 
@@ -67,29 +67,26 @@ class SnapshotService:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._asked: OrderedDict[int, OrderedDict[int, int]] = OrderedDict()
-        """Session → fragment → lowest version that will do; in the order of their turns."""
-        self._under_way: dict[int, int] = {}
-        """Session → the fragment that it is being sent, or that is being encoded for it."""
+        """Session → fragment → lowest version that will do, in the order of turns."""
+        self._under_way: dict[int, int] = {}  # session → the fragment that is being sent to it, or encoded for it
         self._copies: dict[tuple[int, int], EncodedSnapshot] = {}
 
     @property
     def held_bytes(self) -> int:
-        """Memory that copies take."""
         return sum(len(copy.data) for copy in self._copies.values())
 
     def ask(self, session: int, fragment: int, version: int) -> None:
-        """A session needs this fragment, at `version` (the current one) or later. Asked twice is asked once."""
+        """Request this fragment at `version` (the current one) or later. Repeating it changes nothing."""
         if self._under_way.get(session) != fragment:
             self._asked.setdefault(session, OrderedDict()).setdefault(fragment, version)
 
     def push(
         self, session: Session, number: int, committed: Committed, source: Callable[[], BlobSource], snapshot_bytes: int
     ) -> bool:
-        """Send the update of a commit that the node of this session was told of; True where it is too far behind, and
-        a snapshot of this version or a later one takes the place of all updates that it has not taken.
+        """Send the update of an announced commit. True if the session is too far behind: then a snapshot of this
+        version or a later one replaces all updates that it has not taken.
 
-        Too far is more bytes of a fragment than two snapshots of it have, or more versions than are remembered for a
-        node that comes back (protocol R).
+        Too far is more bytes of a fragment than two snapshots have, or more versions than are remembered.
         """
         fragment, version = committed.fragment, committed.version
         asked = self._asked.get(number, OrderedDict())
@@ -126,47 +123,43 @@ class SnapshotService:
         return None
 
     def encoded(self, turn: SnapshotRequest, copy: EncodedSnapshot) -> None:
-        """The copy that a turn needed is made. One at a time is being made."""
         kept = self._copies.setdefault((turn.fragment, copy.blob.version), copy)
         if self._under_way.get(turn.session) == turn.fragment:
             kept.users.add(turn.session)
 
     def copy_for(self, session: int) -> EncodedSnapshot | None:
-        """What a session is being sent."""
         return next((copy for copy in self._copies.values() if session in copy.users), None)
 
     def put_off(self, session: int) -> None:
-        """It cannot be sent now: it is asked for again, with the next that ends."""
+        """Request the session's snapshot again: it could not be sent now."""
         copy = self.copy_for(session)
         self.done(session)
         if copy is not None:
             self.ask(session, copy.blob.fragment, copy.blob.version)
 
     def done(self, session: int) -> None:
-        """What it was being sent has arrived, was declined, or could not be sent."""
+        """The session's snapshot arrived, was declined, or could not be sent."""
         self._under_way.pop(session, None)
         for copy in self._copies.values():
             copy.users.discard(session)
 
     def gone(self, session: int) -> None:
-        """It is over."""
         self._asked.pop(session, None)
         self.done(session)
 
     def committed(self, fragment: int, version: int) -> None:
-        """Copies of what was before are of use to nobody new."""
+        """Drop unused copies of former versions."""
         old = [key for key, copy in self._copies.items() if key[0] == fragment and key[1] < version and not copy.users]
         for key in old:
             del self._copies[key]
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert self.held_bytes <= self._most_bytes or len(self._copies) == 1
         for copy in self._copies.values():
             assert all(self._under_way[session] == copy.blob.fragment for session in copy.users)
 
     def _usable(self, fragment: int, current: int, at_least: int, num_bytes: int) -> EncodedSnapshot | None:
-        """The current version's copy; an older one that will do, only where there is no room for a new one."""
+        """A copy of the current version, or an older one that will do if there is no room for a new one."""
         versions = [version for f, version in self._copies if f == fragment and at_least <= version]
         newest = max(versions, default=None)
         if newest is None or (newest < current and self._has_room(num_bytes)):
@@ -178,7 +171,7 @@ class SnapshotService:
         return not used or used + num_bytes <= self._most_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        """Copies that nobody is being sent go, the oldest first, until one more fits."""
+        """Drop unused copies, the oldest first, until one more fits."""
         for key in [key for key, copy in self._copies.items() if not copy.users]:
             if self.held_bytes + num_bytes > self._most_bytes:
                 del self._copies[key]
@@ -203,28 +196,27 @@ class Downloads:
     def __init__(
         self, store: Store, ledger: Ledger, compute: Worker, run: Callable[[list[ev.Command]], None], fatal: Failed
     ) -> None:
-        """`ledger` is the machine's: what nodes were told. `run` queues commands behind those that wait."""
+        """`ledger` is the machine's: what nodes were told. `run` queues commands after those that wait."""
         self._store, self._ledger, self._compute = store, ledger, compute
         self._run, self._fatal = run, fatal
         self._serving = SnapshotService()
         self._encoding = False  # whether a copy is being made; one at a time is
         self._untold: tuple[SnapshotRequest, EncodedSnapshot] | None = None
-        """A copy of a version that is durable and that nobody was told of yet."""
+        """A copy of a version that is durable but not announced yet."""
 
     def ask(self, session: int, fragment: int) -> None:
-        """A node needs this fragment's anchor."""
         self._serving.ask(session, fragment, self._ledger.versions[fragment])
         self._advance()
 
     def push(self, session: Session, number: int, committed: Committed) -> None:
-        """Send the update of a commit that the node was told of, or have a snapshot take its place."""
+        """Send the update of an announced commit, or a snapshot in its place."""
         source = partial(self._store.update_source, committed.fragment, committed.version)
         if self._serving.push(session, number, committed, source, self._num_bytes(committed.fragment)):
             _log.info("snapshot instead of updates session=%d fragment=%d", number, committed.fragment)
             self._advance()
 
     def offer(self, session: Session, number: int) -> None:
-        """Begin to send what was made ready for a session, if it is still open."""
+        """Send the prepared snapshot to a session, if it is still open."""
         copy = self._serving.copy_for(number)
         if copy is None or session.state is not State.OPEN:
             return self.gone(number)
@@ -235,28 +227,23 @@ class Downloads:
             self._serving.put_off(number)
 
     def ended(self, session: int, blob: BlobId) -> None:
-        """A blob was sent, or is not wanted."""
         if blob.kind is BlobKind.SNAPSHOT:
             self._serving.done(session)
         self._advance()
 
     def gone(self, session: int) -> None:
-        """A session is over."""
         self._serving.gone(session)
         self._advance()
 
     def committed(self, fragment: int, version: int) -> None:
-        """Nodes were told of a commit."""
         self._serving.committed(fragment, version)
         if self._untold is not None:
             self._encoded(*self._untold)
 
     def check(self) -> None:
-        """Assert the invariants."""
         self._serving.check()
 
     def _advance(self) -> None:
-        """Make and offer the snapshots whose turn it is."""
         while not self._encoding and (turn := self._serving.next(self._ledger.versions, self._num_bytes)):
             if turn.copy is None:
                 self._encoding = True

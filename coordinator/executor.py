@@ -45,8 +45,6 @@ JUMP_S = 1.2  # after a look that comes this late the process has stood still: i
 
 
 class Router(Protocol):
-    """What the executor needs of the session router."""
-
     def working_for(self, peer: Peer) -> AbstractContextManager[Session]: ...
 
     def closed_by_us(self, peer: Peer, reason: Reason) -> None: ...
@@ -99,12 +97,12 @@ class CoordinatorExecutor:
         """
         self.machine, self.storage = machine, storage
         self.finished = False  # whether the run is over and its model exported
-        self.sessions: dict[NodeId, Peer] = {}  # those that were accepted and are not over
+        self.sessions: dict[NodeId, Peer] = {}  # open sessions of accepted nodes
         self.stragglers = StragglerMonitor(adapt, machine, self.happened, links=links, metrics=metrics, saw=saw)
         self._clock, self._compute, self._store, self._router = clock, compute, store, router
         self._observer, self._links, self._fatal, self._model_path = observer, links, fatal, model_path
         self._changed, self._saw, self._check = changed, saw, check
-        self._peers: dict[int, Peer] = {}  # those that have greeted, by number of the session
+        self._peers: dict[int, Peer] = {}  # sessions that have greeted, by number
         self._commands: deque[ev.Command] = deque()
         self._busy = False  # whether a command waits for storage
         self._scheduled = False  # whether the next commands are about to be carried out
@@ -117,13 +115,11 @@ class CoordinatorExecutor:
         self._anchors = AnchorUploads(store, storage, compute, clock)
 
     def start(self) -> None:
-        """Begin, or go on where the journal ends."""
         self._looked_at = self._clock.now()
         self._run(self.machine.start())
         self._tick()
 
     def stop(self) -> None:
-        """Carry out nothing more."""
         self._stopped = True
         self.storage.give_up()
         if self._timer is not None:
@@ -144,11 +140,12 @@ class CoordinatorExecutor:
     # --- Events
 
     def happened(self, event: ev.Event) -> None:
-        """Have the machine take an event.
+        """Give an event to the machine.
 
-        An unexpected error in it is a bug of ours. The ledger and the records for the journal change together, so what
-        the machine had decided is true and is carried out. If its invariants hold all the same, the error goes on to
-        whoever caused the event; if they do not, nothing that it says can be relied on any more.
+        An unexpected error in it is a bug. The ledger and the journal's records change together, so earlier decisions
+        are valid and are carried out. If the invariants still hold, the error is raised to the event's cause; if not,
+        the machine cannot be trusted.
+
         Raises MachineBroken: stop, and begin again from the journal.
         """
         now = self._clock.now()
@@ -174,7 +171,6 @@ class CoordinatorExecutor:
         self._run(commands)
 
     def heard(self, peer: Peer, event: wire_ev.SessionEvent) -> None:
-        """What a session reports."""
         match event:
             case wire_ev.MessageReceived(message=msg.Hello() as hello):
                 self._greet(peer, hello)
@@ -247,7 +243,6 @@ class CoordinatorExecutor:
     # --- Commands
 
     def _run(self, commands: list[ev.Command]) -> None:
-        """Carry out these commands, behind those that wait."""
         self._commands.extend(commands)
         self._arm()
         self._changed()
@@ -381,7 +376,7 @@ class CoordinatorExecutor:
         self._anchors.keep(blob, data, partial(self._happened_to, peer), partial(self._fail, peer))
 
     def _happened_to(self, peer: Peer | None, event: ev.Event) -> None:
-        """Have the machine take the result of a job for a session, which may be over by now."""
+        """Give the machine the result of a job for a session, which may be over."""
         try:
             self.happened(event)
         except OF_THE_PROCESS:
@@ -390,7 +385,7 @@ class CoordinatorExecutor:
             self._fail(peer, error)
 
     def _fail(self, peer: Peer | None, error: Exception, outcome: ev.Event | None = None) -> None:
-        """A job for a session went wrong: what was sent has an outcome, and the session ends if it is still there."""
+        """A job for a session failed: report the outcome, and end the session if it is open."""
         if self._check or isinstance(error, OF_THE_PROCESS):
             return self._fatal(error)
         if peer is None:
@@ -404,7 +399,7 @@ class CoordinatorExecutor:
     # --- Commits
 
     def _commit(self, command: ev.Commit) -> None:
-        """Reserve room, compute, make durable: three jobs, the last of which is the commit (protocol, Commit order)."""
+        """Reserve room, compute, make durable: three jobs."""
         draft = command.draft
 
         def refused(error: Exception) -> None:
@@ -444,7 +439,6 @@ class CoordinatorExecutor:
     # --- Time
 
     def _arm(self) -> None:
-        """Wake at the machine's next deadline."""
         due = self.machine.next_timer()
         if due == self._due or self._stopped:
             return

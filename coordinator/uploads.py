@@ -34,21 +34,23 @@ from farloop.wire.session import Session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A delta that is what it was announced to be."""
+    """A delta that matches its offer."""
 
-    offer: Offer  # with the squared norm that the delta has, where it was measured; it may have claimed another
+    offer: Offer  # the offer, with the measured squared norm if it was measured
     payload: int = 0  # xxh3-64 of its encoded numbers; 0 where it was not taken
 
 
 def is_measured(offer: Offer, ledger: Ledger) -> bool:
-    """Whether the delta may be held against others. Gradients never are: they are not spooled, so that a restart could
-    not judge as was judged before."""
+    """Whether the delta may be compared with others. Gradients never are: they are not stored, so a restart could not
+    repeat the judgement."""
     return spools_inputs(ledger.spec.terms) and ledger.screening.measures(offer.blob.fragment, offer.window)
 
 
 def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verified:
-    """Read every number of a delta once, and measure it where it may be held against others.
-    Raises BadBlob: it is not what was asked for; a number in it is not finite."""
+    """Read every number of a delta once, and measure the delta if it may be compared with others.
+
+    Raises BadBlob: it does not match its offer, or a number in it is not finite.
+    """
     header, payload = parse_blob(data, expect)
     if not measures:
         return Verified(offer=offer)
@@ -59,42 +61,39 @@ def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verif
 # --- Intake
 
 
-MOST_BYTES: Final = 4 << 30  # limit of all deltas that are under way. One delta is always allowed.
+MOST_BYTES: Final = 4 << 30  # limit of all deltas in progress; one is always allowed
 MOST_BYTES_OF_A_NODE: Final = 1 << 30  # limit of the deltas of one node
 
 
 @dataclass(slots=True)
 class DeltaIntake:
-    """Deltas that were offered, that are partly here, and that are here and not durable yet. Sans-I/O.
+    """Deltas that were offered, have partly arrived, or are not durable yet. Sans-I/O.
 
-    It outlives sessions, so that a transfer that broke off goes on where it stopped (protocol Q). Memory is bounded
-    over all nodes and for each node: a delta beyond that is not refused, its first credit comes later.
+    It outlives sessions, so an interrupted transfer continues where it stopped. Memory is limited in all and per node:
+    a delta beyond the limit is not refused, but gets its first credit later.
     """
 
     most_bytes: int = MOST_BYTES
     most_bytes_of_a_node: int = MOST_BYTES_OF_A_NODE
-    _offers: dict[BlobId, Offer] = field(default_factory=dict)  # of the deltas that are under way
+    _offers: dict[BlobId, Offer] = field(default_factory=dict)  # offers of the deltas in progress
     _partial: dict[BlobId, Reassembly] = field(default_factory=dict)
-    _keeping: set[BlobId] = field(default_factory=set)  # here, and being made durable
-    _waiting: dict[BlobId, Offer] = field(default_factory=dict)
-    """Offered, and not asked for until there is room; in the order in which they came."""
+    _keeping: set[BlobId] = field(default_factory=set)  # complete, and being made durable
+    _waiting: dict[BlobId, Offer] = field(default_factory=dict)  # offers that wait for room, in order
     _crowded: dict[BlobId, Offer] = field(default_factory=dict)
-    """Offered by nodes whose sessions take no more at once, until something of theirs has ended."""
-    _asleep: set[BlobId] = field(default_factory=set)  # half here, with a session that is over: they may be let go
+    """Offers of sessions with too many transfers, until one of them ends."""
+    _asleep: set[BlobId] = field(default_factory=set)  # partly arrived, without a session: they may be dropped
 
     @property
     def held_bytes(self) -> int:
-        """Memory for what is half here."""
         return sum(reassembly.size for reassembly in self._partial.values())
 
     def let_in(
         self, session: Session, offer: Offer, window: Window | None, fragment: Fragment, codec_up: str, now: float
     ) -> str | None:
-        """Let a delta come over this session; a sentence where its size is wrong, None otherwise.
+        """Receive a delta over this session. Returns a sentence if its size is wrong, else None.
 
-        `codec_up` is that of the window which the delta names, `window` the open one, perhaps a later one. Nothing is
-        asked for where the window closed while the decision waited for its turn, or where the bytes are here and
-        `Stored` is on its way.
+        `codec_up` is that of the window that the delta names; `window` is the open one, perhaps a later one. Nothing is
+        requested if the window closed meanwhile, or if the bytes are here and `Stored` is on its way.
         """
         if window is None or not window.admits(offer) or offer.blob in self._keeping:
             return None
@@ -124,25 +123,24 @@ class DeltaIntake:
         return None
 
     def to_come(self, blob: BlobId) -> int | None:
-        """Bytes that a delta still has to bring; None where none are asked for."""
         reassembly = self._partial.get(blob)
         return None if reassembly is None else reassembly.size - reassembly.received
 
     def next(self) -> Offer | None:
-        """The first of those that waited which there is room for now: to be let in again."""
+        """The first waiting offer for which there is room: to be let in again."""
         for blob, offer in self._waiting.items():
             if self._has_room(offer):
                 return self._waiting.pop(blob)
         return None
 
     def parted(self, node: NodeId) -> None:
-        """The node's session is over: what it offered it will offer again, and what is half here may go on then."""
+        """The node's session is over. It will repeat its offers; partial deltas may continue then."""
         self._waiting = {blob: offer for blob, offer in self._waiting.items() if blob.node != node}
         self._crowded = {blob: offer for blob, offer in self._crowded.items() if blob.node != node}
         self._asleep |= {blob for blob in self._partial if blob.node == node}
 
     def arrived(self, blob: BlobId) -> Offer | None:
-        """All bytes are here, good or bad: their offer, being kept until `settled`; None where it has become void."""
+        """All bytes arrived, good or bad. Returns the offer, kept until `settled`; None if it became void."""
         for other in [other for other in self._crowded if other.node == blob.node]:
             self._waiting[other] = self._crowded.pop(other)
         if blob not in self._partial:
@@ -153,7 +151,6 @@ class DeltaIntake:
         return self._offers.pop(blob)
 
     def settled(self, blob: BlobId) -> None:
-        """The delta is durable, or was refused."""
         self._keeping.discard(blob)
 
     def check(self) -> None:
@@ -163,7 +160,7 @@ class DeltaIntake:
         assert not self._waiting or self._partial, "something is waited for"
 
     def _let_go_of_old(self, offer: Offer, window: Window) -> None:
-        """Of those whose session is over: the ones that came too late, and as many more as stand in the way."""
+        """Drop partial deltas without a session: late ones, and as many more as are in the way."""
         for blob in [b for b in self._asleep if b.fragment == offer.blob.fragment and b != offer.blob]:
             if not window.admits(self._offers[blob]):
                 self._forget(blob)
@@ -176,7 +173,7 @@ class DeltaIntake:
         self._asleep.discard(blob)
 
     def _has_room(self, offer: Offer) -> bool:
-        """What it takes the place of, counts as gone: a node has one delta of a fragment under way."""
+        """Whether there is room, without the delta that it replaces: a node has one delta of a fragment in progress."""
         blob = offer.blob
         others = {b: r.size for b, r in self._partial.items() if (b.node, b.fragment) != (blob.node, blob.fragment)}
         own = [size for other, size in others.items() if other.node == blob.node]
@@ -185,7 +182,7 @@ class DeltaIntake:
 
 
 def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) -> Expected:
-    """What the bytes of an offered delta must say of themselves; `codec_up` is that of the window which it names."""
+    """The header that the bytes of an offered delta must have; `codec_up` is that of the window that it names."""
     return Expected(
         codecs=(codec_named(codec_up),),
         fragment=fragment,
@@ -198,46 +195,44 @@ def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) 
 # --- Deltas
 
 
-Done = Callable[[ev.Event], None]  # takes the event that an upload ends in
+Done = Callable[[ev.Event], None]  # takes the event that ends an upload
 
 
 class DeltaUploads:
-    """Deltas from the offer to the commit: let in, verified, made durable, and kept until their window has merged them.
+    """Deltas from the offer to the commit: received, verified, made durable, and kept until their window merged them.
 
-    Each that is let in ends in one event, or with its session. Which are wanted is the machine's decision.
+    Each accepted one ends in one event, or with its session. The machine decides which are accepted.
     """
 
     def __init__(self, store: Store, storage: StorageQueue, compute: Worker, clock: Clock) -> None:
-        """Deltas that are durable and without an outcome are here at once."""
+        """Begins with the durable deltas that have no outcome."""
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
         self._intake = DeltaIntake()
         self._bytes: dict[BlobId, bytes | bytearray] = {b: store.read_input(b) for b in store.ledger.inputs}
 
     def let_in(self, session: Session, offer: msg.Offer, window: Window | None) -> ev.InputFailed | None:
-        """Let a delta come over this session, if the fragment's open window still admits it."""
+        """Receive a delta over this session if the fragment's open window still admits it."""
         fragment = self._store.ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = self._store.ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
         wrong = self._intake.let_in(session, offer, window, fragment, codec_up, self._clock.now())
         return None if wrong is None else self._rejected(offer, Reason.TOO_LARGE, wrong)
 
     def to_come(self, blob: BlobId) -> int | None:
-        """Bytes that a delta still has to bring; None where none are asked for."""
         return self._intake.to_come(blob)
 
     def arrived(self, blob: BlobId) -> msg.Offer | None:
-        """All bytes of a delta are here; its offer, to be given to `keep` or `corrupt`. None where it became void."""
+        """All bytes of a delta arrived. Returns its offer, for `keep` or `corrupt`; None if it became void."""
         return self._intake.arrived(blob)
 
     def next(self) -> msg.Offer | None:
-        """A delta that waited, and that there is room for now: to be let in again."""
+        """A waiting delta for which there is room: to be let in again."""
         return self._intake.next()
 
     def parted(self, node: NodeId) -> None:
-        """The node's session is over."""
         self._intake.parted(node)
 
     def keep(self, offer: msg.Offer, data: bytearray, done: Done, failed: Failed) -> None:
-        """Verify and spool a delta; durable before it counts (protocol P). `failed` gets unexpected errors."""
+        """Verify and store a delta; it counts once it is durable. `failed` gets unexpected errors."""
         ledger = self._store.ledger
         fragment = ledger.spec.identity.layout.fragments[offer.blob.fragment]
         codec_up = ledger.codec_of_deltas(fragment.index, offer.window, offer.blob.node)
@@ -263,27 +258,23 @@ class DeltaUploads:
         self._compute.submit(partial(verify, data, offer, expect, measures), verified, refused)
 
     def corrupt(self, offer: msg.Offer) -> ev.InputFailed:
-        """The bytes do not have the digest that was announced."""
         return self._rejected(offer, Reason.CORRUPT, "the bytes do not have the announced digest")
 
     def idle(self, offer: msg.Offer) -> ev.InputFailed:
-        """Its bytes stopped coming."""
         return self._rejected(offer, Reason.IDLE, Reason.IDLE.sentence)
 
     def broken(self, offer: msg.Offer, error: Exception) -> ev.InputFailed:
-        """It could not be kept because of an unexpected error."""
         return self._rejected(offer, Reason.FAULT, f"{type(error).__name__}: {error}")
 
     def addends(self, draft: rec.WindowCommitted) -> list[tuple[bytes | bytearray, float]]:
-        """The deltas of a commit, with their weights, in the order of the sum."""
+        """The deltas of a commit with their weights, in the order of the sum."""
         return [(self._bytes[addend.blob], addend.weight) for addend in draft.blobs]
 
     def apart(self, draft: rec.WindowCommitted) -> list[bytes | bytearray]:
-        """Those of nodes in quarantine, which are measured alone."""
+        """Deltas of nodes in quarantine, which are only measured."""
         return [self._bytes[blob] for blob in commits.apart(draft)]
 
     def forget(self, blobs: Sequence[BlobId]) -> None:
-        """They were merged, or dropped."""
         for blob in blobs:
             self._bytes.pop(blob, None)
 
@@ -300,14 +291,13 @@ class DeltaUploads:
 
 
 class AnchorUploads:
-    """Anchors that come up from nodes: verified by the digest that was named, and journaled (protocol, Adoption)."""
+    """Anchors from nodes: verified by their digest, and journaled."""
 
     def __init__(self, store: Store, storage: StorageQueue, compute: Worker, clock: Clock) -> None:
         self._store, self._storage, self._compute, self._clock = store, storage, compute, clock
-        self._refs: dict[BlobId, AnchorRef] = {}  # of the anchors that were asked for and are on their way
+        self._refs: dict[BlobId, AnchorRef] = {}  # requested anchors that are on their way
 
     def let_in(self, session: Session, command: ev.ReceiveAnchor) -> ev.AnchorFailed | None:
-        """Let an anchor come over this session."""
         offer, ref = command.offer, command.anchor
         if offer.size != blob_bytes(codec_named("fp32"), self._fragment(ref)):
             return ev.AnchorFailed(node=offer.blob.node, anchor=ref, spoiled=True)
@@ -321,15 +311,13 @@ class AnchorUploads:
         return None
 
     def ended(self, blob: BlobId, *, spoiled: bool) -> ev.AnchorFailed | None:
-        """It stopped coming, or its bytes are not those that were announced. None if it was not asked for."""
+        """It stopped coming, or does not match. None if it was not requested."""
         ref = self._refs.pop(blob, None)
         return None if ref is None else ev.AnchorFailed(node=blob.node, anchor=ref, spoiled=spoiled)
 
     def keep(self, blob: BlobId, data: bytearray, done: Done, failed: Callable[[Exception, ev.Event], None]) -> None:
-        """Verify and journal an anchor that is here, if it was asked for.
-
-        `failed` gets unexpected errors, and what to tell the machine then.
-        """
+        """Verify and journal an anchor, if it was requested. `failed` gets unexpected errors, with the event for the
+        machine."""
         ref = self._refs.pop(blob, None)
         if ref is None:
             return

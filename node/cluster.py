@@ -42,8 +42,7 @@ class Cluster:
     rank: int = 0
     size: int = 1
     data_rank: int = 0
-    data_size: int = 1
-    """Which of the node's different parts of a batch this rank trains on, and how many there are."""
+    data_size: int = 1  # which of the node's different parts of a batch this rank trains on, and how many there are
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     decisions: dist.ProcessGroup | None = None
     """All ranks on the CPU, with `PATIENCE`; weights and gradients travel in the default group."""
@@ -84,13 +83,12 @@ class Cluster:
         return self.rank == 0
 
     def describe(self) -> str:
-        """The devices in words, as logs and displays show them."""
         if self.device.type == "cuda":
             return f"{self.size} x {torch.cuda.get_device_name(self.device)}"
         return f"{self.size} x cpu ({torch.get_num_threads()} threads)"
 
     def share_spec(self, spec: RunSpec | None) -> RunSpec:
-        """Rank 0's spec, everywhere."""
+        """Send rank 0's spec to all ranks."""
         if self.alone:
             assert spec is not None
             return spec
@@ -98,7 +96,7 @@ class Cluster:
         return validate(RunSpec, unpack(data))
 
     def share_decision(self, decision: Decision | None) -> Decision:
-        """Rank 0's decision, everywhere."""
+        """Send rank 0's decision to all ranks."""
         if self.alone:
             assert decision is not None
             return decision
@@ -111,7 +109,7 @@ class Cluster:
         return Decision(running=running, lr=lr, merged=tuple(merged), samples=tuple(samples), position=position)
 
     def all_agree(self, yes: bool) -> bool:
-        """Whether every rank says yes; the same answer everywhere."""
+        """Whether every rank agrees; the same answer on all ranks."""
         if self.alone:
             return yes
         answer = torch.tensor([yes], dtype=torch.uint8)
@@ -120,7 +118,7 @@ class Cluster:
 
     @torch.no_grad()
     def share_weights(self, layout: Layout, merged: tuple[int, ...], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Rank 0's local weights of these fragments, everywhere."""
+        """Send rank 0's local weights of these fragments to all ranks."""
         if self.alone:
             return
         for index in merged:
@@ -144,7 +142,6 @@ class Cluster:
         return unpack(self._share_bytes(b""))
 
     def close(self) -> None:
-        """Leave the process group, where it is ours."""
         self.decisions = None  # the last reference joins the group's threads, which must not outlive the interpreter
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()

@@ -33,46 +33,42 @@ from farloop.quant.registry import codec_named
 from farloop.wire.messages import Committed, Message
 
 ALPHA: Final = 0.5
-"""How much of the last estimate the next one replaces. With 1 it holds the whole noise of a round, and the downlink's
-losses are not made good."""
+"""Share of the last estimate that the next one replaces. With 1 it has all the noise of a round, and losses of the
+downlink remain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
-    """A delta without an outcome."""
-
     command: ev.Encode
     lr_sum: float  # Ση of the inner steps inside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
-    """What brought the anchor to a version."""
-
     command: ev.Apply
     data: bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """Who made a version of a fragment."""
+    """The nodes that made a version of a fragment."""
 
     version: int
     nodes: frozenset[NodeId]
     final: bool
 
     def continues(self, before: "_Made | None") -> bool:
-        """Whether the version before was made by the same nodes; the first version has none before it."""
+        """Whether the same nodes made the version before; the first version has none."""
         if before is None or before.version != self.version - 1:
             return self.version == 1
         return before.nodes == self.nodes
 
 
 class ControlVariates:
-    """d_i of one node, fp32 [numel] per fragment. Without control variates in the terms nothing is done, or kept."""
+    """d_i of one node, fp32 [numel] per fragment. Does nothing if the terms have no control variates."""
 
     def __init__(self, replica: Replica, terms: Terms, terms_of: Callable[[int, int], Terms] | None = None) -> None:
-        """`terms_of`: those of a fragment's window; `terms` for all of them unless given."""
+        """`terms_of`: terms of a fragment's window; `terms` by default."""
         self._replica, self._terms_of = replica, terms_of or (lambda fragment, window: terms)
         self._on = terms.inner.control_variates
         self._drifts: dict[int, Tensor] = {}  # those that are not zero
@@ -83,7 +79,7 @@ class ControlVariates:
         self._updates: dict[int, _Update] = {}  # versions that can be learned from
 
     def stepped(self, lr: float) -> None:
-        """An inner step at that rate is done: y ← y − η·d_i."""
+        """After an inner step at that rate: y ← y − η·d_i."""
         if not self._on:
             return
         for fragment in self._replica.fragments:
@@ -94,13 +90,11 @@ class ControlVariates:
                 correct_(rows_of(self._replica.parameters[slot.name], slot), view(drift, slot).view(-1), lr)
 
     def sent(self, command: ev.Encode) -> None:
-        """A delta was taken."""
         if self._on:
             fragment = command.blob.fragment
             self._sent[fragment] = _Sent(command=command, lr_sum=self._lr_sums[fragment])
 
     def heard(self, message: Message) -> None:
-        """A control message came; commits say who made what."""
         if self._on and isinstance(message, Committed):
             nodes = frozenset(share.node for share in message.merged)
             made = _Made(version=message.version, nodes=nodes, final=message.next_window is None)
@@ -121,7 +115,7 @@ class ControlVariates:
         self._made[fragment] = made
 
     def settled(self, blob: BlobId, merged_in: int | None, data: bytes | bytearray | None, epoch: int) -> None:
-        """The own delta, as it was sent, became part of that version; or (None) never will."""
+        """The node's own delta, as sent, became part of that version; None: it never will."""
         sent, update = self._sent.get(blob.fragment), self._updates.get(blob.fragment)
         if sent is None or sent.command.blob != blob:
             return
@@ -142,14 +136,14 @@ class ControlVariates:
             learn_(drift_part, own_part, mean_part, lr_sum=sent.lr_sum, alpha=ALPHA)
 
     def merged(self, fragment: int) -> None:
-        """The local weights are those of the anchor again: the work of the next delta begins."""
+        """The local weights equal the anchor: the work of the next delta begins."""
         self._lr_sums[fragment] = 0.0
         self._updates.pop(fragment, None)
 
     def _decoded(
         self, blob: bytes | bytearray, codec: str, index: int, version: int, base: int, epoch: int
     ) -> Iterator[Tensor]:
-        """The numbers in a blob that was here before, a tile at a time."""
+        """The decoded numbers of a blob, a tile at a time."""
         format, fragment = codec_named(codec), self._replica.layout.fragments[index]
         expect = Expected(codecs=(format,), fragment=fragment, version=version, base=base, newest_epoch=epoch)
         header, payload = parse_blob(blob, expect)

@@ -33,7 +33,7 @@ VALIDATION_SHARE = 0.05
 
 
 class CorpusError(ValueError):
-    """The text cannot be had, in one line for the person who named it."""
+    """The text cannot be used; one line for the person who named it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +87,7 @@ class _Reading:
         self.files = self.duplicates = self.skipped = 0
 
     def add(self, file: Path) -> None:
-        """Take the documents of a file while there is room. Raises CorpusError when it cannot be read."""
+        """Add the documents of a file while there is room. Raises CorpusError: it cannot be read."""
         found = len(self.documents)
         try:
             for text in _documents_of(file, self.room):
@@ -277,9 +277,9 @@ class Mixture:
 
 
 class EvaluationSet:
-    """A fixed set of validation sequences, spread evenly; its digest is part of the run's identity (protocol J).
+    """A fixed set of validation sequences, spread evenly; its digest is part of the run's identity.
 
-    Of the first corpus, whatever data re-warms bring: losses before and after can be compared.
+    It is of the first corpus, whatever data re-warms bring, so losses before and after can be compared.
     """
 
     def __init__(self, corpus: Corpus, *, sequences: int, sequence_tokens: int) -> None:

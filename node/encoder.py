@@ -51,9 +51,9 @@ class Packed:
 
 
 def pack_at_once(replica: Replica, command: ev.Encode, epoch: int, inner_step: int) -> Packed | None:
-    """The delta taken and encoded in one pass, in the training thread, which is as fast as taking it alone.
+    """Take and encode the delta in one pass, in the training thread, as fast as taking it alone.
 
-    None where that cannot be: the codec has no such path here, or adds a residual. Raises NonFiniteDelta.
+    None if the codec has no such path here, or adds a residual. Raises NonFiniteDelta.
     """
     codec = codec_named(command.codec)
     if codec.beta or not isinstance(codec, BlockCodec):
@@ -74,10 +74,10 @@ def encode_delta(
     residual: Tensor | None = None,
     previous: Tensor | None = None,
 ) -> Encoded:
-    """The blob and offer of a delta that was taken before; its buffer goes back to the replica.
+    """The blob and offer of a taken delta; its buffer returns to the replica.
 
-    `residual`, fp32 [numel], is added by the codec's β, and becomes what this encoding lost. `previous` is the payload
-    before this one. Raises NonFiniteDelta.
+    `residual`, fp32 [numel], is added with the codec's β, and becomes what this encoding lost. `previous` is the last
+    payload. Raises NonFiniteDelta.
     """
     codec, fragment = codec_named(command.codec), replica.layout.fragments[command.blob.fragment]
     packed, ratio = _empty(replica, command, codec, epoch), None
@@ -96,7 +96,6 @@ def encode_delta(
 
 
 def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
-    """Seal the blob, and make its offer."""
     command, header, payload = packed.command, packed.header, packed.payload
     contribution = Contribution(
         node=command.blob.node,
@@ -128,7 +127,6 @@ def finish(packed: Packed, residual_ratio: float | None = None) -> Encoded:
 
 
 def encode_anchor(replica: Replica, index: int, node: NodeId, epoch: int) -> tuple[Offer, bytearray]:
-    """The blob and offer of an anchor as it is."""
     version = replica.versions[index]
     data = pack_anchor(replica.anchors[index], replica.layout.fragments[index], version, epoch)
     blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=index, version=version, node=node)
@@ -149,5 +147,5 @@ def _empty(replica: Replica, command: ev.Encode, codec: Codec, epoch: int) -> Pa
 
 
 def _salt(blob: BlobId) -> int:
-    """Nodes, and the deltas of one node, draw different random numbers: their errors average out."""
+    """Different random numbers for every delta of every node: their errors average out."""
     return zlib.crc32(f"{blob.node}/{blob.incarnation}/{blob.seq}".encode())

@@ -29,7 +29,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobArrived:
-    """All bytes of an update or a snapshot are here, as announced."""
+    """An update or a snapshot arrived completely."""
 
     blob: BlobId
 
@@ -43,7 +43,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaEncoded:
-    """The answer to `Encode`: the blob lies ready under this offer."""
+    """The answer to `Encode`: the blob is ready."""
 
     offer: Offer
     offered: bool = False  # the executor has offered it already, if the session was open
@@ -58,7 +58,7 @@ class AnchorMismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """Finish what is begun, then leave."""
+    """Finish what is in progress, then leave."""
 
 
 Event = StepDone | Received | BlobArrived | Disconnected | DeltaEncoded | AnchorMismatch | DrainRequested
@@ -93,14 +93,14 @@ class SendBlob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAnchor:
-    """Offer the anchor of a fragment as it is, as a snapshot: the coordinator has lost it."""
+    """Offer the anchor of a fragment as a snapshot: the coordinator has lost it."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForgetBlob:
-    """These bytes are of no more use: the delta's outcome is known, or a newer anchor came first."""
+    """Drop these bytes: the delta's outcome is known, or a newer anchor came first."""
 
     blob: BlobId
     merged_in: int | None = None  # of a delta, the version that it became part of; None: it never will
@@ -118,7 +118,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Install:
-    """Put the arrived snapshot in the anchor's place."""
+    """Replace the anchor by the arrived snapshot."""
 
     fragment: int
     version: int
@@ -145,14 +145,14 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepSamples:
-    """Use no samples but these of all that were granted before."""
+    """Keep only these of the samples granted before."""
 
     leases: tuple[Lease, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseSamples:
-    """These samples are ours."""
+    """Samples were granted."""
 
     lease: Lease
 
@@ -166,14 +166,14 @@ class Tell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resync:
-    """Another history of the run has begun: anchors, residuals, samples are of one that is over. Snapshots come."""
+    """Another history of the run has begun: drop anchors, residuals and samples. Snapshots follow."""
 
     history: int  # the one that is followed from now on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """The node cannot go on; a person must read why."""
+    """The node cannot continue; an operator must act."""
 
     reason: Reason
     detail: str

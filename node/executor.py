@@ -130,10 +130,7 @@ class NodeExecutor:
         link.start(self._reports.hello, self._deliver)
 
     def attach(self, module: nn.Module, shards: Shards | None = None) -> None:
-        """Set the model whose weights are exchanged; the run's spec must be known. `shards`: where they are sharded.
-
-        Raises LayoutMismatch.
-        """
+        """Set the model; the run's spec must be known. Raises LayoutMismatch."""
         spec = self.machine.spec
         assert spec is not None
         layout, gradients = spec.identity.layout, not method_named(spec.terms.method).inner
@@ -150,12 +147,13 @@ class NodeExecutor:
     # --- what the driver calls
 
     def settle(self) -> bool:
-        """Take all events; whether training may go on, by what `decision` then says. Leaves an empty inbox.
+        """Take all events. Returns whether training may continue; `decision` then says how. Leaves an empty inbox.
 
         False while training waits for the coordinator, an update or samples. A node that drains does not wait here:
         SIGTERM must work while the coordinator is away. Until a model is attached, events after the Welcome stay in the
         inbox.
-        Raises NodeError: this node cannot go on; `say_failed` tells the coordinator.
+
+        Raises NodeError: this node cannot continue; `say_failed` tells the coordinator.
         """
         self._count_as("farloop")
         while not self._inbox.empty() and (self.replica is not None or self.machine.spec is None):
@@ -168,7 +166,7 @@ class NodeExecutor:
         return False
 
     def decision(self) -> Decision:
-        """What to do next, once `settle` has returned True. Takes the samples of the next step."""
+        """The next action after `settle` returned True. Takes the samples of the next step."""
         spec, running = self.machine.spec, self.machine.running
         assert spec is not None
         samples: tuple[int, ...] = ()
@@ -181,8 +179,8 @@ class NodeExecutor:
         return Decision(running=running, lr=lr, merged=merged, samples=samples, position=self.machine.position)
 
     def step_done(self, tokens: int, loss: float | None, *, stepped: bool = True) -> None:
-        """An inner step is over; call `settle` next. `stepped`: False where it was skipped, its gradient not being
-        finite. It counts as a step of the round."""
+        """An inner step is over; call `settle` next. `stepped`: False if it was skipped because its gradient was not
+        finite; it counts as a step of the round."""
         assert self._variates is not None
         self._counts_time = True
         self._count_as("farloop")
@@ -194,7 +192,7 @@ class NodeExecutor:
         self._handle(ev.StepDone(tokens=tokens))
 
     def request_drain(self) -> None:
-        """Finish what is begun, then leave. From any thread, and from a signal handler."""
+        """Finish what is in progress, then leave. From any thread, or a signal handler."""
         self._inbox.put(ev.DrainRequested())
 
     def say_goodbye(self, leave: msg.Leave) -> None:
@@ -210,11 +208,11 @@ class NodeExecutor:
 
     @property
     def waiting(self) -> str | None:
-        """What training stands still for, in words; None when it may go on."""
+        """What training waits for, in words; None if it may continue."""
         return self.machine.waiting or ("samples to be granted" if self._starved() else None)
 
     def progress(self) -> msg.Progress:
-        """How it goes, for the coordinator and the metrics."""
+        """A report for the coordinator and the metrics."""
         isolated = SENTENCES[self._isolated()]
         return self._reports.progress(self.link.moved, self.waiting, self._now(), isolated)
 
@@ -351,7 +349,7 @@ class NodeExecutor:
             self.link.send_blob(encoded.offer, encoded.data)
 
     def _in_worker(self, job: Callable[[], None]) -> None:
-        """Have the worker do it, behind what it was given before; an error ends training."""
+        """Submit a job to the worker; an error ends training."""
         self._worker.submit(job, lambda _: None, _raise)
 
     def _apply(self, command: ev.Apply) -> None:
@@ -376,7 +374,7 @@ class NodeExecutor:
         self._inbox.put(ev.AnchorMismatch(fragment=fragment))  # not handled here: the machine is in the middle of one
 
     def _begin_with_own_weights(self) -> None:
-        """Take the model's first weights as the anchor where they have the digest of version 0; else ask for it."""
+        """Use the model's first weights as the anchor if they have the digest of version 0; else ask for it."""
         if self.replica is None or self.machine.spec is None:
             return
         wanted, self._at_zero = self._at_zero, set()
@@ -415,7 +413,6 @@ class NodeExecutor:
     # --- time and reports
 
     def _count_as(self, activity: Activity | None) -> None:
-        """What the time goes into from now on."""
         if self._counts_time:
             self.account.turn(activity, self._now())
 
@@ -460,7 +457,7 @@ _MENDS = {
     Reason.OLD_INCARNATION: "stop the newer process of this name, or give this node another name",
     Reason.FENCED: "the coordinator runs on an old copy of its state: see its alarms, then start this node again",
 }
-"""What a person does about it. Other details say it themselves."""
+"""What an operator does about it. Other details say it themselves."""
 
 
 def _raise(error: Exception) -> None:

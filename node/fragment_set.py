@@ -30,23 +30,21 @@ class PendingDelta:
     """With a lag: the merge that follows it is done, and training goes on while its own commit is awaited."""
     session: int = 0  # number of the session that was open when it was taken, or of the last one
     offer: Offer | None = None  # set once encoded
-    stored: bool = False  # it is known to be durable
+    stored: bool = False  # the coordinator has it on disk
     dropped: Reason | None = None
 
     def is_due(self, inner_steps: int) -> bool:
-        """Whether the overlap is over."""
         return inner_steps >= self.sent_at + self.tau
 
 
 @dataclass(slots=True, kw_only=True)
 class FragmentState:
-    """One fragment on one node. `check` states what always holds."""
+    """One fragment on one node."""
 
     fragment: Fragment
     lag: int = 0  # of the run's terms
-    version: int = -1
-    """The anchor's version, which is also the one last merged (its base); −1 before the first snapshot."""
-    lost: bool = False  # the anchor's digest did not fit: nothing is sent or applied until a snapshot comes
+    version: int = -1  # version of the anchor, and of the last merge (its base); −1 before the first snapshot
+    lost: bool = False  # the anchor's digest did not match: nothing is sent or applied until a snapshot comes
     pending: dict[int, Committed] = field(default_factory=dict)  # announced versions that are not merged yet
     arrived: set[int] = field(default_factory=set)  # versions whose bytes are here
     snapshot: int | None = None  # version of an arrived snapshot that is not installed yet
@@ -56,15 +54,14 @@ class FragmentState:
     """Deltas without an outcome, the oldest first: one, and one more for each round of lag."""
     share: float | None = None  # what its own delta weighed in the last merge that held one
     merge_at: int | None = None
-    """Where updates are not waited for: inner steps from which what is there is merged; None: after the next send."""
-    owed: int = 0  # version that holds the last delta: until it is merged, another delta would hold the same work again
+    """If training does not wait for updates: inner step from which the next merge is due; None: after the next send."""
+    owed: int = 0  # version with the last delta: before it is merged, another delta would hold the same work again
     discard: bool = False
-    """What was done since the last merge will never be part of a version: at the next one nothing of it stays (protocol
-    E), and nothing is sent before that."""
+    """The work since the last merge is lost: the next merge discards it, and nothing is sent before."""
     sent_round: int = 0  # round of the last send
     merged_at: int = 0  # inner steps done at the last merge
     joined_at: int = 0
-    """Inner steps done when its first snapshot was asked for: until there are more, all that comes is merged."""
+    """Inner steps done when its first snapshot was requested: until there are more, everything that comes is merged."""
     counted_from: int = 0  # inner steps done when the work inside the next delta began
     tokens_from: int = 0
 
@@ -80,7 +77,7 @@ class FragmentState:
 
     @property
     def terms(self) -> WindowTerms | None:
-        """What the next delta runs under; None when the fragment is final, or its terms have not come."""
+        """Terms of the next delta; None if the fragment is final, or they have not come."""
         served = self.version
         if self.lag:  # the base serves the window that is open, even if the versions before that are not here yet
             served = max([served, *self.pending, *(undecided.terms.window for undecided in self.sent)])
@@ -91,19 +88,19 @@ class FragmentState:
         return max(self.pending, default=0) > self.version + terms.admission.max_staleness + terms.schedule.lag
 
     def is_free(self, lag: int) -> bool:
-        """Whether no delta is in the way of another one: the local weights hold nothing of what was sent."""
+        """Whether another delta may be taken: the local weights hold no work that was sent."""
         return not self.lost and (self.last is None or (self.last.merged and len(self.sent) <= lag))
 
     def pass_by(self, inner_steps: int, *, behind: bool) -> None:
-        """A turn comes at which the fragment cannot be sent, and updates are not waited for.
+        """A turn passes at which the fragment cannot be sent, and training does not wait for updates.
 
-        It is merged all the same, or a base that has become too old would stay so: work on it is lost.
+        The fragment is merged all the same, or an old base would stay too old: work on it is lost.
         """
         if self.merge_at is None and not self.sent:
             self.merge_at, self.discard = inner_steps, behind
 
     def stand_still(self, inner_steps: int, *, behind: bool) -> None:
-        """No step is done until something comes: neither a turn nor the end of the overlap would ever be reached."""
+        """Training waits: no step leads to a turn or to the end of the overlap."""
         if self.merge_at is not None:
             self.merge_at = min(self.merge_at, inner_steps)
         elif behind:
@@ -111,32 +108,28 @@ class FragmentState:
 
     @property
     def is_final(self) -> bool:
-        """Whether the run's last version is held."""
         return self.final is not None and self.version >= self.final
 
     def awaited(self) -> int:
-        """The window whose commit training waits for, where it does."""
+        """The window whose commit training waits for, if it waits."""
         if self.last is None:
             return self.owed
         return self.last.terms.window - (0 if self.last.merged else self.lag)
 
     def learn_terms(self, terms: WindowTerms) -> None:
-        """Remember the terms of a window that is still ahead."""
         if terms.window > self.version:
             self.terms_of[terms.window] = terms
 
     def terms_for(self, window: int, run: Terms) -> WindowTerms:
-        """What a window from the held version on runs under.
+        """The terms of a window after the held version.
 
-        By the run's terms where its own did not come: they are told with the version before, which a snapshot may
-        overtake, and then the link may break. If those are others by now, an anchor's digest will not fit, and a
-        snapshot mends it.
+        The run's terms if its own did not come: they are sent with the version before, which a snapshot may overtake,
+        and then the link may break. If those are wrong, an anchor's digest will not match, and a snapshot repairs it.
         """
         told, own = self.terms_of.get(window), own_of_window(run)
         return told or WindowTerms(fragment=self.fragment.index, window=window, round=0, **own)
 
     def announce(self, committed: Committed) -> None:
-        """A commit was announced; one that is held already changes nothing."""
         if committed.next_window is None:
             self.final = committed.version
         else:
@@ -145,8 +138,8 @@ class FragmentState:
             self.pending[committed.version] = committed
 
     def came(self, blob: BlobId) -> BlobId | None:
-        """The bytes of an update or a snapshot are here. Returns those that are of no use now: of an update that is
-        merged already, of the snapshot before."""
+        """The bytes of an update or a snapshot arrived. Returns those that became useless: an update that is merged
+        already, or an earlier snapshot."""
         if blob.kind is not BlobKind.SNAPSHOT:
             if blob.version <= self.version:
                 return blob
@@ -156,10 +149,10 @@ class FragmentState:
         return None if before in (None, blob.version) else dataclasses.replace(blob, version=before)
 
     def undecided_is_in(self, undecided: PendingDelta) -> int | None:
-        """The version that an undecided delta is part of, as far as it was announced.
+        """The version that holds an undecided delta, as far as announced.
 
-        Announcements name nodes. After a restart the share may be that of the incarnation before, unless this delta is
-        known to have come: a coordinator takes one of them at a time.
+        Announcements name nodes. After a restart, the share may belong to the incarnation before, unless this delta is
+        known to have arrived: a coordinator takes one of them at a time.
         """
         blob, window = undecided.blob, undecided.terms.window
         if undecided.dropped or not (undecided.stored or blob.incarnation == 1):
@@ -170,10 +163,10 @@ class FragmentState:
         return None
 
     def can_be_taken(self, undecided: PendingDelta, max_staleness: int, newest: int | None = None) -> bool:
-        """Whether a window that is open, or will be, can take it, the fragment being at `newest`: the last version that
-        was announced, unless given.
+        """Whether an open or later window can take it, the fragment being at `newest`: by default the last announced
+        version.
 
-        One that was refused is given up with the commit of its window, so that it is not made anew for the same one.
+        A refused delta is given up with the commit of its window, so that it is not made again for the same one.
         """
         newest = max(self.pending, default=self.version) if newest is None else newest
         if undecided.dropped and newest >= undecided.terms.window:
@@ -182,13 +175,12 @@ class FragmentState:
         return not is_over and newest < undecided.terms.window + max_staleness
 
     def named(self, blob: BlobId) -> PendingDelta | None:
-        """The undecided delta of that name."""
         return next((undecided for undecided in self.sent if undecided.blob == blob), None)
 
     def offer_again(self, newest: int, max_staleness: int, *, restarted: bool) -> list[Offer]:
-        """What a coordinator that holds `newest` may not have got. One that was restarted may have opened the window
-        again that had closed without it, and wait for it; nor does it know whose delta it has refused in one that is
-        open, and would wait for that one for ever."""
+        """Deltas to offer again to a coordinator that holds `newest`. After a restart it may have reopened a window
+        that had closed without them, and it does not know whose delta it refused, and would wait for that one for
+        ever."""
         for undecided in self.sent:
             if restarted:
                 undecided.dropped = None
@@ -196,18 +188,16 @@ class FragmentState:
         return [undecided.offer for undecided in wanted if undecided.offer]
 
     def learn_share(self, version: int, node: NodeId) -> None:
-        """What this node's delta weighed in an announced version: the next one will likely weigh the same."""
+        """Learn what this node's delta weighed: the next one will likely weigh the same."""
         for share in self.pending[version].merged if version in self.pending else ():
             if share.node == node:
                 self.share = share.weight
 
     def give_up(self) -> None:
-        """The oldest undecided delta will never be merged. The work in it goes, unless a snapshot has replaced its
-        base."""
+        """Give the oldest undecided delta up. Its work is lost, unless a snapshot has replaced its base."""
         self.discard = self.sent.pop(0).blob.version == self.version
 
     def ready_versions(self) -> list[int]:
-        """Versions that can be applied now, in order, without a gap."""
         versions: list[int] = []
         while (
             not self.lost and (version := self.version + 1 + len(versions)) in self.pending and version in self.arrived
@@ -216,10 +206,10 @@ class FragmentState:
         return versions
 
     def advance(self, version: int, inner_steps: int, tokens: int, *, mixed: bool) -> None:
-        """The anchor is at `version` now, and the local weights were merged with it.
+        """The anchor reached `version`, and was merged into the local weights.
 
-        `mixed`: something of the anchor went into them, so that the next delta's work begins here. With a = 1 nothing
-        did: it began at the last send (protocol H).
+        `mixed`: part of the anchor went into them, so the next delta's work begins here. With a mix of 1 it began at
+        the last send.
         """
         self.version = version
         self.pending = {v: c for v, c in self.pending.items() if v > version}
@@ -230,7 +220,6 @@ class FragmentState:
             self.counted_from, self.tokens_from = inner_steps, tokens
 
     def check(self) -> None:
-        """The invariants."""
         windows = [undecided.terms.window for undecided in self.sent]
         assert windows == sorted(set(windows)), "a window takes one delta of a node"
         assert all(undecided.merged for undecided in self.sent[:-1]), "each send is followed by its merge"
@@ -246,14 +235,13 @@ class FragmentState:
 
 
 def forgotten(state: FragmentState, kind: BlobKind, version: int) -> ev.ForgetBlob:
-    """Bytes that came, and will not be used."""
     return ev.ForgetBlob(blob=BlobId(kind=kind, fragment=state.fragment.index, version=version))
 
 
 def settled(state: FragmentState, version: int, node: NodeId, lag: int) -> tuple[list[ev.Command], int]:
-    """The anchor is about to be at `version`: what became of the deltas for the windows up to there is known.
+    """Outcomes of the deltas for windows up to `version`, which the anchor is about to reach.
 
-    Returns what is to be done, and how many inner steps are lost; without a lag, that is seen at the merge.
+    Returns the commands, and the number of lost inner steps; without a lag, the merge counts those.
     """
     commands, lost_steps = list[ev.Command](), 0
     for undecided in [u for u in state.sent if u.terms.window <= version]:
@@ -268,10 +256,9 @@ def settled(state: FragmentState, version: int, node: NodeId, lag: int) -> tuple
 
 
 def decided(state: FragmentState, max_staleness: int) -> list[ev.Command]:
-    """Where updates are not waited for: a commit was announced, or an outcome: of the undecided delta, or one that
-    leaves no way for it.
+    """If training does not wait for updates: handle a commit or an outcome that decides the undecided delta.
 
-    Drops do not tell: who was removed from a window may still be merged by a later one.
+    Drops decide nothing: a node that was removed from a window may still be merged by a later one.
     """
     if (undecided := state.undecided) is None:
         return []
@@ -287,7 +274,7 @@ def decided(state: FragmentState, max_staleness: int) -> list[ev.Command]:
 
 
 def overtaken(state: FragmentState, version: int, terms: Terms) -> list[ev.Command]:
-    """A snapshot takes the anchor's place: of what was sent, only what a later window can take is still of use."""
+    """A snapshot replaces the anchor: keep the deltas that a later window can take."""
     commands = list[ev.Command]()
     for undecided in [u for u in state.sent if not state.can_be_taken(u, terms.admission.max_staleness, version)]:
         commands.append(ev.ForgetBlob(blob=undecided.blob))
@@ -299,7 +286,7 @@ def overtaken(state: FragmentState, version: int, terms: Terms) -> list[ev.Comma
 
 
 def dropped(state: FragmentState) -> list[ev.Command]:
-    """Another history begins: deltas without an outcome go, and bytes that came and were not used yet."""
+    """Another history begins: drop undecided deltas, and bytes that were not used yet."""
     commands: list[ev.Command] = [ev.ForgetBlob(blob=undecided.blob) for undecided in state.sent]
     commands += [forgotten(state, BlobKind.UPDATE, version) for version in sorted(state.arrived)]
     if state.snapshot is not None:
@@ -314,18 +301,16 @@ def dropped(state: FragmentState) -> list[ev.Command]:
 class DueMerge:
     """A merge that is due: the anchor is brought up to date, then mixed into the local weights."""
 
-    versions: list[int]
-    """To be applied first, in order; none where the anchor that is held is the one to begin the next round from."""
+    versions: list[int]  # versions to apply first, in order; empty if the next round begins from the held anchor
     mix: float  # share of the local weights that stays
-    loses_steps: bool = False  # what was done since the last merge is part of no delta that counts, and goes
+    loses_steps: bool = False  # the work since the last merge is in no delta that counts, and is lost
 
 
 def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *, training: bool) -> DueMerge | None:
-    """Where training waits for updates: once after every send, τ steps later, with the version that it waits for.
+    """If training waits for updates: once after every send, τ steps later, with the awaited version.
 
-    That is the one that holds the delta, or, with a lag, the one before: the delta's own comes during the next round.
-    Who has sent nothing, nor done anything that could be sent, merges what comes when it comes. `training` is False at
-    the end, where nothing is waited for.
+    That version holds the delta or, with a lag, is the one before. A node that has sent nothing, and has no work to
+    send, merges at once. `training` is False at the end, when nothing is awaited.
     """
     last, versions = state.last, state.ready_versions()
     if training and last is not None and not last.is_due(inner_steps):
@@ -350,16 +335,16 @@ def merging_when_waiting(state: FragmentState, terms: Terms, inner_steps: int, *
 
 
 def _mix_unsent(state: FragmentState, version: int, inner_steps: int) -> float:
-    """What survives of weights that nobody was told of (protocol E)."""
+    """Share of unsent local work that survives a merge."""
     terms = state.terms_of.get(version)
     return terms.mix if terms and inner_steps > state.joined_at else 0.0
 
 
 def merging_when_going_on(state: FragmentState, terms: Terms, inner_steps: int, *, training: bool) -> DueMerge | None:
-    """Where updates are not waited for: once after every send, τ steps later, or when the delta is decided.
+    """If training does not wait for updates: once after every send, τ steps later, or when the delta is decided.
 
-    Earlier, half of it would be in the weights and not in the anchor, and once more in the next delta. More often,
-    others would mix the anchor in at their pace.
+    Earlier, half of the delta would be in the weights but not in the anchor, and again in the next delta. More often,
+    other nodes would set the pace of the merges.
     """
     versions = state.ready_versions()
     if not versions or versions[-1] < state.owed or state.sent:
@@ -373,7 +358,7 @@ def merging_when_going_on(state: FragmentState, terms: Terms, inner_steps: int, 
 
 
 def merge_command(state: FragmentState, terms: Terms, mix: float) -> ev.Merge:
-    """The merge with the held anchor; an eager node adds its own deltas that are not in it yet."""
+    """The merge with the held anchor; an eager node adds its own deltas that the anchor lacks."""
     own = tuple((undecided.blob, undecided.terms) for undecided in state.sent if not undecided.dropped)
     if not terms.schedule.eager or not own or state.last is None:
         return ev.Merge(fragment=state.fragment.index, mix=mix)
@@ -393,7 +378,6 @@ class FragmentSet:
 
     @classmethod
     def begin(cls, spec: RunSpec, part: Part) -> "FragmentSet":
-        """Of a node that has none of its anchors yet."""
         held = fragments_of(part, spec.identity.layout)
         return cls(FragmentState(fragment=fragment, lag=spec.terms.schedule.lag) for fragment in held)
 
@@ -408,7 +392,7 @@ class FragmentSet:
         return index in self._states
 
     def learn(self, welcome: Welcome) -> None:
-        """The terms of the windows that are open now; a fragment without one is final."""
+        """Learn the terms of the open windows; a fragment without one is final."""
         windows = {terms.fragment: terms for terms in welcome.windows}
         for index, state in self._states.items():
             if terms := windows.get(index):
@@ -418,16 +402,16 @@ class FragmentSet:
 
     @property
     def joined_at(self) -> int:
-        """Inner steps done when the first snapshots of all of them were asked for."""
+        """Inner steps done when all first snapshots had been requested."""
         return min(state.joined_at for state in self)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of their anchors, in order; −1 for one that is not here yet."""
+        """Versions of the anchors, in order; −1 without an anchor."""
         return tuple(state.version for state in self)
 
     def newest_round(self, slots: int) -> int:
-        """The run's round as far as this node knows: that of the last slot's open window (protocol A: jump)."""
+        """The run's round as far as this node knows: that of the last slot's open window."""
         newest = [
             max(state.terms_of.values(), key=lambda terms: terms.window).round
             for state in self
@@ -436,7 +420,7 @@ class FragmentSet:
         return min(newest, default=0)
 
     def begun_again(self, inner_steps: int) -> "FragmentSet":
-        """The same fragments before their first snapshots. The counts of the work inside the next deltas go on."""
+        """The same fragments before their first snapshots; counts of unsent work continue."""
         return FragmentSet(
             FragmentState(
                 fragment=state.fragment,

@@ -70,7 +70,6 @@ class Together(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of each, in order."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,16 +79,13 @@ class Together(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of each, in order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The way back from `state_dict`."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = list(chain.from_iterable(part.param_groups for part in self.parts))
@@ -178,7 +174,7 @@ class InnerStep:
             gradient.mul_(factor)
 
     def zero_grad(self) -> None:
-        """Also of parameters that the optimizer has beside the module's."""
+        """Clear all gradients, including parameters of the optimizer that are not the module's."""
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
 

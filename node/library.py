@@ -91,8 +91,7 @@ class Node:
         if not cluster.alone and is_sharded(module):
             self._shards = Shards(cluster, module, spec.identity.layout, self._parameters, evaluate)
         self.model = module if cluster.alone or self._shards is not None else DistributedDataParallel(module)
-        """What to call in the forward pass: gradients are averaged over the node's ranks. A module whose parameters
-        are sharded (DTensors) averages them itself and stays as it is."""
+        """The model for the forward pass: gradients are averaged over the node's ranks."""
         self._inner = InnerStep(
             optimizer,
             module,
@@ -121,7 +120,7 @@ class Node:
 
     @property
     def position(self) -> float:
-        """Schedule position of the next inner step: the run's clock (protocol A)."""
+        """Schedule position of the next inner step."""
         return self._decision.position
 
     @property
@@ -192,7 +191,7 @@ class Node:
             self.abandon()
 
     def abandon(self) -> None:
-        """Stop all threads without a word, as after an error."""
+        """Stop all threads without a message, as after an error."""
         self._left = True
         if self.endpoint is not None:
             self.endpoint.close()
@@ -239,7 +238,7 @@ class Node:
         return self.spec.terms.inner.batch_sequences * self.spec.terms.inner.sequence_tokens
 
     def _checked(self, given: int | Tensor) -> int:
-        """The tokens that the loop says a step had: a coordinator refuses the delta of a step that had more."""
+        """The step's tokens: a coordinator refuses a delta with more than a step can have."""
         terms, most = self.spec.terms, self._batch_tokens()
         number = _number("tokens", given)
         if not number.is_integer():
@@ -257,7 +256,7 @@ class Node:
 
 
 def _number(argument: str, given: object) -> float:
-    """What the loop gave to `step`, as a plain number: a message holds nothing else. A tensor of one element is one."""
+    """An argument of `step` as a plain number; a tensor of one element is one."""
     try:
         return float(given.detach() if isinstance(given, Tensor) else given)  # type: ignore[arg-type]
     except OverflowError:
@@ -298,7 +297,6 @@ class Driver:
         )
 
     def wait_for_spec(self, timeout_s: float | None) -> RunSpec:
-        """What the run is. Raises Refused or Unreachable."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.executor.machine.spec is None:
             self._wait()
@@ -341,7 +339,7 @@ class Driver:
         return self.executor.decision()
 
     def _wait(self) -> None:
-        """For an event, but no longer than until a report may be due."""
+        """Wait for an event, or until a report may be due."""
         with contextlib.suppress(queue.Empty):
             self.executor.take(self._inbox.get(timeout=WAIT_S))
         self.executor.report_if_due()
@@ -455,7 +453,7 @@ def join(
 
 
 def _told(inventory: Inventory, cluster: Cluster) -> Inventory:
-    """What was found of the machine, with the devices that this node trains on."""
+    """The machine's inventory with the node's devices."""
     found = look_around({}, OperatorLabels()) if inventory == NOTHING else inventory
     found = dataclasses.replace(found, cpus=found.cpus or os.cpu_count() or 0)
     if cluster.device.type != "cuda":
@@ -484,7 +482,7 @@ def _check_tau(spec: RunSpec, tau: int | None) -> None:
 
 
 def _check_ranks(spec: RunSpec, cluster: Cluster) -> None:
-    """What corrects the steps is on rank 0 alone."""
+    """Refuse methods whose corrections are on rank 0 alone."""
     if spec.terms.inner.control_variates and not cluster.alone:
         raise TermsMismatch(
             f"the run has control_variates, which this node's {cluster.size} processes would not share; start one"
@@ -530,7 +528,7 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
 
 _NEEDED = frozenset({"coordinator", "model", "name", "http", "http_names"})
 _BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
-"""Arguments that may be functions, and of what."""
+"""arguments that may be functions, and their parameters"""
 
 
 def _check_types(given: Mapping[str, object]) -> None:
@@ -552,7 +550,7 @@ def _check_types(given: Mapping[str, object]) -> None:
 
 
 def _takes(function: Callable[..., object], count: int) -> bool:
-    """Whether it can be called with so many arguments, as far as it says."""
+    """Whether it accepts this many arguments, by its signature."""
     if isinstance(function, type) and issubclass(function, Optimizer):
         return False  # it takes parameters, not a module
     try:

@@ -45,7 +45,6 @@ class Traffic:
 
 
 def moved_by(session: Session) -> Traffic:
-    """So far, seen from the node."""
     return Traffic(session.traffic.sent, session.traffic.received)
 
 
@@ -55,12 +54,12 @@ def moved_by(session: Session) -> Traffic:
 # measurement (`wire/meter.py`). The coordinator judges the reports, because it knows the round trip.
 
 
-PROBES_SINCE = 3  # version of the protocol from which on the coordinator wants to hear of it
+PROBES_SINCE = 3  # first protocol version with probes and reports of links
 LOOK_S = 5.0  # between two reports on the connection itself
 
 
 class Probing:
-    """Of one session."""
+    """Probes of one session."""
 
     def __init__(self) -> None:
         self._expected: Probe | None = None  # a probe that is coming down, or will
@@ -69,7 +68,6 @@ class Probing:
         self._told_at = float("-inf")
 
     def asked(self, session: Session, probe: Probe) -> None:
-        """The coordinator wants a probe, or none any more."""
         self._stop(session)
         if probe.num_bytes <= 0:
             return
@@ -82,7 +80,6 @@ class Probing:
             self._expected = probe
 
     def offered(self, session: Session, offer: msg.Offer, now: float) -> None:
-        """The bytes of a probe are about to come."""
         probe = self._expected
         if probe is None or offer.blob.version != probe.number or not 0 < offer.size <= probe.num_bytes:
             return session.cancel(offer.blob)
@@ -90,14 +87,14 @@ class Probing:
             session.expect(offer.blob, offer.size, DIGEST, Sink(offer.size), now)
 
     def ended(self, blob: BlobId) -> None:
-        """The bytes of a probe have all come, or all gone, or are not wanted any more."""
+        """A probe arrived, was sent, or was cancelled."""
         if blob == self._sending:
             self._sending = None
         elif self._expected is not None and blob == _blob(self._expected):
             self._over = True
 
     def look(self, session: Session) -> Observed | None:
-        """End a probe that has told enough; what is to be reported, if anything is."""
+        """End a probe that measured enough. Returns the report, if any."""
         if session.state is not State.OPEN or session.protocol < PROBES_SINCE:
             return None
         probe, burst = self._expected, session.meter.burst()
@@ -113,11 +110,10 @@ class Probing:
         return Observed(links=(Seen(bursts=tuple(bursts[-MOST_SEEN:]), probe=number),))
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to look at the connection again."""
         return now - self._told_at >= LOOK_S
 
     def connection(self, session: Session, told: ConnectionFacts | None, now: float) -> Observed | None:
-        """What the kernel says of the connection that carries blobs, as a report."""
+        """A report from TCP_INFO of the bulk connection."""
         self._told_at = now
         if told is None or session.state is not State.OPEN or session.protocol < PROBES_SINCE:
             return None
@@ -146,7 +142,7 @@ _log = logging.getLogger(__name__)
 
 
 class Downloads:
-    """All that is half here."""
+    """Blobs that have partly arrived, over all sessions."""
 
     def __init__(self) -> None:
         self._partial: dict[BlobId, Reassembly] = {}
@@ -187,7 +183,7 @@ class Downloads:
         return True
 
     def ended(self, session: Session, blob: BlobId, now: float) -> None:
-        """All bytes are here, good or bad. What waited can come."""
+        """A blob is complete, good or bad. Waiting ones may start."""
         self._partial.pop(blob, None)
         self._coming.discard(blob)
         for waited, (size, digest) in list(self._waiting.items()):
@@ -196,13 +192,13 @@ class Downloads:
                 break
 
     def session_over(self) -> None:
-        """Keep what it was bringing, and nothing that was left from before."""
+        """Keep only what this session was bringing."""
         self._partial = {blob: reassembly for blob, reassembly in self._partial.items() if blob in self._coming}
         self._coming.clear()
         self._waiting.clear()
 
     def _give_up_updates(self, session: Session, snapshot: BlobId) -> None:
-        """The snapshot holds them: one that is behind is not sent them at all."""
+        """Give up updates that the snapshot contains."""
 
         def holds(blob: BlobId) -> bool:
             same = blob.kind is BlobKind.UPDATE and blob.fragment == snapshot.fragment
@@ -220,7 +216,7 @@ class Downloads:
 
 
 class Uploads:
-    """Of one link, over its sessions."""
+    """Deltas that wait to be offered, over all sessions."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[BlobId, tuple[Offer, bytearray]] = OrderedDict()  # in the order in which they came
@@ -250,7 +246,7 @@ class Uploads:
             del self._waiting[blob]
 
     def session_over(self) -> None:
-        """What matters of it is offered again in the next session, after its Welcome."""
+        """Drop everything: what matters is offered again after the next Welcome."""
         self._waiting.clear()
 
 
@@ -322,13 +318,12 @@ class NodeLink:
         self._over = False  # no further session is wanted
 
     def start(self, hello: Callable[[], msg.Hello], deliver: Callable[[wire_ev.SessionEvent], None]) -> None:
-        """Begin to dial. `hello` tells what the node holds when a session begins."""
+        """Begin to dial. `hello` returns the first message of a session."""
         self._hello, self._deliver = hello, deliver
         self._away_since = self._clock.now()
         self._dial()
 
     def close(self) -> None:
-        """End the session; no other one follows."""
         self._over = True
         if self._session is not None:
             self._session.close(Reason.CLOSED, "this node stops")
@@ -336,12 +331,10 @@ class NodeLink:
 
     @property
     def state(self) -> State | None:
-        """Of the present session; None without one."""
         return None if self._session is None else self._session.state
 
     @property
     def moved(self) -> Traffic:
-        """All bytes so far. From any thread."""
         past, session = self._traffic
         return past + moved_by(session) if session is not None and session.traffic.connections else past
 
@@ -364,7 +357,6 @@ class NodeLink:
             self._dialer.dial(self._dialed, self._not_dialed)
 
     def _dialed(self, connection: Connection) -> None:
-        """There is a way to the coordinator; whether it answers will be seen."""
         if self._over:
             return connection.close()
         now = self._clock.now()
@@ -398,12 +390,10 @@ class NodeLink:
     # --- a session, as its connection reports
 
     def on_connected(self, lane: int) -> None:
-        """The lane's greetings have been exchanged: its bytes count."""
         assert self._session is not None
         self._session.traffic.connected()
 
     def on_frame(self, lane: int, parts: Sequence[Buffer]) -> None:
-        """A frame came."""
         assert self._session is not None
         try:
             self._session.receive(lane, parts, self._clock.now())
@@ -425,7 +415,6 @@ class NodeLink:
         self._advance()
 
     def on_lost(self, why: str, *, key_refused: bool = False) -> None:
-        """The connection is gone."""
         assert self._session is not None
         if key_refused:
             self._over = True
@@ -438,7 +427,8 @@ class NodeLink:
     # --- what the session wants
 
     def _advance(self) -> None:
-        """Do all that is due: handle events, send, and end with the session. To be called after each use of it."""
+        """Do everything that is due: handle events, send, and end with the session. Call it after each use of the
+        session."""
         session, connection = self._session, self._connection
         if session is None or connection is None or self._advancing:
             return
@@ -472,7 +462,7 @@ class NodeLink:
         return bool(frames)
 
     def _end(self, session: Session, connection: Connection) -> None:
-        """The session is closed. One last frame may tell the coordinator that its Leave came."""
+        """The session is closed. One last frame may acknowledge the coordinator's Leave."""
         connection.close([parts for _, parts in session.outgoing(self._clock.now())])
         self._downloads.session_over()
         self._uploads.session_over()
@@ -547,7 +537,6 @@ class NodeLink:
         self._report(session, now)
 
     def _ended(self, session: Session, reason: Reason, detail: str) -> None:
-        """The session, or an attempt at one, is over."""
         self._ended_by = detail or reason.sentence
         self._failed = reason in (Reason.MALFORMED, Reason.FAULT)
         if reason is Reason.SILENT and not self._bulk and session.traffic.connections:
@@ -568,7 +557,6 @@ class NodeLink:
             self._deliver(wire_ev.MessageReceived(message=refused))
 
     def _report(self, session: Session, now: float) -> None:
-        """Tell the coordinator what was seen of the link."""
         reports = [self._probing.look(session)]
         if self._connection is not None and self._probing.is_due(now):
             kernel = self._connection.kernel()

@@ -1,7 +1,7 @@
 """The node's decisions: when a fragment is sent, what is merged and how, when training waits, when it ends.
 
-`NodeMachine` runs in the training thread, inside `step()`, so that sends and merges happen at exact inner steps
-(protocol X). It never touches a tensor, a socket or a clock: events in, commands out (`node/events.py`).
+`NodeMachine` runs in the training thread, inside `step()`, so that sends and merges happen at exact inner steps. It
+never touches a tensor, a socket or a clock: events in, commands out (`node/events.py`).
 
     joining ──Ready──▶ ready ──Start──▶ training ──last position──▶ finishing ──all final──▶ finished
        └────────────────── DrainRequested ──▶ draining ──nothing undecided──▶ left
@@ -50,7 +50,7 @@ class NodeMachine:
         self.epoch = epoch
         self.history = 0  # epoch in which the run was last wound back, as far as this node followed; 0 for never
         self.stands_by = False
-        """Whether it told a coordinator over an old copy what it holds: nothing moves before the session ends."""
+        """Whether it told a coordinator with an old state what it holds: nothing moves before the session ends."""
         self.samples_from = 0  # inner step from which samples of the leases are counted
         self.stage: Stage = "joining"
         self.connected = False
@@ -60,8 +60,7 @@ class NodeMachine:
         self.inner_steps = 0
         self.tokens = 0
         self.lost_steps = 0
-        self.skipped_turns = 0
-        """Turns at which a fragment was due and not sent, for too many of its deltas were undecided (protocol D)."""
+        self.skipped_turns = 0  # turns at which a fragment was due but had too many undecided deltas
         self._seq = 0
         self._sessions = 0
         self._commands: list[ev.Command] = []
@@ -70,7 +69,6 @@ class NodeMachine:
 
     @property
     def running(self) -> bool:
-        """Whether inner steps are wanted."""
         return self.stage == "training"
 
     @property
@@ -79,7 +77,7 @@ class NodeMachine:
 
     @property
     def position(self) -> float:
-        """Schedule position of the next inner step (protocol A)."""
+        """Schedule position of the next inner step."""
         return self.schedule.position
 
     @property
@@ -89,7 +87,7 @@ class NodeMachine:
 
     @property
     def waiting(self) -> str | None:
-        """What training stands still for, in words; None when it may go on."""
+        """What training waits for, in words; None if it may continue."""
         if self.ended:
             return None
         if self.stage == "joining":
@@ -116,7 +114,7 @@ class NodeMachine:
 
     @property
     def takes_samples(self) -> bool:
-        """Whether the coordinator grants it the samples that it trains on; else they come from elsewhere."""
+        """Whether the coordinator grants the samples that it trains on."""
         return self.spec is not None and bool(self.spec.identity.num_samples) and is_source(self.holds)
 
     @property
@@ -124,17 +122,17 @@ class NodeMachine:
         return self.terms_in(self.schedule.round)
 
     def terms_in(self, round_index: int) -> Terms:
-        """What belongs to this round, by the run's terms."""
+        """The terms of a round."""
         assert self.revisions is not None
         return self.revisions.of_round(round_index)
 
     def terms_of(self, fragment: int, window: int) -> Terms:
-        """What a window of this fragment runs under; of what belongs to rounds, it may say another one's."""
+        """The terms of a window of this fragment; those of rounds may be another round's."""
         assert self.revisions is not None
         return self.revisions.of_window(fragment, window)
 
     def terms_at(self, state: FragmentState, version: int | None = None) -> Terms:
-        """What the window runs under that follows this version: the newest that was announced, unless given."""
+        """The terms of the window after this version; by default the newest announced one."""
         newest = max(state.pending, default=state.version) if version is None else version
         return self.terms_of(state.fragment.index, newest + 1)
 
@@ -167,7 +165,6 @@ class NodeMachine:
         return commands
 
     def check(self) -> None:
-        """All invariants."""
         for state in self.fragments:
             state.check()
         if self.stage == "training":
@@ -259,7 +256,6 @@ class NodeMachine:
             self._do(ev.Tell(message=msg.Ready(history=self.history)))
 
     def _revised(self, revision: Revision) -> None:
-        """They hold from windows and a round on that were not told of yet."""
         assert self.spec is not None and self.revisions is not None
         if revision.number > self.spec.revision:
             self.spec = dataclasses.replace(self.spec, terms=revision.terms, revision=revision.number)
@@ -299,10 +295,8 @@ class NodeMachine:
             self.stage = "finishing"
 
     def _send_overdue(self) -> bool:
-        """While training stands still no turn comes: what others may be waiting for is sent now, or all would wait.
-
-        Returns whether anything was.
-        """
+        """While training waits, no turn comes: send now what others may be waiting for. Returns whether anything was
+        sent."""
         if self.stage != "training" or self.inner_steps == self.fragments.joined_at or self.waiting is None:
             return False
         before = self._seq
@@ -318,7 +312,7 @@ class NodeMachine:
         return self.schedule.may_send(state, self._round_terms, behind=self._is_behind(state))
 
     def _is_behind(self, state: FragmentState) -> bool:
-        """Whether the base is too old for the window that is open, and those after it."""
+        """Whether the base is too old for the open window and later ones."""
         return state.is_behind(self.terms_at(state))
 
     def _send(self, state: FragmentState) -> None:
@@ -341,7 +335,7 @@ class NodeMachine:
             PendingDelta(blob=blob, terms=terms, sent_at=self.inner_steps, tau=tau, steps=steps, session=self._sessions)
         )
         state.merge_at, state.sent_round = self.inner_steps + tau, self.schedule.round
-        if terms.mix == 1.0:  # nothing of the anchor will be mixed in: the next delta's work begins here (protocol H)
+        if terms.mix == 1.0:  # nothing of the anchor will be mixed in: the next delta's work begins here
             state.counted_from, state.tokens_from = self.inner_steps, self.tokens
         self._do(
             ev.Encode(
@@ -360,7 +354,7 @@ class NodeMachine:
 
     @property
     def _samples_used(self) -> int | None:
-        """Samples of its leases in the inner steps that are done; None for who brings its own."""
+        """Samples of its leases used in the inner steps so far; None if it brings its own."""
         if self.spec is None or not self.takes_samples:
             return None
         return (self.inner_steps - self.samples_from) * self.spec.terms.inner.batch_sequences
@@ -369,11 +363,10 @@ class NodeMachine:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether training goes on where an update is late (protocol F)."""
+        """Whether training continues while an update is late."""
         return self.spec is not None and self.spec.terms.schedule.on_late_update == "continue"
 
     def _settle(self) -> None:
-        """Merge what is due, then see whether the stage changes."""
         self._flush()
         self._catch_up()
         for state in self.fragments:
@@ -425,7 +418,7 @@ class NodeMachine:
         self._do(*commands)
 
     def _apply(self, state: FragmentState, versions: list[int]) -> bool:
-        """Bring the anchor to the last of the versions; whether this node is to evaluate one of them."""
+        """Bring the anchor to the last of the versions. Returns whether this node is to evaluate one of them."""
         assert self.spec is not None
         for version in versions:
             digest = state.pending[version].anchor_digest
@@ -460,11 +453,10 @@ class NodeMachine:
                 self._send(state)
 
     def _last_sends(self) -> list[FragmentState]:
-        """At the run's end: the fragments of which what is left can be sent, once what was sent before is merged or
-        only late.
+        """At the run's end: fragments whose remaining work can be sent, once earlier deltas are merged or merely late.
 
-        A regular window that is still open here had no other node to serve it (this one started late in the run): it is
-        sent as well, or the run would never end.
+        A regular window that is still open had no other node to serve it, since this one started late: it is sent, too,
+        or the run would never end.
         """
         assert self.spec is not None
         free, lag = self._round_terms.schedule.lag, self.spec.terms.schedule.lag
@@ -477,11 +469,11 @@ class NodeMachine:
     # --- another history
 
     def _survey(self) -> None:
-        """A coordinator over an old copy of its state asks what this node holds (protocol, Adoption).
+        """A coordinator with an old state asks what this node holds.
 
-        The node tells it, and stands by its anchors for as long as the session lasts: what it said it held, it can
-        send. What it follows does not change by that: only the Welcome of a coordinator that goes on can do this.
-        The executor fills in anchors and samples.
+        The node answers, and keeps its anchors until the session ends: what it said it held, it can send. Only the
+        Welcome of a coordinator that continues changes what the node follows. The executor fills in anchors and
+        samples.
         """
         if self.revisions is None:  # it holds nothing
             return
@@ -497,17 +489,15 @@ class NodeMachine:
         self._do(ev.Tell(message=held))
 
     def _recalled(self, fragment: int) -> None:
-        """The anchor of this fragment is to be sent."""
         if self.stands_by and fragment in self.fragments and self.fragments[fragment].version >= 0:
             self._do(ev.SendAnchor(fragment=fragment))
 
     def _begin_again(self, history: int) -> None:
-        """Follow a run that was wound back, or went on from what nodes held, from its snapshots on.
+        """Follow a run that was rewound, or continued from what nodes held, beginning with snapshots.
 
-        Nothing of the history that is over is ever merged. All fragments begin anew from snapshots, those included
-        whose anchor may be the same in both histories: of one that is merged while the greeting is on its way, the
-        coordinator could not know. The node joins as one that comes late, under the same name and incarnation; its own
-        counts of steps and tokens go on.
+        Nothing of the former history is merged. All fragments begin anew, even if an anchor may be the same in both
+        histories: the coordinator cannot know of one that is merged while the greeting is on its way. The node joins as
+        a late one, under the same name and incarnation; its counts of steps and tokens continue.
         """
         for state in self.fragments:
             self._do(*dropped(state))
@@ -520,9 +510,9 @@ class NodeMachine:
 
 
 def farewell(stage: Stage, fragments: Iterable[FragmentState]) -> tuple[Stage, Reason] | None:
-    """How a node's part ends, with the reason to give; None while something is still to come.
+    """How the node's part ends, with the reason; None while something is still to come.
 
-    A run ends where its last version of every fragment is held; a drain, once nothing that was sent is undecided.
+    A run ends when the node holds the last version of every fragment; a drain, when nothing that was sent is undecided.
     """
     undecided = any(state.sent for state in fragments)
     if stage == "finishing" and not undecided and all(state.is_final for state in fragments):

@@ -19,11 +19,11 @@ from farloop.wire.machine_info import KINDS, RDMA, TRUST, Fact, Inventory, Nic, 
 # be read is remembered and reported.
 
 
-LONGEST = 64 << 10  # bytes of a file that are looked at: an annotation has kilobytes, an attribute of the kernel a line
-MOST = 512  # names of a folder that are looked at
+LONGEST = 64 << 10  # most bytes of a file that are read: an annotation has kilobytes, a kernel attribute a line
+MOST = 512  # most names of a folder that are read
 
 _EMPTY = frozenset({errno.EINVAL, errno.ENODATA, errno.EOPNOTSUPP, errno.ENODEV, errno.ENOENT, errno.ENOTDIR})
-"""How the kernel says that an attribute has no value now: the speed of a link that is down, a GID index not in use."""
+"""Errors by which the kernel reports an attribute without a value, such as the speed of a link that is down."""
 
 
 class SysfsReader:
@@ -31,14 +31,13 @@ class SysfsReader:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.unread: list[str] = []  # what is there and could not be read, with the reason
+        self.unread: list[str] = []  # files that exist but could not be read, with the reason
 
     def path(self, place: str) -> Path:
-        """Where it is, as a path of this process."""
         return self._root / place
 
     def text(self, place: str) -> str:
-        """A file's text without the space around it; empty where there is none."""
+        """A file's stripped text; empty if there is none."""
         try:
             with self.path(place).open("rb") as file:
                 return file.read(LONGEST).decode(errors="replace").strip()
@@ -47,14 +46,14 @@ class SysfsReader:
             return ""
 
     def number(self, place: str) -> int | None:
-        """A file that holds a whole number; None where it does not."""
+        """The whole number in a file; None otherwise."""
         try:
             return int(self.text(place))
         except ValueError:
             return None
 
     def names(self, place: str) -> list[str]:
-        """What is in a folder, sorted as people count: `1, 2, 10`. Empty where there is none."""
+        """Names in a folder, in numeric order: `1, 2, 10`. Empty without the folder."""
         try:
             with os.scandir(self.path(place)) as entries:
                 found = [entry.name for _, entry in zip(range(MOST), entries, strict=False)]
@@ -64,18 +63,16 @@ class SysfsReader:
         return sorted(found, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
 
     def target(self, place: str) -> str:
-        """Last part of what a symbolic link points at; empty where it is none."""
+        """Last part of a symbolic link's target; empty if it is none."""
         try:
             return os.readlink(self.path(place)).rstrip("/").rpartition("/")[2]
         except OSError:
             return ""
 
     def exists(self, place: str) -> bool:
-        """Whether something is there."""
         return os.path.lexists(self.path(place))
 
     def may_use(self, place: str) -> bool:
-        """Whether this process may open it for reading and writing."""
         return os.access(self.path(place), os.R_OK | os.W_OK)
 
     def _missed(self, place: str, error: OSError) -> None:
@@ -96,13 +93,13 @@ class SysfsReader:
 POD_INFO: Final = "etc/podinfo"
 
 _NETWORKS: Final = ("k8s.v1.cni.cncf.io/network-status", "k8s.v1.cni.cncf.io/networks-status")
-"""The second is how older releases of Multus called it."""
+"""The second is the name in older releases of Multus."""
 
 _SITES: Final = ("farloop/site", "site", "topology.kubernetes.io/zone", "topology.kubernetes.io/region")
-"""The first that is there names the site."""
+"""The first that exists names the site."""
 
 _KEPT: Final = re.compile(r"farloop/|topology\.kubernetes\.io/|site$|(pod|node|host|rack|zone|region)$")
-"""Labels that are worth telling."""
+"""Labels that are reported."""
 
 _LINE: Final = re.compile(r'([^=\s]+)="((?:[^"\\]|\\.)*)"')
 _RATE: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgt])(?:bit|bps|b/s)?", re.IGNORECASE)
@@ -111,7 +108,7 @@ _UNITS: Final = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelSource:
-    """What is said of one card."""
+    """Claims about one card."""
 
     kind: NicKind | None = None
     bits_per_s: float | None = None
@@ -122,7 +119,7 @@ class LabelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """All of it."""
+    """Labels of the machine and of its cards."""
 
     site: str = ""
     nics: Mapping[str, LabelSource] = field(default_factory=dict)  # by network device, or by PCI address
@@ -130,7 +127,7 @@ class Labels:
 
 
 def read_labels(tree: SysfsReader, environ: Mapping[str, str]) -> Labels:
-    """What is there; `environ` is that of the process, as the command line hands it in."""
+    """Read all labels; `environ` is the process's environment."""
     labels = _downward(tree.text(f"{POD_INFO}/labels"))
     annotations = _downward(tree.text(f"{POD_INFO}/annotations"))
     everything = {**_pairs(environ.get("FARLOOP_LABELS", "")), **annotations, **labels}
@@ -166,7 +163,7 @@ def parse_nics(text: str) -> dict[str, LabelSource]:
 
 
 def parse_nic(text: str) -> LabelSource | None:
-    """`roce-v2/100gbit`, `ethernet` or `25gbit`; None where it is none of these."""
+    """`roce-v2/100gbit`, `ethernet` or `25gbit`; None for anything else."""
     kind: NicKind | None = None
     bits_per_s: float | None = None
     for part in (part.strip().lower() for part in text.split("/")):
@@ -180,7 +177,7 @@ def parse_nic(text: str) -> LabelSource | None:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """`a=1,b=2`; what is not of that form is left out."""
+    """`a=1,b=2`; other parts are ignored."""
     pairs = (part.partition("=") for part in text.split(","))
     return {key.strip(): value.strip() for key, separator, value in pairs if separator and key.strip()}
 
@@ -197,7 +194,7 @@ def _downward(text: str) -> dict[str, str]:
 
 
 def _networks(text: str) -> dict[str, LabelSource]:
-    """Multus' account of the networks that the pod is attached to, by interface."""
+    """Networks of the pod by interface, as Multus lists them."""
     try:
         networks = json.loads(text) if text else []
     except ValueError:
@@ -216,7 +213,7 @@ def _strings(values: Any) -> tuple[str, ...]:
 
 
 def _handed_out(environ: Mapping[str, str]) -> dict[str, str]:
-    """PCI addresses that a device plugin handed to this container, with the resource's name."""
+    """PCI addresses that a device plugin assigned to this container, with the resource's name."""
     prefix, twin = "PCIDEVICE_", "_INFO"
     return {
         address.strip(): name.removeprefix(prefix).lower()
@@ -241,11 +238,9 @@ _INFINIBAND: Final = "sys/class/infiniband"
 _VERBS: Final = "sys/class/infiniband_verbs"
 _NET: Final = "sys/class/net"
 
-_GIDS: Final = 32  # entries of a port's GID table that are looked at; those in use come first
+_GIDS: Final = 32  # entries of a port's GID table that are read; those in use come first
 
-_LOCKED: Final = 64 << 20
-"""Bytes of memory that must be lockable for RDMA to be of any use: registered buffers are locked."""
-
+_LOCKED: Final = 64 << 20  # lockable memory that RDMA needs: registered buffers are locked
 _RANK: Final[Mapping[str, int]] = {source: rank for rank, source in enumerate(TRUST)}
 
 _LOOPBACK, _IPOIB = 772, 32  # types of network devices (if_arp.h)
@@ -253,7 +248,7 @@ _LOOPBACK, _IPOIB = 772, 32  # types of network devices (if_arp.h)
 
 @dataclass(slots=True)
 class _Draft:
-    """A card while facts about it come together."""
+    """A card whose facts are being collected."""
 
     name: str
     netdev: str = ""
@@ -269,7 +264,7 @@ class _Draft:
         self.facts.append(Fact(about=about, value=str(value), source=source))
 
     def finished(self) -> Nic:
-        """What the most trusted say, with all that was said."""
+        """The card by its most trusted facts, with all facts."""
         facts = tuple(sorted(self.facts, key=lambda fact: _RANK[fact.source]))
         first = {fact.about: fact.value for fact in reversed(facts)}
         kind = first.get("kind", "virtual")
@@ -325,7 +320,7 @@ def look(
 
 
 def _tell(drafts: list[_Draft], name: str, told: LabelSource, source: Source) -> None:
-    """Add what is said of a card; an operator may name one that the kernel does not show."""
+    """Add claims about a card; an operator may name one that the kernel does not show."""
     meant = [draft for draft in drafts if name in (draft.name, draft.netdev, draft.pci, draft.name.partition(":")[0])]
     if not meant and source == "operator":
         meant = [_Draft(name=name, netdev=name)]
@@ -376,7 +371,7 @@ def _port(tree: SysfsReader, device: str, port: str, memlock_bytes: int | None) 
 
 
 def _kind(tree: SysfsReader, device: str, place: str) -> NicKind | None:
-    """The port's class; None where the kernel does not tell."""
+    """The port's class; None if the kernel does not say."""
     layer = tree.text(f"{place}/link_layer")
     node_type = tree.text(f"{_INFINIBAND}/{device}/node_type")
     if layer == "InfiniBand":
@@ -390,12 +385,12 @@ def _kind(tree: SysfsReader, device: str, place: str) -> NicKind | None:
 
 
 def _in_use(tree: SysfsReader, place: str) -> list[str]:
-    """Indices of the GID table; reading one that is not in use is an error, and means just that."""
+    """Indices of the GID table; reading an unused one fails."""
     return [index for index in tree.names(f"{place}/gid_attrs/types") if index.isdecimal()][:_GIDS]
 
 
 def _unusable(tree: SysfsReader, device: str, memlock_bytes: int | None) -> str:
-    """Why this process cannot use the device's RDMA; empty where it can."""
+    """Why this process cannot use the device's RDMA; empty if it can."""
     verbs = [name for name in tree.names(_VERBS) if tree.text(f"{_VERBS}/{name}/ibdev") == device]
     if not verbs or not tree.exists(f"dev/infiniband/{verbs[0]}"):
         return "its device file is not here; hand /dev/infiniband to the container"
@@ -407,7 +402,6 @@ def _unusable(tree: SysfsReader, device: str, memlock_bytes: int | None) -> str:
 
 
 def _of_pci(tree: SysfsReader, pci: str) -> list[str]:
-    """Network devices of a PCI function."""
     return [name for name in tree.names(_NET) if pci and tree.target(f"{_NET}/{name}/device") == pci]
 
 
@@ -430,7 +424,7 @@ def _netdev(tree: SysfsReader, name: str) -> _Draft | None:
 
 
 def _bond(tree: SysfsReader, draft: _Draft) -> None:
-    """What a bond is made of: together they carry the sum, one connection what one of them does."""
+    """Members of a bond: together they carry the sum of their rates, one connection the rate of one."""
     draft.members = tuple(tree.text(f"{_NET}/{draft.netdev}/bonding/slaves").split())
     speeds = [
         speed
@@ -453,7 +447,7 @@ def _state(tree: SysfsReader, name: str) -> str:
 
 
 def _speed(tree: SysfsReader, name: str) -> float | None:
-    """Bits a second; None where the kernel has none: a link that is down, or a virtual card that says −1."""
+    """Bits per second; None for a link that is down, or a virtual card that reports −1."""
     megabits = tree.number(f"{_NET}/{name}/speed")
     return megabits * 1e6 if megabits is not None and megabits > 0 else None
 
@@ -463,29 +457,28 @@ def _speed(tree: SysfsReader, name: str) -> float | None:
 
 _SYSTEM: Final = "proc/sys/net"
 _CGROUPS: Final = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Of this process' own group, in the second and the first version."""
+"""Limit of this process's group, in cgroup versions 2 and 1."""
 
 _KIB: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the machine allows this process. None: without bound, or not told."""
+    """Limits of this process. None: unlimited or unknown."""
 
     memory_bytes: int | None
     memlock_bytes: int | None
     nofile: int
-    nofile_hard: int  # as many as this process may have open, if it asks: its soft and its hard limit
-    receive_bytes: int | None
-    """Largest receive buffer that the kernel gives a connection by itself: at most so much is on its way."""
+    nofile_hard: int  # the hard limit
+    receive_bytes: int | None  # largest receive buffer that the kernel uses by itself; bounds the bytes in flight
     send_bytes: int | None
     congestion: str
-    allowed: tuple[str, ...]  # controls of congestion that may be chosen without privileges
+    allowed: tuple[str, ...]  # congestion controls that need no privileges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorLabels:
-    """What the settings say of the machine, which is believed first."""
+    """Claims of the settings, which take precedence."""
 
     site: str = ""
     address: str = ""
@@ -498,7 +491,6 @@ class OperatorLabels:
 
 
 def limits(tree: SysfsReader) -> Limits:
-    """What this process may have."""
     congestion = tree.text(f"{_SYSTEM}/ipv4/tcp_congestion_control")
     return Limits(
         memory_bytes=_memory(tree),
@@ -561,7 +553,7 @@ def _site(operator: OperatorLabels, labels: Labels) -> tuple[str, Source | Liter
 
 
 def _memory(tree: SysfsReader) -> int | None:
-    """The machine's memory, or what the container may have of it."""
+    """Memory of the machine or of the container."""
     lines = (line.split() for line in tree.text("proc/meminfo").splitlines())
     total = next((int(line[1]) * _KIB for line in lines if line[:1] == ["MemTotal:"] and line[1].isdecimal()), None)
     group = next((bound for place in _CGROUPS if (bound := tree.number(place)) is not None), None)
@@ -574,6 +566,6 @@ def _bound(which: int) -> int | None:
 
 
 def _largest(tree: SysfsReader, name: str) -> int | None:
-    """The last of the three sizes: the most that the kernel grows a buffer to."""
+    """The last of three sizes: the most that the kernel uses."""
     sizes = tree.text(f"{_SYSTEM}/ipv4/{name}").split()
     return int(sizes[-1]) if sizes and sizes[-1].isdecimal() else None

@@ -44,8 +44,8 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def saw(self, progress: Progress, *, versions: Mapping[int, int], connected: bool, alone: bool = False) -> None:
-        """How it goes: the node's report, the version of every anchor that it holds by fragment (−1: none yet), whether
-        a session is open, and whether the node trains alone."""
+        """Take the node's report, the version of every held anchor by fragment (−1: none yet), whether a session is
+        open, and whether the node trains alone."""
         self._seen = progress, dict(versions), connected, alone
         self._seen_at = self._clock()
 

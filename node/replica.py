@@ -29,8 +29,6 @@ from farloop.quant.registry import codec_named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnDelta:
-    """A delta of this replica, as it was encoded."""
-
     blob: BlobId
     terms: WindowTerms
     data: bytearray
@@ -48,27 +46,27 @@ class Replica:
         holds: Part = None,
         shards: Shards | None = None,
     ) -> None:
-        """`gradients`: a delta is the raw gradient of the step, not anchor − local (protocol K). `holds`: the part of
-        the model that the module is; all that is kept here is of its fragments, by their numbers. `shards`: where the
-        parameters are DTensors; anchors are in host memory then.
-        Raises LayoutMismatch: the module's trainable tensors are not those of the layout."""
+        """`gradients`: a delta is the step's raw gradient, not anchor − local. `holds`: the part of the model that the
+        module is; only its fragments are kept, by number.
+
+        Raises LayoutMismatch: the module's trainable tensors are not those of the layout.
+        """
         self.layout = layout
-        self.fragments = fragments_of(holds, layout)  # those that are held, in order
+        self.fragments = fragments_of(holds, layout)  # held fragments, in order
         self.gradients = gradients
         self.parameters = matched_parameters(module, layout, holds)
         self._shards = shards
         device = torch.device("cpu") if shards is not None else next(iter(self.parameters.values())).device
         self.anchors = {f.index: torch.zeros(f.numel, device=device) for f in self.fragments}  # fp32 [numel] each
-        self.versions = dict.fromkeys(self.anchors, -1)
-        """Of the anchors; −1 for one that is not there yet, or is not what it should be."""
+        self.versions = dict.fromkeys(self.anchors, -1)  # version of each anchor; −1 if it is missing or damaged
         self.digests = dict.fromkeys(self.anchors, 0)
         self._starts: dict[int, Tensor] = {}
-        """Where an eager node went on from, fp32 [numel], of the fragments where that is not the anchor."""
+        """Start of an eager node's round, fp32 [numel], for fragments where that is not the anchor."""
         self._free: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()
     def take(self, index: int) -> Tensor:
-        """The fragment's delta now, fp32 [numel], in a buffer that `give_back` reuses."""
+        """The fragment's current delta, fp32 [numel], in a buffer that `give_back` reuses."""
         fragment = self.layout.fragments[index]
         stock = self._free.setdefault(fragment.numel, [])
         out = stock.pop() if stock else torch.empty(fragment.numel, device=self.anchors[index].device)
@@ -120,12 +118,11 @@ class Replica:
             mix_fragment_into(self.layout.fragments[index], self.parameters, start, mix)
 
     def give_back(self, buffer: Tensor) -> None:
-        """A delta is encoded; its buffer may be used again."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     @torch.no_grad()
     def apply(self, index: int, version: int, blob: bytearray, codec: str, epoch: int, anchor_digest: int) -> bool:
-        """anchor += decoded update; False when the bytes or the resulting digest are not as announced."""
+        """anchor += decoded update; False if the bytes or the resulting digest are wrong."""
         codec_down = codec_named(codec)
         self.versions[index] = -1
         try:
@@ -142,7 +139,7 @@ class Replica:
 
     @torch.no_grad()
     def install(self, index: int, version: int, blob: bytearray, epoch: int) -> bool:
-        """Put a snapshot in the anchor's place; False when it is not one."""
+        """Replace the anchor by a snapshot; False if it is not one."""
         codec = codec_named("fp32")
         self.versions[index] = -1
         try:
@@ -156,7 +153,7 @@ class Replica:
 
     @torch.no_grad()
     def first(self, index: int) -> Tensor:
-        """What the local weights would be as an anchor of version 0, canonical (protocol M), fp32 [numel]."""
+        """The local weights as a canonical anchor of version 0, fp32 [numel]."""
         fragment = self.layout.fragments[index]
         flat = torch.empty(fragment.numel, device=self.anchors[index].device)
         flatten_into(
@@ -190,7 +187,7 @@ class Replica:
 
     @contextmanager
     def anchors_in_place(self) -> Iterator[None]:
-        """The module computes with the anchors inside the block (protocol J)."""
+        """The module computes with the anchors inside the block."""
         kept: dict[str, Tensor] = {}
         if self._shards is not None:
             self._shards.lead_keep()
@@ -208,12 +205,11 @@ class Replica:
                     self.parameters[name].copy_(weights)
 
     def begin_again(self) -> None:
-        """No anchor is of the run any more. The local weights stay until they are merged with those that will come."""
+        """Drop all anchors. The local weights stay until they are merged with new ones."""
         self.versions = dict.fromkeys(self.anchors, -1)
         self._starts.clear()
 
     def tensor_at(self, index: int, element: int) -> str:
-        """Name of the parameter that an element of a flat fragment belongs to."""
         tensors = self.layout.fragments[index].tensors
         return next((t.name for t in reversed(tensors) if t.offset <= element), tensors[0].name)
 
@@ -253,7 +249,7 @@ def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) ->
 
 
 def _why_missing(name: str, module: nn.Module, here: Mapping[str, nn.Parameter]) -> str:
-    """Why a parameter of the run is not among the module's, and what to do; empty where that is not known."""
+    """Why the module lacks a parameter of the run, and the fix; empty if unknown."""
     wrapped = next((other for other in here if other.endswith(f".{name}")), None)
     if wrapped is not None:
         return f": here it is {wrapped!r}. Give join the module inside the wrapper, as model.module"

@@ -17,10 +17,8 @@ from farloop.wire import messages as msg
 # Training goes on, as the method says; but its numbers alone look normal, so the node reports it.
 
 
-ROUNDS: Final = 3
-"""Without a merge, after which it is worth a word: more than a joiner takes to its first, or a late delta."""
-
-AWAY_S: Final = 10.0  # without a session; shorter ones are dialled again, and cost nothing
+ROUNDS: Final = 3  # rounds without a merge that are reported: more than a joiner, or a late delta, takes
+AWAY_S: Final = 10.0  # seconds without a session that are reported
 IsolationKind = Literal["", "without the coordinator", "not merged", "merged alone"]
 
 SENTENCES: Final[dict[IsolationKind, str]] = {
@@ -32,7 +30,7 @@ SENTENCES: Final[dict[IsolationKind, str]] = {
 
 
 class Isolation:
-    """What one node has seen of the others. `round_index` is the node's own round."""
+    """Detects that a node trains alone. `round_index` is the node's own round."""
 
     def __init__(self, name: NodeId) -> None:
         self._name = name
@@ -41,7 +39,6 @@ class Isolation:
         self._away_since: float | None = None
 
     def heard(self, message: msg.Message, round_index: int) -> None:
-        """A commit says who is in it."""
         if not isinstance(message, msg.Committed):
             return
         names = {share.node for share in message.merged}
@@ -51,7 +48,7 @@ class Isolation:
             self._others_round = round_index
 
     def how(self, *, trains: bool, connected: bool, round_index: int, now: float) -> IsolationKind:
-        """In what way it trains alone now, if it does; to be asked about every second."""
+        """How it trains alone now, if it does; call it about once a second."""
         if connected or not trains:
             self._away_since = None
         elif self._away_since is None:
@@ -87,27 +84,25 @@ class TimeAccount:
 
     @property
     def activity(self) -> Activity | None:
-        """What the time goes into now; None before the first step and after the last."""
+        """The current activity; None before the first step and after the last."""
         return self._activity
 
     def turn(self, activity: Activity | None, now: float) -> None:
-        """From now on the time goes into something else, or, with None, is not counted."""
+        """Switch to another activity; None stops counting."""
         if self._activity is not None:
             self._seconds[self._activity] += now - self._since
         self._activity, self._since = activity, now
 
     def seconds(self, activity: Activity, now: float) -> float:
-        """Seconds of it so far, the present stretch included."""
         running = now - self._since if activity == self._activity else 0.0
         return self._seconds[activity] + running
 
     def all_seconds(self, now: float) -> dict[Activity, float]:
-        """Those of every activity."""
         return {activity: self.seconds(activity, now) for activity in self._seconds}
 
     def compute_share(self, now: float) -> float:
-        """Share of the time that the training loop had for itself, data loading included; farloop's code, waiting and
-        evaluation are the rest."""
+        """Share of the time spent in the training loop, data loading included; the rest is farloop's code, waiting and
+        evaluation."""
         wall = sum(self.all_seconds(now).values())
         return self.seconds("training", now) / wall if wall > 0 else 1.0
 
@@ -130,14 +125,13 @@ _WHY: Final[dict[Stage, str]] = {
 
 
 class StageLog:
-    """Of one node. To be shown its machine whenever something may have changed."""
+    """Logs changes of a node's stage. Show it the machine whenever something may have changed."""
 
     def __init__(self) -> None:
         self._stage: Stage = "joining"
         self._connected = False
 
     def saw(self, machine: NodeMachine) -> None:
-        """Write what has changed since the last look."""
         if machine.connected != self._connected:
             self._connected = machine.connected
             if machine.connected:  # its end is told where the reason is known
@@ -165,7 +159,7 @@ PROGRESS_S = 1.0  # between two reports to the coordinator
 
 
 def anchors_of(replica: Replica) -> tuple[msg.AnchorRef, ...]:
-    """What a replica can prove that it holds."""
+    """The anchors that a replica holds."""
     return tuple(
         msg.AnchorRef(fragment=i, version=version, digest=replica.digests[i])
         for i, version in replica.versions.items()
@@ -174,14 +168,14 @@ def anchors_of(replica: Replica) -> tuple[msg.AnchorRef, ...]:
 
 
 def all_held(held: msg.Held, replica: Replica | None, samples: LeaseCursor) -> msg.Held:
-    """What a machine holds, with what it does not know of."""
+    """The machine's answer with anchors and samples filled in."""
     anchors = () if replica is None else anchors_of(replica)
     return dataclasses.replace(held, anchors=anchors, unused=samples.unused, granted_to=samples.granted_to)
 
 
 class Announced:
-    """The newest commit of each fragment that the coordinator told of. For one thread, which hears before all others:
-    what it was told outlives the session, whether or not the bytes of the update came."""
+    """The newest announced commit of each fragment. Used in one thread, which hears it first; it outlives the session,
+    whether or not the bytes of the update came."""
 
     def __init__(self) -> None:
         self._history = 0
@@ -190,14 +184,13 @@ class Announced:
     def beside(
         self, history: int, anchors: tuple[msg.AnchorRef, ...]
     ) -> tuple[int, tuple[msg.AnchorRef, ...], tuple[msg.AnchorRef, ...]]:
-        """For a greeting: the history that it speaks of, the anchors that are held of it, and what was told of it."""
+        """For a greeting: the history, the anchors held of it, and the announced commits."""
         if not anchors:  # what is known is what was told
             history = self._history
         told = tuple(ref for _, ref in sorted(self._newest.items())) if self._history == history else ()
         return history, anchors, told
 
     def heard(self, message: msg.Message) -> None:
-        """A control message came."""
         match message:
             case msg.Welcome(history=history) if history != self._history:
                 self._history = history
@@ -210,7 +203,7 @@ class Announced:
 
 
 class Reports:
-    """One node's words. Sends nothing itself."""
+    """Makes one node's messages about itself. Sends nothing."""
 
     def __init__(
         self,
@@ -225,25 +218,24 @@ class Reports:
         self.loss: float | None = None  # of the last inner step
         self.skipped_steps = 0  # inner steps whose gradient was not finite: nothing was stepped
         self.layout: str | None = None  # digest of the model's layout, once there is a model
-        self.announced = Announced()  # the link's thread's own
+        self.announced = Announced()  # used by the link's thread
         self._machine, self._clock, self._samples = machine, clock, samples
         self._state, self._device, self._fingerprint = state, device, fingerprint
         self._held: tuple[int, tuple[msg.AnchorRef, ...]] = (0, ())
-        """A history, and the anchors of it that are held: together, for the link's thread may ask at any moment."""
+        """A history and its anchors, replaced together: the link's thread may read them at any moment."""
         self._starts_in: int | None = None
-        self._reported = (0.0, 0)  # when, and the tokens until then
+        self._reported = (0.0, 0)  # time of the last report, and tokens until then
 
     def hold(self, replica: Replica) -> None:
-        """These are the anchors that are held now."""
         self._held = (self._machine.history, anchors_of(replica))
 
     def begin_again(self, history: int) -> None:
-        """The run was wound back: nothing is held of this history yet, and no round was started in it."""
+        """The run was rewound: no anchor of this history is held, and no round was started in it."""
         self._starts_in = None
         self._held = (history, ())
 
     def starts_in(self, index: int) -> None:
-        """A Start named this round: the link's thread knows of it before the machine does."""
+        """A Start named this round: the link's thread knows it before the machine."""
         self._starts_in = index
 
     def hello(self) -> msg.Hello:
@@ -268,17 +260,15 @@ class Reports:
         )
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for the next report."""
         return now - self._reported[0] >= PROGRESS_S
 
     def reported(self, now: float) -> None:
-        """That was one; the next will measure from here."""
         self._reported = (now, self._machine.tokens)
 
     def progress(self, moved: Traffic, waiting: str | None, now: float, alone: str = "") -> msg.Progress:
-        """How it goes, for the coordinator and the metrics.
+        """A report for the coordinator and the metrics.
 
-        `waiting`: what training stands still for, in words; `alone`: how it trains alone, if it does (`reports.py`).
+        `waiting`: what training waits for, in words; `alone`: how it trains alone, if it does.
         """
         machine = self._machine
         since, tokens = self._reported
@@ -307,7 +297,7 @@ class Reports:
         )
 
     def farewell(self, leave: msg.Leave) -> msg.Leave:
-        """With the anchors, which prove what this node holds."""
+        """The Leave with the anchors that this node holds."""
         return dataclasses.replace(leave, anchors=self._held[1])
 
     def _progress_state(self, waiting: str | None) -> msg.NodeState:

@@ -19,7 +19,7 @@ class LeaseExhausted(Exception):
 
 
 class LeaseCursor:
-    """The leases of one incarnation. A later one starts anew; what this one left, the coordinator grants again."""
+    """The leases of one incarnation. The coordinator grants again what it left."""
 
     def __init__(self) -> None:
         self._ahead: deque[Lease] = deque()  # those that are not used up
@@ -53,14 +53,16 @@ class LeaseCursor:
         return self._watermark
 
     def begin_again(self) -> None:
-        """Give up every lease: the coordinator knows of none of them any more, and will grant from the beginning."""
+        """Drop every lease: the coordinator knows none of them, and grants anew."""
         self._ahead.clear()
         self._behind.clear()
         self._used = self._watermark = 0
 
     def grant(self, lease: Lease) -> None:
-        """Append a lease; one that is held is told again after a broken session, and changes nothing.
-        Raises ValueError: it is empty, or overlaps an earlier one; nothing was changed."""
+        """Append a lease; one that is held already is sent again after a broken session and changes nothing.
+
+        Raises ValueError: it is empty, or overlaps an earlier one; nothing was changed.
+        """
         if lease.start < 0 or lease.count < 1:
             raise ValueError(f"a lease of {lease.count} samples from {lease.start} grants nothing")
         held = [*self._behind, *self._ahead]
@@ -75,7 +77,7 @@ class LeaseCursor:
         self._ahead.append(lease)
 
     def keep(self, leases: Collection[Lease]) -> None:
-        """Consume nothing but of these, as far as they were granted: the others may be somebody else's by now.
+        """Use only samples of these leases, as far as granted: others may belong to another node by now.
 
         They may come again, too: what is not kept is forgotten, with what was consumed of it.
         """

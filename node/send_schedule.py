@@ -1,4 +1,4 @@
-"""A node's position in the run's rounds, and when a fragment is due to be sent (protocol A, D, F)."""
+"""A node's position in the run's rounds, and when a fragment is due to be sent."""
 
 from collections.abc import Iterable
 from typing import Final, Literal
@@ -10,16 +10,15 @@ from farloop.algo.validation import at_most
 from farloop.node.fragment_set import FragmentState
 
 RAMP_STEPS: Final = 20
-"""Inner steps over which a late joiner's learning rate grows to the schedule's: its moments are empty (protocol I)."""
+"""Inner steps over which a late joiner's learning rate grows to the schedule's: its moments are empty."""
 
-ROUNDS_KEPT: Final = 4
-"""Past rounds that are remembered: windows of them may be open, and a coordinator may have to be told (protocol S)."""
+ROUNDS_KEPT: Final = 4  # past rounds that are remembered: their windows may be open, and a coordinator may ask for them
 
 
 class SendSchedule:
-    """A node's place in the run: `step` of its own steps of `round` are done.
+    """A node's place in the run: it has done `step` of its own steps of `round`.
 
-    The terms that a question depends on are arguments: those of the round, unless said otherwise.
+    The terms that a question depends on are arguments: those of the round, unless noted.
     """
 
     def __init__(self, node: NodeId, slots: int) -> None:
@@ -31,34 +30,31 @@ class SendSchedule:
         self.round = 0
         self.step = 0  # own steps done in the current round
         self.reached = 0.0  # schedule position where the last round ended
-        self.skipped_positions = 0  # schedule positions jumped over while behind (protocol A)
+        self.skipped_positions = 0  # schedule positions jumped over while behind
 
     # --- from one boundary to the next
 
     def start(self, plan: RoundPlan, slot: int) -> None:
-        """Begin at this slot of this round."""
         self.start_round, self.round, self.start_slot = plan.index, plan.index, slot
         self.step = schedule.first_step(slot, self._slots, plan.steps_of(self._node))
         self.learn((plan,))
 
     def restart(self) -> None:
-        """Forget the rounds and wait for another start; what counts positions goes on."""
+        """Forget the rounds and wait for another start; counts of positions continue."""
         self.plans = {}
         self.start_round, self.start_slot, self.round, self.step = None, 0, 0, 0
 
     def learn(self, plans: Iterable[RoundPlan]) -> None:
-        """Remember plans that were told."""
         self.plans |= {plan.index: plan for plan in plans}
 
     def step_done(self) -> None:
-        """One inner step more."""
         self.step += 1
 
     def finish_round(self, newest: int, terms: Terms) -> Literal["same", "next", "last"]:
-        """Begin the next round where this one is over: the run's `newest`, where this node is behind.
+        """Begin the next round if this one is over: the run's `newest` if this node is behind.
 
-        `terms` are the run's newest, which say where it ends. Returns which round this node is in: "last" once the
-        run's last one is over.
+        `terms` are the run's newest, which say where it ends. Returns whether this node is in the same round, the next
+        one, or past the last.
         """
         plan = self.plans[self.round]
         if self.step < plan.steps_of(self._node):
@@ -74,13 +70,12 @@ class SendSchedule:
         return "next"
 
     def catch_up(self, newest: int) -> None:
-        """Leave a round whose plan will not come any more: the run went on and this node heard nothing (protocol A)."""
+        """Leave a round whose plan will not come: the run went on while this node was not connected."""
         if self.plan is None and newest > self.round and (plan := self.plans.get(newest)):
             self.skipped_positions += plan.start - int(self.reached)
             self.round = newest
 
     def check(self) -> None:
-        """What holds between inner steps of a node that trains."""
         assert self.start_round is not None
         assert self.plan is None or self.step < self.plan.steps_of(self._node)
 
@@ -93,7 +88,7 @@ class SendSchedule:
 
     @property
     def position(self) -> float:
-        """Schedule position of the next inner step (protocol A)."""
+        """Schedule position of the next inner step."""
         if self.start_round is None:
             return 0.0
         return self.reached if self.plan is None else schedule.position_in(self.plan, self._node, self.step)
@@ -104,25 +99,22 @@ class SendSchedule:
         return ramp * schedule.learning_rate(terms, self.position)
 
     def overlap(self, tau: int) -> int:
-        """τ in steps of this node: they are longer where there are fewer of them in a round. Where the next round has
-        fewer yet, they are counted in those, or the next turn would come before the merge."""
+        """τ in steps of this node, which take longer if it does fewer per round. If it does fewer still in the next
+        round, in those: the next turn must not come before the merge."""
         plans = [plan for plan in (self.plan, self.plans.get(self.round + 1)) if plan is not None]
         return min((tau * plan.steps_of(self._node) // plan.length for plan in plans), default=tau)
 
     def own_overlap(self, tau: int, terms: Terms, following: Terms) -> int:
-        """A node's own τ, as far as its own steps have room for it in rounds that were made shorter since.
-
-        `following`: terms of the next round.
-        """
+        """A node's own τ, limited to rounds that were made shorter since. `following`: terms of the next round."""
         return min(tau, *(self.overlap(at_most(each, self._slots)) for each in (terms, following)))
 
     # --- when a fragment is sent
 
     def is_due(self, state: FragmentState, terms: Terms) -> bool:
-        """Whether this step boundary is the one at which the fragment's delta is taken, if there can be one.
+        """Whether the fragment's delta is due at this step boundary.
 
-        A window whose round has passed is still served, at the slot's next turn: a node that starts or comes back late
-        may be the only one left that can.
+        A window of a past round is still served, at the slot's next turn: a node that starts or returns late may be the
+        only one that can.
         """
         window, plan = state.terms, self.plan
         if window is None or plan is None or window.round > self.round:
@@ -132,8 +124,8 @@ class SendSchedule:
         return not window.final or schedule.is_last(terms, plan)
 
     def may_send(self, state: FragmentState, terms: Terms, *, behind: bool) -> bool:
-        """Whether a delta of the fragment can be of use now: no window is known that could not take it, and the node
-        has held the fragment for a full period. `behind`: its base is too old for the window that is open."""
+        """Whether a delta of the fragment can be merged: no known window rejects it, and the node has held the fragment
+        for a full period. `behind`: its base is too old for the open window."""
         window = state.terms
         if (
             window is None
@@ -157,7 +149,7 @@ class SendSchedule:
         return self.step >= self._due_step(window, state.fragment, self.plan)
 
     def holds_up(self, state: FragmentState, terms: Terms, inner_steps: int) -> bool:
-        """Whether training waits for what became of the last delta: at the end of the overlap, or rounds later."""
+        """Whether training waits for the outcome of the last delta: at the end of the overlap, or rounds later."""
         last = state.last
         if terms.schedule.on_late_update == "wait":
             if last is not None and last.merged:

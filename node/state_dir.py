@@ -25,9 +25,9 @@ from farloop.quant.registry import codec_named
 class NodeState:
     """One node's small state file. Weights are never in it: anchors come from the coordinator."""
 
-    path: Path | None  # None in a simulation: whoever drives the node carries the state over to its next start
-    incarnation: int  # grows with every start (protocol Q)
-    epoch: int  # highest epoch seen: a coordinator with a lower one is fenced (protocol S)
+    path: Path | None  # None in a simulation, which carries the state over to the next start itself
+    incarnation: int  # grows with every start
+    epoch: int  # highest epoch seen: a coordinator with a lower one is fenced
 
     @classmethod
     def claim(cls, state_dir: Path) -> "NodeState":
@@ -44,7 +44,7 @@ class NodeState:
 
     @property
     def folder(self) -> Path | None:
-        """Where copies of residuals are kept; None: nowhere."""
+        """Folder of the copies of residuals; None: no copies."""
         return None if self.path is None else self.path.parent
 
     def see_epoch(self, epoch: int) -> None:
@@ -98,7 +98,7 @@ class Residuals:
         self._payloads: dict[int, tuple[str, Tensor]] = {}  # codec and last payload, where the codec starts from it
 
     def for_delta(self, blob: BlobId, codec: str, device: torch.device) -> Tensor | None:
-        """What this delta is encoded with, fp32 [numel], zero where nothing is to be added; None: nothing is kept."""
+        """The residual to add to this delta, fp32 [numel], zero at first; None: the codec keeps none."""
         if codec_named(codec).beta == 0.0:
             self._drop(blob.fragment)
             return None
@@ -127,7 +127,7 @@ class Residuals:
             self._do(machine, machine.dropped(blob) if merged_in is None else machine.merged(blob, version=merged_in))
 
     def installed(self, fragment: int, version: int, codec: str, device: torch.device) -> None:
-        """A snapshot took the anchor's place; at the first one a copy on disk is taken up, where it fits."""
+        """A snapshot replaced the anchor; at the first one a fitting copy on disk is used."""
         if codec_named(codec).beta == 0.0:
             return
         if (known := self._machines.get(fragment)) is not None:
@@ -137,7 +137,7 @@ class Residuals:
         self._do(machine, machine.restore(self._read_tag(fragment), version=version))
 
     def begin_again(self, run: str) -> None:
-        """All that was lost was of deltas of a history that is lost itself; copies on disk have another `run`."""
+        """Drop all residuals: they belong to a history that is over. Copies on disk have another `run`."""
         for fragment in list(self._machines):
             self._drop(fragment)
         self._payloads.clear()
@@ -223,7 +223,7 @@ class Residuals:
 
 
 def run_of(spec: RunSpec, history: int) -> str:
-    """What a copy on disk must be of, to be taken up: the run, in the history that it follows."""
+    """Identifies the run and its history: a copy on disk is used only if it matches."""
     fingerprint = spec.identity.fingerprint()
     return f"{fingerprint}.{history}" if history else fingerprint
 

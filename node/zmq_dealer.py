@@ -238,7 +238,6 @@ class ZmqConnection:
         task.add_done_callback(self._tasks.discard)
 
     async def _guarded(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """A fault of the sockets ends the session."""
         try:
             await work()
         except zmq.ZMQError as error:
@@ -328,11 +327,9 @@ class LinkThread:
         return Traffic() if self._link is None else self._link.moved
 
     def send(self, message: msg.Message) -> None:
-        """As `NodeLink.send`."""
         self._call(lambda link: link.send(message))
 
     def send_blob(self, offer: msg.Offer, data: bytearray) -> None:
-        """As `NodeLink.send_blob`."""
         self._call(lambda link: link.send_blob(offer, data))
 
     def flushed(self, timeout_s: float) -> bool:
@@ -393,7 +390,7 @@ class LinkThread:
         await self._dialer.finish(self._linger_s)
 
     def _fail(self, error: Exception) -> None:
-        """An error of the link's own: the thread stays until `close`, for others may still call."""
+        """An error of the link itself: the thread runs until `close`, since others may still call."""
         if not self._failed:
             self._failed = True
             self._deliver(LinkFailed(error))

@@ -89,13 +89,12 @@ class LinkTable:
             direction.measured_by, direction.measured_at, direction.why = "transfer", now, ""
 
     def connection(self, ends: Ends, connection: Connection) -> None:
-        """TCP_INFO of the sender's connection."""
         numbers = (connection.rtt_s, connection.least_rtt_s, connection.delivered_bytes_per_s)
         if all(math.isfinite(number) and number >= 0 for number in numbers) and connection.segments >= 0:
             self._direction(ends).connection = connection
 
     def age_s(self, ends: Ends, now: float) -> float:
-        """Age of the last measurement; infinite without one."""
+        """Seconds since the last measurement; infinite without one."""
         direction = self._directions.get(ends)
         return math.inf if direction is None or direction.measured_at is None else now - direction.measured_at
 
@@ -261,7 +260,6 @@ class BandwidthProbe:
         return self._budget_bytes > 0
 
     def busy(self, now: float) -> None:
-        """A transfer waits."""
         self._busy_at = now
         if self.running is not None:
             self.running.quiet = False
@@ -306,7 +304,6 @@ class BandwidthProbe:
         self._pause[running.node] = (now + wait_s, min(2 * wait_s, longest))
 
     def keep(self, nodes: Iterable[str]) -> None:
-        """Forget all nodes but these."""
         known = set(nodes)
         self._pause = {node: pause for node, pause in self._pause.items() if node in known}
         self._spent = {node: spent for node, spent in self._spent.items() if node in known}

@@ -1,7 +1,7 @@
 """The coordinator's sessions on a router socket: lanes, pacing of downloads, and timers. Sans-I/O, over the ports.
 
-Every route of the socket is a lane. Its first frame decides whose it is (`sessions.py`). Frames are attributed to the
-node whose key authenticated them (protocol U), or without keys to the claimed name.
+Every route of the socket is a lane. Its first frame decides to which session it belongs (`sessions.py`). Frames are
+attributed to the node whose key authenticated them, or without keys to the claimed name.
 
 An error in the work for one session ends that session alone; errors of the whole process are raised.
 """
@@ -105,7 +105,6 @@ class Egress:
             self._ahead[session] = (in_flight, now)
 
     def gone(self, session: int) -> None:
-        """The session is over."""
         self._live.pop(session, None)
         self._ahead.pop(session, None)
 
@@ -174,7 +173,6 @@ class SessionRouter:
         socket.listen(self)
 
     def close(self) -> None:
-        """Stop all timers, and close the socket."""
         for timer in (self._timer, self._probe):
             if timer is not None:
                 timer.cancel()
@@ -273,8 +271,7 @@ class SessionRouter:
                             backlog.popleft()
 
     def on_gone(self) -> None:
-        """Notice at once which session lost its connection, not at its next heartbeat (protocol V): a frame to each
-        tells."""
+        """Find out at once which session lost its connection, not at its next heartbeat: send a frame to each."""
 
         def probe() -> None:
             self._probe = None
@@ -478,7 +475,7 @@ class SessionRouter:
 
     def _fire(self) -> None:
         self._timer = None
-        self._socket.receive()  # after a pause of this process, what is readable goes in first (protocol C)
+        self._socket.receive()  # after a pause of this process, what is readable goes in first
         now = self._clock.now()
         for peer in self._peers:
             if peer.due is not None and peer.due <= now:

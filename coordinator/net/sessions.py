@@ -119,11 +119,9 @@ class RateLimiter:
         return Reason.TOO_OFTEN
 
     def begun(self, counted_as: str) -> None:
-        """A session of this owner or address began."""
         self._sessions[counted_as] += 1
 
     def ended(self, counted_as: str) -> None:
-        """A session of this owner or address ended."""
         self._sessions[counted_as] -= 1
         if not self._sessions[counted_as]:
             del self._sessions[counted_as]
@@ -190,8 +188,8 @@ class Peer:
 class Peers:
     """All sessions of one start of the coordinator.
 
-    A route belongs to nobody until its first frame. A greeting begins a session; the token of an open session joins the
-    route to it. Anything else leaves no state but counters (protocol T, U).
+    A route belongs to no session until its first frame. A greeting begins a session; the token of an open session joins
+    the route to it. Anything else leaves only counters.
     """
 
     def __init__(
@@ -279,7 +277,6 @@ class Peers:
         return sorted(same, key=lambda other: other.number)[: -self.rates.limits.sessions_of_a_key]
 
     def forget(self, peer: Peer) -> None:
-        """Its session is over."""
         if self._peers.pop(peer.number, None) is None:
             return
         self.rates.ended(peer.counted_as)

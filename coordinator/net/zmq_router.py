@@ -31,10 +31,8 @@ from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
 
-ZAP_DOMAIN: Final = "farloop"
-"""pyzmq compares it literally; a client of a domain that it does not know waits without an error (protocol U)."""
-
-BURST_FRAMES: Final = 256  # frames that are received before timers and other tasks run (protocol C)
+ZAP_DOMAIN: Final = "farloop"  # pyzmq compares it literally; a client of an unknown domain waits without an error
+BURST_FRAMES: Final = 256  # frames that are received before timers and other tasks run
 
 RETRY_SEND_S: Final = 0.005
 """Pause before a full lane is tried again: ROUTER does not report which of its peers became writable."""
@@ -177,7 +175,6 @@ class ZmqRouter:
                 group.create_task(self._watch_keys(self._allow), name="keys")
 
     def close(self) -> None:
-        """Close the sockets."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self._socket.disable_monitor()
@@ -258,7 +255,7 @@ class ZmqRouter:
             self._turned_away(reason, connection.host)
 
     async def _watch_keys(self, allow: AllowList) -> None:
-        """Follow the allow-list folder: keys are revoked without a restart (protocol U)."""
+        """Follow the allow-list folder: keys are revoked without a restart."""
         trouble = ""
         while True:
             await asyncio.sleep(WATCH_KEYS_S)
@@ -378,7 +375,6 @@ class Connections:
         return going
 
     def check(self) -> None:
-        """Assert the invariants."""
         strangers = [descriptor for those in self._strangers.values() for descriptor in those]
         assert len(strangers) == len(set(strangers))
         assert set(strangers) <= self._open.keys() - self._closing

@@ -18,23 +18,23 @@ from farloop.coordinator.observe.event_log import MetricsLog
 from farloop.monitoring.status import ArrivedDelta, DecisionEvent, MissingNode, OwnOfDelta, RefusedDelta
 from farloop.wire import messages as msg
 
-FILE = "decisions.jsonl"  # in the state folder; older parts beside it are named as `event_log.py` says
-KEEP_PARTS = 4  # of 64 MiB each: some half a million windows of four nodes
-_REFUSALS = 64  # that a window's line names at most: who offers nonsense all the time gets no more room
+FILE = "decisions.jsonl"  # in the state folder; `event_log.py` names the older parts
+KEEP_PARTS = 4  # parts of 64 MiB: about half a million windows of four nodes
+_REFUSALS = 64  # most refusals that a window's line lists
 
 
 class DecisionLog:
-    """Of one coordinator's windows."""
+    """Writes a line for every window of one coordinator."""
 
     def __init__(self, path: Path, told: Callable[[DecisionEvent], None] | None = None) -> None:
-        """`told` hears of every line as well."""
+        """`told` gets every line, too."""
         self.timeline = MetricsLog(path, keep=KEEP_PARTS)
         self._told = told
         self._came: dict[BlobId, float] = {}
         self._refused: dict[int, list[tuple[float, RefusedDelta]]] = {}
         self._closed: dict[int, float] = {}
         self._computed: dict[int, tuple[float, float, float]] = {}
-        """Norm, and seconds of merging and of the journal, by fragment, of the commit that is being taken."""
+        """By fragment of the commit in progress: norm, seconds of merging and of the journal."""
 
     def saw(self, event: ev.Event, machine: CoordinatorMachine, t: float, now: float) -> None:
         """An event on its way to the machine; `t` is the run's time."""
@@ -56,7 +56,6 @@ class DecisionLog:
                 pass
 
     def carries_out(self, command: ev.Command, now: float) -> None:
-        """A command of the machine, as it is carried out."""
         match command:
             case ev.Commit(draft=draft):
                 self._closed.setdefault(draft.fragment, now)
@@ -69,7 +68,7 @@ class DecisionLog:
                 pass
 
     def computed(self, fragment: int, norm: float, merge_s: float, journal_s: float) -> None:
-        """The commit of this fragment that is about to be taken: the norm of its delta, and how long it took."""
+        """Norm and durations of the fragment's commit in progress."""
         self._computed[fragment] = (norm, merge_s, journal_s)
 
     def close(self) -> None:
@@ -118,14 +117,13 @@ class DecisionLog:
 
 
 def missing(record: rec.WindowCommitted) -> list[MissingNode]:
-    """Who was expected and is not in it, and why."""
+    """Nodes that were expected and not merged, with the reason."""
     return [{"node": d.node, "code": d.reason.code, "sentence": d.reason.sentence} for d in record.drops]
 
 
 def _arrived(
     record: rec.WindowCommitted, window: Window, ledger: Ledger, after_s: dict[BlobId, float]
 ) -> list[ArrivedDelta]:
-    """In the order of the sum."""
     rows: list[ArrivedDelta] = []
     for addend in record.blobs:
         offer = window.inputs[addend.blob]
@@ -146,7 +144,7 @@ def _arrived(
 
 
 def own_of(node: NodeId, codec: str, terms: WindowTerms, plan: RoundPlan | None) -> OwnOfDelta:
-    """What a node has of its own in a window, where that is not what the window says."""
+    """Settings of a node that differ from the window's."""
     own: OwnOfDelta = {} if codec == terms.codec_up else {"codec": codec}
     return own if plan is None or plan.steps_of(node) == plan.length else {**own, "h": plan.steps_of(node)}
 

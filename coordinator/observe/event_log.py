@@ -31,19 +31,17 @@ from farloop.wire.reasons import Reason
 
 _log = logging.getLogger(__name__)
 
-KEEP = 64  # happenings that the status shows at most
-_LONGEST = 300  # characters of a detail that are kept: some of it comes from nodes
+KEEP = 64  # most events that the status shows
+_LONGEST = 300  # characters of a detail that are kept: nodes write some of it
 
 Kind = Literal["refused", "delta", "dropped", "session", "left", "stalled", "anchor", "alarm", "over", "farewell"]
-"""A greeting was refused; a delta was, before its window closed; a window closed without a node; a session ended; a
-node left; it stands still; its anchor did not match; an alarm began, or is over; this coordinator says good-bye."""
+"""A greeting or a delta was refused; a window closed without a node; a session ended; a node left or stalled; its
+anchor did not match; an alarm began or ended; this coordinator stops."""
 
 _UNEXPECTED = frozenset({Reason.MALFORMED, Reason.WRONG_KEY, Reason.SUPERSEDED})
-"""Why a session ends that is worth a line even if no node was known by it; the rest are strangers who hung up."""
+"""Reasons that are logged even for a session without a known node."""
 
-_TAKEN_OVER = frozenset({Reason.OLD_INCARNATION, Reason.NOT_A_PARTICIPANT})
-"""Why a node has left that did not say so itself."""
-
+_TAKEN_OVER = frozenset({Reason.OLD_INCARNATION, Reason.NOT_A_PARTICIPANT})  # reasons for which a node is removed
 _LOUD: frozenset[Kind] = frozenset({"refused", "delta", "stalled", "anchor", "alarm"})
 
 
@@ -59,21 +57,21 @@ class _Happening:
 
 
 class EventLog:
-    """All of one coordinator. `now` is the observer's clock."""
+    """Recent events of one coordinator. `now` is the observer's clock."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._recent: OrderedDict[tuple[Kind, str, str], _Happening] = OrderedDict()
-        """What repeats itself is one happening, counted, at the time of the last: it must not push out the others."""
+        """Repeated events are one, counted, at the time of the last: they must not displace others."""
         self._alarms: dict[str, str] = {}
-        self._greeted: dict[ev.SessionId, str] = {}  # who greeted in sessions that are neither accepted nor refused yet
+        self._greeted: dict[ev.SessionId, str] = {}  # nodes whose sessions are neither accepted nor refused yet
 
     def told(self, kind: Kind, node: str, reason: Reason, detail: str, now: float) -> None:
-        """Something ended, for this reason. `detail`: where, or with what values; may be empty."""
+        """Note an event. `detail`: place or values; may be empty."""
         self._tell(kind, node, reason.code, reason.sentence, detail, now)
 
     def turned_away(self, reason: Reason, who: str, now: float) -> None:
-        """A peer was rejected. `RejectionCounter` writes the log: a flood of the port is no flood of the log."""
+        """A peer was rejected. `RejectionCounter` limits its log lines."""
         self._note("refused", "", reason.code, reason.sentence, who, now)
 
     def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
@@ -92,7 +90,6 @@ class EventLog:
                 pass
 
     def carries_out(self, command: ev.Command, now: float) -> None:
-        """A command of the machine, as it is carried out."""
         match command:
             case ev.Accept(session=session):
                 self._greeted.pop(session, None)
@@ -112,12 +109,11 @@ class EventLog:
                 pass
 
     def committed(self, record: rec.WindowCommitted, now: float) -> None:
-        """A window closed, with these and without those."""
         for drop in record.drops:
             self.told("dropped", drop.node, drop.reason, f"fragment {record.fragment}, window {record.version}", now)
 
     def parted(self, node: str | None, reason: Reason, detail: str, machine: CoordinatorMachine, now: float) -> None:
-        """A session ended; `node` None: before it was anybody's."""
+        """A session ended; `node` None: before it was accepted."""
         member = machine.members.get(NodeId(node)) if node else None
         if member is not None and member.stage == "left":
             return  # it said so itself
@@ -125,7 +121,7 @@ class EventLog:
             self.told("session", node or "", reason, "" if detail == reason.sentence else detail, now)
 
     def alarms(self, alarms: Mapping[str, str], now: float) -> None:
-        """These are on now: what began is told, and what is over, and how many of each kind there are."""
+        """Note alarms that began or ended, and count each kind."""
         for what, why in alarms.items():
             if what not in self._alarms:
                 self._tell("alarm", "", kind_of_alarm(what), f"{what}: {why}", "", now)
@@ -176,30 +172,30 @@ class EventLog:
 
 
 def _shown(text: str) -> str:
-    """What a node said, as it may go to a terminal and into a log: in one line, without control characters."""
+    """A node's text on one line, without control characters."""
     kept = text[:_LONGEST] + ("…" if len(text) > _LONGEST else "")
     return "".join(character if character.isprintable() else "?" for character in kept)
 
 
 def kind_of_alarm(what: str) -> str:
-    """Its first word: 'storage', 'anchor of oslo' → 'anchor'. Few, and known beforehand: a label of a metric."""
+    """The alarm's first word, a bounded label: 'anchor of oslo' → 'anchor'."""
     return what.partition(" ")[0]
 
 
 # --- Rejected peers: counted by reason, and logged at a bounded rate
 
 
-TOLD_EVERY_S = 60.0  # the same reason of the same origin is told once in so long, with how often it came
-_ORIGINS = 16  # of one reason, so many origins are told of in that time: a stranger can have a new key for every knock
+TOLD_EVERY_S = 60.0  # interval of log lines for one reason and origin, with a count
+_ORIGINS = 16  # most origins logged per reason and interval: a stranger can change its key
 
 
 class RejectionCounter:
-    """To be called with a reason, and who or where it was."""
+    """Counts rejections, and logs them at a limited rate."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._told: OrderedDict[tuple[Reason, str], tuple[float, int]] = OrderedDict()
-        """When it was told, and how often it has come since."""
+        """time of the last log line, and count since"""
 
     def __call__(self, reason: Reason, who: str) -> None:
         self._metrics.rejected_peers.labels(reason.code).inc()
@@ -225,20 +221,18 @@ class RejectionCounter:
 
 PART_BYTES = 64 << 20
 KEEP_POINTS = 16  # parts put aside, 1 GiB: about two weeks of four nodes, each with a line of 200 bytes a second
-_END_BYTES = 1 << 20  # how much is read to find the last line
+_END_BYTES = 1 << 20  # most bytes that are read to find the last line
 
 
 class MetricsLog:
-    """The file of one run, to be written by one process at a time. No method raises."""
+    """A run's metrics file, written by one process at a time. No method raises."""
 
     def __init__(self, path: Path, *, part_bytes: int = PART_BYTES, keep: int = KEEP_POINTS) -> None:
-        """Lines are appended to what is there."""
         self.dropped = 0  # lines that were not written since this start
         self._path, self._part_bytes, self._keep = path, part_bytes, keep
         self._fd: int | None = None
-        self._size = 0  # bytes of whole lines. What is behind them, if anything, was cut short.
-        self._failing_since: int | None = None
-        """How many were dropped when the lines that are being dropped began to be."""
+        self._size = 0  # bytes of whole lines; anything after them was cut short
+        self._failing_since: int | None = None  # count of dropped lines when the current failure began
 
     def write(self, event: MetricsEvent | DecisionEvent) -> None:
         """Append a line, or drop it."""
@@ -274,7 +268,7 @@ class MetricsLog:
         self._size += len(line)
 
     def _open(self) -> None:
-        """Behind a line that a crash cut short begins another."""
+        """Open the file, and end a line that a crash cut short."""
         self.close()
         fd = self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = self._size = os.fstat(fd).st_size
@@ -298,14 +292,14 @@ class MetricsLog:
 
 
 def files(path: Path) -> list[Path]:
-    """All files that hold a run's lines, in the order of time; `path` is that of the newest, and may be a link."""
+    """All files of a run's lines, oldest first; `path` is the newest, and may be a link."""
     path = path.resolve()
     parts = _parts(path)
     return [parts[number] for number in sorted(parts)] + ([path] if path.exists() else [])
 
 
 def last_time(path: Path) -> float:
-    """`t` of the last whole line; 0 where there is none. Reads no more than the ends of files."""
+    """`t` of the last whole line; 0 without one. Reads only the ends of files."""
     for part in reversed(files(path)):
         try:
             with part.open("rb") as file:
@@ -327,7 +321,7 @@ def _part_path(path: Path, number: int) -> Path:
 
 
 def _parts(path: Path) -> dict[int, Path]:
-    """What was put aside, by number. Raises OSError: who took none for an answer would write over the oldest."""
+    """Older parts by number. Raises OSError: an empty answer would overwrite the oldest."""
     name = re.compile(re.escape(path.stem) + r"-(\d{6,})" + re.escape(path.suffix))
     try:
         names = os.listdir(path.parent)

@@ -56,12 +56,12 @@ class Observer(executor.Observer):
     """What one coordinator shows of its run."""
 
     def __init__(self, store: Store, metrics_file: Path, metrics: Metrics, hold: StorageHold) -> None:
-        """`metrics_file` is appended to; a resumed run's clock goes on where the file ends."""
+        """`metrics_file` is appended to; a resumed run's clock continues where it ends."""
         self.status_json = b"{}"
-        self.copies: Callable[[], CopyStatus] | None = None  # what is to be said of copies, where there are any
+        self.copies: Callable[[], CopyStatus] | None = None  # status of copies, if any
         self.inventory: Callable[[Iterable[Member], float], InventoryStatus] | None = None
-        """What is seen of machines and links."""
-        self.watch: Callable[[], WatchStatus] | None = None  # who has become slow
+        """Status of machines and links."""
+        self.watch: Callable[[], WatchStatus] | None = None  # status of slow nodes and links
         self.joined = False  # whether the run can make progress: at least one node is connected
         self._store, self._metrics, self._hold = store, metrics, hold
         self._happenings, self._refusals = EventLog(metrics), RejectionCounter(metrics)
@@ -73,7 +73,7 @@ class Observer(executor.Observer):
         self._timeline = MetricsLog(metrics_file)
         self._merged: dict[int, list[str]] = {}
         self._states: dict[str, str] = {}
-        self._state = ""  # of the run, as it was told last
+        self._state = ""  # the run's state in the last status
         self._evaluated_at: dict[tuple[int, ...], float] = {}
         terms = store.ledger.spec.terms
         metrics.steps.set(terms.schedule.steps)
@@ -92,7 +92,7 @@ class Observer(executor.Observer):
         self._diary.close()
 
     def save_status(self, path: Path) -> None:
-        """Keep the status as it is. A disk that does not take it leaves the one of before: no reason to fail."""
+        """Write the status to a file; a failure is only logged."""
         try:
             with DISK.replacing(path) as temporary:
                 temporary.write_bytes(self.status_json)
@@ -105,7 +105,6 @@ class Observer(executor.Observer):
         return self._offset_s + time.monotonic() - self._started
 
     def saw(self, event: ev.Event, machine: CoordinatorMachine) -> None:
-        """An event on its way to the machine."""
         self._happenings.saw(event, machine, time.monotonic())
         self._diary.saw(event, machine, self.t, time.monotonic())
         match event:
@@ -122,27 +121,23 @@ class Observer(executor.Observer):
                 pass
 
     def carries_out(self, command: ev.Command) -> None:
-        """A command of the machine, as it is carried out."""
         if isinstance(command, ev.Refuse):
             self._metrics.refusals.labels(command.refused.reason.code).inc()
         self._happenings.carries_out(command, time.monotonic())
         self._diary.carries_out(command, time.monotonic())
 
     def parted(self, node: NodeId | None, reason: Reason, detail: str, machine: CoordinatorMachine) -> None:
-        """A session ended; `node` None: before it was anybody's."""
         self._happenings.parted(node, reason, detail, machine, time.monotonic())
 
     def turned_away(self, reason: Reason, who: str) -> None:
-        """A greeting, a frame or a key was not heard: whose it was, as far as one knows."""
+        """A greeting, a frame or a key was rejected."""
         self._refusals(reason, who)
         self._happenings.turned_away(reason, who, time.monotonic())
 
     def says_good_bye(self, reason: Reason) -> None:
-        """This coordinator ends, and tells its nodes."""
         self._happenings.told("farewell", "", reason, "", time.monotonic())
 
     def committed(self, record: rec.WindowCommitted, result: Result, merge_s: float, journal_s: float) -> None:
-        """A commit is durable."""
         names = [share.node for share in record.merged]
         self._happenings.committed(record, time.monotonic())
         self._diary.computed(record.fragment, result.delta_norm, merge_s, journal_s)
@@ -185,7 +180,7 @@ class Observer(executor.Observer):
             metrics.drops.labels(drop.node, drop.reason.code).inc()
 
     def refresh(self, machine: CoordinatorMachine) -> None:
-        """Bring the status up to date, and log who came, started or left."""
+        """Update the status, and log changes of nodes."""
         self._happenings.alarms({**self._store.alarms, **machine.alarms}, time.monotonic())
         status = self.status(machine)
         if (state := status["run"]["state"]) != self._state:
@@ -236,7 +231,6 @@ class Observer(executor.Observer):
         self.status_json = dumps(status).encode()
 
     def status(self, machine: CoordinatorMachine) -> Status:
-        """Everything a person or a program may want to know."""
         ledger, now = machine.ledger, time.monotonic()
         identity, terms = ledger.spec.identity, ledger.spec.terms
         if machine.begun and self._training_since is None:
@@ -422,6 +416,6 @@ def _part(stages: tuple[int, ...], layout: Layout) -> PartStatus:
 
 
 def _position(members: Iterable[Member]) -> float:
-    """Highest schedule position of the connected nodes; of those that left, where nobody is connected."""
+    """Highest schedule position of the connected nodes, or of those that left."""
     told = [(member.session is not None, member.progress.position) for member in members if member.progress]
     return max(told, default=(False, 0.0))[1]

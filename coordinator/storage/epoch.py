@@ -8,7 +8,7 @@ from farloop.coordinator.storage.files import DISK, Files, Identity, no_room
 
 _FILE = "epoch"
 _FORMAT = re.compile(rb"farloop-epoch 1 ([1-9][0-9]{0,18})\n")
-"""The whole file: its name, its format version, the highest epoch that was ever claimed."""
+"""The whole file: name, format version, highest epoch ever claimed."""
 
 
 def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
@@ -35,7 +35,7 @@ def claim_epoch(directory: Path, *, seen: int = 0, files: Files = DISK) -> int:
 
 
 def claimed_epoch(directory: Path, files: Files = DISK) -> int:
-    """The highest that was claimed of the state in `directory`; 0 for none. Changes nothing. Raises StorageFailed."""
+    """The highest epoch claimed in `directory`; 0 for none. Changes nothing. Raises StorageFailed."""
     return _read(directory / _FILE, files)
 
 
@@ -59,10 +59,9 @@ class Claim:
 
     def __init__(self, directory: Path, epoch: int, files: Files = DISK) -> None:
         self._directory, self._epoch, self._files = directory, epoch, files
-        self._known: Identity | None = None  # of the file that was read last and said no more than `epoch`
+        self._known: Identity | None = None  # identity of the file that was last read and had no higher epoch
 
     def require(self) -> None:
-        """Raises as `require_epoch`."""
         try:
             found = self._files.identity(self._directory / _FILE)
         except OSError as error:

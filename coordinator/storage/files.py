@@ -21,7 +21,7 @@ from farloop.monitoring.descriptors import with_spare
 # --- System calls on open files
 
 
-TEMPORARY_SUFFIX = ".tmp"  # of a file that has not taken its place yet: whoever finds one at a start may delete it
+TEMPORARY_SUFFIX = ".tmp"  # suffix of an unfinished file; a start may delete it
 Bytes = bytes | bytearray | memoryview
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -50,13 +50,13 @@ def sync_and_forget(fd: int, path: Path) -> None:
 
 
 def forget(fd: int) -> None:
-    """Drop the cached pages that the disk has, too, so that the next read shows what it holds. Only Linux can."""
+    """Drop cached pages that are on disk, so that the next read shows what the disk holds. Linux only."""
     if sys.platform == "linux":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def truncate(fd: int, path: Path, length: int) -> None:
-    """Cut an open file, or give back what was allocated behind `length`; durable after the next `sync`."""
+    """Cut an open file, or free what was allocated beyond `length`; durable after the next `sync`."""
     try:
         os.ftruncate(fd, length)
     except OSError as error:
@@ -80,10 +80,7 @@ def write_all(fd: int, path: Path, parts: Sequence[Bytes], offset: int) -> None:
 
 
 def no_room(path: Path, code: int | None, nbytes: int = 0) -> NoRoom | None:
-    """What an error number says of the disk, if it says that nothing more goes onto it; the parent of `path` exists.
-
-    A process without a free descriptor writes no new file either: that ends, too, and is no fault of the disk.
-    """
+    """The error if this number says that the disk or the process can take nothing more; the parent of `path` exists."""
     if code == errno.EROFS:
         return ReadOnly(path)
     if code in NO_DESCRIPTOR:
@@ -152,7 +149,7 @@ class File(ABC):
 
     path: Path
     allocation_step: int = 1 << 20
-    """Allocate this many bytes at once if there is room, so that small records do not each ask for it."""
+    """Allocate this many bytes at once if possible, so that small records need no allocation."""
 
     @abstractmethod
     def identity(self) -> Identity: ...
@@ -195,13 +192,13 @@ class File(ABC):
 
 
 class Lock(ABC):
-    """A held lock of a directory; free after `close`, or at the death of the process."""
+    """A held lock of a directory; free after `close`, or when the process dies."""
 
     path: Path
 
     @abstractmethod
     def is_ours(self) -> bool:
-        """Whether the lock file is still the one that is held: who deletes it lets another process in."""
+        """Whether the lock file is still ours: deleting it lets another process in."""
 
     @abstractmethod
     def close(self) -> None:
@@ -209,7 +206,7 @@ class Lock(ABC):
 
 
 class Files(ABC):
-    """A file system. What says so is durable when it returns; the rest is after a sync."""
+    """A file system. Operations are durable on return if they say so, else after a sync."""
 
     # --- Steps. They raise OSError unless something else is said, NoDescriptor where no file can be opened now.
 
@@ -222,7 +219,7 @@ class Files(ABC):
 
     @abstractmethod
     def identity(self, path: Path) -> Identity | None:
-        """Of the file that has this name now; None where there is none. Needs no descriptor."""
+        """Identity of the file with this name; None without one. Needs no descriptor."""
 
     @abstractmethod
     def lock(self, path: Path) -> Lock:
@@ -248,11 +245,11 @@ class Files(ABC):
 
     @abstractmethod
     def require_free(self, path: Path, num_bytes: int) -> None:
-        """A promise of nothing: so much is free now on the file system of `path`, which exists. Raises NoRoom."""
+        """Whether this much is free now on the file system of `path`, without reserving it. Raises NoRoom."""
 
     @abstractmethod
     def forget(self, path: Path) -> None:
-        """Drop what the cache holds of a file and the disk has, too: the next read is the disk's."""
+        """Drop a file's cached pages that are on disk: the next read is the disk's."""
 
     @abstractmethod
     def mkdir(self, path: Path) -> None: ...
@@ -295,7 +292,7 @@ class Files(ABC):
 
     @contextmanager
     def replacing(self, path: Path) -> Iterator[Path]:
-        """Yield a temporary path to write; on leaving, it takes `path`'s place by `replace`, or is deleted."""
+        """Yield a temporary path to write; on leaving, it replaces `path`, or is deleted."""
         temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         try:
             yield temporary
@@ -326,7 +323,7 @@ class Files(ABC):
             directory.sync()
 
     def remove_temporaries(self, directory: Path, prefix: str = "") -> None:
-        """Delete what a crash left half written in `directory`. Not durable: the next start finds it again."""
+        """Delete unfinished files in `directory`. Not durable: the next start repeats it."""
         for name in self.names(directory):
             if name.endswith(TEMPORARY_SUFFIX) and name.startswith(prefix):
                 with suppress(FileNotFoundError):
@@ -458,7 +455,7 @@ class OsFiles(Files):
         path.unlink()
 
 
-DISK = OsFiles()  # where nothing else is given
+DISK = OsFiles()  # the default
 
 
 class _Opened:

@@ -43,7 +43,7 @@ class Tail:
     path: Path
     file: File
     salt: int
-    start: int  # where the records go that follow what the segment was begun with
+    start: int  # start of the records after the segment's opening
     end: int
     allocated: int
     size: int = -1  # bytes of the file as this process left it
@@ -53,12 +53,10 @@ class Tail:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was written since it was begun."""
         return self.end == self.start
 
     def allocate(self, room: int) -> None:
-        """Have blocks for `room` bytes behind `end`, on a file system that takes them.
-        Raises NoRoom: nothing was changed."""
+        """Allocate blocks for `room` bytes after `end`. Raises NoRoom: nothing was changed."""
         self.file.require_writable()
         missing = self.end + room - self.allocated
         if missing > 0:
@@ -72,21 +70,20 @@ class Tail:
         self.size = max(self.size, self.end)
 
     def sync(self) -> None:
-        """Make all that was written durable."""
         self.file.sync()
 
     def cut(self) -> None:
-        """Give back the room behind `end`."""
+        """Free the room after `end`."""
         self.file.truncate(self.end)
         self.allocated = self.size = self.end
 
     def finish(self) -> None:
-        """Give back the room behind `end`, and make all that was written durable."""
+        """Free the room after `end`, and make everything durable."""
         self.cut()
         self.sync()
 
     def changed(self, files: Files) -> str | None:
-        """What somebody else did to the file; None if it is as this process left it. Raises OSError."""
+        """What another process did to the file; None if nothing. Raises OSError."""
         device, inode, *_ = self.file.identity()
         found = files.identity(self.path)
         if found is None or found[:2] != (device, inode):
@@ -94,7 +91,6 @@ class Tail:
         return None if found[2] == self.size else f"has {found[2]} bytes, and this coordinator left {self.size}"
 
     def close(self) -> None:
-        """Close the file as it is."""
         self.file.close()
 
 
@@ -138,7 +134,7 @@ def create_tail(
 
 
 def reopen_tail(path: Path, number: int, found: Scan, files: Files = DISK) -> Tail:
-    """Go on with a segment behind its last whole record. What stands there is cut, durably after `finish` alone."""
+    """Continue a segment after its last whole record. The rest is cut, durably after `finish`."""
     tail = Tail(number, path, _opened(path, files, write=True), found.salt, SEGMENT_HEADER_BYTES, found.end, found.size)
     try:
         tail.cut()
@@ -149,7 +145,7 @@ def reopen_tail(path: Path, number: int, found: Scan, files: Files = DISK) -> Ta
 
 
 def settle(path: Path, files: Files = DISK) -> None:
-    """Before a segment that a dead process wrote is read: make the disk agree with what will be read."""
+    """Before a segment of a dead process is read: make the disk agree with what will be read."""
     file = _opened(path, files, write=False)
     try:
         file.sync_and_forget()
@@ -165,7 +161,7 @@ def _opened(path: Path, files: Files, *, write: bool) -> File:
 
 
 def _allocate_in_steps(file: File, offset: int, nbytes: int) -> int:
-    """Allocate a step, or as much less of it as there is, but no less than `nbytes`; returns how much."""
+    """Allocate a step, or less if there is less room, but at least `nbytes`. Returns how much."""
     step = max(nbytes, file.allocation_step)
     while True:
         try:
@@ -187,18 +183,15 @@ def _allocate_in_steps(file: File, offset: int, nbytes: int) -> int:
 
 _log = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 256 << 20
-"""A segment that would grow past this is finished and the next begun; one record may be larger."""
-
-RECORD_ROOM = 64 << 10  # bytes set aside for the header and the record of a reserved append: some 400 contributors
+SEGMENT_BYTES = 256 << 20  # a segment that would grow beyond this is finished; one record may be larger
+RECORD_ROOM = 64 << 10  # bytes reserved for header and record of an append: about 400 contributors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """What opening a journal found."""
 
-    items: tuple[Entry | Gap, ...]
-    """Records, and the places where some are missing: whether that matters is for the caller to find out."""
+    items: tuple[Entry | Gap, ...]  # records, and gaps where some are missing; the caller decides whether they matter
     torn_bytes: int  # cut from the end: appends that no sync covered when the last coordinator died
 
     @property
@@ -216,10 +209,10 @@ class Journal:
     def __init__(
         self, directory: Path, files: Files, lock: Lock, *, segment_bytes: int, draw_salt: Callable[[], int]
     ) -> None:
-        """Not to be called: `Journal.open` and `Journal.look` are the ways in."""
+        """Use `Journal.open` or `Journal.look`."""
         self._directory, self._files, self._lock = directory, files, lock
         self._open_tail: Tail | None = None
-        self._last: tuple[int, Scan] | None = None  # number and content of the last segment that was found
+        self._last: tuple[int, Scan] | None = None  # number and content of the last segment found
         self.num_records = 0  # appended since the run began, also those that were pruned: the sequence of the next
         self.durable = 0  # records with a lower sequence than this survive a power cut
         self._reserved_bytes = 0
@@ -282,10 +275,8 @@ class Journal:
             raise
 
     def look_again(self) -> Recovery | None:
-        """What the journal holds now, if that is not what was found; None if it is. To be asked with the epoch claimed.
-
-        Raises as `look`.
-        """
+        """The journal's content if it changed since it was read, else None. Call it with the epoch claimed. Raises as
+        `look`."""
         assert self._open_tail is None
         numbers = segment_numbers(self._directory, self._files)
         if self._last is None:
@@ -341,26 +332,23 @@ class Journal:
         return self._open_tail
 
     def begin_segments_with(self, summarise: Callable[[], LedgerSaved]) -> None:
-        """From now on every new segment begins with what all records before it say, so that those can be pruned.
+        """From now on every new segment begins with a summary of all records before it, so that those can be pruned.
 
-        It is asked for in the middle of an `append` or `reserve`, when the records appended before are all there are.
+        It is requested during an `append` or `reserve`, after all earlier records.
         """
         self._summarise = summarise
 
     def held_by(self, claim: Claim) -> None:
-        """From now on nothing is written without a look whether that epoch is still the newest (protocol, Fencing)."""
+        """From now on every write first checks that this epoch is still the newest."""
         self._claim = claim
 
     @property
     def segment(self) -> int:
-        """Number of the segment that is being written."""
         return self._tail.number
 
     def roll(self) -> None:
-        """Finish the segment and begin the next with what all records say, unless nothing was written to this one.
-
-        Reservations move along. Raises as `append`.
-        """
+        """Finish the segment and begin the next with a summary, unless this one is empty. Reservations move along.
+        Raises as `append`."""
         assert self._summarise is not None
         self.require_ours()
         if not self._tail.is_empty:
@@ -399,7 +387,6 @@ class Journal:
         self._reserved_bytes += room
 
     def release(self, attachment_bytes: int) -> None:
-        """Give a reservation back."""
         room = attachment_bytes + RECORD_ROOM
         assert room <= self._reserved_bytes
         self._reserved_bytes -= room
@@ -470,11 +457,10 @@ class Journal:
         return read_attachment(self._directory, attachment, offset, nbytes, self._files)
 
     def whole(self, attachment: Attachment) -> bytes:
-        """All of an attachment. Raises as `read`."""
         return self.read(attachment, 0, attachment.size)
 
     def close(self) -> None:
-        """Sync, give back the room set aside, and unlock. Does nothing when done before."""
+        """Sync, free reserved room, and unlock. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -533,7 +519,7 @@ class Journal:
 
     @contextmanager
     def _fatal(self) -> Iterator[None]:
-        """What the disk refuses in here is never tried again."""
+        """A refusal of the disk in this block is final."""
         try:
             yield
         except (StorageFailed, Fenced, FolderChanged) as failure:
@@ -541,17 +527,17 @@ class Journal:
             raise
 
     def _make_room(self, room: int) -> None:
-        """Have `room` bytes behind the reserved ones, in the next segment if they are too many for this one."""
+        """Allocate `room` bytes after the reserved ones, in a new segment if this one is full."""
         if self._tail.is_empty or self._tail.end + room <= self._segment_bytes:
             self._tail.allocate(self._reserved_bytes + room)
         else:
             self._rotate(room)
 
     def _rotate(self, room: int) -> None:
-        """Finish the segment and begin the next, taking the reservations along.
+        """Finish the segment and begin the next, with the reservations.
 
-        The new one has its room before the old one is finished, so that a full disk changes nothing; the old one is
-        whole and durable before the new one is there, so that only the last segment ever has a torn tail.
+        The new one is allocated before the old one is finished, so a full disk changes nothing. The old one is whole
+        and durable before the new one exists, so only the last segment can have a torn tail.
         """
         old, salt = self._tail, self._draw_salt()
         opening: tuple[Bytes, ...] = ()

@@ -1,4 +1,4 @@
-"""What a state directory adds up to: the ledger, the fragments' buffers, and where the bulk bytes are. Read-only."""
+"""Recovers the ledger, the fragments' buffers and the places of bulk bytes from a state directory. Read-only."""
 
 import logging
 import threading
@@ -35,7 +35,7 @@ from farloop.quant.errors import BadBlob
 
 
 class UpdateSource:
-    """An update's bytes, read from the journal as they are sent (protocol, Downlink). Held until it is released."""
+    """An update's bytes, read from the journal while they are sent; kept until released."""
 
     def __init__(self, journal: Journal, attachment: Attachment) -> None:
         self._journal, self.attachment = journal, attachment
@@ -49,19 +49,18 @@ class UpdateSource:
 
 
 class Attachments:
-    """The places of deltas and updates in one journal. One thread owns it; `open_update` is any thread's."""
+    """Places of deltas and updates in one journal. One thread owns it; any may call `open_update`."""
 
     def __init__(self) -> None:
         self._inputs: dict[BlobId, Attachment] = {}
         self._updates: dict[tuple[int, int], Attachment] = {}
         self._addends: dict[tuple[int, int], tuple[BlobId, ...]] = {}  # the inputs of each commit in `_updates`
         self._anchors: dict[tuple[int, int], tuple[rec.AnchorFetched, Attachment]] = {}
-        """By fragment and version, what came up from nodes: adopted, or it may yet be."""
+        """By fragment and version, anchors from nodes that were adopted or may be."""
         self._sources: weakref.WeakSet[UpdateSource] = weakref.WeakSet()
-        self._lock = threading.Lock()  # held while a source is opened, and while it is decided what may go
+        self._lock = threading.Lock()  # held while a source is opened, and while `forget` decides
 
     def take(self, entry: Entry) -> None:
-        """A record is in the journal."""
         match entry.record:
             case rec.InputStored(blob=blob):
                 self._inputs[blob] = entry.attachment
@@ -75,38 +74,35 @@ class Attachments:
 
     @property
     def fetched(self) -> dict[int, rec.AnchorFetched]:
-        """By fragment, the newest anchors that came up from nodes and are in the journal."""
+        """By fragment, the newest anchors from nodes in the journal."""
         return {fragment: record for (fragment, _), (record, _) in sorted(self._anchors.items(), key=lambda at: at[0])}
 
     def anchor(self, fragment: int, version: int) -> tuple[rec.AnchorFetched, Attachment]:
-        """One of them, and where it is."""
         return self._anchors[fragment, version]
 
     def input(self, blob: BlobId) -> Attachment | None:
-        """Where a delta is; None if it was not spooled, or nobody can need it any more."""
+        """Place of a delta; None if it was not stored, or is no longer needed."""
         return self._inputs.get(blob)
 
     def has_update(self, fragment: int, version: int) -> bool:
-        """Whether that update can be read."""
         return (fragment, version) in self._updates
 
     def update(self, fragment: int, version: int) -> Attachment:
-        """Where an update is."""
         return self._updates[fragment, version]
 
     def open_update(self, journal: Journal, fragment: int, version: int) -> UpdateSource:
-        """A reader of an update, which stays in the journal for as long as the reader is kept."""
+        """A reader of an update, which stays in the journal while the reader exists."""
         with self._lock:
             source = UpdateSource(journal, self._updates[fragment, version])
             self._sources.add(source)
         return source
 
     def forget(self, ledger: Ledger, restart_from: Sequence[int]) -> int:
-        """Drop the places of what nobody can ask for; return the first segment that is still wanted.
+        """Drop places that are no longer needed. Returns the first segment that is.
 
-        Wanted are undecided inputs; the commits that a restart may have to repeat, from version `restart_from` of each
-        fragment on; those that a ledger remembers (the machine's own may be one commit behind `ledger`); the inputs
-        of these commits; anchors of nodes that no snapshot holds yet; and what is being read.
+        Needed are: undecided inputs; commits that a restart may repeat, from version `restart_from` of each fragment
+        on; those that a ledger remembers (the machine's may be one commit behind `ledger`); the inputs of these
+        commits; nodes' anchors that no snapshot holds yet; and what is being read.
         """
         oldest = [
             min(version - HISTORY_VERSIONS, snapshot + 1)
@@ -134,13 +130,13 @@ class Attachments:
 
 _log = logging.getLogger(__name__)
 
-Items = Sequence[Entry | Gap]  # what a journal holds, in order
+Items = Sequence[Entry | Gap]  # a journal's content, in order
 Read = Callable[[Attachment], bytes]  # reads a record's bulk bytes. Raises StorageFailed.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
-    """A commit of the journal, to be repeated if no snapshot holds it."""
+    """A commit that is repeated if no snapshot holds it."""
 
     record: rec.WindowCommitted
     codecs: commits.Codecs
@@ -148,8 +144,6 @@ class _Done:
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """What was found."""
-
     directory: Path
     files: Files = DISK
     ledger: Ledger
@@ -159,16 +153,15 @@ class Recovery:
     """Versions of the last two snapshots of each fragment that are known to be good."""
     alarms: dict[str, str] = field(default_factory=dict)
     fault: JournalCorrupt | None = None  # the last damage that was passed over
-    lost: bool = False  # the ledger is behind a gap: what it says is not true until the next summary
-    older: bool = False  # snapshots that are newer than the ledger are passed over: the journal's end was lost
-    adopted: dict[int, int] = field(default_factory=dict)
-    """Versions that the journal says were adopted, by fragment: they may have no snapshot."""
+    lost: bool = False  # the ledger is after a gap, and wrong until the next summary
+    older: bool = False  # ignore snapshots newer than the ledger: the journal's end was lost
+    adopted: dict[int, int] = field(default_factory=dict)  # Adopted versions by fragment: they may have no snapshot
     done: dict[int, dict[int, _Done]] = field(default_factory=dict)
     """Commits that can be repeated, by fragment and version."""
 
     @classmethod
     def begin(cls, directory: Path, items: Items, files: Files = DISK) -> "Recovery":
-        """With the first record that can be begun with. Raises JournalCorrupt, StateMismatch: there is none."""
+        """Begin with the first record that allows it. Raises JournalCorrupt, StateMismatch: there is none."""
         for item in items:
             lost = item is not items[0]
             match item:
@@ -186,7 +179,7 @@ class Recovery:
         raise Inconsistent(directory, "its journal does not begin with a run's start")
 
     def take(self, item: Entry | Gap) -> None:
-        """The next of the journal. Raises StateMismatch: a record does not fit those before it."""
+        """Take the next item of the journal. Raises StateMismatch: a record does not fit those before it."""
         if isinstance(item, Gap):
             self.fault, self.lost = item.fault, True
             return
@@ -209,7 +202,7 @@ class Recovery:
             raise Inconsistent(self.directory, what) from error
 
     def require_all(self) -> None:
-        """See that nothing that anybody can ask for was in a gap. Raises the damage that matters."""
+        """Check that no gap holds anything needed. Raises the damage that matters."""
         if self.fault is None:
             return
         ledger, found = self.ledger, self.attachments
@@ -232,13 +225,13 @@ class Recovery:
             self.alarms[what] = why
 
     def leads_on(self, index: int, version: int) -> bool:
-        """Whether the commits behind a snapshot of this version lead to the fragment's newest."""
+        """Whether commits lead from a snapshot of this version to the fragment's newest."""
         newest = self.ledger.versions[index]
         done = self.done.get(index, {})
         return version <= newest and all(following in done for following in range(version + 1, newest + 1))
 
     def _restore(self, index: int, read: Read) -> None:
-        """The fragment's buffers: its newest good snapshot, and every commit behind it once more."""
+        """Restore the fragment's buffers: its newest good snapshot, then every later commit."""
         spec, newest = self.ledger.spec, self.ledger.versions[index]
         snapshot = snapshots.load_latest(
             self.directory,
@@ -265,7 +258,7 @@ class Recovery:
         self.restart_from.append((snapshot.version, snapshot.version))
 
     def _repeat(self, buffers: Buffers, commit: _Done, read: Read) -> Buffers:
-        """One commit again: the anchor from the update, the rest from the inputs."""
+        """Repeat one commit: the anchor from the update, the rest from the inputs."""
         record = commit.record
         update = read(self.attachments.update(record.fragment, record.version))
         places = [self.attachments.input(addend.blob) for addend in record.blobs]
@@ -317,9 +310,9 @@ def refuse_a_lost_journal(directory: Path, files: Files = DISK) -> None:
 
 
 def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
-    """Why a start would refuse the folder; None if it would go on. By the code of a start; changes nothing.
+    """Why a start would refuse the folder; None if it would not. Uses the code of a start; changes nothing.
 
-    Raises NoRoom: no file can be opened now, which says nothing of the folder.
+    Raises NoRoom: no file can be opened now.
     """
     try:
         refuse_half_salvaged(directory, files)
@@ -340,19 +333,17 @@ def refusal(directory: Path, files: Files = DISK) -> StorageError | None:
 
 
 def reader(directory: Path, files: Files = DISK) -> Read:
-    """Of the attachments in a folder."""
     return lambda attachment: read_attachment(directory, attachment, 0, attachment.size, files)
 
 
 def buffers_of(snapshot: snapshots.Snapshot) -> Buffers:
-    """The state of its fragment."""
     tensors = dict(snapshot.tensors)
     anchor, target = tensors.pop("anchor"), tensors.pop("target")
     return Buffers(version=snapshot.version, anchor=anchor, target=target, outer=tensors)
 
 
 def fetched(directory: Path, ledger: Ledger, attachments: Attachments, index: int, version: int, read: Read) -> Buffers:
-    """Of an anchor that came up from a node. Raises StateMismatch, StorageFailed."""
+    """Buffers of an anchor from a node. Raises StateMismatch, StorageFailed."""
     record, attachment = attachments.anchor(index, version)
     try:
         anchor = commits.fetched_anchor(read(attachment), ledger.spec.identity.layout.fragments[index], record.anchor)

@@ -53,19 +53,17 @@ class Store:
     def __init__(
         self, directory: Path, journal: Journal, ledger: Ledger, buffers: list[Buffers], files: Files = DISK
     ) -> None:
-        """Not to be called: `create` and `recover` are the ways in."""
+        """Use `create` or `recover`."""
         self.directory, self._files = directory, files
-        self.ledger = ledger
-        """What the journal says, record by record: the machine, which is ahead of the disk, has its own."""
+        self.ledger = ledger  # the ledger of durable records; the machine's own is ahead of the disk
         self.buffers = buffers
         self.alarms: dict[str, str] = {}  # replaced, never changed: other threads read it
         self._journal = journal
         self._attachments = Attachments()
         self._claimed = 0  # the epoch of an adoption that is not durable yet
         self._restart_from = [(buffers.version, buffers.version) for buffers in buffers]
-        """Versions of the last two snapshots of each fragment that are known to be good."""
-        self._saved_in: dict[int, int] = {}
-        """Segment of the last record of a snapshot, by fragment; only of snapshots that this process took."""
+        """Versions of the last two good snapshots of each fragment."""
+        self._saved_in: dict[int, int] = {}  # by fragment, the segment of its last snapshot record of this process
         journal.begin_segments_with(ledger.saved)
 
     @classmethod
@@ -78,8 +76,10 @@ class Store:
         segment_bytes: int = SEGMENT_BYTES,
         files: Files = DISK,
     ) -> "Store":
-        """Begin a run: an empty journal, snapshots of version 0, then the record that makes them count.
-        Raises StorageError: as `Journal.open`; StateMismatch where the directory already holds a run, or lost one."""
+        """Begin a run: an empty journal, snapshots of version 0, then the record that makes them valid.
+
+        Raises StorageError: as `Journal.open`; StateMismatch: the directory already holds a run, or lost its journal.
+        """
         journal, found = Journal.look(directory, segment_bytes=segment_bytes, files=files)
         try:
             if found.items:
@@ -161,8 +161,8 @@ class Store:
     def sync(self) -> None:
         """One fsync for all appends so far. Its failure is fatal.
 
-        Where no file can be opened to see whose the folder is, it waits for that: the records are written, and who
-        tried again would write them twice.
+        Without a free descriptor to check the folder's owner it waits: the records are written, and a second try would
+        write them twice.
         """
         what = "epoch of the state folder"
         while True:
@@ -179,13 +179,12 @@ class Store:
             self.alarms = {key: why for key, why in self.alarms.items() if key != what}
 
     def reserve(self, fragment: int, codec_down: str) -> int:
-        """Room for an update, before the work of making it (protocol, Commit order). Returns what `commit` takes."""
+        """Reserve room for an update before it is computed. Returns the argument for `commit`."""
         size = blob_bytes(codec_named(codec_down), self.ledger.spec.identity.layout.fragments[fragment])
         self._journal.reserve(size)
         return size
 
     def release(self, reserved: int) -> None:
-        """Give the room back."""
         self._journal.release(reserved)
 
     def commit(self, draft: rec.WindowCommitted, result: Result, reserved: int) -> rec.WindowCommitted:
@@ -206,11 +205,11 @@ class Store:
 
     @property
     def fetched(self) -> dict[int, rec.AnchorFetched]:
-        """Anchors that came up from nodes, by fragment: an adoption need not fetch them again."""
+        """Anchors from nodes by fragment: an adoption need not fetch them again."""
         return self._attachments.fetched
 
     def require_ours(self) -> None:
-        """See that no other coordinator has taken the state directory over. Raises as `Journal.require_ours`."""
+        """Check that no other coordinator took over. Raises as `Journal.require_ours`."""
         self._journal.require_ours()
 
     def adopt(self, record: rec.Adopted) -> None:
@@ -248,13 +247,12 @@ class Store:
         )
 
     def read_input(self, blob: BlobId) -> bytes:
-        """A spooled delta."""
         attachment = self._attachments.input(blob)
         assert attachment is not None
         return self._journal.whole(attachment)
 
     def update_source(self, fragment: int, version: int) -> UpdateSource:
-        """An update that the ledger remembers, as a cursor over the journal. Any thread."""
+        """A reader of an update that the ledger remembers. Any thread."""
         return self._attachments.open_update(self._journal, fragment, version)
 
     def named_anchors(self) -> dict[str, Tensor]:
@@ -273,24 +271,21 @@ class Store:
         snapshots.export(path, self.named_anchors(), metadata, self._files)
 
     def cut(self) -> StateCopy:
-        """The state as it is, for a copy of it."""
         return StateCopy.of(self.ledger.saved(), self.buffers)
 
     def close(self) -> None:
         self._journal.close()
 
     def _take(self, entry: Entry) -> None:
-        """A record is in the journal."""
         self._attachments.take(entry)
         self.ledger.apply(entry.record)
 
     def _snapshot(self, fragment: int) -> None:
-        """Save the fragment as it is, and delete the segments that nobody can ask for any more.
+        """Save a snapshot, and delete segments that are no longer needed.
 
-        Once every fragment has a snapshot newer than the segment's beginning, a new segment is begun. It repeats the
-        ledger, so damage in an older segment does not make the records after it useless (`recovery.py`).
-
-        A full disk here costs nothing but time: the next restart has more to repeat.
+        Once every fragment has a snapshot in the current segment, a new segment begins. It repeats the ledger, so
+        damage in an older segment does not invalidate later records (`recovery.py`). A full disk is no error here: the
+        next restart has more to repeat.
         """
         buffers, what = self.buffers[fragment], f"snapshot of fragment {fragment}"
         try:

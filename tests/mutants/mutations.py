@@ -416,7 +416,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "a step never clips",
         "node/inner_optimizer.py",
-        "                clip_grads_with_norm_(self._parameters.values(), self._clip_norm, norm)\n",
+        "                self._clip_gradients(norm)\n",
         "                pass\n",
         "unit/node/test_step.py",
     ),
