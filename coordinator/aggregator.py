@@ -38,8 +38,7 @@ class Buffers:
     version: int
     anchor: Tensor
     target: Tensor
-    outer: dict[str, Tensor]
-    """State of the outer optimizer by name, as `state_names` says; empty without momentum."""
+    outer: dict[str, Tensor]  # state of the outer optimizer by name, as `state_names` says; empty without momentum
 
     @classmethod
     def begin(cls, anchor: Tensor, terms: Terms) -> "Buffers":

@@ -39,7 +39,7 @@ from farloop.wire import messages as msg
 # round. So a node that was slow from the beginning is as expected, and who has few rounds is not judged.
 
 
-LEAST_ROUNDS: Final = 8  # of its own that a node is judged by
+LEAST_ROUNDS: Final = 8  # own rounds that a node is judged by
 KEPT_ROUNDS: Final = 30  # of the last so many
 USUAL_AFTER: Final = 60  # rounds in a row after which what is not as it was is what it is, and is planned for
 JUDGED: Final = (Kind.NODE_SLOW, Kind.LINK_SLOW)
@@ -47,31 +47,29 @@ JUDGED: Final = (Kind.NODE_SLOW, Kind.LINK_SLOW)
 
 @dataclass(slots=True)
 class _Own:
-    """Of one start of a node."""
+    """Times of one start of a node."""
 
     incarnation: int
     unit_s: dict[Kind, deque[float]] = field(
         default_factory=lambda: {kind: deque[float](maxlen=KEPT_ROUNDS) for kind in JUDGED}
     )
-    """Seconds of a step, and of a byte: of its rounds ..."""
-    latest_s: dict[Kind, float] = field(default_factory=dict[Kind, float])  # and of the last one that had any
+    """Seconds per step and per byte of its rounds ..."""
+    latest_s: dict[Kind, float] = field(default_factory=dict[Kind, float])  # and of the last round with any
     reported: tuple[float, int] | None = None
-    """(seconds without those that it stood still, steps) of its last report; None: what follows measures nothing."""
-    units: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0))
-    """Steps, and bytes, of this round ..."""
-    seconds: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0.0))  # and what they took
+    """(seconds without waiting, steps) of its last report; None: the next interval measures nothing."""
+    units: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0))  # steps and bytes of this round
+    seconds: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(JUDGED, 0.0))  # seconds that they took
     under_way: dict[BlobId, int] = field(default_factory=dict)
-    """Deltas that are coming: bytes of each. While there are any, its link is at work."""
-    began_at: float = 0.0  # when the first of those came to be asked for, that the link has been at work with since
+    """Bytes of each delta on its way. While there are any, the link is busy."""
+    began_at: float = 0.0  # when the link became busy
     came: int = 0  # bytes since then
 
     def rest(self) -> None:
-        """What its link was at work with tells nothing."""
         self.under_way.clear()
         self.came = 0
 
     def expected(self, kind: Kind) -> tuple[float, float]:
-        """Seconds of a unit, and the spread of their logarithms; 0 before that is known."""
+        """Seconds per unit and the spread of their logarithms; 0 if unknown."""
         known = self.unit_s[kind]
         if len(known) < LEAST_ROUNDS:
             return 0.0, 0.0
@@ -79,26 +77,26 @@ class _Own:
         return usual, median(abs(math.log(one / usual)) for one in known)
 
     def latest(self, kind: Kind) -> float | None:
-        """Seconds of a unit in this round; None where it did none."""
+        """Seconds per unit in this round; None without any."""
         units, seconds = self.units[kind], self.seconds[kind]
         return seconds / units if units and seconds > 0.0 else None
 
 
 class RoundTimes:
-    """Of one coordinator's nodes. In memory only: after a restart all is learnt again."""
+    """Times of one coordinator's nodes. In memory only: a restart measures again."""
 
     def __init__(self) -> None:
         self._own: dict[str, _Own] = {}
 
     def keep(self, incarnations: Mapping[str, int]) -> None:
-        """Only these starts of nodes still take part. Another start may be of another machine."""
+        """Forget other starts of nodes: another start may run on another machine."""
         for node, incarnation in incarnations.items():
             if node not in self._own or self._own[node].incarnation != incarnation:
                 self._own[node] = _Own(incarnation)
         self._own = {node: own for node, own in self._own.items() if node in incarnations}
 
     def reported(self, node: str, blocked_s: float, inner_steps: int, now: float, *, trains: bool = True) -> None:
-        """It says how far it is. `trains`: it did nothing but steps; an evaluation is none."""
+        """Handle a report. `trains`: it only did steps, no evaluation."""
         if (own := self._own.get(node)) is None:
             return
         before, here = own.reported, (now - blocked_s, inner_steps)
@@ -113,7 +111,6 @@ class RoundTimes:
             own.reported = here
 
     def asked(self, blob: BlobId, num_bytes: int, now: float) -> None:
-        """So many bytes of a delta are to come from now on."""
         own = self._own.get(blob.node)
         if own is None or blob in own.under_way:
             return
@@ -124,7 +121,7 @@ class RoundTimes:
         own.under_way[blob] = num_bytes
 
     def whole(self, blob: BlobId, now: float) -> None:
-        """All of a delta's bytes are here. Deltas that come side by side share the link, and its seconds."""
+        """A delta is complete. Deltas in parallel share the link and its seconds."""
         own = self._own.get(blob.node)
         if own is None or (num_bytes := own.under_way.pop(blob, None)) is None:
             return
@@ -135,20 +132,18 @@ class RoundTimes:
             own.came = 0
 
     def broken(self, node: str) -> None:
-        """Its session ended, or a delta was given up."""
         if (own := self._own.get(node)) is not None:
             own.rest()
             own.reported = None
 
     def stood_still(self) -> None:
-        """This process did: nothing that was going on can be timed."""
         for node in self._own:
             self.broken(node)
 
     def close(self, strays: Collection[tuple[Kind, str]]) -> dict[str, Sample]:
-        """A round is over: by node what it took and what was expected of it, 0 where nothing is.
+        """A round is over. Returns by node the measured and expected times, 0 if not expected.
 
-        `strays`: whose rounds are none to go by, as (kind, node).
+        `strays`: (kind, node) whose rounds are not learnt from.
         """
         samples: dict[str, Sample] = {}
         for node, own in self._own.items():
@@ -170,12 +165,12 @@ class RoundTimes:
         return samples
 
     def forget(self, kind: Kind, node: str) -> None:
-        """It is planned for as it is now: what was usual before is not any more."""
+        """Forget what was usual for a node."""
         if node in self._own:
             self._own[node].unit_s[kind].clear()
 
     def paces(self) -> dict[str, Pace]:
-        """Of those whose last rounds told of both, as they are now."""
+        """Current paces of nodes with both times."""
         return {
             node: Pace(step_s=own.latest_s[Kind.NODE_SLOW], bytes_per_s=1.0 / own.latest_s[Kind.LINK_SLOW])
             for node, own in self._own.items()
@@ -190,15 +185,14 @@ class RoundTimes:
 
 
 class SlowLinks:
-    """Of one coordinator's links."""
+    """Detects links that became slower than usual."""
 
     def __init__(self) -> None:
         self._rates: dict[Ends, deque[float]] = {}
-        self._strays: dict[Ends, int] = {}  # rounds in a row that a direction has not been what it was
+        self._strays: dict[Ends, int] = {}  # rounds in a row in which a direction was unusual
         self._found: dict[str, str] = {}
 
     def round_over(self, matrix: LinkTable, nodes: Sequence[str]) -> None:
-        """A round is over; the matrix is what it is now."""
         places = [COORDINATOR, *sorted(nodes)]
         delay = [[self._delay(matrix, (u, v)) for v in places] for u in places]
         self._rates = {ends: known for ends, known in self._rates.items() if set(ends) <= set(places)}
@@ -212,11 +206,11 @@ class SlowLinks:
                 self._found[ends[0]] = f"path to {ends[1]}, {one.factor:.1f} times as slow as before"
 
     def of(self, place: str) -> str:
-        """Where at this place, in words; empty for none."""
+        """The slow side at this place, in words; empty for none."""
         return self._found.get(place, "")
 
     def _delay(self, matrix: LinkTable, ends: Ends) -> float | None:
-        """In times of what was usual; None where too little is known. Directions that stray are not learnt from."""
+        """Delay relative to the usual one; None if unknown. Unusual directions are not learnt from."""
         rate = matrix.rate(ends)
         if rate is None or rate <= 0.0:
             return None
@@ -242,35 +236,35 @@ class SlowLinks:
 
 
 ADAPTS: Final = ("off", "advise", "drop", "act")
-"""What is done: nothing is looked at; only links are measured anew; and a node that misses its deadline is dropped from
-the window (`deadlines.py`); all that can be done."""
+"""What is done: nothing; links are measured again; nodes that miss their deadline are dropped from the window
+(`deadlines.py`); everything possible."""
 
-LEAST_S: Final = 2.0  # rounds that are shorter are judged together: nodes tell of their steps once a second
-REST_ROUNDS: Final = FOR_ROUNDS  # judged ones, between two rungs for the same fault
-REMEMBERED: Final = 20  # judged rounds for which it is known what was done about a fault that is over
-LEAST_WINDOWS: Final = 5  # that were timed, before one can be past its deadline
-SLACK_S: Final = 5.0  # on top of what windows take
+LEAST_S: Final = 2.0  # shorter rounds are judged together: nodes report once a second
+REST_ROUNDS: Final = FOR_ROUNDS  # judged rounds between two mitigations of the same fault
+REMEMBERED: Final = 20  # judged rounds for which past mitigations of a fault are remembered
+LEAST_WINDOWS: Final = 5  # timed windows needed before one can be past its deadline
+SLACK_S: Final = 5.0  # added to the time that windows take
 _KEPT_WINDOWS: Final = 64
 
 
 @dataclass(slots=True, kw_only=True)
 class Anomaly:
-    """A fault, since when it is known, and what was done."""
+    """A fault and its mitigations."""
 
     finding: Finding
-    round: int  # in which it was named
+    round: int  # round in which it was found
     judged: int = 0  # rounds since then
-    rested: float = 0.0  # since the last rung: judged rounds of what is slow, seconds of what hangs
-    taken: list[Action] = field(default_factory=list)  # rungs that were climbed
-    action: Action | None = None  # the last rung, climbed or not
-    done: bool = False  # and whether it was carried out
-    why: str = ""  # of that rung, in a sentence
+    rested: float = 0.0  # since the last mitigation: judged rounds if slow, seconds if hanging
+    taken: list[Action] = field(default_factory=list)  # mitigations taken
+    action: Action | None = None  # the last mitigation, taken or only advised
+    done: bool = False  # whether it was taken
+    why: str = ""  # reason of the mitigation, a sentence
     advice: Advice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mitigation:
-    """Something to be done about an anomaly now. Where `carry_out` is not set it is only said."""
+    """A mitigation that is due; only advised unless `carry_out`."""
 
     action: Action
     anomaly: Anomaly
@@ -278,30 +272,30 @@ class Mitigation:
 
 
 class StragglerDetector:
-    """Of one coordinator. `saw` hears events before the machine does, `look` is called some times a second."""
+    """Detects stragglers of one coordinator. `saw` gets events before the machine does; call `look` a few times a
+    second."""
 
     def __init__(self, adapt: str = "drop") -> None:
         assert adapt in ADAPTS, adapt
         self.adapt = adapt
         self.pacing, self._places = RoundTimes(), SlowLinks()
-        self.anomalies: dict[tuple[Kind, str], Anomaly] = {}  # what is found now
-        self.over: list[Anomaly] = []  # what is not found any more, since the last look
+        self.anomalies: dict[tuple[Kind, str], Anomaly] = {}  # current anomalies
+        self.over: list[Anomaly] = []  # anomalies that ended since the last look
         self._before: dict[tuple[Kind, str], tuple[int, list[Action]]] = {}
-        """What was done about faults that are over, and in which judged round they were."""
+        """Mitigations of past faults, and the judged round in which they ended."""
         self._rounds: deque[Mapping[str, Sample]] = deque(maxlen=OF_ROUNDS)
         self._judged = 0
-        self.round = 0  # the run's, as it was looked at last
+        self.round = 0  # the run's round at the last look
         self._closed_at: float | None = None
         self._window_s: deque[float] = deque(maxlen=_KEPT_WINDOWS)
-        self._done: dict[tuple[str, int], int] = {}  # (node, fragment) → newest window that it has a delta in
-        self._offered: dict[tuple[str, int], int] = {}  # and that it offered one for
-        self._bits: dict[str, float] = {}  # of a parameter, in each node's newest delta
-        self._timed_from = 0.0  # no window is past its deadline for what was before: nothing could close
+        self._done: dict[tuple[str, int], int] = {}  # (node, fragment) → newest window with a stored delta
+        self._offered: dict[tuple[str, int], int] = {}  # (node, fragment) → newest window with an offer
+        self._bits: dict[str, float] = {}  # bits per parameter of each node's newest delta
+        self._timed_from = 0.0  # time before this does not count: nothing could close
         self._looked_at = 0.0
-        self.why_not = "no round is over yet"  # why nobody is judged; empty where somebody is
+        self.why_not = "no round is over yet"  # why no node is judged; empty if nodes are
 
     def saw(self, event: ev.Event, machine: CoordinatorMachine, now: float) -> None:
-        """An event on its way to the machine."""
         if self.adapt == "off":
             return
         match event:
@@ -330,13 +324,12 @@ class StragglerDetector:
                 pass
 
     def clock_jumped(self) -> None:
-        """This process stood still."""
         self.pacing.stood_still()
 
     def look(
         self, machine: CoordinatorMachine, matrix: LinkTable, now: float, *, held: bool = False
     ) -> list[Mitigation]:
-        """What is to be done now. `held`: nothing can be committed, whatever nodes do."""
+        """Mitigations that are due. `held`: nothing can be committed."""
         if self.adapt == "off":
             return []
         self.over.clear()
@@ -381,7 +374,7 @@ class StragglerDetector:
         return rungs
 
     def _look_for_hangs(self, machine: CoordinatorMachine, now: float) -> list[Mitigation]:
-        """One hang at a time: all others may merely wait for it."""
+        """Find one hang at a time: other nodes may merely wait for it."""
         late = self._past_deadline(machine, now)
         finding = None if late is None else hung(self._progress(late, machine))  # None where all merely evaluate
         for key in [key for key in self.anomalies if key[0] not in JUDGED]:
@@ -439,7 +432,8 @@ class StragglerDetector:
         self.over.append(anomaly)
 
     def _climb(self, anomaly: Anomaly, machine: CoordinatorMachine) -> list[Mitigation]:
-        """The next rung. One that is only advised stays where it is: nothing was tried that could have failed."""
+        """The next mitigation. One that is only advised is not followed by another: nothing was tried that could have
+        failed."""
         finding, few = anomaly.finding, sum(member.counts for member in machine.members.values()) < LEAST_NODES
         acts = self.adapt == "act" and not few
         stays = anomaly.action is not None and anomaly.action not in anomaly.taken and not acts
@@ -461,7 +455,7 @@ class StragglerDetector:
         return [Mitigation(action=step.action, anomaly=anomaly, carry_out=can)]
 
     def carried_out(self, rung: Mitigation, failed: str = "") -> None:
-        """The shell did it, or could not: `failed` says why, in a sentence."""
+        """The mitigation was taken, or not: `failed` says why, in a sentence."""
         anomaly = rung.anomaly
         anomaly.taken.append(rung.action)
         anomaly.done = not failed
@@ -471,7 +465,7 @@ class StragglerDetector:
                 self._plan_for(kind, anomaly.finding.node)
 
     def _plan_for(self, kind: Kind, node: str) -> None:
-        """It is as it is now: neither what was usual before, nor the rounds that strayed from that, count any more."""
+        """Accept the node's current times: forget what was usual, and its unusual rounds."""
         self.pacing.forget(kind, node)
         unjudged = {"expected_compute_s": 0.0} if kind is Kind.NODE_SLOW else {"expected_transfer_s": 0.0}
         for index, samples in enumerate(self._rounds):
@@ -485,7 +479,7 @@ class StragglerDetector:
         self._bits = {node: bits for node, bits in self._bits.items() if node in here}
 
     def _advice(self, node: str, machine: CoordinatorMachine) -> Advice | None:
-        """Fewer bits, or other steps, for a node; None where rounds gain too little."""
+        """Fewer bits or other steps for a node; None if rounds gain too little."""
         member, ledger = next((m for m in machine.members.values() if m.name == node), None), machine.ledger
         if member is None or node not in self._bits:
             return None
@@ -501,12 +495,12 @@ class StragglerDetector:
         )
 
     def place(self, finding: Finding) -> str:
-        """Where the matrix of links says that it is; empty where it says nothing."""
+        """Location by the link table; empty if unknown."""
         return self._places.of(finding.node)
 
     @property
     def coordinator_is_slow(self) -> str:
-        """Where on the coordinator's own end, if all links became slow together."""
+        """The slow side of the coordinator, if all links became slow together."""
         return self._places.of(COORDINATOR)
 
 

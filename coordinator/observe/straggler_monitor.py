@@ -21,12 +21,12 @@ from farloop.monitoring.status_summary import named
 
 _log = logging.getLogger(__name__)
 
-Happened = Callable[[ev.Event], None]  # hands an event to the machine
+Happened = Callable[[ev.Event], None]  # gives an event to the machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalySeen:
-    """An anomaly was found, or is over."""
+    """An anomaly was found, or ended."""
 
     finding: Finding
     round: int
@@ -35,7 +35,7 @@ class AnomalySeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MitigationTaken:
-    """Something is done about an anomaly, or advised."""
+    """A mitigation was taken, or advised."""
 
     action: Action
     node: str
@@ -44,7 +44,7 @@ class MitigationTaken:
 
 
 class StragglerMonitor:
-    """Of one coordinator."""
+    """Runs the detector of one coordinator."""
 
     def __init__(
         self,
@@ -63,17 +63,15 @@ class StragglerMonitor:
         self._table = LinkTable() if links is None else links.matrix
 
     def asked(self, blob: BlobId, num_bytes: int | None, now: float) -> None:
-        """A delta was let in: so many bytes are to come, None where it has to wait."""
+        """A delta was accepted with this many bytes to come; None if it has to wait."""
         if num_bytes is not None:
             self.watch.pacing.asked(blob, num_bytes, now)
 
     def whole(self, blob: BlobId, now: float) -> None:
-        """A blob is here."""
         if blob.kind is BlobKind.DELTA:
             self.watch.pacing.whole(blob, now)
 
     def look(self, now: float, *, held: bool) -> None:
-        """Find, tell, and do."""
         before = set(self.watch.anomalies)
         rungs = self.watch.look(self._machine, self._table, now, held=held)
         for anomaly in self.watch.over:
@@ -107,7 +105,7 @@ class StragglerMonitor:
         self._saw(MitigationTaken(action=rung.action, node=node, carry_out=rung.carry_out, why=anomaly.why))
 
     def _carry_out(self, rung: Mitigation) -> str:
-        """Why it could not be done, in a sentence; empty where it was."""
+        """Carry a mitigation out. Returns why not, as a sentence; empty if done."""
         node, advice = rung.anomaly.finding.node, rung.anomaly.advice
         match rung.action:
             case Action.REPROBE:
@@ -123,7 +121,7 @@ class StragglerMonitor:
                 assert_never(rung.action)
 
     def _lighten(self, advice: Advice) -> str:
-        """Give a node bits and H of its own; they stay until somebody sets others."""
+        """Give a node bits and H of its own, until other terms are set."""
         try:
             revision = lightened(self._machine, advice)
         except ValueError as error:
@@ -132,7 +130,6 @@ class StragglerMonitor:
         return ""
 
     def status(self) -> WatchStatus:
-        """Who is slow, and what was done."""
         watch = self.watch
         return {
             "adapt": watch.adapt,

@@ -20,13 +20,11 @@ Z_LIMIT = 3.5
 Z_SCALE = 0.6745
 """Makes the median absolute deviation that of a normal distribution (Iglewicz and Hoaglin 1993, as is 3.5)."""
 
-LEAST_DEVIATION = 0.04
-"""Of the logarithms, about 4 %: below it rounds are called alike, and nobody is flagged for standing out of them."""
-
+LEAST_DEVIATION = 0.04  # least deviation of the logarithms, about 4 %: smaller differences flag no node
 ROUNDS, OF_ROUNDS = 3, 5  # a node is slow when that many of its last rounds were flagged
-LEAST_EXCESS = 0.1  # of the round's time: what is less is nobody's worry
+LEAST_EXCESS = 0.1  # least excess, as a share of the round's time
 LIMIT_LOG2 = 0.7  # a row, column or cell of the delays that is slower by 2^0.7 = 1.6 is flagged
-CELL_Z = 5.0  # a single cell has no median to lean on: it also has to stand out of the noise of all
+CELL_Z = 5.0  # a single cell has no median; it must also exceed the noise of all
 WAIT_RATIO = 5.0
 
 
@@ -42,7 +40,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a node is with its syncs, and what was seen of the one that is due."""
+    """A node's progress with its syncs."""
 
     last_done: int  # sequence number of the last sync that it completed; −1 before the first
     entered: bool  # it said that its compute is done
@@ -58,7 +56,7 @@ class Sample:
     transfer_s: float
     expected_transfer_s: float
     compute_spread: float = 0.0
-    """Median absolute deviation of the logarithms of its own rounds: who varies anyway has to stray farther."""
+    """Median absolute deviation of the logarithms of its own rounds: a node that varies must stray further."""
     transfer_spread: float = 0.0
 
 
@@ -73,9 +71,9 @@ class Finding:
 
 
 def hung(progress: Mapping[str, Progress]) -> Finding | None:
-    """The culprit of a sync that is past its deadline: who completed the least; all others merely wait for it.
+    """The culprit of a sync past its deadline: the node that completed the least; the others wait for it.
 
-    Of several, a dead node before a hanging one before a hanging link; then by name.
+    Of several: a dead node, then a hanging node, then a hanging link; then by name.
     """
     if not progress:
         return None
@@ -143,9 +141,9 @@ def slow(rounds: Sequence[Mapping[str, Sample]]) -> tuple[Finding, ...]:
 
 
 def _outliers(taken: Mapping[str, tuple[float, float, float]], least_excess_s: float) -> dict[str, float]:
-    """Factor by node of whoever stands out: robust z of log(taken/expected) above the limit, and an excess.
+    """Factors of outliers: robust z of log(taken/expected) above the limit, and an excess.
 
-    `taken`: seconds, those expected (0 where nothing is), and the node's own spread.
+    `taken`: seconds, expected seconds (0 for none), and the node's own spread.
     """
     logs = {
         name: math.log(max(value, 1e-9) / expected) for name, (value, expected, _) in taken.items() if expected > 0.0
@@ -163,7 +161,7 @@ def _outliers(taken: Mapping[str, tuple[float, float, float]], least_excess_s: f
 
 
 def straggler(waits_s: Mapping[str, float]) -> str | None:
-    """Where all wait at a barrier, the straggler waits least: the median wait is above WAIT_RATIO times its own."""
+    """The straggler at a barrier, which waits least: the median wait is above WAIT_RATIO times its own."""
     if len(waits_s) < LEAST_NODES:
         return None
     node = min(waits_s, key=lambda name: (waits_s[name], name))
@@ -171,8 +169,6 @@ def straggler(waits_s: Mapping[str, float]) -> str | None:
 
 
 class Place(StrEnum):
-    """Where a matrix of delays is slow."""
-
     SEND = "send side"
     RECEIVE = "receive side"
     HOST = "card or host"
@@ -247,7 +243,7 @@ def suspects(seconds: Sequence[Sequence[float]]) -> tuple[tuple[int, int], ...]:
 
 
 class Action(StrEnum):
-    """What is done about it, the mildest first."""
+    """Mitigations, the mildest first."""
 
     REPROBE = "re-probe the link"
     LIGHTEN = "fewer bits or a longer H"
@@ -256,7 +252,7 @@ class Action(StrEnum):
     EVICT = "let it go"
 
 
-EVICT_AFTER = 3  # rounds that a node was left out of
+EVICT_AFTER = 3  # rounds without the node before it is evicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,10 +264,9 @@ class Step:
 
 
 def next_step(finding: Finding, taken: Sequence[Action], *, another_way: bool = False) -> Step:
-    """One rung further than what was done about the same fault before.
+    """The next mitigation after those taken for the same fault.
 
-    A dead or hanging node is left out at once; a slow node has no link to probe; without another way that rung is
-    left out.
+    A dead or hanging node is left out at once; a slow node has no link to probe; rerouting needs another way.
     """
     match finding.kind:
         case Kind.DEAD | Kind.NODE_HANG:

@@ -18,7 +18,7 @@ from farloop.coordinator.routing.simulator import Outcome, simulate
 from farloop.coordinator.routing.sync_plan import utilization
 from farloop.coordinator.routing.topology import Sync, plan_sync
 
-LEAST_COVERAGE = 0.5  # share of the microbatches that should visit a stage; of less a plan tells
+LEAST_COVERAGE = 0.5  # share of the microbatches that should visit a stage; a plan notes less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,12 @@ class Group:
 
     stage: int
     nodes: tuple[str, ...]
-    transport: Transport  # what a collective among all of them could use
+    transport: Transport  # best transport of a collective among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOption:
-    """A plan that lost, or what this one is measured by."""
+    """A rejected plan, or a reference."""
 
     name: str
     seconds: float  # in the unit of `of`
@@ -59,23 +59,23 @@ class StepInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What nodes run, and what it is predicted to take."""
+    """What nodes run, with predicted times."""
 
     mode: Mode
     why: str
     islands: tuple[tuple[str, ...], ...]
     layout: StageLayout
     groups: tuple[Group, ...]
-    makespan_s: float  # of a step's microbatches, by the simulator
+    makespan_s: float  # simulated seconds of a step's microbatches
     bound_s: float  # no step along these paths is shorter
-    h_star: float | None  # from that H on, pipelines stay inside islands; None where there is nothing to choose
+    h_star: float | None  # smallest H at which pipelines stay inside islands; None without a choice
     h: int
     sync: Sync | None  # None where links to the coordinator are not known
     sync_s: float | None
     """Of a round, blocking: over the star, or of an all-reduce among replicas where no star can be predicted; None
     where no links join those."""
-    compute_s: float  # of a round's inner steps
-    busy_share: float  # of the nodes' time in a step that is compute, mean over nodes with work
+    compute_s: float  # seconds of a round's inner steps
+    busy_share: float  # share of a step that nodes compute, mean over nodes with work
     alternatives: tuple[PlanOption, ...]
     suspects: tuple[tuple[str, str], ...]
     """Links that are too slow to be believed, left out until they are probed again."""
@@ -88,17 +88,17 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Of an inner step: its microbatches, forwards and backwards."""
+        """Seconds of an inner step."""
         return self.makespan_s
 
     @property
     def round_s(self) -> float | None:
-        """H steps, then the sync, nothing overlapped."""
+        """Seconds of H steps and the sync, nothing overlapped."""
         return None if self.sync_s is None else self.compute_s + self.sync_s
 
     @property
     def streamed_round_s(self) -> float | None:
-        """The same where fragments are sent while training goes on: the longer of both."""
+        """Seconds of a round if fragments are sent during training: the longer of both."""
         if self.sync_s is None:
             return None
         if self.sync is None:
@@ -107,14 +107,14 @@ class Plan:
 
     @property
     def compute_share(self) -> float | None:
-        """Of a blocking round that is steps: H·τ/(H·τ + T)."""
+        """Share of a blocking round that is steps: H·τ/(H·τ + T)."""
         if self.sync_s is None:
             return None
         return utilization(1, self.compute_s, self.sync_s) if self.round_s else 1.0
 
     @property
     def streamed_compute_share(self) -> float | None:
-        """The same of a streamed round."""
+        """As `compute_share`, of a streamed round."""
         if self.streamed_round_s is None:
             return None
         return self.compute_s / self.streamed_round_s if self.streamed_round_s else 1.0
@@ -280,7 +280,7 @@ def _notes(inventory: Inventory, paths: Paths, sync: Sync | None, sync_s: float 
 
 
 def _unknown_of(inventory: Inventory) -> str:
-    """What a sync over the star would be predicted from and is not there."""
+    """What is unknown and needed to predict a sync over the star."""
     if inventory.model.parameter_bytes == 0.0:
         return "the size of the parameters is not given"
     nodes = inventory.nodes
@@ -302,7 +302,6 @@ def _coverage(paths: Paths) -> list[float]:
 
 
 def _lonely(inventory: Inventory, site: str) -> bool:
-    """Whether nodes of a site are joined by nothing but an assumption."""
     members = [node for node in inventory.nodes if node.site == site]
     if len(members) < 2:
         return False

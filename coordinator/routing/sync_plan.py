@@ -13,8 +13,8 @@ from farloop.algo.terms import Terms
 
 
 WORTH = 0.10  # share by which a new plan has to be faster than the old one is now
-CHANGED = 1.4  # factor by which a node or link has to stray from what is expected
-FOR_ROUNDS = 3  # and how many rounds lie between two things that are done about it
+CHANGED = 1.4  # factor by which a node or link must stray from the expected time
+FOR_ROUNDS = 3  # least rounds between two mitigations
 
 
 def worth_switching(old_s: float, new_s: float) -> bool:
@@ -28,8 +28,8 @@ def worth_switching(old_s: float, new_s: float) -> bool:
 # too: a node that sends slowly first sends fewer bits, and only then does fewer steps.
 
 
-WORTH_A_CHANGE = 0.8  # share of its DyLU steps that a node should keep; below it fewer bits are tried
-HIDDEN = 0.2  # share of the round that a transfer may take without more ado
+WORTH_A_CHANGE = 0.8  # share of its DyLU steps that a node should keep; else fewer bits are tried
+HIDDEN = 0.2  # share of the round that a transfer may always take
 MAX_RATIO = 4.0  # between the most and the least steps of two nodes, to bound how far they drift apart
 
 
@@ -43,7 +43,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """What a node is told."""
+    """Bits and steps of a node."""
 
     bits: int
     h: int
@@ -60,9 +60,9 @@ def choose(
 ) -> tuple[Rate, ...]:
     """Bits and steps per node, so that all rounds take T* = H·τ_fast + comm_fast at the most bits.
 
-    Of the bits, most first, the first that keep WORTH of a node's DyLU steps, or whose transfer takes at most HIDDEN of
-    T*; else the fewest, which keep the most steps. `overlap`: a transfer goes on while a node trains, only what is
-    longer than its steps counts.
+    Takes the most bits that keep WORTH_A_CHANGE of a node's DyLU steps, or whose transfer takes at most HIDDEN of T*;
+    else the fewest, which keep the most steps. `overlap`: nodes train during a transfer, so only its excess over their
+    steps counts.
     """
     fast = min(pace.step_s for pace in paces)
     most = max(bits)
@@ -114,18 +114,18 @@ def utilization(h: int, step_s: float, sync_s: float) -> float:
 # --- Fewer bits or steps for a slow node
 
 
-BITS = (8, 4, 2)  # of a parameter, that a node may send at
+BITS = (8, 4, 2)  # bits per parameter that a node may send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Terms of one node, and what they would come to."""
+    """Advised terms of one node, and their predicted effect."""
 
     node: str
     bits: int
     h: int  # its own steps between two syncs
-    round_s: float  # of the run as it goes now, predicted from what nodes take: the slowest one's
-    then_s: float  # and with these terms
+    round_s: float  # predicted round with the present terms: that of the slowest node
+    then_s: float  # predicted round with the advised terms
     reason: str
 
 
@@ -165,7 +165,6 @@ def lighter(
 
 
 def _menu(bits: float) -> Sequence[int]:
-    """What it sends now, and less; the most first."""
     now = max(1, round(bits))
     return [now, *(fewer for fewer in BITS if fewer < now)]
 
@@ -186,7 +185,7 @@ _BITS_OF: Final[Mapping[str, int]] = {
 
 
 class NotInPlace(Exception):
-    """Why these rates cannot be put in place, as a sentence."""
+    """Why these rates cannot be set, as a sentence."""
 
 
 def settings(run: Mapping[str, Any], rates: Mapping[str, Rate], h: int) -> dict[str, str]:
@@ -228,8 +227,10 @@ def settings(run: Mapping[str, Any], rates: Mapping[str, Rate], h: int) -> dict[
 
 
 def settings_of(advice: Advice, terms: Terms, h: int, *, in_stages: bool) -> dict[str, str]:
-    """The same for what is advised to one node, in rounds of h steps; bits alone where the model is cut in stages.
-    Raises NotInPlace: there is no such codec beside the node's own."""
+    """As `settings` for one node's advice, in rounds of h steps; bits alone if the model is cut into stages.
+
+    Raises NotInPlace: no other codec than the node's own has these bits.
+    """
     words: dict[str, str] = {}
     node, codec = advice.node, terms.codec_of(NodeId(advice.node))
     own = bits_of(codec)
@@ -245,7 +246,7 @@ def settings_of(advice: Advice, terms: Terms, h: int, *, in_stages: bool) -> dic
 
 
 def bits_of(codec: str) -> int | None:
-    """About how many bits of a parameter; None where that is not what the codec is chosen by."""
+    """Nominal bits per parameter; None for codecs that are not chosen by bits."""
     return _BITS_OF.get(codec.partition(":")[0])
 
 

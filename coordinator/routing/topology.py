@@ -15,7 +15,7 @@ from farloop.coordinator.routing.sync_plan import Pace, Rate, choose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """A node as its links to the coordinator see it; rates in bytes/s."""
+    """Links of a node to the coordinator; rates in bytes/s."""
 
     up: float
     down: float
@@ -43,8 +43,6 @@ class Hub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Seconds of a round of one topology."""
-
     name: str
     up_s: float
     down_s: float
@@ -159,19 +157,19 @@ def ring_of_relays(workers: Sequence[Worker], sites: Sequence[Site]) -> Predicti
 # --- The sync of a plan: bits, interval and topology
 
 
-MORE_HUBS = (2, 4)  # so many aggregators like the coordinator are compared with it
+MORE_HUBS = (2, 4)  # numbers of aggregators that are compared with the coordinator alone
 _FP32_BITS = 32.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """What nodes are told, and the predicted seconds of all ways to do it."""
+    """Bits and steps of the nodes, and the predicted seconds of all topologies."""
 
     rates: Mapping[str, Rate]  # by node
     topologies: tuple[Prediction, ...]  # the star first: it is what runs
     relays: tuple[str, ...]  # nodes that would relay, in the order of their islands
-    roots: tuple[str, ...]  # who aggregates each fragment
-    payload_bytes: Mapping[str, float]  # of a node and round, each way
+    roots: tuple[str, ...]  # aggregator of each fragment
+    payload_bytes: Mapping[str, float]  # bytes per node and round, each way
 
     @property
     def star(self) -> Prediction:
@@ -242,7 +240,7 @@ def plan_sync(
 
 
 def _compared(workers: Sequence[Worker], sites: Sequence[Site], hub: Hub) -> tuple[Prediction, ...]:
-    """The star, then what it is compared with, the fastest first."""
+    """The star, then the others, the fastest first."""
     others = [sharded(workers, [hub] * count) for count in MORE_HUBS] if hub != Hub() else []
     tree = relays(workers, sites, hub)
     if tree.relays:

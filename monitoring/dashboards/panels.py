@@ -84,7 +84,6 @@ class Number:
     height: int = 4
 
     def panel(self) -> Any:
-        """As the SDK builds it."""
         panel = (
             stat.Panel()
             .unit(self.unit)
@@ -100,7 +99,6 @@ class Number:
         return panel
 
     def queries(self) -> list[Any]:
-        """A range of it, for the course."""
         return _ranges([Line(self.legend or self.title, self.expr)])
 
 
@@ -123,7 +121,6 @@ class Graph:
     counts: bool = False  # of rare events: the axis ends at 4, not at 100, while there are none
 
     def panel(self) -> Any:
-        """As the SDK builds it."""
         panel = (
             timeseries.Panel()
             .unit(self.unit)
@@ -173,7 +170,6 @@ class Graph:
         return panel
 
     def queries(self) -> list[Any]:
-        """One per line."""
         return _ranges(self.lines)
 
 
@@ -198,7 +194,6 @@ class ByNode:
     height: int = 7
 
     def panel(self) -> Any:
-        """As the SDK builds it."""
         names = {f"Value #{_letter(number)}": column.title for number, column in enumerate(self.columns)}
         options = {"excludeByName": {"Time": True}, "indexByName": {}, "renameByName": {"node": "Node", **names}}
         panel = (
@@ -215,7 +210,6 @@ class ByNode:
         return panel
 
     def queries(self) -> list[Any]:
-        """One per column."""
         return [
             _query(number, Line("", column.expr).query).instant().format(PromQueryFormat.TABLE)
             for number, column in enumerate(self.columns)
@@ -232,7 +226,6 @@ class Words:
     height: int = 6
 
     def panel(self) -> Any:
-        """As the SDK builds it."""
         return text.Panel().mode(TextMode.MARKDOWN).content(self.markdown())
 
 

@@ -15,19 +15,19 @@ from farloop.node.pipeline.messages import Message, MicrobatchRoute, Work
 
 
 class LayoutError(NodeError):
-    """Names the file and the fault."""
+    """A layout file is wrong; names the file and the fault."""
 
     exit_code = 2
 
 
 class PeerBindError(NodeError):
-    """Names the address."""
+    """The address cannot be listened on."""
 
     exit_code = 2
 
 
 class PipelineBroken(NodeError):
-    """Says who is gone."""
+    """All sources that a stage follows are gone; names them."""
 
     exit_code = 5
     retriable = True
@@ -76,14 +76,14 @@ class Up:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Down:
-    """... cannot be reached any more."""
+    """A peer cannot be reached any more."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """Somebody wants this layout to be followed by all: this node is to conduct the switch."""
+    """Conduct the switch of all nodes to this layout."""
 
     layout: StageLayout
     addresses: dict[str, str]
@@ -94,7 +94,7 @@ Event = StepBegan | Arrived | Computed | MessageArrived | Up | Down | Offered
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Do this work with the tensor that is kept for it; `Computed` is the answer."""
+    """Do this work with its tensor; `Computed` is the answer."""
 
     work: Work
 
@@ -117,7 +117,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Discard:
-    """Nothing of this trip is wanted any more."""
+    """Drop everything of this trip."""
 
     trip: MicrobatchRoute
 
@@ -142,7 +142,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meet:
-    """Be ready to reach these nodes, too."""
+    """Connect to these nodes, too."""
 
     addresses: dict[str, str]
 
@@ -156,19 +156,17 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """For the log: something that a person may want to know."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """All sources that this node follows have left: there is nothing more to do."""
+    """All sources that this node follows have left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """This node's part cannot go on."""
+    """This node cannot continue."""
 
     reason: str
 

@@ -28,13 +28,11 @@ from farloop.wire.reasons import RemoteProtocolError
 
 _log = logging.getLogger(__name__)
 
-LOOK_S = 0.1  # how often a step that waits looks whether it is still wanted
+LOOK_S = 0.1  # interval at which a waiting step checks whether it is wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a step came to."""
-
     trained: Trained
     summary: ev.Summary
     seconds: float
@@ -68,17 +66,17 @@ class Executor:
         except ValueError as error:
             raise LayoutError(str(error)) from error
         self.jobs = jobs
-        self.bytes_by_hop: dict[str, int] = {}  # of tensors sent, by receiver
+        self.bytes_by_hop: dict[str, int] = {}  # bytes of tensors sent, by receiver
         self._addresses, self._incarnation, self._run = dict(addresses), incarnation, run
         self._codec, self._normalise, self._wanted = codec, normalise, wanted
         self._inbox: queue.SimpleQueue[tuple[str, FramedMessage | Message | bool]] = queue.SimpleQueue()
         self._events: deque[ev.Event] = deque()
-        self._tensors: dict[Work, Tensor] = {}  # what came, until it is worked on
-        self._results: dict[MicrobatchRoute, Tensor] = {}  # what goes on, until it is sent or worked on here
+        self._tensors: dict[Work, Tensor] = {}  # received tensors that wait for their work
+        self._results: dict[MicrobatchRoute, Tensor] = {}  # results that wait to be sent or used here
         self._summary: ev.Summary | None = None
         self._finished = False
         self._told = (0, False, 0, 0.0, 0.0, -1)
-        """Epoch, ready, queued, job_s, busy_at, over: replaced as a whole, for words are sent by the link's thread."""
+        """Epoch, ready, queued, job_s, busy_at, over; replaced as a whole, for the link's thread reads it."""
         self.link = PeerLink(peer, run, lambda name, come: self._inbox.put((name, come)), self._word)
 
     def start(self) -> None:
@@ -95,8 +93,8 @@ class Executor:
     def step(self, microbatches: Sequence[Tensor] = (), *, closes_round: bool = True) -> Step | None:
         """One step: from the source's microbatches, tokens [B, S] each, to mean gradients in the parameters.
 
-        None when no more is wanted, of this node or by the sources that it follows; gradients mean nothing then.
-        Raises PipelineBroken: all sources that this stage follows are gone.
+        Returns None when no more steps are wanted, by this node or by the sources that it follows; the gradients are
+        then meaningless. Raises PipelineBroken: all sources that this stage follows are gone.
         """
         if self._finished:
             return None
@@ -114,11 +112,10 @@ class Executor:
         return Step(trained=trained, summary=self._summary, seconds=time.monotonic() - began)
 
     def offer(self, layout: StageLayout, addresses: Mapping[str, str]) -> None:
-        """Conduct the switch to another layout."""
         self._events.append(ev.Offered(layout=layout, addresses=dict(addresses)))
 
     def _share(self, summary: ev.Summary) -> int:
-        """Visits of this node if every microbatch visited every stage, and replicas shared them evenly."""
+        """This node's visits if every microbatch visited every stage and replicas shared them evenly."""
         layout = self.machine.layout
         if self.machine.stage == 0:
             return summary.microbatches
@@ -130,7 +127,7 @@ class Executor:
     # --- inbox and commands
 
     def _turn(self) -> None:
-        """Take all that has come, then the job that is done; or wait for something."""
+        """Take everything that arrived, then the finished job, or wait."""
         timer = self.machine.next_timer()
         pause = LOOK_S if timer is None else max(0.0, min(LOOK_S, timer - time.monotonic()))
         with contextlib.suppress(queue.Empty):

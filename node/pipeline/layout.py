@@ -124,39 +124,35 @@ def _check_addresses(path: Path, layout: StageLayout, addresses: Mapping[str, st
 # other nodes follow when all of their sources have switched.
 
 
-Letters = list[tuple[str, Prepare | Switch]]  # whom to tell what
+Letters = list[tuple[str, Prepare | Switch]]  # messages by receiver
 
 
 class Switching:
-    """What a node knows of the layout to come."""
+    """The next layout, as one node knows it."""
 
     def __init__(self) -> None:
-        self.layout: StageLayout | None = None  # made ready here, and not followed yet
-        self.committed = False  # whether it is to be followed
+        self.layout: StageLayout | None = None  # the prepared layout that is not followed yet
+        self.committed = False
         self._addresses: dict[str, str] = {}  # of the newest layout
-        self._asked: set[str] = set()  # by this node, as the conductor, and not answered yet
+        self._asked: set[str] = set()  # nodes that this conductor asked and that have not answered
 
     @property
     def epoch(self) -> int | None:
-        """Of the layout that is ready."""
         return self.layout.epoch if self.layout is not None else None
 
     def prepare(self, layout: StageLayout, addresses: Mapping[str, str]) -> None:
-        """Make it ready."""
         self.layout, self._addresses, self.committed = layout, dict(addresses), False
 
     def commit(self, epoch: int) -> None:
-        """If it is the one that is ready here, it is to be followed."""
         self.committed = self.committed or self.epoch == epoch
 
     def over(self) -> None:
-        """It is followed, or given up."""
         self.layout, self.committed, self._asked = None, False, set()
 
     # --- as the conductor
 
     def conduct(self, peers: Collection[str]) -> Letters:
-        """Ask these, all that can be reached, to make ready what is ready here."""
+        """Ask these peers, all that can be reached, to prepare this node's next layout."""
         assert self.layout is not None
         self._asked = set(peers)
         if not peers:
@@ -164,7 +160,7 @@ class Switching:
         return [(peer, Prepare(layout=self.layout, addresses=self._addresses)) for peer in sorted(peers)]
 
     def answered(self, peer: str, peers: Collection[str], *, refused: bool = False) -> Letters:
-        """It has made it ready, or is gone: after the last one all are told. A refusal ends the matter."""
+        """A peer has prepared, or is gone. After the last one, tell all to switch; a refusal ends the switch."""
         if peer not in self._asked:
             return []
         if refused:
@@ -174,7 +170,7 @@ class Switching:
         return [] if self._asked else self._second_phase(peers)
 
     def once_more(self, peer: str, present: StageLayout) -> Letters:
-        """For one that has missed the switch to what all others follow."""
+        """Messages for a node that missed the switch to the present layout."""
         return [(peer, Prepare(layout=present, addresses=self._addresses)), (peer, Switch(epoch=present.epoch))]
 
     def _second_phase(self, peers: Collection[str]) -> Letters:
@@ -184,7 +180,7 @@ class Switching:
 
 
 def why_not(layout: StageLayout, present: StageLayout, node: str) -> str:
-    """Why a node that follows the present layout cannot go on with this one; an empty text when it can."""
+    """Why a node of the present layout cannot follow this one; empty if it can."""
     if layout.epoch <= present.epoch:
         return f"its epoch {layout.epoch} is not above the present one's, {present.epoch}"
     if fault := next(layout.faults(), ""):

@@ -34,35 +34,34 @@ from farloop.wire.reasons import RemoteProtocolError
 # nothing about the link.
 
 
-LOOKS_BACK_S: Final = 8.0
-"""Words and tensors that are older say nothing any more: long beside the half second between words."""
+LOOKS_BACK_S: Final = 8.0  # older heartbeats and tensors do not count; heartbeats come every half second
 
 LEAST_S: Final = 1e-3
-"""What threads and loops of the two machines take: a tensor that took less took so long, as far as can be told."""
+"""Delay of the two machines' threads and loops: a tensor that took less is taken to have taken this long."""
 
 _MOST: Final = 1024  # of each kind that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """What the next word to the peer gives back."""
+    """The echo in the next heartbeat to a peer."""
 
-    sent_s: float  # of its newest word; 0 before there is one
-    held_s: float  # since that came
+    sent_s: float  # clock of its newest heartbeat; 0 without one
+    held_s: float  # seconds since it came
 
 
 class LinkEstimate:
-    """Of one peer. Times of its clock are `sent_s`, of this node's `now`."""
+    """The link to one peer. `sent_s` are times of its clock, `now` of this node's."""
 
     def __init__(self) -> None:
-        self._newest: tuple[float, float] | None = None  # of its newest word: (sent_s, when it came)
+        self._newest: tuple[float, float] | None = None  # newest heartbeat: (sent_s, when it came)
         self._round_trips: deque[tuple[float, float]] = deque(maxlen=_MOST)  # (when, seconds)
         self._offsets: deque[tuple[float, float]] = deque(maxlen=_MOST)
-        """(when, now − sent_s) of words: the way here, and what the clocks differ by."""
+        """(when, now − sent_s) of heartbeats: latency plus the difference of the clocks."""
         self._tensors: deque[tuple[float, int, float]] = deque(maxlen=_MOST)  # (when, bytes, now − sent_s)
 
     def word(self, sent_s: float, echo: Echo, now: float) -> None:
-        """A word came; one of an older node tells no time."""
+        """Handle a heartbeat; those of older nodes have no time."""
         if not sent_s:
             return
         self._newest = sent_s, now
@@ -77,16 +76,15 @@ class LinkEstimate:
             self._tensors.append((now, num_bytes, now - sent_s))
 
     def echo(self, now: float) -> Echo:
-        """For the next word to the peer."""
         if self._newest is None:
             return Echo(sent_s=0.0, held_s=0.0)
         sent_s, came_at = self._newest
         return Echo(sent_s=sent_s, held_s=now - came_at)
 
     def seen(self, peer: str, now: float) -> Seen | None:
-        """What to report; None before there is a round trip.
+        """The measurement; None before the first round trip.
 
-        The shortest of each counts: what takes longer stood in a queue.
+        The shortest times count: longer ones include queueing.
         """
         for times in (self._round_trips, self._offsets, self._tensors):
             while times and times[0][0] < now - LOOKS_BACK_S:
@@ -113,28 +111,24 @@ class LinkEstimate:
 
 _log = logging.getLogger(__name__)
 
-BEAT_S = 0.5  # between two words to each peer
-WATCH_KEYS_S = 1.0  # between two looks at the folder of the peers' keys
+BEAT_S = 0.5  # interval of heartbeats to each peer
+WATCH_KEYS_S = 1.0  # interval of checks of the folder of keys
 BACKOFF_S = (0.1, 2.0)  # first and longest pause before a peer is dialled again
 
-MOST_QUEUED = 4096
-"""Frames that wait for one peer; beyond it the connection is given up, for it does not carry what is asked of it."""
-
+MOST_QUEUED = 4096  # most frames that wait for one peer; beyond it the connection is given up
 ZAP_DOMAIN = "farloop"
 
-Come = Callable[[str, FramedMessage | Message | bool], None]
-"""Who, and what: work, a message, or whether it can be reached from now on."""
+Come = Callable[[str, FramedMessage | Message | bool], None]  # peer, and work, a message, or whether it can be reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
-    """How a node is reached by the others, and reaches them."""
+    """Addresses and keys of a node's links to other stages."""
 
     name: str
     bind: str  # where it listens, as tcp://host:port
     key: Path | None = None  # its secret key file; CURVE is on with it
-    peers: Path | None = None
-    """Folder of the others' .pub files: who may come in, and whom to expect where; goes with `key`."""
+    peers: Path | None = None  # folder of the others' .pub files, required with `key`
     liveness_s: float = 5.0  # silence after which a peer is given up
     max_tensor_bytes: int = 1 << 30  # largest tensor that is believed
     delays_s: Mapping[str, float] = field(default_factory=dict)
@@ -144,7 +138,7 @@ class PeerConfig:
 @dataclass(slots=True)
 class _Peer:
     address: str
-    queue: deque[tuple[float, list[Buffer]]] = field(default_factory=deque)  # what is to be sent, and when
+    queue: deque[tuple[float, list[Buffer]]] = field(default_factory=deque)  # frames to send, with their times
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     connected: bool = False
     heard_at: float | None = None
@@ -167,8 +161,8 @@ class PeerLink:
         self._peers: dict[str, _Peer] = {}
         self._group: asyncio.TaskGroup | None = None
         self.bytes_sent, self.bytes_received, self.bad_frames = 0, 0, 0
-        self.seen: tuple[Seen, ...] = ()  # of the links to the peers that are up; replaced as a whole, now and then
-        self.endpoint = ""  # where it listens, once it does
+        self.seen: tuple[Seen, ...] = ()  # measurements of connected peers, replaced as a whole now and then
+        self.endpoint = ""  # its address, once it listens
         self._loop = uvloop.new_event_loop()
         self._started: Future[str] = Future()
         self._main: asyncio.Task[None] | None = None
@@ -180,13 +174,13 @@ class PeerLink:
         self.endpoint = self._started.result()
 
     def close(self) -> None:
-        """End the thread; what is queued has a moment to leave. More than once is harmless."""
+        """End the thread after a moment for queued frames. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join(5.0)
 
     def meet(self, addresses: Mapping[str, str]) -> None:
-        """Dial these; one that is known under this address already stays as it is."""
+        """Dial these; known addresses stay connected."""
         self._call(self._meet, dict(addresses))
 
     def send(self, to: str, parts: list[Buffer]) -> None:
@@ -245,7 +239,7 @@ class PeerLink:
         return authenticator
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """ZAP asks whether this Z85 key may come in."""
+        """ZAP: whether a connection with this Z85 key is accepted."""
         return self._allow is not None and self._allow.owner(key) is not None
 
     def _listen(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
@@ -317,7 +311,7 @@ class PeerLink:
             return None
 
     def _judge(self, name: str, peer: _Peer) -> None:
-        """Whether it can be reached now."""
+        """Report changes of whether the peer can be reached."""
         heard = peer.heard_at is not None and time.monotonic() - peer.heard_at < self._config.liveness_s
         self._is_up(name, peer, up=heard and peer.connected and peer.incarnation is not None)
 
@@ -366,7 +360,7 @@ class PeerLink:
             await asyncio.sleep(min(longest, first * 2 ** min(attempt, 10)))
 
     async def _connection(self, name: str, peer: _Peer) -> bool:
-        """One connection from the dial to its end; whether it ever stood."""
+        """One connection from dial to end. Returns whether it was ever made."""
         dealer = self._socket(self._context, zmq.DEALER)
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -418,14 +412,13 @@ class PeerLink:
             await asyncio.sleep(BEAT_S)
 
     def _say(self, name: str, peer: _Peer) -> None:
-        """A word to one peer."""
         now = time.monotonic()
         echo = peer.sight.echo(now)
         word = replace(self._word(), sent_s=now, echo_s=echo.sent_s, held_s=echo.held_s)
         self._send(name, messages.message(word, self._run), now)
 
     async def _watch_keys(self, allow: AllowList) -> None:
-        """A key that leaves the folder is not believed from then on."""
+        """Follow the folder of keys: removed keys are rejected from then on."""
         while True:
             await asyncio.sleep(WATCH_KEYS_S)
             try:

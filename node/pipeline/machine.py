@@ -32,12 +32,12 @@ class AdmittedWork:
     """A trip whose input is kept here."""
 
     visited: tuple[Hop, ...]  # up to this node
-    next: str | None = None  # where its output was sent; None while it is computed
-    looped: tuple[Hop, ...] | None = None  # at its source: all its visits, once its loss is asked for
+    next: str | None = None  # receiver of its output; None while it is computed
+    looped: tuple[Hop, ...] | None = None  # at its source: all its visits, once its loss is requested
 
 
 def fault_of(work: Work, layout: StageLayout, stage: int) -> str:
-    """Why forward work cannot be done on a node of this stage; an empty text when it can."""
+    """Why a node of this stage cannot do this forward work; empty if it can."""
     if work.epoch != layout.epoch:
         return f"layout {work.epoch}, here it is {layout.epoch}"
     paths = layout.paths_from(work.trip.source)
@@ -54,7 +54,7 @@ def fault_of(work: Work, layout: StageLayout, stage: int) -> str:
 
 
 def fits(work: Work, held: AdmittedWork | None, layout: StageLayout, *, at_source: bool) -> bool:
-    """Whether loss or backward work is of a trip that is known here and waits for it."""
+    """Whether loss or backward work belongs to a trip that waits for it here."""
     if held is None or held.next is None or work.visited[: len(held.visited)] != held.visited:
         return False
     if work.kind is Kind.LOSS:
@@ -72,7 +72,7 @@ def exist(hops: Sequence[Hop], layout: StageLayout) -> bool:
 # --- The job queue, and inputs that are kept
 
 
-GONE = 256  # trips that ended early and are remembered: far more than are on their way at any time
+GONE = 256  # trips that ended early and are remembered: far more than are ever on their way
 
 
 class JobQueue:
@@ -82,9 +82,9 @@ class JobQueue:
         self.queue: list[Work] = []
         self.running: Work | None = None
         self.held: dict[MicrobatchRoute, AdmittedWork] = {}  # trips whose input is kept here
-        self.early: list[tuple[str, Work]] = []  # work of a step or layout to come, and who sent it
+        self.early: list[tuple[str, Work]] = []  # work of a later step or layout, with its sender
         self.gone: deque[MicrobatchRoute] = deque(maxlen=GONE)
-        """Trips that ended early, the newest last: work of them may still be on its way."""
+        """Trips that ended early, the newest last: work of them may still come."""
 
     def next(self, *, full: bool, here: Hop) -> Work | None:
         """Begin the next job; None while one runs or none can begin. `full`: no further input can be kept."""
@@ -109,7 +109,7 @@ class JobQueue:
         return self.running is not None and self.running.trip == trip
 
     def forget(self, trip: MicrobatchRoute) -> bool:
-        """Nothing of it is wanted any more; whether nothing of it is under way either."""
+        """Drop the trip. Returns whether nothing of it is running."""
         self.held.pop(trip, None)
         self.gone.append(trip)
         self.queue = [work for work in self.queue if work.trip != trip]
@@ -117,12 +117,10 @@ class JobQueue:
         return not self.runs(trip)
 
     def trips(self, of: Callable[[MicrobatchRoute], bool]) -> list[MicrobatchRoute]:
-        """All such trips that it knows of, in order."""
         known = {*self.held, *(work.trip for work in self.queue), *(work.trip for _, work in self.early)}
         return sorted(trip for trip in known if of(trip))
 
     def check(self, epoch: int) -> None:
-        """A trip has one job at a time, of the present layout, and its input is kept until the last."""
         trips = [work.trip for work in self.queue]
         assert len(trips) == len(set(trips)), "a trip waits twice"
         assert self.running is None or self.running.trip not in trips, "a trip waits while it is computed"
@@ -138,11 +136,11 @@ class JobQueue:
 #     Began ──▶ forward, loss and backward work, as it comes ──▶ Over ──▶ the optimizer steps ──▶ Began …
 
 
-EMA = 0.1  # of the seconds a job takes (SWARM's α)
+EMA = 0.1  # smoothing of the seconds per job (SWARM's α)
 
 
 class PipelineMachine:
-    """Of one node. `waiting` tells what it stands still for, if anything."""
+    """The machine of one node."""
 
     def __init__(
         self, *, name: str, layout: StageLayout, incarnation: int = 0, settings: Settings | None = None
@@ -164,10 +162,10 @@ class PipelineMachine:
         self.desk = JobQueue()
         self.counted: Counter[str] = Counter()
         """Since the start: completed, dropped, reissued (of a source); rerouted, skipped, repeated."""
-        self.job_s = 0.0  # seconds that a job takes, of late
+        self.job_s = 0.0  # recent seconds per job
         self.busy_at = 0.0  # when a job began or ended last
         self.step = -1
-        self._touched: set[str] = set()  # of a source: nodes that this step's trips have visited
+        self._touched: set[str] = set()  # of a source: nodes visited by this step's trips
         self._open, self._closes_round, self._goes_over = False, False, False
         self._assemble_by: float | None = None
         self._assembled = False
@@ -183,17 +181,17 @@ class PipelineMachine:
 
     @property
     def ready(self) -> bool:
-        """Whether it has met all that it may have to send to, or has waited long enough."""
+        """Whether it has met all nodes that it may send to, or has waited long enough."""
         return not self.peers.unseen(others(self.layout, self.name)) or self._waited_enough
 
     @property
     def queued(self) -> int:
-        """Jobs that wait, the running one among them."""
+        """Jobs that wait, with the running one."""
         return len(self.desk.queue) + (self.desk.running is not None)
 
     @property
     def waiting(self) -> str | None:
-        """What the step stands still for, in words."""
+        """What the step waits for, in words."""
         if not self._open or self.desk.running is not None:
             return None
         if self.flights is not None:
@@ -226,7 +224,7 @@ class PipelineMachine:
         return self._settled()
 
     def next_timer(self) -> float | None:
-        """When `handle_timer` wants to be called."""
+        """When to call `handle_timer`."""
         if not self._open:
             return None
         times = [self.flights.next_overdue(self.settings.patience_s)] if self.flights is not None else []
@@ -237,7 +235,6 @@ class PipelineMachine:
         return min((time for time in times if time is not None), default=None)
 
     def handle_timer(self, now: float) -> list[ev.Command]:
-        """What is due by the clock."""
         self._now = now
         if self.flights is not None:
             for trip in self.flights.overdue(now, self.settings.patience_s):
@@ -249,7 +246,6 @@ class PipelineMachine:
         return self._settled()
 
     def check(self) -> None:
-        """All invariants."""
         self.desk.check(self.epoch)
         if self.flights is not None:
             self.flights.check()
@@ -346,7 +342,7 @@ class PipelineMachine:
             self.desk.early.append((sender, work))
 
     def _came_back(self, work: Work) -> None:
-        """Loss and backward work is only of trips that are known here; of others it comes too late."""
+        """Accept loss and backward work of known trips; of others it comes too late."""
         held, at_source = self.desk.held.get(work.trip), self.flights is not None
         busy = self.desk.waits(work.trip) or self.desk.runs(work.trip)
         if busy or not fits(work, held, self.layout, at_source=at_source):
@@ -413,7 +409,7 @@ class PipelineMachine:
     # --- losses
 
     def _lose(self, trip: MicrobatchRoute, reason: str) -> None:
-        """The trip ends here. Its source decides what becomes of the microbatch."""
+        """End the trip here. Its source decides about the microbatch."""
         self._forget(trip)
         if self.flights is None or trip.source != self.name:
             return self._tell(trip.source, Lost(trip=trip, epoch=self.epoch, reason=reason))
@@ -484,7 +480,7 @@ class PipelineMachine:
         self._post(self.switching.conduct(self._reachable()))
 
     def _prepare(self, layout: StageLayout, addresses: dict[str, str]) -> str:
-        """Make it ready; or why not, in words."""
+        """Prepare a layout. Returns why not, in words; empty if prepared."""
         refusal = why_not(layout, self.layout, self.name)
         if not refusal:
             self.switching.prepare(layout, addresses)
@@ -511,7 +507,6 @@ class PipelineMachine:
             self._look_again()
 
     def _look_again(self) -> None:
-        """At what came too early."""
         early, self.desk.early = self.desk.early, []
         for sender, work in early:
             self._arrived(sender, work)
@@ -527,7 +522,6 @@ class PipelineMachine:
 
     @property
     def _waited_enough(self) -> bool:
-        """For those that it has never met."""
         return self._assemble_by is not None and self._now >= self._assemble_by
 
     def _send(self, to: str, work: Work) -> None:

@@ -21,9 +21,9 @@ from farloop.wire.reasons import RemoteProtocolError
 
 
 class Kind(IntEnum):
-    """Of the work that a tensor asks for; the number is on the wire."""
+    """The kind of work; the number is on the wire."""
 
-    FORWARD = 1  # activations of the stage before, for the next
+    FORWARD = 1  # activations for the next stage
     LOSS = 2  # activations of the last stage, for the source: its norm, head and loss (SkipPipe's C0)
     BACKWARD = 3  # the gradient of what a node sent forward
 
@@ -41,7 +41,7 @@ class MicrobatchRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is to be done with a tensor, where it came from and where it is to go."""
+    """Work on a tensor, its past visits and its path."""
 
     kind: Kind
     epoch: int  # of the layout
@@ -49,13 +49,12 @@ class Work:
     path: int  # which of the source's paths is followed
     position: int
     """Forward: place in the path of the visit that is asked for. Backward: place in `visited`. Loss: hops visited."""
-    visited: tuple[Hop, ...]
-    """Visits so far, of a backward all of them: where the path was left, not those that were planned."""
+    visited: tuple[Hop, ...]  # visits so far; of a backward, all: the actual ones, not those planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What the raw bytes beside a `Work` are."""
+    """The raw bytes of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str  # of the tensor, as torch calls it: float32, bfloat16 or float16
@@ -63,29 +62,28 @@ class TensorInfo:
     """Spelling of the codec that wrote the bytes; an empty text where they are the tensor's own, little-endian."""
     size: int  # bytes
     checksum: int  # xxh3-64 of the bytes
-    sent_s: float = 0.0
-    """When it was given to the link, by the sender's clock (`link.py`); 0: an older node does not say."""
+    sent_s: float = 0.0  # sender's clock when it was given to the link; 0 from older nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineMessage:
-    """To every peer, about twice a second, and first on every connection: I live, and this is my load."""
+    """A heartbeat with the load, to every peer about twice a second and first on every connection."""
 
     incarnation: int
     epoch: int
-    ready: bool  # whether it has met those that it may have to send to
+    ready: bool  # whether it has met all nodes that it may send to
     queued: int  # jobs that wait
-    job_s: float  # seconds that one takes, of late
-    age_s: float  # since it last finished or began one: a node that stands still says so by this
+    job_s: float  # recent seconds per job
+    age_s: float  # seconds since it last began or finished a job, which grow if it hangs
     over: int = -1  # of a source: the newest of its steps in which every microbatch is settled
-    sent_s: float = 0.0  # when it was said, by the sender's clock; 0: an older node does not say
-    echo_s: float = 0.0  # `sent_s` of the newest word that came from the receiver; 0 before there is one
-    held_s: float = 0.0  # and how long ago that came
+    sent_s: float = 0.0  # sender's clock; 0 from older nodes
+    echo_s: float = 0.0  # `sent_s` of the receiver's newest message; 0 without one
+    held_s: float = 0.0  # how long ago that came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """To a source: a trip of yours ends here, and why."""
+    """To a source: its trip ended here, with the reason."""
 
     trip: MicrobatchRoute
     epoch: int  # of the layout that the sender has
@@ -94,7 +92,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
-    """From a source: what you keep for this trip is not wanted any more."""
+    """From a source: drop this trip."""
 
     trip: MicrobatchRoute
 
@@ -111,7 +109,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """Phase one of a switch: a new layout, to be made ready and not yet followed."""
+    """Phase one of a switch: prepare a new layout, do not follow it yet."""
 
     layout: StageLayout
     addresses: dict[str, str]  # where its nodes can be reached, by name
@@ -119,7 +117,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The answer to `Prepare`; with a `refusal`, in words, the switch does not take place."""
+    """The answer to `Prepare`; a `refusal`, in words, cancels the switch."""
 
     epoch: int
     refusal: str
@@ -127,14 +125,14 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """Phase two: from the end of its round on, each source follows the layout that was prepared."""
+    """Phase two: each source follows the prepared layout from the end of its round on."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """I go on purpose, and do not come back to this run by myself."""
+    """The sender leaves for good."""
 
     start: int
 
@@ -196,7 +194,7 @@ class FramedMessage:
 
 
 def parcel(work: Work, info: TensorInfo, data: Buffer, run: int) -> list[Buffer]:
-    """The parts to transmit; the second is the tensor's bytes themselves, not a copy."""
+    """Parts to transmit; the second is the tensor's bytes, not a copy."""
     return [_header(_WORK, run, pack([to_plain(work), to_plain(info)])), data]
 
 
@@ -206,7 +204,7 @@ def message(message: Message, run: int) -> list[Buffer]:
 
 
 def parse(parts: Sequence[Buffer], run: int, max_tensor_bytes: int) -> FramedMessage | Message:
-    """What a peer sent. Raises RemoteProtocolError: not an intact frame of this run within the bounds."""
+    """Decode a frame. Raises RemoteProtocolError: it is not an intact frame of this run within the bounds."""
     if not 1 <= len(parts) <= 2:
         raise RemoteProtocolError(f"a frame of {len(parts)} parts")
     header = memoryview(parts[0]).cast("B")
@@ -230,13 +228,12 @@ def parse(parts: Sequence[Buffer], run: int, max_tensor_bytes: int) -> FramedMes
 
 
 def as_fragment(shape: Sequence[int]) -> Fragment:
-    """A tensor as the only one of a fragment, which codecs take: padded to a multiple of their alignment."""
+    """A fragment of this one tensor, for codecs: padded to a multiple of their alignment."""
     numel = -(-math.prod(shape) // TENSOR_ALIGN) * TENSOR_ALIGN
     return Fragment(index=0, slot=0, numel=numel, tensors=(TensorSlot(name="x", shape=tuple(shape), offset=0),))
 
 
 def checksum(data: Buffer) -> int:
-    """xxh3-64."""
     digest: int = xxhash.xxh3_64_intdigest(data)
     return digest
 
@@ -265,7 +262,7 @@ def _parse_work(body: memoryview, parts: Sequence[Buffer], max_tensor_bytes: int
 
 
 def _check_numbers(told: Message | Work) -> None:
-    """Numbers that later arithmetic may trust, and names that a person can read."""
+    """Check numbers and names."""
     for value in _numbers(told):
         if not 0 <= value <= _MOST:  # false for NaN as well
             raise RemoteProtocolError(f"{type(told).__name__} holds {value}")

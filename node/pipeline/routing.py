@@ -22,8 +22,7 @@ class Limits:
     swaps: int = 2  # steps back in a path
     swapped: int = 2  # sum of their sizes
     jump: int = 4  # largest step forward: one less stages are skipped in a row
-    least_share: float = 0.5
-    """Share of the stages that a microbatch visits at least, unless its path was planned shorter."""
+    least_share: float = 0.5  # least share of the stages that a microbatch visits, unless its path was planned shorter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +31,8 @@ class Onward:
 
     hop: Hop | None  # None: the way out is done, and the source computes the loss
     position: int  # place in the path of that visit
-    rerouted: bool  # whether another replica takes the place of the planned one
-    skipped: int  # planned visits that are left out before it
+    rerouted: bool  # whether another replica replaces the planned one
+    skipped: int  # planned visits skipped before it
 
 
 def is_legal(stages: Sequence[int], limits: Limits) -> bool:
@@ -60,10 +59,10 @@ def onward(
     late_s: float,
     limits: Limits,
 ) -> Onward | None:
-    """The next visit after `visited`, from this position of the path on; None where there is no legal way on.
+    """The next visit after `visited`, from this position of the path on; None without a legal way.
 
-    `load` tells the seconds until a node would begin, None for one that cannot be reached. A planned hop is left for
-    another replica when it would begin later than in `late_s`, and the other one earlier.
+    `load` returns the seconds until a node would begin, None if it cannot be reached. A planned hop is replaced by
+    another replica if it would begin later than in `late_s` and the other one earlier.
     """
     stages = [hop.stage for hop in visited]
     least = min(-(-len(layout.stages) * limits.least_share // 1), len(path.hops))
@@ -99,67 +98,60 @@ class Peer:
     standing: Standing = "unseen"
     word: PipelineMessage | None = None
     heard_at: float = 0.0
-    sent: int = 0  # jobs sent to it since its last word
+    sent: int = 0  # jobs sent to it since its last message
 
 
 class Peers:
-    """All others of the layout."""
+    """All other nodes of the layout."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._peers = {name: Peer() for name in names}
-        self._over: dict[str, tuple[int, int]] = {}
-        """Of sources: start and number of the newest step that each has settled."""
+        self._over: dict[str, tuple[int, int]] = {}  # by source: its start, and its newest settled step
 
     def meet(self, names: Iterable[str]) -> None:
-        """Others that a new layout has."""
         for name in names:
             self._peers.setdefault(name, Peer())
 
     def set(self, name: str, standing: Standing) -> None:
-        """It can, or cannot, be reached."""
         if name in self._peers:
             self._peers[name].standing = standing
             if standing == "down":
                 self._peers[name].word = None
 
     def heard(self, name: str, word: PipelineMessage, now: float) -> None:
-        """Its load."""
         if name in self._peers:
             peer = self._peers[name]
             peer.word, peer.heard_at, peer.sent = word, now, 0
             self.settled(name, word.incarnation, word.over)
 
     def settled(self, name: str, start: int, step: int) -> None:
-        """A source wants nothing of this step any more, nor of those before."""
+        """A source has settled this step and those before."""
         self._over[name] = max((start, step), self._over.get(name, (-1, -1)))
 
     def is_over(self, trip: MicrobatchRoute) -> bool:
-        """Whether its source wants nothing of a trip any more, as far as it has said so here."""
+        """Whether the trip's source is known to have settled it."""
         return (trip.start, trip.step) <= self._over.get(trip.source, (-1, -1))
 
     def sent(self, name: str) -> None:
-        """One more job is on its way there."""
         if name in self._peers:
             self._peers[name].sent += 1
 
     def standing(self, name: str) -> Standing:
-        """Of one that is not known: down."""
         return self._peers[name].standing if name in self._peers else "down"
 
     def is_up(self, name: str) -> bool:
         return self.standing(name) == "up"
 
     def ready(self, name: str) -> bool:
-        """Whether it can be reached and has said that it has met its own peers."""
+        """Whether it can be reached and has met its own peers."""
         peer = self._peers.get(name)
         return peer is not None and peer.standing == "up" and peer.word is not None and peer.word.ready
 
     def unseen(self, names: Iterable[str]) -> bool:
-        """Whether one of them has not been met yet."""
         return any(self.standing(name) == "unseen" for name in names)
 
     def load(self, name: str, now: float) -> float | None:
-        """Seconds until a job sent now would begin, as far as it is known; None where it cannot be reached."""
+        """Estimated seconds until a job sent now would begin; None if it cannot be reached."""
         peer = self._peers.get(name)
         if peer is None or peer.standing != "up":
             return None
@@ -186,27 +178,26 @@ Position = tuple[int, int]
 
 
 class Sources:
-    """Of one node."""
+    """The sources that one node follows."""
 
     def __init__(self, node: str, layout: StageLayout) -> None:
         self._node = node
         self.sources: tuple[str, ...] = ()
         self._everybody: tuple[str, ...] = ()  # all sources of the layout
         self.ended: dict[str, Position] = {}  # newest step that each has ended
-        self.used: dict[str, Position] = {}  # and the newest that this node's steps contain
+        self.used: dict[str, Position] = {}  # newest step of each that this node's steps contain
         self.next_epoch: dict[str, int] = {}
         self.left: set[str] = set()  # sources that have said good-bye
         self._microbatches: dict[str, int] = {}
         self.follow(layout)
 
     def follow(self, layout: StageLayout) -> None:
-        """Another layout."""
         passing = {path.source for path in layout.paths if any(hop.node == self._node for hop in path.hops)}
         self.sources = tuple(sorted(passing - {self._node}))
         self._everybody = tuple(sorted({path.source for path in layout.paths}))
 
     def admits(self, trip: MicrobatchRoute) -> bool:
-        """Whether its work belongs to the present step. The first one of a source that is met sets the beginning."""
+        """Whether its work belongs to the present step. The first trip of a source sets the beginning."""
         if trip.source not in self.sources:
             return True
         used = self.used.get(trip.source)
@@ -215,7 +206,6 @@ class Sources:
         return (trip.start, trip.step) <= (used[0], used[1] + 1)
 
     def heard(self, source: str, ended: Ended) -> None:
-        """A source ended a step."""
         position = ended.start, ended.step
         self.used.setdefault(source, (ended.start, ended.step - 1))
         self.next_epoch[source] = ended.next_epoch
@@ -224,7 +214,7 @@ class Sources:
             self._microbatches[source] = ended.microbatches
 
     def closes(self, epoch: int, is_down: Callable[[str], bool]) -> bool:
-        """Whether the node's step is over: nobody is waited for who is away, or gone on to another layout."""
+        """Whether the node's step is over; sources that are away, or follow another layout, do not count."""
         followed = [source for source in self.sources if not is_down(source)]
         if not followed:  # nobody is left: it goes along with whoever sends it guests
             return any(self._has_ended(source) for source in self.ended)
@@ -233,16 +223,16 @@ class Sources:
         return bool(news) and all(self._has_ended(source) for source in waited_for)
 
     def alone(self, is_down: Callable[[str], bool]) -> bool:
-        """Whether all whom the node follows are away."""
+        """Whether all followed sources are away."""
         return bool(self.sources) and all(map(is_down, self.sources))
 
     @property
     def all_left(self) -> bool:
-        """Whether nobody whom the node follows will send it anything more; of a spare node, nobody at all."""
+        """Whether all followed sources have left; for a spare node, all sources."""
         return set(self.sources or self._everybody) <= self.left
 
     def close(self) -> int:
-        """The next step begins; the microbatches of the one that is over, of all followed sources."""
+        """Begin the next step. Returns the microbatches of the last one, of all followed sources."""
         news = [source for source in self.ended if self._has_ended(source)]
         followed = [source for source in news if source in self.sources] or news
         for source in news:
@@ -250,14 +240,14 @@ class Sources:
         return sum(self._microbatches[source] for source in followed)
 
     def all_past(self, epoch: int, is_down: Callable[[str], bool]) -> bool:
-        """Whether everybody who is followed has left the layout of this epoch."""
+        """Whether all followed sources have left the layout of this epoch."""
         return all(self._is_past(source, epoch) for source in self.sources if not is_down(source))
 
     def _has_ended(self, source: str) -> bool:
         return self.ended.get(source, (-1, -1)) > self.used.get(source, (-1, -1))
 
     def _is_past(self, source: str, epoch: int) -> bool:
-        """Its next step follows a newer layout, and all that it has ended is in this node's steps."""
+        """Its next step has a newer layout, and this node's steps contain all its ended ones."""
         return self.next_epoch.get(source, epoch) > epoch and not self._has_ended(source)
 
 
@@ -277,7 +267,7 @@ class Flight:
 
 @dataclass(slots=True)
 class InFlight:
-    """Of one source."""
+    """Microbatches of one source's step that are under way."""
 
     source: str
     start: int  # incarnation of the source
@@ -298,7 +288,7 @@ class InFlight:
 
     @property
     def settled(self) -> int:
-        """The newest step in which every microbatch is; −1 before there is one."""
+        """The newest settled step; −1 for none."""
         return self.step if self.over else self.step - 1
 
     def begin(self, microbatches: int) -> None:
@@ -309,7 +299,7 @@ class InFlight:
         self.completed, self.dropped, self.reissued = 0, Counter(), 0
 
     def next(self, paths: int, now: float) -> Flight | None:
-        """One more trip, if there is credit for it; it takes the next of so many paths in turn."""
+        """One more trip, if there is credit, on the next of the paths in turn."""
         if not self._todo or len(self.flying) >= self.credit:
             return None
         index, attempt = self._todo.popleft()
@@ -319,17 +309,15 @@ class InFlight:
         return flight
 
     def is_flying(self, trip: MicrobatchRoute) -> bool:
-        """Whether this very trip is still wanted."""
         flight = self.flying.get(trip.index)
         return flight is not None and flight.trip == trip
 
     def complete(self, trip: MicrobatchRoute) -> None:
-        """It is back, all its gradients are taken."""
         del self.flying[trip.index]
         self.completed += 1
 
     def lose(self, trip: MicrobatchRoute, reason: str) -> bool:
-        """The trip ends early: whether the microbatch goes on another one, or is dropped."""
+        """The trip ended early. Returns whether the microbatch gets another one, else it is dropped."""
         del self.flying[trip.index]
         if trip.attempt + 1 < self.attempts:
             self._todo.appendleft((trip.index, trip.attempt + 1))
@@ -339,15 +327,13 @@ class InFlight:
         return False
 
     def overdue(self, now: float, patience_s: float) -> list[MicrobatchRoute]:
-        """Trips that take longer than anybody should wait."""
         return [flight.trip for flight in self.flying.values() if now >= flight.since + patience_s]
 
     def next_overdue(self, patience_s: float) -> float | None:
-        """When the first of them will."""
+        """When the next trip is overdue."""
         return min((flight.since + patience_s for flight in self.flying.values()), default=None)
 
     def check(self) -> None:
-        """Every microbatch is in one place."""
         indices = [*(index for index, _ in self._todo), *self.flying]
         assert len(indices) == len(set(indices)), indices
         settled = self.completed + self.dropped.total()

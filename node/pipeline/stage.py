@@ -97,7 +97,6 @@ class StagePart(nn.Module):
         self.register_buffer("rope_sin_TH", model.rope_sin_TH, persistent=False)
 
     def run(self, x_BTD: Tensor) -> Tensor:
-        """The layers."""
         length = x_BTD.shape[1]
         cos_TH, sin_TH = self.rope_cos_TH[:length], self.rope_sin_TH[:length]
         for block in self.blocks.values():
@@ -105,27 +104,26 @@ class StagePart(nn.Module):
         return x_BTD
 
     def begin(self, tokens_BS: Tensor) -> Tensor:
-        """Of stage 0: the embedding of all but the last token, then the layers."""
+        """Stage 0: the embedding of all but the last token, then the layers."""
         return self.run(self.embed(tokens_BS[:, :-1]))
 
     def loss(self, x_BTD: Tensor, tokens_BS: Tensor) -> Tensor:
-        """Of stage 0: mean cross-entropy in nats per token, as `GPT.loss` has it."""
+        """Stage 0: mean cross-entropy in nats per token, as `GPT.loss`."""
         x_BTD = self.norm(x_BTD)
         logits_BTV = F.linear(x_BTD, self.embed.weight if self.head is None else self.head.weight)
         return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BS[:, 1:].flatten())
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """As `run`."""
         return self.run(x_BTD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a step came to on one stage."""
+    """Result of a step on one stage."""
 
     loss: float | None  # mean over the microbatches whose loss was computed here, nats per token; None on other stages
     visits: int  # microbatches whose gradient this stage has taken
-    tokens: int  # in them
+    tokens: int  # tokens in these microbatches
 
 
 class StageJobs:
@@ -144,14 +142,14 @@ class StageJobs:
         self._losses: list[float] = []
 
     def load(self, microbatches: Sequence[Tensor]) -> None:
-        """Of a source: the tokens [B, S] of the step's microbatches, by their index."""
+        """A source's tokens [B, S] of the step's microbatches, by index."""
         self._tokens_BS = [tokens_BS.to(self.device, non_blocking=True) for tokens_BS in microbatches]
 
     def do(self, work: Work, given: Tensor | None) -> Tensor | None:
-        """One job; `given` is what came with it, None where the source begins.
+        """Do one job; `given` is its tensor, None if the source begins.
 
-        Returns what goes on: activations [B, T, D] of a forward; the gradient of what was given of a loss; that of the
-        stage's input of a backward, None at the source.
+        Returns for a forward the activations [B, T, D], for a loss the gradient of `given`, for a backward the gradient
+        of the stage's input, None at the source.
         """
         match work.kind:
             case Kind.FORWARD:
@@ -164,12 +162,11 @@ class StageJobs:
                 return self._backward(work.trip, given)
 
     def forget(self, trip: MicrobatchRoute) -> None:
-        """Its gradient will not come."""
         self._inputs.pop(trip, None)
 
     @torch.no_grad()
     def finish(self, expected: int, normalise: Normalise = "visits") -> Trained:
-        """The step is over: gradients become means. `expected`: visits if nothing had been skipped, for `share`."""
+        """End the step: gradients become means. `expected`: visits if nothing had been skipped, for `share`."""
         blocks, heads = self._visits[Kind.BACKWARD], self._visits[Kind.LOSS]
         for name, parameter in self.part.named_parameters():
             if parameter.grad is None:
