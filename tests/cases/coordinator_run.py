@@ -53,7 +53,10 @@ class Run:
             identity = dataclasses.replace(identity, evaluation_set=evaluation_set)
         self.spec = RunSpec(identity=identity, terms=spec.terms.replace(**{"min_nodes": max(1, len(names)), **terms}))
         self.now, self.at_once, self.settings = now, at_once, {"liveness_s": 10.0, **(machine or {})}
-        self.journal = Ledger.begin(rec.RunStarted(spec=self.spec, epoch=1))
+        started = rec.RunStarted(spec=self.spec, epoch=1)
+        self.records: list[rec.Record] = [started]
+        self.journal = Ledger.begin(started)
+        """All of these, folded."""
         self.sessions: dict[NodeId, int] = {}
         """The last one of each node."""
         self.incarnations: dict[NodeId, int] = {}
@@ -71,7 +74,7 @@ class Run:
         """The coordinator starts with what its journal knows, and with what its store writes first."""
         self.coming, self.pending = [], {}
         for record in records:
-            self.journal.apply(record)
+            self.write(record)
         self.machine = CoordinatorMachine(self.journal.copy(), now=self.now, **self.settings)
         self.machine.check()
         return self.obey(self.machine.start())
@@ -84,11 +87,16 @@ class Run:
     def ledger(self) -> Ledger:
         return self.machine.ledger
 
+    def write(self, record: rec.Record) -> None:
+        """To the journal."""
+        self.records.append(record)
+        self.journal.apply(rec.decode(*rec.encode(record)))
+
     def handle(self, event: ev.Event) -> Commands:
         if isinstance(event, ev.InputStored):
-            self.journal.apply(rec.InputStored.of(event.offer, event.payload))
+            self.write(rec.InputStored.of(event.offer, event.payload))
         if isinstance(event, ev.CommitDone):
-            self.journal.apply(event.record)
+            self.write(event.record)
         commands = self.machine.handle(event, self.now)
         self.machine.check()
         return self.obey(commands)
@@ -98,7 +106,7 @@ class Run:
         for command in commands:
             match command:
                 case ev.Record(record=record):
-                    self.journal.apply(rec.decode(*rec.encode(record)))
+                    self.write(record)
                 case ev.Receive(offer=offer):
                     self.coming.append(offer)
                 case ev.Commit(draft=draft):
@@ -137,7 +145,10 @@ class Run:
         """A hello of a node that holds version 0 and was never started, but for these fields; in a new session."""
         digests = self.spec.identity.anchor_digests
         anchors = tuple(msg.AnchorRef(fragment=f, version=0, digest=digest) for f, digest in enumerate(digests))
-        hello = plain_hello(**{"node": node, "anchors": anchors, **changes})
+        return self.greeted(node, plain_hello(**{"node": node, "anchors": anchors, **changes}))
+
+    def greeted(self, node: NodeId, hello: msg.Hello) -> Commands:
+        """It says this, in a new session."""
         self.greetings += 1
         self.sessions[node], self.incarnations[node] = self.greetings, hello.incarnation
         return self.handle(ev.NodeHello(session=self.greetings, node=node, hello=hello))

@@ -8,14 +8,12 @@ import dataclasses
 from functools import cache
 from random import Random
 
+from coordinator_run import Commands, Run
 from fuzz_mutator import join, packed_edit, shuffled, split
 from fuzz_target import Target
-from plain_runs import plain_hello, plain_terms
+from plain_runs import plain_hello, plain_offer, plain_progress, plain_terms
 
 from farloop.algo.spec import (
-    BlobId,
-    BlobKind,
-    Contribution,
     Fragment,
     Identity,
     Layout,
@@ -24,14 +22,11 @@ from farloop.algo.spec import (
     TensorSlot,
 )
 from farloop.coordinator.decide import events as ev
-from farloop.coordinator.decide import records as rec
-from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason, RemoteProtocolError
 
 HOSTILE, HONEST = NodeId("a"), NodeId("b")
-_HELLO, _PART, _TIME, _SETTLE, _FAIL = 1, 2, 3, 4, 5
 _SAYS = msg.Ready | msg.Offer | msg.Fetch | msg.Progress | msg.Evaluation | msg.Leave
 """What a session hands on from a node, but for its Hello."""
 
@@ -64,26 +59,20 @@ def spec_of(method: str) -> RunSpec:
     return RunSpec(identity=identity, terms=plain_terms(method=method, steps=8, h=4, min_nodes=2, **more))
 
 
-class Run:
-    """A machine, its journal, and a shell that does at once what it is told to."""
+class Fuzzed(Run):
+    """A run of which all is written down, and whose shell does what it is told to when the input says so."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self.journal = Ledger.begin(rec.RunStarted(spec=spec, epoch=1))
-        self.machine = CoordinatorMachine(self.journal.copy(), now=0.0)
-        self.now, self.sessions = 0.0, 0
         self.saw: set[str] = set()
-        self.open: dict[NodeId, int] = {}
-        self.coming: list[msg.Offer] = []
-        self.commits: list[ev.Commit] = []
-        self.obey(self.machine.start())
+        self.open: set[NodeId] = set()
+        super().__init__(spec, now=0.0)
 
-    def obey(self, commands: list[ev.Command]) -> None:
+    def obey(self, commands: Commands) -> Commands:
         for command in commands:
             self.saw.add(type(command).__name__)
             match command:
                 case ev.Record(record=record):
                     self.saw.add(type(record).__name__)
-                    self.journal.apply(rec.decode(*rec.encode(record)))
                 case ev.Accept(welcome=welcome):
                     msg.encode(welcome)
                 case ev.Refuse(refused=message) | ev.Tell(message=message):
@@ -93,49 +82,42 @@ class Run:
                         self.saw.add(message.reason.name)
                 case ev.Publish(committed=committed):
                     msg.encode(committed)
-                case ev.Receive(offer=offer):
-                    self.coming.append(offer)
-                case ev.Commit():
-                    self.commits.append(command)
                 case _:
                     pass
+        return super().obey(commands)
 
-    def happens(self, event: ev.Event) -> None:
-        if isinstance(event, ev.InputStored):
-            self.journal.apply(rec.decode(*rec.encode(rec.InputStored.of(event.offer))))
-        if isinstance(event, ev.CommitDone):
-            self.journal.apply(rec.decode(*rec.encode(event.record)))
-        commands = self.machine.handle(event, self.now)
-        self.machine.check()
-        self.obey(commands)
+    def hears(self, node: NodeId, data: bytes) -> None:
+        """What the node's session hands on of these bytes."""
+        try:
+            message = msg.decode(data)
+        except RemoteProtocolError:
+            return
+        if isinstance(message, msg.Hello):
+            self.open.add(node)
+            self.greeted(node, message)
+        elif isinstance(message, _SAYS) and node in self.open:
+            self.say(node, message)
 
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        due = self.machine.next_timer()
-        if due is not None and due <= self.now:
-            self.obey(self.machine.handle_timer(self.now))
-            self.machine.check()
-
-    def greeted(self, node: NodeId, hello: msg.Hello) -> None:
-        self.sessions += 1
-        self.open[node] = self.sessions
-        self.happens(ev.NodeHello(session=self.sessions, node=node, hello=hello))
+    def loses(self, node: NodeId) -> None:
+        """Its session ends."""
+        if node in self.open:
+            self.open.remove(node)
+            self.part(node)
 
     def settled(self, *, well: bool) -> None:
         """What is under way comes to its end: every delta and every commit."""
         for offer in self.coming[:]:
             self.coming.remove(offer)
             if well:
-                self.happens(ev.InputStored(offer=offer))
+                self.handle(ev.InputStored(offer=offer))
             else:
-                self.happens(ev.InputFailed(offer=offer, reason=Reason.CORRUPT, detail="x"))
-        for commit in self.commits[:]:
-            self.commits.remove(commit)
-            draft = commit.draft
+                self.handle(ev.InputFailed(offer=offer, reason=Reason.CORRUPT, detail="x"))
+        for fragment in list(self.pending):
             if well:
-                self.happens(ev.CommitDone(record=dataclasses.replace(draft, anchor_digest=draft.version)))
+                self.durable(fragment)
             else:
-                self.happens(ev.CommitFailed(fragment=draft.fragment, version=draft.version, detail="full"))
+                version = self.pending.pop(fragment).draft.version
+                self.handle(ev.CommitFailed(fragment=fragment, version=version, detail="full"))
 
 
 def check_machine(data: bytes) -> str:
@@ -147,25 +129,18 @@ def check_machine(data: bytes) -> str:
     items = split(data)
     if not items:
         return ""
-    run = Run(spec_of(METHODS[items[0][0] % len(METHODS)]))
+    run = Fuzzed(spec_of(METHODS[items[0][0] % len(METHODS)]))
     for kind, body in items[1:]:
         node = HONEST if kind & 8 else HOSTILE
         match kind & 7:
-            case 2 if session := run.open.pop(node, None):
-                run.happens(ev.NodeDisconnected(session=session, node=node, reason=Reason.CLOSED))
+            case 2:
+                run.loses(node)
             case 3:
-                run.time_passes(len(body) / 10)
+                run.pass_time(len(body) / 10)
             case 4 | 5 as way:
                 run.settled(well=way == 4)
             case 0 | 1:
-                try:
-                    message = msg.decode(body)
-                except RemoteProtocolError:
-                    continue
-                if isinstance(message, msg.Hello):
-                    run.greeted(node, message)
-                elif isinstance(message, _SAYS) and node in run.open:
-                    run.happens(ev.NodeMessage(session=run.open[node], node=node, message=message))
+                run.hears(node, body)
             case _:
                 pass
     assert run.machine.ledger.versions == run.journal.versions
@@ -181,31 +156,13 @@ def hello(node: NodeId, *, round_index: int | None) -> bytes:
 
 
 def progress(steps: int) -> bytes:
-    return msg.encode(
-        msg.Progress(
-            state="training",
-            position=1.0,
-            round=0,
-            inner_steps=steps,
-            tokens=steps,
-            loss=2.5,
-            tokens_per_s=1.0,
-            compute_share=1.0,
-            blocked_s=0.0,
-            lost_steps=0,
-            sample_watermark=steps,
-            bytes_up=0,
-            bytes_down=0,
-            bytes_state=0,
-        )
-    )
+    return msg.encode(plain_progress(inner_steps=steps, tokens=steps, loss=2.5, sample_watermark=steps))
 
 
 def offer(node: NodeId, fragment: int, window: int, lag: int) -> bytes:
     base = max(0, window - 1 - lag)
-    blob = BlobId(kind=BlobKind.DELTA, fragment=fragment, version=base, node=node, incarnation=1, seq=window)
-    work = Contribution(node=node, incarnation=1, base=base, steps=4, tokens=4, norm_sq=1.0)
-    return msg.encode(msg.Offer(blob=blob, size=9, digest=9, window=window, contributors=(work,)))
+    made = plain_offer(node, base + 1, fragment=fragment, seq=window, steps=4, tokens=4, size=9, digest=9)
+    return msg.encode(dataclasses.replace(made, window=window))
 
 
 def stories() -> list[bytes]:
