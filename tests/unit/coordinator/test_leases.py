@@ -1,6 +1,7 @@
 """Who holds which samples: no sample twice, none lost (protocol, Data leases)."""
 
 import pytest
+from coordinator_run import A, B
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -8,71 +9,64 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from farloop.algo.spec import Lease, NodeId
 from farloop.coordinator.decide.leases import ENDED_KEPT, Leases
 
-A, B = NodeId("a"), NodeId("b")
 
+class Book(Leases):
+    """`give(A, 10)`: to the first start of a."""
 
-def granted(book: Leases, node: NodeId, incarnation: int, count: int) -> list[Lease]:
-    leases = book.propose(count)
-    for lease in leases:
-        book.grant(node, incarnation, lease)
-    return leases
-
-
-def test_grants_follow_each_other() -> None:
-    book = Leases()
-    assert granted(book, A, 1, 10) == [Lease(start=0, count=10)]
-    assert granted(book, B, 1, 5) == [Lease(start=10, count=5)]
-    assert granted(book, A, 1, 1) == [Lease(start=15, count=1)]
-    assert (book.frontier, book.outstanding(A, 1), book.outstanding(B, 1)) == (16, 11, 5)
-
-
-def test_proposing_changes_nothing() -> None:
-    book = Leases(frontier=7, returned=[Lease(start=2, count=3)])
-    assert book.propose(4) == book.propose(4) == [Lease(start=2, count=3), Lease(start=7, count=1)]
+    def give(self, node: NodeId, count: int, incarnation: int = 1) -> list[Lease]:
+        leases = self.propose(count)
+        assert leases == self.propose(count), "proposing changes nothing"
+        for lease in leases:
+            self.grant(node, incarnation, lease)
+        return leases
 
 
 def test_a_node_is_topped_up_once_it_is_a_round_short_of_three() -> None:
     """60 steps at least; here of two samples."""
-    book = Leases()
+    book = Book()
     assert book.top_up(A, 1, 10, 2) == [Lease(start=0, count=120)]
     assert book.top_up(A, 1, 30, 2) == [Lease(start=0, count=180)]
-    granted(book, A, 1, 180)
+    book.give(A, 180)
     book.watermark(A, 1, 59)
     assert book.top_up(A, 1, 30, 2) == []
     book.watermark(A, 1, 60)
     assert book.top_up(A, 1, 30, 2) == [Lease(start=180, count=60)]
 
 
-def test_what_is_used_is_not_given_back() -> None:
-    book = Leases()
-    granted(book, A, 1, 10)
-    granted(book, B, 1, 10)
-    granted(book, A, 1, 10)
-    book.watermark(A, 1, 13)
-    assert book.give_back(A, 1) == 7
-    assert book.returned == [Lease(start=23, count=7)]
-    assert book.outstanding(A, 1) == 0
+def test_what_came_back_is_granted_first_and_in_scraps() -> None:
+    """Neighbours that come back are one."""
+    book = Book()
+    for node, count in ((A, 4), (B, 10), (A, 4)):
+        book.give(node, count)
+    book.watermark(A, 1, 3)
+    book.give_back(A, 1)
+    assert book.returned == [Lease(start=3, count=1), Lease(start=14, count=4)]
+    assert book.give(A, 3, 2) == [Lease(start=3, count=1), Lease(start=14, count=2)]
+    assert book.give(A, 6, 2) == [Lease(start=16, count=2), Lease(start=18, count=4)]
+    book.give_back(B, 1, 0)
+    book.give_back(A, 2, 0)
+    assert book.returned == [Lease(start=3, count=19)]
 
 
 def test_what_is_in_no_stored_delta_comes_back_and_is_counted() -> None:
     """Data leases: trained on since the last stored delta: uncertain, and granted again."""
-    book = Leases()
-    granted(book, A, 1, 20)
+    book = Book()
+    book.give(A, 20)
     book.stores(A, 1, 8)
     book.stores(A, 1, 6)
     book.watermark(A, 1, 13)
     assert book.give_back(A, 1, book.stored[A, 1]) == 12
     assert book.returned == [Lease(start=8, count=12)]
     assert book.fates() == {"granted": 20, "trained": 8, "returned": 12, "uncertain": 5}
-    granted(book, B, 1, 15)
+    book.give(B, 15)
     assert book.fates() == {"granted": 35, "trained": 8, "returned": 12, "uncertain": 5}
     book.stores(B, 1, 15)
     assert book.fates() == {"granted": 35, "trained": 23, "returned": 12, "uncertain": 5}
 
 
 def test_a_delta_of_a_start_that_gave_back_its_samples_makes_more_of_them_uncertain() -> None:
-    book = Leases()
-    granted(book, A, 1, 20)
+    book = Book()
+    book.give(A, 20)
     book.watermark(A, 1, 5)
     book.give_back(A, 1, 0)
     for stored, uncertain in ((4, 5), (9, 9), (9, 9)):
@@ -82,13 +76,13 @@ def test_a_delta_of_a_start_that_gave_back_its_samples_makes_more_of_them_uncert
 
 
 def test_a_start_that_lives_on_begins_a_new_book_where_it_stands() -> None:
-    book = Leases()
-    granted(book, A, 1, 20)
+    book = Book()
+    book.give(A, 20)
     book.watermark(A, 1, 5)
     book.give_back(A, 1, 0)
     book.begin_anew(A, 1, 11)
     assert (book.uncertain_total, book.outstanding(A, 1)) == (11, 0)
-    granted(book, A, 1, 10)
+    book.give(A, 10)
     book.watermark(A, 1, 14)
     assert book.outstanding(A, 1) == 7
     book.stores(A, 1, 14)
@@ -97,26 +91,15 @@ def test_a_start_that_lives_on_begins_a_new_book_where_it_stands() -> None:
     book.check()
 
 
-def test_neighbours_that_come_back_are_one() -> None:
-    book = Leases()
-    for node in (A, B, A, B):
-        granted(book, node, 1, 5)
-    book.give_back(A, 1, 0)
-    assert len(book.returned) == 2
-    book.give_back(B, 1, 0)
-    assert book.returned == [Lease(start=0, count=20)]
-
-
 def test_the_book_does_not_grow_with_the_rounds() -> None:
     """Of weeks of grants, starts and ends, what is kept is bounded."""
-    book = Leases()
-    incarnations = {A: 1, B: 1}
-    used = dict.fromkeys(incarnations, 0)
-    for number in range(20_000):
+    book = Book()
+    incarnations, used = {A: 1, B: 1}, {A: 0, B: 0}
+    for number in range(4_000):
         node = (A, B)[number % 2]
         start = (node, incarnations[node])
         book.retire(*start, used[node])
-        granted(book, *start, 4)
+        book.give(node, 4, incarnations[node])
         book.watermark(*start, used[node] + 4)
         used[node] = used[node] + 4 if number % 3 else used[node]
         book.stores(*start, used[node])
@@ -124,28 +107,17 @@ def test_the_book_does_not_grow_with_the_rounds() -> None:
             book.give_back(*start, used[node])
             incarnations[node] += 1
             used[node] = 0
-        size = sum(len(held) for held in book.held.values()) + len(book.returned)
-        assert size < 110 and len(book.ended) <= ENDED_KEPT
+        assert sum(len(held) for held in book.held.values()) + len(book.returned) < 110
+        assert len(book.ended) <= ENDED_KEPT
     book.check()
-
-
-def test_what_came_back_is_granted_first_and_in_scraps() -> None:
-    book = Leases()
-    granted(book, A, 1, 4)
-    granted(book, B, 1, 10)
-    granted(book, A, 1, 4)
-    book.watermark(A, 1, 3)
-    book.give_back(A, 1)
-    assert granted(book, A, 2, 3) == [Lease(start=3, count=1), Lease(start=14, count=2)]
-    assert granted(book, A, 2, 6) == [Lease(start=16, count=2), Lease(start=18, count=4)]
 
 
 def test_a_watermark_never_falls_and_never_passes_the_grants() -> None:
     """A node's word moves only its own book, and not beyond what it was given."""
-    book = Leases()
+    book = Book()
     book.watermark(A, 1, 5)
     assert book.consumed == {}
-    granted(book, A, 1, 10)
+    book.give(A, 10)
     for said, believed in ((4, 4), (2, 4), (-1, 4), (1 << 62, 10)):
         book.watermark(A, 1, said)
         assert book.consumed == {(A, 1): believed}
@@ -154,35 +126,37 @@ def test_a_watermark_never_falls_and_never_passes_the_grants() -> None:
 
 
 def test_unused_grants_are_told_whole_and_in_their_order() -> None:
-    book = Leases()
-    leases = [*granted(book, A, 1, 4), *granted(book, A, 1, 4), *granted(book, A, 1, 4)]
+    book = Book()
+    leases = [lease for _ in range(3) for lease in book.give(A, 4)]
     for used, first in ((0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3)):
         book.watermark(A, 1, used)
         assert book.unused(A, 1) == leases[first:]
     assert book.unused(B, 1) == []
 
 
-def test_the_same_sample_in_two_places_is_noticed() -> None:
-    book = Leases(frontier=10, returned=[Lease(start=3, count=2)], held={(A, 1): [Lease(start=4, count=2)]})
-    with pytest.raises(AssertionError, match="granted twice"):
-        book.check()
-
-
-def test_a_grant_beyond_the_frontier_is_noticed() -> None:
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Leases(frontier=10, returned=[Lease(start=3, count=2)], held={(A, 1): [Lease(start=4, count=2)]}),
+        Leases(frontier=3, returned=[Lease(start=3, count=1)]),
+    ],
+    ids=["the same sample in two places", "a grant beyond the frontier"],
+)
+def test_what_must_not_be_is_noticed(odd: Leases) -> None:
     with pytest.raises(AssertionError):
-        Leases(frontier=3, returned=[Lease(start=3, count=1)]).check()
+        odd.check()
 
 
 nodes = st.sampled_from([A, B])
 
 
 @settings(max_examples=50, stateful_step_count=40)
-class Book(RuleBasedStateMachine):
+class Grants(RuleBasedStateMachine):
     """Any sequence of grants, reports and ends, beside a model that knows the owner of every single sample."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = Leases()
+        self.book = Book()
         self.incarnation = {A: 1, B: 1}
         self.granted: dict[NodeId, list[int]] = {A: [], B: []}
         """Samples of the present incarnation in the order of their grants."""
@@ -192,7 +166,7 @@ class Book(RuleBasedStateMachine):
 
     @rule(node=nodes, count=st.integers(1, 20))
     def grant(self, node: NodeId, count: int) -> None:
-        leases = granted(self.book, node, self.incarnation[node], count)
+        leases = self.book.give(node, count, self.incarnation[node])
         assert sum(lease.count for lease in leases) == count
         self.granted[node] += [s for lease in leases for s in range(lease.start, lease.start + lease.count)]
 
@@ -228,7 +202,7 @@ class Book(RuleBasedStateMachine):
             assert samples[len(samples) - outstanding :] == self.granted[node][self.used[node] :]
 
 
-TestBook = Book.TestCase
+TestGrants = Grants.TestCase
 
 
 # --- an old copy of the book
@@ -236,17 +210,17 @@ TestBook = Book.TestCase
 
 def test_an_old_book_takes_what_nodes_say_is_left_and_counts_the_rest_as_trained() -> None:
     """a was granted more since, and says what is left; b says nothing: what the copy says of it may come twice."""
-    book = Leases()
-    granted(book, A, 1, 10)
-    granted(book, B, 1, 10)
+    book = Book()
+    book.give(A, 10)
+    book.give(B, 10)
     book.stores(B, 1, 4)
     told = book.as_told({(A, 1): [Lease(start=7, count=3), Lease(start=30, count=10)]}, 40)
     assert told == (40, (Lease(start=7, count=3), Lease(start=14, count=6), Lease(start=30, count=10)), 6)
     book.begin_from(*told)
     book.check()
     assert (book.frontier, book.free, book.uncertain_total, book.held) == (40, 19, 6, {})
-    assert book.granted_total == 40 and book.trained_total == 21
-    assert granted(book, A, 2, 4) == [Lease(start=7, count=3), Lease(start=14, count=1)]
+    assert (book.granted_total, book.trained_total) == (40, 21)
+    assert book.give(A, 4, 2) == [Lease(start=7, count=3), Lease(start=14, count=1)]
 
 
 def test_what_two_say_they_have_is_free_once() -> None:

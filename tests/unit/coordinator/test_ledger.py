@@ -2,78 +2,55 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from coordinator_run import A, B
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from plain_runs import plain_terms
+from plain_runs import plain_offer, plain_terms
 
 from farloop.algo import schedule
-from farloop.algo.spec import (
-    BlobId,
-    BlobKind,
-    Contribution,
-    Fragment,
-    Identity,
-    Layout,
-    Lease,
-    NodeId,
-    RoundPlan,
-    RunSpec,
-)
+from farloop.algo.spec import BlobId, Fragment, Identity, Layout, Lease, NodeId, RoundPlan, RunSpec
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, ROUNDS_KEPT, Ledger
-from farloop.wire.messages import AnchorRef, Drop, Offer, Share
+from farloop.wire.messages import AnchorRef, Drop, Share
 from farloop.wire.reasons import Reason
 
-A, B = NodeId("a"), NodeId("b")
-ODD = Offer(
-    blob=BlobId(kind=BlobKind.DELTA, fragment=0, version=1, node=A, incarnation=1, seq=1), size=1, digest=1, window=2
-)
-"""For a window that is not open."""
+
+def begun(spec: RunSpec, **terms: Any) -> Ledger:
+    return Ledger.begin(rec.RunStarted(spec=dataclasses.replace(spec, terms=spec.terms.replace(**terms)), epoch=1))
 
 
-def begun(spec: RunSpec) -> Ledger:
-    return Ledger.begin(rec.RunStarted(spec=spec, epoch=1))
+def stored(node: NodeId, window: int, *, fragment: int = 1, **changes: Any) -> rec.InputStored:
+    return rec.InputStored.of(plain_offer(node, window, fragment=fragment, digest=5, **changes))
 
 
-def stored(node: NodeId, window: int, *, fragment: int = 0, seq: int = 1, incarnation: int = 1) -> rec.InputStored:
-    blob = BlobId(
-        kind=BlobKind.DELTA, fragment=fragment, version=window - 1, node=node, incarnation=incarnation, seq=seq
-    )
-    contribution = Contribution(node=node, incarnation=incarnation, base=window - 1, steps=10, tokens=10, norm_sq=1.0)
-    return rec.InputStored(blob=blob, window=window, contributors=(contribution,), digest=5)
+def delta(node: NodeId, window: int, base: int | None = None) -> BlobId:
+    """Of fragment 1; from the base before that window unless another is named."""
+    blob = stored(node, window).blob
+    return blob if base is None else dataclasses.replace(blob, version=base)
 
 
-def committed(
-    ledger: Ledger, fragment: int, *, size: int = 100, addends: tuple[BlobId, ...] = ()
-) -> rec.WindowCommitted:
+def committed(ledger: Ledger, fragment: int, **changes: Any) -> rec.WindowCommitted:
     """The next commit of a fragment."""
     terms = ledger.windows[fragment]
-    return rec.WindowCommitted(
-        fragment=fragment,
-        version=terms.window,
-        round=terms.round,
-        merged=(),
-        drops=(),
-        blobs=tuple(rec.Addend(blob=blob, weight=1.0) for blob in addends),
-        anchor_digest=1000 * fragment + terms.window,
-        target_digest=1,
-        momentum_digest=None,
+    plain = rec.WindowCommitted(
+        fragment=fragment, version=terms.window, round=terms.round, merged=(), drops=(), blobs=(),
+        anchor_digest=1000 * fragment + terms.window, target_digest=1, momentum_digest=None,
         next_window=schedule.window_after(ledger.spec.terms, ledger.spec.identity.layout, terms, ledger.rounds),
-        update_size=size,
-        update_digest=7,
-        outer_lr=0.6,
-        outer_momentum=0.9,
-        why="all came",
-    )
+        update_size=100, update_digest=7, outer_lr=0.6, outer_momentum=0.9, why="all came",
+    )  # fmt: skip
+    return dataclasses.replace(plain, **changes)
 
 
-def commit(ledger: Ledger, fragment: int, *, size: int = 100) -> None:
-    ledger.apply(committed(ledger, fragment, size=size))
-    while plan := ledger.next_round_to_fix():
-        ledger.apply(rec.RoundFixed(round=plan))
+def commit(ledger: Ledger, *fragments: int, **changes: Any) -> None:
+    for fragment in fragments:
+        ledger.apply(committed(ledger, fragment, **changes))
+        while plan := ledger.next_round_to_fix():
+            ledger.apply(rec.RoundFixed(round=plan))
+        ledger.check()
 
 
 def test_a_run_begins_with_window_1_of_every_fragment_and_two_rounds(spec: RunSpec) -> None:
@@ -82,28 +59,21 @@ def test_a_run_begins_with_window_1_of_every_fragment_and_two_rounds(spec: RunSp
     ledger.check()
     assert (ledger.epoch, ledger.versions, ledger.finished) == (1, [0, 0], False)
     assert [(w.fragment, w.window, w.round) for w in ledger.windows.values()] == [(0, 1, 1), (1, 1, 0)]
-    assert sorted(ledger.rounds) == [0, 1]
-    assert ledger.current_round == 0
+    assert sorted(ledger.rounds) == [0, 1] and ledger.current_round == 0
 
 
 def test_a_commit_opens_the_next_window_and_decides_its_inputs(spec: RunSpec) -> None:
+    """Commits of a fragment come one by one."""
     ledger = begun(spec)
     other = stored(A, 1, fragment=0)
-    for record in (stored(A, 1, fragment=1), stored(B, 1, fragment=1), other):
+    for record in (stored(A, 1), stored(B, 1), other):
         ledger.apply(record)
-    ledger.apply(committed(ledger, 1))
-    ledger.check()
-    assert ledger.versions == [0, 1]
-    assert list(ledger.inputs) == [other.blob]
-    assert (ledger.windows[1].window, ledger.windows[1].round) == (2, 1)
-    assert ledger.current_round == 1
-    assert ledger.anchor_digest(1, 1) == 1001
-
-
-def test_commits_of_a_fragment_come_one_by_one(spec: RunSpec) -> None:
-    ledger = begun(spec)
     record = committed(ledger, 1)
     ledger.apply(record)
+    ledger.check()
+    assert ledger.versions == [0, 1] and list(ledger.inputs) == [other.blob]
+    assert (ledger.windows[1].window, ledger.windows[1].round, ledger.current_round) == (2, 1, 1)
+    assert ledger.anchor_digest(1, 1) == 1001
     with pytest.raises(AssertionError, match="one by one"):
         ledger.apply(record)
 
@@ -124,46 +94,38 @@ def test_the_first_commit_of_round_r_fixes_round_r_plus_2(spec: RunSpec) -> None
 
 
 def test_a_final_commit_leaves_no_window(spec: RunSpec) -> None:
+    """Fragment 0 skips round 0 and is flushed at the end; fragment 1 has 4 regular sends."""
     ledger = begun(spec)
-    while ledger.windows:
-        commit(ledger, min(ledger.windows, key=lambda f: (ledger.windows[f].round, -f)))
-        ledger.check()
-    assert ledger.versions == [4, 4], (
-        "fragment 0 skips round 0 and is flushed at the end; fragment 1 has 4 regular sends"
-    )
-    assert ledger.current_round == 3
-    assert ledger.outcome_reason(stored(A, 5).blob, 5) is Reason.UNKNOWN_WINDOW
+    commit(ledger, *(1, 0) * 4)
+    assert (ledger.windows, ledger.versions, ledger.current_round) == ({}, [4, 4], 3)
+    assert ledger.outcome_reason(delta(A, 5), 5) is Reason.UNKNOWN_WINDOW
 
 
 def test_only_the_last_commits_are_remembered(spec: RunSpec) -> None:
     """R: history is at least 7 updates per fragment."""
-    ledger = begun(dataclasses.replace(spec, terms=spec.terms.replace(steps=400)))
-    for _ in range(HISTORY_VERSIONS + 5):
-        commit(ledger, 1)
-        ledger.check()
+    ledger = begun(spec, steps=400)
+    commit(ledger, *[1] * (HISTORY_VERSIONS + 5))
     assert [version for _, version in ledger.commits] == list(range(6, 6 + HISTORY_VERSIONS))
     assert HISTORY_VERSIONS >= 7
-    assert ledger.anchor_digest(1, 5) is None and ledger.anchor_digest(1, 6) == 1006
-    assert ledger.anchor_digest(1, 0) == 101, "version 0 is in the run's identity"
+    assert [ledger.anchor_digest(1, version) for version in (0, 5, 6)] == [101, None, 1006], "0 is in the identity"
 
 
 def test_a_stored_delta_waits_for_its_outcome(spec: RunSpec) -> None:
     """P: a restart re-opens the window with it."""
     ledger = begun(spec)
-    record = stored(A, 1, fragment=1)
+    record = stored(A, 1)
     ledger.apply(record)
-    (offer,) = ledger.inputs.values()
-    assert (offer.blob, offer.window, offer.contributors) == (record.blob, 1, record.contributors)
-    ledger.apply(rec.InputDropped(blob=record.blob, reason=Reason.CORRUPT, detail=""))
-    ledger.apply(rec.InputDropped(blob=record.blob, reason=Reason.CORRUPT, detail=""))
-    assert not ledger.inputs
+    assert rec.InputStored.of(ledger.inputs[record.blob]) == record
+    for _ in range(2):
+        ledger.apply(rec.InputDropped(blob=record.blob, reason=Reason.CORRUPT, detail=""))
+        assert not ledger.inputs
 
 
 def test_a_delta_that_was_spooled_after_its_window_had_closed_is_none_for_the_next(spec: RunSpec) -> None:
     """A crash may come between the spool and the drop that the machine decides on (protocol E, P)."""
     ledger = begun(spec)
     ledger.apply(committed(ledger, 1))
-    ledger.apply(stored(B, 1, fragment=1))
+    ledger.apply(stored(B, 1))
     assert not ledger.inputs
     ledger.check()
 
@@ -171,149 +133,179 @@ def test_a_delta_that_was_spooled_after_its_window_had_closed_is_none_for_the_ne
 def test_of_two_deltas_of_one_node_the_first_to_be_spooled_counts(spec: RunSpec) -> None:
     """OVERLAP, where a crash comes before the second one's drop: a node that restarted may have two (protocol H)."""
     ledger = begun(spec)
-    first, second = stored(A, 1), stored(A, 1, incarnation=2)
-    ledger.apply(first)
-    ledger.apply(second)
-    ledger.apply(stored(A, 1, fragment=1))
+    first, second = stored(A, 1, fragment=0), stored(A, 1, fragment=0, incarnation=2)
+    for record in (first, second, stored(A, 1)):
+        ledger.apply(record)
     assert [blob.fragment for blob in ledger.inputs] == [0, 1] and first.blob in ledger.inputs
     ledger.apply(rec.InputDropped(blob=second.blob, reason=Reason.OVERLAP, detail=""))
     assert first.blob in ledger.inputs
 
 
-def test_nodes_start_and_leave(spec: RunSpec) -> None:
-    ledger = begun(spec)
-    ledger.apply(rec.NodeStarted(node=A, incarnation=3, round=2))
-    assert ledger.started == {A: rec.NodeStarted(node=A, incarnation=3, round=2)}
-    ledger.apply(rec.NodeLeft(node=A, reason=Reason.DRAINED))
-    ledger.apply(rec.NodeLeft(node=B, reason=Reason.DRAINED))
-    assert ledger.started == {}
-
-
-def test_a_replay_gives_back_what_the_run_gave_back(spec: RunSpec) -> None:
+def test_nodes_start_and_leave_and_a_replay_gives_back_what_the_run_gave_back(spec: RunSpec) -> None:
     """Data leases: how much a node had used is known from its reports, which are not journaled; the record says it."""
     ledger = begun(spec)
+    started = rec.NodeStarted(node=B, incarnation=3, round=2)
     for record in (
         rec.NodeStarted(node=A, incarnation=1, round=0),
         rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=0, count=100)),
-        rec.NodeLeft(node=A, reason=Reason.CLOSED, consumed=60),
-        rec.NodeStarted(node=B, incarnation=1, round=0),
-        rec.LeaseGranted(node=B, incarnation=1, lease=Lease(start=60, count=30)),
+        rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=100, count=50), consumed=80),
+    ):
+        ledger.apply(record)
+    assert ledger.leases.outstanding(A, 1) == 70
+    for record in (
+        rec.NodeLeft(node=A, reason=Reason.CLOSED, consumed=90),
+        rec.NodeLeft(node=A, reason=Reason.DRAINED),
+        started,
+        rec.LeaseGranted(node=B, incarnation=3, lease=Lease(start=90, count=30)),
     ):
         ledger.apply(record)
     ledger.check()
-    assert (ledger.leases.returned, ledger.leases.frontier) == ([Lease(start=90, count=10)], 100)
+    assert ledger.started == {B: started}
+    assert (ledger.leases.returned, ledger.leases.frontier) == ([Lease(start=120, count=30)], 150)
 
 
-def test_a_grant_says_how_much_was_used_before_it(spec: RunSpec) -> None:
-    """Data leases: at most one round per crash is uncertain."""
-    ledger = begun(spec)
-    ledger.apply(rec.NodeStarted(node=A, incarnation=1, round=0))
-    ledger.apply(rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=0, count=100)))
-    ledger.apply(rec.LeaseGranted(node=A, incarnation=1, lease=Lease(start=100, count=50), consumed=80))
-    assert ledger.leases.outstanding(A, 1) == 70
-    ledger.apply(rec.NodeLeft(node=A, reason=Reason.OLD_INCARNATION))
-    assert ledger.leases.returned == [Lease(start=80, count=70)]
-
-
-def test_evaluations_epochs_and_the_end_are_remembered(spec: RunSpec) -> None:
-    ledger = begun(spec)
-    taken = rec.EvaluationTaken(loss=2.5, versions=(1, 0), position=10.0)
-    for record in (taken, rec.EpochClaimed(epoch=4), rec.RunFinished()):
-        ledger.apply(record)
-    assert (ledger.evaluations, ledger.epoch, ledger.finished) == ([taken], 4, True)
-
-
-def test_records_for_others_say_nothing_new(spec: RunSpec) -> None:
+def test_evaluations_epochs_and_the_end_are_remembered_and_records_for_others_say_nothing_new(spec: RunSpec) -> None:
     ledger, same = begun(spec), begun(spec)
     for record in (rec.RunStarted(spec=spec, epoch=9), rec.SnapshotTaken(fragment=0, version=8), ledger.saved()):
         ledger.apply(record)
     assert ledger == same
-
-
-@pytest.mark.parametrize(
-    ("window", "base", "reason"),
-    [
-        (3, 2, None),
-        (2, 1, Reason.LATE),
-        (1, 0, Reason.LATE),
-        (4, 2, Reason.UNKNOWN_WINDOW),
-        (3, 1, Reason.STALE_BASE),
-        (3, 3, Reason.STALE_BASE),
-    ],
-)
-def test_a_delta_is_for_the_open_window_and_from_its_base(
-    spec: RunSpec, window: int, base: int, reason: Reason | None
-) -> None:
-    """D: a base older than current − max_staleness is refused, and so is one that is not there yet."""
-    ledger = begun(spec)
-    commit(ledger, 1)
-    commit(ledger, 1)
-    blob = dataclasses.replace(stored(A, 1, fragment=1).blob, version=base)
-    assert ledger.outcome_reason(blob, window) is reason
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_bases_may_be_as_stale_as_the_terms_say(spec: RunSpec, staleness: int) -> None:
-    ledger = begun(dataclasses.replace(spec, terms=spec.terms.replace(max_staleness=staleness)))
-    commit(ledger, 1)
-    commit(ledger, 1)
-    blobs = [dataclasses.replace(stored(A, 1, fragment=1).blob, version=base) for base in range(3)]
-    accepted = [blob.version for blob in blobs if ledger.outcome_reason(blob, 3) is None]
-    assert accepted == list(range(2 - staleness, 3))
-
-
-def test_a_version_vector_has_one_version_per_fragment(spec: RunSpec) -> None:
-    ledger = begun(spec)
+    taken = rec.EvaluationTaken(loss=2.5, versions=(1, 0), position=10.0)
+    for record in (taken, rec.EpochClaimed(epoch=4), rec.RunFinished()):
+        ledger.apply(record)
+    assert (ledger.evaluations, ledger.epoch, ledger.finished) == ([taken], 4, True)
     assert [ledger.is_vector(versions) for versions in ((), (1,), (1, 2), (1, 2, 3))] == [False, False, True, False]
 
 
-def ref(fragment: int, version: int, digest: int) -> AnchorRef:
-    return AnchorRef(fragment=fragment, version=version, digest=digest)
+# --- which deltas may come
 
 
-def test_who_is_behind_gets_the_updates_it_missed_in_order(spec: RunSpec) -> None:
-    """R"""
+@pytest.mark.parametrize(
+    ("staleness", "window", "base", "reason"),
+    [
+        (0, 3, 2, None),
+        (0, 2, 1, Reason.LATE),
+        (0, 1, 0, Reason.LATE),
+        (0, 4, 2, Reason.UNKNOWN_WINDOW),
+        (0, 3, 1, Reason.STALE_BASE),
+        (0, 3, 3, Reason.STALE_BASE),
+        (1, 3, 1, None),
+        (1, 3, 0, Reason.STALE_BASE),
+        (2, 3, 0, None),
+    ],
+)
+def test_a_delta_is_for_the_open_window_and_from_its_base(
+    spec: RunSpec, staleness: int, window: int, base: int, reason: Reason | None
+) -> None:
+    """D: a base older than current − max_staleness is refused, and so is one that is not there yet."""
+    ledger = begun(spec, max_staleness=staleness)
+    commit(ledger, 1, 1)
+    assert ledger.outcome_reason(delta(A, window, base), window) is reason
+
+
+@pytest.fixture
+def patient(spec: RunSpec) -> Ledger:
+    """A base may be two versions old; fragment 1 is at version 3, with commits of node a alone."""
+    ledger = begun(spec, steps=100, max_staleness=2)
+    commit(ledger, 1, 1, 1, merged=(Share(node=A, weight=1.0),))
+    return ledger
+
+
+def test_a_late_delta_has_no_outcome_while_its_base_is_within_reach(patient: Ledger) -> None:
+    """D, E, H: window 4 is open. One of a node that was merged since its base holds that work again."""
+    reasons = [[patient.outcome_reason(delta(node, window), window) for window in range(1, 6)] for node in (B, A)]
+    assert reasons == [
+        [Reason.LATE, None, None, None, Reason.UNKNOWN_WINDOW],
+        [Reason.LATE, Reason.OVERLAP, Reason.OVERLAP, None, Reason.UNKNOWN_WINDOW],
+    ]
+    assert patient.outcome_reason(delta(B, 4, 0), 4) is Reason.STALE_BASE
+
+
+def test_a_delta_that_a_window_refused_is_not_taken_by_the_next_one(patient: Ledger) -> None:
+    """E: its sender had not heard, and sent it again. One that only came too late for a window may go into another."""
+    for reason in (Reason.LATE, Reason.OUTLIER):
+        commit(patient, 1, drops=(Drop(node=B, reason=reason),))
+    reasons = [patient.outcome_reason(delta(B, window), window) for window in (4, 5, 6)]
+    assert reasons == [Reason.OUTLIER, Reason.OUTLIER, None]
+    assert patient.outcome_reason(delta(A, 5), 5) is None
+
+
+def test_a_stored_late_delta_is_kept_from_commit_to_commit_until_it_is_too_old(patient: Ledger) -> None:
+    """P, Q: and over a restart."""
+    late = stored(B, 3)
+    patient.apply(late)
+    for kept in (True, False):
+        assert patient.holds_one_of(B, 1) and not patient.holds_one_of(B, 0) and not patient.holds_one_of(A, 1)
+        commit(patient, 1)
+        assert (late.blob in patient.inputs) is kept
+        patient = patient.copy()
+    assert not patient.holds_one_of(B, 1)
+
+
+def test_the_codec_of_a_delta_is_that_of_the_window_which_it_names(spec: RunSpec) -> None:
+    """B: of the open one, and of those before as long as their commits are remembered, in a summary too."""
     ledger = begun(spec)
-    for _ in range(3):
-        commit(ledger, 1)
-    for held in range(4):
-        updates = ledger.updates_after(1, ref(1, held, 101 if held == 0 else 1000 + held))
-        assert updates is not None
-        assert [update.version for update in updates] == list(range(held + 1, 4))
+    ledger.apply(rec.RoundFixed(round=schedule.first_rounds(spec.terms, count=3)[2]))
+    for codec, own in (("q8", "bf16"), ("fp32", "nf4"), ("e3m0", None)):
+        opened = committed(ledger, 0).next_window
+        assert opened is not None
+        own_codecs = ((B, own),) if own else ()
+        commit(ledger, 0, next_window=dataclasses.replace(opened, codec_up=codec, codec_up_of=own_codecs))
+    for known in (ledger, Ledger.resume(ledger.saved())):
+        of_a, of_b = ([known.codec_of_deltas(0, window, node) for window in (1, 2, 3, 4)] for node in (A, B))
+        assert of_a == [spec.terms.codecs.up, "q8", "fp32", "e3m0"]
+        assert of_b == [spec.terms.codecs.up, "bf16", "nf4", "e3m0"], "its own, of the windows that say so"
+        assert known.codec_of_deltas(1, 1, A) == spec.terms.codecs.up
 
 
-def test_who_has_nothing_or_another_history_gets_a_snapshot(spec: RunSpec) -> None:
-    """S: anchors are compared by digest."""
+def test_who_has_served_a_round_is_known_however_many_they_are(spec: RunSpec) -> None:
+    """More than commits are remembered; after a restart it is as many."""
     ledger = begun(spec)
+    names = [NodeId(f"n{number:02}") for number in range(HISTORY_VERSIONS + 4)]
+    for name in names:
+        stays = dataclasses.replace(ledger.windows[1], window=ledger.windows[1].window + 1)
+        ledger.apply(committed(ledger, 1, merged=(Share(node=name, weight=1.0),), next_window=stays))
+    assert ledger.served(1) == set(names) and ledger.served(0) == set()
+    assert ledger.copy().served(1) >= set(names[-HISTORY_VERSIONS + 1 :])
     commit(ledger, 1)
-    assert ledger.updates_after(1, None) is None
-    assert ledger.updates_after(1, ref(1, 1, 1234)) is None
-    assert ledger.updates_after(1, ref(1, 0, 1001)) is None
+    assert ledger.served(1) == ledger.copy().served(1) == set()
+
+
+# --- what who comes back is sent
+
+
+def updates(ledger: Ledger, version: int, digest: int | None = None) -> list[int] | None:
+    """Versions of fragment 1 that a node with this anchor is sent; None for a snapshot."""
+    digest = digest or (101 if version == 0 else 1000 + version)
+    found = ledger.updates_after(1, AnchorRef(fragment=1, version=version, digest=digest))
+    return None if found is None else [update.version for update in found]
+
+
+def test_who_is_behind_gets_the_updates_it_missed_in_order_and_another_history_a_snapshot(spec: RunSpec) -> None:
+    """R, S: anchors are compared by digest."""
+    ledger = begun(spec)
+    commit(ledger, 1, 1, 1)
+    assert [updates(ledger, held) for held in range(4)] == [[1, 2, 3], [2, 3], [3], []]
+    assert ledger.updates_after(1, None) is updates(ledger, 1, 1234) is updates(ledger, 0, 1001) is None
+    assert [plan.index for plan in ledger.rounds_ahead()] == [2, 3], "and I: the round that it may be in"
 
 
 def test_a_snapshot_is_sent_where_it_is_fewer_bytes_or_updates_are_forgotten(spec: RunSpec) -> None:
     """R: fragment 1 has 256 elements, its snapshot 1088 bytes."""
-    ledger = begun(dataclasses.replace(spec, terms=spec.terms.replace(steps=400)))
-    commit(ledger, 1, size=1000)
-    commit(ledger, 1, size=88)
-    assert ledger.updates_after(1, ref(1, 0, 101)) is not None
-    commit(ledger, 1, size=1)
-    assert ledger.updates_after(1, ref(1, 0, 101)) is None
-    assert ledger.updates_after(1, ref(1, 1, 1001)) is not None
-    for _ in range(HISTORY_VERSIONS):
-        commit(ledger, 1, size=1)
-    assert ledger.updates_after(1, ref(1, 3, 1003)) is None
-    assert ledger.updates_after(1, ref(1, 4, 1004)) is not None
+    ledger = begun(spec, steps=400)
+    commit(ledger, 1, update_size=1000)
+    commit(ledger, 1, update_size=88)
+    assert updates(ledger, 0) is not None
+    commit(ledger, 1, update_size=1)
+    assert updates(ledger, 0) is None and updates(ledger, 1) is not None
+    commit(ledger, *[1] * HISTORY_VERSIONS, update_size=1)
+    assert updates(ledger, 3) is None and updates(ledger, 4) is not None
 
 
-def test_the_rounds_that_a_node_may_still_need(spec: RunSpec) -> None:
-    """I: also the one before the current, which a node that is behind is in."""
-    ledger = begun(spec)
-    assert [plan.index for plan in ledger.rounds_ahead()] == [0, 1]
-    for _ in range(3):
-        commit(ledger, 1)
-    assert ledger.current_round == 3
-    assert [plan.index for plan in ledger.rounds_ahead()] == [2, 3]
+# --- the fold
+
+
+ODD = plain_offer(A, 2, fragment=0)
+"""For a window that is not open."""
 
 
 @pytest.mark.parametrize(
@@ -334,22 +326,16 @@ def test_what_must_not_be_is_noticed(spec: RunSpec, spoil: Callable[[Ledger], ob
         ledger.check()
 
 
-def small_run(fragments: int, slots: int) -> RunSpec:
-    identity = Identity(
-        name="run",
-        model="own",
-        layout=Layout(
-            slots=slots,
-            fragments=tuple(Fragment(index=i, slot=min(i, slots - 1), numel=256, tensors=()) for i in range(fragments)),
-        ),
-        anchor_digests=tuple(range(fragments)),
-        data="own",
-        num_samples=1000,
-        evaluation_set="none",
-        seed=0,
+def small_run(fragments: int, slots: int, **terms: Any) -> RunSpec:
+    layout = Layout(
+        slots=slots,
+        fragments=tuple(Fragment(index=i, slot=min(i, slots - 1), numel=256, tensors=()) for i in range(fragments)),
     )
-    terms = plain_terms(steps=300, h=10, outer_lr=1.0, outer_momentum=0.0)
-    return RunSpec(identity=identity, terms=terms)
+    identity = Identity(
+        name="run", model="own", layout=layout, anchor_digests=tuple(range(fragments)), data="own", num_samples=1000,
+        evaluation_set="none", seed=0,
+    )  # fmt: skip
+    return RunSpec(identity=identity, terms=plain_terms(**{"steps": 300, "h": 10, **terms}))
 
 
 nodes = st.sampled_from([A, B])
@@ -357,7 +343,8 @@ nodes = st.sampled_from([A, B])
 
 @settings(max_examples=40, stateful_step_count=40)
 class Fold(RuleBasedStateMachine):
-    """Any journal: at any place, its records so far and one summary of them lead to the same state ever after."""
+    """Any journal: at any place, its records so far and one summary of them lead to the same state ever after. A copy
+    goes its own way."""
 
     @initialize(fragments=st.integers(1, 3), slots=st.integers(1, 2))
     def begin(self, fragments: int, slots: int) -> None:
@@ -366,8 +353,11 @@ class Fold(RuleBasedStateMachine):
         self.seq = 0
 
     def apply(self, record: rec.Record) -> None:
+        before = self.whole.copy()
+        unchanged = rec.encode(before.saved())
         for ledger in (self.whole, self.resumed):
             ledger.apply(record)
+        assert rec.encode(before.saved()) == unchanged
 
     @rule()
     def summarise(self) -> None:
@@ -419,34 +409,27 @@ class Fold(RuleBasedStateMachine):
     def restart(self, epoch: int) -> None:
         self.apply(rec.EpochClaimed(epoch=epoch))
 
+    @rule(epoch=st.integers(1, 9))
+    def see(self, epoch: int) -> None:
+        highest = max(epoch, self.whole.epoch_seen)
+        self.apply(rec.EpochSeen(epoch=epoch))
+        assert self.whole.epoch_seen == highest
+
     @invariant()
     def both_know_the_same(self) -> None:
         self.whole.check()
-        assert [(b, o.window) for b, o in self.resumed.inputs.items()] == [
-            (b, o.window) for b, o in self.whole.inputs.items()
-        ]
-        assert self.resumed == self.whole
+        whole, resumed = (
+            [(blob, offer.window) for blob, offer in ledger.inputs.items()] for ledger in (self.whole, self.resumed)
+        )
+        assert resumed == whole and self.resumed == self.whole
 
 
 TestFold = Fold.TestCase
 
 
-@given(st.integers(1, 3))
-def test_a_copy_goes_its_own_way(fragments: int) -> None:
-    ledger = begun(small_run(fragments, 1))
-    copied = ledger.copy()
-    assert copied == ledger
-    commit(copied, 0)
-    copied.leases.grant(A, 1, Lease(start=0, count=5))
-    copied.started[A] = rec.NodeStarted(node=A, incarnation=1, round=0)
-    assert ledger == begun(small_run(fragments, 1))
-
-
 def test_what_is_remembered_does_not_grow_with_the_run() -> None:
     """P: a summary opens every segment, and is as long after weeks as after a day."""
-    run = small_run(2, 2)
-    terms = run.terms.replace(steps=10**9, h=2, batch_sequences=1)
-    ledger, sizes = begun(dataclasses.replace(run, terms=terms)), []
+    ledger, sizes = begun(small_run(2, 2, steps=10**9, h=2)), []
     for number in range(3 * ROUNDS_KEPT):
         for fragment in (0, 1):
             while plan := ledger.next_round_to_fix():
@@ -461,99 +444,6 @@ def test_what_is_remembered_does_not_grow_with_the_run() -> None:
         if number % ROUNDS_KEPT == ROUNDS_KEPT - 1:
             sizes.append(len(rec.encode(ledger.saved())[1]))
     ledger.check()
-    assert ledger.evaluations[0].versions == (1, 1), "the first is kept, and the newest"
-    assert ledger.evaluations[-1].versions == tuple(ledger.versions)
+    assert [ledger.evaluations[i].versions for i in (0, -1)] == [(1, 1), tuple(ledger.versions)], "the first is kept"
     assert len(ledger.rounds) < ROUNDS_KEPT + 5
     assert sizes[2] < 1.1 * sizes[1]
-
-
-# --- late deltas
-
-
-def patient(spec: RunSpec, **terms: object) -> Ledger:
-    """A run in which a base may be two versions old; fragment 1 is at version 3, with commits of node a alone."""
-    changed = spec.terms.replace(steps=100, max_staleness=2, **terms)  # type: ignore[arg-type]
-    ledger = begun(dataclasses.replace(spec, terms=changed))
-    for _ in range(3):
-        ledger.apply(dataclasses.replace(committed(ledger, 1), merged=(Share(node=A, weight=1.0),)))
-        while plan := ledger.next_round_to_fix():
-            ledger.apply(rec.RoundFixed(round=plan))
-    return ledger
-
-
-def test_a_late_delta_has_no_outcome_while_its_base_is_within_reach(spec: RunSpec) -> None:
-    """D: window 4 is open."""
-    ledger = patient(spec)
-    reasons = [ledger.outcome_reason(stored(B, window, fragment=1).blob, window) for window in range(1, 6)]
-    assert reasons == [Reason.LATE, None, None, None, Reason.UNKNOWN_WINDOW]
-
-
-def test_a_delta_of_a_node_that_was_merged_since_its_base_holds_that_work_again(spec: RunSpec) -> None:
-    """E, H: only one from the version that holds the last one is new."""
-    ledger = patient(spec)
-    reasons = [ledger.outcome_reason(stored(A, window, fragment=1).blob, window) for window in range(2, 5)]
-    assert reasons == [Reason.OVERLAP, Reason.OVERLAP, None]
-
-
-def test_a_delta_that_a_window_refused_is_not_taken_by_the_next_one(spec: RunSpec) -> None:
-    """E: its sender had not heard, and sent it again. One that only came too late for a window may go into another."""
-    ledger = patient(spec)
-    for reason in (Reason.LATE, Reason.OUTLIER):
-        ledger.apply(dataclasses.replace(committed(ledger, 1), drops=(Drop(node=B, reason=reason),)))
-        while plan := ledger.next_round_to_fix():
-            ledger.apply(rec.RoundFixed(round=plan))
-    reasons = [ledger.outcome_reason(stored(B, window, fragment=1).blob, window) for window in (4, 5, 6)]
-    assert reasons == [Reason.OUTLIER, Reason.OUTLIER, None]
-    assert ledger.outcome_reason(stored(A, 5, fragment=1).blob, 5) is None
-
-
-def test_a_base_that_does_not_fit_its_window_is_refused(spec: RunSpec) -> None:
-    old = dataclasses.replace(stored(B, 4, fragment=1).blob, version=0)
-    assert patient(spec).outcome_reason(old, 4) is Reason.STALE_BASE
-
-
-def test_the_codec_of_a_delta_is_that_of_the_window_which_it_names(spec: RunSpec) -> None:
-    """B: of the open one, and of those before as long as their commits are remembered, in a summary too."""
-    ledger = begun(spec)
-    for codec in ("q8", "fp32", "e3m0"):
-        while plan := ledger.next_round_to_fix():
-            ledger.apply(rec.RoundFixed(round=plan))
-        record = committed(ledger, 0)
-        assert record.next_window is not None
-        own = {"q8": "bf16", "fp32": "nf4"}.get(codec)
-        opened = dataclasses.replace(record.next_window, codec_up=codec, codec_up_of=((B, own),) if own else ())
-        ledger.apply(dataclasses.replace(record, next_window=opened))
-    for known in (ledger, Ledger.resume(ledger.saved())):
-        of_a, of_b = ([known.codec_of_deltas(0, window, node) for window in (1, 2, 3, 4)] for node in (A, B))
-        assert of_a == [spec.terms.codecs.up, "q8", "fp32", "e3m0"]
-        assert of_b == [spec.terms.codecs.up, "bf16", "nf4", "e3m0"], "its own, of the windows that say so"
-        assert known.codec_of_deltas(1, 1, A) == spec.terms.codecs.up
-
-
-def test_a_stored_late_delta_is_kept_from_commit_to_commit_until_it_is_too_old(spec: RunSpec) -> None:
-    """P, Q: and over a restart."""
-    ledger = patient(spec)
-    late = stored(B, 3, fragment=1)
-    ledger.apply(late)
-    for kept in (True, False):
-        assert ledger.holds_one_of(B, 1) and not ledger.holds_one_of(B, 0) and not ledger.holds_one_of(A, 1)
-        commit(ledger, 1)
-        ledger.check()
-        assert (late.blob in ledger.inputs) is kept
-        ledger = ledger.copy()
-    assert not ledger.holds_one_of(B, 1)
-
-
-def test_who_has_served_a_round_is_known_however_many_they_are(spec: RunSpec) -> None:
-    """More than commits are remembered; after a restart it is as many."""
-    ledger = begun(spec)
-    names = [NodeId(f"n{number:02}") for number in range(HISTORY_VERSIONS + 4)]
-    for name in names:
-        here = ledger.windows[1]
-        stays = dataclasses.replace(here, window=here.window + 1)
-        record = dataclasses.replace(committed(ledger, 1), merged=(Share(node=name, weight=1.0),), next_window=stays)
-        ledger.apply(record)
-    assert ledger.served(1) == set(names) and ledger.served(0) == set()
-    assert ledger.copy().served(1) >= set(names[-HISTORY_VERSIONS + 1 :])
-    commit(ledger, 1)
-    assert ledger.served(1) == ledger.copy().served(1) == set()
