@@ -4,7 +4,7 @@ CodecError
 ├── NonFiniteError    a NaN or an infinity was given to an encoder
 ├── BadPayload        a payload that no encoder of its codec can have written
 ├── BadBlob           bytes that are not the blob that was asked for
-├── UnknownCodec      a name or a number that no codec has (a ValueError too: it comes from a user's configuration)
+├── UnknownCodec      a name that no codec has (a ValueError too: it comes from a user's configuration)
 ├── BadParameter      a codec has no such parameter, or not of that value (a ValueError too)
 ├── UnsoundPairing    codecs that cannot serve a run as configured (a ValueError too)
 └── UnsupportedHost   a machine whose byte order is not the wire's
@@ -39,10 +39,9 @@ class BadBlob(CodecError):
 class UnknownCodec(CodecError, ValueError):
     """Names the nearest known codec."""
 
-    def __init__(self, wanted: str | int, known: Iterable[str]) -> None:
-        self.wanted = wanted
+    def __init__(self, wanted: str, known: Iterable[str]) -> None:
         names = list(known)
-        nearest = get_close_matches(str(wanted), names, n=1, cutoff=0.0) if isinstance(wanted, str) else []
+        nearest = get_close_matches(wanted, names, n=1, cutoff=0.0)
         hint = f", did you mean {nearest[0]!r}?" if nearest else ""
         super().__init__(f"no codec {wanted!r}{hint} (there are: {', '.join(names)})")
 

@@ -1,4 +1,4 @@
-"""Every codec by its spelling and by its number on the wire.
+"""Every codec by its spelling.
 
 A spelling is a name, plus the parameters that differ from the format's defaults: `q4`, `q4r:step=0.7`,
 `topk:k=128,beta=0.9`. Configuration, the terms of a window and the command line use spellings.
@@ -38,8 +38,6 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
     }
 )
 """Every format with its default parameters."""
-
-_BY_CODE: Mapping[int, Codec] = MappingProxyType({codec.code: codec for codec in CODECS.values()})
 
 
 def codec_named(spelling: str) -> Codec:
@@ -108,18 +106,6 @@ def warm_for(terms: Terms) -> None:
     up = dict.fromkeys((terms.codecs.up, *(codec for _, codec in terms.codecs.up_of)))
     seconds = warm(codec_named(spelling).name for spelling in (*up, terms.codecs.down, "fp32"))
     _log.info("kernels ready codecs=%s/%s seconds=%.1f", " ".join(up), terms.codecs.down, seconds)
-
-
-def codec_numbered(code: int) -> Codec:
-    """The codec that the wire calls `code`, with its defaults.
-
-    Raises:
-        UnknownCodec, UnsupportedHost: as `codec_named`.
-    """
-    _require_little_endian()
-    if code not in _BY_CODE:
-        raise UnknownCodec(code, CODECS)
-    return _BY_CODE[code]
 
 
 def _require_little_endian() -> None:

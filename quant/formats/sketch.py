@@ -26,8 +26,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from farloop.algo.spec import TILE, Fragment, TensorSlot
-from farloop.quant.codec import Parameter, Traits, finite_weight, float_text, number, require_flat, whole
+from farloop.algo.spec import Fragment, TensorSlot
+from farloop.quant.codec import Parameter, Traits, float_text, number, whole
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.sparse import SparseCodec, require_finite
 from farloop.quant.norm import norm_sq
@@ -59,7 +59,6 @@ class Table:
 
     @property
     def elements(self) -> slice:
-        """Of the fragment."""
         return slice(self.tensor.offset, self.tensor.offset + self.tensor.numel)
 
 
@@ -116,7 +115,6 @@ class SketchCodec(SparseCodec):
         )
 
     def payload_bytes(self, fragment: Fragment) -> int:
-        """fp32 tensors, counters, bitmaps."""
         return self._plan(fragment)[2]
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:
@@ -129,23 +127,6 @@ class SketchCodec(SparseCodec):
             kept = _that_come_apart(self._kept(part, table.budget), part, table.width)
             out[table.counters].copy_(_counters(kept, part, table.width).view(torch.uint8))
             out[table.bitmap].copy_(_bitmap(kept, part.numel()))
-
-    def add_payload_(self, payload: Tensor, total: Tensor, weight: float, fragment: Fragment) -> None:
-        """total += weight · payload, both uint8 [payload_bytes] on one device, without decoding either.
-
-        `total` then decodes to the weighted sum of what the payloads decode to, but for roundings, while it comes
-        apart. It starts from zeros, which are the payload of zero. Per counter, u = fl(w·c), total = fl(total + u).
-        """
-        _, tables, size = self._plan(fragment)
-        for operand, what in ((payload, "payload"), (total, "total")):
-            require_flat(operand, torch.uint8, what, numel=size)
-        w = torch.tensor(finite_weight(weight), dtype=torch.float32)
-        numbers = tables[0].bitmap.start if tables else size
-        for start in range(0, numbers, 4 * TILE):
-            part = slice(start, min(start + 4 * TILE, numbers))
-            c = payload[part].clone().view(torch.float32)
-            total[part] = total[part].clone().view(torch.float32).add_(c.mul_(w)).view(torch.uint8)
-        total[numbers:] |= payload[numbers:]
 
     def entries(
         self, payload: Tensor, fragment: Fragment, seed: int, device: torch.device

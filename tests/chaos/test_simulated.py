@@ -7,6 +7,7 @@ faults=N)).check()` plays it again.
 from collections.abc import Callable
 
 import pytest
+from random_scenarios import parted_scenario, random_scenario
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
@@ -14,7 +15,6 @@ from farloop.sim import problems
 from farloop.sim import scenario as ft
 from farloop.sim import scenario as sc
 from farloop.sim.outcome import Outcome
-from farloop.sim.random_scenarios import parted_scenario, random_scenario
 from farloop.sim.world import run
 
 RUNS, PARTED_RUNS, BATCH = 300, 200, 20
@@ -26,7 +26,7 @@ def play(make: Callable[..., sc.Scenario], first: int, count: int = BATCH) -> No
         try:
             run(make(seed, faults=seed % 6)).check()
         except Exception as error:
-            error.add_note(f"farloop.sim.random_scenarios.{make.__name__}({seed}, faults={seed % 6})")
+            error.add_note(f"{make.__name__}({seed}, faults={seed % 6})")
             raise
 
 

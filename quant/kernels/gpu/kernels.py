@@ -33,7 +33,7 @@ OPTIONS: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A kernel with its arguments: what a device runs, and what `aot.py` compiles without one."""
+    """A kernel with its arguments: what a device runs, and what a test compiles without one."""
 
     kernel: Any  # a `triton.jit` function; Triton has no types
     programs: int

@@ -9,7 +9,7 @@ The last three follow from floating-point arithmetic, which differs between proc
 compared where the first line, a digest of such arithmetic, comes out the same.
 
 After an intended change of behaviour, write the lines again and say in the commit why they changed:
-python tests/unit/golden/test_decisions.py
+PYTHONPATH=tests/cases python tests/unit/golden/test_decisions.py
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_scenarios import parted_scenario, random_scenario, restored_scenario
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, to_plain
@@ -26,7 +27,6 @@ from farloop.algo.terms import LearningRate
 from farloop.coordinator.decide import records as rec
 from farloop.sim.outcome import Outcome
 from farloop.sim.problems import terms_of
-from farloop.sim.random_scenarios import parted_scenario, random_scenario, restored_scenario
 from farloop.sim.scenario import CrashAtWrite, CrashCoordinator, NodeSetup, Scenario
 from farloop.sim.world import run
 from farloop.wire.messages import pack

@@ -6,9 +6,9 @@ end, and after the finished run was rewound. `states.json` is what each copy hel
 
 Later versions must read this archive, so it is not written again: a new format gets a second archive. Where a new field
 of the ledger changes what a start says of the same bytes, write `states.json` alone:
-python tests/unit/golden/test_states.py
+PYTHONPATH=tests/cases python tests/unit/golden/test_states.py
 How the archive was made, by records of simulated runs that a real store wrote:
-python tests/unit/golden/test_states.py --archive
+PYTHONPATH=tests/cases python tests/unit/golden/test_states.py --archive
 """
 
 import hashlib
@@ -189,7 +189,8 @@ class Recorder:
 
 def record_runs(scratch: Path) -> Path:
     """Copies of all runs: their folder."""
-    from farloop.sim.random_scenarios import random_scenario, restored_scenario
+    from random_scenarios import random_scenario, restored_scenario
+
     from farloop.sim.world import World
 
     runs = {
@@ -226,7 +227,7 @@ def main(scratch: Path, *, archive: bool) -> None:
     if archive:
         if ARCHIVE.exists():
             raise SystemExit(f"{ARCHIVE} exists, and later versions must read it; a new format gets another archive")
-        with mock.patch("farloop.coordinator.store.SNAPSHOT_EVERY", 2):
+        with mock.patch("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 2):
             pack(record_runs(scratch), ARCHIVE)
     states = unpacked(scratch / "states")
     copies = {str(path.relative_to(states)): held(path) for path in sorted(states.glob("*/*"))}

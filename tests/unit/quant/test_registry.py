@@ -11,7 +11,6 @@ from farloop.quant.errors import BadParameter, CodecError, UnknownCodec, Unsuppo
 from farloop.quant.registry import (
     CODECS,
     codec_named,
-    codec_numbered,
     downlink_spelling,
     parameters_of,
     spelling_of,
@@ -32,9 +31,8 @@ def test_the_numbers_on_the_wire_are_those_of_the_releases() -> None:
 
 
 @every_name
-def test_a_codec_is_found_by_its_name_and_by_its_number(name: str) -> None:
+def test_a_codec_is_found_by_its_name(name: str) -> None:
     assert codec_named(name) is CODECS[name]
-    assert codec_numbered(CODECS[name].code) is CODECS[name]
 
 
 @pytest.mark.parametrize(("wanted", "nearest"), [("fp23", "'fp32'"), ("bfloat16", "'bf16'"), ("Q4", "'q4'")])
@@ -47,18 +45,10 @@ def test_an_unknown_name_gets_the_nearest(wanted: str, nearest: str) -> None:
     assert isinstance(error.value, CodecError)
 
 
-@pytest.mark.parametrize("number", [0, 16, 255])
-def test_an_unknown_number_is_refused(number: int) -> None:
-    with pytest.raises(UnknownCodec, match=f"no codec {number} "):
-        codec_numbered(number)
-
-
 def test_a_big_endian_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "byteorder", "big")
     with pytest.raises(UnsupportedHost):
         codec_named("q4")
-    with pytest.raises(UnsupportedHost):
-        codec_numbered(4)
 
 
 # --- spellings

@@ -182,6 +182,20 @@ def test_some_of_everything_is_kept(name: str, density: float) -> None:
     assert lost(codec, SHAPES_OF_NUMBERS[name], flat(65536)) <= 1 - codec.traits.contraction
 
 
+def add_payload_(codec: SketchCodec, payload: Tensor, total: Tensor, weight: float, fragment: Fragment) -> None:
+    """total += weight · payload, both uint8 [payload_bytes], without decoding either. It starts from zeros."""
+    _, tables, size = codec._plan(fragment)
+    numbers = tables[0].bitmap.start if tables else size
+    total[:numbers] = (
+        total[:numbers]
+        .clone()
+        .view(torch.float32)
+        .add_(payload[:numbers].clone().view(torch.float32).mul_(torch.tensor(weight)))
+        .view(torch.uint8)
+    )
+    total[numbers:] |= payload[numbers:]
+
+
 @pytest.mark.parametrize(("codec", "numel"), [(SMALL, 1000), (SKETCH, 65536)])
 def test_a_sum_of_payloads_decodes_to_the_sum_of_the_decoded(codec: SketchCodec, numel: int) -> None:
     fragment = of_shapes((30,), (numel,))
@@ -191,7 +205,7 @@ def test_a_sum_of_payloads_decodes_to_the_sum_of_the_decoded(codec: SketchCodec,
     weights = [0.1, 0.2, -0.3, 0.4]
     total = torch.zeros_like(payloads[0])
     for payload, weight in zip(payloads, weights, strict=True):
-        codec.add_payload_(payload, total, weight, fragment)
+        add_payload_(codec, payload, total, weight, fragment)
     codec.validate(total, fragment)
     expected = torch.zeros(fragment.numel)
     codec.sum_into(payloads, weights, expected, fragment, seeds=[0] * 4)
@@ -205,7 +219,7 @@ def test_a_sum_that_does_not_come_apart_is_estimated() -> None:
     payloads = [SKETCH.encode(gaussian(65536, seed), flat(65536)) for seed in (1, 2)]
     total = torch.zeros_like(payloads[0])
     for payload in payloads:
-        SKETCH.add_payload_(payload, total, 0.5, flat(65536))
+        add_payload_(SKETCH, payload, total, 0.5, flat(65536))
     expected = torch.zeros(65536)
     SKETCH.sum_into(payloads, [0.5, 0.5], expected, flat(65536), seeds=[0, 0])
     with pytest.raises(BadPayload, match="cannot come apart"):
@@ -304,11 +318,3 @@ def test_hostile_bytes_are_refused_or_decode_to_finite_numbers(data: st.DataObje
     except BadPayload:
         return
     assert torch.isfinite(SMALL.decode(payload, fragment)).all()
-
-
-def test_only_payloads_of_the_same_fragment_are_added() -> None:
-    payload = SMALL.encode(gaussian(300), flat(300))
-    with pytest.raises(ValueError, match="are right"):
-        SMALL.add_payload_(payload, torch.zeros(5, dtype=torch.uint8), 1.0, flat(300))
-    with pytest.raises(ValueError, match="finite"):
-        SMALL.add_payload_(payload, torch.zeros_like(payload), math.inf, flat(300))

@@ -4,6 +4,7 @@ all end equal (protocol S)."""
 import dataclasses
 
 import pytest
+from random_scenarios import restored_scenario
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
@@ -13,7 +14,6 @@ from farloop.sim import scenario as ft
 from farloop.sim import scenario as sc
 from farloop.sim.outcome import Outcome
 from farloop.sim.problems import terms_of
-from farloop.sim.random_scenarios import restored_scenario
 from farloop.sim.world import World, run
 from farloop.wire.messages import Refused
 from farloop.wire.reasons import Reason
@@ -154,7 +154,7 @@ def test_whatever_else_goes_wrong_no_two_histories_are_mixed(first: int) -> None
             outcome = run(scenario)
             outcome.check()
         except Exception as error:
-            error.add_note(f"farloop.sim.random_scenarios.restored_scenario({seed}, faults={seed % 4})")
+            error.add_note(f"restored_scenario({seed}, faults={seed % 4})")
             raise
         began += bool(times(outcome, node_ev.Resync))
         adopted += any(isinstance(record, rec.Adopted) for record in outcome.records)

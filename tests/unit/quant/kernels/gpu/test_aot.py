@@ -1,13 +1,202 @@
-"""Every kernel compiled for an H100, without one."""
+"""Every kernel that a run launches, compiled for an H100 without one.
+
+`cuobjdump`, which Triton ships with its assembler, counts registers and spills; the PTX shows how wide memory accesses
+are and how each operation rounds.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from farloop.quant.kernels.gpu import aot
-from farloop.quant.kernels.gpu.formats import FORMATS
+import triton
+from triton.backends.compiler import GPUTarget
 
-KERNELS = list(aot.launches())
+from farloop.quant.formats.blocks import BlockCodec
+from farloop.quant.kernels.gpu.formats import FORMATS
+from farloop.quant.kernels.gpu.host import GpuKernels, gpu_kernels
+from farloop.quant.kernels.gpu.kernels import OPTIONS, Launch
+from farloop.quant.kernels.interface import Encode, OuterStep
+from farloop.quant.registry import codec_named
+
+SM_90 = GPUTarget("cuda", 90, 32)  # H100 and H200
+
+_TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int16: "*i16", torch.int64: "*i64", torch.uint8: "*u8"}
+_ENCODERS_OF_Q4R = ("q4r:rounding=nearest", "q4r:policy=absolute")  # besides the defaults, stochastic and relative
+
+_ARITHMETIC = re.compile(r"\b((?:add|sub|mul|fma|mad|div|sqrt|rsqrt|rcp)\.[\w.]*f(?:32|64)(?:x2)?)\b")
+
+_NUMEL = 1 << 15  # sizes become arguments, not code, but for their divisibility by 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """One kernel as a GPU would run it."""
+
+    codec: str  # as configuration spells it
+    operation: str
+    registers: int  # of a thread
+    spilled_bytes: int  # of a thread: registers that live in memory
+    shared_bytes: int  # of a program: tiles whose lanes change owners
+    access_bits: Counter[tuple[str, int]]
+    """How many loads (`ld`) and stores (`st`) of global memory there are, by their width for one thread."""
+    rounding: Counter[str]  # how many fp32 operations there are, as PTX spells them: `add.rn.f32`, `div.rn.f32` …
+    instructions: int  # of the machine code, for all elements of a thread
+    fused: int  # Fused multiply-adds among them. Division and square root are made of them; nothing else may be.
+
+
+def launches() -> dict[tuple[str, str], Launch]:
+    """(spelling of a codec, operation) → what would be launched; the tensors are small and on the CPU."""
+    found: dict[tuple[str, str], Launch] = {}
+    for spelling in (*FORMATS, *_ENCODERS_OF_Q4R):
+        codec = codec_named(spelling)
+        path = gpu_kernels(codec.kernel_key()) if isinstance(codec, BlockCodec) else None
+        assert path is not None
+        operations = _encoders(path)
+        if spelling in FORMATS:
+            operations |= {
+                "decode": _decode(path),
+                "add 1": _add(path, 1),
+                "sum 16": _add(path, 16),
+                "outer": _outer(path),
+            }
+        found |= {(spelling, operation): launch for operation, launch in operations.items()}
+    return found
+
+
+def _encoders(path: GpuKernels) -> dict[str, Launch]:
+    x = torch.zeros(_NUMEL)
+
+    def encoder(numel: int, local: Tensor | None = None, residual: Tensor | None = None) -> Launch:
+        out, bad, steps = _buffers(path, numel)
+        call = Encode(x=x[:numel], out=out, numel=numel, local=local, residual=residual, beta=0.9, steps=steps)
+        return path.encode_launch(call, out, bad)
+
+    return {
+        "encode": encoder(_NUMEL),
+        "encode, odd length": encoder(_NUMEL - 1),
+        "encode, bf16 local": encoder(_NUMEL, x.bfloat16()),
+        "encode, bf16 local, residual": encoder(_NUMEL, x.bfloat16(), x),
+    }
+
+
+def _decode(path: GpuKernels) -> Launch:
+    payload, _, _ = _buffers(path, _NUMEL)
+    return path.decode_launch(payload, torch.zeros(_NUMEL), numel=_NUMEL, start=0)
+
+
+def _add(path: GpuKernels, count: int) -> Launch:
+    payload, _, _ = _buffers(path, _NUMEL)
+    return path.add_launch([payload] * count, [0.5] * count, torch.zeros(_NUMEL), overwrite=count > 1)
+
+
+def _outer(path: GpuKernels) -> Launch:
+    out, bad, steps = _buffers(path, _NUMEL)
+    x = torch.zeros(_NUMEL)
+    old = {"delta": x, "target": x, "momentum": x, "anchor": x}
+    new = {"new_target": x, "new_momentum": x, "new_anchor": x}
+    step = OuterStep(**old, **new, lr=0.7, mu=0.9, out=out, steps=steps)  # type: ignore[arg-type]
+    return path.outer_launch(step, out, bad)
+
+
+def _buffers(path: GpuKernels, numel: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A payload, the place for the index of a bad element, and for q4r the steps."""
+    payload = torch.zeros(path.layout.payload_bytes(numel), dtype=torch.uint8)
+    bad = torch.zeros(1, dtype=torch.int64)
+    steps = torch.zeros(path.layout.num_blocks(numel)) if path.key.name == "q4r" else None
+    return payload, bad, steps
+
+
+def compiled(spelling: str, operation: str, options: Mapping[str, Any] = OPTIONS) -> Compiled:
+    """Compile one of `launches` for an H100, specialised as a launch specialises."""
+    launch = launches()[spelling, operation]
+    source = triton.compiler.ASTSource(fn=launch.kernel, **_specialised(launch))
+    built = triton.compile(source, target=SM_90, options=dict(options))
+    ptx = built.asm["ptx"]
+    usage, code = _machine_code(built.asm["cubin"])
+    return Compiled(
+        codec=spelling,
+        operation=operation,
+        registers=usage["REG"],
+        spilled_bytes=usage["LOCAL"] + usage["STACK"],
+        shared_bytes=built.metadata.shared,
+        access_bits=_access_bits(ptx),
+        rounding=Counter(_ARITHMETIC.findall(ptx)),
+        instructions=len(code),
+        fused=sum(name.startswith("FFMA") for name in code),
+    )
+
+
+def _specialised(launch: Launch) -> dict[str, Any]:
+    """Signature, constants and attributes of the arguments, in the order of the kernel's parameters."""
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for parameter in launch.kernel.params:
+        value = launch.arguments[parameter.name]
+        place = (parameter.num,)
+        if isinstance(value, tuple):
+            kinds = []
+            for index, item in enumerate(value):
+                kinds.append(_kind(item))
+                if _is_aligned(item):
+                    attributes[*place, index] = [["tt.divisibility", 16]]
+            signature[parameter.name] = tuple(kinds)
+        elif parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[place] = value
+        else:
+            signature[parameter.name] = _kind(value)
+            if _is_aligned(value) and not parameter.do_not_specialize:
+                attributes[place] = [["tt.divisibility", 16]]
+    return {"signature": signature, "constexprs": constants, "attrs": attributes}
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return _TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _is_aligned(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.data_ptr() % 16 == 0
+    return isinstance(value, int) and value % 16 == 0
+
+
+def _access_bits(ptx: str) -> Counter[tuple[str, int]]:
+    """Of `ld.global.v4.b32` and the like: 4 · 32 bits."""
+    found = re.findall(r"\b(ld|st)\.global(?:\.\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
+    return Counter((kind, int(lanes or 1) * int(width)) for kind, lanes, width in found)
+
+
+def _machine_code(cubin: bytes) -> tuple[dict[str, int], list[str]]:
+    """(resources by cuobjdump's names, the instructions' names)."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        usage, code = (
+            subprocess.run([tool, what, file], check=True, capture_output=True, text=True).stdout
+            for what in ("-res-usage", "-sass")
+        )
+    resources = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return resources, re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\w*)", code, re.MULTILINE)
+
+
+# --- tests
+
+KERNELS = list(launches())
 READ = {"encode": 1, "encode, odd length": 1, "encode, bf16 local": 1, "encode, bf16 local, residual": 2, "outer": 4}
 WRITTEN = {"encode, bf16 local, residual": 1, "decode": 1, "add 1": 1, "sum 16": 1, "outer": 3}
 """Tensors of fp32, without the payload."""
@@ -19,7 +208,7 @@ ROUNDED = {f"{operation}.rn.f32" for operation in ("add", "sub", "mul", "div", "
 
 @pytest.mark.parametrize(("codec", "operation"), KERNELS, ids=[" ".join(key).replace(",", "") for key in KERNELS])
 def test_a_kernel_is_fit_for_a_gpu(codec: str, operation: str) -> None:
-    kernel = aot.compiled(codec, operation)
+    kernel = compiled(codec, operation)
     assert kernel.spilled_bytes == 0
     assert kernel.registers <= REGISTERS.get(operation, 64)
     # Every operation rounds once, to nearest, with subnormals. In machine code a division or a root is 5 fused
@@ -33,10 +222,9 @@ def test_a_kernel_is_fit_for_a_gpu(codec: str, operation: str) -> None:
         assert kernel.access_bits["ld", 32] <= ("q4r" in codec) and kernel.access_bits["st", 32] == 0
 
 
-def test_contraction_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contraction_would_be_seen() -> None:
     """With Triton's other setting the residual is added by a fused operation: other bytes."""
-    monkeypatch.setattr(aot, "OPTIONS", {"enable_fp_fusion": True})
-    kernel = aot.compiled("fp32", "encode, bf16 local, residual")
+    kernel = compiled("fp32", "encode, bf16 local, residual", {"enable_fp_fusion": True})
     assert kernel.rounding["fma.rn.f32"] > 0 and kernel.fused > 0
 
 
