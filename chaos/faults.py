@@ -6,7 +6,7 @@ import random
 import shutil
 import time
 import urllib.request
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,6 @@ from farloop.chaos.journal_referee import Journal, Unreadable, read_journal
 from farloop.chaos.processes import Child, Children, free_port
 from farloop.config.admin_client import change_terms
 from farloop.config.exit_codes import CommandError, ExitCode
-from farloop.config.sources import dump_toml
 from farloop.monitoring.status import Status
 
 # --- Full disk: a file that takes the free space of a small file system used by nothing else
@@ -68,7 +67,7 @@ class Ballast:
         self._path.unlink(missing_ok=True)
 
 
-# --- Configuration files of a storm's run, and the pace of its nodes
+# --- Settings of a storm's run, and the pace of its nodes
 
 
 PACE = "pace"  # the file with the seconds of an inner step: see `storm_node.py`
@@ -90,29 +89,6 @@ RUN: dict[str, object] = {
 DATA: dict[str, object] = {"max_bytes": 500_000}
 
 
-def coordinator_toml(
-    out: Path, run: Mapping[str, object], *, bind: int, http: int, state: Path | None = None, name: str = "run"
-) -> Path:
-    """Of a run with these settings over the usual ones, on these ports of this machine; `state` is OUT/state."""
-    coordinator = {
-        "bind": f"tcp://127.0.0.1:{bind}",
-        "http": f"127.0.0.1:{http}",
-        "state_dir": str(state or out / "state"),
-    }
-    return _write(out / f"{name}.toml", {"run": {**RUN, **run}, "data": DATA, "coordinator": coordinator})
-
-
-def node_toml(out: Path, name: str, port: int) -> Path:
-    """Of a node that dials this port of this machine."""
-    node = {
-        "name": name,
-        "coordinator": f"tcp://127.0.0.1:{port}",
-        "state_dir": str(out / "nodes" / name),
-        "threads": 1,
-    }
-    return _write(out / f"node-{name}.toml", {"node": node, "data": DATA})
-
-
 def set_pace(out: Path, seconds: float) -> None:
     """From here on an inner step takes this long at least, on every node."""
     new = out / f"{PACE}.tmp"
@@ -127,11 +103,6 @@ def shorten(state: Path, steps: int) -> str:
     except CommandError as error:
         return str(error)
     return ""
-
-
-def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:
-    path.write_text(dump_toml(tables))
-    return path
 
 
 # --- Damage to a copy of the state directory, a second start on the directory itself, and the expected result of each
@@ -151,10 +122,10 @@ _VITAL: Final = ("journal-", "epoch", "snapshots")
 Say = Callable[[str], None]
 
 
-def page(http: int) -> Status | None:
+def page(http: int, timeout_s: float = PAGE_TIMEOUT_S) -> Status | None:
     """The status page at a port of this machine, if it answers."""
     url = f"http://127.0.0.1:{http}/status"
-    with suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=PAGE_TIMEOUT_S) as answer:
+    with suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=timeout_s) as answer:
         status: Status = json.load(answer)
         return status or None  # nothing is on the page before the first look at the run
     return None

@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from farloop.config.exit_codes import CommandError, ExitCode
+from farloop.config.sources import dump_toml
 
 STOP_S = 45.0  # how long a process may take to finish what it has begun
 FARLOOP = ("-m", "farloop.cli.main")  # the command, in whatever environment this Python has
@@ -124,3 +125,21 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise CommandError(f"no free port from {_PORTS[0]} to {_PORTS[-1]}", ExitCode.UNREACHABLE)
+
+
+def write_coordinator(
+    path: Path, *, bind: int, http: int, state: Path, run: Mapping[str, object], data: Mapping[str, object]
+) -> Path:
+    """Settings of a coordinator on these ports of this machine."""
+    coordinator = {"bind": f"tcp://127.0.0.1:{bind}", "http": f"127.0.0.1:{http}", "state_dir": str(state.resolve())}
+    path.write_text(dump_toml({"run": run, "data": data, "coordinator": coordinator}))
+    return path
+
+
+def write_node(out: Path, name: str, port: int, *, threads: int, data: Mapping[str, object]) -> Path:
+    """OUT/node-NAME.toml, of a node that dials this port of this machine and has its state in OUT/nodes/NAME."""
+    state = (out / "nodes" / name).resolve()
+    node = {"name": name, "coordinator": f"tcp://127.0.0.1:{port}", "state_dir": str(state), "threads": threads}
+    path = out / f"node-{name}.toml"
+    path.write_text(dump_toml({"node": node, "data": data}))
+    return path

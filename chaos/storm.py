@@ -18,7 +18,7 @@ from pathlib import Path
 from farloop.chaos import faults as files
 from farloop.chaos.faults import Ballast, page
 from farloop.chaos.journal_referee import Journal, Tail, Unreadable, read_journal
-from farloop.chaos.processes import Child, Children, free_port
+from farloop.chaos.processes import Child, Children, free_port, write_coordinator, write_node
 from farloop.chaos.recovery_watch import Book, History, Memory, Recoveries, final_status, in_words, is_expected, trains
 from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.chaos.storm_plan import COORDINATOR, OF_NODES, Fault, Kind
@@ -157,7 +157,6 @@ class Storm:
         return self.out / "state"
 
     def _weather(self) -> None:
-        """From the first fault to the last."""
         begins = self._now
         ends = self._storm_ends = begins + self.seconds
         for fault in self.faults:
@@ -327,9 +326,12 @@ class Storm:
     def _start(self, name: str) -> Child:
         if name == COORDINATOR:
             self._coordinator_starts = True
-            file = files.coordinator_toml(self.out, self._settings, bind=self._bind, http=self._http)
+            run = {**files.RUN, **self._settings}
+            file = write_coordinator(
+                self.out / "run.toml", bind=self._bind, http=self._http, state=self.state_dir, run=run, data=files.DATA
+            )
             return self._children.start(name, ["coordinator", str(file)], threads=1)
-        file = files.node_toml(self.out, name, self._relays[name].port)
+        file = write_node(self.out, name, self._relays[name].port, threads=1, data=files.DATA)
         arguments = [str(file), str(self.out / files.PACE), str(self._books[name].path)]
         return self._children.start(name, arguments, threads=1, command=("-m", "farloop.chaos.storm_node"))
 
@@ -375,7 +377,6 @@ class Storm:
 
     @property
     def _settings(self) -> dict[str, object]:
-        """Of the run."""
         return {"nodes": len(self.nodes), "steps": self._storm_steps + GATHER_STEPS, "seed": self.seed}
 
     @property

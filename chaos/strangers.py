@@ -18,7 +18,7 @@ from farloop.chaos import faults as files
 from farloop.chaos.faults import copy_truncated, examine, second_start, small_enough
 from farloop.chaos.journal_referee import Journal
 from farloop.chaos.lying_peers import LYING, SILENT
-from farloop.chaos.processes import Child, Children, free_port
+from farloop.chaos.processes import Child, Children, free_port, write_coordinator, write_node
 from farloop.chaos.relay import Link, Relay
 from farloop.chaos.storm_plan import JOINER, Kind
 from farloop.config.admin_client import asked
@@ -92,7 +92,7 @@ class Guests:
         number = self._begun[kind] = self._begun.get(kind, 0) + 1
         match kind:
             case "slow_joiner":
-                toml = files.node_toml(self.out, JOINER, self.relay.port)
+                toml = write_node(self.out, JOINER, self.relay.port, threads=1, data=files.DATA)
                 self.children.start(kind, ["node", str(toml)], threads=1)
                 return str(THIN)
             case "second_start":
@@ -164,5 +164,5 @@ class Guests:
 
     def _toml(self, state: Path, http: int) -> Path:
         """Settings of a coordinator over this folder, that no node knows of."""
-        name = f"coordinator-{http}"
-        return files.coordinator_toml(self.out, self.settings(), bind=free_port(), http=http, state=state, name=name)
+        path, run = self.out / f"coordinator-{http}.toml", {**files.RUN, **self.settings()}
+        return write_coordinator(path, bind=free_port(), http=http, state=state, run=run, data=files.DATA)

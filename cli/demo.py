@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,20 +19,22 @@ import typer
 from rich.console import Console
 from safetensors.torch import load_file
 
-from farloop.chaos.processes import Children, free_port, stop_on_signals
+from farloop.chaos.faults import page
+from farloop.chaos.processes import Children, free_port, stop_on_signals, write_coordinator, write_node
+from farloop.chaos.recovery_watch import final_status
 from farloop.chaos.relay import Link, Relay, RelayThread
 from farloop.cli.progress import Display, progress_console
 from farloop.cli.report import write_report
 from farloop.cli.run_results import Summary, summarise, summary_table
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
-from farloop.config.sources import dump_toml
 from farloop.monitoring.status import Status
 from farloop.node.model import build, from_json
 from farloop.node.trainer import EVALUATION_BATCH
 from farloop.quant.registry import warm_for
 
 POLL_S = 0.5
+PAGE_TIMEOUT_S = 2.0
 START_S = 60.0  # time limit for the coordinator's first answer
 
 
@@ -75,7 +76,7 @@ def run_demo(
     # Compile the kernels once, before all processes would do it at the same time.
     with console.status("compiling kernels (once for this machine and version)"):
         warm_for(planned.spec.terms)
-    status = _final_status(plan) or _train(plan, console)
+    status = final_status(plan.out / "state") or _train(plan, console)
     if status is None:
         console.print(f"stopped; go on with: farloop demo --resume {plan.out}", soft_wrap=True)
         raise typer.Exit(130)
@@ -119,81 +120,43 @@ def _plain(config: RunConfig | DataConfig) -> dict[str, object]:
     }
 
 
-def _final_status(plan: DemoPlan) -> Status | None:
-    """The last status of a finished run, else None."""
-    try:
-        status: Status = json.loads((plan.out / "state" / "status.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return status if status["run"]["state"] == "finished" else None
-
-
 def _train(plan: DemoPlan, console: Console) -> Status | None:
     """Run to the end; None if a signal stopped it."""
-    bind, http = free_port(), free_port()
+    bind, http, state = free_port(), free_port(), plan.out / "state"
     link = Link.parse(plan.link) if plan.link else None
     names = [chr(ord("a") + i) if plan.run.nodes <= 26 else f"n{i:03}" for i in range(plan.run.nodes)]
     relays = [Relay(target_host="127.0.0.1", target_port=bind, link=link) for _ in names] if link else []
     with stop_on_signals() as stopped, RelayThread(*relays) as _, Children(plan.out) as children:
-        children.start("coordinator", ["coordinator", str(_coordinator_toml(plan, bind, http))], threads=1)
+        file = write_coordinator(
+            plan.out / "run.toml", bind=bind, http=http, state=state, run=_plain(plan.run), data=_plain(plan.data)
+        )
+        children.start("coordinator", ["coordinator", str(file)], threads=1)
         status = _first_status(http, children)
         for i, name in enumerate(names):
             port = relays[i].port if relays else bind
             threads = max(1, (os.cpu_count() or 1) // len(names))
-            children.start(name, ["node", str(_node_toml(plan, name, port, threads))], threads=threads)
+            file = write_node(plan.out, name, port, threads=threads, data=_plain(plan.data))
+            children.start(name, ["node", str(file)], threads=threads)
         with Display(console, link=plan.link) as display:
             while children.running("coordinator") and not stopped:
-                status = _poll(http) or status
+                status = page(http, PAGE_TIMEOUT_S) or status
                 display.update(status)
                 children.check()
                 time.sleep(POLL_S)
         if stopped:
             return None
         children.check(all_done=True)
-    return _final_status(plan)
-
-
-def _coordinator_toml(plan: DemoPlan, bind: int, http: int) -> Path:
-    coordinator = {
-        "bind": f"tcp://127.0.0.1:{bind}",
-        "http": f"127.0.0.1:{http}",
-        "state_dir": str((plan.out / "state").resolve()),
-    }
-    return _write(
-        plan.out / "run.toml", {"run": _plain(plan.run), "data": _plain(plan.data), "coordinator": coordinator}
-    )
-
-
-def _node_toml(plan: DemoPlan, name: str, port: int, threads: int) -> Path:
-    node = {
-        "name": name,
-        "coordinator": f"tcp://127.0.0.1:{port}",
-        "state_dir": str((plan.out / "nodes" / name).resolve()),
-        "threads": threads,
-    }
-    return _write(plan.out / f"node-{name}.toml", {"node": node, "data": _plain(plan.data)})
-
-
-def _write(path: Path, tables: Mapping[str, Mapping[str, object]]) -> Path:
-    path.write_text(dump_toml(tables))
-    return path
+    return final_status(state)
 
 
 def _first_status(http: int, children: Children) -> Status:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         children.check()
-        if status := _poll(http):
+        if status := page(http, PAGE_TIMEOUT_S):
             return status
         time.sleep(0.1)
     raise CommandError(f"the coordinator did not answer on port {http} within {START_S:g} s", ExitCode.UNREACHABLE)
-
-
-def _poll(http: int) -> Status | None:
-    with suppress(OSError, ValueError), urllib.request.urlopen(f"http://127.0.0.1:{http}/status", timeout=2) as answer:
-        status: Status = json.load(answer)
-        return status
-    return None
 
 
 def _finish(plan: DemoPlan, planned: Plan, status: Status) -> Summary:

@@ -12,6 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from farloop.cli.options import facts as facts_grid
 from farloop.config.exit_codes import CommandError
 from farloop.coordinator.observe.decision_log import FILE, missing
 from farloop.coordinator.observe.event_log import files
@@ -147,9 +148,7 @@ def _picture(facts: dict[str, Any]) -> RenderableType:
     head.append(f"  of stage {facts['stage']}" if "stage" in facts else "", style="default not bold")
     if facts["t"] is not None:
         head.append(f"  {duration_text(facts['t'])} into the run", style="dim not bold")
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
+    grid = facts_grid()
     grid.add_row("closed", Text(facts["why"], style="bold"))
     grid.add_row("waited", _waited(facts))
     if facts["revision"]:
@@ -159,9 +158,7 @@ def _picture(facts: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [head, grid, Padding(_arrived(facts["arrived"], facts["version"]), (1, 0, 1, 0))]
     if facts["missing"] or facts["refused"]:
         parts += [Padding(_left_out(facts["missing"], facts["refused"]), (0, 0, 1, 0))]
-    foot = Table.grid(padding=(0, 2, 0, 0))
-    foot.add_column(style="dim", no_wrap=True)
-    foot.add_column()
+    foot = facts_grid()
     foot.add_row("step", _step(facts))
     foot.add_row("update", _update(facts))
     foot.add_row("anchor", f"{facts['anchor_digest']}, " + _where(facts))
