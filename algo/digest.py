@@ -1,6 +1,6 @@
 """A 64-bit digest of fp32 numbers that does not depend on order, tiling or device, and the clean-up of their bits.
 
-It tells whether two machines hold the same anchor. It detects error, not malice.
+Equal digests mean equal anchors. It detects errors, not malice.
 """
 
 from collections.abc import Iterable
@@ -47,10 +47,7 @@ def combine(parts: Iterable[int]) -> int:
 
 
 def canonicalise_(x: Tensor) -> None:
-    """Make every |x| < 2⁻¹²⁶ of x, fp32 [n], +0: no machine need agree with another on subnormals or −0.
-
-    Compares bit patterns, so it does the same where the hardware flushes subnormals.
-    """
+    """Set every |x| < 2⁻¹²⁶ of x, fp32 [n], to +0, by bit patterns: machines differ in subnormals and −0."""
     assert x.dtype == torch.float32 and x.dim() == 1
     for (part,) in tiles(x.detach()):
         part.masked_fill_(part.view(torch.int32).bitwise_and(0x7FFFFFFF) < 0x00800000, 0.0)

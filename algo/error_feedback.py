@@ -1,17 +1,14 @@
-"""Error feedback on the uplink: whose residual a node's buffer holds, and whether the next delta may take it in.
+"""Error feedback on the uplink: which residual a node's buffer holds, and whether the next delta may add it.
 
 A node that encodes a delta v keeps what the codec lost, e = v − decoded, and adds β·e to the fragment's next delta.
-`Residual` knows which e that is, for one fragment under one codec; the numbers belong to the shell.
+`Residual` tracks the state of e for one fragment under one codec; the caller holds the numbers.
 
     empty ──encoded──▶ tentative(blob) ──merged──▶ settled(version) ──encoded──▶ tentative(blob) …
     tentative ──dropped──▶ empty      any ──reset──▶ empty      empty ──restore, at a start──▶ settled(version)
 
-A dropped delta takes its residual along, and its payload is never added back ("carry"): the node goes on from weights
-that hold the others' progress, so sending the work again would count it twice (delta outcomes). Hence one buffer is
-enough: the encoder overwrites the old residual while it writes the new one.
-
-A residual can be added to one blob only. What was lost of that blob is in the next residual, so the old one, in memory
-or on disk, is of no more use from then on.
+A dropped delta takes its residual along, and its payload is never added back: the node goes on from weights that hold
+the others' progress, so the work would count twice. A residual is added to one blob only: the next residual holds what
+that blob lost. So one buffer is enough, and the encoder overwrites the old residual with the new one.
 """
 
 from dataclasses import dataclass
@@ -101,15 +98,12 @@ class Residual:
     def usable(self) -> bool:
         """Whether the next delta is delta + β·e. If not, its encoder must not read the buffer.
 
-        Zeros in the buffer would not do: an encoding that was under way at a reset writes into it afterwards.
+        Zeroing the buffer is not enough: an encoding under way at a reset still writes into it.
         """
         return isinstance(self.state, Settled)
 
     def encoded(self, blob: BlobId) -> list[Command]:
-        """The buffer holds what the codec lost of this delta. To be told before the blob is sent.
-
-        A delta whose outcome was still open is given up with this: it was not added, and is overwritten.
-        """
+        """The buffer holds what the codec lost of this delta. Call before the blob is sent; gives up an open delta."""
         assert blob.kind is BlobKind.DELTA and blob.fragment == self.fragment, blob
         may_be_on_disk = self.copy is not None or (self.durable and self._restorable)
         self.state, self.copy, self._restorable = Tentative(blob=blob), None, False
@@ -139,9 +133,9 @@ class Residual:
         return [Zero(), Forget()] if self.durable else [Zero()]
 
     def restore(self, tag: Tag | None, *, version: int) -> list[Command]:
-        """After a start, once the fragment's first anchor is here, at `version`: take up what is on disk, if it fits.
+        """After a start, with the first anchor at `version`: load the residual on disk if it fits, else reset.
 
-        It takes the place of the `reset` that any other snapshot brings. `tag` is None where nothing is on disk.
+        `tag`: that of the residual on disk, or None.
         """
         assert self._restorable, "a residual is restored once, before anything else"
         self._restorable = False
@@ -155,7 +149,6 @@ class Residual:
         return [Load()]
 
     def check(self) -> None:
-        """The invariants."""
         match self.state:
             case Tentative(blob=blob):
                 assert blob.kind is BlobKind.DELTA and blob.fragment == self.fragment

@@ -22,8 +22,8 @@ _OUTSIDE: Final = frozenset({"head", "lm_head", "output", "shared", "wte", "wpe"
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     """Whether the tensor maps one layer's features to another's: two dimensions or more, and no embedding or head.
 
-    A row of an embedding or a head belongs to one token, and moves when that token comes: the rows are not one map. In
-    a numbered block only `embed` tells one, as `output` and `head` are names of attention's parts there.
+    Rows of an embedding or a head belong to single tokens and move when their token occurs. In a numbered block only
+    the name `embed` excludes a tensor: `output` and `head` are parts of attention there.
     """
     if len(shape) < 2:
         return False
@@ -48,8 +48,8 @@ NamedShape = tuple[str, tuple[int, ...]]
 def trainable_tensors(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters that require a gradient, in registration order; tied ones once, under their first name.
 
-    Two parameters are tied when they are one object or cover the same memory. Names are those of the model before
-    `torch.compile`, as nodes agree on names. Pass the bare module otherwise: DDP, too, prefixes every name.
+    Tied parameters are one object or cover the same memory. The prefix of `torch.compile` is removed, because nodes
+    agree on names; unwrap other wrappers (DDP) first.
     """
     found: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
@@ -231,7 +231,6 @@ def _block_numbers(tensors: Sequence[NamedShape]) -> dict[str, int]:
 def _assign(
     layers: Sequence[NamedShape], blocks: Mapping[str, int], pattern: Pattern, num_blocks: int, num_fragments: int
 ) -> list[int]:
-    """Fragment of each tensor."""
     if pattern == "strided":
         return [blocks[name] % num_fragments for name, _ in layers]
     if pattern == "sequential":

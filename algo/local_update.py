@@ -22,8 +22,8 @@ _CHUNK: Final = 16 * TILE
 def delta_into(anchor: Tensor, local: Tensor, out: Tensor) -> None:
     """out ← cast(anchor, local's dtype) − local, in fp32; anchor and out are fp32 [local.numel()].
 
-    The anchor is rounded as `mix_into` rounded it into the local weights: a bf16 node that has not moved has a delta of
-    exactly zero, and the rounding is never sent as if it were progress. Positive where training went downhill.
+    The anchor is rounded as `mix_into` rounds it into the local weights, so that a bf16 node that has not trained has a
+    delta of exactly zero. Positive where training went downhill.
     """
     assert anchor.dtype == out.dtype == torch.float32
     for local_part, anchor_part, out_part in _pieces(local, anchor, out):
@@ -38,8 +38,7 @@ def delta_into(anchor: Tensor, local: Tensor, out: Tensor) -> None:
 def mix_into(local: Tensor, anchor: Tensor, a: float) -> None:
     """local ← a·local + (1 − a)·anchor, in fp32, then rounded to local's dtype; anchor is fp32 [local.numel()].
 
-    a = 0 copies the anchor exactly, a = 1 leaves the local weights alone. The optimizer's moments are nobody's business
-    here: they stay (arXiv 2311.08105).
+    a = 0 copies the anchor exactly, a = 1 keeps the local weights. The optimizer's moments stay (arXiv 2311.08105).
     """
     assert anchor.dtype == torch.float32 and 0.0 <= a <= 1.0
     if a == 1.0:
@@ -99,10 +98,9 @@ def _pieces(local: Tensor, *flats: Tensor) -> Iterable[tuple[Tensor, ...]]:
 
 @torch.no_grad()
 def eager_start_into(anchor: Tensor, fresh: Tensor, out: Tensor, *, share: float, gain: float) -> None:
-    """out ← anchor − gain · share · fresh, all fp32 [n]: where a node goes on from, and measures its next delta from.
+    """out ← anchor − gain · share · fresh, all fp32 [n]: the start of an eager node, and the base of its next delta.
 
-    `fresh` is what it has sent and is not in the anchor, the sum where that is several; `share` the weight that it
-    expects to have. `out` may be `anchor` itself.
+    `fresh` is the sum of its deltas that the anchor lacks; `share` its expected weight. `out` may be `anchor`.
     """
     factor = gain * share
     for anchor_part, fresh_part, out_part in tiles(anchor, fresh, out):

@@ -74,14 +74,14 @@ def radial_into(
 
         (Σ w‖v‖ / Σ w) · φ(Σ w φ(v) / Σ w)
 
-    The mean of M deltas that have little in common is about √M times shorter than each of them; this is as long as they
-    are, whatever M. Where the directions cancel each other there is no mean direction, and the plain mean is taken.
-    The paper prints a vector, Σ w v / Σ w, where a length belongs; the mean of the lengths is our reading.
+    The plain mean of M deltas with little in common is about √M times shorter than each; this one is as long as they
+    are. If the directions cancel, the plain mean is taken. The paper prints a vector, Σ w v / Σ w, where a length
+    belongs; the mean of the lengths is our reading.
 
-    All other tensors are averaged plainly: embeddings, as in the paper, and the head with them, since their rows move
-    as their tokens come; gains and biases, whose deltas point the same way on all nodes, so that nothing shrinks.
+    All other tensors are averaged plainly: embeddings (as in the paper) and the head, because their rows move with
+    their tokens; gains and biases, because their deltas point the same way on all nodes.
 
-    Every delta is read twice, and a third time where directions cancel; besides `out` nothing of its size is held.
+    Every delta is read twice, or three times if directions cancel; nothing else of the size of `out` is allocated.
     """
     total = sum(weights)
     weights = [weight / total for weight in weights]
@@ -223,13 +223,11 @@ def coordinates_into(rule: str, deltas: Sequence[Pieces], out: Tensor) -> None:
 
 
 def cosines(products: Gram, voices: Iterable[int]) -> list[float | None]:
-    """Of every delta the cosine to the mean direction of the others among `voices`; None where these have none.
+    """Cosine of every delta to the mean direction of the others among `voices`; None if these have none.
 
-    Each voice has the same say, whatever its length: else a long one would be the direction that all are held against.
-
-    The others must agree among themselves, by `AGREE` on average over their pairs. Where nodes differ by their data and
-    the model is as good as it gets, honest deltas add up to nothing: then each points against all others, and none is
-    wrong.
+    Directions count equally, whatever the deltas' lengths. The others must agree among themselves, by `AGREE` on
+    average over their pairs: near an optimum, honest deltas of nodes with different data cancel, and each points
+    against all others.
     """
     voices = [i for i in voices if products[i][i] > 0.0]
     found: list[float | None] = []

@@ -1,7 +1,7 @@
 """The training methods that a run can name, each a row of choices.
 
-Free of torch: state machines read this table, and so does a command line that only prints help. Whether a run's terms
-fit its method, `validation.py` checks.
+Imports no torch: state machines and the help of the command line read this table. `validation.py` checks whether a
+run's terms fit its method.
 """
 
 import difflib

@@ -50,10 +50,9 @@ LEAST_WORK: Final = 1e-3  # a window that is worth less counts as this much: not
 def corrected(settings: OuterSettings, work: float) -> OuterSettings:
     """Nesterov's settings for a delta that is worth p = `work` ordinary ones: Δ/p, μ^p and ν·p·(1+μ)/(1+μ^p).
 
-    From AutoLoCo (arXiv 2609.36662) is that the delta is divided by p, so that the buffer holds progress per unit of
-    work; that what it holds fades by the work done, not by the number of steps; and that ν is rescaled. The factor is
-    ours: whatever p, a delta moves the target at once by ν(1+μ)Δ, as it does without a correction. Ours is also what p
-    is measured by (`work_ratio`): h steps at the same place, so that a run of constant H is left alone.
+    From AutoLoCo (arXiv 2609.36662): the delta is divided by p, so that the buffer holds progress per unit of work and
+    fades with the work done; ν is rescaled. Ours: the factor of ν, by which a delta moves the target at once by
+    ν(1+μ)Δ whatever p, and the unit of p (`work_ratio`), h steps at the same place: a constant H needs no correction.
     """
     p, mu = max(work, LEAST_WORK), settings.momentum
     return dataclasses.replace(
@@ -62,10 +61,7 @@ def corrected(settings: OuterSettings, work: float) -> OuterSettings:
 
 
 def is_corrected(terms: Terms) -> bool:
-    """Whether the run's outer steps are corrected for the work in them: where rounds differ, and momentum spans them.
-
-    Without momentum there is nothing to correct: ν·Δ is as it should be, however long it took.
-    """
+    """Whether the run's outer steps are corrected for their work: only where rounds differ and momentum spans them."""
     varies = terms.schedule.h_rule != "constant" and terms.outer.momentum > 0.0
     return terms.outer.correction and varies and method_named(terms.method).outer == "nesterov"
 

@@ -71,10 +71,7 @@ class Revisions:
         return self._at_round(index).terms
 
     def of_window(self, fragment: int, window: int, round_index: int | None = None) -> Terms:
-        """What a window of this round runs under.
-
-        Without a round, for who asks only for what belongs to windows.
-        """
+        """What a window of this round runs under. Without a round, only terms that change by window are right."""
         ours = self._at_window(fragment, window)
         theirs = ours if round_index is None else self._at_round(round_index)
         return ours.terms if theirs is ours else composed(ours.terms, theirs.terms)

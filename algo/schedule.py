@@ -51,7 +51,6 @@ def warms_up(terms: Terms, position: float) -> bool:
 
 
 def _within(lr: LearningRate, phase: Phase, first: float, position: float) -> float:
-    """η in a phase that began at `first`."""
     passed, warmup = position - phase.start, lr.warmup_steps
     if passed < warmup:
         return first + (phase.peak - first) * min(1.0, (passed + 1) / warmup)
@@ -117,8 +116,8 @@ _EQUAL: Final = 0.95  # of the best rate: rates are measured, and of equal nodes
 def h_at(terms: Terms, position: int) -> int:
     """H of a round that starts here: from η at its first step, once, for the whole round (arXiv 2310.14423).
 
-    max(h, ⌊(α/η)^power⌋), at most `h_max`. While η warms up, or where α is 0, `h_init`: the η of a beginning is small
-    because nothing is known yet, not because training is done.
+    max(h, ⌊(α/η)^power⌋), at most `h_max`; `h_init` during the warm-up, where a small η does not mean slow drift, and
+    where α is 0.
     """
     if terms.schedule.h_rule == "constant":
         return terms.schedule.h
@@ -143,8 +142,8 @@ def initial_h(terms: Terms) -> int:
 def round_after(terms: Terms, previous: RoundPlan | None) -> RoundPlan | None:
     """The round that follows `previous` (None: the first); None where the run has ended.
 
-    The last one is cut short. A round that would run into a re-warm ends where that begins, or nodes would go through
-    it without a sync; but none is made shorter than `h`.
+    The last one is cut short. A round that would run into a re-warm ends where that begins, so that nodes sync there,
+    but is never made shorter than `h`.
     """
     index, start = (previous.index + 1, previous.start + previous.length) if previous else (0, 0)
     length = h_at(terms, start)
@@ -198,8 +197,8 @@ def dealt(
 ) -> RoundPlan:
     """The round with the steps of the nodes that do fewer than all of them, and a step per slot at least.
 
-    Slow nodes do H_i = ⌊H · rate ÷ best rate⌋ (DyLU, arXiv 2401.09135); one whose rate is not known, or not positive,
-    or nearly the best, all of them. Nodes with a share do ⌊H · share⌋. Who is in both does the fewer.
+    Slow nodes do H_i = ⌊H · rate ÷ best rate⌋ (DyLU, arXiv 2401.09135); nodes with an unknown rate, or nearly the best,
+    all of them. Nodes with a share do ⌊H · share⌋. If both apply, the fewer.
     """
     best, least = max(rates.values(), default=0.0), min(plan.length, slots)
     steps = {name: steps_by_rate(plan.length, rate, best) for name, rate in rates.items() if rate > 0.0}

@@ -1,6 +1,6 @@
 """A run as plain values: its identity, its spec and revisions, its rounds, windows, leases and blob ids.
 
-Standard library only: both daemons, the wire and the simulator use these types.
+Standard library only.
 """
 
 import dataclasses

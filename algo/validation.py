@@ -1,11 +1,11 @@
 """Whether a run can have its terms: each refusal is one sentence that names the nearest valid value.
 
-`check` asks everything that follows from the terms, their method and the layout. Codec names are checked where codecs
-live; here a codec is a word. Free of torch: the state machines check the revisions of a run by it.
+`check` tests all that follows from the terms, their method and the layout, except codec names: here a codec is a word.
+Imports no torch: state machines check the revisions of a run.
 
-What some nodes have of their own (the codec of their deltas, their share of a round's steps) is in the terms a tuple of
-(node, value), sorted by node, without the nodes that have what all have; as text it is
-`rome=q4 oslo=q4r:step=0.7,rounding=nearest`, with blanks between nodes, because codecs have commas.
+Settings of single nodes (the codec of their deltas, their share of a round's steps) are a tuple of (node, value) in the
+terms, sorted by node, without nodes that have the common value. As text: `rome=q4 oslo=q4r:step=0.7,rounding=nearest`,
+separated by blanks, because codecs contain commas.
 """
 
 import difflib

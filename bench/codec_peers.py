@@ -75,7 +75,6 @@ class Peers:
     """Those that are installed and work, until one breaks: a peer that fails is noted and left out, no more."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
-        """Tries each on a few numbers."""
         self._states = {peer.name: probe(peer) for peer in peers}
         self._peers = peers
 
@@ -86,7 +85,6 @@ class Peers:
 
     @property
     def states(self) -> tuple[PeerState, ...]:
-        """What became of all."""
         return tuple(self._states.values())
 
     def tried(self, peer: Peer, measure: Callable[[], Iterable[_Row]]) -> list[_Row]:

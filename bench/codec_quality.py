@@ -71,12 +71,10 @@ def random_sample(name: str, side: int = 1024, seed: int = 0) -> Sample:
 
 
 def outer_sample(found: OuterGradients) -> Sample:
-    """Real outer gradients as a sample."""
     return Sample(name=OUTER, fragment=found.fragment, vectors=found.deltas, before=found.before)
 
 
 def matrix(rows: int, columns: int) -> Fragment:
-    """A fragment that is one matrix."""
     slot = TensorSlot(name="x", shape=(rows, columns), offset=0)
     return Fragment(index=0, slot=0, numel=rows * columns, tensors=(slot,))
 

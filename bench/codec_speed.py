@@ -129,7 +129,6 @@ class Where:
     threads: int  # of the CPU; on a GPU they only feed it
 
     def describe(self) -> str:
-        """In a few words."""
         if self.device != "cpu":
             return "GPU"
         return f"CPU, {self.threads} thread" + ("s" if self.threads > 1 else "")

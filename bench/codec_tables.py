@@ -118,7 +118,6 @@ def _parameters(codec: Codec) -> Iterator[tuple[str, str, str]]:
 
 
 def codec_list_json(measured: CodecReport | None) -> list[dict[str, Any]]:
-    """The same for programs."""
     return [
         {
             "codec": codec.name,
@@ -156,7 +155,6 @@ def _measured_json(name: str, measured: CodecReport | None) -> dict[str, float] 
 
 
 def report_tables(report: CodecReport) -> Iterator[RenderableType]:
-    """All that a report says, one table after the other."""
     if report.quality:
         yield quality_table(report.quality)
         yield _note(
@@ -223,7 +221,6 @@ def speed_table(rows: Sequence[SpeedRow], where: Where) -> Table:
 
 
 def memory_table(rows: Sequence[MemoryRow]) -> Table:
-    """Peaks, codec by codec."""
     ops = list(dict.fromkeys(row.op for row in rows))
     table = _table("MiB beyond the operands", *ops, "payload + fragment")
     for codec in dict.fromkeys(row.codec for row in rows):

@@ -113,7 +113,6 @@ class CodecReport:
     machine: Machine
 
     def plain(self) -> dict[str, Any]:
-        """JSON-ready."""
         return dataclasses.asdict(self)
 
     @property
@@ -232,7 +231,6 @@ def places(threads: Sequence[int] | None = None, devices: Sequence[str] | None =
 
 
 def describe_machine() -> Machine:
-    """This machine, and the commit of the source tree."""
     return Machine(
         cpu=cpu_model(),
         cores=os.cpu_count() or 1,

@@ -9,7 +9,6 @@ import torch
 
 
 def cpu_model() -> str:
-    """The processor's name."""
     for line in text_of(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

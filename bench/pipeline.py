@@ -68,7 +68,6 @@ class Losses:
 
 
 def example_layout(paths: Sequence[str], layers: int = 4) -> StageLayout:
-    """The worked example with these paths."""
     return layout_of(("01", "23", "45", "67"), paths, layers)
 
 
@@ -202,7 +201,6 @@ def run_nodes(
 
 
 def _free_ports(count: int) -> list[int]:
-    """That many, all different."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -224,7 +222,6 @@ class Step:
 
     @property
     def line(self) -> str:
-        """In words."""
         made = self.made
         return (
             f"{self.name}: {1e3 * made.measured_s:.1f} ms measured, {1e3 * made.predicted_s:.1f} predicted "
@@ -248,7 +245,6 @@ class Learning:
 
     @property
     def lines(self) -> list[str]:
-        """In words."""
         kept, left_out = self.whole, self.skipping
         return [
             f"nothing left out: loss {_last(kept):.3f}, whole model {kept.full_loss:.3f}; one process "

@@ -75,7 +75,6 @@ def seed_of(step: int, stage: int, names: Sequence[str], name: str) -> int:
 
 
 def main(settings_file: str) -> None:
-    """Take the steps, and write what they came to."""
     torch.set_num_threads(1)
     settings = NodeSettings(**json.loads(Path(settings_file).read_text()))
     name, out = settings.name, Path(settings.out)

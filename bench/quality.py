@@ -165,7 +165,6 @@ class Kept:
         return result if result.key == key else None
 
     def put(self, spec: RunSpec, result: RunResult) -> None:
-        """Keep a result, and beside it the settings it came from."""
         self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(
             {"result": dataclasses.asdict(result), "torch": torch.__version__, "terms": to_plain(spec.terms)}, indent=1
@@ -221,7 +220,6 @@ class QualityPlan:
         return {self.key(spec): spec for column in columns for spec in column}
 
     def key(self, spec: RunSpec) -> str:
-        """By which a run of this plan is kept."""
         return run_key(spec, self.device)
 
 

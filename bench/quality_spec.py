@@ -175,7 +175,6 @@ _MOST_VARIANTS = 8
 
 
 def default_variants() -> tuple[str, ...]:
-    """Eight of the methods that there are."""
     known = [spelled for spelled in _DEFAULT_VARIANTS if spelled.split()[0] in {"single", *METHODS}]
     return tuple(known[:_MOST_VARIANTS])
 

@@ -49,7 +49,6 @@ _COLUMNS = ("loss", "difference", "", "up a node", "down", "fewer bytes", "syncs
 
 
 def table(found: Report) -> Table:
-    """For a terminal."""
     shown = Table(box=box.SIMPLE_HEAD, header_style="dim", border_style="dim", padding=(0, 1))
     shown.add_column("variant", overflow="fold")
     for title in _COLUMNS:

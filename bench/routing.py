@@ -90,7 +90,6 @@ def small_instance(unit_s: float = 0.01) -> Inventory:
 
 
 def small_paths() -> SmallPaths:
-    """What is planned for it."""
     plan = make_plan(small_instance())
     compared = {one.name: one.seconds for one in plan.alternatives}
     return SmallPaths(
@@ -134,7 +133,6 @@ def world(count: int, *, stages: int, skip: float, seed: int = 0, sites: int = 1
 
 
 def planning(sizes: Sequence[int], clock: Clock = time.perf_counter) -> Iterator[Planning]:
-    """A row per size."""
     for count in sizes:
         inventory = world(count, stages=6 if count < 64 else 8, skip=1 / 3 if count < 64 else 0.25)
         began, cpu = clock(), time.process_time()
@@ -180,7 +178,6 @@ def four_sites() -> Inventory:
 
 
 def relaying() -> Relaying:
-    """Both ways of the worked example."""
     plan = make_plan(four_sites())
     assert plan.sync is not None
     predicted = {one.name: one.round_s for one in plan.sync.topologies}

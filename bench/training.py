@@ -94,7 +94,6 @@ class BuiltIn:
         return RunSpec(identity=identity, terms=terms), anchors
 
     def learner(self, node: NodeId, seed: int) -> "Learner":
-        """As the simulator asks."""
         mixed = mixed_precision(self._device, self.spec.terms)
         return Learner(self._module(self._device), self._batch_of(seed), self._glance, self._on_step, mixed)
 
@@ -190,7 +189,6 @@ class Settings:
         return self.nodes * self.h * self.rounds
 
     def describe(self) -> str:
-        """In a few words, for captions."""
         return f"{self.model} model, {self.nodes} nodes, H {self.h}, round {self.rounds}"
 
 

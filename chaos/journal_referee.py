@@ -131,7 +131,6 @@ class Tail:
 
 
 def _segments(folder: Path) -> list[Path]:
-    """Its segments, in order."""
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_number)
 
 
@@ -142,7 +141,6 @@ def _number(path: Path) -> int:
 
 
 def _begin(file: BinaryIO, path: Path) -> _Place:
-    """The header of a segment."""
     data = file.read(_SEGMENT.size)
     if len(data) < _SEGMENT.size:
         raise Unreadable(f"{path.name} is cut within its header")

@@ -24,7 +24,6 @@ LOOK_S = 0.05  # between two looks at the pace, so that a change of it reaches a
 
 
 def main(file: Path, pace: Path, anchors: Path) -> None:
-    """Take part in a run."""
     with ended_in_one_line(), anchors.open("a") as book:
         book.write("\n")  # ends a line that the last start left unfinished
 

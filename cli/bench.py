@@ -278,7 +278,6 @@ def _measured(made: "Processes") -> list[str]:
 
 
 def lines(findings: "Findings") -> list[str]:
-    """What was found, a sentence each."""
     small, relays, slow = findings.small, findings.relaying, findings.slow_link
     chosen = ", ".join(f"{row.chosen} at H = {row.h}" for row in findings.modes)
     text = [

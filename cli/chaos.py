@@ -137,7 +137,6 @@ def _verdict(outcome: Outcome, folder: Path) -> str:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """The results as JSON."""
     measured = [s for what, seconds in outcome.recovery_s.items() if what != NODE_BACK for s in seconds]
     return {
         "faults": {kind: outcome.faults[kind] for kind in KINDS if outcome.faults[kind]},
@@ -164,7 +163,6 @@ SETTLED: Final = 15  # samples until the memory of a process has settled
 
 
 def peak(series: Sequence[tuple[float, int]]) -> int:
-    """The most that was resident at once."""
     return max(size for _, size in series)
 
 

@@ -36,7 +36,6 @@ def check(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) -> li
 
 
 def _run_lines(file: RunFile, plan: Plan) -> list[tuple[str, str]]:
-    """A RUN.toml as labels and values."""
     identity, terms = plan.spec.identity, plan.spec.terms
     layout = identity.layout
     model = "the nodes' own" if identity.model == "own" else file.run.model
@@ -73,7 +72,6 @@ def _h_text(terms: Terms) -> str:
 
 
 def _node_lines(file: NodeFile) -> list[tuple[str, str]]:
-    """A NODE.toml as labels and values."""
     node = file.node
     return [
         ("node", f"{node.name}, {plural(node.nproc, 'rank')}"),

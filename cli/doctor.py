@@ -405,7 +405,6 @@ def _node_findings(file: NodeFile, url: str) -> list[Finding]:
 
 
 def _network_findings(file: NodeFile, url: str, told: Inventory, allowed: Limits) -> list[Finding]:
-    """The path to the coordinator, and the declared address."""
     config = file.node
     seen = _seen(url)
     way = way_of(config.name, seen, round_trip_s(parse_tcp(config.coordinator)), told)

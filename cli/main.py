@@ -402,7 +402,6 @@ def front_door(
 
 
 def main() -> None:
-    """The console script."""
     try:
         app(prog_name="farloop")
     except SystemExit as end:

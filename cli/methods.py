@@ -10,7 +10,6 @@ from farloop.cli.options import table
 
 
 def methods_table() -> Table:
-    """Every method with its defaults."""
     columns = ("method", "H", "overlap", "mix", "up", "down", "outer step", "what it does")
     rows = table(*columns, fold=columns)
     for method in METHODS.values():

@@ -210,7 +210,6 @@ def plan_json(inventory: "Inventory", plan: "Plan", plan_s: float) -> dict[str, 
 
 
 def show(console: "Console", inventory: "Inventory", plan: "Plan", plan_s: float) -> None:
-    """The plan as text."""
     console.print(f"\n [bold]{inventory.name or 'plan'}[/]  mode {plan.mode.value}: {plan.why}", soft_wrap=True)
     console.print(
         f" {len(inventory.nodes)} nodes, {len(plan.islands)} islands, {len(plan.layout.stages)} stages, "

@@ -50,7 +50,6 @@ def release(state: StateFolder = STATE, node: DisbelievedNodes = None) -> None:
 
 
 def lines(answer: Mapping[str, Any]) -> list[str]:
-    """What changes, and from which window or round."""
     head = "would be" if answer["dry_run"] else "is"
     rows = [f"{c['key']} {_shown(c['before'])} → {_shown(c['after'])} from {c['from']} on" for c in answer["changes"]]
     return [f"revision {answer['revision']} {head}:", *(f"  {row}" for row in rows)]

@@ -376,7 +376,6 @@ def _list() -> None:
 
 @contextmanager
 def _watched(scenario: "FlowScenario", *, quiet: bool) -> "Iterator[Callable[[Case], None]]":
-    """A progress bar on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -397,7 +396,6 @@ def _watched(scenario: "FlowScenario", *, quiet: bool) -> "Iterator[Callable[[Ca
 
 
 def report_json(scenario: "FlowScenario", rows: "Sequence[Row]") -> dict[str, Any]:
-    """For programs."""
     return {
         "name": scenario.name,
         "about": scenario.about,

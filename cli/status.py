@@ -63,13 +63,11 @@ def page_of(url: str) -> str:
 
 
 def show(url: str, console: Console) -> None:
-    """Show the status once."""
     status, (width, height) = cleaned(fetch(url)), console.size
     console.print(draw(view_of(status), width=width, max_nodes=max(height, 40)))
 
 
 def show_network(url: str, console: Console) -> None:
-    """Show machines and links."""
     console.print(draw_network(cleaned(fetch(url))))
 
 

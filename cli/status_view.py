@@ -205,7 +205,6 @@ def _nodes(view: RunView, max_nodes: int, *, wide: bool) -> RenderableType:
 
 
 def node_cells(node: NodeView, view: RunView) -> dict[str, Text]:
-    """The columns of a node's row."""
     told = node.status
     mark = "●" if node.connected else "✓" if node.tone == "good" else "○"
     return {

@@ -99,7 +99,6 @@ class Top(App[None]):
         self._asking = threading.Lock()
 
     def compose(self) -> ComposeResult:
-        """From above to below."""
         yield Static(id="silent", markup=False)
         yield Static(id="head")
         yield DataTable[Text](id="nodes", cursor_type="row", cell_padding=_PADDING // 2)
@@ -109,7 +108,6 @@ class Top(App[None]):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Show the first status, and ask for more."""
         self.query_one(DataTable).focus()
         self.take(self._view.status)
         self.set_interval(self._poll_s, self._ask)
@@ -117,7 +115,6 @@ class Top(App[None]):
     # --- what is told
 
     def take(self, status: Status) -> None:
-        """Show a status."""
         self._view, self._eta_s = view_of(status), self._pace.update(status)
         if self._is_up:
             self.query_one("#silent").display = False
@@ -156,17 +153,14 @@ class Top(App[None]):
         self._draw()
 
     def action_reverse(self) -> None:
-        """Turn the order round."""
         self._descending = not self._descending
         self._draw()
 
     def action_pause(self) -> None:
-        """Stop asking, or go on."""
         self._paused = not self._paused
         self._draw()
 
     def action_tone(self) -> None:
-        """From dark to light, and back."""
         self.theme = LIGHT if self.theme == DARK else DARK
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
@@ -178,7 +172,6 @@ class Top(App[None]):
             self._draw()
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
-        """The cursor moved."""
         if self._is_up:
             self._draw_chosen()
 

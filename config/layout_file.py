@@ -144,7 +144,6 @@ class Outcome:
         return {"stages": cut, "nodes": min(len(stage.replicas) for stage in stages)}
 
     def json(self) -> dict[str, Any]:
-        """For `--json`."""
         return {
             "epoch": self.layout.epoch,
             "run": self.run,

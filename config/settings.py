@@ -253,7 +253,6 @@ class Settings:
     by_name: Mapping[tuple[str, str], Setting]
 
     def section(self, name: str) -> dict[str, Any]:
-        """The values of one section."""
         return {key: setting.value for (section, key), setting in self.by_name.items() if section == name}
 
     def check(self, section: str, key: str, rule: Callable[[Any], object]) -> None:

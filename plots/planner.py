@@ -151,7 +151,6 @@ _KINDS: Final = (("F", "forward", SERIES[0]), ("L", "loss", SERIES[2]), ("B", "b
 
 
 def draw(path: Path, inventory: Inventory, plan: Plan) -> None:
-    """Write the figure."""
     piped = len(plan.layout.stages) > 1
     sites = _rows(inventory, plan)
     height = min(13.0, max(6.4, 2.2 + 0.46 * len(sites))) if piped else min(12.0, max(5.2, 1.8 + 0.3 * len(sites)))

@@ -135,7 +135,6 @@ _WORDS: Final = {
 
 
 def draw_flow(path: Path, scenario: FlowScenario, found: Sequence[Row]) -> None:
-    """Write the figure."""
     last = [row for row in found if row.value == found[-1].value]
     note = f"Simulated, {plural(scenario.repeats, 'seed')}: {scenario.about or scenario.name}."
     if any(row.published is not None for row in found):
@@ -234,7 +233,6 @@ _MOST_SYNCS = 200  # more than that would be a grey band
 
 
 def draw_schedule(path: Path, terms: Terms, rounds: Sequence[RoundPlan]) -> None:
-    """Write the figure."""
     with figure(path, 8.6, 5.2) as drawn:
         above, below = drawn.subplots(2, 1, sharex=True, height_ratios=(1.5, 1.0))
         _lengths(above, terms, rounds)

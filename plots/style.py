@@ -19,7 +19,6 @@ SERIES = ("#2563c9", "#0d8f72", "#b86e00", "#a8328a", "#6247cf", "#c2410c")
 
 
 def style(*, ink: str = INK, muted: str = MUTED, grid: str = GRID, font_size: float = 10) -> dict[Any, Any]:
-    """Settings of matplotlib."""
     ticks = {
         f"{axis}tick.{name}": value
         for axis in "xy"
@@ -63,7 +62,6 @@ def figure(path: Path, width_in: float, height_in: float, *, note: str = "", fon
 
 
 def color_of(number: int) -> str:
-    """A series' colour."""
     return SERIES[number % len(SERIES)]
 
 

@@ -76,7 +76,6 @@ class StateDisk:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
         return self.files.num_bytes
 
     # --- What is done to it

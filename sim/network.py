@@ -284,7 +284,6 @@ class VirtualRouterSocket:
         self._listener = listener
 
     def accept(self, connection: Connection) -> None:
-        """A node has connected."""
         sender = VirtualSender()
         connection.deliver[Side.COORDINATOR] = lambda lane, frame: self._listener.on_frame(
             (connection, lane), frame, sender

@@ -186,7 +186,6 @@ class Commit:
 
 
 def commit_of(record: rec.WindowCommitted) -> Commit:
-    """A journaled commit."""
     return Commit(
         fragment=record.fragment,
         version=record.version,
@@ -222,7 +221,6 @@ class NodeOutcome:
 
     @classmethod
     def of(cls, actor: SimulatedNode, *, alive: bool) -> Self:
-        """What a node's machine and replica hold now."""
         machine = actor.machine
         return cls(
             alive=alive,
@@ -265,7 +263,6 @@ class Outcome:
     seconds: float
 
     def of(self, fragment: int) -> tuple[Commit, ...]:
-        """The commits of one fragment."""
         return tuple(commit for commit in self.commits if commit.fragment == fragment)
 
     def check(self) -> None:
@@ -320,7 +317,6 @@ class Outcome:
 
     @property
     def terms(self) -> Terms:
-        """Of the run."""
         started = self.records[0]
         assert isinstance(started, rec.RunStarted)
         return started.spec.terms

@@ -29,7 +29,6 @@ class Costs:
     backward_s: float = 1.5
 
     def of(self, kind: Kind) -> float:
-        """One job's."""
         return {Kind.FORWARD: self.forward_s, Kind.LOSS: self.loss_s, Kind.BACKWARD: self.backward_s}[kind]
 
 
@@ -107,7 +106,6 @@ class World:
         self.agenda.at(at_s, comes)
 
     def tell(self, name: str, event: ev.Event) -> None:
-        """To a node's machine, now."""
         self._handle(name, event)
 
     # --- nodes

@@ -94,7 +94,6 @@ class Reassembly:
         return blob_digest(self.data) == self.digest
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert 0 <= self.received <= self.size == len(self.data)
         assert len(self._islands) <= MAX_ISLANDS
         edge = self.received

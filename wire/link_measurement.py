@@ -49,7 +49,6 @@ class Sink(Reassembly):
         return True
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert 0 <= self.received <= self.size and not self.data
 
 

@@ -309,7 +309,6 @@ class ControlStream:
             self._rto_s = min(2 * self._rto_s, self._timing.rto_max_s)
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert self._acked <= self._cursor <= self._highest <= self._acked + AHEAD_FRAMES
         assert self._highest <= self._acked + len(self._bodies)
         assert self._queued_bytes == sum(map(len, self._bodies))
@@ -542,7 +541,6 @@ class Session:
             self._receive_bulk(parse_bulk(parts, self._limits), self.traffic.wire_bytes(parts), now)
 
     def events(self) -> list[SessionEvent]:
-        """What has happened since the last call."""
         events = self._events.copy()
         self._events.clear()
         return events
@@ -596,7 +594,6 @@ class Session:
             self.close(Reason.TAKES_NOTHING, f"none of the blobs sent to it moved for {self._timing.stall_s:g} s")
 
     def check(self) -> None:
-        """Assert all invariants."""
         self._control.check()
         self._transfers.check()
         assert self.state is not State.OPEN or self._handshake.epoch > 0

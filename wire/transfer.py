@@ -405,7 +405,6 @@ class Transfers:
                 self._rewind(outgoing)
 
     def check(self) -> None:
-        """Assert the invariants."""
         for outgoing in self._outgoing.values():
             assert 0 <= outgoing.acked <= outgoing.sent <= outgoing.limit <= outgoing.source.size
         for incoming in self._incoming.values():

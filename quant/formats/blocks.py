@@ -45,7 +45,6 @@ class BlockCodec(Codec):
 
     @property
     def traits(self) -> Traits:
-        """What it promises."""
         return self.declared
 
     @abstractmethod
@@ -66,11 +65,9 @@ class BlockCodec(Codec):
         check_scales(scales, self.largest_scale, signed=self.signed_scales)
 
     def payload_bytes(self, fragment: Fragment) -> int:
-        """Scales, zeros up to a multiple of 64, codes."""
         return self.layout.payload_bytes(fragment.numel)
 
     def kernel_key(self) -> KernelKey:
-        """What selects its kernels."""
         return KernelKey(name=self.name, layout=self.layout)
 
     def steps(self, fragment: Fragment) -> Tensor | None:
@@ -106,7 +103,6 @@ class BlockCodec(Codec):
         _require_finite(fast.encode(call))
 
     def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
-        """As `Codec.decode_into`."""
         self._require_operands(fragment, payload, out=out)
         if (fast := self._kernels(payload, out)) is None:
             self.decode_by_reference(payload, out, fragment, seed=seed)
@@ -126,7 +122,6 @@ class BlockCodec(Codec):
             yield tile
 
     def decode_add_(self, payload: Tensor, acc: Tensor, weight: float, fragment: Fragment, *, seed: int = 0) -> None:
-        """As `Codec.decode_add_`."""
         if (fast := self._kernels(payload, acc)) is None:
             Codec.decode_add_(self, payload, acc, weight, fragment, seed=seed)
             return

@@ -68,7 +68,6 @@ class LowrankCodec(Codec):
         )
 
     def payload_bytes(self, fragment: Fragment) -> int:
-        """Two bytes of each number."""
         return 2 * sum(_numbers(part, self.rank) for part in self._parts(fragment))
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:

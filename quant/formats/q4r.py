@@ -90,7 +90,6 @@ class Q4rCodec(BlockCodec):
         return max(0.0, 1 - max(largest * largest / 4, 0.76) - 0.01)
 
     def kernel_key(self) -> KernelKey:
-        """As `BlockCodec.kernel_key`."""
         return KernelKey(
             name=self.name,
             layout=self.layout,

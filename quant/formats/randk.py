@@ -43,7 +43,6 @@ class RandkCodec(SparseCodec):
 
     @property
     def traits(self) -> Traits:
-        """What it promises."""
         return Traits(
             bits_per_element=16 * self._kept(BLOCK) / BLOCK,
             exact_decode=True,
@@ -53,7 +52,6 @@ class RandkCodec(SparseCodec):
         )
 
     def payload_bytes(self, fragment: Fragment) -> int:
-        """bf16 numbers, and nothing else."""
         return 2 * sum(chunks.count * self._kept(chunks.length) for chunks in _cut(fragment))
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:

@@ -94,7 +94,6 @@ class SparseCodec(Codec):
         """Places in the fragment, int64 [m] or a slice, and the numbers there, fp32 [m]; no place comes twice."""
 
     def decode_into(self, payload: Tensor, out: Tensor, fragment: Fragment, *, seed: int = 0) -> None:
-        """As `Codec.decode_into`."""
         self._require_operands(fragment, payload, out=out)
         out.zero_()
         for where, numbers in self.entries(payload, fragment, seed, out.device):

@@ -44,7 +44,6 @@ class TernaryCodec(Codec):
 
     @property
     def traits(self) -> Traits:
-        """What it promises."""
         return Traits(
             bits_per_element=2.0,
             exact_decode=True,
@@ -55,7 +54,6 @@ class TernaryCodec(Codec):
         )
 
     def payload_bytes(self, fragment: Fragment) -> int:
-        """Scales, zeros up to a multiple of 64, codes."""
         return _codes_start(fragment) + -(-fragment.numel // GROUP) * GROUP // 4
 
     def _encode_into(self, x: Tensor, out: Tensor, fragment: Fragment, *, seed: int, previous: Tensor | None) -> None:

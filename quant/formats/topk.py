@@ -44,7 +44,6 @@ class Squares(Chunks):
         return rows.transpose(1, 2).reshape(self.count, CHUNK)
 
     def places(self, index: Tensor) -> Tensor:
-        """As `Chunks.places`."""
         square = torch.arange(self.count, device=index.device).unsqueeze(1)
         across = self.columns // SIDE
         first = self.start + (square // across) * (SIDE * self.columns) + (square % across) * SIDE
@@ -81,7 +80,6 @@ class TopkCodec(SparseCodec):
         )
 
     def payload_bytes(self, fragment: Fragment) -> int:
-        """Magnitudes, zeros up to a multiple of 64, places, values."""
         _, _, _, values = self._ranges(fragment)
         return int(values.stop)
 

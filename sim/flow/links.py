@@ -48,7 +48,6 @@ class SharedLink:
         self._cut = False
 
     def carry(self, size: int, done: Action) -> LinkLoad:
-        """Begin with so many bytes."""
         self._advance()
         load = LinkLoad(self._virtual + size, done)
         heapq.heappush(self._queue, (load.finish, next(self._entered), load))

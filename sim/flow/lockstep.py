@@ -43,7 +43,6 @@ class _Place:
 
 
 def play_lockstep(setting: Setting, *, timeline: bool = False) -> Outcome:
-    """Play one case to its end."""
     return _Run(setting, timeline=timeline).play()
 
 

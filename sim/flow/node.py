@@ -213,7 +213,6 @@ class Node:
             self._look_again(fragment)
 
     def refused(self, delta: Delta) -> None:
-        """A delta came too late."""
         if self._undecided.get(delta.fragment) is not delta:
             return
         if not self.rules.waits:
@@ -435,7 +434,6 @@ class Window:
         return self._missing == 0
 
     def add(self, delta: Delta) -> None:
-        """A durable delta."""
         self.came[delta.node] = delta
         self.timely += delta.window == self.number
         self._missing -= delta.node in self.expected and delta.node not in self.removed
@@ -447,14 +445,12 @@ class Window:
             self._missing -= node not in self.came
 
     def expect(self, node: int) -> None:
-        """Wait for it, too."""
         if node not in self.expected:
             self.expected.add(node)
             self._missing += node not in self.came
         self.welcome_back(node)
 
     def welcome_back(self, node: int) -> None:
-        """It is waited for again."""
         if node in self.removed:
             self.removed.discard(node)
             self._missing += node not in self.came

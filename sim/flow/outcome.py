@@ -104,7 +104,6 @@ class Clock:
         return self._machines - self.missing if self.state == "compute" else 0
 
     def account(self, now: float) -> None:
-        """Book what has passed."""
         passed, self._since = now - self._since, now
         if self.state in ("absent", "down"):
             self.spans[self.state] += passed * self._machines
@@ -113,7 +112,6 @@ class Clock:
             self.spans["down"] += passed * self.missing
 
     def turn(self, state: State, now: float) -> None:
-        """It does something else from now on."""
         self.account(now)
         self.state = state
 

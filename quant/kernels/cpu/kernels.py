@@ -55,7 +55,6 @@ class CpuKernels(BlockKernels):
     mode: int = 0  # how `q4r` chooses scales and codes
 
     def encode(self, call: Encode) -> int:
-        """As `BlockKernels.encode`."""
         kind = NO_LOCAL if call.local is None else _LOCAL_KINDS[call.local.dtype]
         loop = self.loops.encode.compiled()
 
@@ -69,7 +68,6 @@ class CpuKernels(BlockKernels):
         return self._run(run, [call.out], tensors, numel=call.numel, start=call.start, encodes=True, written=2)
 
     def outer(self, step: OuterStep) -> int:
-        """As `BlockKernels.outer`."""
         assert (step.momentum is None) == (step.new_momentum is None)
         numel = step.target.numel()
         loop = self.loops.outer.compiled()
@@ -85,11 +83,9 @@ class CpuKernels(BlockKernels):
         return self._run(run, [step.out], [step.delta, *old, *new], numel=numel, encodes=True, written=4)
 
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
-        """As `BlockKernels.add`."""
         self._read(payloads, weights, OVERWRITE if overwrite else ADD, acc, 0, acc.numel())
 
     def decode_into(self, payload: Tensor, out: Tensor, *, numel: int, start: int = 0) -> None:
-        """As `BlockKernels.decode_into`."""
         self._read([payload], [1.0], DECODE, out, start, numel)
 
     def _read(

@@ -45,7 +45,6 @@ class GpuKernels(BlockKernels):
         return self.key.layout
 
     def encode(self, call: Encode) -> int:
-        """As `BlockKernels.encode`."""
         if call.x.numel() == 0:
             return -1
         payload, first_bad = _aligned(call.out), _none_bad(call.x.device)
@@ -87,7 +86,6 @@ class GpuKernels(BlockKernels):
         )
 
     def decode_into(self, payload: Tensor, out: Tensor, *, numel: int, start: int = 0) -> None:
-        """As `BlockKernels.decode_into`."""
         if out.numel():
             _run(self.decode_launch(_aligned(payload), out, numel=numel, start=start), out.device)
 
@@ -113,7 +111,6 @@ class GpuKernels(BlockKernels):
         )
 
     def add(self, payloads: Sequence[Tensor], weights: Sequence[float], acc: Tensor, *, overwrite: bool) -> None:
-        """As `BlockKernels.add`."""
         if len(payloads) != len(weights) or not payloads:
             raise ValueError(f"{len(payloads)} payloads and {len(weights)} weights")
         if acc.numel() == 0:
@@ -149,7 +146,6 @@ class GpuKernels(BlockKernels):
         )
 
     def outer(self, step: OuterStep) -> int:
-        """As `BlockKernels.outer`."""
         if step.delta.numel() == 0:
             return -1
         payload, first_bad = _aligned(step.out), _none_bad(step.delta.device)
