@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shards import Shards
 from torch import Tensor
 
 from farloop.algo import fragments as under_test
 from farloop.algo.fragments import NamedShape, flatten_into, partition, rows_of, view, whole_shapes
 from farloop.algo.spec import MAX_FRAGMENT_ELEMENTS, Layout
 from farloop.algo.terms import Terms
-from farloop.sim.problems import Shards, terms_of
+from farloop.sim.problems import terms_of
 from farloop.sim.scenario import Scenario
 from farloop.sim.world import run
 
