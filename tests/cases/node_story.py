@@ -43,6 +43,7 @@ class Story:
         *,
         layout: Layout | None = None,
         num_samples: int = 0,
+        anchor_digests: tuple[int, ...] | None = None,
         incarnation: int = 1,
         epoch: int = 0,
         own_tau: int | None = None,
@@ -52,8 +53,9 @@ class Story:
         """`terms` are those of the run that are not plain; `epoch` is what an earlier start of the node has met."""
         lr = LearningRate(peak=1.0, minimum=0.0, warmup_steps=0)
         own = plain_terms(**{"lr": lr, "sequence_tokens": TOKENS, **terms})
-        self.spec = RunSpec(identity=identity(layout or slots(fragments), num_samples=num_samples), terms=own)
-        self.layout = self.spec.identity.layout
+        self.layout = layout or slots(fragments)
+        digests = {} if anchor_digests is None else {"anchor_digests": anchor_digests}
+        self.spec = RunSpec(identity=identity(self.layout, num_samples=num_samples, **digests), terms=own)
         self.rounds = {plan.index: plan for plan in schedule.first_rounds(own, count=own.schedule.steps)}
         self.epoch, self.history = 1, 0
         self.open_at(0)

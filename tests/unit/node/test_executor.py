@@ -1,28 +1,24 @@
 """Covers `node/executor.py` and its driver in `node/library.py`: the test plays the coordinator, without sockets."""
 
-import dataclasses
 import logging
 import queue
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
-from node_story import identity
-from plain_runs import plain_terms
+from node_story import A, Story, blob
 from torch import Tensor, nn
 
-from farloop.algo import schedule
 from farloop.algo.digest import digest
 from farloop.algo.fragments import flatten_into, partition, trainable_tensors
-from farloop.algo.spec import BlobId, BlobKind, Lease, NodeId, RunSpec
-from farloop.algo.terms import Terms
+from farloop.algo.spec import BlobId, BlobKind, Lease
 from farloop.node import events as ev
 from farloop.node import executor as executor_module
 from farloop.node.control_variates import ALPHA
 from farloop.node.errors import LinkFailed, NonFiniteDelta, Refused, StateUnusable, Unreachable
-from farloop.node.executor import Input, NodeExecutor, _stop_error
+from farloop.node.executor import Input, NodeExecutor
 from farloop.node.library import Driver
 from farloop.node.link import Traffic
 from farloop.node.state_dir import NodeState
@@ -32,8 +28,6 @@ from farloop.quant.registry import codec_named
 from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
-
-TERMS = plain_terms(method="diloco", steps=8, h=2)
 
 
 class Link:
@@ -93,27 +87,25 @@ class Worker:
 
 
 class Play:
-    """An executor with a model of one fragment, and what its coordinator tells and sends it."""
+    """An executor with a model of one fragment; its coordinator says what that of a story says, and sends the bytes."""
 
-    def __init__(self, folder: Path, *, num_samples: int = 0, terms: Terms = TERMS, driven: bool = False) -> None:
+    def __init__(self, folder: Path, *, num_samples: int = 0, driven: bool = False, **terms: Any) -> None:
         self.module = nn.Linear(3, 2)
         layout = partition([(name, tuple(p.shape)) for name, p in trainable_tensors(self.module)], pattern="whole")
         self.fragment = layout.fragments[0]
         self.anchor = torch.zeros(self.fragment.numel)
         flatten_into(self.fragment, dict(trainable_tensors(self.module)), self.anchor)
-        own = identity(layout, anchor_digests=(digest(self.anchor),), num_samples=num_samples)
-        self.spec = RunSpec(identity=own, terms=terms)
-        self.rounds = schedule.first_rounds(terms, count=4)
-        (self.window,) = schedule.first_windows(terms, layout)
+        own = {"method": "diloco", "steps": 8, "h": 2, **terms}
+        self.story = Story(layout=layout, num_samples=num_samples, anchor_digests=(digest(self.anchor),), **own)
         self.link, self.worker, self.now = Link(), Worker(), 0.0
-        state, name = NodeState.claim(folder), NodeId("a")
+        state = NodeState.claim(folder)
         if driven:
-            self.driver = Driver(name, cast(LinkThread, self.link), state)
+            self.driver = Driver(A, cast(LinkThread, self.link), state)
             self.executor = self.driver.executor
         else:
             inbox: queue.SimpleQueue[Input] = queue.SimpleQueue()
             self.executor = NodeExecutor(
-                name, inbox=inbox, now=lambda: self.now, worker=self.worker, link=self.link, state=state, check=True
+                A, inbox=inbox, now=lambda: self.now, worker=self.worker, link=self.link, state=state, check=True
             )
 
     def tell(self, message: msg.Message) -> None:
@@ -127,22 +119,17 @@ class Play:
 
     def welcome(self, epoch: int = 1) -> "Play":
         """With the model attached; what comes next is not taken yet."""
-        welcome = msg.Welcome(
-            protocol=1, epoch=epoch, spec=self.spec, lane_token=b"", versions=(self.window.window - 1,),
-            windows=(self.window,), rounds=self.rounds,
-        )  # fmt: skip
-        self.tell(welcome)
-        assert not self.executor.settle() and self.executor.machine.spec == self.spec
+        self.tell(self.story.welcome(epoch=epoch))
+        assert not self.executor.settle() and self.executor.machine.spec == self.story.spec
         self.executor.attach(self.module)
         return self
 
     def snapshot(self) -> None:
-        version = self.window.window - 1
-        blob = BlobId(kind=BlobKind.SNAPSHOT, fragment=0, version=version)
-        self.send(blob, self.anchor, base=version, codec="fp32")
+        (version,) = self.story.versions
+        self.send(blob(BlobKind.SNAPSHOT, version), self.anchor, base=version, codec="fp32")
 
-    def start(self, lease: Lease | None = None) -> None:
-        self.tell(msg.Start(round=self.rounds[0], lease=lease))
+    def start(self, round_: int = 0, lease: Lease | None = None) -> None:
+        self.tell(msg.Start(round=self.story.rounds[round_], lease=lease))
 
     def begin(self) -> "Play":
         self.welcome()
@@ -159,21 +146,13 @@ class Play:
 
     def commit(self, *, anchor_digest: int | None = None) -> None:
         """The open window becomes a version, whose update adds 1 to every weight, as q4 has it."""
-        values, coder, version = torch.zeros(self.fragment.numel), codec_named("q4"), self.window.window
+        values, coder = torch.zeros(self.fragment.numel), codec_named("q4")
         for slot in self.fragment.tensors:
             values[slot.offset : slot.offset + slot.numel] = 1.0
         self.anchor += coder.decode(coder.encode(values, self.fragment), self.fragment)
-        rounds = {plan.index: plan for plan in self.rounds}
-        following = schedule.window_after(TERMS, self.spec.identity.layout, self.window, rounds)
-        assert following is not None
-        self.window = following
-        committed = msg.Committed(
-            fragment=0, version=version, size=1, digest=0,
-            anchor_digest=digest(self.anchor) if anchor_digest is None else anchor_digest,
-            merged=(msg.Share(node=NodeId("a"), weight=1.0),), drops=(), next_window=following, rounds=(),
-        )  # fmt: skip
-        self.tell(committed)
-        self.send(msg.update_id(committed), values, base=version - 1, codec="q4")
+        told = self.story.commit(anchor_digest=digest(self.anchor) if anchor_digest is None else anchor_digest)
+        self.tell(told)
+        self.send(msg.update_id(told), values, base=told.version - 1, codec="q4")
 
     @property
     def weights_are_the_anchor(self) -> bool:
@@ -213,8 +192,7 @@ def test_training_waits_merges_and_keeps_no_bytes(play: Play) -> None:
 
 def test_with_control_variates_steps_are_corrected_by_what_a_merge_has_taught(tmp_path: Path) -> None:
     """The own delta is −2, the mean of all −1/ν."""
-    terms = TERMS.replace(outer_momentum=0.0, control_variates=True)
-    play, rates = Play(tmp_path, terms=terms).begin(), []
+    play, rates = Play(tmp_path, outer_momentum=0.0, control_variates=True).begin(), []
     for _ in range(2):
         with torch.no_grad():
             for parameter in play.module.parameters():
@@ -226,7 +204,7 @@ def test_with_control_variates_steps_are_corrected_by_what_a_merge_has_taught(tm
     rate = play.executor.machine.lr
     play.step()
     moved = play.module.weight.detach().flatten() - play.anchor[:6]
-    expected = -rate * ALPHA * (-1.0 / terms.outer.lr + 2.0) / sum(rates)
+    expected = -rate * ALPHA * (-1.0 / play.story.spec.terms.outer.lr + 2.0) / sum(rates)
     torch.testing.assert_close(moved, torch.full((6,), expected), rtol=1e-3, atol=1e-6)
 
 
@@ -243,7 +221,7 @@ def test_a_greeting_knows_of_a_start_that_the_training_thread_has_not_taken_yet(
     """Q: or the coordinator would take a node that trains for one that is still joining."""
     play.welcome()
     assert play.link.hello().round is None
-    play.tell(msg.Start(round=play.rounds[1], lease=None))
+    play.start(round_=1)
     assert play.link.hello().round == 1
 
 
@@ -314,9 +292,9 @@ def test_a_coordinator_older_than_one_that_was_met_is_refused_after_a_restart(
 
 
 def test_a_node_without_samples_waits_for_a_grant_and_says_so(tmp_path: Path) -> None:
-    play = Play(tmp_path, num_samples=1000, terms=TERMS.replace(batch_sequences=4)).welcome()
+    play = Play(tmp_path, num_samples=1000, batch_sequences=4).welcome()
     assert not play.executor.settle()
-    play.start(Lease(start=0, count=3))
+    play.start(lease=Lease(start=0, count=3))
     assert not play.executor.settle()
     assert play.executor.progress().detail == "samples to be granted"
     play.tell(msg.Grant(lease=Lease(start=10, count=3)))
@@ -346,7 +324,7 @@ def test_first_weights_that_are_others_are_asked_for_and_replaced_by_the_snapsho
 
 def test_first_weights_are_not_taken_for_an_anchor_of_a_later_version(play: Play) -> None:
     """R: a run that has moved on sends what it has."""
-    play.window = dataclasses.replace(play.window, window=4)
+    play.story.open_at(3)
     play.welcome()
     assert not play.executor.settle()
     assert play.executor.replica is not None and play.executor.replica.versions == {0: -1}
@@ -361,24 +339,6 @@ def test_weights_below_fp32_without_masters_are_warned_of(
     with caplog.at_level(logging.WARNING):
         play.welcome()
     assert any("without fp32 masters" in record.message for record in caplog.records) == warned
-
-
-@pytest.mark.parametrize(
-    ("reason", "step"),
-    [
-        (Reason.PROTOCOL_VERSION, "install the same version of farloop on both"),
-        (Reason.WRONG_RUN, "check the coordinator's address, and the fingerprint"),
-        (Reason.WRONG_LAYOUT, "build the model that the run began with"),
-        (Reason.WRONG_PART, "give the stages that the run's layout has"),
-        (Reason.WRONG_KEY, "farloop keys authorize NAME.pub"),
-        (Reason.NAME_TAKEN, "stop the other process of this name"),
-        (Reason.OLD_INCARNATION, "stop the newer process of this name"),
-        (Reason.FENCED, "the coordinator runs on an old copy of its state"),
-    ],
-)
-def test_a_refusal_for_good_names_the_next_step(reason: Reason, step: str) -> None:
-    error = _stop_error(reason, "detail")
-    assert f"{reason.sentence}: detail; " in str(error) and step in str(error) and "\n" not in str(error)
 
 
 # --- the driver, with its worker's thread

@@ -21,7 +21,7 @@ from node_story import (
 )
 
 from farloop.algo import schedule
-from farloop.algo.spec import BlobKind, Lease, RoundPlan
+from farloop.algo.spec import BlobKind, Lease
 from farloop.node import events as ev
 from farloop.node.send_schedule import RAMP_STEPS
 from farloop.wire import messages as msg
@@ -405,13 +405,6 @@ def test_a_node_whose_round_went_by_before_it_heard_of_its_plan_jumps_to_the_run
     assert story.machine.schedule.round == 7
 
 
-def test_a_plan_of_a_round_is_learnt_from_any_commit() -> None:
-    """B: every later commit and welcome repeats it."""
-    story, plan = Story().begin(), RoundPlan(index=99, start=396, length=4)
-    story.hear(dataclasses.replace(story.commit(), rounds=(plan,)))
-    assert story.machine.schedule.plans[99] == plan
-
-
 # --- the end
 
 
@@ -439,16 +432,6 @@ def test_with_overlap_the_end_first_merges_what_is_undecided_then_flushes() -> N
     assert story.receive(story.commit()) == [
         applied(1), forgotten(1, 1, merged_in=1), merged(0.5), encode(2, 2, steps=0),
     ]  # fmt: skip
-    assert story.receive(story.commit())[-1] == FINISHED
-
-
-def test_a_truncated_last_round_ends_at_the_last_position() -> None:
-    """A: 6 = 4 + 2 steps."""
-    story = Story(steps=6).begin()
-    story.steps(4)
-    story.receive(story.commit())
-    assert story.steps(2) == [encode(2, 2, steps=2)]
-    assert story.machine.position == 6.0
     assert story.receive(story.commit())[-1] == FINISHED
 
 

@@ -165,13 +165,6 @@ def test_a_refused_delta_is_given_up_with_its_window_and_the_anchor_replaces_the
     assert story.steps(1) == [applied(2), HALF]
 
 
-def test_a_refusal_that_comes_after_the_commit_is_the_end_of_it() -> None:
-    story = going_on(tau=0)
-    story.steps(H)
-    assert story.receive(story.commit(merged=[B])) == []
-    assert story.refuse(delta(1, 1), Reason.OVERLAP) == [forgotten(1, 1), applied(1), merged(0.0)]
-
-
 def test_one_that_no_window_can_take_any_more_is_given_up() -> None:
     """D: two versions late is the most here."""
     story = going_on(max_stale_rounds=8)
@@ -382,18 +375,3 @@ def test_how_old_a_base_may_be_is_as_the_open_window_says() -> None:
     machine, state = story.machine, story.machine.fragments[0]
     assert [machine.terms_at(state, version).admission.max_staleness for version in range(4)] == [4, 4, 1, 1]
     assert [machine.terms_of(0, window).admission.max_staleness for window in (2, 3)] == [4, 1]
-
-
-def test_a_node_whose_next_round_is_long_over_goes_on_with_the_runs() -> None:
-    """A: its plan was told while it was away, and nobody tells it any more."""
-    story = changing().begin()
-    rounds = tuple(story.rounds[index] for index in range(5, 8))
-    story.machine.schedule.plans = {index: story.rounds[index] for index in range(2)}
-    rates(story, 8)
-    assert story.machine.waiting == "the plan of round 2"
-    story.cut()
-    for _ in range(5):
-        story.commit(merged=[B])
-    story.hear(story.welcome(rounds=rounds))
-    assert (story.machine.schedule.round, story.machine.schedule.step, story.machine.position) == (5, 0, 20.0)
-    assert story.machine.schedule.skipped_positions == 12 and story.machine.waiting is None

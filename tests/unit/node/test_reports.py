@@ -30,8 +30,7 @@ from farloop.node.reports import (
 from farloop.node.sample_cursor import USED_KEPT, LeaseCursor, LeaseExhausted
 from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
-from farloop.wire.messages import BytesByKind, Leave
-from farloop.wire.reasons import Reason
+from farloop.wire.messages import BytesByKind
 
 MOVED = Traffic(BytesByKind(delta=1), BytesByKind(update=2, snapshot=3))
 
@@ -94,10 +93,6 @@ def test_a_start_that_the_machine_has_not_heard_of_is_told_all_the_same(machine:
     assert (reports.hello().round, reports.hello().fingerprint) == (3, "of the run")
     machine.schedule.start_round = machine.schedule.round = 4
     assert reports.hello().round == 4
-
-
-def test_a_farewell_keeps_its_reason(reports: Reports) -> None:
-    assert reports.farewell(Leave(reason=Reason.DRAINED, detail="bye")) == Leave(reason=Reason.DRAINED, detail="bye")
 
 
 # --- where the time goes
