@@ -32,7 +32,7 @@ class Notes:
     """In the driver's place: decides on the rate, and keeps what it was told."""
 
     def __init__(self) -> None:
-        self.executor: Any = SimpleNamespace(machine=None)
+        self.executor: Any = SimpleNamespace(machine=None, attach=lambda module, shards: None)
         self.steps: list[tuple[int, float | None, bool]] = []
 
     def wait_for_start(self) -> Decision:
@@ -65,7 +65,7 @@ class Loop:
         spec = RunSpec(identity=identity(partition(shapes, pattern="whole")), terms=own)
         self.notes, self._optimizer = Notes(), optimizer(self.module)
         self.node = Node(Cluster(), cast(Driver, self.notes), spec, self.module, self._optimizer, **options)
-        self.node._begin()
+        self.node._begin(None)
 
     @property
     def optimizer(self) -> Optimizer:
