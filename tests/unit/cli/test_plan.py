@@ -21,8 +21,9 @@ from farloop.config.exit_codes import CommandError
 from farloop.config.inventory_file import inventory_of, live_inventory, load_inventory
 from farloop.config.sources import ConfigError
 from farloop.coordinator.routing.plan import make_plan
-from farloop.coordinator.routing.sync_plan import CODEC_OF, NotInPlace, Rate, settings, share_text
+from farloop.coordinator.routing.sync_plan import BITS_OF, CODEC_OF, NotInPlace, Rate, settings, share_text
 from farloop.plots.planner import draw
+from farloop.quant.registry import CODECS
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/plans"
 
@@ -293,6 +294,13 @@ def test_a_running_coordinator_is_planned_for_and_the_command_that_sets_the_rate
     assert made["set"] == {"codec_up_of.c": CODEC_OF[rate["bits"]], "h_share_of.c": share_text(rate["h"], 200)}
     text = farloop("plan", "--live", coordinator, columns=120).stdout
     assert text.rstrip().endswith(f"farloop set {' '.join(f'{key}={value}' for key, value in made['set'].items())}")
+
+
+def test_a_plan_knows_every_codec() -> None:
+    assert BITS_OF.keys() == CODECS.keys()
+    assert all(
+        round(CODECS[name].traits.bits_per_element) == bits for name, bits in BITS_OF.items() if bits and bits != 2
+    )
 
 
 Q4 = {"method": "streaming", "codec_up": "q4", "h": 50}

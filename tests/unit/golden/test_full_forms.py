@@ -4,10 +4,10 @@ The golden frames and records beside the modules have one sample each, most fiel
 came later is left out at its default. Here every field has another value. `full_forms.txt` names each class with its
 bytes: what they are decoded to must be encoded to the same bytes, whatever the classes look like inside.
 
-`numbers.txt` has the numbers of reasons and blob kinds, which stand on the wire and in the journal.
+`numbers.txt` has the numbers of reasons, blob kinds and codecs, which stand on the wire and in the journal.
 
-A new field or message: python tests/unit/golden/test_full_forms.py adds the classes that are not in the file. A class
-that has a new field is written anew under a second name, as in `message.Hello.2`: a released line never changes.
+A new field, message, reason or codec: python tests/unit/golden/test_full_forms.py adds what is not in the files. A
+class that has a new field is written anew under a second name, as in `message.Hello.2`: a released line never changes.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ import pytest
 
 from farloop.algo.spec import BlobKind, RunSpec, to_plain
 from farloop.coordinator.decide import records as rec
+from farloop.quant.registry import CODECS
 from farloop.wire import messages as msg
 from farloop.wire.reasons import Reason
 
@@ -118,7 +119,8 @@ def test_a_released_specification_has_its_fingerprint() -> None:
 
 def numbers() -> list[str]:
     """The numbers of today."""
-    return [f"{kind.__name__}.{member.name} {member.value}" for kind in (Reason, BlobKind) for member in kind]
+    of_enums = [f"{kind.__name__}.{member.name} {member.value}" for kind in (Reason, BlobKind) for member in kind]
+    return of_enums + [f"Codec.{codec.name} {codec.code}" for codec in CODECS.values()]
 
 
 def test_a_released_number_keeps_its_meaning() -> None:
