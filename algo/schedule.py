@@ -247,8 +247,12 @@ def first_send_round(start_round: int, slot: int, slots: int, start_slot: int = 
     return start_round - (slot - start_slot - slots + 1) // slots
 
 
-def may_send(terms: WindowTerms, start_round: int, slot: int, slots: int, start_slot: int = 0) -> bool:
-    """Whether a node that started with `start_slot` of `start_round` has a delta for this window."""
+def is_expected(terms: WindowTerms, start_round: int, slot: int, slots: int, start_slot: int = 0) -> bool:
+    """Whether a window waits for a node that started with `start_slot` of `start_round`.
+
+    The coordinator asks this. The node decides by `may_send` of `node/send_schedule.py`, which has the same rule of the
+    first round and more.
+    """
     return terms.final or first_send_round(start_round, slot, slots, start_slot) <= terms.round
 
 

@@ -124,8 +124,12 @@ class SendSchedule:
         return not window.final or schedule.is_last(terms, plan)
 
     def may_send(self, state: FragmentState, terms: Terms, *, behind: bool) -> bool:
-        """Whether a delta of the fragment can be merged: no known window rejects it, and the node has held the fragment
-        for a full period. `behind`: its base is too old for the open window."""
+        """Whether the coordinator could still use a delta of the fragment that is sent now: no known window rejects it,
+        and the node has held the fragment for a full period. The coordinator's side of the last part is
+        `schedule.is_expected`.
+
+        `behind`: its base is too old for the open window.
+        """
         window = state.terms
         if (
             window is None

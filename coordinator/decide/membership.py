@@ -92,7 +92,8 @@ class Membership:
         return {
             m.name
             for m in holders
-            if m.start_round is not None and schedule.may_send(terms, m.start_round, fragment.slot, slots, m.start_slot)
+            if m.start_round is not None
+            and schedule.is_expected(terms, m.start_round, fragment.slot, slots, m.start_slot)
         }
 
     def evaluator(self) -> NodeId | None:

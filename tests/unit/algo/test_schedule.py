@@ -219,9 +219,9 @@ def test_a_node_that_starts_sends_only_the_last_slot_in_its_first_round(slot: in
     """A, I: a full period from its first base."""
     assert schedule.first_send_round(4, slot, 3) == round_index
     window = WindowTerms(fragment=0, window=9, round=4, tau=0, mix=0.0, codec_up="q4", codec_down="q4")
-    assert schedule.may_send(window, 4, slot, 3) == (slot == 2)
-    assert schedule.may_send(dataclasses.replace(window, round=5), 4, slot, 3)
-    assert schedule.may_send(dataclasses.replace(window, final=True), 4, slot, 3)
+    assert schedule.is_expected(window, 4, slot, 3) == (slot == 2)
+    assert schedule.is_expected(dataclasses.replace(window, round=5), 4, slot, 3)
+    assert schedule.is_expected(dataclasses.replace(window, final=True), 4, slot, 3)
 
 
 @given(st.integers(1, 8), st.integers(1, 40), st.data())
