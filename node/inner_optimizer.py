@@ -139,15 +139,19 @@ class InnerStep:
                 "give every parameter group the same lr"
             )
 
+    def prepare(self, rate: float) -> None:
+        """Set the run's `rate`, unless the loop has its own. Raises as `take`."""
+        self._check_parameters()
+        if self._optimizer is not None and self._rate == "run":
+            self._set_rates(self._optimizer, rate)
+
     def take(self, rate: float) -> bool:
         """Step, at the run's `rate` unless the loop has its own; False where the step was skipped.
         Raises LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient."""
-        self._check_parameters()
+        self.prepare(rate)
         optimizer, scaler = self._optimizer, self._scaler
         if optimizer is None:
             return True
-        if self._rate == "run":
-            self._set_rates(optimizer, rate)
         if scaler is not None:
             _unscale(scaler, optimizer)
         norm = _total_norm([p.grad for p in self._parameters.values() if p.grad is not None])

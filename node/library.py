@@ -29,6 +29,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from farloop.algo.methods import method_named
 from farloop.algo.spec import NodeId, RunSpec
@@ -81,6 +82,7 @@ class Node:
         clip: Whose = "run",
         scaler: GradScaler | None = None,
         evaluate: Callable[[nn.Module], float] | None = None,
+        hook: bool = False,
     ) -> None:
         """Not to be called: `join` is the way in. Raises LayoutMismatch or LoopError."""
         self.spec, self.cluster = spec, cluster
@@ -90,8 +92,10 @@ class Node:
         self._shards: Shards | None = None
         if not cluster.alone and is_sharded(module):
             self._shards = Shards(cluster, module, spec.identity.layout, self._parameters, evaluate)
-        self.model = module if cluster.alone or self._shards is not None else DistributedDataParallel(module)
-        """The model for the forward pass: gradients are averaged over the node's ranks."""
+        wraps = not (cluster.alone or hook or self._shards is not None)
+        self.model = DistributedDataParallel(module) if wraps else module
+        """The model for the forward pass. Gradients are averaged over the node's ranks: by DistributedDataParallel, or
+        by the loop where it has sharded the module."""
         self._inner = InnerStep(
             optimizer,
             module,
@@ -102,6 +106,8 @@ class Node:
             scaler=scaler,
             all_agree=cluster.all_agree,
         )
+        self._optimizer, self._hook, self._hooks = optimizer, hook, list[RemovableHandle]()
+        self._noted: tuple[int | None, float | None] = None, None
         self._decision = Decision(running=False, lr=0.0)
         self._left = False
         self.asked_to_leave = False
@@ -159,6 +165,8 @@ class Node:
             LoopError: a parameter was frozen or unfrozen after `join`, or has a sparse gradient; or the run is over.
             Refused: the coordinator ended this node's part for good.
         """
+        if self._hook:
+            raise LoopError("step was called on a node with hook=True, which exchanges after every optimizer.step()")
         if not self.running:
             raise LoopError(
                 "step was called though node.running is False: the run has ended, or this node was asked to leave. "
@@ -167,10 +175,32 @@ class Node:
         trained = self._batch_tokens() if tokens is None else self._checked(tokens)
         seen = None if loss is None else _number("loss", loss)
         stepped = self._inner.take(self._decision.lr)
-        self._decide(self._driver.after_step(trained, seen, stepped=stepped) if self._driver is not None else None)
+        self._exchange(trained, seen, stepped=stepped)
         self.module.zero_grad(set_to_none=True)
         self._inner.zero_grad()
         return self.running
+
+    def note(self, *, loss: float | Tensor | None = None, tokens: int | Tensor | None = None) -> None:
+        """With `join(hook=True)`: what the steps from here on report, as `step` takes it; kept until the next call.
+
+        Raises ValueError as `step`.
+        """
+        self._noted = (
+            None if tokens is None else self._checked(tokens),
+            None if loss is None else _number("loss", loss),
+        )
+
+    def _before_optimizer_step(self) -> None:
+        if self.running:
+            self._inner.prepare(self._decision.lr)
+
+    def _after_optimizer_step(self) -> None:
+        if self.running:
+            tokens, loss = self._noted
+            self._exchange(self._batch_tokens() if tokens is None else tokens, loss, stepped=True)
+
+    def _exchange(self, tokens: int, loss: float | None, *, stepped: bool) -> None:
+        self._decide(self._driver.after_step(tokens, loss, stepped=stepped) if self._driver is not None else None)
 
     def request_drain(self) -> None:
         """Stop after the current step, as SIGTERM asks: what is begun is finished. From any thread, or a handler."""
@@ -193,6 +223,8 @@ class Node:
     def abandon(self) -> None:
         """Stop all threads without a message, as after an error."""
         self._left = True
+        for handle in self._hooks:
+            handle.remove()
         if self.endpoint is not None:
             self.endpoint.close()
             self.endpoint = None
@@ -218,6 +250,11 @@ class Node:
                 shards, module = self._shards, self.module
                 self._driver.executor.evaluate = shards.lead_evaluate if shards else lambda: evaluate(module)
         self._decide(self._driver.wait_for_start() if self._driver is not None else None)
+        if self._hook and self._optimizer is not None:
+            self._hooks = [
+                self._optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
+                self._optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
+            ]
 
     def _decide(self, decision: Decision | None) -> None:
         self._catch_up()
@@ -376,6 +413,7 @@ def join(
     clip: Whose = "run",
     scaler: GradScaler | None = None,
     data: DeviceMesh | None = None,
+    hook: bool = False,
 ) -> Node:
     """Join a run and block until training begins.
 
@@ -404,6 +442,10 @@ def join(
         scaler: the loop's gradient scaler. `step` unscales, steps and updates it; the loop only scales the loss.
         data: the dimension of the loop's mesh along which ranks train on different samples, as `mesh["dp"]`; all ranks
             unless given. Ranks of one tensor-parallel group get the same `Node.samples`.
+        hook: for trainers that call `optimizer.step()` themselves, as those of Hugging Face and Lightning: the exchange
+            follows every step of `optimizer`, by its hooks. Clipping, loss scaling, clearing gradients and averaging
+            them over ranks are the trainer's then; `model` may be in DistributedDataParallel. The trainer has to stop
+            when `Node.running` is False.
 
     Raises:
         NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
@@ -416,6 +458,10 @@ def join(
     for argument, value in (("rate", rate), ("clip", clip)):
         if value not in get_args(Whose):
             raise ValueError(f"{argument} is {value!r}: take 'run' or 'own'")
+    if hook and isinstance(model, DistributedDataParallel):
+        model = model.module
+    if hook and (not isinstance(optimizer, Optimizer) or scaler is not None):
+        raise LoopError("join(hook=True) needs optimizer=, the one that the trainer steps, and takes no scaler=")
     _check_types(locals())
     node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
     config = dataclasses.replace(
@@ -437,7 +483,19 @@ def join(
         if not is_sharded(module):
             module = module.to(cluster.device)
         inner = _inner_optimizer(optimizer, module, spec)
-        node = Node(cluster, driver, spec, module, inner, part, rate=rate, clip=clip, scaler=scaler, evaluate=evaluate)
+        node = Node(
+            cluster,
+            driver,
+            spec,
+            module,
+            inner,
+            part,
+            rate=rate,
+            clip=clip,
+            scaler=scaler,
+            evaluate=evaluate,
+            hook=hook,
+        )
         node.endpoint = endpoint
         if driver is not None:
             warm_for(spec.terms)

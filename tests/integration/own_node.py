@@ -1,10 +1,11 @@
 """A user's own model and loop, which can be made to misbehave.
 
     python own_node.py init FILE
-    python own_node.py train tcp://HOST:PORT NAME [--width W] [--poison STEP] [--batch B] [--pace-s S]
+    python own_node.py train tcp://HOST:PORT NAME [--width W] [--poison STEP] [--batch B] [--pace-s S] [--hook]
 
 `--width` builds another model than the run's. `--poison` writes a NaN into a weight before that inner step. `--batch`
-is the number of samples, and of tokens, of an inner step. `--pace-s` is the least time that a step takes.
+is the number of samples, and of tokens, of an inner step. `--pace-s` is the least time that a step takes. `--hook`
+steps the optimizer itself, as a trainer does.
 """
 
 import argparse
@@ -35,6 +36,22 @@ class Model(nn.Module):
         return y
 
 
+def train_by_hook(coordinator: str, name: str) -> None:
+    model = Model(WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with join(coordinator, model, optimizer, name=name, state_dir=Path(name), hook=True) as node:
+        while node.running:
+            x = torch.randn(8, 16)
+            loss = nn.functional.mse_loss(model(x), 2 * x)
+            torch.autograd.backward(loss)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            node.note(loss=loss, tokens=8)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.autograd.backward(model(torch.ones(1, 16)).sum())
+    optimizer.step()  # after the run it is the trainer's own step again
+
+
 def train(coordinator: str, name: str, width: int, poison: int | None, batch: int, pace_s: float) -> None:
     with join(coordinator, Model(width), name=name, state_dir=Path(name)) as node:
         steps = 0
@@ -62,12 +79,16 @@ def main() -> int:
     trains.add_argument("--poison", type=int)
     trains.add_argument("--batch", type=int, default=8)
     trains.add_argument("--pace-s", type=float, default=0.0)
+    trains.add_argument("--hook", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     if given.command == "init":
         save_file(dict(Model(WIDTH).state_dict()), given.file)
         return 0
     try:
+        if given.hook:
+            train_by_hook(given.coordinator, given.name)
+            return 0
         train(given.coordinator, given.name, given.width, given.poison, given.batch, given.pace_s)
     except NodeError as error:
         sys.stderr.write(f"{error}\n")
