@@ -1,6 +1,9 @@
 """Call `farloop` in this process, as a person on a terminal would, and read what it prints."""
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from typer.testing import CliRunner, Result
@@ -9,9 +12,22 @@ from farloop.cli.main import app
 from farloop.config.exit_codes import ExitCode
 
 
+@contextmanager
+def logging_as_before() -> Iterator[None]:
+    """Commands set up the logs of their process, which here is everybody's."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
 def farloop(*words: str, columns: int = 100) -> Result:
     env = {"COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}
-    return CliRunner().invoke(app, words, env=env, prog_name="farloop")
+    with logging_as_before():
+        return CliRunner().invoke(app, words, env=env, prog_name="farloop")
 
 
 def found(*words: str) -> Any:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,16 @@ class Cluster:
     def committed(self) -> int:
         """Versions of all fragments together."""
         return sum(self.status().get("versions", []))
+
+    def until(self, what: str, poll: Callable[[], object], within_s: float = 300) -> None:
+        until(what, poll, within_s=within_s, tell=self.everything, every_s=3)
+
+    def until_trained(self, since: int = 0) -> None:
+        """Windows commit, more than were committed then."""
+        self.until("windows commit", lambda: self.committed() > since + 5, 400)
+
+    def restarts(self, name: str) -> int:
+        return int(self.pod(name)["status"]["containerStatuses"][0]["restartCount"])
 
     def everything(self) -> str:
         """For a failure."""
@@ -117,8 +127,8 @@ def test_nothing_was_sent_to_another_namespace(applied: Cluster) -> None:
 
 
 def test_all_pods_become_ready_and_train(applied: Cluster) -> None:
-    until("all pods are ready", lambda: all(map(applied.ready, PODS)), within_s=400, tell=applied.everything, every_s=3)
-    until("windows commit", lambda: applied.committed() > 5, within_s=300, tell=applied.everything, every_s=3)
+    applied.until("all pods are ready", lambda: all(map(applied.ready, PODS)), 400)
+    applied.until_trained()
     told = applied.status()
     assert sorted(node["name"] for node in told["nodes"] if node["connected"]) == NODES
     assert {name for window in told["windows"] for name in window["merged"]} <= set(NODES)
@@ -156,40 +166,27 @@ def test_a_deleted_node_pod_ends_in_order_comes_back_and_the_run_goes_on(applied
         pod = applied.pod(NODES[1])
         return bool(pod) and pod["metadata"]["uid"] != old and applied.ready(NODES[1])
 
-    until("the pod is back", back, within_s=300, tell=applied.everything, every_s=3)
-    until(
-        "windows commit", lambda: applied.committed() > committed + 5, within_s=300, tell=applied.everything, every_s=3
-    )
+    applied.until("the pod is back", back)
+    applied.until_trained(committed)
     (node,) = [one for one in applied.status()["nodes"] if one["name"] == NODES[1]]
     assert node["connected"] and node["incarnation"] >= 1
 
 
 def test_a_deleted_coordinator_comes_back_and_the_run_goes_on(applied: Cluster) -> None:
     before = applied.status()
-    restarts = {name: applied.pod(name)["status"]["containerStatuses"][0]["restartCount"] for name in NODES}
+    restarts = [applied.restarts(name) for name in NODES]
     applied.kubectl("delete", "pod", PODS[0], "--wait=true", timeout_s=120)
-    until(
-        "windows commit again",
-        lambda: applied.committed() > sum(before["versions"]) + 5,
-        within_s=400,
-        tell=applied.everything,
-        every_s=3,
-    )
+    applied.until_trained(sum(before["versions"]))
     told = applied.status()
     assert told["run"]["fingerprint"] == before["run"]["fingerprint"] and told["run"]["epoch"] >= before["run"]["epoch"]
-    for name in NODES:  # a coordinator that is away is no reason for a node to end
-        assert applied.pod(name)["status"]["containerStatuses"][0]["restartCount"] == restarts[name]
+    assert restarts == [applied.restarts(name) for name in NODES], "a coordinator that is away ends no node"
 
 
 def _ended(cluster: Cluster, name: str, script: str) -> int:
     """The exit code that the kubelet saw after `script` ran in the pod's container, once it has started it again."""
-    restarts = cluster.pod(name)["status"]["containerStatuses"][0]["restartCount"]
+    restarts = cluster.restarts(name)
     cluster.kubectl("exec", name, "--", "sh", "-c", script, code=None)
-
-    def again() -> bool:
-        return bool(cluster.pod(name)["status"]["containerStatuses"][0]["restartCount"] > restarts)
-
-    until(f"{name} is started again", again, within_s=120, tell=cluster.everything, every_s=2)
+    cluster.until(f"{name} is started again", lambda: cluster.restarts(name) > restarts, 120)
     return int(cluster.pod(name)["status"]["containerStatuses"][0]["lastState"]["terminated"]["exitCode"])
 
 
@@ -200,9 +197,7 @@ def test_a_node_that_is_told_to_end_drains_and_ends_with_0(applied: Cluster) -> 
 def test_a_coordinator_that_is_killed_is_started_again_on_its_volume(applied: Cluster) -> None:
     committed = applied.committed()
     assert _ended(applied, PODS[0], "kill -KILL $(cat /proc/1/task/1/children)") != 0
-    until(
-        "windows commit", lambda: applied.committed() > committed + 5, within_s=400, tell=applied.everything, every_s=3
-    )
+    applied.until_trained(committed)
 
 
 def test_a_drain_does_not_evict_the_coordinator(applied: Cluster) -> None:
@@ -214,9 +209,9 @@ def test_a_drain_does_not_evict_the_coordinator(applied: Cluster) -> None:
 
 
 def test_what_is_scaled_away_says_good_bye(applied: Cluster) -> None:
-    until("all pods are ready", lambda: all(map(applied.ready, PODS)), within_s=300, tell=applied.everything, every_s=3)
+    applied.until("all pods are ready", lambda: all(map(applied.ready, PODS)))
     applied.kubectl("scale", "statefulset", "farloop-node", "--replicas=0")
-    until("no node is left", lambda: not any(map(applied.pod, NODES)), within_s=200, tell=applied.everything, every_s=2)
+    applied.until("no node is left", lambda: not any(map(applied.pod, NODES)), 200)
     nodes = {node["name"]: node for node in applied.status()["nodes"]}
     for name in NODES:
         assert not nodes[name]["connected"] and nodes[name]["reason"], nodes[name]

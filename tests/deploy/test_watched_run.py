@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from loopback import node_of
 from watched_run import ALERTS, BEGINS_WITHIN_S, ROOT, WatchedRun
 
 pytestmark = [
@@ -134,8 +133,7 @@ def test_a_node_that_dies_is_told_of_and_nothing_else(scene: WatchedRun) -> None
     assert firing(scene) == {"FarloopNodeLost"}
     (lost,) = scene.prometheus.ask('ALERTS{alertname="FarloopNodeLost",alertstate="firing"}')
     assert lost["metric"]["node"] == "porto"
-    scene.start_node("porto")
-    scene.run.until("porto is back", lambda status: node_of(status, "porto")["connected"], BEGINS_WITHIN_S)
+    scene.bring_back("porto")
     scene.prometheus.until("the alert is over", lambda: not firing(scene), BEGINS_WITHIN_S)
 
 
@@ -147,8 +145,7 @@ def test_a_node_that_leaves_on_purpose_is_not_missed(scene: WatchedRun) -> None:
         30,
     )
     assert "FarloopNodeLost" not in firing(scene)
-    scene.start_node("porto")
-    scene.run.until("porto is back", lambda status: node_of(status, "porto")["connected"], BEGINS_WITHIN_S)
+    scene.bring_back("porto")
 
 
 def test_a_coordinator_that_dies_is_told_of_and_nothing_else(scene: WatchedRun) -> None:

@@ -32,18 +32,9 @@ PACE_S = {"oslo": 0.10, "porto": 0.11, "tallinn": 0.13}
 """Of an inner step: the run lasts, and leaves the machine to others."""
 
 SETTINGS: Mapping[str, object] = {
-    "name": "watched",
-    "nodes": 3,
-    "steps": 2600,
-    "batch_sequences": 8,
-    "method": "streaming",
-    "h": 6,
-    "codec_up": "q4:beta=0.5",
-    "screen": "full",
-    "h_rule": "qsr",
-    "h_alpha": 0.0049,
-    "h_max": 12,
-}
+    "name": "watched", "nodes": 3, "steps": 2600, "batch_sequences": 8, "method": "streaming", "h": 6,
+    "codec_up": "q4:beta=0.5", "screen": "full", "h_rule": "qsr", "h_alpha": 0.0049, "h_max": 12,
+}  # fmt: skip
 
 BEGINS_WITHIN_S = 300.0
 """Four processes that load torch, on a machine with other things to do."""
@@ -89,16 +80,9 @@ class Prometheus:
         binary = shutil.which("prometheus")
         assert binary is not None
         self._log = (folder / "prometheus.log").open("ab")
-        self.process = subprocess.Popen(
-            [
-                binary,
-                f"--config.file={file}",
-                f"--storage.tsdb.path={folder / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{self.port}",
-            ],
-            stdout=self._log,
-            stderr=self._log,
-        )
+        address = f"--web.listen-address=127.0.0.1:{self.port}"
+        words = [binary, f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}", address]
+        self.process = subprocess.Popen(words, stdout=self._log, stderr=self._log)
 
     @property
     def url(self) -> str:
@@ -175,6 +159,10 @@ class WatchedRun:
         words = [str(METRONOME), str(file), str(self.run.folder / "go"), str(PACE_S[name])]
         self.nodes[name] = self.run.start(f"node-{name}", *words)
 
+    def bring_back(self, name: str) -> None:
+        self.start_node(name)
+        self.run.until(f"{name} is back", lambda status: node_of(status, name)["connected"], BEGINS_WITHIN_S)
+
     def live(self, seconds: float) -> None:
         """Let it run so long; halfway a node loses its link for a while, another dies, and the coordinator restarts."""
         run = self.run
@@ -183,8 +171,7 @@ class WatchedRun:
         time.sleep(seconds * 0.3)
         self.nodes["porto"].kill()
         run.until("it goes on without porto", lambda status: not node_of(status, "porto")["connected"], BEGINS_WITHIN_S)
-        self.start_node("porto")
-        run.until("porto is back", lambda status: node_of(status, "porto")["connected"], BEGINS_WITHIN_S)
+        self.bring_back("porto")
         time.sleep(max(0.0, began + seconds * 0.6 - time.monotonic()))
         self.coordinator.kill()
         self.coordinator = run.start_coordinator()

@@ -4,8 +4,8 @@ import sys
 import time
 
 import pytest
-from crowd import GREETING, crowd
 from loopback import PACED, Daemon, NewRun, Run, assert_all_agree, merged_since, node_of
+from strangers import HALF_GREETING, crowd
 
 pytestmark = [
     pytest.mark.integration,
@@ -35,7 +35,7 @@ def test_a_crowd_without_a_key_and_without_a_word_stops_no_run(new_run: NewRun) 
     a = run.start_metronome("a", pace_s=0.1)
     b = run.start_node("b")
     run.until("both train", lambda s: merged_since(s, [0, 0, 0], "b"))
-    for hosts, says in ((1, b""), (7, GREETING)):
+    for hosts, says in ((1, b""), (7, HALF_GREETING)):
         with crowd(run.port, 2 * FEW, hosts, says) as held:
             assert len(held) > FEW
             began = time.monotonic()

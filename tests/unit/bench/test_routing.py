@@ -1,4 +1,4 @@
-"""The planner's experiments, with small sizes."""
+"""The planner's experiments, with small sizes. What docs/routing.md quotes is in tests/unit/docs/test_outputs.py."""
 
 import functools
 import json
@@ -11,22 +11,9 @@ from safetensors.torch import save_file
 from farloop.algo.stages import StageLayout
 from farloop.bench import pipeline
 from farloop.bench.pipeline_node import MODEL, Told
-from farloop.bench.routing import modes, planning, relaying, slow_link, small_paths
+from farloop.bench.routing import planning, relaying, slow_link
 from farloop.node.model import build
 from farloop.node.pipeline.stage import StagePart
-
-
-def test_the_mode_turns_once() -> None:
-    rows, star = modes()
-    assert star == pytest.approx(3.82, abs=0.005)
-    assert [row.chosen for row in rows] == ["B" if row.h < star else "A" for row in rows]
-    assert all((row.inside_s < row.across_s) == (row.chosen == "A") for row in rows)
-
-
-def test_the_small_instance_has_its_known_optimum() -> None:
-    found = small_paths()
-    assert found.paths[:2] == (("0", "2", "4"), ("1", "3", "5"))
-    assert (found.step_ms, found.full_ms, found.random_ms) == pytest.approx((157.5, 222.5, 317.5))
 
 
 def test_relays_are_twice_as_fast_and_the_formula_is_right() -> None:

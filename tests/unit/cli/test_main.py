@@ -1,6 +1,5 @@
 """The front door: words in, text and exit codes out. Nothing is started here."""
 
-import logging
 import os
 import re
 import subprocess
@@ -30,16 +29,6 @@ def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
 
 COMMANDS = list(commands(typer.main.get_command(app)))
 GROUPS = {words[:-1] for words in COMMANDS if len(words) > 1}
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """Daemon commands set up the logs of their process, which here is everybody's."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def written(folder: Path, text: str, name: str = "node.toml") -> str:
@@ -98,14 +87,6 @@ def test_the_examples_are_good(name: str) -> None:
     result = farloop("config", "check", str(EXAMPLES / name), "--set", "data.max_bytes=300000")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[0] == f"{EXAMPLES / name} is good"
-
-
-def test_check_says_what_a_run_comes_to(tmp_path: Path) -> None:
-    text = "[run]\nmodel = 'nano'\n[data]\nmax_bytes = 300000\n[coordinator]\nstate_dir = 's'\n"
-    told = farloop("config", "check", written(tmp_path, text, "run.toml")).stdout
-    lines = dict(line.split(maxsplit=1) for line in told.splitlines()[1:])
-    assert lines["model"].startswith("nano, ") and lines["method"] == "streaming, H 30, τ 5, mix 0.5"
-    assert lines["listens"] == "tcp://127.0.0.1:7700, in the clear, this machine only"
     line = error_line("config", "check", str(EXAMPLES / "own-run.toml"), "--set", "run.init=nowhere.safetensors")
     assert "[run] init: there is no file" in line
 

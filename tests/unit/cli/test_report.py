@@ -3,11 +3,11 @@
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from html_page import Page
 from plain_runs import plain_spec
 from rich.console import Console
 
@@ -134,35 +134,6 @@ def summary(**changes: Any) -> Summary:
     return cast(Summary, known | changes)
 
 
-class Page(HTMLParser):
-    """Checks that elements nest, and keeps tags, ids and text."""
-
-    VOID = frozenset({"meta", "path", "use", "rect", "br"})
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.text = ""
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.ids += [value for name, value in attrs if name == "id" and value]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] != "style":
-            self.text += data
-
-
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
@@ -173,7 +144,8 @@ def test_the_report_is_one_well_formed_page_with_two_drawings_and_the_same_every
     html: str, tmp_path: Path
 ) -> None:
     page = Page(html)
-    assert page.tags.count("svg") == 2 and len(page.ids) == len(set(page.ids))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert [tag for tag, _ in page.elements].count("svg") == 2 and len(ids) == len(set(ids))
     for words in ("three <nodes>", "222×", "2.20 MB instead of 312 MB", "2.500", "94.7%", "identical", DIGESTS[1],
                   "the <link> was cut", "delta for window 4 of fragment 1 dropped: the window had closed",
                   "farloop demo --link '50mbit/50ms' && echo", "1m 22s"):  # fmt: skip

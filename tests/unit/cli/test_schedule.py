@@ -1,4 +1,4 @@
-"""`farloop schedule`: the rounds before the run, in words, as JSON and drawn."""
+"""`farloop schedule`: the rounds before the run, as JSON and drawn. The table is in tests/unit/docs/test_outputs.py."""
 
 import math
 from pathlib import Path
@@ -56,20 +56,11 @@ def test_a_run_file_is_previewed_and_options_override_it(tmp_path: Path) -> None
     assert again["rounds"][again["starts"].index(500)] == 4
 
 
-def test_the_table_shows_h_beside_the_learning_rate_and_what_it_comes_to() -> None:
-    text = farloop("schedule", *QSR).stdout
-    lines = [line.split() for line in text.splitlines() if line.strip()]
-    rows = [line for line in lines if line[0].replace(",", "").isdecimal()]
-    assert 8 <= len(rows) <= 16 and rows[0][:4] == ["0", "0", "0.000161", "4"] and len(text.splitlines()) < 30
-    assert any(line[0] == "syncs" and line[-4:] == ["H", "=", "4", "throughout"] for line in lines)
-    assert "corrected for the work of a round" in text
-    assert "corrected" not in farloop("schedule", "--steps", "900").stdout
-
-
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
 def test_it_is_drawn(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "plots" / f"h.{kind}"
-    assert farloop("schedule", *QSR, "--plot", str(path)).exit_code == 0 and path.stat().st_size > 5000
+    told = farloop("schedule", *QSR, "--plot", str(path)).stdout
+    assert "corrected for the work of a round" in told and path.stat().st_size > 5000
     if kind == "svg":
         assert all(word in path.read_text() for word in ("qsr", "learning rate", "inner step"))
 

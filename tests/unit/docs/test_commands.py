@@ -11,7 +11,6 @@ A reason may name the test that runs the command instead. Of every `farloop …`
 too, the words and options are looked up in the program.
 """
 
-import logging
 import re
 import shlex
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from typer.testing import CliRunner
+from command_line import farloop
 
 from farloop.cli.main import app
 
@@ -110,14 +109,10 @@ def name_of(page: Path) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield tmp_path
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    return tmp_path
 
 
 def run(command: str) -> None:
@@ -132,7 +127,7 @@ def run(command: str) -> None:
         assert program in ("farloop", ".venv/bin/farloop"), f"{program} is not run here: mark it"
         assert not NOT_HERE & set(words[:1]) or "--help" in words, f"farloop {words[0]} is not run here: mark it"
         assert "|" not in words and "&" not in words, "only && and > are run here: mark it"
-        ended = CliRunner().invoke(app, words, env={"COLUMNS": "100"}, prog_name="farloop")
+        ended = farloop(*words)
         assert ended.exit_code == 0, f"{one}\n{ended.output}"
         if target:
             Path(target.strip()).write_text(ended.stdout, encoding="utf-8")
@@ -148,10 +143,8 @@ def test_the_commands_of_a_page_run_in_their_order(page: Path, folder: Path) -> 
                 try:
                     run(command)
                 except (AssertionError, OSError) as error:
-                    where = f"{name_of(page)}:{block.line}: {command}"
-                    raise AssertionError(
-                        f"{where}\n(or put <!-- not run: WHY --> before the block)\n{error}"
-                    ) from error
+                    error.add_note(f"{name_of(page)}:{block.line}: {command} (or <!-- not run: WHY --> before it)")
+                    raise
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -16,7 +16,6 @@
 import dataclasses
 import functools
 import json
-import logging
 import os
 import re
 import shlex
@@ -27,10 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import farloop
 from test_commands import PAGES, ROOT, blocks, name_of
-from typer.testing import CliRunner
-
-from farloop.cli.main import app
 
 MARK = re.compile(
     r"^<!-- checked(?P<slow> slowly)?(?: but for (?P<skip>[^:]+?))?"
@@ -60,9 +57,7 @@ class Claim:
 def claims(page: Path) -> Iterator[Claim]:
     whole = page.read_text(encoding="utf-8")
     marks = list(MARK.finditer(whole))
-    assert len(marks) == len(re.findall("^<!-- checked", whole, flags=re.MULTILINE)), (
-        f"{page}: a mark is not understood"
-    )
+    assert len(marks) == len(re.findall("^<!-- checked", whole, flags=re.MULTILINE)), f"{page}: a bad mark"
     for mark in marks:
         line = whole.count("\n", 0, mark.start()) + 1
         rest = whole[mark.end() :].lstrip("\n").split("\n")
@@ -70,27 +65,14 @@ def claims(page: Path) -> Iterator[Claim]:
         command = mark["command"]
         if command is None:
             command = [block.commands for block in blocks(page) if block.commands and block.line < line][-1][-1]
+        values, skip = " ".join((mark["values"] or "").split()), tuple((mark["skip"] or "").split())
         yield Claim(
-            page=page,
-            line=line,
-            command=" ".join(command.split()),
-            slow=mark["slow"] is not None,
-            skip=tuple((mark["skip"] or "").split()),
-            values=" ".join((mark["values"] or "").split()),
-            text=tuple(text),
-        )
+            page=page, line=line, command=" ".join(command.split()), slow=mark["slow"] is not None, skip=skip,
+            values=values, text=tuple(text),
+        )  # fmt: skip
 
 
 CLAIMS = [claim for page in PAGES for claim in claims(page)]
-
-
-@pytest.fixture(autouse=True)
-def clean_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def printed(command: str) -> str:
     program, *words = shlex.split(command)
     assert program == "farloop"
-    ended = CliRunner().invoke(app, words, env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}, prog_name="farloop")
+    ended = farloop(*words)
     assert ended.exit_code == 0, f"{command}\n{ended.output}"
     return ended.stdout
 
@@ -165,13 +147,10 @@ def wrong_cells(claim: Claim) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "claim",
-    [
-        pytest.param(claim, marks=[pytest.mark.slow, pytest.mark.timeout(900)] if claim.slow else [], id=str(claim))
-        for claim in CLAIMS
-    ],
-)
+SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
+
+
+@pytest.mark.parametrize("claim", [pytest.param(c, marks=SLOW if c.slow else (), id=str(c)) for c in CLAIMS])
 def test_what_a_page_calls_exact_is_what_the_command_prints(claim: Claim) -> None:
     assert not (found := problems(claim)), f"{claim}: of {claim.command}\n" + "\n".join(found)
 

@@ -4,10 +4,10 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 
 import pytest
 import statuses
+from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,45 +15,14 @@ from farloop.monitoring.page import HEIGHT, MOST_NODES, WIDTH, Curve, curve, hea
 from farloop.monitoring.status import Status
 
 
-class Reader(HTMLParser):
-    """A page as a browser without scripts has it: elements with their attributes, and the text that is read."""
-
-    def __init__(self, document: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.inline: dict[str, str] = {}
-        self.parts: dict[str, str] = {}
-        self._open: list[tuple[str, str]] = []
-        self.feed(document)
-        self.close()
-        assert not self._open, f"left open: {self._open}"
-        self.text = self.parts[""]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in {"meta", "link", "br"}:
-            self._open.append((tag, dict(attrs).get("id") or ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        tag = self._open[-1][0] if self._open else ""
-        if tag in ("style", "script"):
-            self.inline[tag] = data
-            return
-        for _, name in self._open:
-            self.parts[name] = self.parts.get(name, "") + data + "\n"
-
-
 def skeleton(document: str) -> list[tuple[str, tuple[str, ...]]]:
     """Elements and names of attributes: all that a text must not change."""
-    return [(tag, tuple(attributes)) for tag, attributes in Reader(document).elements]
+    return [(tag, tuple(attributes)) for tag, attributes in Page(document).elements]
 
 
 def test_a_run_that_trains_is_told_in_full() -> None:
     """The words themselves are those of all views: test_status_summary.py."""
-    reader = Reader(page(statuses.status()))
+    reader = Page(page(statuses.status()))
     for part, words in {
         "": ("fjord-1b", "training", "1.24 G parameters in 4 fragments", "step 612", "of 2,000, 30.6%", "2.145",
              "5.545 at step 0", "16.2 GB up, 16.0 GB down", "737× less than fp32 data parallel", "81 commits"),
@@ -79,14 +48,14 @@ def test_a_run_that_trains_is_told_in_full() -> None:
     ],
 )
 def test_why_a_run_stands_is_said_in_words(make: Callable[[], Status | None], words: list[str]) -> None:
-    text = Reader(page(make())).text
+    text = Page(page(make())).text
     assert [each for each in words if each not in text] == []
 
 
 def test_nothing_that_a_node_says_is_more_than_text() -> None:
     document = page(statuses.hostile())
     assert "<img" not in document and "\x1b" not in document and "\u202e" not in document
-    assert Reader(document).text.count("<img src=x onerror=alert(1)>?[2J?\"'&") >= 8, "it is shown, as what it is"
+    assert Page(document).text.count("<img src=x onerror=alert(1)>?[2J?\"'&") >= 8, "it is shown, as what it is"
 
     def harmless(told: object) -> object:
         if isinstance(told, dict):
@@ -109,7 +78,7 @@ def test_no_text_changes_the_shape_of_the_page(text: str) -> None:
 
 def test_the_policy_lets_run_what_the_page_holds_and_nothing_else() -> None:
     document = page(statuses.status())
-    reader = Reader(document)
+    reader = Page(document)
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         digest = base64.b64encode(hashlib.sha256(reader.inline[tag].encode()).digest()).decode()
         assert f"{directive} 'sha256-{digest}'" in policy()
@@ -128,13 +97,13 @@ def test_without_scripts_the_page_reloads_itself() -> None:
 
 def test_what_the_script_brings_up_to_date_has_a_name_of_its_own_in_every_state() -> None:
     for make in statuses.ALL:
-        live = [attributes["id"] for _, attributes in Reader(page(make())).elements if "data-live" in attributes]
+        live = [attributes["id"] for _, attributes in Page(page(make())).elements if "data-live" in attributes]
         assert live == ["head", "cards", "curve", "nodes", "windows", "recent", "foot"]
 
 
 def test_a_thousand_nodes_are_shown_in_part_and_counted() -> None:
     document = page(statuses.status(nodes=[statuses.node(f"n{index}") for index in range(1000)]))
-    assert Reader(document).parts["nodes"].count("97.4%") == MOST_NODES
+    assert Page(document).parts["nodes"].count("97.4%") == MOST_NODES
     assert "and 800 more nodes" in document and len(document) < 300_000
 
 
