@@ -1,4 +1,4 @@
-"""`Terms` in parts and their flat form, which messages, the journal and RUN.toml use."""
+"""What makes two runs the same run (protocol Z); `Terms` in parts and in their flat form, for messages and journal."""
 
 import dataclasses
 from typing import Any
@@ -6,10 +6,65 @@ from typing import Any
 import pytest
 from plain_runs import plain_spec, plain_terms
 
-from farloop.algo.spec import NodeId, Revision, to_plain
+from farloop.algo.spec import Fragment, Identity, Layout, NodeId, Revision, RoundPlan, TensorSlot, to_plain
 from farloop.algo.terms import FLAT, Codecs, LearningRate, Outer, Terms, field_of, flat_path, nest
 from farloop.wire import messages as msg
+from farloop.wire.bounds import bounded
 from farloop.wire.reasons import OutOfBounds, RemoteProtocolError
+
+BODY = TensorSlot(name="body", shape=(2, 200), offset=0)
+HEAD = TensorSlot(name="head", shape=(100,), offset=512)
+FRAGMENT = Fragment(index=0, slot=0, numel=768, tensors=(BODY, HEAD))
+LAYOUT = Layout(slots=1, fragments=(FRAGMENT,))
+IDENTITY = Identity(
+    name="small", model="own", layout=LAYOUT, anchor_digests=(100,), data="corpus", num_samples=64,
+    evaluation_set="set", seed=7,
+)  # fmt: skip
+
+
+def with_tensors(*tensors: TensorSlot) -> Layout:
+    return Layout(slots=1, fragments=(dataclasses.replace(FRAGMENT, tensors=tensors),))
+
+
+OTHER_IDENTITY: dict[str, Any] = {
+    "name": "other", "model": "{}", "layout": with_tensors(BODY), "anchor_digests": (101,), "data": "another corpus",
+    "num_samples": 65, "evaluation_set": "none", "seed": 8,
+}  # fmt: skip
+OTHER_LAYOUTS = [
+    with_tensors(dataclasses.replace(BODY, name="trunk"), HEAD),
+    with_tensors(dataclasses.replace(BODY, shape=(200, 2)), HEAD),
+    with_tensors(BODY, dataclasses.replace(HEAD, offset=256)),
+    with_tensors(HEAD, BODY),
+    Layout(slots=2, fragments=(FRAGMENT,)),
+    Layout(slots=1, fragments=(dataclasses.replace(FRAGMENT, slot=1),)),
+]
+
+
+def test_whatever_is_of_the_identity_changes_the_fingerprint() -> None:
+    """Terms are not of it."""
+    assert OTHER_IDENTITY.keys() == {field.name for field in dataclasses.fields(Identity)}
+    others = [dataclasses.replace(IDENTITY, **{name: value}) for name, value in OTHER_IDENTITY.items()]
+    assert len({identity.fingerprint() for identity in [IDENTITY, *others]}) == 1 + len(others)
+    assert len({layout.digest() for layout in [LAYOUT, *OTHER_LAYOUTS]}) == 1 + len(OTHER_LAYOUTS)
+    assert plain_spec().identity.fingerprint() == plain_spec(h=7).identity.fingerprint()
+
+
+def test_the_fingerprint_of_an_identity_never_changes() -> None:
+    """It stands in every frame and on every disk: another one would orphan the runs of the release before."""
+    assert IDENTITY.fingerprint() == "22ad1c4c6e0e629f"
+    assert LAYOUT.digest() == "6744a2fdcf430c95"
+
+
+def test_padding_is_no_parameter() -> None:
+    assert LAYOUT.num_parameters == 500 < FRAGMENT.numel
+
+
+def test_a_node_runs_the_steps_of_the_round_unless_it_has_its_own() -> None:
+    plan = RoundPlan(index=0, start=0, length=10, node_steps=((NodeId("slow"), 4),))
+    assert (plan.steps_of(NodeId("slow")), plan.steps_of(NodeId("fast"))) == (4, 10)
+
+
+# --- Terms
 
 OTHER: dict[str, Any] = {"codec_up_of": ((NodeId("a"), "q8"),), "h_share_of": ((NodeId("a"), 0.5),)}
 """Values of the fields that are left out at their defaults."""
@@ -75,30 +130,19 @@ def test_a_message_with_terms_at_several_places_is_read_back() -> None:
     assert msg.decode(msg.encode(welcome)) == welcome
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("h", "many"), ("outer_lr", "high"), ("screen", "loose")])
-def test_a_wrong_value_is_refused_by_its_flat_name(name: str, wrong: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("h", "many"), ("outer_lr", "high"), ("screen", "loose"), ("outer_momentum", None)]
+)
+def test_a_wrong_or_missing_value_is_refused_by_its_flat_name(name: str, wrong: str | None) -> None:
     number, needed, fields = msg.unpack(msg.encode(revised()))
     fields["revision"]["terms"][name] = wrong
+    if wrong is None:
+        del fields["revision"]["terms"][name]
     with pytest.raises(RemoteProtocolError, match=rf"Revised\.revision\.terms\.{name}: "):
         msg.decode(msg.pack([number, needed, fields]))
 
 
-def test_a_missing_value_is_named_by_its_flat_name() -> None:
-    number, needed, fields = msg.unpack(msg.encode(revised()))
-    del fields["revision"]["terms"]["outer_momentum"]
-    with pytest.raises(RemoteProtocolError, match=r"Revised\.revision\.terms\.outer_momentum: Field required"):
-        msg.decode(msg.pack([number, needed, fields]))
-
-
 def test_bounds_name_the_flat_field() -> None:
-    from farloop.wire.bounds import bounded
-
     assert bounded(revised()) == revised()
     with pytest.raises(OutOfBounds, match=r"Revised\.revision\.terms\.codec_up has 1000 characters"):
         bounded(revised(codec_up="q" * 1000))
-
-
-def test_the_fingerprint_of_a_run_holds_no_terms() -> None:
-    one, other = plain_spec(), plain_spec(h=7)
-    assert one.identity.fingerprint() == other.identity.fingerprint()
-    assert "terms" not in {field.name for field in dataclasses.fields(one.identity)}
