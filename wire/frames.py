@@ -32,7 +32,7 @@ from enum import IntEnum
 import xxhash
 
 from farloop.wire.limits import Limits
-from farloop.wire.messages import LaneHello, decode, encode
+from farloop.wire.messages import LaneHello, encode
 from farloop.wire.reasons import RemoteProtocolError
 
 Buffer = bytes | bytearray | memoryview
@@ -134,18 +134,6 @@ def parse_bulk(parts: Sequence[Buffer], limits: Limits) -> BulkFrame:
 def lane_hello(run: int, epoch: int, token: bytes) -> list[Buffer]:
     """The first frame of a bulk lane, node → coordinator: binds the lane to the session that was given `token`."""
     return ControlFrame(run=run, epoch=epoch, seq=0, ack=0, body=encode(LaneHello(lane_token=token))).parts()
-
-
-def parse_lane_hello(parts: Sequence[Buffer], limits: Limits) -> bytes:
-    """The token in the first frame of a bulk lane.
-
-    Raises:
-        RemoteProtocolError: not an intact control frame, or of another message.
-    """
-    message = decode(parse_control(parts, limits).body)
-    if not isinstance(message, LaneHello):
-        raise RemoteProtocolError("a bulk lane begins with LaneHello")
-    return message.lane_token
 
 
 def _header(kind: FrameKind, run: int, epoch: int, fields: bytes, body: Buffer) -> bytes:

@@ -505,15 +505,8 @@ class Session:
             raise LocalProtocolError(f"lane {lane} cannot be opened")
         self._lanes.append(lane)
 
-    def lane_closed(self, lane: int) -> None:
-        """Bulk lane `lane` is gone; what may have been on it is sent again on the next one open."""
-        if lane not in self._lanes:
-            raise LocalProtocolError(f"lane {lane} is not open")
-        self._lanes.remove(lane)
-        self._transfers.lane_lost()
-
     def lane_hello(self) -> list[Buffer]:
-        """The frame with which a node begins a new bulk lane; the coordinator's link reads it with `parse_lane_hello`.
+        """The frame with which a node begins a new bulk lane.
 
         Raises:
             LocalProtocolError: not a node, or not open.

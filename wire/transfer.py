@@ -397,13 +397,6 @@ class Transfers:
             incoming.grew_at += seconds
         self.meter.forget()
 
-    def lane_lost(self) -> None:
-        """Whatever was in flight may have been lost with a lane: send it again at once."""
-        self.meter.forget()
-        for outgoing in self._outgoing.values():
-            if outgoing.in_flight:
-                self._rewind(outgoing)
-
     def check(self) -> None:
         for outgoing in self._outgoing.values():
             assert 0 <= outgoing.acked <= outgoing.sent <= outgoing.limit <= outgoing.source.size

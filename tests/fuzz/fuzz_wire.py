@@ -14,7 +14,7 @@ from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire import events as ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest
-from farloop.wire.frames import BULK_HEADER_BYTES, CONTROL_HEADER_BYTES, parse_bulk, parse_control, parse_lane_hello
+from farloop.wire.frames import BULK_HEADER_BYTES, CONTROL_HEADER_BYTES, parse_bulk, parse_control
 from farloop.wire.limits import Limits
 from farloop.wire.messages import Role
 from farloop.wire.reasons import LocalProtocolError, RemoteProtocolError
@@ -73,10 +73,6 @@ def bodies() -> list[bytes]:
 
 def check_control(data: bytes) -> None:
     check_message(bytes(parse_control([data], LIMITS).body))
-
-
-def check_lane_hello(data: bytes) -> None:
-    parse_lane_hello([data], LIMITS)
 
 
 def check_bulk(data: bytes) -> None:
@@ -212,14 +208,6 @@ TARGETS = (
     Target(
         name="frame-control",
         run=check_control,
-        allowed=_REFUSES,
-        seeds=control_frames,
-        mutate=edited_frame,
-        seal=partial(sealed, header_bytes=CONTROL_HEADER_BYTES),
-    ),
-    Target(
-        name="frame-lane",
-        run=check_lane_hello,
         allowed=_REFUSES,
         seeds=control_frames,
         mutate=edited_frame,
