@@ -313,14 +313,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "wire/session.py",
         "if seq < self.received or seq in self._ahead:",
         "if seq < self.received - 1 or seq in self._ahead:",
-        "unit/wire/test_control.py",
+        "unit/wire/test_session.py",
     ),
     _of(
         "frames that were never sent can be acknowledged",
         "wire/session.py",
         "if ack > self._highest:",
         "if ack > self._highest + 1:",
-        "unit/wire/test_control.py",
+        "unit/wire/test_session.py",
     ),
     _of(
         "a chunk may go beyond its credit",
@@ -343,7 +343,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "wire/transfer.py",
         "        self.sent = self.acked\n        self._stalls += 1",
         "        self._stalls += 1",
-        "unit/wire/test_credit.py",
         "unit/wire/test_transfer.py",
     ),
     _of(
@@ -351,7 +350,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "wire/session.py",
         "if (run, epoch) != (self.run, self.epoch) or epoch == 0:",
         "if epoch == 0:",
-        "unit/wire/test_handshake.py",
+        "unit/wire/test_session.py",
         "unit/wire/test_session_hostile.py",
     ),
     # --- node
@@ -432,14 +431,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "wire/bounds.py",
         "            if not LEAST_NUMBER <= value <= most:\n",
         "            if not LEAST_NUMBER <= value:\n",
-        "unit/wire/test_bounds.py",
+        "unit/wire/test_messages.py",
     ),
     _of(
         "a number that is not finite is believed",
         "wire/bounds.py",
         "if not math.isfinite(value) and name not in _MAY_BE_NAN:",
         "if math.isnan(value) and name not in _MAY_BE_NAN:",
-        "unit/wire/test_bounds.py",
+        "unit/wire/test_messages.py",
     ),
     _of(
         "a commit is told before it is durable",

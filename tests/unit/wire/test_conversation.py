@@ -2,20 +2,17 @@
 
 `golden/conversation-v1.txt` holds every frame of a run of 2 rounds in the order of arrival, one a line: who sent it, on
 which lane, its parts in base64, and what it said. A later version must still understand both sides of it, so it is not
-recorded anew for a new field; a new version of the protocol gets a file of its own. How this one was made, by the
-real daemons over loopback: PYTHONPATH=tests/integration python tests/unit/wire/test_conversation.py FILE
+recorded anew for a new field; a new version of the protocol gets a file of its own. The daemons of that time made it,
+over loopback.
 """
 
 import base64
 import dataclasses
 import json
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -23,7 +20,7 @@ from farloop.algo.spec import BlobId, BlobKind, Revision, to_plain
 from farloop.wire import events as ev
 from farloop.wire import messages as msg
 from farloop.wire.blobs import BytesSource, blob_digest, blob_key
-from farloop.wire.frames import Buffer, parse_bulk, parse_control, parse_lane_hello
+from farloop.wire.frames import Buffer, parse_bulk, parse_control
 from farloop.wire.limits import Limits
 from farloop.wire.messages import Role
 from farloop.wire.reasons import LocalProtocolError
@@ -51,10 +48,6 @@ class Frame:
         decoded = tuple(base64.b64decode(part) for part in parts.split(","))
         return cls(sender=sender, lane=int(lane), parts=decoded, says=json.loads(says))
 
-    def line(self) -> str:
-        parts = ",".join(base64.b64encode(part).decode() for part in self.parts)
-        return f"{self.sender} {self.lane} {parts} {json.dumps(self.says, separators=(',', ':'))}"
-
 
 def conversation() -> list[Frame]:
     """The recorded frames."""
@@ -63,11 +56,9 @@ def conversation() -> list[Frame]:
 
 def told(lane: int, parts: Sequence[Buffer]) -> dict[str, Any]:
     """What a frame says, in plain values."""
-    if lane == 0:
+    if lane == 0 or len(parts) == 1:  # a bulk lane begins with a message
         message = msg.decode(parse_control(parts, LIMITS).body)
         return {"message": type(message).__name__, **plain(message)}
-    if len(parts) == 1:
-        return {"message": "LaneHello", "lane_token": parse_lane_hello(parts, LIMITS).hex()}
     frame = parse_bulk(parts, LIMITS)
     return {"key": frame.key.hex(), "offset": frame.offset, "size": len(frame.chunk)}
 
@@ -204,41 +195,3 @@ def hear(session: Session, event: ev.SessionEvent, came: list[dict[str, Any]], b
             raise AssertionError(event)
         case _:
             pass
-
-
-def record(folder: Path) -> Iterator[Frame]:
-    """A node alone, from its Hello to its Leave."""
-    from tiny_run import begin, plan, serving, train
-
-    from farloop.coordinator.net import sessions
-
-    frames: list[Frame] = []
-    receive, lane_hello = Session.receive, Session.lane_hello
-
-    def note(sender: str, lane: int, parts: Sequence[Buffer]) -> None:
-        copied = tuple(bytes(part) for part in parts)
-        frames.append(Frame(sender=sender, lane=lane, parts=copied, says=told(lane, copied)))
-
-    def received(session: Session, lane: int, parts: Sequence[Buffer], now: float) -> None:
-        note("coordinator" if session._handshake.role is Role.NODE else "node", lane, parts)
-        receive(session, lane, parts, now)
-
-    def greeted(session: Session) -> list[Buffer]:
-        parts = lane_hello(session)
-        note("node", 1, parts)
-        return parts
-
-    with (
-        mock.patch.object(Session, "receive", received),
-        mock.patch.object(Session, "lane_hello", greeted),
-        mock.patch.object(sessions.secrets, "token_bytes", lambda size: bytes(range(size))),
-        serving(folder / "state", begin(folder / "state", plan(steps=24, h=12, nodes=1))) as coordinator,
-    ):
-        train(coordinator.link.endpoint, folder / "node", "a", pace_s=0.1)
-    yield from frames
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        lines = [frame.line() for frame in record(Path(scratch))]
-    Path(sys.argv[1]).write_text("\n".join(lines) + "\n")

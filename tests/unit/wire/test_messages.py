@@ -1,39 +1,141 @@
-"""farloop.wire.messages. Covers protocol Z: unknown fields and unknown optional messages pass, required ones do not."""
+"""farloop.wire.frames, .messages and .bounds: frames describe themselves (protocol S, T); unknown fields and unknown
+optional messages pass, required ones do not (Z); what a node may say at most, of every field of every message (U)."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_runs import PLAIN_HELLO, plain_hello, plain_offer, plain_progress
 
 from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.wire import messages
+from farloop.wire.bounds import MOST_CHARACTERS, MOST_DIGEST, MOST_ITEMS, MOST_NUMBER, MOST_WORDS
+from farloop.wire.frames import (
+    BULK_HEADER_BYTES,
+    BulkFrame,
+    ControlFrame,
+    parse_bulk,
+    parse_control,
+)
+from farloop.wire.limits import Limits
+from farloop.wire.machine_info import LONGEST, MOST_NICS, Inventory, Nic
 from farloop.wire.messages import (
     NUMBERS,
     PROTOCOL_VERSIONS,
     SENT_BY,
     SINCE,
+    AnchorRef,
     Credit,
     Evaluation,
     Fetch,
     Heartbeat,
     Hello,
+    Leave,
     Message,
     Offer,
     Ready,
     Stored,
-    Welcome,
     decode,
     encode,
     pack,
     unpack,
 )
-from farloop.wire.reasons import RemoteProtocolError
+from farloop.wire.reasons import Reason, RemoteProtocolError
+
+# --- Frames
+
+LIMITS = Limits(max_control_bytes=100, chunk_bytes=100, max_chunk_bytes=100, max_blob_bytes=1000)
+CONTROL = ControlFrame(run=0xFEDC, epoch=5, seq=6, ack=7, body=b"a body")
+BULK = BulkFrame(run=0xFEDC, epoch=5, key=bytes(range(16)), offset=900, chunk=memoryview(b"a chunk"))
+U64 = st.integers(0, 2**64 - 1)
+U32 = st.integers(0, 2**32 - 1)
+
+
+@given(U64, U32, U64, U64, st.binary(min_size=1, max_size=100))
+def test_a_control_frame_survives_the_way(run: int, epoch: int, seq: int, ack: int, body: bytes) -> None:
+    frame = ControlFrame(run=run, epoch=epoch, seq=seq, ack=ack, body=body)
+    assert parse_control(frame.parts(), LIMITS) == frame
+
+
+@given(U64, U32, st.binary(min_size=16, max_size=16), st.integers(0, 900), st.binary(min_size=1, max_size=100))
+def test_a_bulk_frame_survives_the_way(run: int, epoch: int, key: bytes, offset: int, chunk: bytes) -> None:
+    frame = BulkFrame(run=run, epoch=epoch, key=key, offset=offset, chunk=memoryview(chunk))
+    assert parse_bulk(frame.parts(), LIMITS) == frame
+
+
+def test_a_chunk_is_transmitted_and_parsed_without_a_copy() -> None:
+    data = bytearray(b"chunk")
+    frame = BulkFrame(run=1, epoch=1, key=bytes(16), offset=0, chunk=memoryview(data))
+    header, chunk = frame.parts()
+    assert chunk is frame.chunk
+    assert parse_bulk([header, chunk], LIMITS).chunk.obj is data
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    other = bytearray(data)
+    other[bit // 8] ^= 1 << bit % 8
+    return bytes(other)
+
+
+def test_a_frame_cut_anywhere_or_with_any_bit_flipped_is_refused() -> None:
+    [whole] = (bytes(part) for part in CONTROL.parts())
+    header, chunk = (bytes(part) for part in BULK.parts())
+    control = [whole[:cut] for cut in range(len(whole))] + [flipped(whole, bit) for bit in range(8 * len(whole))]
+    bulk = [(header[:cut], chunk[: max(0, cut - BULK_HEADER_BYTES)]) for cut in range(len(header + chunk))]
+    bulk += [(flipped(header, bit), chunk) for bit in range(8 * len(header))]
+    bulk += [(header, flipped(chunk, bit)) for bit in range(8 * len(chunk))]
+    for bad in control:
+        with pytest.raises(RemoteProtocolError):
+            parse_control([bad], LIMITS)
+    for parts in bulk:
+        with pytest.raises(RemoteProtocolError):
+            parse_bulk(parts, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("offset", "field"), [(0, b"FLWQ"), (4, b"\x02"), (5, b"\x02"), (5, b"\x01"), (6, b"\x01"), (20, b"\x05")]
+)
+def test_wrong_fields_under_a_right_checksum_are_refused(offset: int, field: bytes) -> None:
+    for parts, parse in ((CONTROL.parts(), parse_control), (BULK.parts(), parse_bulk)):
+        covered = bytearray(parts[0][: 40 if parse is parse_control else 48])
+        body = parts[0][48:] if parse is parse_control else parts[1]
+        if covered[offset : offset + len(field)] == field:
+            continue
+        covered[offset : offset + len(field)] = field
+        header = bytes(covered) + xxhash.xxh3_64_intdigest(bytes(covered) + bytes(body)).to_bytes(8, "little")
+        with pytest.raises(RemoteProtocolError, match=r"version|lane|length"):
+            parse([header + body] if parse is parse_control else [header, body], LIMITS)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ControlFrame(run=1, epoch=1, seq=0, ack=0, body=bytes(101)).parts(),
+        ControlFrame(run=1, epoch=1, seq=0, ack=0, body=b"").parts(),
+        BULK.parts(),
+    ],
+)
+def test_a_control_frame_beyond_the_limits_is_refused(parts: list[bytes]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        parse_control(parts, LIMITS)
+
+
+@pytest.mark.parametrize(("offset", "num_bytes"), [(0, 0), (0, 101), (901, 100), (2**64 - 1, 1)])
+def test_a_bulk_frame_beyond_the_limits_is_refused(offset: int, num_bytes: int) -> None:
+    frame = BulkFrame(run=1, epoch=1, key=bytes(16), offset=offset, chunk=memoryview(bytes(num_bytes)))
+    with pytest.raises(RemoteProtocolError):
+        parse_bulk(frame.parts(), LIMITS)
+
+
+# --- Messages
 
 U63 = st.integers(0, 2**63 - 1)
-U64 = st.integers(0, 2**64 - 1)
 BLOBS = st.builds(
     BlobId,
     kind=st.sampled_from(BlobKind),
@@ -57,16 +159,11 @@ def test_a_message_survives_the_way(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
-def test_a_field_that_came_later_is_left_out_at_its_default(hello: Hello) -> None:
+def test_a_field_that_came_later_is_left_out_at_its_default() -> None:
     """Z: released bytes stand, and an older peer is told nothing new as long as there is nothing."""
-    assert not {"history", "holds"} & unpack(encode(hello))[2].keys()
-    later = dataclasses.replace(hello, history=8, holds=(1, 2))
+    assert not {"history", "holds"} & unpack(encode(PLAIN_HELLO))[2].keys()
+    later = dataclasses.replace(PLAIN_HELLO, history=8, holds=(1, 2))
     assert unpack(encode(later))[2]["history"] == 8 and decode(encode(later)) == later
-
-
-def test_nested_records_survive_the_way(hello: Hello, welcome: Welcome) -> None:
-    assert decode(encode(hello)) == hello
-    assert decode(encode(welcome)) == welcome
 
 
 def test_every_message_class_is_declared() -> None:
@@ -135,3 +232,87 @@ def test_only_what_an_older_peer_may_miss_is_marked_as_optional() -> None:
 def test_malformed_bytes_are_a_remote_error(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(data)
+
+
+# --- Bounds
+
+GREETING = plain_hello(anchors=(AnchorRef(fragment=0, version=0, digest=1),), fingerprint="f", layout="l", round=1)
+SAID = (plain_progress(samples_left=0), plain_offer(NodeId("a"), consumed=4), GREETING, Fetch(fragment=1))
+
+
+def beyond(value: Any, name: str) -> list[Any]:
+    """Values of the same type that nobody can mean; none for what has no bound, or is only cut."""
+    match value:
+        case bool() | None | BlobKind() | Reason():
+            return []
+        case int():
+            return [(MOST_DIGEST if name == "digest" else MOST_NUMBER) + 1]
+        case float():
+            return [] if name == "loss" else [math.nan, math.inf]
+        case str():
+            return [] if name in ("state", "detail", "device") else ["x" * (MOST_CHARACTERS + 1)]
+        case _:
+            return []
+
+
+def bent(message: Any) -> list[tuple[str, Any]]:
+    """The message with one field out of bounds, once for each, and the field's name."""
+    found = []
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        found += [(field.name, dataclasses.replace(message, **{field.name: b})) for b in beyond(value, field.name)]
+        inner = value[0] if isinstance(value, tuple) and value else value
+        if dataclasses.is_dataclass(inner) and not isinstance(inner, Inventory):
+            for name, other in bent(inner):
+                replaced = (other,) if isinstance(value, tuple) else other
+                found.append((name, dataclasses.replace(message, **{field.name: replaced})))
+    return found
+
+
+@pytest.mark.parametrize(
+    "message",
+    SAID,
+    ids=lambda m: type(m).__name__,
+)
+def test_every_field_of_what_a_node_says_is_bounded(message: Message) -> None:
+    assert decode(encode(message)) == message
+    cases = bent(message)
+    assert cases
+    for name, wrong in cases:
+        try:
+            data = encode(wrong)
+        except OverflowError:
+            continue  # no bytes say that
+        with pytest.raises(RemoteProtocolError, match=name):
+            decode(data)
+
+
+def test_the_largest_numbers_that_are_allowed_survive_the_way() -> None:
+    ref = AnchorRef(fragment=MOST_NUMBER, version=MOST_NUMBER, digest=MOST_DIGEST)
+    assert decode(encode(plain_hello(anchors=(ref,)))) == plain_hello(anchors=(ref,))
+
+
+def test_a_name_of_900_kb_is_refused_in_one_line() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"^Hello\.node has 900000 characters: at most 128 are allowed$"):
+        decode(encode(plain_hello(node=NodeId("x" * 900_000))))
+
+
+def test_lists_have_an_end() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"^Hello\.holds has 65537 items"):
+        decode(encode(plain_hello(holds=tuple(range(MOST_ITEMS + 1)))))
+
+
+def test_a_loss_that_is_not_finite_is_what_the_node_measured() -> None:
+    evaluation = Evaluation(loss=math.inf, versions=(1,), position=1.0, seconds=1.0)
+    assert decode(encode(evaluation)) == evaluation
+
+
+def test_texts_that_are_only_shown_are_cut_and_printable() -> None:
+    assert decode(encode(Leave(reason=Reason.DRAINED, detail="a\nb" + "x" * 5000))) == Leave(
+        reason=Reason.DRAINED, detail="a?b" + "x" * (MOST_WORDS - 3)
+    )
+    cards = tuple(Nic(name="n" * 1000) for _ in range(2 * MOST_NICS))
+    hello = decode(encode(plain_hello(device="d" * 5000, inventory=Inventory(nics=cards))))
+    assert hello == plain_hello(
+        device="d" * MOST_WORDS, inventory=Inventory(nics=(Nic(name="n" * LONGEST),) * MOST_NICS)
+    )

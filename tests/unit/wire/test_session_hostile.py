@@ -13,17 +13,18 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_runs import PLAIN_HELLO
+from session_pairs import WELCOME, delta, offer_of, opened, update
 
-from farloop.algo.spec import BlobId, BlobKind, NodeId
+from farloop.algo.spec import BlobId
 from farloop.wire.blobs import BytesSource, blob_digest
 from farloop.wire.events import BlobReceived, BlobSent, MessageReceived, SessionEvent
 from farloop.wire.frames import Buffer
 from farloop.wire.limits import Limits, Timing
-from farloop.wire.messages import Committed, Fetch, Hello, Message, Offer, Role, Welcome
+from farloop.wire.messages import Committed, Fetch, Message, Offer, Role
 from farloop.wire.reasons import RemoteProtocolError
 from farloop.wire.session import Session, State
 
-OpenPair = Callable[..., tuple[Session, Session]]
 Parts = list[Buffer]
 
 LIMITS = Limits(chunk_bytes=16 << 10, max_ahead_bytes=4000)
@@ -153,14 +154,6 @@ class World:
                 raise AssertionError(event)
 
 
-def update(version: int) -> BlobId:
-    return BlobId(kind=BlobKind.UPDATE, fragment=0, version=version)
-
-
-def delta(seq: int) -> BlobId:
-    return BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=seq)
-
-
 def committed(version: int, data: bytes) -> Committed:
     return Committed(
         fragment=0,
@@ -186,7 +179,7 @@ def exchange(world: World, sizes: list[int], num_messages: int) -> None:
             said[Role.NODE].append(Fetch(fragment=n))
             world.node.send(Fetch(fragment=n), world.now)
         if n < len(sizes):
-            offer = Offer(blob=delta(n), size=sizes[n], digest=blob_digest(contents[delta(n)]))
+            offer = offer_of(delta(n), contents[delta(n)])
             world.node.send_blob(offer, BytesSource(contents[delta(n)]))
             said[Role.NODE].append(offer)
             announcement = committed(n, contents[update(n)])
@@ -217,26 +210,26 @@ WEATHER = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), WEATHER, st.lists(st.integers(1, 1_000_000), max_size=3), st.integers(0, 40))
 def test_everything_arrives_once_in_order_and_intact_through_any_weather(
-    open_pair: OpenPair, seed: int, weather: Weather, sizes: list[int], num_messages: int
+    seed: int, weather: Weather, sizes: list[int], num_messages: int
 ) -> None:
-    node, coordinator = open_pair(LIMITS, TIMING)
+    node, coordinator = opened(LIMITS, TIMING)
     exchange(World(seed, weather, node, coordinator), sizes, num_messages)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_everything_arrives_through_the_worst_weather(open_pair: OpenPair, seed: int) -> None:
-    node, coordinator = open_pair(LIMITS, TIMING)
+@pytest.mark.parametrize("seed", range(6))
+def test_everything_arrives_through_the_worst_weather(seed: int) -> None:
+    node, coordinator = opened(LIMITS, TIMING)
     world = World(seed, Weather(loss=0.3, copy=0.3, forge=0.3, delay_s=3.0), node, coordinator)
     exchange(world, [1_500_000, 1, 400_000], 60)
     assert node.traffic.control_resends and coordinator.traffic.rewinds
-    assert coordinator.traffic.control_duplicates
+    assert coordinator.traffic.control_duplicates and world.refused > 40
 
 
-def test_in_fair_weather_nothing_is_sent_twice_even_when_lanes_overtake_each_other(open_pair: OpenPair) -> None:
-    node, coordinator = open_pair(LIMITS, TIMING)
+def test_in_fair_weather_nothing_is_sent_twice_even_when_lanes_overtake_each_other() -> None:
+    node, coordinator = opened(LIMITS, TIMING)
     world = World(1, Weather(delay_s=0.2), node, coordinator)
     exchange(world, [2_000_000, 700_000], 30)
     for session in (node, coordinator):
@@ -248,9 +241,9 @@ def test_in_fair_weather_nothing_is_sent_twice_even_when_lanes_overtake_each_oth
 @pytest.mark.parametrize("num_blobs", [1, 8])
 @pytest.mark.parametrize("bytes_per_s", [125e3, 625e3, 6.25e6, 125e6])
 def test_on_links_from_thin_to_fat_nothing_is_sent_twice_and_the_lane_stays_busy(
-    open_pair: OpenPair, bytes_per_s: float, num_blobs: int
+    bytes_per_s: float, num_blobs: int
 ) -> None:
-    node, coordinator = open_pair(None, TIMING)
+    node, coordinator = opened(None, TIMING)
     world = World(3, Weather(delay_s=0.1, bulk_bytes_per_s=bytes_per_s), node, coordinator)
     size = 8_000_000 // num_blobs
     exchange(world, [size] * num_blobs, 0)
@@ -258,33 +251,14 @@ def test_on_links_from_thin_to_fat_nothing_is_sent_twice_and_the_lane_stays_busy
     assert world.now < 1.1 * 8_000_000 / bytes_per_s + 2.0
 
 
-def test_forged_frames_are_refused_and_nothing_else(open_pair: OpenPair) -> None:
-    node, coordinator = open_pair(LIMITS, TIMING)
-    world = World(2, Weather(forge=1.0, delay_s=0.1), node, coordinator)
-    exchange(world, [300_000], 20)
-    assert world.refused > 40
-
-
-def test_a_session_opens_through_bad_weather(hello: Hello, welcome: Welcome) -> None:
+def test_a_session_opens_through_bad_weather() -> None:
     for seed in range(30):
         node = Session(Role.NODE, 0.0, timing=TIMING)
         coordinator = Session(Role.COORDINATOR, 0.0, timing=TIMING)
         world = World(seed, Weather(loss=0.4, copy=0.3, forge=0.2, delay_s=3.0), node, coordinator)
-        node.send(hello, 0.0)
+        node.send(PLAIN_HELLO, 0.0)
         world.run(partial(world.has_heard, Role.COORDINATOR))
-        coordinator.send(welcome, world.now)
+        coordinator.send(WELCOME, world.now)
         world.run(partial(world.has_heard, Role.NODE))
         assert node.state is coordinator.state is State.OPEN
-        assert world.received == {Role.NODE: [welcome], Role.COORDINATOR: [hello]}
-
-
-def test_a_dead_pipe_ends_both_sessions(open_pair: OpenPair) -> None:
-    node, coordinator = open_pair(LIMITS, Timing())
-    node.send_blob(Offer(blob=delta(0), size=4, digest=0), BytesSource(b"lost"))
-    now = 0.0
-    while State.OPEN in (node.state, coordinator.state):
-        now = min(timer for timer in (node.next_timer(), coordinator.next_timer()) if timer is not None)
-        for session in (node, coordinator):
-            session.handle_timer(now)
-            session.outgoing(now)
-    assert now == 10.0
+        assert world.received == {Role.NODE: [WELCOME], Role.COORDINATOR: [PLAIN_HELLO]}
