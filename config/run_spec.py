@@ -16,7 +16,7 @@ from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.sample_order import arrivals
 from farloop.algo.schedule import num_rounds
 from farloop.algo.spec import Identity, RunSpec
-from farloop.algo.terms import InnerOptimizer, LearningRate, LearningRateShape, Rewarm, RoundRule, Screen, Terms
+from farloop.algo.terms import LearningRate, LearningRateShape, Rewarm, Terms
 from farloop.algo.validation import check, check_learning_rate, check_rounds, given_as
 from farloop.coordinator.aggregator import first_anchor
 from farloop.node.data import Corpus, CorpusError, EvaluationSet, load_corpus, num_samples
@@ -275,6 +275,15 @@ def _first_weights(config: RunConfig) -> tuple[dict[str, Tensor], str]:
     return {name: parameter.detach() for name, parameter in trainable_tensors(module)}, config_json(size)
 
 
+# Terms that have the name and the value of a setting, or of the method's row.
+_OF_CONFIG = (
+    *("steps", "eager", "clip", "weight_decay", "batch_sequences", "sequence_tokens", "floor", "h_rule", "h_init"),
+    *("h_max", "outer_correction", "rewarm_momentum", "outer_spread", "outer_restart", "inner_optimizer"),
+    *("control_variates", "screen", "norm_band", "merge"),
+)
+_OF_METHOD = ("on_late_update", "max_stale_rounds", "max_staleness")
+
+
 def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
     """The run's terms, and notes about derived ones.
 
@@ -288,44 +297,24 @@ def terms_of(config: RunConfig, method: Method) -> tuple[Terms, list[str]]:
     every = max(1, round(30 / h)) if config.evaluate_every_rounds is None else config.evaluate_every_rounds
     lag = method.lag if config.lag is None else config.lag
     terms = Terms.from_flat(
+        **{name: getattr(config, name) for name in _OF_CONFIG},
+        **{name: getattr(method, name) for name in _OF_METHOD},
         method=method.name,
-        steps=config.steps,
         h=h,
         tau=(0 if lag else method.tau) if config.tau is None else config.tau,
         mix=(0.0 if lag else default_mix(method, config.nodes)) if config.mix is None else config.mix,
         lag=lag,
-        eager=config.eager,
         codec_up=config.codec_up or method.codec_up,
         codec_up_of=_given_of("codec_up_of", config.codec_up_of),
         codec_down=downlink_spelling(config.codec_down or method.codec_down),
         outer_lr=PLAIN_AVERAGE.lr,
         outer_momentum=PLAIN_AVERAGE.momentum,
         lr=learning_rate_of(config),
-        clip=config.clip,
-        weight_decay=config.weight_decay,
-        batch_sequences=config.batch_sequences,
-        sequence_tokens=config.sequence_tokens,
-        on_late_update=method.on_late_update,
-        max_stale_rounds=method.max_stale_rounds,
-        max_staleness=method.max_staleness,
         quorum=method.quorum if config.quorum is None else config.quorum,
-        floor=config.floor,
         min_nodes=config.nodes,
         evaluate_every_rounds=every,
-        h_rule=cast(RoundRule, config.h_rule),
         h_alpha=config.h_alpha or 0.0,
-        h_init=config.h_init,
-        h_max=config.h_max,
         h_switch=config.h_switch or 0,
-        outer_correction=config.outer_correction,
-        rewarm_momentum=config.rewarm_momentum,
-        outer_spread=config.outer_spread,
-        outer_restart=config.outer_restart,
-        inner_optimizer=cast(InnerOptimizer, config.inner_optimizer),
-        control_variates=config.control_variates,
-        screen=cast(Screen, config.screen),
-        norm_band=config.norm_band,
-        merge=config.merge,
         h_share_of=_given_of("h_share_of", config.h_share_of),
     )
     check_learning_rate(terms)

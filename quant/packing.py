@@ -138,6 +138,11 @@ def bf16_bits(data: Tensor) -> Tensor:
     return data.clone().view(torch.int16)
 
 
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent, fp32, made of its bits; exponents out of range, of blocks that become zeros, are clamped."""
+    return ((exponent + 127).clamp(1, 254) << 23).view(torch.float32)
+
+
 def to_scale(x: Tensor, largest: int) -> Tensor:
     """Finite x fp32 → the bf16 bits of the scale that is stored for it: int16, 0 if below 2⁻¹⁰⁰."""
     bits = to_bf16(x, largest)

@@ -58,15 +58,14 @@ class World:
         costs: Mapping[str, Costs] | Costs | None = None,
         delay: Delay = lambda u, v: 0.0,
         settings: Settings | None = None,
-        notice_s: float = 1.0,
         checks: bool = True,
     ) -> None:
-        """`microbatches` of each source and step; `notice_s` until a death is noticed by the others."""
+        """`microbatches` of each source and step."""
         self.agenda = EventQueue()
         self.layout, self.steps, self.microbatches = layout, steps, microbatches
         self.nodes = [name for stage in layout.stages for name in stage.replicas]
         self._costs, self._delay = costs or Costs(), delay
-        self._settings, self._notice_s, self._checks = settings or Settings(), notice_s, checks
+        self._settings, self._checks = settings or Settings(), checks
         self.records: dict[str, Record] = {}
         self.machines: dict[str, PipelineMachine] = {}
         self.processes: dict[str, Process] = {}
@@ -83,30 +82,6 @@ class World:
         """Until every living node has finished or stopped, but for spare ones, or until this time."""
         while not self._all_done() and self.agenda.now < until_s and self.agenda.step():
             pass
-
-    def settle(self, seconds: float) -> None:
-        """So much longer: what is under way arrives."""
-        end = self.agenda.now + seconds
-        while self.agenda.now < end and self.agenda.step():
-            pass
-
-    def kill(self, name: str, at_s: float) -> None:
-        """The node dies, and what it has sent still arrives."""
-        self.agenda.at(at_s, lambda: self._kill(name))
-
-    def revive(self, name: str, at_s: float) -> None:
-        """It comes back, and knows nothing."""
-
-        def comes() -> None:
-            if not self.processes[name].alive:
-                self._start(name)
-                self._meet(name)
-                self.processes[name].after(0.0, lambda: self._begin(name))
-
-        self.agenda.at(at_s, comes)
-
-    def tell(self, name: str, event: ev.Event) -> None:
-        self._handle(name, event)
 
     # --- nodes
 
@@ -125,20 +100,6 @@ class World:
             if other != name and self.processes[other].alive:
                 for one, another in ((name, other), (other, name)):
                     self._deliver(one, another, ev.Up(peer=one))
-
-    def _kill(self, name: str) -> None:
-        if not self.processes[name].alive:
-            return
-        self.processes[name].kill()
-        life = self._lives[name]
-
-        def notice(other: str) -> None:
-            if self._lives[name] == life:
-                self._handle(other, ev.Down(peer=name))
-
-        for other in self.nodes:
-            if other != name:
-                self.processes[other].after(self._notice_s, partial(notice, other))
 
     def _begin(self, name: str) -> None:
         record, machine = self.records[name], self.machines[name]

@@ -24,6 +24,7 @@ from farloop.coordinator.aggregator import first_anchor
 
 Inner = Literal["adamw", "sgd"]
 
+_OF_METHOD = ["mix", "lag", "codec_up", "codec_down", "on_late_update", "max_stale_rounds", "max_staleness", "quorum"]
 BATCH_SEQUENCES = 2
 SEQUENCE_TOKENS = 8
 
@@ -126,14 +127,7 @@ def terms_of(method: str, **choices: object) -> Terms:
         steps=12,
         h=min(row.h, 4),
         tau=min(row.tau, 1),
-        mix=row.mix,
-        lag=row.lag,
-        codec_up=row.codec_up,
-        codec_down=row.codec_down,
-        on_late_update=row.on_late_update,
-        max_stale_rounds=row.max_stale_rounds,
-        max_staleness=row.max_staleness,
-        quorum=row.quorum,
+        **{name: getattr(row, name) for name in _OF_METHOD},
         outer_lr=0.7,
         outer_momentum=0.9,
         lr=LearningRate(peak=0.02, minimum=0.02, warmup_steps=0),

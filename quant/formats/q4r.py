@@ -32,6 +32,7 @@ from farloop.quant.packing import (
     Q4R_SMALLEST_MAGNITUDE,
     from_bf16,
     largest_scale,
+    power_of_two,
     to_scale,
     uniform16,
 )
@@ -140,11 +141,11 @@ class Q4rCodec(BlockCodec):
             wanted = steps
         else:
             exponent = (absmax >> 23) - 127  # 2^e ≤ absmax < 2^(e+1)
-            m = (blocks * _power(10 - exponent).unsqueeze(1)).round_().to(torch.int32)
+            m = (blocks * power_of_two(10 - exponent).unsqueeze(1)).round_().to(torch.int32)
             total = m.square_().sum(dim=1, dtype=torch.int32)
             # rms = √(total ÷ 256)·2^(e−10), and the product with a power of two is exact.
             root = torch.sqrt(total.to(torch.float32)) * steps
-            wanted = root * _power(exponent - 14)
+            wanted = root * power_of_two(exponent - 14)
         scales = to_scale(torch.maximum(wanted, absmax.view(torch.float32) * Q4R_LEAST_SCALE), self.largest_scale)
         return torch.where(absmax < Q4R_SMALLEST_MAGNITUDE, 0, scales).to(torch.int16)
 
@@ -152,11 +153,6 @@ class Q4rCodec(BlockCodec):
         """k·s, exact: 4 and 8 significant bits."""
         packing.unpack_into(codes, out.view(-1, Q4R_GROUP))
         out.sub_(8).mul_(scales)
-
-
-def _power(exponent: Tensor) -> Tensor:
-    """2^exponent, fp32, made of its bits; exponents of blocks that are written as zeros may fall out of range."""
-    return ((exponent + 127).clamp(1, 254) << 23).view(torch.float32)
 
 
 Q4R = Q4rCodec(

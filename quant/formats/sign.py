@@ -22,7 +22,7 @@ from farloop.quant import packing
 from farloop.quant.codec import Traits
 from farloop.quant.formats.blocks import BlockCodec
 from farloop.quant.formats.sparse import padding, within
-from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, to_scale
+from farloop.quant.packing import BF16_LARGEST, SMALLEST_SCALE, power_of_two, to_scale
 
 BLOCK = 256
 
@@ -62,14 +62,9 @@ def _scales(magnitude: Tensor, elements: Tensor) -> Tensor:
     # Blocks below 2⁻¹⁰⁰ have scale 0 anyway; counting their exponents from there keeps all powers of two normal.
     exponent = (absmax >> 23).clamp_(min=SMALLEST_SCALE >> 7) - 127  # 2^e ≤ absmax < 2^(e+1)
     # Towards zero, so that m < 2²² and the mean of the largest numbers stays finite.
-    m = (magnitude.view(torch.float32) * _power(21 - exponent).unsqueeze(1)).to(torch.int32)
+    m = (magnitude.view(torch.float32) * power_of_two(21 - exponent).unsqueeze(1)).to(torch.int32)
     mean = m.sum(dim=1, dtype=torch.int32).to(torch.float32) / elements
-    return to_scale(mean * _power(exponent - 21), BF16_LARGEST)
-
-
-def _power(exponent: Tensor) -> Tensor:
-    """2^exponent, fp32, made of its bits."""
-    return ((exponent + 127) << 23).view(torch.float32)
+    return to_scale(mean * power_of_two(exponent - 21), BF16_LARGEST)
 
 
 SIGN = SignCodec(

@@ -271,18 +271,8 @@ class Published:
 _GROUP_KEYS = frozenset(f.name for f in dataclasses.fields(Group)) - {"name", "site"}
 _RULE_KEYS = frozenset(f.name for f in dataclasses.fields(Choice)) - {"method", "per_node_h"}
 SWEPT: Final = _GROUP_KEYS | _RULE_KEYS
-_WHOLE = {
-    "count",
-    "machines",
-    "h",
-    "fragments",
-    "tau",
-    "lag",
-    "quorum",
-    "max_staleness",
-    "max_stale_rounds",
-    "clusters",
-} | {"checkpoint_steps"}
+_WHOLE = {"count", "machines", "h", "fragments", "tau", "lag", "quorum", "clusters", "checkpoint_steps"}
+_WHOLE |= {"max_staleness", "max_stale_rounds"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ in `lockstep.py`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from farloop.algo.schedule import first_send_round
@@ -415,25 +415,15 @@ class _World:
             d for late in self._late for d in late
         ]
         owed_s = sum(node.flush()[1] for node in nodes) + sum(d.seconds for d in stored if not d.settled)
-        useful_s = tally.useful_s + owed_s / self._rules.fragments
         return Outcome(
             seconds=self._agenda.now,
             reached=self._reached,
             outer_steps=self._versions[-1],
-            commits=tally.commits,
-            merged=tally.merged,
-            stale=tally.stale,
-            dropped=tally.dropped,
-            skipped=tally.skipped,
+            **asdict(replace(tally, useful_s=tally.useful_s + owed_s / self._rules.fragments)),
             inner_steps=sum(node.steps for node in nodes),
-            lost_steps=tally.lost_steps,
-            bytes_up=tally.bytes_up,
-            bytes_down=tally.bytes_down,
-            bytes_state=tally.bytes_state,
             compute_s=sum(node.clock.spans["compute"] for node in nodes),
             idle_s=sum(node.clock.spans["idle"] for node in nodes),
             down_s=sum(node.clock.spans["down"] for node in nodes),
-            useful_s=useful_s,
             crashes=sum(place.crashes for place in self._places),
             timeline=tuple(self._trace or ()),
             windows=tuple(self._merges),

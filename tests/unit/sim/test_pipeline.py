@@ -1,5 +1,7 @@
 """The machines of a pipeline on virtual time: how long a step takes, and that nothing is lost unseen."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,10 +11,55 @@ from farloop.algo.stages import StageLayout
 from farloop.node.pipeline import events as ev
 from farloop.node.pipeline.layout import Settings
 from farloop.node.pipeline.messages import Kind
-from farloop.sim.pipeline import Costs, World
+from farloop.sim import pipeline
+from farloop.sim.pipeline import Costs
 
 FAR = 3_000.0
 """Virtual seconds, far beyond what any of these runs takes."""
+
+
+class World(pipeline.World):
+    """Nodes die, and come back."""
+
+    notice_s = 1.0  # until the others notice a death
+
+    def settle(self, seconds: float) -> None:
+        """So much longer: what is under way arrives."""
+        end = self.agenda.now + seconds
+        while self.agenda.now < end and self.agenda.step():
+            pass
+
+    def kill(self, name: str, at_s: float) -> None:
+        """The node dies, and what it has sent still arrives."""
+        self.agenda.at(at_s, lambda: self._kill(name))
+
+    def revive(self, name: str, at_s: float) -> None:
+        """It comes back, and knows nothing."""
+
+        def comes() -> None:
+            if not self.processes[name].alive:
+                self._start(name)
+                self._meet(name)
+                self.processes[name].after(0.0, lambda: self._begin(name))
+
+        self.agenda.at(at_s, comes)
+
+    def tell(self, name: str, event: ev.Event) -> None:
+        self._handle(name, event)
+
+    def _kill(self, name: str) -> None:
+        if not self.processes[name].alive:
+            return
+        self.processes[name].kill()
+        life = self._lives[name]
+
+        def notice(other: str) -> None:
+            if self._lives[name] == life:
+                self._handle(other, ev.Down(peer=name))
+
+        for other in self.nodes:
+            if other != name:
+                self.processes[other].after(self.notice_s, partial(notice, other))
 
 
 def news(world: World, source: str) -> bool:
@@ -219,8 +266,8 @@ def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObj
         microbatches=microbatches,
         delay=lambda u, v: delays[u + v],
         settings=behaviour,
-        notice_s=data.draw(st.floats(0.0, 10.0)),
     )
+    world.notice_s = data.draw(st.floats(0.0, 10.0))
     for name in data.draw(st.lists(st.sampled_from(nodes), max_size=4, unique=True)):
         at_s = data.draw(st.floats(0.0, 100.0))
         world.kill(name, at_s)
