@@ -3,12 +3,12 @@
 Colours are the sixteen of the terminal's own theme, so the view suits light and dark ones.
 """
 
+import io
 import math
 from collections.abc import Sequence
 
 from rich import box
-from rich.cells import cell_len
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -23,7 +23,8 @@ SHOWN = 6  # recent events that are shown
 
 MARGIN = (1, 1)
 
-FIXED_ROWS = 13  # rows that are not nodes, events or alarms, and the line of the cursor
+ROWS_AROUND = 6
+"""Rows that are not the head, nodes or events: the margin, the header of the nodes, blank ones, the cursor's line."""
 
 RECENT_HEAD_ROWS = 2
 MORE_ROWS = 2  # where there are more nodes than fit
@@ -75,8 +76,8 @@ def fitting(view: RunView | None, *, width: int, height: int) -> dict[str, int]:
     """How many nodes and events fit into this height, as arguments of `draw`: nodes come first."""
     if view is None:
         return {"max_nodes": 1, "max_recent": 0}
-    told = sum(1 + cell_len(line.plain) // max(width - 2, 1) for line in troubles(view))
-    room = height - FIXED_ROWS - told
+    inside = Console(width=max(width - 2 * MARGIN[1], 1), file=io.StringIO())
+    room = height - ROWS_AROUND - len(inside.render_lines(head(view, width=width)))
     max_nodes = max(room if len(view.nodes) <= room else room - MORE_ROWS, 1)
     left = room - min(len(view.nodes), max_nodes) - RECENT_HEAD_ROWS
     return {"max_nodes": max_nodes, "max_recent": min(SHOWN, max(0, left // (1 if width >= WIDE else 2)))}

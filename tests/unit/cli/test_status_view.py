@@ -117,6 +117,13 @@ def test_every_state_fits_every_terminal_and_sends_it_no_controls(
     assert not status["nodes"] or status["nodes"][0]["name"][:4] in text
 
 
+@pytest.mark.parametrize("height", [24, 26, 28, 32])
+@pytest.mark.parametrize("width", [80, 120])
+def test_warnings_and_changed_terms_that_fold_leave_less_room_for_nodes(width: int, height: int) -> None:
+    options = fitting(view_of(troubled()), width=width, height=height)
+    assert len(picture(troubled(), width, **options).splitlines()) < height
+
+
 def test_what_is_not_there_is_left_out_and_what_does_not_fit_is_counted() -> None:
     assert "waiting for the coordinator" in picture(None)
     assert "windows" not in picture(statuses.waiting(), 80) and "revision" not in picture(statuses.status())
