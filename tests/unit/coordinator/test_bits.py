@@ -4,89 +4,79 @@ import dataclasses
 
 import pytest
 import torch
+from coordinator_run import A, B, C
 from plain_runs import plain_terms
 from torch import Tensor
 
-from farloop.algo.spec import Fragment, NodeId, TensorSlot, WindowTerms
+from farloop.algo.spec import Fragment, TensorSlot, WindowTerms
 from farloop.coordinator.commits import as_chosen, next_codec, next_codecs, with_chosen
 from farloop.quant.bit_rates import measure
 from farloop.quant.codec import Codec
 from farloop.quant.formats.q4r import Q4rCodec
 from farloop.quant.registry import codec_named
 
-SHAPES = ((64, 64), (128, 64), (100,))
-NUMEL = 4096 + 8192 + 256
-FRAGMENT = Fragment(
-    index=0,
-    slot=0,
-    numel=NUMEL,
-    tensors=tuple(
-        TensorSlot(name=str(i), shape=shape, offset=offset)
-        for i, (shape, offset) in enumerate(zip(SHAPES, (0, 4096, 12288), strict=True))
-    ),
+SLOTS = tuple(
+    TensorSlot(name=name, shape=shape, offset=offset)
+    for name, shape, offset in (("0", (64, 64), 0), ("1", (128, 64), 4096), ("2", (100,), 12288))
 )
+NUMEL = 4096 + 8192 + 256
+FRAGMENT = Fragment(index=0, slot=0, numel=NUMEL, tensors=SLOTS)
 
 
-def delta(*scales: float) -> Tensor:
-    """A Gaussian of another size in every tensor."""
-    x = torch.zeros(NUMEL)
-    generator = torch.Generator().manual_seed(0)
-    for slot, scale in zip(FRAGMENT.tensors, scales, strict=True):
+def gaussian(*scales: float) -> Tensor:
+    """Of another size in every tensor."""
+    x, generator = torch.zeros(NUMEL), torch.Generator().manual_seed(0)
+    for slot, scale in zip(SLOTS, scales, strict=True):
         x[slot.offset : slot.offset + slot.numel] = torch.randn(slot.numel, generator=generator) * scale
     return x
 
 
-def price(codec: Codec, x: Tensor) -> tuple[int, float]:
+DELTA = gaussian(1e-2, 1e-3, 1e-3)
+
+
+def price(codec: Codec) -> tuple[int, float]:
     """Bits and squared error of the whole fragment."""
     assert isinstance(codec, Q4rCodec)
-    steps = codec.step if len(codec.step) > 1 else codec.step * len(FRAGMENT.tensors)
+    steps = codec.step if len(codec.step) > 1 else codec.step * len(SLOTS)
     rates = [
-        measure(codec_named(f"q4r:step={step}"), x[slot.offset : slot.offset + slot.numel])
-        for slot, step in zip(FRAGMENT.tensors, steps, strict=True)
+        measure(codec_named(f"q4r:step={step}"), DELTA[slot.offset : slot.offset + slot.numel])
+        for slot, step in zip(SLOTS, steps, strict=True)
     ]
     return sum(rate.bits for rate in rates), sum(rate.error for rate in rates)
 
 
 @pytest.mark.parametrize("codec_up", ["q4", "q4r", "q4r:policy=absolute", "topk"])
 def test_it_is_made_only_where_it_is_asked_for(codec_up: str) -> None:
-    assert next_codec(codec_up, delta(1.0, 1.0, 1.0), FRAGMENT) is None
+    assert next_codec(codec_up, gaussian(1.0, 1.0, 1.0), FRAGMENT) is None
 
 
 def test_large_tensors_get_fine_steps_and_small_ones_coarse_for_fewer_bits_at_no_more_error() -> None:
-    x = delta(1e-2, 1e-3, 1e-3)
-    chosen = next_codec("q4r:policy=l-greco", x, FRAGMENT)
+    chosen = next_codec("q4r:policy=l-greco", DELTA, FRAGMENT)
     assert chosen is not None
     codec = codec_named(chosen)
     assert isinstance(codec, Q4rCodec) and codec.policy == "relative"
     assert codec.step[0] < codec.step[1] and len(codec.step) == 3
-    bits, error = price(codec, x)
-    uniform_bits, uniform_error = price(codec_named("q4r"), x)
-    assert bits < 0.95 * uniform_bits
-    assert error <= uniform_error * (1 + 1e-6)
+    (bits, error), (uniform_bits, uniform_error) = price(codec), price(codec_named("q4r"))
+    assert bits < 0.95 * uniform_bits and error <= uniform_error * (1 + 1e-6)
 
 
-def test_the_other_settings_stay() -> None:
-    chosen = next_codec("q4r:policy=l-greco,rounding=nearest,step=0.7", delta(1e-2, 1e-3, 1e-3), FRAGMENT)
+def test_the_other_settings_stay_and_a_delta_of_zeros_has_a_choice_too() -> None:
+    chosen = next_codec("q4r:policy=l-greco,rounding=nearest,step=0.7", DELTA, FRAGMENT)
     assert chosen is not None and chosen.endswith("rounding=nearest")
-    encoded = codec_named(chosen).encode(delta(1e-2, 1e-3, 1e-3), FRAGMENT)
-    codec_named("q4r").validate(encoded, FRAGMENT)  # decoders need not know
-
-
-def test_a_delta_of_zeros_has_a_choice_too() -> None:
+    codec_named("q4r").validate(codec_named(chosen).encode(DELTA, FRAGMENT), FRAGMENT)  # decoders need not know
     assert next_codec("q4r:policy=l-greco", torch.zeros(NUMEL), FRAGMENT) is not None
 
 
 def test_who_has_a_codec_of_its_own_has_a_choice_where_that_asks_for_one() -> None:
     """And what was chosen stands where a window brought nothing new, until something else is asked for."""
-    a, b = NodeId("a"), NodeId("b")
-    terms = plain_terms(codec_up="q8", codec_up_of=((a, "q4r:policy=l-greco"), (b, "q4")))
-    chosen = next_codecs(terms, delta(1e-2, 1e-3, 1e-3), FRAGMENT)
+    terms = plain_terms(codec_up="q8", codec_up_of=((A, "q4r:policy=l-greco"), (B, "q4")))
+    chosen = next_codecs(terms, DELTA, FRAGMENT)
     assert set(chosen) == {"q4r:policy=l-greco"}
     asked = WindowTerms(
         fragment=0, window=2, round=1, tau=0, mix=0.0, codec_up="q8", codec_down="q8", codec_up_of=terms.codecs.up_of
     )
     opened = with_chosen(asked, chosen)
-    assert [opened.codec_of(node) for node in (a, b, NodeId("c"))] == [*chosen.values(), "q4", "q8"]
+    assert [opened.codec_of(node) for node in (A, B, C)] == [*chosen.values(), "q4", "q8"]
     assert with_chosen(asked, as_chosen(terms, opened)) == opened
-    other = dataclasses.replace(asked, codec_up="q4", codec_up_of=((a, "nf4"),))
+    other = dataclasses.replace(asked, codec_up="q4", codec_up_of=((A, "nf4"),))
     assert with_chosen(other, as_chosen(terms, opened)) == other

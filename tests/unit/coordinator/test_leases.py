@@ -103,7 +103,7 @@ def test_the_book_does_not_grow_with_the_rounds() -> None:
         book.watermark(*start, used[node] + 4)
         used[node] = used[node] + 4 if number % 3 else used[node]
         book.stores(*start, used[node])
-        if number % 97 == 0:
+        if number % 17 == 0:
             book.give_back(*start, used[node])
             incarnations[node] += 1
             used[node] = 0

@@ -360,15 +360,6 @@ def test_a_durable_commit_is_published_and_opens_the_next_window(spec: RunSpec) 
     assert run.ledger.versions == [0, 1]
 
 
-def test_a_round_is_fixed_two_ahead_and_told_with_every_commit(spec: RunSpec) -> None:
-    """B: QSR is evaluated once per round, on the coordinator."""
-    run = Run(spec, "a")
-    run.commit(1, A)
-    fixed, publish = run.commit(0, A)[-2:]
-    assert fixed == ev.Record(record=rec.RoundFixed(round=plan(3)))
-    assert isinstance(publish, ev.Publish) and publish.committed.rounds == (plan(0), plan(1), plan(2), plan(3))
-
-
 def test_a_delta_that_is_offered_again_is_acknowledged_again(spec: RunSpec) -> None:
     """B18, Q: the blob id is the idempotency key; nothing is counted twice. One of a window that is over is late."""
     run = Run(spec, "ab")
@@ -410,23 +401,13 @@ def test_a_failed_commit_is_tried_again_as_it_was_decided(spec: RunSpec) -> None
     assert not run.alarms and run.machine.next_timer() == STALLS_AT
 
 
-@pytest.mark.parametrize(
-    ("claim", "untrue"),
-    [
-        ({"tokens": -5}, "-5 tokens in 10 inner steps"),
-        ({"steps": 1000, "tokens": 64000}, "1000 inner steps, and there were at most 40 since its base"),
-        ({"tokens": 641}, "641 tokens in 10 inner steps, which have 640"),
-    ],
-)
-def test_a_delta_that_claims_what_cannot_be_true_is_not_waited_for(
-    spec: RunSpec, claim: dict[str, int], untrue: str
-) -> None:
+def test_a_delta_that_claims_what_cannot_be_true_is_not_waited_for(spec: RunSpec) -> None:
     """H: what it says decides what it weighs. The others go on, and its sender is told why."""
     run = Run(spec, "ab", num_samples=1000)
     run.play("a sends 1")
-    commands = run.say(B, run.offer(B, **claim))
+    commands = run.say(B, run.offer(B, tokens=641))
     assert brief(commands) == "b: IMPLAUSIBLE; commit 1.1 of a, b IMPLAUSIBLE"
-    assert untrue in told(commands, B)[0].detail  # type: ignore[union-attr]
+    assert "641 tokens in 10 inner steps, which have 640" in told(commands, B)[0].detail  # type: ignore[union-attr]
 
 
 # --- nodes that go away, or stand still

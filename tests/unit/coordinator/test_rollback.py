@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from coordinator_run import A, B, Run, accepted, brief, merged, outcome, recorded, refused, snapshots
+from coordinator_run import A, B, Run, accepted, brief, merged, outcome, recorded, snapshots
 from plain_runs import plain_hello, plain_progress
 
 from farloop.algo.spec import NodeId, RunSpec
@@ -262,11 +262,6 @@ def test_who_is_ahead_holds_the_run_and_nothing_is_committed_any_more(claimed: R
     assert brief(claimed.play("a returns")) == "refuse HOLDING"
 
 
-def test_a_fork_at_an_equal_version_holds_the_run(claimed: Run) -> None:
-    forked = (AnchorRef(fragment=0, version=0, digest=666), FIRST[1])
-    assert brief(claimed.greet(A, anchors=forked)) == "refuse HOLDING"
-
-
 def test_after_a_rewind_every_node_of_the_lost_history_begins_again_from_snapshots(run: Run) -> None:
     """Even those whose anchors may be the same: what they merge meanwhile, nobody here knows."""
     known = hello(announced=(ref(0, 9),))
@@ -349,13 +344,6 @@ def test_a_run_that_several_nodes_hold_is_released_only_by_naming_all_of_them(cl
     assert answer["held"].startswith("node a has met epoch 900") and "node b has met epoch 1000" in answer["held"]
     assert answer["still"] == "a, b are kept out, and no other node has come yet" == claimed.machine.holding
     assert not merged(claimed.pass_time(1000.0))
-
-
-def test_one_node_that_claims_an_epoch_and_is_contradicted_stops_nobody_for_longer_than_a_minute(claimed: Run) -> None:
-    claimed.greet(B, round=0, epoch_seen=1000)
-    assert refused(claimed.play("a returns")).reason is Reason.HOLDING
-    accepted(claimed.play("61s; a returns"))
-    assert merged(claimed.play("a sends 1; 20s")) == ["a"], "without b"
 
 
 def test_the_alarm_of_a_node_that_was_kept_out_ends_when_it_does_not_dial_any_more(claimed: Run) -> None:
