@@ -1,6 +1,7 @@
 """The coordinator's Prometheus metrics, link traffic included."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from shutil import disk_usage
 
@@ -38,23 +39,13 @@ class LinkMetrics:
     """The matrix of links: series by both ends, as many as there are measured directions, and at most `MOST_SERIES`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        ends = ["source", "target"]
+        gauge = partial(Gauge, labelnames=["source", "target"], registry=registry)
         self._gauges = {
-            "rtt_s": Gauge(
-                "farloop_link_round_trip_seconds", "Shortest of the last echoes.", ends, registry=registry
-            ),
-            "bytes_per_s": Gauge(
-                "farloop_link_measured_bytes_per_second", "What the receiver gets, beyond slow start.", ends,
-                registry=registry,
-            ),
-            "age_s": Gauge(
-                "farloop_link_measurement_age_seconds", "Since that was measured last.", ends, registry=registry
-            ),
-            "retransmit_ratio": Gauge(
-                "farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again.", ends,
-                registry=registry,
-            ),
-        }  # fmt: skip
+            "rtt_s": gauge("farloop_link_round_trip_seconds", "Shortest of the last echoes."),
+            "bytes_per_s": gauge("farloop_link_measured_bytes_per_second", "What the receiver gets, beyond slow start."),
+            "age_s": gauge("farloop_link_measurement_age_seconds", "Since that was measured last."),
+            "retransmit_ratio": gauge("farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again."),
+        }
         self._shown: set[tuple[str, str, str]] = set()
 
     def saw(self, inventory: InventoryStatus) -> None:
@@ -78,199 +69,132 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         ProcessCollector(registry=registry)
-        self.info = Gauge(
-            "farloop_run_info",
-            "The run that this is; always 1.",
-            ["run", "method", "codec_up", "codec_down"],
-            registry=registry,
+        self.info = gauge(
+            "farloop_run_info", "The run that this is; always 1.", ["run", "method", "codec_up", "codec_down"]
         )
-        self.position = Gauge(
-            "farloop_position_steps", "Highest schedule position of the live nodes.", registry=registry
-        )
-        self.round = Gauge("farloop_round", "The run's current round.", registry=registry)
-        self.steps = Gauge("farloop_run_steps", "Schedule positions of the whole run.", registry=registry)
-        self.h = Gauge("farloop_h_steps", "Inner steps between two sends of a fragment.", registry=registry)
-        self.h_max = Gauge("farloop_h_max_steps", "The longest that H may become; 0: no bound.", registry=registry)
-        self.learning_rate = Gauge(
-            "farloop_learning_rate", "At the run's position; H grows as it falls.", registry=registry
-        )
-        self.epoch = Gauge("farloop_epoch", "Incarnation of the coordinator's state.", registry=registry)
-        self.version = Gauge("farloop_fragment_version", "Committed version.", ["fragment"], registry=registry)
+        self.position = gauge("farloop_position_steps", "Highest schedule position of the live nodes.")
+        self.round = gauge("farloop_round", "The run's current round.")
+        self.steps = gauge("farloop_run_steps", "Schedule positions of the whole run.")
+        self.h = gauge("farloop_h_steps", "Inner steps between two sends of a fragment.")
+        self.h_max = gauge("farloop_h_max_steps", "The longest that H may become; 0: no bound.")
+        self.learning_rate = gauge("farloop_learning_rate", "At the run's position; H grows as it falls.")
+        self.epoch = gauge("farloop_epoch", "Incarnation of the coordinator's state.")
+        self.version = gauge("farloop_fragment_version", "Committed version.", ["fragment"])
         self._loss = Gauge("farloop_validation_loss_nats", "Loss of the anchors per byte token.", registry=None)
         self._scored = False
-        self.nodes = Gauge(
+        self.nodes = gauge(
             "farloop_nodes",
             "Nodes by what they are; those that were expected and merged are of the window that closed last.",
             ["state"],
-            registry=registry,
         )
-        self.alarms = Gauge("farloop_alarms", "What needs attention now; the status page says what.", registry=registry)
-        self.commits = Counter("farloop_commits", "Windows committed.", registry=registry)
-        self.merged = Counter("farloop_merged_deltas", "Deltas merged.", ["node"], registry=registry)
-        self.drops = Counter(
-            "farloop_dropped_deltas", "Deltas expected and not merged.", ["node", "reason"], registry=registry
+        self.alarms = gauge("farloop_alarms", "What needs attention now; the status page says what.")
+        self.commits = counter("farloop_commits", "Windows committed.")
+        self.merged = counter("farloop_merged_deltas", "Deltas merged.", ["node"])
+        self.drops = counter("farloop_dropped_deltas", "Deltas expected and not merged.", ["node", "reason"])
+        self.refusals = counter("farloop_refusals", "Greetings refused.", ["reason"])
+        self.rejected_peers = counter(
+            "farloop_rejected_peers", "Greetings, frames and keys that were not heard.", ["reason"]
         )
-        self.refusals = Counter("farloop_refusals", "Greetings refused.", ["reason"], registry=registry)
-        self.rejected_peers = Counter(
-            "farloop_rejected_peers", "Greetings, frames and keys that were not heard.", ["reason"], registry=registry
+        self.alarm = gauge("farloop_alarm", "Alarms that are on now, by their first word.", ["kind"])
+        self.events = counter("farloop_events", "Refusals, drops, ends and alarms.", ["kind", "reason"])
+        self.participation = gauge("farloop_participation_ratio", "Share of the live nodes that were merged lately.")
+        self.participation_held = gauge(
+            "farloop_participation_held", "1 while too few live nodes are merged to commit."
         )
-        self.alarm = Gauge("farloop_alarm", "Alarms that are on now, by their first word.", ["kind"], registry=registry)
-        self.events = Counter(
-            "farloop_events", "Refusals, drops, ends and alarms.", ["kind", "reason"], registry=registry
-        )
-        self.participation = Gauge(
-            "farloop_participation_ratio", "Share of the live nodes that were merged lately.", registry=registry
-        )
-        self.participation_held = Gauge(
-            "farloop_participation_held", "1 while too few live nodes are merged to commit.", registry=registry
-        )
-        self._anomalies = Gauge(
+        self._anomalies = gauge(
             "farloop_anomalies",
             "1 while a node, or its link, is slower than its own rounds before, or hangs.",
             ["kind", "node"],
-            registry=registry,
         )
         self._anomalies_shown: set[tuple[str, str]] = set()
-        self.anomaly_actions = Counter(
-            "farloop_anomaly_actions",
-            "Rungs of the ladder against them: done, or advised.",
-            ["action", "how"],
-            registry=registry,
+        self.anomaly_actions = counter(
+            "farloop_anomaly_actions", "Rungs of the ladder against them: done, or advised.", ["action", "how"]
         )
-        self.update_bytes = Counter("farloop_update_bytes", "Encoded updates committed.", registry=registry)
-        self.delta_norm = Gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"], registry=registry)
+        self.update_bytes = counter("farloop_update_bytes", "Encoded updates committed.")
+        self.delta_norm = gauge("farloop_delta_norm", "Norm of the last merged delta.", ["fragment"])
         buckets = (0.001, 0.005, 0.02, 0.1, 0.5, 2, 10, 60)
-        self.merge_seconds = Histogram(
-            "farloop_merge_seconds", "Summing, stepping and encoding one window.", registry=registry, buckets=buckets
+        self.merge_seconds = histogram(
+            "farloop_merge_seconds", "Summing, stepping and encoding one window.", buckets=buckets
         )
-        self.journal_seconds = Histogram(
-            "farloop_journal_seconds", "Making one commit durable.", registry=registry, buckets=buckets
-        )
-        self.window_seconds = Histogram(
+        self.journal_seconds = histogram("farloop_journal_seconds", "Making one commit durable.", buckets=buckets)
+        self.window_seconds = histogram(
             "farloop_window_seconds",
             "How long windows took: from the opening to the quorum, to the end of waiting, and from there on.",
             ["phase"],
-            registry=registry,
             buckets=(0.01, 0.05, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
         )
-        self.payload_bytes = Counter(
-            "farloop_payload_bytes", "Encoded deltas received and updates made.", ["kind", "codec"], registry=registry
+        self.payload_bytes = counter(
+            "farloop_payload_bytes", "Encoded deltas received and updates made.", ["kind", "codec"]
         )
-        self.late_seconds = Gauge(
+        self.late_seconds = gauge(
             "farloop_node_arrival_seconds",
             "From the opening of the last window that merged the node to its delta; 0 where that was there before.",
             ["node"],
-            registry=registry,
         )
-        self.staleness = Gauge(
-            "farloop_node_staleness_versions",
-            "Versions that the node's last merged delta was behind.",
-            ["node"],
-            registry=registry,
+        self.staleness = gauge(
+            "farloop_node_staleness_versions", "Versions that the node's last merged delta was behind.", ["node"]
         )
-        self.node_norm = Gauge(
-            "farloop_node_delta_norm", "Norm of the node's last merged delta.", ["node"], registry=registry
-        )
-        self.cosine = Gauge(
+        self.node_norm = gauge("farloop_node_delta_norm", "Norm of the node's last merged delta.", ["node"])
+        self.cosine = gauge(
             "farloop_node_delta_cosine_ratio",
             "Of the node's last merged delta with the mean of the others, where there are three and more.",
             ["node"],
-            registry=registry,
         )
-        self.link_bytes = Counter(
+        self.link_bytes = counter(
             "farloop_link_bytes",
             "Bytes of all frames between the coordinator and a node, framing included, seen from the coordinator.",
             ["node", "direction", "kind"],
-            registry=registry,
         )
-        self.link_resends = Counter(
-            "farloop_link_resends",
-            "Blobs begun again from what had arrived, and control frames sent again.",
-            ["node"],
-            registry=registry,
+        self.link_resends = counter(
+            "farloop_link_resends", "Blobs begun again from what had arrived, and control frames sent again.", ["node"]
         )
-        self.link_in_flight = Gauge(
-            "farloop_link_in_flight_bytes", "Sent to the node and not acknowledged.", ["node"], registry=registry
-        )
-        self.link_rate = Gauge(
+        self.link_in_flight = gauge("farloop_link_in_flight_bytes", "Sent to the node and not acknowledged.", ["node"])
+        self.link_rate = gauge(
             "farloop_link_bytes_per_second",
             "How fast blobs to the node have lately been acknowledged; the least that is assumed is 65536.",
             ["node"],
-            registry=registry,
         )
-        self.egress_price = Gauge(
-            "farloop_egress_price_per_gigabyte", "As set, in whatever currency; 0: none is set.", registry=registry
+        self.egress_price = gauge("farloop_egress_price_per_gigabyte", "As set, in whatever currency; 0: none is set.")
+        self.egress_cost = counter(
+            "farloop_egress_cost", "Of the bytes that left the coordinator and the nodes, at that price.", ["node"]
         )
-        self.egress_cost = Counter(
-            "farloop_egress_cost",
-            "Of the bytes that left the coordinator and the nodes, at that price.",
-            ["node"],
-            registry=registry,
+        self.storage_free = gauge("farloop_storage_free_bytes", "Free on the file system of the state folder.")
+        self.storage_size = gauge("farloop_storage_size_bytes", "Size of the file system of the state folder.")
+        self.storage_held = gauge(
+            "farloop_storage_held", "1 while nothing is committed: the state folder takes no more."
         )
-        self.storage_free = Gauge(
-            "farloop_storage_free_bytes", "Free on the file system of the state folder.", registry=registry
-        )
-        self.storage_size = Gauge(
-            "farloop_storage_size_bytes", "Size of the file system of the state folder.", registry=registry
-        )
-        self.storage_held = Gauge(
-            "farloop_storage_held", "1 while nothing is committed: the state folder takes no more.", registry=registry
-        )
-        self.samples = Counter(
-            "farloop_samples", "Samples of the leases by what became of them.", ["outcome"], registry=registry
-        )
+        self.samples = counter("farloop_samples", "Samples of the leases by what became of them.", ["outcome"])
         self._samples: dict[str, int] = {}
-        self.rollback_held = Gauge(
-            "farloop_rollback_held",
-            "1 while nothing is committed: the state looks like an old copy.",
-            registry=registry,
+        self.rollback_held = gauge(
+            "farloop_rollback_held", "1 while nothing is committed: the state looks like an old copy."
         )
-        self.copy_lag = Gauge(
-            "farloop_copy_lag_seconds", "Age of the newest copy in the object store.", registry=registry
-        )
-        self.log_dropped_lines = Counter(
-            "farloop_metrics_log_dropped_lines", "Lines that metrics.jsonl did not take.", registry=registry
-        )
+        self.copy_lag = gauge("farloop_copy_lag_seconds", "Age of the newest copy in the object store.")
+        self.log_dropped_lines = counter("farloop_metrics_log_dropped_lines", "Lines that metrics.jsonl did not take.")
         # What alerts ask for is there from the start: a series that begins at one has not grown.
         self.events.labels("anchor", "anchor_mismatch")
         self.rejected_peers.labels(Reason.WRONG_KEY.code)
         self._shown: set[str] = set()  # nodes that are connected, or missed
         labels = ["node"]
-        self.node_loss = Gauge("farloop_node_loss_nats", "Training loss.", labels, registry=registry)
-        self.node_tokens = Gauge("farloop_node_tokens", "Tokens trained on since its start.", labels, registry=registry)
-        self.node_steps = Gauge("farloop_node_inner_steps", "Inner steps since its start.", labels, registry=registry)
-        self.node_share = Gauge(
-            "farloop_node_compute_share_ratio", "Share of wall time of its training loop.", labels, registry=registry
-        )
-        self.node_blocked = Gauge("farloop_node_blocked_seconds", "Training stood still.", labels, registry=registry)
-        self.node_connected = Gauge(
-            "farloop_node_connected", "1 while a session with the node is open.", labels, registry=registry
-        )
-        self.node_last_message = Gauge(
-            "farloop_node_last_message_seconds", "Since the node's last message.", labels, registry=registry
-        )
-        self.node_position = Gauge(
-            "farloop_node_position_steps", "Schedule position: the run's clock.", labels, registry=registry
-        )
-        self.node_rate = Gauge(
-            "farloop_node_tokens_per_second", "Tokens trained on a second.", labels, registry=registry
-        )
-        self.node_incarnation = Gauge(
-            "farloop_node_incarnation", "Which start of the node this is.", labels, registry=registry
-        )
-        self.node_lost = Gauge(
-            "farloop_node_lost_steps", "Inner steps, per fragment, that no commit contains.", labels, registry=registry
-        )
-        self.node_skipped = Gauge(
-            "farloop_node_skipped_sends", "Due sends left out: too many deltas undecided.", labels, registry=registry
+        self.node_loss = gauge("farloop_node_loss_nats", "Training loss.", labels)
+        self.node_tokens = gauge("farloop_node_tokens", "Tokens trained on since its start.", labels)
+        self.node_steps = gauge("farloop_node_inner_steps", "Inner steps since its start.", labels)
+        self.node_share = gauge("farloop_node_compute_share_ratio", "Share of wall time of its training loop.", labels)
+        self.node_blocked = gauge("farloop_node_blocked_seconds", "Training stood still.", labels)
+        self.node_connected = gauge("farloop_node_connected", "1 while a session with the node is open.", labels)
+        self.node_last_message = gauge("farloop_node_last_message_seconds", "Since the node's last message.", labels)
+        self.node_position = gauge("farloop_node_position_steps", "Schedule position: the run's clock.", labels)
+        self.node_rate = gauge("farloop_node_tokens_per_second", "Tokens trained on a second.", labels)
+        self.node_incarnation = gauge("farloop_node_incarnation", "Which start of the node this is.", labels)
+        self.node_lost = gauge("farloop_node_lost_steps", "Inner steps, per fragment, that no commit contains.", labels)
+        self.node_skipped = gauge(
+            "farloop_node_skipped_sends", "Due sends left out: too many deltas undecided.", labels
         )
         self._links = LinkMetrics(registry)
-        self.node_bytes = Gauge(
-            "farloop_node_bytes",
-            "All bytes since its start, up from it and down to it.",
-            ["node", "direction", "kind"],
-            registry=registry,
+        self.node_bytes = gauge(
+            "farloop_node_bytes", "All bytes since its start, up from it and down to it.", ["node", "direction", "kind"]
         )
 
     def count_samples(self, samples: SamplesStatus) -> None:
