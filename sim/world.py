@@ -18,7 +18,7 @@ from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.errors import NoRoom, StateLocked
-from farloop.coordinator.storage.epoch import claimed_epoch
+from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.store import Store
 from farloop.node.state_dir import NodeState
 from farloop.sim import scenario as ft

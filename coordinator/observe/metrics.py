@@ -42,7 +42,9 @@ class LinkMetrics:
         gauge = partial(Gauge, labelnames=["source", "target"], registry=registry)
         self._gauges = {
             "rtt_s": gauge("farloop_link_round_trip_seconds", "Shortest of the last echoes."),
-            "bytes_per_s": gauge("farloop_link_measured_bytes_per_second", "What the receiver gets, beyond slow start."),
+            "bytes_per_s": gauge(
+                "farloop_link_measured_bytes_per_second", "What the receiver gets, beyond slow start."
+            ),
             "age_s": gauge("farloop_link_measurement_age_seconds", "Since that was measured last."),
             "retransmit_ratio": gauge("farloop_link_retransmit_ratio", "Segments that the sender's kernel sent again."),
         }

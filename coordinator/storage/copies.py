@@ -21,9 +21,8 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import more_than_a_snapshot
 from farloop.coordinator.errors import StateMismatch
 from farloop.coordinator.storage import snapshots
-from farloop.coordinator.storage.epoch import claim_epoch
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.journal import Journal, claim_epoch
 from farloop.coordinator.storage.segment import refuse_half_salvaged, segment_paths
 from farloop.monitoring.status import CopyStatus
 

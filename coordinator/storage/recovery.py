@@ -14,9 +14,8 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS, Ledger
 from farloop.coordinator.errors import Inconsistent, JournalCorrupt, NoRoom, StateMismatch, StorageError
 from farloop.coordinator.storage import snapshots
-from farloop.coordinator.storage.epoch import claimed_epoch
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.journal import Journal, claimed_epoch
 from farloop.coordinator.storage.segment import (
     Attachment,
     Entry,

@@ -25,9 +25,8 @@ from farloop.coordinator.errors import (
 )
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
-from farloop.coordinator.storage.epoch import claim_epoch, claimed_epoch
 from farloop.coordinator.storage.files import DISK, Files, no_room
-from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.journal import Journal, claim_epoch, claimed_epoch
 from farloop.coordinator.storage.recovery import Items, Recovery, reader
 from farloop.coordinator.storage.segment import UNFINISHED, Entry, Gap, read_damaged, refuse_half_salvaged, segment_path
 

@@ -23,9 +23,8 @@ from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import NoRoom, StateLocked, StateMismatch
 from farloop.coordinator.storage import snapshots
 from farloop.coordinator.storage.copies import StateCopy
-from farloop.coordinator.storage.epoch import Claim, claim_epoch
 from farloop.coordinator.storage.files import DISK, Files
-from farloop.coordinator.storage.journal import SEGMENT_BYTES, Journal
+from farloop.coordinator.storage.journal import SEGMENT_BYTES, Claim, Journal, claim_epoch
 from farloop.coordinator.storage.recovery import (
     Attachments,
     Items,

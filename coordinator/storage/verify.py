@@ -13,8 +13,8 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.errors import JournalCorrupt, SnapshotCorrupt, StateMismatch, StorageError, StorageFailed
 from farloop.coordinator.storage import snapshots
-from farloop.coordinator.storage.epoch import claimed_epoch
 from farloop.coordinator.storage.files import DISK, Files
+from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.recovery import buffers_of, refusal
 from farloop.coordinator.storage.segment import (
     Attachment,

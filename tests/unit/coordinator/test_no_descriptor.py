@@ -22,7 +22,7 @@ from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import Fenced, NoDescriptor, NoRoom, StorageError
 from farloop.coordinator.storage import files, snapshots
-from farloop.coordinator.storage.epoch import claim_epoch
+from farloop.coordinator.storage.journal import claim_epoch
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import salvage
 from farloop.coordinator.storage.store import Store

@@ -21,7 +21,7 @@ from power_cuts import extremes, image_of
 from farloop.algo.digest import digest
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import StorageError, StorageFailed
-from farloop.coordinator.storage.epoch import claimed_epoch
+from farloop.coordinator.storage.journal import claimed_epoch
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
 from farloop.sim.virtual_files import Drawn, VirtualFiles

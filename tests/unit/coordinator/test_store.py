@@ -27,8 +27,7 @@ from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.ledger import HISTORY_VERSIONS
 from farloop.coordinator.errors import DiskFull, Fenced, StateLocked, StateMismatch
 from farloop.coordinator.storage import snapshots
-from farloop.coordinator.storage.epoch import claim_epoch
-from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.journal import Journal, claim_epoch
 from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.snapshots import snapshot_path
 from farloop.coordinator.storage.store import SNAPSHOT_EVERY, Store

@@ -14,9 +14,8 @@ from disk_faults import refuse
 
 from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import Fenced, FolderChanged, NoDescriptor, StateMismatch, StorageFailed
-from farloop.coordinator.storage.epoch import Claim, claim_epoch, require_epoch
 from farloop.coordinator.storage.files import Lock, OsFiles
-from farloop.coordinator.storage.journal import Journal
+from farloop.coordinator.storage.journal import Claim, Journal, claim_epoch, require_epoch
 from farloop.coordinator.storage.segment import segment_paths
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
