@@ -1,6 +1,6 @@
 """The node daemon, and the library call that makes a training loop a node: `from farloop.node import join`.
 
-Modules without I/O and without torch: machine, send_schedule, fragment_set, events, sample_cursor. `join` loads the
+Modules without I/O and without torch: machine, send_schedule, fragment_set, events. `join` loads the
 rest when it is first used.
 """
 

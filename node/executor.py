@@ -26,7 +26,7 @@ from farloop.node.machine import NodeMachine
 from farloop.node.metrics import Metrics
 from farloop.node.replica import OwnDelta, Replica
 from farloop.node.reports import SENTENCES, Activity, Isolation, IsolationKind, Reports, StageLog, TimeAccount, all_held
-from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.send_schedule import LeaseCursor
 from farloop.node.shards import Shards
 from farloop.node.state_dir import NodeState, Residuals, run_of
 from farloop.quant.blob import pack_anchor

@@ -8,7 +8,7 @@ from farloop.algo.spec import NodeId
 from farloop.node.link import Traffic
 from farloop.node.machine import NodeMachine, Stage
 from farloop.node.replica import Replica
-from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.send_schedule import LeaseCursor
 from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
 

@@ -27,7 +27,7 @@ from farloop.node import events as ev
 from farloop.node.encoder import encode_anchor
 from farloop.node.replica import Replica
 from farloop.node.reports import Announced, Reports, TimeAccount, all_held
-from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.send_schedule import LeaseCursor
 from farloop.node.state_dir import NodeState
 from farloop.quant.blob import unpack_anchor
 from farloop.wire import messages as msg

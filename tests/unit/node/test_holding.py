@@ -17,7 +17,7 @@ from farloop.node.fragment_set import FragmentSet
 from farloop.node.link import Traffic
 from farloop.node.replica import Replica
 from farloop.node.reports import Reports, TimeAccount, anchors_of
-from farloop.node.sample_cursor import LeaseCursor
+from farloop.node.send_schedule import LeaseCursor
 from farloop.node.state_dir import NodeState
 from farloop.wire.reasons import Reason
 

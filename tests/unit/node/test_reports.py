@@ -1,4 +1,4 @@
-"""Covers `node/reports.py`, `node/metrics.py` and `node/sample_cursor.py`: what a node tells of itself."""
+"""Covers `node/reports.py`, `node/metrics.py` and `node/send_schedule.py`: what a node tells of itself."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ from farloop.node.reports import (
     StageLog,
     TimeAccount,
 )
-from farloop.node.sample_cursor import USED_KEPT, LeaseCursor, LeaseExhausted
+from farloop.node.send_schedule import USED_KEPT, LeaseCursor, LeaseExhausted
 from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
 from farloop.wire.messages import BytesByKind
