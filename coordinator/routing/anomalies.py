@@ -25,7 +25,6 @@ ROUNDS, OF_ROUNDS = 3, 5  # a node is slow when that many of its last rounds wer
 LEAST_EXCESS = 0.1  # least excess, as a share of the round's time
 LIMIT_LOG2 = 0.7  # a row, column or cell of the delays that is slower by 2^0.7 = 1.6 is flagged
 CELL_Z = 5.0  # a single cell has no median; it must also exceed the noise of all
-WAIT_RATIO = 5.0
 
 
 class Kind(StrEnum):
@@ -158,14 +157,6 @@ def _outliers(taken: Mapping[str, tuple[float, float, float]], least_excess_s: f
         if Z_SCALE * (log - middle) / max(spread, taken[name][2]) > Z_LIMIT
         and taken[name][0] - taken[name][1] > least_excess_s
     }
-
-
-def straggler(waits_s: Mapping[str, float]) -> str | None:
-    """The straggler at a barrier, which waits least: the median wait is above WAIT_RATIO times its own."""
-    if len(waits_s) < LEAST_NODES:
-        return None
-    node = min(waits_s, key=lambda name: (waits_s[name], name))
-    return node if statistics.median(waits_s.values()) > WAIT_RATIO * waits_s[node] else None
 
 
 class Place(StrEnum):

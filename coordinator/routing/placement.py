@@ -72,10 +72,9 @@ def _check(layers: int, speeds: Sequence[float]) -> None:
         raise ValueError(
             f"{layers} layers cannot be cut into {len(speeds)} stages; from 1 to {layers} stages are possible"
         )
-    if slow := next((speed for speed in speeds if not (math.isfinite(speed) and speed > 0.0)), None):
-        raise ValueError(f"a stage has speed {slow}; a number above 0 is wanted")
-    if 0.0 in speeds:
-        raise ValueError("a stage has speed 0; a number above 0 is wanted")
+    for speed in speeds:
+        if not (math.isfinite(speed) and speed > 0.0):
+            raise ValueError(f"a stage has speed {speed}; a number above 0 is wanted")
 
 
 class Transport(StrEnum):

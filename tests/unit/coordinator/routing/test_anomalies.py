@@ -17,7 +17,6 @@ from farloop.coordinator.routing.anomalies import (
     localise,
     next_step,
     slow,
-    straggler,
 )
 
 BASE: list[list[float | None]] = [
@@ -120,12 +119,6 @@ def test_nobody_is_slow_by_what_was_predicted_of_it_nor_among_three() -> None:
     own = {f"n{n}": Sample(compute_s=10.0 * n, expected_compute_s=10.0 * n, transfer_s=1.0 * n,
                            expected_transfer_s=1.0 * n) for n in range(1, 9)}  # fmt: skip
     assert slow([own] * 5) == slow(rounds(5, seed=0, noise=0.01, factor=9.0, nodes=3)) == ()
-
-
-def test_the_straggler_waits_least() -> None:
-    assert straggler({"a": 10.0, "b": 11.0, "c": 0.5, "d": 9.0}) == "c"
-    assert straggler({"a": 10.0, "b": 11.0, "c": 8.0, "d": 9.0}) is None
-    assert straggler({"a": 10.0, "b": 0.1}) is None
 
 
 def test_the_ladder_goes_up_one_rung_at_a_time() -> None:
