@@ -66,10 +66,10 @@ class StateLocked(StorageError):
 
 
 class NoRoom(StorageError):
-    """The disk takes nothing more. Nothing was changed: what was asked for can wait until somebody has mended it."""
+    """The disk takes nothing more. Nothing was changed: try again when there is room."""
 
     retriable = True
-    fix: ClassVar[str]  # what a person has to do
+    fix: ClassVar[str]
 
 
 class DiskFull(NoRoom):
@@ -126,7 +126,7 @@ class Fenced(StorageError):
 
 
 class FolderChanged(StorageError):
-    """Somebody else removed, replaced or changed a file that this coordinator alone may change. Nothing was written."""
+    """Another process removed, replaced or changed a file of this coordinator. Nothing was written."""
 
     def __init__(self, path: Path, detail: str) -> None:
         super().__init__(

@@ -177,9 +177,9 @@ class Peer:
     due: float | None = None  # when its session's next timer is due
     bad_frames: int = 0  # in a row
     parted: bool = False  # whether the end of its session was reported
-    arrived_bytes: int = 0  # bytes that it had acknowledged,
-    live_bytes: int = 0  # live bytes in flight,
-    background_bytes: int = 0  # and background bytes in flight, at the last look
+    arrived_bytes: int = 0  # acknowledged bytes at the last look
+    live_bytes: int = 0  # live bytes in flight at the last look
+    background_bytes: int = 0  # background bytes in flight at the last look
     bulk_descriptor: tuple[int, str] | None = None
     """File descriptor and host of the connection that carries its blobs, as of its first frame. The descriptor may
     belong to another socket by now (`monitoring/tcp_connection.py`)."""

@@ -17,9 +17,7 @@ from farloop.coordinator.routing.paths import Limits, Numbers, Work, chain_s, fa
 _HOT, _COLD = 0.05, 0.0005
 """Temperatures at the begin and the end, in shares of the median time of a chain at the begin."""
 
-_SPREAD = 0.05
-"""What a second of all other chains weighs beside one of the slowest: ties are broken towards short chains."""
-
+_SPREAD = 0.05  # weight of a second of all other chains relative to the slowest: breaks ties towards short chains
 _FOCUS = 0.5  # share of the moves that touch the slowest chain
 _INSIDE = 0.15  # share of the moves that exchange two places of one chain
 _ALIKE = 0.7  # share of the moves of pinned nodes that exchange two of one stage, which is always allowed
@@ -148,7 +146,7 @@ class _Search:
         )
 
     def _exchange(self, a: int, i: int, b: int, j: int) -> None:
-        """Of two places, of which the second may be in no chain; twice is as before."""
+        """Exchange two places, the second perhaps in no chain; twice restores them."""
         nodes, stages = self._nodes, self._stages
         if b == _REST:
             nodes[a][i], self._rest[j] = self._rest[j], nodes[a][i]
@@ -216,7 +214,6 @@ def _closed_form(work: Work, message_s: Numbers) -> Callable[[Sequence[int], Seq
 
 
 def step_s(chains: Chains, work: Work, message_s: Numbers) -> float:
-    """The slowest chain by the closed form."""
     return max(chain_s(n, s, work, message_s) for n, s in zip(chains.nodes, chains.stages, strict=True))
 
 

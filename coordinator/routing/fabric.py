@@ -22,7 +22,7 @@ Seconds = tuple[tuple[float, ...], ...]  # [from][to]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """What is known of every pair of nodes; all matrices are [from][to]."""
+    """Links of all pairs of nodes; matrices are [from][to]."""
 
     latency_s: Seconds
     byte_s: Seconds  # seconds per byte: 1/bandwidth
@@ -31,8 +31,6 @@ class Fabric:
     suspects: tuple[tuple[int, int], ...]  # (from, to) of the links that are left out until they are probed again
 
     def part(self, nodes: Sequence[int]) -> "Fabric":
-        """The rows and columns of some nodes."""
-
         def cut(matrix: Seconds) -> Seconds:
             return tuple(tuple(matrix[u][v] for v in nodes) for u in nodes)
 

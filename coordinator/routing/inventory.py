@@ -34,11 +34,11 @@ class CardKind(StrEnum):
 
 
 class Provenance(StrEnum):
-    """Where a fact comes from, the most trusted first."""
+    """Sources of facts, the most trusted first."""
 
     OPERATOR = "operator"
     PROBE = "probe"
-    TRANSFER = "transfer"  # of what had to be sent anyway
+    TRANSFER = "transfer"  # measured from regular transfers
     SYSFS = "sysfs"
     ANNOTATION = "annotation"
     ASSUMED = "assumed"
@@ -124,7 +124,7 @@ LOCAL = Link(latency_s=0.5e-3, bytes_per_s=1.25e9, provenance=Provenance.ASSUMED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is trained, as sizes and durations."""
+    """Sizes and durations of the model."""
 
     layers: int
     activation_bytes: float = 0.0  # of one microbatch between two stages; a gradient back is as large
@@ -147,8 +147,6 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """The coordinator's own end of all links."""
-
     in_bytes_per_s: float = math.inf
     out_bytes_per_s: float = math.inf
 
@@ -160,7 +158,7 @@ class Hub:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is asked of the planner."""
+    """A request to the planner."""
 
     stages: int | None = None  # None: as few as memory allows
     skip: float = 0.0  # share of the stages that a microbatch leaves out, below 1
@@ -190,8 +188,6 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """Everything a plan depends on."""
-
     nodes: tuple[Node, ...]
     model: Model
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
@@ -247,7 +243,7 @@ class Inventory:
         return self.nodes[0].stage is not None
 
     def link(self, source: Node, target: Node) -> Link | None:
-        """From one node to another; None where they cannot reach each other."""
+        """The link from one node to another; None if they cannot reach each other."""
         links = self.links
         for ends in (
             (source.name, target.name),
@@ -260,9 +256,7 @@ class Inventory:
         return LOCAL if source.site == target.site else None
 
     def uplink(self, node: Node) -> Link | None:
-        """From a node to the coordinator."""
         return self.links.get((node.name, COORDINATOR), self.links.get((node.site, COORDINATOR)))
 
     def downlink(self, node: Node) -> Link | None:
-        """From the coordinator to a node."""
         return self.links.get((COORDINATOR, node.name), self.links.get((COORDINATOR, node.site)))

@@ -94,7 +94,7 @@ def caps_of(inventory: Inventory) -> list[int]:
 
 
 def work_of(inventory: Inventory, members: Sequence[int], layers: Sequence[int]) -> Work:
-    """What some nodes compute in a step, with so many layers in each stage."""
+    """The work of some nodes in a step, with these layers per stage."""
     nodes, model, caps = inventory.nodes, inventory.model, caps_of(inventory)
     return Work(
         layer_s=tuple(nodes[node].layer_s for node in members),
@@ -155,7 +155,6 @@ class _Deciding:
         )
 
     def _holds(self, island: Island, stages: int) -> bool:
-        """Whether at least one pipeline of all stages fits in an island."""
         if self._pins is not None:
             return {self._pins[node] for node in island.nodes} >= set(range(stages))
         largest = sorted((self._caps[node] for node in island.nodes), reverse=True)[:stages]
@@ -201,7 +200,7 @@ class _Deciding:
         return "every node holds the whole model" if stages == 1 else "there is one island"
 
     def _inside_paths(self, holding: Sequence[Island], stages: int) -> Paths:
-        """Pipelines inside islands: links between islands do not exist for them."""
+        """Pipelines inside islands, without links between islands."""
         home = {node: number for number, island in enumerate(holding) for node in island.nodes}
         members = sorted(home)
         part = self._fabric.part(members)
@@ -296,7 +295,7 @@ def _spread(paths: Paths, members: Sequence[int], count: int) -> Paths:
 
 
 class NotPredicted(Exception):
-    """Why nothing is predicted of the paths that are there, as a sentence."""
+    """Why the present paths cannot be predicted, as a sentence."""
 
 
 def present_step_s(layout: StageLayout, inventory: Inventory) -> float:

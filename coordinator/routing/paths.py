@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 Numbers = Sequence[Sequence[float]]
 
-TOO_LARGE_S = 1e5  # what a search sees of a stage that does not fit a node's memory: more than any plan takes
+TOO_LARGE_S = 1e5  # penalty of a stage that does not fit a node's memory: more than any plan takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How far a path may stray from the order of the stages."""
+    """Limits of a path's deviation from the order of stages."""
 
     max_jump: int = 4  # stages forward at once, from the highest one visited: at most three in a row are left out
     max_swap: int = 1  # stages that one visit may lie behind the highest one visited
@@ -52,7 +52,7 @@ def path_length(stages: int, skip: float) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What passes along chains: seconds of compute per node, and how much there is of it."""
+    """Compute per node and amount of work."""
 
     layer_s: tuple[float, ...]  # [num_nodes], forward pass of one layer
     layers: tuple[int, ...]  # [num_stages]
@@ -70,7 +70,7 @@ class Work:
         return seconds if self.max_layers is None or layers <= self.max_layers[node] else seconds + TOO_LARGE_S
 
     def in_flight(self, nodes: Sequence[int]) -> int:
-        """Microbatches that a chain of its own nodes carries at a time."""
+        """Microbatches that a chain carries at a time."""
         return min(self.microbatches, *(self.slots[node] for node in nodes))
 
 

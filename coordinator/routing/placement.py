@@ -44,11 +44,10 @@ def min_max_split(layers: int, speeds: Sequence[float], caps: Sequence[int | Non
 
 
 def floor_split(layers: int, speeds: Sequence[float], alpha: float = 1.0) -> tuple[int, ...]:
-    """Holmes' rule: stage i gets ⌊α·L·sᵢ/Σs⌋, what is left goes to the last stage.
+    """Holmes' rule: stage i gets ⌊α·L·sᵢ/Σs⌋, the last stage also the rest.
 
-    α = 1 gives the splits that are published with its code (30 layers at 197 : 160 → 16, 14). A stage may end up
-    with no layer, which is this rule's fault and not mended here.
-    Raises ValueError: fewer layers than stages, or a speed that is not above 0.
+    α = 1 gives the splits published with its code (30 layers at 197 : 160 → 16, 14). A stage may get no layer. Raises
+    ValueError: fewer layers than stages, or a speed that is not above 0.
     """
     _check(layers, speeds)
     total = sum(speeds)
@@ -58,7 +57,7 @@ def floor_split(layers: int, speeds: Sequence[float], alpha: float = 1.0) -> tup
 
 
 def slowest_s(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """max nᵢ/sᵢ: what a split is judged by."""
+    """Seconds of the slowest stage: max nᵢ/sᵢ."""
     return max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
 
@@ -221,8 +220,6 @@ def descend(start: Groups, costs: Costs, *, h: int, moves: int, seed: int) -> Pl
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """Of two places of two stages."""
-
     a: int
     i: float
     b: int

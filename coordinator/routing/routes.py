@@ -21,8 +21,7 @@ from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
 # lower stages, so that somebody can always go on.
 
 
-_NEAR = 6
-"""Free replicas of the next stage that a path may go on to: the nearest ones; all of them where there are no more."""
+_NEAR = 6  # nearest free replicas of the next stage that a path considers
 
 
 def share(
@@ -88,7 +87,7 @@ class _Sharing:
         return known
 
     def _planned(self, source: int, price: float) -> Route:
-        """The cheapest path around the load of all others; what a node does for them is charged `price` times."""
+        """The cheapest path given the load of all others; each of their visits to a node raises its price."""
         slots, both = self._work.slots, self._both
         asked = [0] * len(both)
         visits = [0] * self._stages
@@ -135,18 +134,15 @@ _SHARING_PIECES = 40_000  # pieces of work that the search for shared paths may 
 _HOT, _WARM, _NEARLY_COLD = 0.05, 0.01, 0.001
 """Where the first search, those after layers were dealt anew, and the polish begin (chains.anneal)."""
 
-_POLISH_PIECES = 150_000
-"""Pieces of work that a polish may simulate, about a third of a second: long steps get fewer moves."""
-
+_POLISH_PIECES = 150_000  # pieces of work that a polish may simulate, about a third of a second
 _WORTH = 1e-9  # a plan is better when it is faster by this share: rounding decides nothing
 
-SPARE_COST = 0.02
-"""A node that is left over gets work where that makes the step no longer than by this share; else it stands by."""
+SPARE_COST = 0.02  # a spare node gets work if that lengthens the step by at most this share; else it stands by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """Who holds what, and which way microbatches go."""
+    """Stages of the nodes and paths of the microbatches."""
 
     routes: tuple[Route, ...]  # several of one source are used in turn
     stage_of: tuple[int, ...]  # [num_nodes]
@@ -157,7 +153,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What paths are wanted for."""
+    """Input of the path search."""
 
     work: Work  # its layers per stage are only where the search begins
     message_s: Numbers
@@ -168,7 +164,7 @@ class Task:
     seed: int
     effort: float = 1.0
     left_out: tuple[int, ...] = ()
-    """Nodes that no chain begins with; they may share a place where it helps. Only where stages are chosen."""
+    """Nodes that no chain includes at first; they may share a place later. Only if stages are chosen."""
     keeps_cut: bool = False  # whether the layers per stage stay as they are
 
 
@@ -184,7 +180,7 @@ def plan_paths(task: Task) -> Paths:
 
 
 def _check(task: Task, paths: Paths) -> None:
-    """Raises ValueError where the best there is uses what there is not."""
+    """Raise ValueError if the best paths need missing links or too much memory."""
     for route in paths.routes:
         edges = zip(route.nodes, (*route.nodes[1:], route.nodes[0]), strict=True)
         if any(max(task.message_s[u][v], task.message_s[v][u]) >= UNREACHABLE_S for u, v in edges):
@@ -236,7 +232,7 @@ def _planned(task: Task, *, by_speed: bool) -> Paths:
 
 
 def _start(task: Task, *, by_speed: bool) -> Chains | None:
-    """Where the search begins; None where nodes have to be shared."""
+    """The first chains; None if nodes must be shared."""
     if task.stage_of is not None:
         return pinned_start(task.stage_of, task.length, task.limits)
     kept = [node for node in range(len(task.message_s)) if node not in set(task.left_out)]
@@ -261,7 +257,7 @@ def _start(task: Task, *, by_speed: bool) -> Chains | None:
 
 
 def _resplit(task: Task, chains: Chains) -> Work:
-    """The same work with layers dealt by the slowest replica of each stage, as far as memory allows."""
+    """The work with layers divided by each stage's slowest replica, as far as memory allows."""
     work = task.work
     if task.keeps_cut:
         return work
@@ -291,7 +287,7 @@ def _step_of(chains: Chains, work: Work, message_s: Numbers) -> list[float]:
 
 
 def _polished(task: Task, chains: Chains, work: Work) -> Chains:
-    """A last descent, nearly cold, with the simulator as the judge."""
+    """A last descent that judges by simulation."""
 
     def judge(nodes: Sequence[int], stages: Sequence[int]) -> float:
         return simulate([Route(nodes=tuple(nodes), stages=tuple(stages))], work, task.message_s).makespan_s
@@ -313,7 +309,7 @@ def _polished(task: Task, chains: Chains, work: Work) -> Chains:
 
 
 def _in_order(task: Task, chains: Chains, work: Work) -> Chains:
-    """Each chain by the order of its stages where that costs nothing: reversed, a cycle is as long."""
+    """Order each chain by stages if that costs nothing: a reversed cycle is as long."""
     nodes, stages = [], []
     for own, at in zip(chains.nodes, chains.stages, strict=True):
         hops = sorted(zip(at, own, strict=True))
@@ -326,10 +322,10 @@ def _in_order(task: Task, chains: Chains, work: Work) -> Chains:
 
 
 def _with_rest(task: Task, chains: Chains, work: Work) -> Paths:
-    """The routes of the chains, and what nodes that were left over can take off them.
+    """Routes of the chains, with spare nodes added.
 
-    A node that is left over stands in for one of a chain in every second microbatch of its source. A chosen stage goes
-    where the fewest replicas are; a given one may make the way another: then all stages are visited that can be.
+    A spare node replaces a chain's node for every second microbatch of its source. A chosen stage is the one with the
+    fewest replicas; with a given stage the path may change to visit as many stages as possible.
     """
     stage_of = [-1] * len(task.message_s)
     for own, at in zip(chains.nodes, chains.stages, strict=True):
@@ -359,7 +355,7 @@ def _with_rest(task: Task, chains: Chains, work: Work) -> Paths:
 
 
 def _ways_with(task: Task, routes: Sequence[Route], node: int) -> list[tuple[int, Route]]:
-    """(stage of the node, route with it in the place of another) for every place where that is allowed."""
+    """(stage of the node, route with it in place of another) for every allowed place."""
     found = []
     for route in routes:
         for place in range(1, len(route.nodes)):
@@ -388,7 +384,7 @@ def _shared(task: Task) -> Paths:
 
 
 def random_paths(task: Task, paths: Paths) -> Paths:
-    """Paths as `paths`, but nodes keep only their stages and are dealt at random: what planning is compared with."""
+    """Paths with nodes of the same stages chosen at random: the baseline of a plan."""
     rand = random.Random(task.seed)
     order: dict[int, list[int]] = {}
     for route in paths.routes:

@@ -17,7 +17,7 @@ Kind = Literal["F", "L", "B"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A way of the microbatches of one source."""
+    """A path of the microbatches of one source."""
 
     nodes: tuple[int, ...]
     stages: tuple[int, ...]
@@ -29,7 +29,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Work that was done."""
+    """A finished piece of work."""
 
     node: int
     kind: Kind
@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a step."""
+    """Result of a simulated step."""
 
     makespan_s: float  # until the last backward pass at a source has ended
     source_s: dict[int, float]  # of every source, until its own last one
@@ -119,7 +119,6 @@ class _Play:
         heapq.heappush(self._events, (at, self._order, node, job))
 
     def _begin(self, node: int, now: float) -> None:
-        """Start the first waiting job that is admitted."""
         queue = self._queue[node]
         full = self._kept[node] >= self._work.slots[node]
         for index, job in enumerate(queue):
@@ -154,7 +153,7 @@ class _Play:
             self._pass_on(node, job, stop)
 
     def _pass_on(self, node: int, job: _Job, stop: float) -> None:
-        """To the next node of the cycle: forwards, home for the loss, then the same way back."""
+        """Go to the next node of the cycle: forwards, to the source for the loss, and back."""
         last = len(job.route.nodes) - 1
         match job.kind:
             case "F":

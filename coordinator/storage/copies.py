@@ -37,14 +37,14 @@ SCHEMES = ("s3", "gs", "az", "file")
 
 
 class CopyFailed(Exception):
-    """The object store, or what is in it, does not do. One line, with the URL."""
+    """The object store or its content cannot be used. One line, with the URL."""
 
 
 class Bucket:
     """One prefix of one store. Blocks: to be called from a thread that has nothing else to do."""
 
     def __init__(self, url: str) -> None:
-        """Raises CopyFailed: no such store can be reached, or `obstore` is not installed."""
+        """Raises CopyFailed: the store cannot be reached, or `obstore` is not installed."""
         self.url = url
         scheme = urlsplit(url).scheme
         if scheme not in SCHEMES:
@@ -66,7 +66,7 @@ class Bucket:
             raise self._failed("open", error) from error
 
     def put(self, path: str, data: bytes | memoryview) -> None:
-        """An object, whole or not there. Raises CopyFailed."""
+        """Write an object atomically. Raises CopyFailed."""
         try:
             self._obstore.put(self._store, path, data)
         except Exception as error:
@@ -89,7 +89,7 @@ class Bucket:
             raise self._failed(f"list {under}", error) from error
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Objects; one that is gone already is no error. Raises CopyFailed."""
+        """Delete objects; missing ones are ignored. Raises CopyFailed."""
         try:
             for path in paths:
                 self._obstore.delete(self._store, path)
@@ -121,7 +121,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 1
 
-KEPT: Final = 3  # copies that stay
+KEPT: Final = 3  # copies that are kept
 _FOLDER = "ckpt"
 _OBJECT = re.compile(r"ckpt/([0-9]{8,})/[^/]+")
 _MANIFEST = re.compile(r"ckpt/([0-9]{8,})/manifest\.json")
@@ -129,17 +129,17 @@ _MANIFEST = re.compile(r"ckpt/([0-9]{8,})/manifest\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCopy:
-    """A run's state at one moment. Costs no memory before the next commits: buffers are replaced, never changed."""
+    """A run's state at one moment. It shares the buffers, which are replaced, never changed."""
 
     ledger: rec.LedgerSaved
     buffers: tuple[Buffers, ...]
 
     @classmethod
     def of(cls, ledger: rec.LedgerSaved, buffers: Sequence[Buffers]) -> "StateCopy":
-        """To be made in the storage thread, where both are in step.
+        """Make it in the storage thread, where both agree.
 
-        What the copy does not have is not in its ledger either: deltas that wait for an outcome, and the updates, of
-        which the newest's announcement alone names the anchor's digest.
+        Its ledger lacks what the copy lacks: undecided deltas, and updates; of the newest commit only the announcement
+        stays, for the anchor's digest.
         """
         fragments = ledger.spec.identity.layout.fragments
         newest = tuple(
@@ -242,7 +242,7 @@ def restore(bucket: Bucket, directory: Path, files: Files = DISK) -> rec.LedgerS
 
 
 def _delete_old(bucket: Bucket, kept: int) -> None:
-    """Manifests before what they name, so that a copy is whole or none; and what a failed one left behind."""
+    """Delete manifests before their objects, so that a copy is whole or none, and leftovers of failed copies."""
     paths = bucket.paths(_FOLDER)
     numbers = _complete(paths)[-kept:]
     old = [p for p in paths if (found := _OBJECT.fullmatch(p)) and int(found[1]) < numbers[-1]]
@@ -290,7 +290,7 @@ class Copying:
         kept: int = KEPT,
         open_bucket: Callable[[str], Bucket] = Bucket,
     ) -> None:
-        """`cut` takes the state as it is. Raises CopyFailed where the store cannot be used at all."""
+        """`cut` takes the current state. Raises CopyFailed: the store cannot be used at all."""
         self._bucket, self._every_s, self._kept = open_bucket(url), every_s, kept
         self._cut, self._alarms = cut, alarms
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
@@ -300,14 +300,13 @@ class Copying:
         self.copies = self.failures = self.bytes = 0
 
     async def run(self) -> None:
-        """Copy, until cancelled."""
         pause_s = 0.0
         while True:
             await asyncio.sleep(min(pause_s or self._every_s, self._every_s))
             pause_s = 0.0 if await self.copy() else max(FIRST_PAUSE_S, 2 * pause_s)
 
     async def copy(self) -> bool:
-        """Copy the state as it is now, if it is not the same as in the last copy. Whether the newest copy has it."""
+        """Copy the current state if it changed. Returns whether the newest copy has it."""
         cut = await self._cut()
         state = (cut.ledger.versions, cut.ledger.epoch)
         if state == self._copied:
@@ -329,11 +328,10 @@ class Copying:
 
     @property
     def lag_s(self) -> float:
-        """How old the newest copy is; how long there has been none, where there is none of this start."""
+        """Age of the newest copy; before the first, time since the start."""
         return time.monotonic() - (self._began if self._copied_at is None else self._copied_at)
 
     def status(self) -> CopyStatus:
-        """For the status page."""
         return {
             "url": self._bucket.url,
             "lag_s": self.lag_s,
@@ -344,5 +342,5 @@ class Copying:
         }
 
     def close(self) -> None:
-        """Let go of a copy that is under way: without its manifest it is none."""
+        """Abandon a copy in progress: without its manifest it does not count."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -38,23 +38,23 @@ _NEW = "new"  # in that, the folder that takes their place. What is left of it a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Salvage:
-    """What can be made of a folder."""
+    """The result of a salvage."""
 
     run: str
     cut: StateCopy
-    epoch: int  # the highest that is known
-    newest: tuple[int, ...]  # the newest version of each fragment that anything in the folder speaks of
+    epoch: int  # highest known epoch
+    newest: tuple[int, ...]  # newest version of each fragment mentioned in the folder
     deltas: int  # stored deltas without an outcome: nodes offer theirs again
-    damage: tuple[str, ...]  # where, and what is there
+    damage: tuple[str, ...]  # descriptions of the damage
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """That the run goes on from."""
+        """Versions that the run continues from."""
         return self.cut.ledger.versions
 
     @property
     def given_up(self) -> tuple[tuple[int, int, int], ...]:
-        """Fragment, first and last version, of what was committed and is lost."""
+        """Lost commits: fragment, first and last version."""
         pairs = enumerate(zip(self.versions, self.newest, strict=True))
         return tuple((fragment, kept + 1, newest) for fragment, (kept, newest) in pairs if newest > kept)
 
@@ -145,7 +145,7 @@ def finish(directory: Path, files: Files = DISK) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """How far it came: the content of the file `UNFINISHED`."""
+    """Progress of a salvage: the content of the file `UNFINISHED`."""
 
     what: str  # `_OUT`: the old files go aside. `_IN`: all are there, the new ones come in.
     aside: str
@@ -181,7 +181,7 @@ def _note(directory: Path, step: _Step, files: Files) -> None:
 
 
 def _swap(directory: Path, step: _Step, files: Files) -> Path:
-    """Every part can be done again: what was moved is not there to be moved any more."""
+    """Replace the old files. Every part may be repeated: moved files are no longer there."""
     aside = directory / step.aside
     if step.what == _OUT:
         _note(directory, step, files)
@@ -193,7 +193,7 @@ def _swap(directory: Path, step: _Step, files: Files) -> Path:
 
 
 def _move_state(source: Path, target: Path, files: Files) -> None:
-    """Journal, epoch and snapshots, with what is half written of them."""
+    """Move journal, epoch and snapshots, unfinished files included."""
     for name in sorted(files.names(source)):
         if name == "epoch" or name.startswith("journal-"):
             files.move(source / name, target / name)
@@ -203,7 +203,7 @@ def _move_state(source: Path, target: Path, files: Files) -> None:
 
 
 def _write(directory: Path, found: Salvage, files: Files) -> None:
-    """A folder like a restored copy."""
+    """Write a folder like a restored copy."""
     fingerprint = found.cut.ledger.spec.identity.fingerprint()
     for fragment, buffers in enumerate(found.cut.buffers):
         snapshots.save(directory, snapshots.of_buffers(fingerprint, fragment, buffers), files)
@@ -223,7 +223,8 @@ def _taken(directory: Path, items: Items, files: Files) -> Recovery:
 
 
 def _candidates(directory: Path, items: Items, files: Files) -> tuple[list[Entry | Gap], list[int]]:
-    """The journal, with a gap for every record that does not fit; and up to where in it all fragments can be had."""
+    """The journal with a gap for every record that does not fit, and the ends up to which all fragments can be
+    restored."""
     found = Recovery.begin(directory, items, files)
     good = _good_snapshots(found)
     understood: list[Entry | Gap] = []
@@ -255,7 +256,7 @@ def _can_be_had(found: Recovery, fragment: int, good: Sequence[int]) -> bool:
 
 
 def _good_snapshots(found: Recovery) -> list[list[int]]:
-    """Versions by fragment."""
+    """Versions of intact snapshots, by fragment."""
     fingerprint = found.ledger.spec.identity.fingerprint()
     good: list[list[int]] = [[] for _ in found.ledger.versions]
     for fragment, versions in enumerate(good):
@@ -300,7 +301,7 @@ def _newest(directory: Path, items: Items, count: int, files: Files) -> tuple[in
 
 
 def _aside(directory: Path, files: Files) -> Path:
-    """A folder for the old files: the next number, or one that a salvage began and left before it moved any."""
+    """A folder for the old files: a new one, or one that a salvage left before it moved any."""
     for number in count(1):
         aside = directory / f"{_FOLDER}-{number}"
         if not files.is_directory(aside):

@@ -57,12 +57,10 @@ _RECORD = struct.Struct("<4sB3xIIQQQ")
 _RECORD_MAGIC = b"\x89FLR"
 RECORD_HEADER_BYTES = _RECORD.size + _DIGEST.size
 
-MAX_BODY_BYTES = (1 << 32) - 1
-"""Of a record, and of an attachment: a fragment of the largest size in fp32 is a quarter of it."""
-
+MAX_BODY_BYTES = (1 << 32) - 1  # most bytes of a record or attachment: four times the largest fragment in fp32
 _NAME = re.compile(r"journal-([0-9]{6,})\.log")
 
-_PIECE_BYTES = 1 << 20  # read and hashed at a time, so that a large attachment is never in memory
+_PIECE_BYTES = 1 << 20  # bytes read and hashed at a time, so that no attachment is in memory as a whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +82,7 @@ class Entry:
 
     @property
     def begins_a_journal(self) -> bool:
-        """Whether nothing before it needs to be read, where it is the first of its segment."""
+        """Whether a journal can begin with this record: nothing before it is needed."""
         return isinstance(self.record, LedgerSaved)
 
 
@@ -95,24 +93,22 @@ class Scan:
     salt: int
     first_sequence: int
     entries: tuple[Entry, ...]
-    end: int  # the first byte behind the last whole record
-    torn_bytes: int  # bytes of torn records behind it, without the zeros of room set aside
+    end: int  # end of the last whole record
+    torn_bytes: int  # bytes of torn records after it, without preallocated zeros
     size: int  # bytes of the file
 
     @property
     def next_sequence(self) -> int:
-        """Sequence of the record that follows the last."""
         return self.first_sequence + len(self.entries)
 
     @property
     def begins_a_journal(self) -> bool:
-        """Whether nothing before this segment needs to be read."""
         return bool(self.entries) and self.entries[0].begins_a_journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordHeader:
-    """What stands before a record."""
+    """The header of a record."""
 
     kind: int
     record_bytes: int
@@ -123,12 +119,11 @@ class RecordHeader:
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """Where segment `number` of the journal in `directory` is."""
     return directory / f"journal-{number:06d}.log"
 
 
 def segment_numbers(directory: Path, files: Files = DISK) -> set[int]:
-    """Of the segments that are there."""
+    """Numbers of the existing segments."""
     return {int(match[1]) for name in files.names(directory) if (match := _NAME.fullmatch(name))}
 
 
@@ -192,13 +187,11 @@ def read_attachment(directory: Path, attachment: Attachment, offset: int, nbytes
 
 
 def segment_header(number: int, first_sequence: int, salt: int) -> bytes:
-    """The header of a new segment."""
     fields = _SEGMENT.pack(_SEGMENT_MAGIC, FORMAT_VERSION, number, first_sequence, salt)
     return fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields))
 
 
 def record_header(kind: int, body: bytes, attachment: Bytes, *, sequence: int, durable: int, salt: int) -> bytes:
-    """The header that goes before `body` and `attachment`."""
     hasher = xxhash.xxh3_64(body, seed=salt)
     hasher.update(attachment)
     fields = _RECORD.pack(
@@ -247,7 +240,7 @@ def scan_segment(
 
 
 def first_sequence_of(path: Path, number: int, files: Files = DISK) -> int:
-    """Where the segment at `path` says that it goes on. Raises as `scan`."""
+    """Sequence of the segment's first record. Raises as `scan_segment`."""
     try:
         opened = files.open(path)
         try:
@@ -311,7 +304,7 @@ def read_records(
 
 
 def _parse_record_header(data: bytes, salt: int) -> RecordHeader | None:
-    """None if the first bytes of `data` are not a record header of this segment."""
+    """Parse a record header of this segment; None if `data` does not begin with one."""
     if len(data) < RECORD_HEADER_BYTES or not data.startswith(_RECORD_MAGIC):
         return None
     if _DIGEST.unpack_from(data, _RECORD.size)[0] != xxhash.xxh3_64_intdigest(data[: _RECORD.size], seed=salt):
@@ -328,7 +321,7 @@ def _parse_record_header(data: bytes, salt: int) -> RecordHeader | None:
 
 
 def headers_in(data: bytes, start: int, salt: int) -> Iterator[tuple[int, RecordHeader]]:
-    """Every whole record header in `data` from `start` on, and where it is; what follows it need not be whole."""
+    """Every record header in `data` from `start` on, with its offset; its record need not be whole."""
     at = data.find(_RECORD_MAGIC, start)
     while at >= 0:
         header = _parse_record_header(data[at : at + RECORD_HEADER_BYTES], salt)
@@ -346,10 +339,10 @@ def _body_digest(file: BinaryIO, body: bytes, attachment_bytes: int, salt: int) 
 
 
 def _measure_tail(file: BinaryIO, path: Path, end: int, sequence: int, salt: int) -> int:
-    """Bytes of a torn tail that begins at `end`, where record `sequence` would stand.
+    """Bytes of a torn tail that begins at `end`, the place of record `sequence`.
 
-    Headers are looked for at every offset, because the lengths of a damaged record say nothing. The header alone is
-    the proof: its body may be torn, and hashing bodies here would make a hostile attachment quadratic.
+    Headers are searched at every offset, because the lengths of a damaged record are useless. A header alone is proof:
+    its body may be torn, and hashing bodies here would take quadratic time on a hostile attachment.
     """
     file.seek(end)
     overlap, start, used = b"", end, end
@@ -376,15 +369,15 @@ def _measure_tail(file: BinaryIO, path: Path, end: int, sequence: int, salt: int
 class Gap:
     """A place where records are missing."""
 
-    fault: JournalCorrupt  # where, and what is there
+    fault: JournalCorrupt  # position and content
 
 
 UNFINISHED = "salvage-unfinished"
-"""A file that is there while `salvage.py` replaces the folder's content: until it is gone, no start may go on."""
+"""This file exists while `salvage.py` replaces the folder's content: no start may use the folder."""
 
 
 def refuse_half_salvaged(directory: Path, files: Files = DISK) -> None:
-    """Raises StateMismatch: the folder's content was being replaced when that was interrupted."""
+    """Raises StateMismatch: a salvage of the folder was interrupted."""
     if files.identity(directory / UNFINISHED) is not None:
         raise StateMismatch(
             directory,
@@ -427,7 +420,7 @@ def read_all(directory: Path, files: Files = DISK) -> tuple[Scan, tuple[Entry | 
 
 
 def _begin_of(directory: Path, number: int, numbers: set[int], files: Files) -> int | None:
-    """The first record of a segment; None where it is missing or does not say."""
+    """Sequence of a segment's first record; None if unreadable."""
     if number not in numbers:
         return None
     try:
@@ -437,7 +430,7 @@ def _begin_of(directory: Path, number: int, numbers: set[int], files: Files) -> 
 
 
 def _segment(path: Path, number: int, until: int | None, files: Files) -> Iterator[Entry | Gap]:
-    """The whole records of a segment up to that one, which begins the next."""
+    """Whole records of a segment, up to record `until`, which begins the next."""
     try:
         data = files.read_bytes(path)
     except OSError as error:

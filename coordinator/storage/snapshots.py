@@ -42,7 +42,7 @@ FORMAT_VERSION = "1"
 KEEP = 2  # snapshots of a fragment that stay, so that one damaged file does not cost the run
 _NAME = re.compile(r"f(0|[1-9][0-9]*)-v(0|[1-9][0-9]*)\.safetensors")
 _DIGEST_PREFIX = "digest."
-_HEADER_ROOM = 64 << 10  # bytes of a file beyond its tensors' bytes: the names, shapes and metadata
+_HEADER_ROOM = 64 << 10  # room for names, shapes and metadata beyond the tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,6 @@ class Snapshot:
 
 
 def snapshot_path(directory: Path, fragment: int, version: int) -> Path:
-    """Where that snapshot is in the state directory."""
     return directory / "snapshots" / _file_name(fragment, version)
 
 
@@ -86,7 +85,6 @@ def packed(snapshot: Snapshot) -> bytes:
 
 
 def of_buffers(fingerprint: str, fragment: int, buffers: Buffers) -> Snapshot:
-    """The snapshot of a fragment's buffers."""
     return Snapshot(
         fingerprint=fingerprint,
         fragment=fragment,
@@ -175,7 +173,6 @@ def export(
 
 
 def _content(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors and metadata of its file."""
     tensors = {name: _saveable(tensor) for name, tensor in snapshot.tensors.items()}
     metadata = {
         "format_version": FORMAT_VERSION,
@@ -188,7 +185,7 @@ def _content(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """Of the file's header, which is JSON behind its length. Raises ValueError."""
+    """Metadata of the file's header. Raises ValueError."""
     length = int.from_bytes(data[:8], "little")
     if length > len(data) - 8:
         raise ValueError("its header is cut off")
@@ -209,7 +206,7 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], fil
 
 
 def _code(error: SafetensorError | OSError) -> int | None:
-    """The error's number; the library has it in its words alone."""
+    """The error's number, which the library gives in its text only."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
@@ -245,15 +242,15 @@ def versions_of(directory: Path, fragment: int, files: Files = DISK) -> list[int
 
 
 def version_in(name: str) -> int | None:
-    """The version that a file's name says; None where it is no snapshot's."""
+    """The version in a file's name; None for other files."""
     found = _NAME.fullmatch(name)
     return int(found[2]) if found else None
 
 
 def _delete_older(directory: Path, fragment: int, version: int, files: Files) -> None:
-    """Keep this one and the `KEEP` − 1 before it. Newer ones, of a history that was left, are not ours to judge.
+    """Keep this snapshot and the `KEEP` − 1 before it. Newer ones belong to an abandoned history and stay.
 
-    Not durable: one that is there again after a power cut is only older than need be.
+    Not durable: a deleted file may reappear after a power cut.
     """
     older = [found for found in versions_of(directory, fragment, files) if found < version]
     for found in older[: max(0, len(older) - (KEEP - 1))]:

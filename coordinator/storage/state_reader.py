@@ -54,14 +54,13 @@ class Placed:
 
 
 def state_folder(directory: Path, files: Files = DISK) -> Path:
-    """The folder itself, if there is one. Raises NoFolder."""
     if not files.is_directory(directory):
         raise NoFolder(directory)
     return directory
 
 
 def journal_folder(directory: Path, files: Files = DISK) -> Path:
-    """The folder itself, if there is a journal in it. Raises NoFolder, StateMismatch."""
+    """The folder, if it holds a journal. Raises NoFolder, StateMismatch."""
     state_folder(directory, files)
     try:
         found = any(name.startswith("journal-") and name.endswith(".log") for name in files.names(directory))
@@ -75,7 +74,7 @@ def journal_folder(directory: Path, files: Files = DISK) -> Path:
 
 
 def steadily(look: Callable[[], _T], pause: Callable[[float], None] = time.sleep) -> _T:
-    """What `look` returns, once it does; raises its StorageError when it is the same twice in a row."""
+    """Repeat `look` until it returns; raises its StorageError once it is the same twice in a row."""
     before = ""
     for _ in range(_LOOKS):
         try:
@@ -89,13 +88,12 @@ def steadily(look: Callable[[], _T], pause: Callable[[float], None] = time.sleep
 
 
 def read_journal(directory: Path) -> list[Scan]:
-    """All that can be read now. Raises StorageError: it is damaged, or not there."""
+    """Read the journal. Raises StorageError: it is damaged or missing."""
     journal_folder(directory)
     return steadily(lambda: read_segments(directory))
 
 
 def placed(scan: Scan) -> Iterator[Placed]:
-    """The records of a segment, in order."""
     offset = SEGMENT_HEADER_BYTES
     for entry in scan.entries:
         yield Placed(segment=entry.attachment.segment, offset=offset, entry=entry)
@@ -108,7 +106,7 @@ def attached(directory: Path, attachment: Attachment, files: Files = DISK) -> by
 
 
 def ledger_of(directory: Path, first: Record) -> Ledger:
-    """What the journal that begins with this record says before the next. Raises StateMismatch."""
+    """The ledger after a journal's first record. Raises StateMismatch."""
     match first:
         case rec.RunStarted():
             return Ledger.begin(first)

@@ -31,20 +31,18 @@ LOOK_S = 1.0  # after this long without any call it is checked that the state di
 
 @dataclass(slots=True)
 class _Delta:
-    """A delta that waits for its turn on the disk."""
-
     record: rec.InputStored
     data: bytes | bytearray
-    error: Exception | None = None  # why it is not durable, once its turn is over
+    error: Exception | None = None  # why it is not durable, after its turn
 
 
 class StorageQueue:
-    """Keeps one store. Every `done` is called once what its method says is durable."""
+    """Runs the calls of one store. Each `done` is called once the result is durable."""
 
     def __init__(
         self, store: Store, worker: Worker, clock: Clock, alarms: MutableMapping[str, str], fatal: Failed
     ) -> None:
-        """`alarms` says what is held up and why. `fatal` gets the errors that end the process."""
+        """`alarms` gets what waits and why. `fatal` gets errors that end the process."""
         self.hold = StorageHold(alarms)
         self._store, self._worker, self._clock, self._fatal = store, worker, clock, fatal
         self._gathered: SimpleQueue[_Delta] = SimpleQueue()
@@ -52,22 +50,22 @@ class StorageQueue:
         self._given_up = False
 
     def append(self, record: rec.Record, done: Action) -> None:
-        """A record, once there is room: what follows from it must not be told before."""
+        """Append a record, once there is room: its consequences must not be told before."""
         self._once_there_is_room("a record", partial(self._append, record), lambda _: done(), self._fatal)
 
     def adopt(self, record: rec.Adopted, done: Action) -> None:
-        """All that was fetched from nodes, once there is room."""
+        """Adopt what was fetched from nodes, once there is room."""
         self._once_there_is_room("what nodes hold", partial(self._store.adopt, record), lambda _: done(), self._fatal)
 
     def keep(self, record: rec.AnchorFetched, data: bytearray, done: Action, failed: Failed) -> None:
-        """An anchor that came up from a node, once there is room."""
+        """Store an anchor from a node, once there is room."""
         call = partial(self._append, record, data)
         self._once_there_is_room(f"an anchor of {record.node}", call, lambda _: done(), failed)
 
     def spool(self, record: rec.InputStored, data: bytearray, done: Action, failed: Failed) -> None:
-        """A delta, once there is room: a delta that was dropped for want of it would not be sent again.
+        """Store a delta, once there is room: its node would not send a dropped delta again.
 
-        Deltas that come while the disk is busy are appended together, with one sync for all.
+        Deltas that arrive while the disk is busy are appended together, with one sync.
         """
         what, delta = f"a delta of {record.blob.node}", _Delta(record, data)
 
@@ -86,9 +84,9 @@ class StorageQueue:
         self._submit(self._append_gathered, over, failed)
 
     def reserve(self, fragment: int, codec_down: str, done: Callable[[int], None], refused: Failed) -> None:
-        """Room for an update, before it is made (protocol, Commit order), to be given to `commit` or `release`.
+        """Reserve room for an update, to be given to `commit` or `release`.
 
-        Where there is none, `refused` gets NoRoom: try again later. The run is held until it succeeds.
+        Without room, `refused` gets NoRoom: try again later. The run is held until it succeeds.
         """
         what = _update(fragment)
 
@@ -105,22 +103,20 @@ class StorageQueue:
         self._submit(partial(self._store.reserve, fragment, codec_down), reserved, failed)
 
     def release(self, reserved: int) -> None:
-        """The update will not be made."""
         self._submit(partial(self._store.release, reserved), lambda _: None, self._fatal)
 
     def commit(
         self, draft: rec.WindowCommitted, result: Result, reserved: int, done: Callable[[rec.WindowCommitted], None]
     ) -> None:
-        """A commit, and every few versions a snapshot."""
         call = partial(self._store.commit, draft, result, reserved)
         self._once_there_is_room(_update(draft.fragment), call, done, self._fatal)
 
     def export(self, path: Path, done: Action) -> None:
-        """The final model, for other tools, once there is room."""
+        """Export the final model, once there is room."""
         self._once_there_is_room("the final model", partial(self._store.export, path), lambda _: done(), self._fatal)
 
     def cut(self, done: Callable[[StateCopy], None]) -> None:
-        """The state between two of the calls above, for a copy of it."""
+        """Take the state between two calls, for a copy."""
         self._submit(self._store.cut, done, self._fatal)
 
     def look(self) -> None:
@@ -139,11 +135,10 @@ class StorageQueue:
         self._submit(self._store.require_ours, lambda _: None, failed)
 
     def give_up(self) -> None:
-        """Try nothing again that waits for room: nobody was told of it, and a restart asks for it again."""
+        """Drop what waits for room: no node was told of it, and a restart repeats it."""
         self._given_up = True
 
     def close(self) -> None:
-        """Finish what was begun, and close the store."""
         self.give_up()
         self._worker.close()
         self._store.close()
@@ -181,7 +176,7 @@ class StorageQueue:
         self._store.sync()
 
     def _append_gathered(self) -> None:
-        """All deltas that have come until now, with one sync."""
+        """Append all waiting deltas with one sync."""
         batch: list[_Delta] = []
         with suppress(Empty):
             while True:

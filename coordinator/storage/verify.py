@@ -37,7 +37,7 @@ from farloop.wire.blobs import blob_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitComparison:
-    """One digest, as recorded and as it came out."""
+    """A recorded digest and the replayed one."""
 
     name: str
     recorded: int | None
@@ -50,16 +50,16 @@ class CommitComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """One commit made again."""
+    """One replayed commit."""
 
     where: str
     fragment: int
     version: int
     deltas: int
     from_deltas: bool
-    """False where deltas are not stored (data-parallel): then the anchor alone is made, from the update."""
+    """False if deltas are not stored (data-parallel): then only the anchor is replayed, from the update."""
     compared: tuple[CommitComparison, ...]
-    trouble: str = ""  # why it could not be made again at all
+    trouble: str = ""  # why it could not be replayed
 
     @property
     def same(self) -> bool:
@@ -67,7 +67,7 @@ class ReplayResult:
 
 
 def span(directory: Path, scans: list[Scan]) -> dict[int, tuple[int, int]]:
-    """First and last version of every fragment that can be made again; an empty span has first > last."""
+    """First and last version of every fragment that can be replayed; an empty span has first > last."""
     first = next((record for scan in scans for record in placed(scan)), None)
     if first is None:
         return {}
@@ -127,7 +127,7 @@ def _spooled(record: rec.Record) -> BlobId | None:
 
 
 def _begin(directory: Path, fragment: int, first: int, fingerprint: str) -> Buffers:
-    """The state of the fragment at the newest snapshot before version `first`."""
+    """State of the fragment at its newest snapshot before version `first`."""
     fault = None
     for version in reversed([v for v in snapshots.versions_of(directory, fragment) if v < first]):
         try:
@@ -145,7 +145,7 @@ def _begin(directory: Path, fragment: int, first: int, fingerprint: str) -> Buff
 def _again(
     directory: Path, ledger: Ledger, held: Buffers, at: Placed, inputs: dict[BlobId, Attachment]
 ) -> tuple[ReplayResult, Buffers | None]:
-    """The commit at `at`, made again, and the buffers after it; None where it did not come out."""
+    """Replay the commit at `at`. Returns the buffers after it, None if it differs."""
     record = at.record
     assert isinstance(record, rec.WindowCommitted)
     merged = [addend.blob for addend in record.blobs]
@@ -205,7 +205,7 @@ def _compare(name: str, recorded: int | None, found: int | None) -> CommitCompar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that is not as it was written, or does not fit the rest."""
+    """Something damaged or inconsistent."""
 
     where: str  # a file of the state folder, with a byte of it where that is known
     what: str
@@ -213,7 +213,7 @@ class Fault:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What was looked at, and what is wrong with it."""
+    """Counts of what was verified, and the faults."""
 
     run: str = ""
     segments: int = 0
@@ -231,7 +231,7 @@ class Report:
 
 
 class _Damaged(StorageError):
-    """Faults were found, perhaps only because the folder is in use: look again."""
+    """Faults were found, perhaps because the folder is in use."""
 
 
 def verify(directory: Path, files: Files = DISK) -> Report:
@@ -271,10 +271,9 @@ class _Verifier:
         self._directory, self._files = directory, files
         self._report = Report()
         self._anchors: dict[tuple[int, int], tuple[int, int]] = {}
-        """Digests of anchor and target by fragment and version, of the commits in the journal."""
+        """Digests of anchor and target in the journal's commits, by fragment and version."""
         self._taken: dict[int, int] = {}  # version of the newest snapshot that the journal says there is, by fragment
-        self._adopted: dict[int, int] = {}
-        """Version by fragment that the run goes on from, and whose bytes are in the journal."""
+        self._adopted: dict[int, int] = {}  # by fragment, adopted versions whose bytes are in the journal
         self._ledger: Ledger | None = None
 
     def look(self) -> Report:
@@ -304,7 +303,7 @@ class _Verifier:
         self._report.faults.append(Fault(where=where, what=what))
 
     def _segments(self) -> list[Scan]:
-        """All segments up to the first that is damaged; of those behind it, only their own damage is told."""
+        """Segments up to the first damaged one; later ones are only checked for damage."""
         report = self._report
         try:
             paths = segment_paths(self._directory, self._files)
@@ -343,14 +342,14 @@ class _Verifier:
         return whole
 
     def _begin_of(self, number: int) -> int | None:
-        """The first record of this segment; None where it cannot be read."""
+        """Sequence of this segment's first record; None if unreadable."""
         try:
             return first_sequence_of(segment_path(self._directory, number), number, self._files)
         except JournalCorrupt:
             return None
 
     def _record(self, at: Placed) -> bool:
-        """Whether the records behind this one can be understood."""
+        """Check a record. Returns whether later ones can be checked."""
         report, record = self._report, at.record
         where = f"{segment_path(self._directory, at.segment).name} byte {at.offset}, record {at.entry.sequence}"
         report.records += 1
@@ -393,7 +392,7 @@ class _Verifier:
         return True
 
     def _out_of_turn(self, record: rec.Record) -> str | None:
-        """Why this record cannot stand behind the ones before it."""
+        """Why this record cannot follow the ones before it."""
         assert self._ledger is not None
         match record:
             case rec.EpochClaimed(epoch=epoch) if epoch <= self._ledger.epoch:
