@@ -82,7 +82,6 @@ def next_codec(codec_up: str, delta: Tensor, fragment: Fragment) -> str | None:
 #
 # The daemon, its recovery and the simulator all commit, and repeat a commit, by these same functions.
 
-
 Inputs = Sequence[tuple[bytes | bytearray, float]]  # encoded deltas and their weights, in the order of the sum
 
 

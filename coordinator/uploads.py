@@ -60,7 +60,6 @@ def verify(data: Bytes, offer: Offer, expect: Expected, measures: bool) -> Verif
 
 # --- Intake
 
-
 MOST_BYTES: Final = 4 << 30  # limit of all deltas in progress; one is always allowed
 MOST_BYTES_OF_A_NODE: Final = 1 << 30  # limit of the deltas of one node
 
@@ -193,7 +192,6 @@ def expected_delta(offer: Offer, fragment: Fragment, codec_up: str, epoch: int) 
 
 
 # --- Deltas
-
 
 Done = Callable[[ev.Event], None]  # takes the event that ends an upload
 

@@ -26,7 +26,6 @@ from farloop.node.model import GPT
 # A *document* is a text file or one record of a JSONL file. Documents are de-duplicated, ordered by the SHA-256 of
 # their bytes and each closed by a byte 0, so neither names nor directory order affect the result.
 
-
 DEFAULT_MAX_BYTES = 16_000_000  # holds the whole standard library and loads in under a second
 SEPARATOR = b"\0"  # closes each document; a file that contains it counts as binary
 VALIDATION_SHARE = 0.05

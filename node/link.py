@@ -24,7 +24,6 @@ from farloop.wire.session import Session, State
 
 # --- Traffic
 
-
 NONE: Final = BytesByKind()
 
 
@@ -52,7 +51,6 @@ def moved_by(session: Session) -> Traffic:
 #
 # The node sends and ends probes as the coordinator asks, and reports what arrived. Everything that arrives is a
 # measurement (`wire/meter.py`). The coordinator judges the reports, because it knows the round trip.
-
 
 PROBES_SINCE = 3  # first protocol version with probes and reports of links
 LOOK_S = 5.0  # between two reports on the connection itself
@@ -136,7 +134,6 @@ def _blob(probe: Probe) -> BlobId:
 #
 # A transfer that broke off is resumed if the next session announces it again. A snapshot may replace updates, or an
 # older snapshot, so not every blob is announced again. What a session did not ask for is dropped at its end.
-
 
 _log = logging.getLogger(__name__)
 

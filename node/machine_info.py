@@ -18,7 +18,6 @@ from farloop.wire.machine_info import KINDS, RDMA, TRUST, Fact, Inventory, Nic, 
 # Reads small files below a root folder, which tests can build. Needs no privilege and never raises: a file that cannot
 # be read is remembered and reported.
 
-
 LONGEST = 64 << 10  # most bytes of a file that are read: an annotation has kilobytes, a kernel attribute a line
 MOST = 512  # most names of a folder that are read
 
@@ -88,7 +87,6 @@ class SysfsReader:
 #     Docker      FARLOOP_LABELS="site=oslo,nic.eth0=roce-v2/100gbit": a container does not see its own labels
 #
 # Labels are used only where no better source has a value. Nothing here raises, or reads the environment.
-
 
 POD_INFO: Final = "etc/podinfo"
 
@@ -232,7 +230,6 @@ def _handed_out(environ: Mapping[str, str]) -> dict[str, str]:
 #
 # An RDMA port and its network device are one card and are reported once. A visible card may still be unusable: in a
 # container the device files may be missing, or memory may not be locked.
-
 
 _INFINIBAND: Final = "sys/class/infiniband"
 _VERBS: Final = "sys/class/infiniband_verbs"
@@ -453,7 +450,6 @@ def _speed(tree: SysfsReader, name: str) -> float | None:
 
 
 # --- The inventory that the handshake carries; built once, at start
-
 
 _SYSTEM: Final = "proc/sys/net"
 _CGROUPS: Final = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -20,7 +20,6 @@ from farloop.wire.messages import Progress, moved_by
 # The training thread hands in what it also reports to the coordinator, once a second; a scrape reads that one value.
 # The coordinator shows the same facts of all of its nodes as gauges, for nodes that cannot be scraped.
 
-
 _STARTED: Final = frozenset({"training", "waiting", "paused", "evaluating"})  # states of a node that takes part
 
 
@@ -163,7 +162,6 @@ class Metrics(Collector):
 
 
 # --- HTTP: `/metrics`, `/healthz` and `/readyz`
-
 
 STANDSTILL_S = 600.0
 """A training thread that has been silent for this long hangs. Long, for a first step may compile and an evaluation may

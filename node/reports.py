@@ -16,7 +16,6 @@ from farloop.wire import messages as msg
 #
 # Training goes on, as the method says; but its numbers alone look normal, so the node reports it.
 
-
 ROUNDS: Final = 3  # rounds without a merge that are reported: more than a joiner, or a late delta, takes
 AWAY_S: Final = 10.0  # seconds without a session that are reported
 IsolationKind = Literal["", "without the coordinator", "not merged", "merged alone"]
@@ -70,7 +69,6 @@ class Isolation:
 
 # --- Time accounting
 
-
 Activity = Literal["training", "farloop", "blocked", "evaluation"]
 
 
@@ -108,7 +106,6 @@ class TimeAccount:
 
 
 # --- Log lines of stage transitions
-
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +150,6 @@ class StageLog:
 #
 # `hello` and `starts_in` are called in the link's thread. State that they share with the training thread is replaced as
 # a whole.
-
 
 PROGRESS_S = 1.0  # between two reports to the coordinator
 

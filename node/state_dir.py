@@ -81,7 +81,6 @@ def _unusable(path: Path, error: Exception) -> StateUnusable:
 # `algo/error_feedback.py` drives the buffers; durable ones have a copy on disk. The training thread decides, the worker
 # writes into a buffer; a buffer is read again only once its encoding has been reported.
 
-
 _log = logging.getLogger(__name__)
 
 Later = Callable[[Callable[[], None]], None]  # runs a job before the next encoding, in the encoder's thread

@@ -24,7 +24,6 @@ from farloop.wire.reasons import Reason
 # Of each fragment it finds the newest version that somebody can bring, and what speaks against going on from there: two
 # digests of one version, terms or rounds that nobody tells.
 
-
 RECALLED_SINCE: Final = SINCE[Held]  # protocol version from which a node can be asked for what it holds
 MOST: Final = 1 << 60  # larger counts of samples, steps, rounds or versions are refused: no run has had so many
 MOST_ROUNDS: Final = 1 << 20  # that a copy can be behind: they are found one by one
@@ -209,7 +208,6 @@ def rounds_since(
 #
 # Nothing is told to anybody before that record is durable: until then the copy is what it was, and another start begins
 # with what has come. The record begins a history (protocol, Adoption).
-
 
 ALARM: Final = "adoption"  # the alarm that says what the run waits for, until it goes on
 

@@ -28,7 +28,6 @@ from farloop.wire.reasons import Reason
 # A fixed time fits one network only. Windows wait as long as deltas have recently been late after the quorum of the
 # window that they name, open or not (arXiv 2604.21428 has such a grace window; this rule is our own).
 
-
 _MEMORY: Final = 64  # recent deltas, and windows, that are remembered
 _SHARE: Final = 0.5  # of a window's usual time to its quorum. Waiting longer would slow all nodes down to the slowest.
 _HEADROOM: Final = 2.0  # factor on the greatest lateness seen: the next one may be greater
@@ -115,7 +114,6 @@ class StragglerGrace:
 # or quarantined. If too large a share of the live nodes is left out, the model would become that of the others. Then
 # the coordinator raises an alarm and, where windows wait for all nodes, commits nothing until these nodes are merged
 # again or leave. Nodes that leave, drain, pause or disconnect are not live: a run may shrink.
-
 
 ROUNDS: Final = 3
 """Without a merge, after which a live node is left out: more than a joiner takes to its first send, or a late delta."""
@@ -214,7 +212,6 @@ def _is_live(member: Member) -> bool:
 # --- Closing of windows, and retries of their commits
 #
 # A decision stands: the draft of a closing window is retried until it is durable, or until its sum overflows.
-
 
 SILENT: Final = "silent "  # prefix of the alarm of a node that no window waits for
 QUARANTINE: Final = "quarantine of "

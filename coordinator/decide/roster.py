@@ -15,7 +15,6 @@ from farloop.wire.reasons import Reason
 
 # --- Members
 
-
 CLOSED_GRACE_S = 1.0  # how long a window waits for a node whose connection closed: long enough to redial
 STALL_S = 30.0  # shortest time without progress after which a training node stalls
 STALL_STEPS = 10.0  # and in times of its usual inner step

@@ -28,7 +28,6 @@ from farloop.wire.reasons import Reason
 # status. Whatever ends a node's part in something comes through `EventLog.told`: no reason is known in one place
 # alone.
 
-
 _log = logging.getLogger(__name__)
 
 KEEP = 64  # most events that the status shows
@@ -184,7 +183,6 @@ def kind_of_alarm(what: str) -> str:
 
 # --- Rejected peers: counted by reason, and logged at a bounded rate
 
-
 TOLD_EVERY_S = 60.0  # interval of log lines for one reason and origin, with a count
 _ORIGINS = 16  # most origins logged per reason and interval: a stranger can change its key
 
@@ -217,7 +215,6 @@ class RejectionCounter:
 # The newest lines are in the file of that name. One that has grown to `PART_BYTES` is put aside under a number, as
 # `metrics-000003.jsonl`, higher numbers being later; of those the last `KEEP` stay. A line that cannot be written, on a
 # full disk, is dropped whole and counted.
-
 
 PART_BYTES = 64 << 20
 KEEP_POINTS = 16  # parts put aside, 1 GiB: about two weeks of four nodes, each with a line of 200 bytes a second

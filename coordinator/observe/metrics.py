@@ -25,7 +25,6 @@ from farloop.wire.traffic import Traffic
 
 # --- Metrics: `farloop_` prefix, base units, bounded labels
 
-
 _ON_PURPOSE = frozenset({Reason.DRAINED.sentence, Reason.RUN_FINISHED.sentence})
 """Why a node has left, where nobody waits for it."""
 
@@ -291,7 +290,6 @@ class Metrics:
 #
 # Reads sessions, decides nothing. Every byte of a link leaves one of its two ends, whose provider may charge for it: a
 # byte costs once, whichever way it goes.
-
 
 _GIGABYTE = 1e9
 

@@ -38,7 +38,6 @@ from farloop.wire import messages as msg
 # coordinator's end carries, is in a round and in no probe; and the rate follows a link that becomes slow within the
 # round. So a node that was slow from the beginning is as expected, and who has few rounds is not judged.
 
-
 LEAST_ROUNDS: Final = 8  # own rounds that a node is judged by
 KEPT_ROUNDS: Final = 30  # of the last so many
 USUAL_AFTER: Final = 60  # rounds in a row after which what is not as it was is what it is, and is planned for
@@ -233,7 +232,6 @@ class SlowLinks:
 # begin and are over, and the ladder is climbed: its next rung waits until there were `REST_ROUNDS` rounds to judge the
 # last one by. Sees what the machine sees, and changes nothing itself: what is to be done is told to the shell. In
 # memory only.
-
 
 ADAPTS: Final = ("off", "advise", "drop", "act")
 """What is done: nothing; links are measured again; nodes that miss their deadline are dropped from the window

@@ -16,7 +16,6 @@ from farloop.coordinator.routing.inventory import CardKind, Inventory, Node
 #
 # Nodes are indices here, as in all searches of this room: a plan does not depend on their names.
 
-
 Seconds = tuple[tuple[float, ...], ...]  # [from][to]
 
 
@@ -80,7 +79,6 @@ def fabric_of(inventory: Inventory) -> Fabric:
 #
 # Two nodes are joined when both have the same RDMA fabric, or both Ethernet, and what was measured between them says
 # so: a round trip below 1 ms (5 ms for Ethernet) and a bandwidth above the largest gap of all that were measured.
-
 
 RDMA_RTT_S = 1e-3
 ETHERNET_RTT_S = 5e-3

@@ -61,7 +61,6 @@ def across_groups(islands: Sequence[Island], stages: int) -> Groups:
 
 # --- Choice of the mode, and its paths
 
-
 _DESCENT_MOVES = 120  # placements that are tried; one of 64 nodes takes some milliseconds
 
 

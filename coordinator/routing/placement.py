@@ -115,7 +115,6 @@ def blocks(order: Sequence[int], stages: int) -> tuple[tuple[int, ...], ...]:
 # replicas; PP is the cheapest order of the stages, where two stages are joined by the perfect matching of their
 # replicas whose slowest pair is the fastest. Both are bottlenecks: the slowest sets the pace.
 
-
 Groups = tuple[tuple[int, ...], ...]  # [stage][replica] → node
 MAX_NODES = 64  # above, a search by this cost takes too long; constructive plans and chains are used instead
 MAX_ORDERED = 12  # stages whose best order is found exactly, in O(S²·2ˢ); with more they stay as they are numbered

@@ -20,7 +20,6 @@ from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
 # Stages in order are what keeps shared nodes from blocking each other: whoever waits for a slot holds only slots of
 # lower stages, so that somebody can always go on.
 
-
 _NEAR = 6  # nearest free replicas of the next stage that a path considers
 
 
@@ -125,7 +124,6 @@ class _Sharing:
 #
 # Chains are annealed by their closed form, layers dealt anew by the speed of the replicas found, and the slowest chains
 # polished with the simulator as the judge. Where counts do not allow chains of their own, paths are shared.
-
 
 _MOVES_PER_NODE = 2000
 _POLISH_PER_NODE = 60

@@ -11,7 +11,6 @@ from farloop.algo.terms import Terms
 
 # --- Hysteresis: when a new plan is worth the switch
 
-
 WORTH = 0.10  # share by which a new plan has to be faster than the old one is now
 CHANGED = 1.4  # factor by which a node or link must stray from the expected time
 FOR_ROUNDS = 3  # least rounds between two mitigations
@@ -26,7 +25,6 @@ def worth_switching(old_s: float, new_s: float) -> bool:
 #
 # DyLU (arXiv 2401.09135) gives every node steps in proportion to its speed, H·v/v_max. Here the time on the link counts
 # too: a node that sends slowly first sends fewer bits, and only then does fewer steps.
-
 
 WORTH_A_CHANGE = 0.8  # share of its DyLU steps that a node should keep; else fewer bits are tried
 HIDDEN = 0.2  # share of the round that a transfer may always take
@@ -113,7 +111,6 @@ def utilization(h: int, step_s: float, sync_s: float) -> float:
 
 # --- Fewer bits or steps for a slow node
 
-
 BITS = (8, 4, 2)  # bits per parameter that a node may send
 
 
@@ -173,7 +170,6 @@ def _menu(bits: float) -> Sequence[int]:
 #
 # Bits are those of a codec: the run's is that of the nodes with the most, the others have theirs by name. H is the
 # run's, and who does fewer steps has a share of it.
-
 
 CODEC_OF: Final[Mapping[int, str]] = {32: "fp32", 16: "bf16", 8: "q8", 4: "q4", 2: "q4r"}  # by bits of a parameter
 

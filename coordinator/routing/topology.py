@@ -156,7 +156,6 @@ def ring_of_relays(workers: Sequence[Worker], sites: Sequence[Site]) -> Predicti
 
 # --- The sync of a plan: bits, interval and topology
 
-
 MORE_HUBS = (2, 4)  # numbers of aggregators that are compared with the coordinator alone
 _FP32_BITS = 32.0
 

@@ -31,7 +31,6 @@ from farloop.monitoring.status import CopyStatus
 # Credentials and endpoints come from the environment, as the store's own tools read them (AWS_ACCESS_KEY_ID,
 # AWS_ENDPOINT_URL and so on).
 
-
 CALL_TIMEOUT = "60s"  # for one request of a transfer; a large object has many
 SCHEMES = ("s3", "gs", "az", "file")
 
@@ -115,7 +114,6 @@ class Bucket:
 # every object, the ledger as a journal record (base64), and a checksum over all that. Deltas without an outcome are not
 # in a copy, nor are updates: nodes offer theirs again, and take snapshots. A restored folder is an old state of the run
 # (protocol, Fencing), begun by one segment that holds the ledger.
-
 
 _log = logging.getLogger(__name__)
 
@@ -269,7 +267,6 @@ def _checksum(manifest: dict[str, Any]) -> str:
 # --- Periodic copies, in a thread of their own: no commit waits for one
 #
 # A copy that fails is tried again with growing pauses; status, alarm and metric say how old the newest is.
-
 
 FIRST_PAUSE_S = 5.0
 """Before a copy that failed is tried again; twice as long each time, up to the time between two copies."""

@@ -20,7 +20,6 @@ from farloop.monitoring.descriptors import with_spare
 
 # --- System calls on open files
 
-
 TEMPORARY_SUFFIX = ".tmp"  # suffix of an unfinished file; a start may delete it
 Bytes = bytes | bytearray | memoryview
 
@@ -136,7 +135,6 @@ def allocate(fd: int, path: Path, offset: int, nbytes: int) -> None:
 # What has to survive a power cut is made of few steps: sync a file, rename it, sync its directory. Their order is
 # written here once, over the steps themselves, so that a file system in memory that forgets what was not synced
 # (`sim/virtual_files.py`) runs the very same code. Formats are not known here.
-
 
 _T = TypeVar("_T")
 

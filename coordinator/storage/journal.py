@@ -34,7 +34,6 @@ from farloop.coordinator.storage.segment import (
 
 # --- The epoch: which start of the coordinator this is. A higher one fences a lower one (protocol, Fencing)
 
-
 _EPOCH_FILE = "epoch"
 _EPOCH_FORMAT = re.compile(rb"farloop-epoch 1 ([1-9][0-9]{0,18})\n")
 """The whole file: name, format version, highest epoch ever claimed."""
@@ -262,7 +261,6 @@ def _allocate_in_steps(file: File, offset: int, nbytes: int) -> int:
 # Every decision and every encoded update is written here before anything is sent (protocol, Commit order). One thread
 # owns the journal and calls everything but `read`, which any thread may call: the downlink reads these files
 # (protocol, Downlink). Appended bytes are visible to `read` at once and durable after the next `sync`.
-
 
 _log = logging.getLogger(__name__)
 

@@ -126,7 +126,6 @@ class Attachments:
 # what was there: the segment behind it says what all records before it said, snapshots hold the commits, and no delta
 # or update that anybody can ask for is missing.
 
-
 _log = logging.getLogger(__name__)
 
 Items = Sequence[Entry | Gap]  # a journal's content, in order

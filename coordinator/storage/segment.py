@@ -27,7 +27,6 @@ from farloop.coordinator.storage.files import DISK, Bytes, Files, no_room
 # therefore says how many records were durable when it was written: a damaged record with that proof behind it is
 # corruption, and no proof means a torn tail.
 
-
 FORMAT_VERSION = 1
 
 #   bytes  type  field

@@ -123,7 +123,6 @@ def _check_addresses(path: Path, layout: StageLayout, addresses: Mapping[str, st
 # one that was given the layout. A refusal cancels the switch. Sources choose the moment, at the end of a round; the
 # other nodes follow when all of their sources have switched.
 
-
 Letters = list[tuple[str, Prepare | Switch]]  # messages by receiver
 
 

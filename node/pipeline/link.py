@@ -33,7 +33,6 @@ from farloop.wire.reasons import RemoteProtocolError
 # whatever the offset of the two clocks. A tensor is one ZeroMQ message and arrives whole, so its arrival alone says
 # nothing about the link.
 
-
 LOOKS_BACK_S: Final = 8.0  # older heartbeats and tensors do not count; heartbeats come every half second
 
 LEAST_S: Final = 1e-3
@@ -107,7 +106,6 @@ class LinkEstimate:
 # A background thread with its own loop. Frames go to the training thread through `deliver`; calls from it are
 # thread-safe. A peer is up while its messages arrive and the connection stands; a broken connection is noticed at once
 # and dialed again, a silent one after `liveness_s`.
-
 
 _log = logging.getLogger(__name__)
 

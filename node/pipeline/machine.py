@@ -71,7 +71,6 @@ def exist(hops: Sequence[Hop], layout: StageLayout) -> bool:
 
 # --- The job queue, and inputs that are kept
 
-
 GONE = 256  # trips that ended early and are remembered: far more than are ever on their way
 
 
@@ -134,7 +133,6 @@ class JobQueue:
 # allows; a source sends while it has credit. The executor and the simulator carry the commands out.
 #
 #     Began ──▶ forward, loss and backward work, as it comes ──▶ Over ──▶ the optimizer steps ──▶ Began …
-
 
 EMA = 0.1  # smoothing of the seconds per job (SWARM's α)
 

@@ -157,7 +157,6 @@ Message = Leave | PipelineMessage | Lost | Forget | Ended | Prepare | Prepared |
 # Sizes are bounded before parsing: a header by `MAX_HEADER_BYTES`, a tensor by what the receiver expects. Nothing is
 # pickled.
 
-
 MAGIC = b"FLPP"
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 20  # a layout of a thousand nodes is a tenth of this

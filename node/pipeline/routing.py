@@ -87,7 +87,6 @@ def onward(
 
 # --- Peers: who is reachable, and how long a job would wait there
 
-
 Standing = Literal["unseen", "up", "down"]
 
 
@@ -172,7 +171,6 @@ def others(layout: StageLayout, name: str) -> tuple[str, ...]:
 # A node steps when each of its sources has ended one more step. A microbatch of a later step waits until then; one from
 # a source that this node does not follow, rerouted here, is served at once and counts for the current step. Steps are
 # ordered by (incarnation of the source, step).
-
 
 Position = tuple[int, int]
 

@@ -20,7 +20,6 @@ from farloop.wire.reasons import RemoteProtocolError
 
 # --- Tensors as bytes: raw, or written by a codec of `quant/`
 
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -67,7 +66,6 @@ def from_bytes(info: TensorInfo, data: Buffer, device: torch.device, codec: str 
 # microbatch. A skipped stage is the identity, because the residual stream bypasses it.
 #
 # Shape suffixes as in `node/model.py`: B batch, T time (tokens), S = T + 1, D model width.
-
 
 Normalise = Literal["visits", "share"]
 """What a stage's gradient sum is divided by.
