@@ -105,59 +105,50 @@ class Metrics(Collector):
             "skipped_steps", "Inner steps left out: NaN or Inf in the gradient.", progress.skipped_steps
         )
         yield self._counter("skipped_sends", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
-        moved = CounterMetricFamily(
-            "farloop_node_bytes", "All bytes, up and down, by kind.", labels=["node", "direction", "kind"]
-        )
-        for direction, counts in zip(("up", "down"), moved_by(progress), strict=True):
-            for kind, count in asdict(counts).items():
-                moved.add_metric([self._node, direction, kind], count)
-        yield moved
+        moved = {
+            (direction, kind): count
+            for direction, counts in zip(("up", "down"), moved_by(progress), strict=True)
+            for kind, count in asdict(counts).items()
+        }
+        yield self._family(CounterMetricFamily, "bytes", "All bytes, up and down, by kind.", moved, "direction", "kind")
         seconds, codec_s = self._spent
-        times = CounterMetricFamily(
-            "farloop_node_time_seconds", "Wall time by what it went into.", labels=["node", "activity"]
-        )
-        for activity, value in seconds.items():
-            times.add_metric([self._node, activity], value)
-        yield times
+        times = {(activity,): value for activity, value in seconds.items()}
+        yield self._family(CounterMetricFamily, "time_seconds", "Wall time by what it went into.", times, "activity")
         yield self._counter("codec_seconds", "The thread that encodes deltas worked.", codec_s)
         if self._piped is not None:
             yield from self._pipeline(*self._piped)
-        held = GaugeMetricFamily(
-            "farloop_node_fragment_version", "Version of the anchor; -1 before the first.", labels=["node", "fragment"]
-        )
-        for fragment, version in versions.items():
-            held.add_metric([self._node, str(fragment)], version)
-        yield held
+        held = {(str(fragment),): version for fragment, version in versions.items()}
+        meaning = "Version of the anchor; -1 before the first."
+        yield self._family(GaugeMetricFamily, "fragment_version", meaning, held, "fragment")
         if self._lost:
-            lost = GaugeMetricFamily(
-                "farloop_node_residual_ratio",
-                "Norm of what error feedback holds back, over that of the delta; a dense codec stays below 1.",
-                labels=["node", "fragment"],
-            )
-            for fragment, ratio in sorted(self._lost.items()):
-                lost.add_metric([self._node, str(fragment)], ratio)
-            yield lost
+            lost = {(str(fragment),): ratio for fragment, ratio in sorted(self._lost.items())}
+            meaning = "Norm of what error feedback holds back, over that of the delta; a dense codec stays below 1."
+            yield self._family(GaugeMetricFamily, "residual_ratio", meaning, lost, "fragment")
 
     def _pipeline(self, became: Mapping[str, int], sent_bytes: int, inputs: int) -> Iterable[Metric]:
-        trips = CounterMetricFamily(
-            "farloop_node_pipeline_microbatches",
-            "Of a source: completed, dropped, reissued; of any stage: rerouted, skipped, repeated.",
-            labels=["node", "outcome"],
-        )
-        for outcome, count in sorted(became.items()):
-            trips.add_metric([self._node, outcome], count)
-        yield trips
+        trips = {(outcome,): count for outcome, count in sorted(became.items())}
+        meaning = "Of a source: completed, dropped, reissued; of any stage: rerouted, skipped, repeated."
+        yield self._family(CounterMetricFamily, "pipeline_microbatches", meaning, trips, "outcome")
         yield self._counter("pipeline_sent_bytes", "Activations and gradients sent to other stages.", sent_bytes)
         yield self._gauge("pipeline_inputs", "Microbatches whose input is kept for their backward pass.", inputs)
 
     def _gauge(self, name: str, meaning: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"farloop_node_{name}", meaning, labels=["node"])
-        family.add_metric([self._node], value)
-        return family
+        return self._family(GaugeMetricFamily, name, meaning, {(): value})
 
     def _counter(self, name: str, meaning: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"farloop_node_{name}", meaning, labels=["node"])
-        family.add_metric([self._node], value)
+        return self._family(CounterMetricFamily, name, meaning, {(): value})
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        meaning: str,
+        values: Mapping[tuple[str, ...], float],
+        *labels: str,
+    ) -> Metric:
+        family = kind(f"farloop_node_{name}", meaning, labels=["node", *labels])
+        for key, value in values.items():
+            family.add_metric([self._node, *key], value)
         return family
 
 
