@@ -81,8 +81,8 @@ def congestion_refused(name: str) -> str | None:
             trial.setsockopt(socket.IPPROTO_TCP, _CONGESTION, name.encode())
     except OSError as error:
         known = _allowed() or "what the kernel has"
-        mend = f"choose one of {known}, or have an administrator add it to net.ipv4.tcp_allowed_congestion_control"
-        return f"congestion = {name!r}: {(error.strerror or str(error)).lower()}; {mend}"
+        fix = f"choose one of {known}, or have an administrator add it to net.ipv4.tcp_allowed_congestion_control"
+        return f"congestion = {name!r}: {(error.strerror or str(error)).lower()}; {fix}"
     return None
 
 

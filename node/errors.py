@@ -78,7 +78,7 @@ class Unreachable(NodeError):
 
 
 class StateUnusable(NodeError):
-    """Names the file and the mend."""
+    """Names the file and the fix."""
 
     exit_code = 3
 

@@ -447,7 +447,7 @@ class NodeExecutor:
         self._reports.reported(now)
 
 
-_MENDS = {
+_FIXES = {
     Reason.PROTOCOL_VERSION: "install the same version of farloop on both",
     Reason.WRONG_RUN: "check the coordinator's address, and the fingerprint: without one a node takes any run",
     Reason.WRONG_LAYOUT: "build the model that the run began with, or begin a new run with this one",
@@ -466,6 +466,6 @@ def _raise(error: Exception) -> None:
 
 def _stop_error(reason: Reason, detail: str) -> NodeError:
     text = f"{reason.sentence}: {detail}"
-    if mend := _MENDS.get(reason):
-        text = f"{text}; {mend}"
+    if fix := _FIXES.get(reason):
+        text = f"{text}; {fix}"
     return LayoutMismatch(text) if reason in (Reason.WRONG_LAYOUT, Reason.WRONG_PART) else Refused(text)

@@ -449,7 +449,7 @@ def join(
 
     Raises:
         NodeError: refused, unreachable, an argument of a wrong type, or the model is not the run's; the text says
-            which, and the mend.
+            which, and the fix.
         KeyFileError: a key file cannot be used.
         EndpointError: `http` cannot be served.
         ValueError: `name` is no node name, only one of `key` and `server_key` was given, or `rate` or `clip` is neither

@@ -116,7 +116,7 @@ class CoordinatorMachine:
         )
         self._adoption = None if adopt is None else Adoption(ledger, self._decisions, self.alarms, adopt, now)
         self._evaluations = Evaluations(ledger)
-        self._mending: dict[NodeId, set[int]] = {}  # fragments whose anchors did not match and are not repaired yet
+        self._damaged: dict[NodeId, set[int]] = {}  # fragments whose anchors did not match and are not repaired yet
         if self._adoption is None:
             self._begin()
 
@@ -195,7 +195,7 @@ class CoordinatorMachine:
         match event:
             case ev.NodeHello():
                 if self._membership.is_new(event):
-                    self._mend(event.node, set())
+                    self._note_damage(event.node, set())
                     self.alarms.pop(f"{REPORT}{event.node}", None)
                     self._closing.node_deadlines.restarted(event.node)
                 self._membership.greeted(event, now)
@@ -291,7 +291,7 @@ class CoordinatorMachine:
             case msg.Fetch(fragment=fragment, first=first):
                 if 0 <= fragment < len(self.ledger.versions) and member.has(self.ledger.fragment(fragment)):
                     wrong = set[int]() if first else {fragment}
-                    self._mend(member.name, self._mending.get(member.name, set()) | wrong)
+                    self._note_damage(member.name, self._damaged.get(member.name, set()) | wrong)
                     self._decisions.do(ev.SendSnapshot(node=member.name, fragment=fragment))
             case msg.Leave():
                 self._membership.left(member, message, now)
@@ -329,12 +329,12 @@ class CoordinatorMachine:
             rec.EvaluationTaken(loss=evaluation.loss, versions=evaluation.versions, position=evaluation.position)
         )
 
-    def _mend(self, node: NodeId, fragments: set[int]) -> None:
+    def _note_damage(self, node: NodeId, fragments: set[int]) -> None:
         """Set the fragments of a node whose anchors did not match and are not known to be repaired."""
-        self._mending.pop(node, None)
+        self._damaged.pop(node, None)
         self.alarms.pop(f"{ANCHOR}{node}", None)
         if fragments:
-            self._mending[node] = fragments
+            self._damaged[node] = fragments
             which = ", ".join(str(fragment) for fragment in sorted(fragments))
             self.alarms[f"{ANCHOR}{node}"] = f"fragment {which} did not match its digest"
 
@@ -342,8 +342,8 @@ class CoordinatorMachine:
         """End the alarms of nodes that left or did not come back in time. One that comes back raises them again."""
         self._rollback.pass_time(self._run.now)
         awaited = set(self.awaited)
-        for node in self._mending.keys() - awaited:
-            self._mend(node, set())
+        for node in self._damaged.keys() - awaited:
+            self._note_damage(node, set())
         for alarm in [alarm for alarm in self.alarms if alarm.startswith(REPORT)]:
             if alarm.removeprefix(REPORT) not in awaited:
                 del self.alarms[alarm]
@@ -380,8 +380,8 @@ class CoordinatorMachine:
         if blob in self.ledger.inputs:
             return self._decisions.tell(member.name, msg.Stored(blob=blob))
         self._closing.node_deadlines.offered(offer)
-        if blob.fragment in (ailing := self._mending.get(member.name, set())):
-            self._mend(member.name, ailing - {blob.fragment})  # a node sends nothing from an anchor that is lost
+        if blob.fragment in (ailing := self._damaged.get(member.name, set())):
+            self._note_damage(member.name, ailing - {blob.fragment})  # a node sends nothing from an anchor that is lost
         if refused := delta_refusal(offer, member, self.ledger, window):
             return self._refuse(member, offer, *refused)
         self._decisions.do(ev.Receive(offer=offer))
