@@ -21,8 +21,8 @@ from farloop.wire.reasons import Reason
 
 # --- Survey of what nodes hold (protocol, Adoption)
 #
-# Of each fragment it finds the newest version that somebody can bring, and what speaks against going on from there: two
-# digests of one version, terms or rounds that nobody tells.
+# It finds the newest available version of each fragment, and what prevents the run from continuing there: two digests
+# of one version, or unknown terms or rounds.
 
 RECALLED_SINCE: Final = SINCE[Held]  # protocol version from which a node can be asked for what it holds
 MOST: Final = 1 << 60  # larger counts of samples, steps, rounds or versions are refused: no run has had so many
@@ -201,13 +201,12 @@ def rounds_since(
 
 # --- Adoption: continue an old copy of the state from what nodes hold
 #
-#     listen   every node that greets says what it holds: it is let in for that alone, and told nothing
-#     fetch    the newest version of each fragment that somebody holds comes up, is held against the digest that was
-#              named, and is made durable
-#     adopt    one record says what is taken from whom; the nodes dial again, and the run goes on from there
+#     listen   every node that greets says what it holds; it is let in for that alone
+#     fetch    nodes send the newest version of each fragment; it is compared with its digest and made durable
+#     adopt    one record says what is taken from which node; the nodes dial again, and the run continues
 #
-# Nothing is told to anybody before that record is durable: until then the copy is what it was, and another start begins
-# with what has come. The record begins a history (protocol, Adoption).
+# Nodes are told nothing before that record is durable: until then the copy is unchanged, and another start begins with
+# the fetched anchors. The record begins a history (protocol, Adoption).
 
 ALARM: Final = "adoption"  # the alarm that says what the run waits for, until it goes on
 

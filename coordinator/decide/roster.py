@@ -144,9 +144,9 @@ class Member:
 
 # --- Holders of the stages
 #
-# A stage that nobody holds is told, and nothing else is done about it: its windows stay open, for nobody is expected in
-# them, and those of other stages a round later (`Ledger.is_too_far_ahead`), until a node comes that has it. To skip
-# them would be to train on a model of which a part has stopped, and nobody would know when that began.
+# A stage without a holder raises an alarm and nothing else: its windows stay open, and those of other stages a round
+# later (`Ledger.is_too_far_ahead`), until a node that holds it joins. Skipping them would train a model of which one
+# part has silently stopped.
 
 
 def stages_held(members: Iterable[Member], ledger: Ledger) -> dict[int, int]:

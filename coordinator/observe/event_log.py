@@ -24,9 +24,8 @@ from farloop.wire.reasons import Reason
 
 # --- Event log
 #
-# In the log as it happens, in a counter by reason for alarms and graphs, and in a short list for who looks at the
-# status. Whatever ends a node's part in something comes through `EventLog.told`: no reason is known in one place
-# alone.
+# Every event goes through `EventLog.told`: to the log, to a counter by reason for alarms and graphs, and to the
+# status's list of recent events.
 
 _log = logging.getLogger(__name__)
 

@@ -288,8 +288,8 @@ class Metrics:
 
 # --- Traffic of the sessions
 #
-# Reads sessions, decides nothing. Every byte of a link leaves one of its two ends, whose provider may charge for it: a
-# byte costs once, whichever way it goes.
+# Every byte of a link leaves one of its two ends, whose provider may charge for it: a byte costs once, in either
+# direction.
 
 _GIGABYTE = 1e9
 

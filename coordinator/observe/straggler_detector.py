@@ -33,14 +33,13 @@ from farloop.wire import messages as msg
 
 # --- Round times of each node: duration, steps and bytes of deltas, now and before
 #
-# What is expected of a node is what it did before: the median of its own rounds, by step and by byte, so that H and
-# bits may change. The measured rate of its link is no such expectation: how many send at once, and what the
-# coordinator's end carries, is in a round and in no probe; and the rate follows a link that becomes slow within the
-# round. So a node that was slow from the beginning is as expected, and who has few rounds is not judged.
+# The expectation of a node is the median of its own earlier rounds, per step and per byte, so that H and bits may
+# change. The measured rate of its link would not do: a probe does not show how many nodes send at once, and the rate
+# follows a link that becomes slow. So a node that was always slow is as expected; one with few rounds is not judged.
 
 LEAST_ROUNDS: Final = 8  # own rounds that a node is judged by
-KEPT_ROUNDS: Final = 30  # of the last so many
-USUAL_AFTER: Final = 60  # rounds in a row after which what is not as it was is what it is, and is planned for
+KEPT_ROUNDS: Final = 30  # of these last rounds
+USUAL_AFTER: Final = 60  # unusual rounds in a row after which they are the usual ones
 JUDGED: Final = (Kind.NODE_SLOW, Kind.LINK_SLOW)
 
 
@@ -228,10 +227,9 @@ class SlowLinks:
 
 # --- The detector and its mitigations, one at a time
 #
-# The rules are those of `routing/anomalies.py`, this class decides what they compare; here rounds end, findings
-# begin and are over, and the ladder is climbed: its next rung waits until there were `REST_ROUNDS` rounds to judge the
-# last one by. Sees what the machine sees, and changes nothing itself: what is to be done is told to the shell. In
-# memory only.
+# `routing/anomalies.py` has the rules. This class gives them the measurements, tracks anomalies, and proposes the next
+# mitigation, no sooner than `REST_ROUNDS` judged rounds after the last one. It changes nothing itself, and keeps
+# everything in memory.
 
 ADAPTS: Final = ("off", "advise", "drop", "act")
 """What is done: nothing; links are measured again; nodes that miss their deadline are dropped from the window

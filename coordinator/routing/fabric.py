@@ -14,7 +14,7 @@ from farloop.coordinator.routing.inventory import CardKind, Inventory, Node
 
 # --- Link matrix in seconds, with checks of its entries
 #
-# Nodes are indices here, as in all searches of this room: a plan does not depend on their names.
+# Nodes are indices here, as in all searches of the planner: a plan does not depend on their names.
 
 Seconds = tuple[tuple[float, ...], ...]  # [from][to]
 

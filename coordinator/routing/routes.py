@@ -13,12 +13,12 @@ from farloop.coordinator.routing.simulator import Route, bounds_s, simulate
 
 # --- Paths of several sources over shared nodes, one source after the other
 #
-# The planner for uneven counts, such as full pipelines of five sources over three replicas of each stage. A source's
-# path is found exactly, by dynamic programming over stages in order, at prices that rise with what others ask of a
-# node; then sources are planned anew, one at a time, as long as the simulator finds the step shorter.
+# For uneven counts, such as full pipelines of five sources over three replicas of each stage. A source's path is found
+# exactly, by dynamic programming over stages in order, at prices that rise with a node's load; then sources are planned
+# again, one at a time, while the simulated step gets shorter.
 #
-# Stages in order are what keeps shared nodes from blocking each other: whoever waits for a slot holds only slots of
-# lower stages, so that somebody can always go on.
+# Paths visit stages in order, so shared nodes cannot block each other: a microbatch that waits for a slot holds only
+# slots of lower stages.
 
 _NEAR = 6  # nearest free replicas of the next stage that a path considers
 

@@ -168,8 +168,8 @@ def _menu(bits: float) -> Sequence[int]:
 
 # --- Terms of a plan, as for `farloop set`
 #
-# Bits are those of a codec: the run's is that of the nodes with the most, the others have theirs by name. H is the
-# run's, and who does fewer steps has a share of it.
+# The run's codec has the bits of the nodes with the most; other nodes have a codec of their own. H is the run's; nodes
+# that do fewer steps have a share of it.
 
 CODEC_OF: Final[Mapping[int, str]] = {32: "fp32", 16: "bf16", 8: "q8", 4: "q4", 2: "q4r"}  # by bits of a parameter
 

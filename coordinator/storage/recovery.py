@@ -29,8 +29,8 @@ from farloop.quant.errors import BadBlob
 
 # --- Attachments: where bulk bytes are in the journal, and which of them may still be requested
 #
-# A restart asks for the inputs and updates behind a snapshot, a node that comes back for the updates that the ledger
-# remembers, a session for the rest of what it is sending (protocol, Journal).
+# A restart needs the inputs and updates after a snapshot, a returning node the updates that the ledger remembers, a
+# session the rest of what it is sending.
 
 
 class UpdateSource:
@@ -122,9 +122,9 @@ class Attachments:
 
 # --- Recovery
 #
-# A start, `journal verify` and `journal salvage` all come to it by this code. Damage is passed over where nothing needs
-# what was there: the segment behind it says what all records before it said, snapshots hold the commits, and no delta
-# or update that anybody can ask for is missing.
+# Used by a start, `journal verify` and `journal salvage`. Damage is ignored if nothing needs the damaged part: a later
+# segment begins with a summary of all earlier records, snapshots hold the commits, and no needed delta or update is
+# missing.
 
 _log = logging.getLogger(__name__)
 

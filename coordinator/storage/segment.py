@@ -23,9 +23,9 @@ from farloop.coordinator.storage.files import DISK, Bytes, Files, no_room
 # node can send a delta whose bytes would pass for a record.
 #
 # Which damage is a torn tail? Records that were appended but never synced may be lost in any part and any order when
-# the power goes, and nobody was told of them: they are cut. A record that was synced must not be. Every header
-# therefore says how many records were durable when it was written: a damaged record with that proof behind it is
-# corruption, and no proof means a torn tail.
+# the power fails, and no node was told of them: they are cut. A synced record must not be cut. So every header says how
+# many records were durable when it was written: a damaged record with that proof after it is corruption, without proof
+# a torn tail.
 
 FORMAT_VERSION = 1
 
