@@ -1,7 +1,7 @@
-"""The door for whoever runs the coordinator: a unix socket in its state folder, one JSON line in, one out.
+"""The admin socket: a unix socket in the state folder, one JSON line in, one out.
 
-It has no surface on the network, works inside a container, and lets in who owns the folder: `admin.sock`, mode 0600.
-A request is `{"do": "set", …}`; an answer holds what came of it, or `{"error": "one sentence"}`.
+It is not on the network, works inside a container, and admits the folder's owner: `admin.sock`, mode 0600. A request is
+`{"do": "set", …}`; an answer holds the result, or `{"error": "one sentence"}`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 NAME: Final = "admin.sock"
 
 MAX_BYTES: Final = 64 << 10  # of a request or an answer
-PATIENCE_S: Final = 10.0  # for a request to come once somebody has connected
+PATIENCE_S: Final = 10.0  # longest wait for a request after a connection
 _LONGEST_PATH: Final = 107  # bytes that the address of a unix socket has room for
 Request = Mapping[str, Any]
 Answer = Mapping[str, Any]
@@ -28,8 +28,8 @@ Handler = Callable[[Request], Awaitable[Answer]]  # raises ValueError, one sente
 
 @contextlib.contextmanager
 def address_of(folder: Path) -> Iterator[str]:
-    """The door's path, short enough for a socket's address however deep the folder is: there it leads over a
-    descriptor, while the block lasts."""
+    """The socket's path, short enough for a socket address however deep the folder is: through a descriptor while the
+    block lasts."""
     plain = str((folder / NAME).absolute())
     if len(os.fsencode(plain)) <= _LONGEST_PATH:
         yield plain
@@ -42,7 +42,7 @@ def address_of(folder: Path) -> Iterator[str]:
 
 
 class AdminSocket:
-    """Open from `open` to `close`; the state's lock says that nobody else has one here."""
+    """Listens from `open` to `close`; the state's lock excludes another one."""
 
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]) -> None:
         self._path, self._folder, self._handlers = folder / NAME, folder, handlers
@@ -50,7 +50,7 @@ class AdminSocket:
         self._inode = 0
 
     async def open(self) -> None:
-        """Listen. Where the file system has no sockets the run goes on without a door, and says so."""
+        """Listen. Without sockets in the file system the run continues without one, and logs it."""
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._path.unlink(missing_ok=True)  # of a start that was killed
@@ -96,7 +96,7 @@ def ask(folder: Path, request: Request, timeout_s: float) -> Answer:
     """What the coordinator that holds this state folder answers; blocks.
 
     Raises:
-        OSError: nobody is behind the door; TimeoutError where it takes too long.
+        OSError: no coordinator listens; TimeoutError where it takes too long.
         ValueError: the answer is none.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, address_of(folder) as address:

@@ -1,7 +1,7 @@
-"""What nodes tell beside the anchors that they hold (protocol, Adoption): believed where it can be true.
+"""Checks what nodes report besides their anchors, in an adoption (protocol, Adoption).
 
-Bytes are held against a digest. Terms, rounds and revisions have none, and the run would go on under them: what nobody
-could have told ends a coordinator windows later, or every start after it.
+Anchors are compared with a digest. Terms, rounds and revisions have none: impossible ones would end the coordinator
+windows later, or every later start.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from farloop.wire.messages import Held
 
 
 def adoption_of(patience_s: float, fetched: Mapping[int, rec.AnchorFetched], *, newest: bool) -> AdoptionSettings:
-    """As a coordinator's start asks for it: with what an earlier one brought home, by fragment."""
+    """Adoption settings for a coordinator's start, with the anchors that an earlier start fetched."""
     return AdoptionSettings(untrue=untrue, patience_s=patience_s, fetched=fetched, newest=newest)
 
 
 def untrue(held: Held, ledger: Ledger) -> str | None:
-    """What cannot be true in it, as a sentence; None where all of it can."""
+    """What is impossible in an answer, as a sentence; None otherwise."""
     faults = itertools.chain(
         (fault for terms in held.windows for fault in _of_window(terms, ledger)),
         (fault for plan in held.rounds for fault in _of_round(plan)),

@@ -1,6 +1,6 @@
-"""Terms that are asked for while a run goes on: what the daemon, at its door, and the simulator hand to the machine.
+"""New terms during a run, as the daemon's admin socket and the simulator give them to the machine.
 
-The machine knows no codecs, for it loads no torch; so their names are settled here.
+The machine loads no torch and knows no codecs, so codec names are checked here.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _POLL_S: Final = 0.02  # how often the journal is looked at for a change that wa
 
 
 def revision_asked_for(machine: CoordinatorMachine, given: Mapping[str, str]) -> Revision:
-    """What the run would have now with these values, as text by key. Raises ValueError, one sentence, if it cannot."""
+    """The revision that sets these values, text by key. Raises ValueError, one sentence, if the run cannot have it."""
     spelled = dict(given)
     if "codec" in spelled:
         both = spelled.pop("codec")
@@ -42,7 +42,8 @@ def revision_asked_for(machine: CoordinatorMachine, given: Mapping[str, str]) ->
 
 
 def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
-    """The run's terms with what is advised to one node. Raises ValueError, one sentence, if it cannot have them."""
+    """The revision that sets the advised terms of one node. Raises ValueError, one sentence, if the run
+    cannot have it."""
     try:
         spec = machine.ledger.spec
         in_stages = spec.identity.layout.num_stages > 1
@@ -53,21 +54,21 @@ def lightened(machine: CoordinatorMachine, advice: Advice) -> Revision:
 
 
 def handlers(machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> dict[str, Handler]:
-    """All that can be asked for at a coordinator's door. The arguments are those of `Setting`."""
+    """Handlers of the admin socket. The arguments are those of `ChangeTerms`."""
     return {"set": ChangeTerms(machine, durable, happened), "release": Release(machine, happened)}
 
 
 class Release:
-    """`release` at the coordinator's door."""
+    """The request `release`."""
 
     def __init__(self, machine: CoordinatorMachine, happened: Callable[[ev.Event], None]) -> None:
         self._machine, self._happened = machine, happened
 
     async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What held the run, by node, and what still holds it, if anything does.
+        """Release a hold. Returns what held the run, by node, and what still holds it.
 
-        `nodes` names those that are not believed: all by which the run is held. It may be left out where that is one.
-        Raises ValueError: no node holds the run, or other nodes than the named ones; one sentence.
+        `nodes` names all nodes that hold the run; it may be left out if that is one. Raises ValueError: no node holds
+        the run, or other nodes than the named ones; one sentence.
         """
         claims = self._machine.hold_claims
         if not claims:
@@ -89,15 +90,15 @@ class Release:
 
 
 class ChangeTerms:
-    """`set` at the coordinator's door."""
+    """The request `set`."""
 
     def __init__(self, machine: CoordinatorMachine, durable: Ledger, happened: Callable[[ev.Event], None]) -> None:
         """`durable` is what the journal says; `happened` hands an event to the machine."""
         self._machine, self._durable, self._happened = machine, durable, happened
 
     async def __call__(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What changes, and from where on; answered when it is durable. `dry_run` changes nothing.
-        Raises ValueError: it cannot be; one sentence."""
+        """Set terms. Returns what changes and from which window or round on, once it is durable. `dry_run` changes
+        nothing. Raises ValueError: it cannot be; one sentence."""
         given, dry_run = request.get("given"), request.get("dry_run", False)
         if not isinstance(given, dict) or not given or not all(isinstance(text, str) for text in given.values()):
             raise ValueError("set needs given: text by key")

@@ -82,10 +82,8 @@ class Coordinator:
     """One start of the coordinator of one run."""
 
     def __init__(self, config: CoordinatorConfig, store: Store, adopt: AdoptionSettings | None = None) -> None:
-        """`adopt`: the state is an old copy, and what nodes hold comes first.
-
-        Raises KeyFileError, BindError or CopyFailed. To be made on the running loop.
-        """
+        """`adopt`: the state is an old copy; continue from what nodes hold. Raises KeyFileError, BindError or
+        CopyFailed. Make it on the running loop."""
         self.config, self.store = config, store
         self.metrics = Metrics()
         self._error: Exception | None = None
@@ -151,7 +149,9 @@ class Coordinator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until the run is finished and its nodes have left, or `stop` is set.
-        Raises StorageFailed: the disk failed; start again to recover."""
+
+        Raises StorageFailed: the disk failed; start again to recover.
+        """
         executor = self.executor
         await self._door.open()
         try:
@@ -187,7 +187,6 @@ class Coordinator:
             executor.storage.close()
 
     async def _until_over(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, or the run is finished and its nodes have left."""
         async with asyncio.TaskGroup() as group:
             over = (stop.wait(), self._until(lambda: self.executor.finished))
             waiters = [group.create_task(waiter) for waiter in over]

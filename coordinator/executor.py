@@ -249,7 +249,7 @@ class CoordinatorExecutor:
         self._schedule()
 
     def _schedule(self) -> None:
-        # Never at once: whoever caused an event is still at work for a session.
+        # Never at once: the cause of an event is still working for a session.
         if self._commands and not (self._busy or self._scheduled):
             self._scheduled = True
             self._clock.call_later(0.0, self._go_on)

@@ -105,49 +105,49 @@ class Metrics(Collector):
             "skipped_steps", "Inner steps left out: NaN or Inf in the gradient.", progress.skipped_steps
         )
         yield self._counter("skipped_sends", "Due sends left out: too many deltas undecided.", progress.skipped_turns)
-        moved = {
-            (direction, kind): count
+        moved = [
+            ((direction, kind), count)
             for direction, counts in zip(("up", "down"), moved_by(progress), strict=True)
             for kind, count in asdict(counts).items()
-        }
+        ]
         yield self._family(CounterMetricFamily, "bytes", "All bytes, up and down, by kind.", moved, "direction", "kind")
         seconds, codec_s = self._spent
-        times = {(activity,): value for activity, value in seconds.items()}
+        times = [((activity,), value) for activity, value in seconds.items()]
         yield self._family(CounterMetricFamily, "time_seconds", "Wall time by what it went into.", times, "activity")
         yield self._counter("codec_seconds", "The thread that encodes deltas worked.", codec_s)
         if self._piped is not None:
             yield from self._pipeline(*self._piped)
-        held = {(str(fragment),): version for fragment, version in versions.items()}
+        held = [((str(fragment),), version) for fragment, version in versions.items()]
         meaning = "Version of the anchor; -1 before the first."
         yield self._family(GaugeMetricFamily, "fragment_version", meaning, held, "fragment")
         if self._lost:
-            lost = {(str(fragment),): ratio for fragment, ratio in sorted(self._lost.items())}
+            lost = [((str(fragment),), ratio) for fragment, ratio in sorted(self._lost.items())]
             meaning = "Norm of what error feedback holds back, over that of the delta; a dense codec stays below 1."
             yield self._family(GaugeMetricFamily, "residual_ratio", meaning, lost, "fragment")
 
     def _pipeline(self, became: Mapping[str, int], sent_bytes: int, inputs: int) -> Iterable[Metric]:
-        trips = {(outcome,): count for outcome, count in sorted(became.items())}
+        trips = [((outcome,), count) for outcome, count in sorted(became.items())]
         meaning = "Of a source: completed, dropped, reissued; of any stage: rerouted, skipped, repeated."
         yield self._family(CounterMetricFamily, "pipeline_microbatches", meaning, trips, "outcome")
         yield self._counter("pipeline_sent_bytes", "Activations and gradients sent to other stages.", sent_bytes)
         yield self._gauge("pipeline_inputs", "Microbatches whose input is kept for their backward pass.", inputs)
 
     def _gauge(self, name: str, meaning: str, value: float) -> Metric:
-        return self._family(GaugeMetricFamily, name, meaning, {(): value})
+        return self._family(GaugeMetricFamily, name, meaning, [((), value)])
 
     def _counter(self, name: str, meaning: str, value: float) -> Metric:
-        return self._family(CounterMetricFamily, name, meaning, {(): value})
+        return self._family(CounterMetricFamily, name, meaning, [((), value)])
 
     def _family(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         meaning: str,
-        values: Mapping[tuple[str, ...], float],
+        values: Iterable[tuple[tuple[str, ...], float]],
         *labels: str,
     ) -> Metric:
         family = kind(f"farloop_node_{name}", meaning, labels=["node", *labels])
-        for key, value in values.items():
+        for key, value in values:
             family.add_metric([self._node, *key], value)
         return family
 

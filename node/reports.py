@@ -12,7 +12,7 @@ from farloop.node.send_schedule import LeaseCursor
 from farloop.node.state_dir import NodeState
 from farloop.wire import messages as msg
 
-# --- Isolation: the node's work reaches nobody, or nobody else's reaches it
+# --- Isolation: the node's work reaches no other node, or no other work reaches it
 #
 # Training goes on, as the method says; but its numbers alone look normal, so the node reports it.
 

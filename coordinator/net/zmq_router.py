@@ -106,7 +106,7 @@ class ZmqRouter:
         self._socket = self._context.socket(zmq.ROUTER)
         self._full = asyncio.Event()  # a lane did not take a frame
         self._monitor = self._context.socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # otherwise ZeroMQ stops until somebody reads the events
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # otherwise ZeroMQ stops until the events are read
         events = f"inproc://connections-{id(self)}"
         self._socket.monitor(events, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._monitor.connect(events)

@@ -556,7 +556,7 @@ class Journal:
     def _finish(self) -> None:
         try:
             self.require_ours()
-        except (Fenced, FolderChanged, NoRoom) as error:  # all that anybody was told of is durable
+        except (Fenced, FolderChanged, NoRoom) as error:  # everything that nodes were told is durable
             _log.warning("journal left as it is why=%r", str(error))
             return
         self._tail.finish()

@@ -454,7 +454,7 @@ def _segment(path: Path, number: int, until: int | None, files: Files) -> Iterat
             return
         later = [(at, header) for at, header in headers_in(data, offset + 1, salt) if header.sequence > sequence]
         if until is None and not any(header.durable > sequence for _, header in later):
-            return  # a torn tail: nobody was told of it
+            return  # a torn tail: no node was told of it
         yield Gap(fault=fault or JournalCorrupt(path, offset, f"record {sequence} is damaged"))
         if not later:
             return
