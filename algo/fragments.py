@@ -48,21 +48,24 @@ NamedShape = tuple[str, tuple[int, ...]]
 def trainable_tensors(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters that require a gradient, in registration order; tied ones once, under their first name.
 
-    Tied parameters are one object or cover the same memory. The prefix of `torch.compile` is removed, because nodes
-    agree on names; unwrap other wrappers (DDP) first.
+    Tied parameters are one object or cover the same memory. The parts that `torch.compile` and activation
+    checkpointing add to names are removed, because nodes agree on names; unwrap other wrappers (DDP) first.
     """
     found: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             # Meta tensors and DTensors have no address: named_parameters has already tied those that are one object.
             address = parameter.data_ptr() or id(parameter)
-            found.setdefault((address, parameter.numel()), (uncompiled_name(name), parameter))
+            found.setdefault((address, parameter.numel()), (plain_name(name), parameter))
     return list(found.values())
 
 
-def uncompiled_name(name: str) -> str:
-    """The name of a parameter as it is without `torch.compile`, which adds `_orig_mod` for each module it compiles."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+_WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without the parts that torch's wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def partition(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from farloop.algo.digest import digest
-from farloop.algo.fragments import partition, trainable_tensors, uncompiled_name
+from farloop.algo.fragments import partition, plain_name, trainable_tensors
 from farloop.algo.methods import Method, default_mix, method_named
 from farloop.algo.outer_settings import PLAIN_AVERAGE, default_outer
 from farloop.algo.sample_order import arrivals
@@ -266,7 +266,7 @@ def _first_weights(config: RunConfig) -> tuple[dict[str, Tensor], str]:
     if config.init is not None:
         if not config.init.is_file():
             raise ValueError(f"[run] init: there is no file {config.init}")
-        return {uncompiled_name(name): tensor for name, tensor in load_file(config.init).items()}, "own"
+        return {plain_name(name): tensor for name, tensor in load_file(config.init).items()}, "own"
     if config.model not in PRESETS:
         raise ValueError(f"[run] model: there is no {config.model!r}; there are {', '.join(PRESETS)}")
     size = PRESETS[config.model]

@@ -630,6 +630,11 @@ def _bare(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise LoopError(f"the function given as join(model=…) returned {_a(module)}: return a torch.nn.Module")
     inner = getattr(module, "_orig_mod", module)
+    if type(inner).__name__ == "FullyShardedDataParallel":  # its import takes as long as half of torch
+        raise LoopError(
+            "join(model=…) got a model in FullyShardedDataParallel (FSDP1), which hides its parameters: shard it with "
+            "torch.distributed.fsdp.fully_shard"
+        )
     if isinstance(inner, nn.DataParallel | DistributedDataParallel):
         raise LoopError(
             f"join(model=…) got a model in {type(inner).__name__}: give the module inside it, model.module, and call "

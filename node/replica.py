@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farloop.algo.digest import canonicalise_, digest
-from farloop.algo.fragments import flatten_into, rows_of, trainable_tensors, uncompiled_name, whole_shapes
+from farloop.algo.fragments import flatten_into, plain_name, rows_of, trainable_tensors, whole_shapes
 from farloop.algo.local_update import eager_start_into, fragment_delta_into, mix_fragment_into
 from farloop.algo.spec import BlobId, Layout, WindowTerms
 from farloop.algo.stages import Part, described, fragments_of
@@ -229,7 +229,7 @@ def matched_parameters(module: nn.Module, layout: Layout, holds: Part = None) ->
     fragments = fragments_of(holds, layout)
     there = whole_shapes(fragments)
     # A run that began from the weights of a compiled model may have its names.
-    names = {uncompiled_name(name): name for name in there}
+    names = {plain_name(name): name for name in there}
     here = {names.get(name, name): parameter for name, parameter in trainable_tensors(module)}
     whose = "the run's model" if holds is None else f"stage {described(holds)} of the run's model"
     for name, shape in there.items():
@@ -254,7 +254,7 @@ def _why_missing(name: str, module: nn.Module, here: Mapping[str, nn.Parameter])
     if wrapped is not None:
         return f": here it is {wrapped!r}. Give join the module inside the wrapper, as model.module"
     all_names = dict(module.named_parameters(remove_duplicate=False))
-    parameter = next((p for other, p in all_names.items() if uncompiled_name(other) == name), None)
+    parameter = next((p for other, p in all_names.items() if plain_name(other) == name), None)
     if parameter is None:
         return ""
     first = next((other for other, p in here.items() if p.data_ptr() == parameter.data_ptr()), None)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from farloop.algo.fragments import (
     NamedShape,
@@ -174,8 +175,8 @@ def test_tied_tensors_appear_once_and_frozen_ones_not_at_all(device: str) -> Non
     assert set(names) == (expected if device == "cpu" else expected | {"probe.weight"})
 
 
-def test_a_compiled_module_has_the_names_of_the_one_that_it_was_made_from_in_order() -> None:
-    """Or a node that compiles and one that does not could not be in one run."""
+def test_wrappers_of_torch_change_no_name() -> None:
+    """Or a node that compiles or checkpoints and one that does not could not be in one run."""
     module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     expected = ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert [name for name, _ in trainable_tensors(module)] == expected
@@ -184,6 +185,9 @@ def test_a_compiled_module_has_the_names_of_the_one_that_it_was_made_from_in_ord
     whole = torch.compile(module, backend="eager")
     assert [name for name, _ in whole.named_parameters()][2] == "_orig_mod.1._orig_mod.weight"
     assert [name for name, _ in trainable_tensors(whole)] == expected
+    checkpointed = nn.Sequential(*map(checkpoint_wrapper, [nn.Linear(2, 3), nn.Linear(3, 1)]))
+    assert next(name for name, _ in checkpointed.named_parameters()) == "0._checkpoint_wrapped_module.weight"
+    assert [name for name, _ in trainable_tensors(checkpointed)] == expected
 
 
 def test_flattening_fills_the_tensors_places_and_clears_the_rest() -> None:
