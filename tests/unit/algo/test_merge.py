@@ -14,7 +14,6 @@ from torch import Tensor
 
 from farloop.algo.fragments import tiles, view, zero_padding_
 from farloop.algo.merge_rules import (
-    MERGE_RULES,
     Pieces,
     add_,
     coordinates_into,
@@ -265,16 +264,6 @@ def test_equal_deltas_are_their_own_average(count: int) -> None:
     torch.testing.assert_close(radial([noise(1)] * count, [1 / count] * count), noise(1), rtol=1e-5, atol=1e-7)
 
 
-def test_the_average_of_many_is_as_long_as_each_where_the_mean_is_not() -> None:
-    """Near-orthogonal deltas: the mean shrinks like 1/√M."""
-    deltas = [noise(i) for i in range(16)]
-    merged, plain = radial(deltas, [1 / 16] * 16), mean(deltas, [1 / 16] * 16)
-    for tensor in HIDDEN:
-        length = float(part(deltas[0], tensor).norm())
-        assert float(part(merged, tensor).norm()) == pytest.approx(length, rel=0.2)
-        assert float(part(plain, tensor).norm()) == pytest.approx(length / 4, rel=0.2)
-
-
 def test_a_delta_of_zero_has_no_direction_but_a_length() -> None:
     """A15: φ(0) = 0."""
     assert not radial([torch.zeros(2048)] * 2, [0.5, 0.5]).any()
@@ -311,11 +300,6 @@ def test_tiny_deltas_do_not_overflow() -> None:
 def test_how_it_is_cut_into_pieces_does_not_show(size: int) -> None:
     deltas, weights = [noise(i) for i in range(3)], [0.2, 0.3, 0.5]
     assert torch.equal(radial(deltas, weights, size), radial(deltas, weights))
-
-
-def test_a_rule_is_found_by_its_own_name() -> None:
-    assert all(rule.name == name for name, rule in MERGE_RULES.items())
-    assert MERGE_RULES["mean"].linear and not MERGE_RULES["radial"].linear
 
 
 # --- Merges that bear hostile deltas

@@ -274,18 +274,6 @@ def test_a_gap_divides_the_late_delta_and_nothing_else(gap: float) -> None:
         co2_step_(target, momentum, target, settings, gap=0.9)
 
 
-@pytest.mark.parametrize(("beta", "gap"), [(0.0, (1 + 5**0.5) / 2), (0.5, 2.0)])
-def test_under_a_constant_delta_the_gap_settles(beta: float, gap: float) -> None:
-    """One node that always comes as far: Λ = 1 + α|m|/|Δ| and m = βm + Δ/Λ have the fixed point Λ² = Λ + 1/(1 − β)."""
-    target, momentum, delta = (torch.zeros(1), torch.zeros(1), torch.ones(1))
-    settings = OuterSettings(kind="co2", lr=1.0, momentum=beta)
-    seen = 1.0
-    for _ in range(60):
-        seen = staleness_gap(abs(momentum.item()), 1.0)
-        co2_step_(target, momentum, delta, settings, gap=seen)
-    assert seen == pytest.approx(gap, rel=1e-4)
-
-
 # --- AdamW
 
 
