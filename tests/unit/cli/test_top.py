@@ -46,6 +46,14 @@ def text_of(app: Top) -> list[str]:
     return ["".join(row).rstrip() for row in rows]
 
 
+async def settled(app: Top, pilot: Any) -> None:
+    """The footer is put together after the first picture, which a loaded machine may show for a while."""
+    await pilot.pause()
+    while not app.query("FooterKey"):
+        await pilot.pause()
+    await pilot.pause()
+
+
 def on_screen(
     told: Status,
     size: tuple[int, int] = (120, 32),
@@ -57,7 +65,7 @@ def on_screen(
     async def show() -> list[str]:
         app = Top(cleaned(told), look or (lambda: cleaned(told)), poll_s=NEVER_S)
         async with app.run_test(size=size) as pilot:
-            await pilot.pause()
+            await settled(app, pilot)
             if then is not None:
                 await then(app, pilot)
                 await pilot.pause()
