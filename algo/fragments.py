@@ -39,8 +39,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
 # parallelism. When a fragment is sent, and what is done to it, is decided elsewhere.
 
 
-_ROWS: Final = 64
-"""Rows that a split keeps together."""
+_ROWS: Final = 64  # rows that a split keeps together
 
 NamedShape = tuple[str, tuple[int, ...]]
 

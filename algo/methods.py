@@ -30,8 +30,7 @@ class Method:
     fixed: frozenset[str] = frozenset()  # names of the terms that must keep the values given here
     merge: str = "mean"  # name of its merge rule
     outer: OuterKind = "nesterov"  # its outer optimizer; below, what that runs with where nothing else is said
-    outer_lr: tuple[tuple[int, float], ...] = ((1, 1.0),)
-    """Best known ν, from so many nodes on."""
+    outer_lr: tuple[tuple[int, float], ...] = ((1, 1.0),)  # best known ν, from so many nodes on
     outer_momentum: float = 0.0
     outer_clip: float | None = None
     inner: bool = True  # nodes run an optimizer; without one their delta is the gradient (protocol, Data parallel)

@@ -92,8 +92,7 @@ class Peers:
         try:
             return list(measure())
         except Exception as error:  # noqa: BLE001 - as in `probe`
-            state = replace(self._states[peer.name], state=_in_a_line(error))
-            self._states[peer.name] = state
+            self._states[peer.name] = replace(self._states[peer.name], state=_in_a_line(error))
             return []
 
 

@@ -117,22 +117,19 @@ def _parameters(codec: Codec) -> Iterator[tuple[str, str, str]]:
         yield name, parameter.write(getattr(codec, name)), parameter.meaning
 
 
+_TRAITS = ("bits_per_element", "exact_decode", "unbiased", "contraction", "deterministic", "summable", "sparse",
+           "entropy_coded")  # fmt: skip
+
+
 def codec_list_json(measured: CodecReport | None) -> list[dict[str, Any]]:
     return [
         {
             "codec": codec.name,
             "code": codec.code,
             "summary": summary_of(codec),
-            "bits_per_element": codec.traits.bits_per_element,
             "block": codec.block,
-            "exact_decode": codec.traits.exact_decode,
-            "unbiased": codec.traits.unbiased,
-            "contraction": codec.traits.contraction,
-            "deterministic": codec.traits.deterministic,
-            "summable": codec.traits.summable,
-            "sparse": codec.traits.sparse,
-            "entropy_coded": codec.traits.entropy_coded,
             "beta": codec.beta,
+            **{name: getattr(codec.traits, name) for name in _TRAITS},
             "downlink": fits_downlink(codec),
             "parameters": [
                 {"name": name, "default": default, "meaning": meaning} for name, default, meaning in _parameters(codec)

@@ -160,8 +160,7 @@ def plan_json(inventory: "Inventory", plan: "Plan", plan_s: float) -> dict[str, 
         "why": plan.why,
         "seed": plan.seed,
         "plan_s": round(plan_s, 4),
-        "makespan_s": plan.makespan_s,
-        "bound_s": plan.bound_s,
+        **_fields(plan, "makespan_s bound_s"),
         "islands": [list(island) for island in plan.islands],
         "groups": [
             {"stage": group.stage, "nodes": list(group.nodes), "transport": group.transport.value}
@@ -182,31 +181,21 @@ def plan_json(inventory: "Inventory", plan: "Plan", plan_s: float) -> dict[str, 
         ],
         "h": plan.h,
         "h_star": None if plan.h_star is None or math.isinf(plan.h_star) else plan.h_star,
-        "step_s": plan.step_s,
-        "compute_s": plan.compute_s,
-        "sync_s": plan.sync_s,
-        "round_s": plan.round_s,
-        "streamed_round_s": plan.streamed_round_s,
-        "compute_share": plan.compute_share,
-        "busy_share": plan.busy_share,
+        **_fields(plan, "step_s compute_s sync_s round_s streamed_round_s compute_share busy_share"),
         "rates": {} if sync is None else {n: {"bits": rate.bits, "h": rate.h} for n, rate in sync.rates.items()},
         "roots": [] if sync is None else list(sync.roots),
         "relays": [] if sync is None else list(sync.relays),
-        "topologies": []
-        if sync is None
-        else [
-            {"name": one.name, "up_s": one.up_s, "down_s": one.down_s, "round_s": one.round_s}
-            for one in sync.topologies
-        ],
-        "alternatives": [
-            {"name": one.name, "of": one.of, "seconds": one.seconds, "chosen_s": one.chosen_s, "factor": one.factor}
-            for one in plan.alternatives
-        ],
+        "topologies": [] if sync is None else [_fields(one, "name up_s down_s round_s") for one in sync.topologies],
+        "alternatives": [_fields(one, "name of seconds chosen_s factor") for one in plan.alternatives],
         "suspects": [list(ends) for ends in plan.suspects],
         "standby": list(plan.standby),
         "idle": list(plan.idle),
         "notes": list(plan.notes),
     }
+
+
+def _fields(owner: object, names: str) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in names.split()}
 
 
 def show(console: "Console", inventory: "Inventory", plan: "Plan", plan_s: float) -> None:

@@ -228,8 +228,7 @@ def _gap(
 def _canvas() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH_IN, _HEIGHT_IN))
     figure.subplots_adjust(left=0.085, right=0.985, top=0.97, bottom=0.14)
-    axes = figure.add_subplot()
-    return figure, axes
+    return figure, figure.add_subplot()
 
 
 def _svg(figure: Figure, name: str, description: str) -> Markup:
