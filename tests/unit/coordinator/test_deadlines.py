@@ -46,10 +46,10 @@ class World(Run):
         windows = self.machine.windows
         return min(windows, key=lambda f: (windows[f].terms.round, -f) if f else (windows[f].terms.round - 0.5, 0))
 
-    def deliver(self, node: NodeId) -> None:
+    def deliver(self, node: NodeId, **changes: Any) -> None:
         window = self.machine.windows[self.head]
         if window.state == "open" and node not in window.contributors:
-            self.store(node, self.head)
+            self.store(node, self.head, **changes)
 
     def tick(self, seconds: float = 1.0) -> None:
         self.pass_time(seconds)
@@ -227,6 +227,14 @@ def test_where_nothing_was_learnt_yet_a_window_has_long(spec: RunSpec) -> None:
     thin = World(dataclasses.replace(spec, identity=dataclasses.replace(spec.identity, layout=large)), {A: 2.0})
     thin.run(1.5, 0.5)
     assert thin.head == 1 and thin.allowed_s(A) > 10_000.0
+
+
+def test_a_delta_without_a_step_teaches_nothing_of_its_node(spec: RunSpec) -> None:
+    """Else who stood still, and sends one at once, would have no time for a whole round afterwards."""
+    world = World(spec, {A: 10.0, B: None})
+    world.lie = lambda world: world.deliver(B, steps=0, tokens=0)
+    world.run(300.0)
+    assert len(world.commits) > 10 and world.allowed_s(A) == MULTIPLE * 20.0 < FIRST_S <= world.allowed_s(B)
 
 
 def test_a_liar_from_the_beginning_holds_the_first_window_alone(spec: RunSpec) -> None:
