@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 
 from farloop.algo import schedule
@@ -34,6 +35,16 @@ STORED = rec.InputStored(
 _KIND, _BODY = json.loads((GOLDEN / "records-v1.json").read_text())["LedgerSaved"]
 SUMMARY = cast(rec.LedgerSaved, rec.decode(_KIND, bytes.fromhex(_BODY)))
 """A record that a segment begins with."""
+
+
+def shorten(patch: pytest.MonkeyPatch, *, snapshot_every: int, history: int) -> None:
+    """Snapshots, new segments and pruning within a few commits, where segments are small; and no waiting."""
+    storage = "farloop.coordinator.storage"
+    patch.setattr(f"{storage}.store.SNAPSHOT_EVERY", snapshot_every)
+    patch.setattr(f"{storage}.recovery.HISTORY_VERSIONS", history)
+    patch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", history)
+    patch.setattr(f"{storage}.journal.RECORD_ROOM", 4096)
+    patch.setattr(f"{storage}.state_reader.LOOK_AGAIN_S", 0.0)
 
 
 def begun(directory: Path, spec: RunSpec, *, segment_bytes: int = 256 << 20, files: Files = DISK) -> Store:

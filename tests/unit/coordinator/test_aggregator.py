@@ -105,15 +105,6 @@ def test_the_first_anchor_is_flat_padded_and_canonical() -> None:
     assert not bool(torch.signbit(flat[1025:1028]).any())
 
 
-def test_a_run_begins_with_the_target_at_the_anchor_and_no_momentum(spec: RunSpec) -> None:
-    buffers = begun(spec.terms)
-    assert buffers.version == 0
-    assert torch.equal(buffers.target, buffers.anchor) and buffers.target is not buffers.anchor
-    assert list(buffers.outer) == ["momentum"] and not buffers.outer["momentum"].any()
-    without = begun(spec.terms.replace(outer_momentum=0.0))
-    assert without.outer == {} and without.outer_digest() is None
-
-
 def test_the_digest_of_the_optimizer_tells_its_buffers_apart() -> None:
     """P: two moments that change places are another state."""
     m, v, x = noise(1), noise(2), noise(3)
@@ -209,20 +200,6 @@ def test_over_many_tiles_the_radial_average_is_the_same_tensor_by_tensor(codec: 
 
 
 # --- The outer step
-
-
-def test_the_outer_step_is_nesterovs_with_the_settings_of_the_commit(spec: RunSpec) -> None:
-    """b ← μb + Δ, target ← target − ν(Δ + μb) (arXiv 2311.08105). P: a commit says its own ν and μ."""
-    buffers, terms = begun(spec.terms), spec.terms
-    stepped = aggregator.advance(buffers, noise(1), step(lr=1.0, momentum=0.0), terms)
-    assert torch.equal(stepped.target, buffers.target - noise(1)), "not those of the run"
-    momentum, target = torch.zeros(1280), buffers.target.clone()
-    for number in range(1, 4):
-        change = noise(number)
-        buffers = aggregator.advance(buffers, change, step(number), terms)
-        momentum = momentum * 0.9 + change
-        target = target - (momentum * 0.9 + change) * 0.6
-        assert torch.equal(buffers.target, target) and torch.equal(buffers.outer["momentum"], momentum)
 
 
 def test_data_parallel_is_one_adamw_on_the_mean_gradient(spec: RunSpec) -> None:

@@ -208,7 +208,7 @@ def test_a_session_that_takes_no_updates_gets_a_snapshot_in_their_place(serving:
         (5, [(fragment, 1, 10) for fragment in range(7)], [False] * 5 + [True] * 2),  # no more at once
     ],
 )
-def test_what_is_too_much_for_a_session_is_dropped(
+def test_what_is_too_much_is_dropped(
     serving: Serving, most: int, pushes: list[tuple[int, int, int]], dropped: list[bool]
 ) -> None:
     session = Slow(most)
@@ -216,9 +216,7 @@ def test_what_is_too_much_for_a_session_is_dropped(
     assert len(session.queued) == (0 if most == 1000 else 5)
 
 
-def test_what_is_committed_while_a_snapshot_is_asked_for_is_in_it_and_what_comes_later_is_pushed(
-    serving: Serving,
-) -> None:
+def test_a_snapshot_has_what_was_committed_before_it_and_the_rest_is_pushed(serving: Serving) -> None:
     session = Slow()
     serving.ask(1, 0, 0)
     serving.pushed(session, 0, 1)

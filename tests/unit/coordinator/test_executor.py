@@ -110,9 +110,7 @@ def desk(spec: RunSpec) -> Desk:
     return Desk(spec)
 
 
-def test_a_machine_that_fails_is_used_on_only_if_its_invariants_hold(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_fails_is_used_only_if_its_invariants_hold(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the error goes on to whose event it was."""
 
     def half(*args: object) -> Any:

@@ -24,9 +24,7 @@ def opened(path: Path, flags: int = os.O_RDWR | os.O_CREAT | os.O_TRUNC) -> Iter
         os.close(fd)
 
 
-def test_a_replacement_and_a_deletion_are_synced_in_the_order_that_survives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_replaces_or_deletes_is_synced_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, replace = list[str](), os.replace
 
     def record_replace(source: Path, target: Path) -> None:
@@ -96,7 +94,7 @@ def test_allocated_room_reads_as_zeros_and_has_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "error"), [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EROFS, ReadOnly)]
 )
-def test_a_disk_without_room_leaves_the_file_as_it_was(
+def test_no_room_leaves_the_file_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[NoRoom]
 ) -> None:
     path = tmp_path / "file"
@@ -115,9 +113,7 @@ def test_a_disk_without_room_leaves_the_file_as_it_was(
     assert path.read_bytes() == b"abc"
 
 
-def test_a_file_system_that_cannot_allocate_is_asked_for_its_free_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_can_be_allocated_free_space_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     monkeypatch.setattr(os, "posix_fallocate", refuse(errno.EOPNOTSUPP))
     with opened(path) as fd:

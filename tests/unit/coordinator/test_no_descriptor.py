@@ -65,12 +65,8 @@ def _chain() -> tuple[str, ...]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
-    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 2)
     monkeypatch.setattr("farloop.coordinator.storage.files.File.allocation_step", 4096)
-    monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
-    monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 1)
-    monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 1)
+    stored_runs.shorten(monkeypatch, snapshot_every=2, history=1)
 
 
 @pytest.fixture

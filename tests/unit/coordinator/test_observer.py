@@ -172,9 +172,7 @@ def test_every_state_of_the_run_is_told_once_with_its_cause(scene: Scene, log: C
     assert "until the alarm is resolved" in lines[2]
 
 
-def test_a_run_that_waits_for_a_decision_says_so_everywhere_and_once_in_the_log(
-    scene: Scene, log: Callable[[str], list[str]]
-) -> None:
+def test_a_run_that_waits_for_a_decision_says_so(scene: Scene, log: Callable[[str], list[str]]) -> None:
     """S: whoever dials again every few seconds fills no log."""
     assert scene.value("farloop_rollback_held") == 0
     for session in (1, 2, 3):
@@ -259,9 +257,7 @@ def test_a_report_that_cannot_be_true_is_an_alarm_and_no_more(scene: Scene) -> N
 
 
 @pytest.mark.parametrize(("loss", "word"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
-def test_a_loss_that_is_no_number_is_told_in_a_word_and_the_status_stays_json(
-    scene: Scene, loss: float, word: str
-) -> None:
+def test_a_loss_that_is_no_number_is_a_word_and_the_status_stays_json(scene: Scene, loss: float, word: str) -> None:
     scene.start()
     scene.say(A, dataclasses.replace(PROGRESS, loss=loss))
     scene.deliver(A)
@@ -279,9 +275,7 @@ def test_a_loss_that_is_no_number_is_told_in_a_word_and_the_status_stays_json(
     assert [line["loss"] for line in scene.lines() if line["event"] in ("progress", "evaluation")] == [None, None]
 
 
-def test_coming_starting_waiting_and_going_are_told_once_each_with_the_reason(
-    scene: Scene, log: Callable[[str], list[str]]
-) -> None:
+def test_every_state_of_a_node_is_told_once_with_the_reason(scene: Scene, log: Callable[[str], list[str]]) -> None:
     assert not scene.observer.joined
     scene.join(A)
     for _ in range(2):
@@ -364,9 +358,7 @@ def test_an_evaluation_that_the_machine_believes_is_told_with_what_it_took_to_ge
 # --- Files
 
 
-def test_lines_that_the_disk_does_not_take_stop_nothing_and_are_counted(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_the_disk_does_not_take_are_counted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     scene.join(A)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse(errno.ENOSPC))
@@ -399,9 +391,7 @@ def test_a_status_that_cannot_be_kept_leaves_the_one_of_before(scene: Scene, mon
     assert path.read_bytes() == scene.observer.status_json != before
 
 
-def test_the_time_of_a_resumed_run_goes_on_and_a_line_that_a_crash_cut_short_spoils_no_other(
-    scene: Scene, reopen: Callable[[], Scene]
-) -> None:
+def test_the_time_of_a_resumed_run_goes_on_behind_a_torn_line(scene: Scene, reopen: Callable[[], Scene]) -> None:
     scene.join(A)
     scene.now += 30.0
     scene.say(A, PROGRESS)

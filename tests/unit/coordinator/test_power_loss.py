@@ -37,10 +37,7 @@ State = tuple[Any, ...]
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything happens within a few commits."""
-    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", 2)
-    monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
-    monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", 1)
-    monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", 1)
+    stored_runs.shorten(monkeypatch, snapshot_every=2, history=1)
 
 
 def state_of(store: Store) -> State:

@@ -15,7 +15,7 @@ from farloop.algo.spec import RunSpec
 from farloop.coordinator.errors import JournalCorrupt, StateLocked, StateMismatch, StorageError
 from farloop.coordinator.storage.recovery import refusal
 from farloop.coordinator.storage.salvage import carry_out, finish, is_unfinished, salvage
-from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, read_damaged, segment_numbers, segment_path
+from farloop.coordinator.storage.segment import SEGMENT_HEADER_BYTES, segment_numbers, segment_path
 from farloop.coordinator.storage.store import Store
 from farloop.coordinator.storage.verify import verify
 from farloop.sim.virtual_files import AllOrNothing, Drawn, VirtualFiles
@@ -24,17 +24,9 @@ PLACE = Path("/state")
 SEGMENT_BYTES = 12 << 10
 
 
-def intervals(monkeypatch: pytest.MonkeyPatch, *, snapshot_every: int, history: int) -> None:
-    monkeypatch.setattr("farloop.coordinator.storage.store.SNAPSHOT_EVERY", snapshot_every)
-    monkeypatch.setattr("farloop.coordinator.storage.recovery.HISTORY_VERSIONS", history)
-    monkeypatch.setattr("farloop.coordinator.decide.ledger.HISTORY_VERSIONS", history)
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    intervals(monkeypatch, snapshot_every=4, history=2)
-    monkeypatch.setattr("farloop.coordinator.storage.journal.RECORD_ROOM", 4096)
-    monkeypatch.setattr("farloop.coordinator.storage.state_reader.LOOK_AGAIN_S", 0.0)
+    stored_runs.shorten(monkeypatch, snapshot_every=4, history=2)
 
 
 @dataclasses.dataclass
@@ -139,7 +131,7 @@ def test_one_bit_never_ends_a_run_whose_journal_is_far_below_the_size_of_a_segme
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the sizes and intervals of a real run. Damage before the older set of snapshots gives up no version."""
-    intervals(monkeypatch, snapshot_every=8, history=16)
+    stored_runs.shorten(monkeypatch, snapshot_every=8, history=16)
     run = Stored()
     store = stored_runs.begun(PLACE, spec, files=run.files)
     run.commit(store, 23)
@@ -162,9 +154,7 @@ def test_one_bit_never_ends_a_run_whose_journal_is_far_below_the_size_of_a_segme
         assert goes_on(started(files), run) == list(found.versions)
 
 
-def test_damage_that_snapshots_make_needless_is_passed_over_with_an_alarm_and_verify_tells_it_from_other(
-    stored: Stored,
-) -> None:
+def test_damage_of_what_nothing_needs_is_an_alarm_and_verify_tells_it_from_other(stored: Stored) -> None:
     report = verify(PLACE, stored.copy())
     assert (report.faults, report.refused) == ([], "")
     files = stored.copy()
@@ -209,16 +199,6 @@ def test_verify_calls_a_folder_good_only_if_a_start_accepts_it_and_knows_which_i
     assert isinstance(store, Store) or report.faults
     if isinstance(store, Store):
         store.close()
-
-
-def test_a_damaged_journal_is_read_up_to_and_behind_the_damage(stored: Stored) -> None:
-    files = stored.copy()
-    whole = read_damaged(PLACE, files)
-    flip(files, journal_of(files)[1], 100)
-    found = read_damaged(PLACE, files)
-    (gap,) = (item for item in found if item not in whole)
-    assert isinstance(gap.fault, JournalCorrupt)  # type: ignore[union-attr]
-    assert len(found) == len(whole), "one record is missing, and a gap is in its place"
 
 
 # --- Salvage

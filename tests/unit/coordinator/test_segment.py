@@ -100,9 +100,7 @@ def test_the_last_record_cut_at_any_byte_is_a_torn_tail(tmp_path: Path, room: in
         assert (len(found.entries), found.end, found.torn_bytes) == (2, THIRD, len(data[THIRD:cut].rstrip(b"\0")))
 
 
-def test_a_flip_in_the_last_record_is_a_torn_tail_and_in_one_that_a_later_one_knew_durable_it_is_corruption(
-    tmp_path: Path,
-) -> None:
+def test_a_flip_in_the_last_record_is_a_torn_tail_and_in_a_durable_one_corruption(tmp_path: Path) -> None:
     for at in range(THIRD, END):
         found = scanned(tmp_path, flipped(WHOLE, at))
         assert (len(found.entries), found.end, found.torn_bytes) == (2, THIRD, END - THIRD)
@@ -211,9 +209,7 @@ def test_what_a_fenced_coordinator_wrote_behind_the_end_of_a_segment_is_no_damag
         ({n: build([Item(record=SUMMARY)], number=n, first=86 + n) for n in (4, 6)}, r"journal-000005\.log.*missing"),
     ],
 )
-def test_damage_before_another_segment_and_a_gap_are_named(
-    tmp_path: Path, segments: dict[int, bytes], words: str
-) -> None:
+def test_damage_before_a_segment_and_a_gap_are_named(tmp_path: Path, segments: dict[int, bytes], words: str) -> None:
     with pytest.raises(JournalCorrupt, match=words):
         laid_out(tmp_path, segments)
 

@@ -61,8 +61,7 @@ def test_the_token_of_a_session_binds_one_lane_once_and_only_for_its_owner(door:
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [[b""], [b"GET / HTTP/1.1"], [os.urandom(300)], [b"", b"", b""], frame(Ready()), [GREETING[0][:-1]]],
+    "parts", [[b""], [b"GET / HTTP/1.1"], [os.urandom(300)], [b"", b"", b""], frame(Ready()), [GREETING[0][:-1]]]
 )
 def test_what_is_no_greeting_begins_nothing_however_often_it_comes(door: Door, parts: list[Buffer]) -> None:
     """Strangers' lanes once held all sessions that there are, for ten seconds at a time, and kept every node out."""
@@ -74,9 +73,7 @@ def test_what_is_no_greeting_begins_nothing_however_often_it_comes(door: Door, p
 
 
 @pytest.mark.parametrize("owner", [None, A])
-def test_who_sends_a_greeting_that_cannot_be_read_hears_why_as_often_as_it_may_greet(
-    door: Door, owner: NodeId | None
-) -> None:
+def test_who_sends_an_unreadable_greeting_hears_why_as_often_as_it_may_greet(door: Door, owner: NodeId | None) -> None:
     """A node of another version heard nothing, and dialled for ever. No session is begun for it."""
     unreadable, burst = frame(plain_hello(incarnation=1 << 63)), int(LIMITS.greetings_of_a_key.burst)
     met = [door.meets(unreadable, owner) for _ in range(2 * burst)]

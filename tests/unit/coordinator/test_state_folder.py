@@ -1,20 +1,15 @@
 """A run's state folder as format version 1 left it on the disk: it opens, and all of it comes back (protocol P, Z).
 
-`golden/state-v1` is what a coordinator left behind that died in the fourth round, with one of two deltas of a window
-stored, without its older snapshots and the room behind the journal's last record. `golden/state-v1.json` is what it
-held then. A later version must still open it, so it is not recorded anew for a new field; another format gets a folder
-of its own. How this one was made, by the real daemons over loopback:
-PYTHONPATH=tests/integration:tests/cases python tests/unit/coordinator/test_state_folder.py FOLDER
+`golden/state-v1` is what a coordinator left behind that died in the fourth round of a run of the real daemons, with one
+of two deltas of a window stored, without its older snapshots and the room behind the journal's last record.
+`golden/state-v1.json` is what it held then. A later version must still open it, so it is not recorded anew for a new
+field; another format gets a folder of its own.
 """
 
 import json
 import shutil
-import sys
-import tempfile
-import threading
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import stored_runs
@@ -22,12 +17,9 @@ from stored_runs import recovered
 
 from farloop.algo.digest import digest
 from farloop.algo.spec import to_plain
-from farloop.coordinator.admin import NAME
 from farloop.coordinator.change_terms import revision_asked_for
 from farloop.coordinator.decide.machine import CoordinatorMachine
 from farloop.coordinator.decide.records import TermsChanged
-from farloop.coordinator.storage.journal import Journal
-from farloop.coordinator.storage.snapshots import snapshot_path
 from farloop.coordinator.storage.store import Store
 
 GOLDEN = stored_runs.GOLDEN / "state-v1"
@@ -105,46 +97,3 @@ def test_a_run_of_version_1_can_be_given_other_terms(folder: Path) -> None:
     assert again.ledger.spec.terms == revision.terms and again.ledger.spec.revision == 1
     assert [again.ledger.terms_of(f, v + 1).outer.lr for f, v in enumerate(VERSIONS)] == [0.6, 0.6]
     again.close()
-
-
-def record(scratch: Path, target: Path) -> None:
-    """Two nodes, and the moment at which the first of them has sent its delta for a window."""
-    from tiny_run import begin, plan, serving, train, until
-
-    from farloop.coordinator.storage import store as store_module
-
-    state, gone = scratch / "state", threading.Event()
-    store = begin(state, plan(steps=400, h=4, nodes=2))
-    steps_of_rounds = 4 * max(VERSIONS)
-    with mock.patch.object(store_module, "SNAPSHOT_EVERY", 2), serving(state, store) as coordinator:
-        nodes = [
-            threading.Thread(
-                target=train,
-                args=(coordinator.link.endpoint, scratch / name, name),
-                kwargs={"steps": steps, "hold": gone},
-            )
-            for name, steps in (("a", steps_of_rounds + 2), ("b", steps_of_rounds + 1))
-        ]
-        for node in nodes:
-            node.start()
-        until(lambda: store.ledger.versions == VERSIONS and len(store.ledger.inputs) == 1)
-        left = Path(shutil.copytree(state, scratch / "left", ignore=shutil.ignore_patterns(NAME)))  # after a power cut
-        gone.set()
-    for node in nodes:
-        node.join()
-    Journal.open(left)[0].close()  # gives back the room that is set aside behind the last record
-    again = recovered(Path(shutil.copytree(left, scratch / "again")))
-    recorded = held(again)
-    recorded["ledger"]["epoch"] -= 1
-    again.close()
-    newest = [snapshot_path(left, fragment, version // 2 * 2) for fragment, version in enumerate(VERSIONS)]
-    for path in [*left.glob("journal-*.log"), left / "epoch", *newest]:
-        copy = target / path.relative_to(left)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    target.with_suffix(".json").write_text(json.dumps(recorded) + "\n")
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder_of_nodes:
-        record(Path(folder_of_nodes), Path(sys.argv[1]))

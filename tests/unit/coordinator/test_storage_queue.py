@@ -8,16 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import stored_runs
 from virtual_host import JOB_S, VirtualHost
 
-from farloop.algo.spec import BlobId, BlobKind, NodeId, RunSpec
+from farloop.algo.spec import BlobId, BlobKind, NodeId
 from farloop.coordinator.decide import records as rec
 from farloop.coordinator.decide.closing import RETRY_S
 from farloop.coordinator.decide.run_state import ALARM, StorageHold
 from farloop.coordinator.errors import DiskFull, FolderChanged, NoRoom, ReadOnly, StorageFailed
 from farloop.coordinator.storage.storage_queue import LOOK_S, StorageQueue
-from farloop.sim.virtual_files import VirtualFiles
 
 BLOB = BlobId(kind=BlobKind.DELTA, fragment=0, version=0, node=NodeId("a"), incarnation=1, seq=1)
 STORED = rec.InputStored(blob=BLOB, window=1, contributors=(), digest=1)
@@ -53,6 +51,8 @@ class Shelf:
 
     def require_ours(self) -> None:
         self.looks += 1
+        if self.refusals:
+            raise self.refusals.pop(0)
 
     def close(self) -> None:
         self.done.append(("close",))
@@ -205,34 +205,8 @@ def test_a_queue_that_writes_nothing_looks_every_second_who_owns_the_directory()
         desk.queue.look()
         desk.run_for(LOOK_S / 4)
     assert desk.shelf.looks == 9
-
-
-class StoredRun(VirtualHost):
-    """A queue over the store of a run."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        super().__init__()
-        self.files, self.alarms = VirtualFiles(), dict[str, str]()
-        store = stored_runs.begun(Path("/state"), spec, files=self.files)
-        self.queue = StorageQueue(store, self.storage, self.clock, self.alarms, self.fatal)
-
-
-def test_a_coordinator_that_writes_nothing_notices_that_its_directory_was_taken_over(spec: RunSpec) -> None:
-    run = StoredRun(spec)
-    run.files.unlink(Path("/state/lock"))
-    run.run_for(LOOK_S)
-    run.queue.look()
-    run.run()
-    (error,) = run.errors
-    assert isinstance(error, FolderChanged) and "lock was removed or replaced" in str(error)
-
-
-def test_the_model_is_exported_under_its_names_once_there_is_room(spec: RunSpec) -> None:
-    run, path, done = StoredRun(spec), Path("/state/model.safetensors"), list[bool]()
-    run.files.full = True
-    run.queue.export(path, lambda: done.append(True))
-    run.run_for(2.5 * RETRY_S)
-    assert "the final model" in run.alarms[ALARM] and run.files.identity(path) is None
-    run.files.full = False
-    run.run()
-    assert done == [True] and run.alarms == {} and b"body" in run.files.read_bytes(path)
+    desk.shelf.refusals.append(taken := FolderChanged(Path("lock"), "it was removed"))
+    desk.run_for(LOOK_S)
+    desk.queue.look()
+    desk.run()
+    assert desk.errors == [taken]

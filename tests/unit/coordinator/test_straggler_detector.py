@@ -85,9 +85,7 @@ def test_another_start_of_a_node_is_another_machine_for_all_one_knows(paced: Pac
           ("whole", delta(2), 99.0)], 1.0),
     ],
 )  # fmt: skip
-def test_a_transfer_takes_the_seconds_of_the_link(
-    paced: Paced, steps: list[tuple[object, ...]], seconds: float
-) -> None:
+def test_a_transfer_takes_the_links_seconds(paced: Paced, steps: list[tuple[object, ...]], seconds: float) -> None:
     for call, *given in steps:
         getattr(paced, str(call))(*given)
     assert paced.close([])[A].transfer_s == pytest.approx(seconds)

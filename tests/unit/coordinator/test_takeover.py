@@ -169,9 +169,7 @@ def test_an_epochs_file_with_another_content_is_refused_and_left_alone(tmp_path:
     assert (tmp_path / "epoch").read_bytes() == content
 
 
-def test_without_a_free_descriptor_the_epoch_is_looked_at_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_descriptor_the_epoch_is_looked_at_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It opens no file while nothing changed, and too many open files are no reason to stop."""
     claim = Claim(tmp_path, claim_epoch(tmp_path))
     claim.require()
@@ -203,9 +201,7 @@ def test_a_folder_whose_journal_was_deleted_is_refused_and_says_what_can_be_done
     assert image(store.directory) == before
 
 
-def test_a_journal_that_lost_its_records_is_refused_where_a_snapshot_says_that_there_were_some(
-    tmp_path: Path, spec: RunSpec
-) -> None:
+def test_an_empty_journal_is_refused_where_a_snapshot_says_otherwise(tmp_path: Path, spec: RunSpec) -> None:
     store = stored_runs.begun(tmp_path / "state", spec)
     stored_runs.run_rounds(store, 7)
     stored_runs.commit(store, 0)  # a snapshot of one fragment only, so the journal is still one segment

@@ -168,9 +168,7 @@ DELTA = BlobId(kind=BlobKind.DELTA, fragment=0, version=0)
         (a_commit_again, f"of fragment 1 follows version {ROUNDS}"),
     ],
 )
-def test_a_record_that_says_what_is_not_so_is_found(
-    folder: Path, record: Callable[[Path], rec.Record], what: str
-) -> None:
+def test_a_record_that_is_wrong_is_found(folder: Path, record: Callable[[Path], rec.Record], what: str) -> None:
     added = record(folder)
     journal, _ = Journal.open(folder)
     journal.append(added)
@@ -230,9 +228,7 @@ def test_every_commit_behind_a_snapshot_comes_out_again_to_the_bit(folder: Path)
     assert all_again(GOLDEN) == [(1, 3, True, True)]
 
 
-def test_deltas_that_are_measured_and_not_merged_are_given_to_the_arithmetic_too(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deltas_that_are_only_measured_count_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of nodes in quarantine, under screen = full."""
     given: list[int] = []
     compute = commits.compute
@@ -248,9 +244,7 @@ def test_deltas_that_are_measured_and_not_merged_are_given_to_the_arithmetic_too
 
 
 @pytest.mark.parametrize(("what", "differs"), [("anchor", "anchor"), ("momentum", "outer state")])
-def test_another_state_to_begin_from_does_not_come_out_and_says_what_differs(
-    folder: Path, what: str, differs: str
-) -> None:
+def test_another_state_to_begin_from_says_what_differs(folder: Path, what: str, differs: str) -> None:
     changed_snapshot(folder, what)
     (first,) = replay(folder, read_journal(folder), {0: (SNAPSHOT_EVERY + 1, ROUNDS)})
     assert first.version == SNAPSHOT_EVERY + 1 and not first.same

@@ -130,9 +130,7 @@ def test_the_budget_leaves_descriptors_for_the_disk() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("aceld"), st.integers(0, 30), st.sampled_from(["x", "y"]))))
-def test_whatever_happens_the_budget_holds_and_no_session_loses_its_connection(
-    steps: list[tuple[str, int, str]],
-) -> None:
+def test_the_budget_holds_and_no_session_loses_its_connection(steps: list[tuple[str, int, str]]) -> None:
     """`a`: accepted, `c`: what was told to go has gone, `e`: ended, `l`: a look, `d`: a session begins or ends."""
     speaks: set[int] = set()
     connections, going, now = Connections(8, speaks.__contains__), list[int](), 0.0

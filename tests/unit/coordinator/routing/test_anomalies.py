@@ -42,7 +42,7 @@ def changed(cell: Callable[[int, int, float], float]) -> list[list[float | None]
         ([[None, 5.0], [5.0, None]], None),
     ],
 )
-def test_where_a_matrix_is_slow_is_found(
+def test_where_it_is_slow(
     rows: list[list[float | None]], expected: tuple[Place, int | None, int | None] | None
 ) -> None:
     found = localise(rows)

@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 from plan_cases import ACROSS, INSIDE, two_islands, world
 
 from farloop.coordinator.routing.anomalies import UNREACHABLE_S, suspects
-from farloop.coordinator.routing.fabric import (
-    FALLBACK_BYTES_PER_S,
-    fabric_of,
-    islands_of,
-    threshold,
-)
+from farloop.coordinator.routing.fabric import FALLBACK_BYTES_PER_S, fabric_of, islands_of, threshold
 from farloop.coordinator.routing.inventory import Card, CardKind, Inventory, Link, Model, Node
 from farloop.coordinator.routing.placement import Transport, blocks, transport
 

@@ -4,15 +4,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from farloop.algo.bit_allocation import Candidate, by_multiplier
 from farloop.coordinator.routing.sync_plan import (
     Pace,
     choose,
     dylu_h,
     lighter,
     steps_within,
-    utilization,
-    worth_switching,
 )
 from farloop.coordinator.routing.topology import (
     Hub,
@@ -26,11 +23,6 @@ from farloop.coordinator.routing.topology import (
     sharded,
     star,
 )
-
-
-def test_ten_percent_is_what_a_switch_is_worth() -> None:
-    assert worth_switching(10.0, 8.9) and not worth_switching(10.0, 9.1)
-
 
 # --- Bits and steps: rounds end alike
 
@@ -49,12 +41,6 @@ def test_the_worked_example_of_rates() -> None:
     assert [(rate.bits, rate.h) for rate in found] == [(8, 100), (8, 58), (4, 34)]
     beside = choose([FAST, SLOW], h=100, parameters=100e6, bits=(8,), overlap=True)
     assert [rate.h for rate in beside] == [100, 40], "a transfer beside the training costs no steps"
-
-
-@pytest.mark.parametrize(("sync_s", "share"), [(103, 0.957), (382, 0.857), (469, 0.829)])
-def test_utilisation_of_a_published_run(sync_s: float, share: float) -> None:
-    """38 minutes between syncs, as reported of INTELLECT-1."""
-    assert utilization(1, 2280.0, sync_s) == pytest.approx(share, abs=0.0006)
 
 
 PACE = st.builds(Pace, step_s=st.floats(0.2, 2.0), bytes_per_s=st.floats(1e6, 1e9))
@@ -76,25 +62,12 @@ def test_rounds_end_alike_and_nobody_drifts_four_times_as_far_as_another(paces: 
 
 @given(PACE, st.integers(10, 300), st.floats(1.0, 10.0))
 @example(Pace(step_s=1.0, bytes_per_s=1e6), 12, 10.0)  # of a link that is too slow for a round whatever the bits
-def test_a_faster_link_never_means_fewer_bits_nor_fewer_steps_at_the_same_bits(
-    slow: Pace, h: int, factor: float
-) -> None:
+def test_a_faster_link_never_means_fewer_bits_nor_fewer_steps(slow: Pace, h: int, factor: float) -> None:
     """Against a fast node that stays as it is."""
     anchor, quick = Pace(step_s=0.1, bytes_per_s=1e9), Pace(step_s=slow.step_s, bytes_per_s=slow.bytes_per_s * factor)
     one, other = (choose([anchor, pace], h=h, parameters=50e6, bits=(8, 4, 2))[1] for pace in (slow, quick))
     assert other.bits >= one.bits
     assert steps_within(quick, h * 0.5, 50e6, 4) >= steps_within(slow, h * 0.5, 50e6, 4)
-
-
-def test_the_golden_bits_of_layers() -> None:
-    """n = 1, 4, 8 M, variances 9, 1, ¼: 5, 4 and 3 bits, 45 Mbit against 52 of 4 bits everywhere."""
-    bits = (2, 3, 4, 5, 6, 8)
-    tables = [[Candidate(bits=n * b, error=n * v * 4.0**-b) for b in bits] for n, v in ((1, 9.0), (4, 1.0), (8, 0.25))]
-    budget = sum(table[2].error for table in tables)
-    assert budget == pytest.approx(0.05859, abs=5e-6)
-    found = by_multiplier(tables, budget)
-    assert [bits[index] for index in found.indices] == [5, 4, 3]
-    assert (found.bits, found.error) == (45, pytest.approx(0.05566, abs=5e-6))
 
 
 # --- Lighter terms for a node that has become slow, where rounds gain enough by them
