@@ -52,7 +52,6 @@ def moved_by(session: Session) -> Traffic:
 # The node sends and ends probes as the coordinator asks, and reports what arrived. Everything that arrives is a
 # measurement (`wire/meter.py`). The coordinator judges the reports, because it knows the round trip.
 
-PROBES_SINCE = 3  # first protocol version with probes and reports of links
 LOOK_S = 5.0  # between two reports on the connection itself
 
 
@@ -93,7 +92,7 @@ class Probing:
 
     def look(self, session: Session) -> Observed | None:
         """End a probe that measured enough. Returns the report, if any."""
-        if session.state is not State.OPEN or session.protocol < PROBES_SINCE:
+        if session.state is not State.OPEN or session.protocol < SINCE[Observed]:
             return None
         probe, burst = self._expected, session.meter.burst()
         if probe is not None and burst is not None and enough(burst, probe.rtt_s):
@@ -113,7 +112,7 @@ class Probing:
     def connection(self, session: Session, told: ConnectionFacts | None, now: float) -> Observed | None:
         """A report from TCP_INFO of the bulk connection."""
         self._told_at = now
-        if told is None or session.state is not State.OPEN or session.protocol < PROBES_SINCE:
+        if told is None or session.state is not State.OPEN or session.protocol < SINCE[Observed]:
             return None
         return Observed(links=(Seen(bulk=told),))
 

@@ -28,14 +28,13 @@ from farloop.wire import events as wire_ev
 from farloop.wire import messages as msg
 from farloop.wire.link_measurement import DIGEST, INFO_BYTES, Noise, Sink, parse
 from farloop.wire.machine_info import Nic
-from farloop.wire.messages import MOST_SEEN, Observed, Probe, Seen
+from farloop.wire.messages import MOST_SEEN, SINCE, Observed, Probe, Seen
 from farloop.wire.meter import Burst, Measured, enough
 from farloop.wire.reasons import AlreadyUnderWay, LimitReached
 from farloop.wire.session import ROUND_TRIPS, Session, State
 
 _log = logging.getLogger(__name__)
 
-SINCE = 3  # first protocol version with echoes and probes
 ECHO_S = 10.0  # interval of echoes, once the first ten have returned
 DIAL_S = 5.0  # how long a connection to a node's declared address may take
 LOOK_S = 5.0  # interval of reading TCP_INFO of the connections
@@ -172,7 +171,7 @@ class LinkMonitor:
                 self._see(node, peer, now)
                 if connections:
                     self._look_at_connection(node, peer)
-                if session.protocol >= SINCE and session.state is State.OPEN:
+                if session.protocol >= SINCE[Probe] and session.state is State.OPEN:
                     self._echo(peer, session, now)
         self._count(here)
         self._echoed_at = {n: at for n, at in self._echoed_at.items() if any(p.number == n for p in here.values())}
