@@ -183,7 +183,8 @@ def _check(task: Task, paths: Paths) -> None:
         edges = zip(route.nodes, (*route.nodes[1:], route.nodes[0]), strict=True)
         if any(max(task.message_s[u][v], task.message_s[v][u]) >= UNREACHABLE_S for u, v in edges):
             raise ValueError(
-                "no path of measured links joins the stages; give links between more sites, or fewer stages"
+                "the search found no path of measured links that joins the stages; give links between more sites, or "
+                "fewer stages"
             )
         if paths.work.max_layers is not None and any(
             paths.work.layers[stage] > paths.work.max_layers[node]
