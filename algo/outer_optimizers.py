@@ -1,7 +1,9 @@
 """The outer optimizers: what each keeps, its step, and how far its step moves the target.
 
 To add one, write its step here, a row in `OUTER_OPTIMIZERS` and its name in `OuterKind`. A method selects it by `outer`
-(`methods.py`). What ν and μ a window's step runs with is in `outer_settings.py`.
+(`methods.py`): add a method, because the journal of a run has the method's name alone. The tests demand that ν = 1 and
+μ = 0 give the plain average, and that a first step is as long as `gain` says. A restart clears the buffer `momentum`.
+What ν and μ a window's step runs with is in `outer_settings.py`.
 
 Loads no torch, because the state machines read the table: the steps need only the methods of their tensors. State and
 target are flat fp32 of the fragment's length, changed in place. Every rounding is a torch operation of its own, never

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, get_args
 
 from farloop.algo.methods import Method, max_tau, method_named
-from farloop.algo.outer_optimizers import OuterKind
+from farloop.algo.outer_optimizers import OUTER_OPTIMIZERS, OuterKind
 from farloop.algo.schedule import POWERS, initial_h, phases, steps_by_share
 from farloop.algo.spec import Layout, NodeId
 from farloop.algo.terms import InnerOptimizer, LearningRateShape, RoundRule, Screen, Terms
@@ -390,7 +390,7 @@ def check_variates(terms: Terms, method: Method) -> None:
     name = method.name
     require(method.inner, f"control_variates correct the steps of the nodes, and with {name} nodes make none")
     require(
-        method.merge == "mean" and not method.alone and method.outer != "co2",
+        method.merge == "mean" and not method.alone and not OUTER_OPTIMIZERS[method.outer].has_gap,
         f"control_variates need updates that are made of the mean of all deltas, which those of {name} are not; "
         "take diloco",
     )

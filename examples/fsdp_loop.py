@@ -66,7 +66,7 @@ def main() -> int:
         case ["init", path]:
             torch.manual_seed(0)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            save_file(dict(Mixer().state_dict()), path)
+            save_file({name: tensor.detach() for name, tensor in Mixer().named_parameters()}, path)
         case ["train", coordinator, name]:
             try:
                 train(coordinator, name)

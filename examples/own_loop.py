@@ -42,16 +42,16 @@ class Mixer(nn.Module):
 
 def train(coordinator: str, name: str) -> None:
     """A loop as anybody has one; the three lines of farloop are marked."""
-    torch.manual_seed(sum(name.encode()))  # every node draws its own batches
     text = torch.frombuffer(bytearray(Path(sysconfig.get_path("stdlib"), "typing.py").read_bytes()), dtype=torch.uint8)
     with join(coordinator, Mixer(), name=name) as node:  # 1
+        torch.manual_seed(sum(name.encode()) + node.cluster.rank)  # every process draws its own batches
         while node.running:  # 2
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,)).tolist()
             batch = torch.stack([text[i : i + CONTEXT + 1] for i in starts]).long().to(node.cluster.device)
             loss = nn.functional.cross_entropy(node.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             torch.autograd.backward(loss)
             logging.info("step %.0f of %d, loss %.3f", node.position, node.spec.terms.schedule.steps, loss.item())
-            node.step(loss=loss.item(), tokens=BATCH * CONTEXT)  # 3, in place of optimizer.step()
+            node.step(loss=loss.item(), tokens=BATCH * CONTEXT * node.cluster.size)  # 3, in place of optimizer.step()
 
 
 def main() -> int:
@@ -60,7 +60,7 @@ def main() -> int:
         case ["init", path]:
             torch.manual_seed(0)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            save_file(dict(Mixer().state_dict()), path)
+            save_file({name: tensor.detach() for name, tensor in Mixer().named_parameters()}, path)
         case ["train", coordinator, name]:
             try:
                 train(coordinator, name)

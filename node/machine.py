@@ -449,22 +449,10 @@ class NodeMachine:
 
     def _flush(self) -> None:
         if self.stage == "finishing":
-            for state in self._last_sends():
-                self._send(state)
-
-    def _last_sends(self) -> list[FragmentState]:
-        """At the run's end: fragments whose remaining work can be sent, once earlier deltas are merged or merely late.
-
-        A regular window that is still open had no other node to serve it, since this one started late: it is sent, too,
-        or the run would never end.
-        """
-        assert self.spec is not None
-        free, lag = self._round_terms.schedule.lag, self.spec.terms.schedule.lag
-        return [
-            state
-            for state in self.fragments
-            if state.is_free(free) and state.terms and state.final is None and len(state.pending) <= lag
-        ]
+            assert self.spec is not None
+            for state in self.fragments:
+                if self.schedule.may_flush(state, self._round_terms, lag=self.spec.terms.schedule.lag):
+                    self._send(state)
 
     # --- another history
 

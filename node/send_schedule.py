@@ -145,6 +145,15 @@ class SendSchedule:
         first = schedule.first_send_round(self.start_round, state.fragment.slot, self._slots, self.start_slot)
         return window.final or first <= self.round
 
+    def may_flush(self, state: FragmentState, terms: Terms, *, lag: int) -> bool:
+        """Whether the fragment's remaining work is sent at the run's end: earlier deltas are merged or merely late.
+
+        A regular window that is still open had no other node to serve it, since this one started late: it is sent, too,
+        or the run would never end. `lag`: that of the run, where `terms` may have been revised.
+        """
+        has_window = state.terms is not None and state.final is None
+        return has_window and state.is_free(terms.schedule.lag) and len(state.pending) <= lag
+
     def is_over(self, state: FragmentState) -> bool:
         """Whether the due step of the fragment's window has passed."""
         window = state.terms

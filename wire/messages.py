@@ -28,8 +28,10 @@ from farloop.wire.reasons import Reason, RemoteProtocolError
 
 # --- Declarations: a message states its number, its senders and its version beside its class
 #
-# To add a message, write its class below with the next free number, and its golden bytes (`tests/unit/wire/
-# test_golden_frames.py` and `tests/unit/golden/test_full_forms.py` say how). Numbers are never reused.
+# To add a message, write its class below with a number above all others, the protocol version it comes with and its
+# senders, then its golden bytes (`tests/unit/wire/test_golden_frames.py` and `tests/unit/golden/test_full_forms.py` say
+# how). Numbers are never reused. Who receives it handles it: `_received` in `node/machine.py`, `_heard` in
+# `coordinator/decide/machine.py`; a node's message also has a rate in `coordinator/net/sessions.py`.
 
 
 class Role(Enum):
@@ -59,13 +61,13 @@ _OPTIONAL: Final[set[type[Message]]] = set()
 _CLASSES: Final[dict[int, type[Message]]] = {}
 
 
-def message(number: int, *senders: Role, since: int = 1, optional: bool = False) -> Callable[[type[_M]], type[_M]]:
+def message(number: int, *senders: Role, since: int, optional: bool = False) -> Callable[[type[_M]], type[_M]]:
     """Declare a message class.
 
     Args:
         number: its number on the wire.
         senders: who may send it on the control lane.
-        since: version of the protocol that it came with.
+        since: version of the protocol that it came with, one of `PROTOCOL_VERSIONS`. Older peers are not sent it.
         optional: whether a peer that does not know it may ignore it.
     """
 
@@ -117,7 +119,7 @@ class BytesByKind:
         )
 
 
-@message(14, Role.NODE, optional=True)
+@message(14, Role.NODE, since=1, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Message):
     """Node → coordinator, every second: the three facts of liveness, and what a person wants to see."""
@@ -152,7 +154,7 @@ class Progress(Message):
     """Inner steps that stepped nothing, for the gradient held NaN or Inf."""
 
 
-@message(15, Role.NODE, optional=True)
+@message(15, Role.NODE, since=1, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Message):
     """Node → coordinator: the loss of the anchors on the fixed evaluation set (protocol, Evaluation)."""
@@ -301,7 +303,7 @@ OWN_CODECS_SINCE = 4  # version in which nodes read `codec_up_of` in the terms o
 SLOTS_SINCE = 4  # version in which nodes read the slot of a `Start`
 
 
-@message(1, Role.NODE)
+@message(1, Role.NODE, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """Node → coordinator, first of a session."""
@@ -327,7 +329,7 @@ class Hello(Message):
     and asks for one (`Fetch`) where they have not."""
 
 
-@message(2, Role.COORDINATOR)
+@message(2, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
     """Coordinator → node: the session is open."""
@@ -356,7 +358,7 @@ class Welcome(Message):
     by its anchors for as long as the session lasts, and takes nothing else of what this message says to heart."""
 
 
-@message(3, Role.COORDINATOR)
+@message(3, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Message):
     """Coordinator → node: the session ends here."""
@@ -366,7 +368,7 @@ class Refused(Message):
     retriable: bool
 
 
-@message(4)  # opens a bulk lane; nobody sends it on the control lane
+@message(4, since=1)  # opens a bulk lane; nobody sends it on the control lane
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneHello(Message):
     """Node → coordinator, first on a bulk lane."""
@@ -374,7 +376,7 @@ class LaneHello(Message):
     lane_token: bytes
 
 
-@message(5, Role.NODE)
+@message(5, Role.NODE, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Message):
     """Node → coordinator: all anchors are held; start me at the next round boundary."""
@@ -382,7 +384,7 @@ class Ready(Message):
     history: int = field(default=0, metadata=LATER)  # the history that they are of
 
 
-@message(6, Role.COORDINATOR)
+@message(6, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start(Message):
     """Coordinator → node: begin training with this round."""
@@ -393,7 +395,7 @@ class Start(Message):
     """Slot of the round that the first inner step belongs to; 0 for nodes of protocol 3 and older."""
 
 
-@message(7, Role.NODE, Role.COORDINATOR)
+@message(7, Role.NODE, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer(Message):
     """Either way: a blob that the sender wants to send. Answered by `Credit`, `Stored` or `Outcome`."""
@@ -409,7 +411,7 @@ class Offer(Message):
     history: int = field(default=0, metadata=LATER)  # the history that the base of a delta is of
 
 
-@message(8, Role.NODE, Role.COORDINATOR)
+@message(8, Role.NODE, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit(Message):
     """Either way: the blob has arrived without a gap up to `received`; bytes up to `limit` may be sent."""
@@ -419,7 +421,7 @@ class Credit(Message):
     limit: int
 
 
-@message(9, Role.COORDINATOR)
+@message(9, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored(Message):
     """Coordinator → node: the whole delta is verified and durable."""
@@ -427,7 +429,7 @@ class Stored(Message):
     blob: BlobId
 
 
-@message(10, Role.COORDINATOR)
+@message(10, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome(Message):
     """Coordinator → node: a delta was dropped before its window closed."""
@@ -453,7 +455,7 @@ class Drop:
     reason: Reason
 
 
-@message(11, Role.COORDINATOR)
+@message(11, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Message):
     """Coordinator → node: a durable decision, and the announcement of its update's bytes (protocol, Downlink)."""
@@ -475,7 +477,7 @@ def update_id(committed: Committed) -> BlobId:
     return BlobId(kind=BlobKind.UPDATE, fragment=committed.fragment, version=committed.version)
 
 
-@message(12, Role.COORDINATOR)
+@message(12, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant(Message):
     """Coordinator → node: more samples."""
@@ -483,7 +485,7 @@ class Grant(Message):
     lease: Lease
 
 
-@message(13, Role.NODE)
+@message(13, Role.NODE, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Message):
     """Node → coordinator: my anchor of this fragment is lost or wrong, send a snapshot."""
@@ -493,7 +495,7 @@ class Fetch(Message):
     """It never had one: its own first weights are others than the run's."""
 
 
-@message(16, Role.NODE, Role.COORDINATOR)
+@message(16, Role.NODE, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Message):
     """Either way: I end this session on purpose."""
@@ -504,7 +506,7 @@ class Leave(Message):
     """What a node holds as it leaves: at the run's end, the proof that all have the same model."""
 
 
-@message(17, Role.COORDINATOR)
+@message(17, Role.COORDINATOR, since=1)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Message):
     """Coordinator → node: every fragment is final."""
@@ -519,7 +521,7 @@ class Revised(Message):
     revision: Revision
 
 
-@message(18, Role.NODE, Role.COORDINATOR, optional=True)
+@message(18, Role.NODE, Role.COORDINATOR, since=1, optional=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
     """Either way: nothing to say; the frame around it acknowledges."""

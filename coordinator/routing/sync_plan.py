@@ -173,13 +173,12 @@ def _menu(bits: float) -> Sequence[int]:
 
 CODEC_OF: Final[Mapping[int, str]] = {32: "fp32", 16: "bf16", 8: "q8", 4: "q4", 2: "q4r"}  # by bits of a parameter
 
-BITS_OF: Final[Mapping[str, int | None]] = {
+BITS_OF: Final[Mapping[str, int]] = {
     **{"fp32": 32, "bf16": 16, "q8": 8, "q4": 4, "q4r": 2},
     **{"e3m0": 4, "e2m1": 4, "nf4": 4, "lattice": 4},
-    **dict.fromkeys(("topk", "randk", "sketch", "ternary", "sign", "lowrank")),
 }
-"""Nominal bits per parameter; None for codecs that a plan does not choose. The planner loads no torch and cannot ask
-the codecs: a test holds that every codec is here."""
+"""Nominal bits per parameter of the codecs that have as many for every tensor: a plan deals in no others. The planner
+loads no torch and cannot ask the codecs."""
 
 
 class NotInPlace(Exception):
@@ -245,7 +244,7 @@ def settings_of(advice: Advice, terms: Terms, h: int, *, in_stages: bool) -> dic
 
 def bits_of(codec: str) -> int | None:
     """Nominal bits per parameter; None for codecs that are not chosen by bits."""
-    return BITS_OF[codec.partition(":")[0]]
+    return BITS_OF.get(codec.partition(":")[0])
 
 
 def share_text(steps: int, h: int) -> str:

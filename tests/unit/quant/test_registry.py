@@ -1,11 +1,14 @@
 """Names, numbers and spellings."""
 
+import importlib
 import sys
+from pkgutil import iter_modules
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farloop.quant import formats
 from farloop.quant.codec import Codec, float_text, number, numbers, whole
 from farloop.quant.errors import BadParameter, CodecError, UnknownCodec, UnsupportedHost
 from farloop.quant.registry import (
@@ -23,6 +26,12 @@ def test_numbers_and_blocks_fit_their_fields_of_a_header() -> None:
     """Which number a codec has is in tests/unit/golden/numbers.txt, its block in its golden bytes."""
     assert len({codec.code for codec in CODECS.values()}) == len(CODECS)
     assert all(0 < codec.code < 2**8 and 0 < codec.block < 2**16 for codec in CODECS.values())
+
+
+def test_every_codec_of_a_format_is_registered() -> None:
+    modules = [importlib.import_module(f"{formats.__name__}.{found.name}") for found in iter_modules(formats.__path__)]
+    written = {held.name for module in modules for held in vars(module).values() if isinstance(held, Codec)}
+    assert written == CODECS.keys()
 
 
 @every_name

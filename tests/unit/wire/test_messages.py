@@ -190,7 +190,7 @@ def test_the_specification_names_the_senders_and_the_version_of_every_message() 
 
 def test_a_number_is_given_once() -> None:
     with pytest.raises(AssertionError, match="Ready has the number of Hello"):
-        messages.message(NUMBERS[Hello])(Ready)
+        messages.message(NUMBERS[Hello], since=1)(Ready)
 
 
 def test_unknown_fields_are_ignored() -> None:
