@@ -1,6 +1,6 @@
 """Covers `node/pipeline`: frames, routes, layout files, the estimate of a link, the torch of a stage, late words.
 
-Whole pipelines: `tests/unit/sim/test_pipeline.py` (virtual time) and `tests/integration/test_pipeline.py` (sockets).
+Whole pipelines: `tests/unit/sim/test_stages.py` (virtual time) and `tests/integration/test_pipeline.py` (sockets).
 """
 
 import dataclasses

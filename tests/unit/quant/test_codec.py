@@ -8,18 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from codec_cases import (
-    LARGE,
-    MATRICES,
-    MIXED,
-    every_codec,
-    every_spelling,
-    gaussian,
-    of_shapes,
-    on,
-    padded,
-    same_bits,
-)
+from codec_cases import LARGE, MATRICES, MIXED, every_codec, every_spelling, gaussian, of_shapes, on, padded, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,7 +16,7 @@ from torch import Tensor
 from farloop.algo.spec import TILE, Fragment
 from farloop.quant.codec import Codec, flat
 from farloop.quant.errors import BadPayload, NonFiniteError
-from farloop.quant.registry import CODECS
+from farloop.quant.registry import CODECS, codec_named
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -71,14 +60,6 @@ def test_sizes_of_the_largest_fragments_are_computed_without_their_memory(codec:
     assert codec.payload_bytes(flat(numel)) == pytest.approx(codec.traits.bits_per_element * numel / 8, rel=0.01)
 
 
-@every_codec
-@on(*FRAGMENTS)
-def test_the_size_follows_from_the_fragment_alone(codec: Codec, fragment: Fragment) -> None:
-    size = codec.payload_bytes(fragment)
-    for x in (gaussian(fragment), torch.zeros(fragment.numel)):
-        assert all(payload.numel() == size for payload in payloads_of(codec, x, fragment))
-
-
 # --- both ways
 
 
@@ -97,7 +78,7 @@ def test_what_is_encoded_is_valid_and_decodes_to_finite_numbers(codec: Codec, fr
     words=st.lists(st.integers(0, 2**32 - 1).filter(lambda bits: bits >> 23 & 0xFF != 0xFF), min_size=1, max_size=40),
     repeats=st.integers(1, 9),
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_whatever_is_finite_can_be_encoded(codec: Codec, words: list[int], repeats: int) -> None:
     x = torch.tensor(words * repeats, dtype=torch.int64).to(torch.int32).view(torch.float32)
     fragment = flat(x.numel())
@@ -187,7 +168,7 @@ def test_the_decoded_tiles_are_what_is_decoded(codec: Codec) -> None:
     bad=st.sampled_from([0x7FC00000, -1, 0x7F800001, -0x7FFFFF, 0x7F800000, -0x800000]),
     places=st.sets(st.integers(0, 10**6), min_size=1, max_size=3),
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_what_is_not_finite_is_refused_and_the_first_of_it_named(
     codec: Codec, fragment: Fragment, bad: int, places: set[int]
 ) -> None:
@@ -252,7 +233,7 @@ def test_tensors_of_another_form_are_refused(codec: Codec, fragment: Fragment) -
     random=st.booleans(),
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_hostile_bytes_are_refused_or_decode_to_finite_numbers(
     codec: Codec, fragment: Fragment, seed: int, random: bool, edits: list[tuple[int, int]]
 ) -> None:
@@ -464,7 +445,7 @@ def test_the_promised_part_arrives(codec: Codec, kind: str, fragment: Fragment) 
     values=st.lists(st.sampled_from([k / 16 * sign for k in range(0, 129, 3) for sign in (1, -1)]), min_size=1),
     repeats=st.integers(1, 40),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_promised_part_arrives_of_made_up_vectors(codec: Codec, values: list[float], repeats: int) -> None:
     """Without chance, where a counterexample is one."""
     if codec.traits.contraction == 0 or not codec.traits.deterministic:
@@ -510,3 +491,16 @@ def test_a_warm_start_is_worth_it(codec: Codec) -> None:
         previous = codec.encode(x, fragment, seed=seed, previous=previous)
         lost.append(float((x - codec.decode(previous, fragment)).norm()))
     assert lost[-1] < 0.99 * lost[0]
+
+
+@pytest.mark.parametrize("spelling", ["fp32", "bf16", "q8", "q4", "q4r", "q4r:rounding=nearest", "e3m0", "e2m1", "nf4"])
+def test_an_anchor_follows_its_target(spelling: str) -> None:
+    """target − anchor is an error feedback: what is missing after 200 rounds is of the size of one."""
+    codec, fragment = codec_named(spelling), flat(700)
+    target, anchor = gaussian(fragment), gaussian(fragment)
+    size = float(gaussian(fragment, 1).norm())
+    for number in range(200):
+        target -= gaussian(fragment, number + 1)
+        codec.decode_add_(codec.encode(target - anchor, fragment, seed=number), anchor, 1.0, fragment, seed=number)
+    kept = codec.traits.contraction
+    assert float((target - anchor).norm()) <= size * min(3.0, (1 + math.sqrt(1 - kept)) / kept)

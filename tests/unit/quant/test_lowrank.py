@@ -15,7 +15,6 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
 from farloop.algo.spec import TILE, Fragment
-from farloop.quant.codec import flat
 from farloop.quant.errors import BadPayload
 from farloop.quant.formats.lowrank import LOWRANK
 
@@ -135,7 +134,7 @@ matrices = hnp.arrays(
 
 
 @given(matrices, st.integers(0, 100), st.booleans())
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_never_more_is_lost_than_there_is(matrix: np.ndarray, seed: int, warm: bool) -> None:
     matrix = np.where(np.abs(matrix) < 2.0**-60, 0, matrix)
     matrix[0, 0] = 1.0
@@ -164,12 +163,6 @@ def test_a_direction_orthogonal_to_the_warm_start_is_found() -> None:
     y.view(64, 32)[9, 31] = 1.0
     assert factors(previous, 64, 32, 4)[1][31].tolist() == [0, 0, 0, 0]
     assert lost(LOWRANK, y, fragment, seed=1, previous=previous) < 1e-4
-
-
-def test_the_declared_contraction_holds_for_the_largest_fragment() -> None:
-    """1/m of a matrix with m columns, the shorter side of at most 2²⁸ elements; rank of rank + 1 columns are sent."""
-    assert LOWRANK.traits.contraction == 0.8 / 2**14 / 2
-    assert RANK1.traits.contraction == 0.5 / 2**14 / 2
 
 
 def test_what_is_no_matrix_travels_as_bf16_and_padding_is_zero() -> None:
@@ -206,20 +199,6 @@ def test_pieces_of_a_matrix_join_into_it() -> None:
     assert torch.equal(torch.cat([tile.clone() for tile in LOWRANK.decoded_tiles(payload, fragment)]), decoded)
 
 
-@pytest.mark.parametrize("size", [TOP, 1e30, 2.0**-100, 1e-37, 1e-44, 0.0])
-@pytest.mark.parametrize("rank", [1, 3, 4])
-def test_every_size_is_encoded_validly_and_decodes_to_finite_numbers(size: float, rank: int) -> None:
-    codec = replace(LOWRANK, rank=rank)
-    matrix = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).sign() * size
-    x, fragment = of_matrix(matrix)
-    previous = codec.encode(x, fragment)
-    for payload in (previous, codec.encode(x, fragment, seed=1, previous=previous)):
-        codec.validate(payload, fragment)
-        decoded = codec.decode(payload, fragment)
-        assert torch.isfinite(decoded).all()
-        assert decoded.abs().max() <= 8 * size
-
-
 @pytest.mark.parametrize("size", [1e30, 1.0, 1e-30])
 def test_the_loss_does_not_depend_on_the_size(size: float) -> None:
     x, fragment = of_matrix(gaussian(cut((64, 32)))[:2048].view(64, 32))
@@ -254,9 +233,3 @@ def test_the_largest_factors_have_a_finite_product(rank: int) -> None:
     numbers[64 * rank :] = 0x7F7F - (math.ceil(math.log2(rank)) << 7)
     codec.validate(payload, fragment)
     assert torch.isfinite(codec.decode(payload, fragment)).all()
-
-
-@pytest.mark.parametrize("numel", [0, 1, 300])
-def test_a_plain_vector_is_bf16(numel: int) -> None:
-    x = gaussian(flat(numel))
-    assert torch.equal(LOWRANK.decode(LOWRANK.encode(x, flat(numel)), flat(numel)), x.bfloat16().float())

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farloop.quant import packing
-from farloop.quant.errors import BadPayload
 from farloop.quant.packing import (
     BF16_LARGEST,
     SMALLEST_SCALE,
-    check_scales,
     from_bf16,
     largest_scale,
     mix32,
@@ -39,7 +37,7 @@ def rounded(x: float, largest: int = BF16_LARGEST) -> int:
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_rounding_is_to_nearest_and_ties_go_to_even(x: float) -> None:
     got = rounded(x)
     assert got >> 15 == int(np.signbit(np.float32(x)))
@@ -67,20 +65,7 @@ def test_numbers_beyond_the_ends_become_the_largest_and_zero() -> None:
     assert all(value(largest_scale(code)) * code == value(BF16_LARGEST) for code in (1, 8, 128))
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("bits", [0x8000, 0x0001, SMALLEST_SCALE - 1, 0x7DFF + 1, 0x7F80, 0x7FC0, 0xFF80, 0xFFFF])
-def test_scales_that_no_encoder_writes_are_refused(bits: int, signed: bool) -> None:
-    good = torch.tensor([0, SMALLEST_SCALE, 0x7DFF, 0xBF80 if signed else 0], dtype=torch.int32).to(torch.int16)
-    check_scales(good, 0x7DFF, signed=signed)
-    bad = torch.cat((good, torch.tensor([bits], dtype=torch.int32).to(torch.int16)))
-    with pytest.raises(BadPayload, match=f"{bits:#06x} is out of range"):
-        check_scales(bad, 0x7DFF, signed=signed)
-    with pytest.raises(BadPayload, match="0xbf80"):
-        check_scales(torch.tensor([0xBF80], dtype=torch.int32).to(torch.int16), 0x7DFF)
-
-
 @given(bits=st.sampled_from([1, 2, 4]), groups=st.integers(0, 5), seed=st.integers(0, 99))
-@settings(deadline=None)
 def test_codes_are_split_over_their_bytes_and_come_back(bits: int, groups: int, seed: int) -> None:
     per_byte = 8 // bits
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +88,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 @given(seed=seeds, first=st.integers(0, 2**28).map(lambda half: 2 * half), count=st.integers(0, 41))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_random_bits_are_those_of_the_second_implementation(seed: int, first: int, count: int) -> None:
     """Even elements have the low half of their word, odd ones the high half."""
     assert mix32(seed) == mix(seed)

@@ -4,6 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as ev
@@ -12,9 +13,7 @@ from farloop.coordinator.observe.straggler_monitor import AnomalySeen, Mitigatio
 from farloop.coordinator.routing.anomalies import Action, Kind
 from farloop.sim.network import LinkConditions
 from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import Fault, NodeSetup, Scenario, SlowLink, SlowNode
-from farloop.sim.world import run
+from farloop.sim.scenario import Fault, NodeSetup, SlowLink, SlowNode
 from farloop.wire.reasons import Reason
 
 A, B, C, D = map(NodeId, "abcd")
@@ -31,20 +30,9 @@ def play(*faults: Fault, rounds: int = 22, adapt: str = "advise", **choices: Any
         NodeSetup(name=name, seed=number, step_s=STEP_S * (2.0 if name is B else 1.0), step_wobble=wobble)
         for number, name in enumerate(names)
     )
-    fields = {"steps": rounds * H, "h": H, "tau": 0, "codec_up": "fp32", "min_nodes": len(names)}
-    scenario = Scenario(
-        terms=terms_of(choices.pop("method", "diloco"), **fields),
-        nodes=nodes,
-        faults=faults,
-        weather=LINK,
-        adapt=adapt,
-        patience_s=400.0,
-        frugal=not faults,
-        **choices,
-    )
-    outcome = run(scenario)
-    outcome.check()
-    return outcome
+    terms = {"steps": rounds * H, "h": H, "tau": 0, "codec_up": "fp32", "min_nodes": len(names)}
+    world = {"nodes": nodes, "weather": LINK, "adapt": adapt, "patience_s": 400.0, "frugal": not faults}
+    return simulate("diloco", *faults, **terms, **world, **choices)
 
 
 def noticed(outcome: Outcome) -> list[tuple[float, AnomalySeen]]:

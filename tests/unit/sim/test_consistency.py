@@ -4,15 +4,19 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
+from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
+from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide import records as rec
-from farloop.sim.network import HOSTILE_LINK, LinkConditions
+from farloop.quant.registry import CODECS, downlink_spelling
+from farloop.sim.network import HOSTILE_LINK
 from farloop.sim.outcome import Commit, Outcome
 from farloop.sim.problems import terms_of
 from farloop.sim.scenario import (
     TWO_NODES,
+    BadLinkPeriod,
     CrashCoordinator,
     CrashNode,
     CutLink,
@@ -26,23 +30,12 @@ from farloop.sim.scenario import (
     SpoilAnchor,
 )
 from farloop.sim.world import run
+from farloop.wire.limits import Timing
 from farloop.wire.messages import Offer
 from farloop.wire.reasons import Reason
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 METHODS = ("diloco", "streaming", "data-parallel")
-
-
-def play(
-    method: str, *faults: Fault, weather: LinkConditions | None = None, seed: int = 0, **choices: object
-) -> Outcome:
-    """Two nodes, 12 steps, unless chosen otherwise."""
-    scenario = Scenario(
-        terms=terms_of(method, **choices), faults=faults, weather=weather or LinkConditions(), seed=seed
-    )
-    outcome = run(scenario)
-    outcome.check()
-    return outcome
 
 
 def history(outcome: Outcome) -> list[Commit]:
@@ -56,9 +49,13 @@ def contributors(commits: Sequence[Commit]) -> list[tuple[NodeId, ...]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_all_hold_the_decoded_anchors(method: str) -> None:
-    """B17, L: after the last commit the bytes are equal on the coordinator and on all nodes; no update was refused."""
-    outcome = play(method)
+    """A, B, D, E, L, B17: every window is merged from both with equal weights; in the end all bytes are equal,
+    and no update was refused."""
+    outcome = simulate(method)
+    assert all(commit.contributors == (A, B) for commit in outcome.commits)
+    assert all(share.weight == 0.5 for commit in outcome.commits for share in commit.merged)
     for (start,) in outcome.nodes.values():
+        assert (start.stage, start.inner_steps, start.lost_steps) == ("finished", 12, 0)
         assert start.anchor_digests == outcome.anchor_digests
         assert start.diary.mismatches == 0
         applied = sorted(start.diary.applied)
@@ -69,7 +66,7 @@ def test_all_hold_the_decoded_anchors(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_doubling_overtaking_and_damage_change_nothing(method: str, seed: int) -> None:
     """B18, B19, T, Q: with quorum = all, a storm gives the anchors and optimizer state of the clean run (bit)."""
-    clean, stormy = play(method), play(method, weather=HOSTILE_LINK, seed=seed)
+    clean, stormy = simulate(method), simulate(method, weather=HOSTILE_LINK, seed=seed)
     assert history(stormy) == history(clean)
     assert stormy.target_digests == clean.target_digests
 
@@ -86,7 +83,7 @@ def test_a_node_that_is_gone_before_its_first_delta_is_a_node_without_weight() -
 
 def test_an_absent_node_has_a_reason_and_comes_back() -> None:
     """B20, E, V: while its link is cut windows go on with the other's full weight; then it counts again."""
-    outcome = play("diloco", CutLink(node=B, at=1.0, for_s=3.0, reset=True), steps=80)
+    outcome = simulate("diloco", CutLink(node=B, at=1.0, for_s=3.0, reset=True), steps=80)
     commits = outcome.of(0)
     absent = [commit for commit in commits if commit.contributors == (A,)]
     assert absent
@@ -97,9 +94,9 @@ def test_an_absent_node_has_a_reason_and_comes_back() -> None:
 
 def test_a_short_cut_of_the_link_changes_nothing() -> None:
     """T, Q: deltas and updates go on where they stopped (bit)."""
-    clean = play("streaming")
+    clean = simulate("streaming")
     for reset in (False, True):
-        cut = play("streaming", CutLink(node=B, at=0.9, for_s=0.5, reset=reset))
+        cut = simulate("streaming", CutLink(node=B, at=0.9, for_s=0.5, reset=reset))
         assert history(cut) == history(clean)
 
 
@@ -118,11 +115,11 @@ def crash_points(clean: Outcome) -> range:
 @pytest.mark.parametrize(("method", "steps"), [("diloco", 12), ("streaming", 8)])
 def test_a_coordinator_that_dies_after_any_event_goes_on_as_if_it_had_not(method: str, steps: int) -> None:
     """B21, O, P, S: a crash right after the n-th event, for every n; all commits are those of the clean run (bit)."""
-    clean = play(method, steps=steps)
+    clean = simulate(method, steps=steps)
     points = crash_points(clean)
     assert len(points) > 15
     for number in points:
-        outcome = play(method, CrashCoordinator(at_event=number), steps=steps)
+        outcome = simulate(method, CrashCoordinator(at_event=number), steps=steps)
         assert history(outcome) == history(clean), f"after event {number}"
         assert (outcome.target_digests, outcome.alarms) == (clean.target_digests, 0)
         assert any(record == rec.EpochClaimed(epoch=2) for record in outcome.records)
@@ -130,15 +127,14 @@ def test_a_coordinator_that_dies_after_any_event_goes_on_as_if_it_had_not(method
 
 def test_data_parallel_survives_a_crash_of_the_coordinator_without_spooled_gradients() -> None:
     """K: nodes send their gradients again. Moments may come back from the last snapshot, anchors never fork."""
-    for number in crash_points(play("data-parallel"))[::7]:
-        outcome = play("data-parallel", CrashCoordinator(at_event=number))
+    for number in crash_points(simulate("data-parallel"))[::7]:
+        outcome = simulate("data-parallel", CrashCoordinator(at_event=number))
         assert all(start.anchor_digests == outcome.anchor_digests for (start,) in outcome.nodes.values())
 
 
 def joining(at: float, method: str = "streaming", steps: int = 40) -> Outcome:
     late = NodeSetup(name=C, seed=3, joins_at=at)
-    outcome = run(Scenario(terms=terms_of(method, steps=steps), nodes=(*TWO_NODES, late)))
-    outcome.check()
+    outcome = simulate(method, steps=steps, nodes=(*TWO_NODES, late))
     return outcome
 
 
@@ -177,7 +173,7 @@ def test_a_joiner_of_the_last_round_takes_part_in_its_flush_or_in_nothing(at: fl
 
 def test_a_new_start_of_a_node_voids_what_the_old_one_had_not_delivered() -> None:
     """Q, I: the second incarnation joins anew; no delta of either is merged twice."""
-    outcome = play("streaming", CrashNode(node=B, at=1.3, down_s=0.5), steps=60)
+    outcome = simulate("streaming", CrashNode(node=B, at=1.3, down_s=0.5), steps=60)
     first, second = outcome.nodes[B]
     assert (first.alive, second.stage) == (False, "finished")
     merged = [blob.incarnation for commit in history(outcome) for blob in commit.blobs if blob.node == B]
@@ -190,14 +186,14 @@ def test_a_new_start_of_a_node_voids_what_the_old_one_had_not_delivered() -> Non
 def test_a_run_whose_nodes_all_die_goes_on_when_one_comes_back() -> None:
     """D, I: windows that nobody else can serve are served late."""
     both = (CrashNode(node=A, at=1.3), CrashNode(node=B, at=1.4, down_s=20.0))
-    outcome = play("streaming", *both, steps=24)
+    outcome = simulate("streaming", *both, steps=24)
     assert outcome.nodes[B][-1].stage == "finished"
     assert outcome.commits[-1].contributors == (B,)
 
 
 def test_a_drained_node_finishes_what_it_has_begun() -> None:
     """V: its last delta is merged or dropped, it says good-bye, and no window waits for it."""
-    outcome = play("streaming", DrainNode(node=B, at=1.35), steps=24)
+    outcome = simulate("streaming", DrainNode(node=B, at=1.35), steps=24)
     (start,) = outcome.nodes[B]
     assert start.stage == "left"
     left = [record for record in outcome.records if isinstance(record, rec.NodeLeft) and record.node == B]
@@ -208,23 +204,23 @@ def test_a_drained_node_finishes_what_it_has_begun() -> None:
 
 def test_a_full_disk_holds_the_run_and_loses_nothing() -> None:
     """O: a commit that has no room changes nothing and is tried again (bit)."""
-    clean, full = play("streaming"), play("streaming", FillDisk(at=1.2, for_s=6.0))
+    clean, full = simulate("streaming"), simulate("streaming", FillDisk(at=1.2, for_s=6.0))
     assert history(full) == history(clean)
     assert full.seconds > clean.seconds + 4
 
 
 def test_nothing_is_told_that_has_no_room_in_the_journal() -> None:
     """O: a small record, too, holds up whatever follows from it."""
-    full = play("streaming", FillDisk(at=0.0, for_s=6.0))
+    full = simulate("streaming", FillDisk(at=0.0, for_s=6.0))
     welcomed = [at for at, _, what in full.tape if isinstance(what, coordinator_ev.Accept)]
     assert min(welcomed) >= 6.0
-    assert history(full) == history(play("streaming"))
+    assert history(full) == history(simulate("streaming"))
 
 
 def test_a_decision_stands_although_its_commit_failed() -> None:
     """O: contributors decided before the disk was full stay decided, whoever comes back meanwhile."""
     cut = CutLink(node=B, at=1.0, for_s=5.0, reset=True)
-    outcome = play("diloco", cut, FillDisk(at=1.5, for_s=8.0), steps=40)
+    outcome = simulate("diloco", cut, FillDisk(at=1.5, for_s=8.0), steps=40)
     drafts = [what for _, _, what in outcome.tape if isinstance(what, coordinator_ev.Commit)]
     assert len(drafts) > len(outcome.commits)
     for commit in drafts:
@@ -234,13 +230,13 @@ def test_a_decision_stands_although_its_commit_failed() -> None:
 @pytest.mark.parametrize("for_s", [3.0, 20.0])
 def test_a_stopped_coordinator_holds_its_own_absence_against_nobody(for_s: float) -> None:
     """C."""
-    clean = play("streaming")
-    assert history(play("streaming", PauseCoordinator(at=1.3, for_s=for_s))) == history(clean)
+    clean = simulate("streaming")
+    assert history(simulate("streaming", PauseCoordinator(at=1.3, for_s=for_s))) == history(clean)
 
 
 def test_a_stopped_node_is_left_behind_and_catches_up() -> None:
     """C, V, A: silence removes it from what is expected; it jumps to the current round."""
-    outcome = play("streaming", PauseNode(node=B, at=1.3, for_s=14.0), steps=200)
+    outcome = simulate("streaming", PauseNode(node=B, at=1.3, for_s=14.0), steps=200)
     assert (A,) in contributors(outcome.commits)
     assert outcome.commits[-1].contributors == (A, B)
     (start,) = outcome.nodes[B]
@@ -249,7 +245,7 @@ def test_a_stopped_node_is_left_behind_and_catches_up() -> None:
 
 def test_a_spoiled_anchor_is_noticed_and_replaced() -> None:
     """L, S: the digest of the next update does not fit; the node fetches a snapshot and goes on."""
-    outcome = play("diloco", SpoilAnchor(node=B, at=1.0), steps=24)
+    outcome = simulate("diloco", SpoilAnchor(node=B, at=1.0), steps=24)
     (start,) = outcome.nodes[B]
     assert start.diary.mismatches == 1
     assert start.anchor_digests == outcome.anchor_digests
@@ -258,10 +254,102 @@ def test_a_spoiled_anchor_is_noticed_and_replaced() -> None:
 def test_a_slow_node_does_not_hold_a_quorum() -> None:
     """E, F: with quorum 1 the window closes without it; its late deltas are dropped with a reason and counted."""
     slow = (TWO_NODES[0], dataclasses.replace(TWO_NODES[1], step_s=0.35))
-    outcome = run(Scenario(terms=terms_of("diloco", steps=40, quorum=1), nodes=slow))
-    outcome.check()
+    outcome = simulate("diloco", steps=40, quorum=1, nodes=slow)
     assert (A,) in contributors(outcome.commits)
     assert any(drop.reason is Reason.LATE for commit in outcome.commits for drop in commit.drops)
     (start,) = outcome.nodes[B]
     assert start.lost_steps > 0
     assert start.skipped_positions > 0
+
+
+NODES = tuple(NodeSetup(name=NodeId(name), seed=i) for i, name in enumerate("abc"))
+MOMENTS = [2.0, 2.13, 2.26, 2.39]
+"""Everywhere in a round: it takes 0.4 s."""
+
+PROMISED_S = 2.0
+
+
+def delays(outcome: Outcome, lost_at: float, *, until: float = float("inf")) -> list[float]:
+    """Seconds from its boundary to its commit, of every window that was committed without b while b was gone."""
+    durable, seen_at = dict[tuple[int, int, NodeId], float](), lost_at
+    found = []
+    for at, who, what in outcome.tape:
+        if who != "coordinator":
+            continue
+        if isinstance(what, ev.InputStored):
+            durable[what.offer.blob.fragment, what.offer.window, what.offer.blob.node] = at
+        if isinstance(what, ev.NodeDisconnected) and what.node == B and what.reason is Reason.CLOSED:
+            seen_at = at
+        if isinstance(what, ev.CommitDone) and lost_at < at < until:
+            record = what.record
+            names = [share.node for share in record.merged]
+            if B not in names:
+                boundary = max(durable[record.fragment, record.version, name] for name in names)
+                found.append(at - max(boundary, seen_at))
+    return found
+
+
+@pytest.mark.parametrize("method", ["streaming", "diloco"])
+@pytest.mark.parametrize("at", MOMENTS)
+def test_survivors_commit_within_two_seconds_of_the_boundary_once_a_connection_closed(method: str, at: float) -> None:
+    """B20, V."""
+    found = delays(simulate(method, CrashNode(node=B, at=at), nodes=NODES, steps=80), at)
+    assert len(found) > 10, "they went on without it"
+    assert max(found) <= PROMISED_S
+
+
+@pytest.mark.parametrize("method", ["streaming", "diloco"])
+@pytest.mark.parametrize("fault", ["stop", "cut"])
+@pytest.mark.parametrize("at", MOMENTS[::2])
+def test_survivors_commit_within_the_liveness_time_out_and_two_seconds_of_silence(
+    method: str, fault: str, at: float
+) -> None:
+    """B20, C, V: a node that stands still, and one whose link drops everything and says nothing."""
+    for_s = 16.0
+    gone: Fault = PauseNode(node=B, at=at, for_s=for_s) if fault == "stop" else CutLink(node=B, at=at, for_s=for_s)
+    found = delays(simulate(method, gone, nodes=NODES, steps=80), at, until=at + for_s)
+    assert found, "they went on without it"
+    assert max(found) <= Timing().liveness_s + PROMISED_S
+
+
+@pytest.mark.parametrize("method", ["streaming", "diloco"])
+@pytest.mark.parametrize("at", MOMENTS)
+def test_a_node_that_was_killed_contributes_to_the_round_that_begins_after_it_is_ready(method: str, at: float) -> None:
+    """I, Q: under its name; it holds the anchors after their transfer, starts at the next boundary, and is merged."""
+    outcome = simulate(method, CrashNode(node=B, at=at, down_s=0.7), nodes=NODES, steps=80)
+    ready = [
+        (number, time)
+        for number, (time, who, what) in enumerate(outcome.tape)
+        if who == "coordinator"
+        and isinstance(what, ev.NodeMessage)
+        and what.node == B
+        and type(what.message).__name__ == "Ready"
+    ]
+    number, ready_at = ready[-1]
+    before = [what.record.round for _, _, what in outcome.tape[:number] if isinstance(what, ev.CommitDone)]
+    (start,) = (r for r in outcome.records if isinstance(r, rec.NodeStarted) and (r.node, r.incarnation) == (B, 2))
+    mine = [c for c in outcome.commits if any((b.node, b.incarnation) == (B, 2) for b in c.blobs)]
+    assert start.round <= max(before) + 2, "at the next boundary: the newest commit is of this round, or of the last"
+    first = start.round + (start.slot > 0)
+    assert min(commit.round for commit in mine) == first, "and it is in the first slot a full period later"
+    assert outcome.nodes[B][-1].stage == "finished"
+    assert ready_at > at + 0.7
+
+
+UNFIT = ("randk", "sketch", "ternary", "lowrank")
+"""For the way down (tests/unit/quant/test_registry.py)."""
+
+
+@pytest.mark.parametrize("codec", [*(downlink_spelling(name) for name in CODECS if name not in UNFIT), "q4r"])
+def test_anchors_stay_bit_identical_by_every_codec_that_may_serve_the_way_down(codec: str) -> None:
+    """B17, O: through duplicates, replay, snapshots and restarts on both sides."""
+    faults = (
+        BadLinkPeriod(node=A, at=0.5, for_s=3.0),
+        CutLink(node=B, at=1.0, for_s=2.0, reset=True),
+        SpoilAnchor(node=A, at=2.5),
+        CrashCoordinator(at=3.0, down_s=0.5),
+        CrashNode(node=B, at=4.5, down_s=0.5),
+    )
+    outcome = simulate("streaming", *faults, codec_down=codec, steps=80, weather=HOSTILE_LINK, seed=7)
+    assert (outcome.alarms, len(outcome.nodes[B]), outcome.nodes[A][0].diary.mismatches) == (0, 2, 1)
+    assert all(starts[-1].anchor_digests == outcome.anchor_digests for starts in outcome.nodes.values())

@@ -6,16 +6,14 @@ from functools import cache
 from typing import Any
 
 import pytest
+from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import events as coordinator_ev
 from farloop.coordinator.decide import records as rec
 from farloop.node import events as node_ev
-from farloop.sim.network import HOSTILE_LINK
 from farloop.sim.outcome import Outcome
-from farloop.sim.problems import BATCH_SEQUENCES, SEQUENCE_TOKENS, terms_of
-from farloop.sim.scenario import CrashCoordinator, CrashNode, Fault, NodeSetup, PauseCoordinator, Scenario
-from farloop.sim.world import run
+from farloop.sim.scenario import CrashCoordinator, CrashNode, Fault, NodeSetup, PauseCoordinator
 from farloop.wire.messages import Offer
 
 METHODS = ("decoupled", "async")
@@ -24,20 +22,11 @@ FAST = (0.1, 0.1, 0.1)
 STEPS, H = 120, 12
 
 
-def scenario(method: str, step_s: tuple[float, ...], *faults: Fault, **choices: Any) -> Scenario:
-    """Ten rounds of twelve steps; three fragments, or one where the method has one."""
-    terms = terms_of(method, **{"steps": STEPS, "h": H, "tau": 2, "min_nodes": len(step_s), **choices})
-    nodes = tuple(
-        NodeSetup(name=name, seed=seed, step_s=seconds)
-        for seed, (name, seconds) in enumerate(zip((A, B, C, D), step_s, strict=False))
-    )
-    return Scenario(terms=terms, nodes=nodes, faults=faults)
-
-
 def play(method: str, step_s: tuple[float, ...], *faults: Fault, **choices: Any) -> Outcome:
-    outcome = run(scenario(method, step_s, *faults, **choices))
-    outcome.check()
-    return outcome
+    """Ten rounds of twelve steps; three fragments, or one where the method has one."""
+    nodes = tuple(NodeSetup(name=NodeId("abcd"[k]), seed=k, step_s=seconds) for k, seconds in enumerate(step_s))
+    rounds = {"steps": STEPS, "h": H, "tau": 2, "min_nodes": len(nodes)}
+    return simulate(method, *faults, nodes=nodes, **{**rounds, **choices})
 
 
 @cache
@@ -126,19 +115,6 @@ def test_without_staleness_a_run_ends_and_no_version_is_made_of_nothing(method: 
     assert len(outcome.commits) <= 3 * len({(commit.fragment, commit.round) for commit in outcome.commits})
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_node_with_a_quarter_of_the_batch_and_an_equal_pace_does_all_steps(method: str) -> None:
-    """A: shares of a round are dealt by steps a second. By tokens a second it got 3 of 12 steps."""
-    plain = scenario(method, FAST)
-    small = dataclasses.replace(plain.nodes[2], tokens=BATCH_SEQUENCES * SEQUENCE_TOKENS // 4)
-    outcome = run(dataclasses.replace(plain, nodes=(*plain.nodes[:2], small)))
-    outcome.check()
-    plans = [record.round for record in outcome.records if isinstance(record, rec.RoundFixed)]
-    assert plans and not [plan for plan in plans if plan.node_steps]
-    assert [outcome.nodes[node][0].inner_steps for node in (A, B, C)] == [STEPS] * 3
-    assert contributions(outcome)[C] == contributions(clear(method, FAST))[C]
-
-
 def test_a_slow_node_slows_lone_steps_until_it_is_known_to_be_slow() -> None:
     """A: the first two rounds are planned before anybody has done a step."""
     short, long = play("async", (*FAST, 0.4)), play("async", (*FAST, 0.4), steps=2 * STEPS)
@@ -194,14 +170,6 @@ def test_every_step_is_in_one_delta(method: str, mix: float) -> None:
             assert merged[name, fragment.index] == len(sends) == len(merges), "none was dropped, each was merged once"
             overlaps = sum(merge.inner_step - send.inner_step for send, merge in zip(sends, merges, strict=True))
             assert sum(send.steps for send in sends) == start.inner_steps - (0 if mix == 1.0 else overlaps)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_equal_scenarios_give_equal_tapes_even_in_a_storm(method: str) -> None:
-    """Y: grace and speeds are made of times, and times of the scenario."""
-    stormy = Scenario(terms=terms_of(method, steps=24), weather=HOSTILE_LINK, seed=3)
-    first, second = run(stormy), run(stormy)
-    assert first.tape == second.tape and first.anchor_digests == second.anchor_digests
 
 
 @pytest.mark.parametrize(("base", "complaint"), [(0, "holds the same work again"), (-20, "a fresh base")])

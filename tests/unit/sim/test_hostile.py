@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 from shards import Shards
+from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
 from farloop.algo.terms import LearningRate
@@ -81,8 +82,7 @@ def test_numbers_that_were_sent_before_are_merged_once() -> None:
 
 def test_copies_are_stopped_where_samples_are_granted() -> None:
     nodes = tuple(NodeSetup(name=n, seed=i, deceit="copied" if n == LIAR else None) for i, n in enumerate("abcd"))
-    outcome = run(Scenario(terms=terms_of("diloco", steps=60, min_nodes=4), nodes=nodes, num_samples=10_000, blocks=8))
-    outcome.check()
+    outcome = simulate("diloco", steps=60, min_nodes=4, nodes=nodes, num_samples=10_000, blocks=8)
     merged = sum(LIAR in commit.contributors for commit in outcome.commits)  # its own, while it has seen no other
     assert refusals(outcome)[LIAR, Reason.COPIED] > 10 * merged
     assert {node for node, _ in refusals(outcome)} == {LIAR}

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from simulated_runs import simulate
 from torch import Tensor
 
 from farloop.algo.fragments import view
@@ -131,10 +132,7 @@ def test_plain_averaging_gives_the_weighted_mean_of_the_local_weights() -> None:
 
 def test_streaming_in_one_fragment_is_diloco() -> None:
     """A7: P = 1, τ = 0, a = 0 (bit)."""
-    outcomes = [
-        run(Scenario(terms=terms_of(method, tau=0, mix=0.0), blocks=0, blocks_per_fragment=2))
-        for method in ("streaming", "diloco")
-    ]
+    outcomes = [simulate(method, tau=0, mix=0.0, blocks=0, blocks_per_fragment=2) for method in ("streaming", "diloco")]
     assert len(outcomes[0].layout.fragments) == 1
     assert outcomes[0].anchor_digests == outcomes[1].anchor_digests
     assert outcomes[0].target_digests == outcomes[1].target_digests
@@ -143,8 +141,8 @@ def test_streaming_in_one_fragment_is_diloco() -> None:
 def test_fragments_sent_together_are_diloco() -> None:
     """A8: P > 1, τ = 0, a = 0, all offsets equal (bit)."""
     exact = {"tau": 0, "mix": 0.0, "codec_up": "fp32", "codec_down": "fp32"}
-    cut = run(Scenario(terms=terms_of("streaming", **exact), together=True))
-    whole = run(Scenario(terms=terms_of("diloco", **exact)))
+    cut = simulate("streaming", **exact, together=True)
+    whole = simulate("diloco", **exact)
     assert len(cut.layout.fragments) == 3
     assert torch.equal(global_weights(cut), global_weights(whole))
 
@@ -192,7 +190,7 @@ def test_sends_are_a_round_apart_and_merged_exactly_tau_steps_later(tau: int, mi
     With a = 1 nothing is merged in: the next delta's work begins at the last send (protocol H).
     """
     h = 6
-    outcome = run(Scenario(terms=terms_of("streaming", steps=5 * h, h=h, tau=tau, mix=mix)))
+    outcome = simulate("streaming", steps=5 * h, h=h, tau=tau, mix=mix)
     for (start,) in outcome.nodes.values():
         for fragment in range(3):
             sends = [send for send in start.diary.sends if send.fragment == fragment]

@@ -2,11 +2,32 @@
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
-from farloop.sim.network import HOSTILE_LINK, Connection, Frame, LinkConditions, PhysicalLink, Pipe, Side, damaged
+from farloop.algo.spec import NodeId
+from farloop.coordinator.net import router
+from farloop.coordinator.net.router import SHARE, Egress
+from farloop.coordinator.net.sessions import RateLimit, RateLimiter, RateLimits
+from farloop.runtime.ports import Sent
+from farloop.sim.network import (
+    HOSTILE_LINK,
+    Connection,
+    Frame,
+    LinkConditions,
+    PhysicalLink,
+    Pipe,
+    Side,
+    VirtualRouterSocket,
+    damaged,
+)
+from farloop.sim.outcome import Outcome
+from farloop.sim.problems import terms_of
+from farloop.sim.scenario import BadLinkPeriod, CrashNode, NodeSetup, Scenario
 from farloop.sim.virtual_time import EventQueue, Process
+from farloop.sim.world import World
+from farloop.wire.reasons import Reason
 
 NUMBERED = [[number.to_bytes(4), bytes(50)] for number in range(400)]
 
@@ -102,3 +123,105 @@ def test_a_reset_loses_what_is_under_way() -> None:
         pass
     assert heard == ["lost"]
     assert not made.is_open(Side.COORDINATOR)
+
+
+def play(agenda: EventQueue) -> None:
+    while agenda.step():
+        pass
+
+
+def test_actions_happen_in_the_order_of_their_time_and_then_of_their_entry() -> None:
+    agenda, seen = EventQueue(), list[tuple[float, str]]()
+    for when, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
+        agenda.at(when, lambda name=name: seen.append((agenda.now, name)))  # type: ignore[misc]
+    play(agenda)
+    assert seen == [(1.0, "a"), (1.0, "b"), (2.0, "c")]
+
+
+def test_an_action_for_the_past_happens_now() -> None:
+    agenda, seen = EventQueue(), list[float]()
+    agenda.at(3.0, lambda: agenda.at(1.0, lambda: seen.append(agenda.now)))
+    play(agenda)
+    assert seen == [3.0]
+
+
+def test_nothing_happens_to_a_dead_process() -> None:
+    agenda = EventQueue()
+    process, seen = Process(agenda), list[str]()
+    process.after(1.0, lambda: seen.append("timer"))
+    process.kill()
+    process.deliver(lambda: seen.append("frame"))
+    play(agenda)
+    assert seen == []
+
+
+def test_a_stopped_process_reads_what_waits_before_its_timers_fire() -> None:
+    """Protocol C."""
+    agenda = EventQueue()
+    process, seen = Process(agenda), list[str]()
+    process.stop()
+    process.after(1.0, lambda: seen.append("timer"))
+    agenda.at(2.0, lambda: process.deliver(lambda: seen.append("frame")))
+    agenda.at(3.0, process.go_on)
+    play(agenda)
+    assert seen == ["frame", "timer"]
+
+
+THIN = LinkConditions(bytes_per_s=20_000.0)
+NODES = (
+    NodeSetup(name=NodeId("a"), seed=1),
+    NodeSetup(name=NodeId("b"), seed=2),
+    NodeSetup(name=NodeId("late"), seed=3, joins_at=3.0),
+)
+USUAL = Scenario(terms=terms_of("streaming", steps=24, min_nodes=2), nodes=NODES, weather=THIN, patience_s=120.0)
+
+
+def results_of(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> list[object]:
+    """What every call of this method returned."""
+    call, results = getattr(kind, method), list[object]()
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        results.append(call(*args, **kwargs))
+        return results[-1]
+
+    monkeypatch.setattr(kind, method, spy)
+    return results
+
+
+def outcome_of(scenario: Scenario) -> Outcome:
+    outcome = World(scenario).run()
+    outcome.check()
+    return outcome
+
+
+@pytest.mark.parametrize("lane_buffer_s", [0.04, 0.08])
+def test_a_run_over_lanes_that_are_often_full_ends_with_the_same_anchors_everywhere(
+    lane_buffer_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost or sent out of order, or the run would stall."""
+    sent = results_of(monkeypatch, VirtualRouterSocket, "send")
+    outcome = outcome_of(dataclasses.replace(USUAL, lane_buffer_s=lane_buffer_s))
+    assert Sent.FULL in sent
+    assert all(node[-1].anchor_digests == outcome.anchor_digests for node in outcome.nodes.values())
+
+
+def test_a_node_that_joins_gets_its_snapshots_while_updates_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its downloads yield to updates, and are never starved."""
+    monkeypatch.setattr(router, "SLOWEST_BYTES_PER_S", 4000)  # the fragments are small
+    monkeypatch.setattr(router, "AHEAD_BYTES", 2000)
+    allowed = results_of(monkeypatch, Egress, "allows")
+    outcome = outcome_of(dataclasses.replace(USUAL, terms=terms_of("streaming", steps=80), background_share=SHARE))
+    assert {True, False} == set(allowed)
+    assert any(NodeId("late") in commit.contributors for commit in outcome.commits)
+
+
+def test_a_node_that_returns_too_often_is_let_in_when_its_bucket_has_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = RateLimits(greetings_of_a_key=RateLimit(per_s=0.5, burst=2))
+    faults = (
+        BadLinkPeriod(node=NodeId("a"), at=2.0, for_s=2.0, resets=6),
+        CrashNode(node=NodeId("b"), at=3.0, down_s=0.5),
+    )
+    greeted = results_of(monkeypatch, RateLimiter, "greets")
+    outcome = outcome_of(dataclasses.replace(USUAL, weather=LinkConditions(), rates=rates, faults=faults))
+    assert {None, Reason.TOO_OFTEN} == set(greeted)
+    assert outcome.nodes[NodeId("a")][-1].stage == "finished"

@@ -2,16 +2,16 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
+from simulated_runs import simulate
 
 from farloop.algo.spec import NodeId
 from farloop.coordinator.decide import records as rec
 from farloop.sim.outcome import Outcome, SampleBook, check_samples
-from farloop.sim.problems import terms_of
-from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, DrainNode, Scenario
+from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, DrainNode, Fault
 from farloop.sim.send_log import SendLog
-from farloop.sim.world import run
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -20,31 +20,23 @@ def diaries(outcome: Outcome) -> dict[NodeId, list[SendLog]]:
     return {name: [start.diary for start in starts] for name, starts in outcome.nodes.items()}
 
 
-def checked(scenario: Scenario) -> tuple[Outcome, SampleBook]:
-    outcome = run(scenario)
-    outcome.check()
+def checked(method: str, *faults: Fault, **given: Any) -> tuple[Outcome, SampleBook]:
+    outcome = simulate(method, *faults, **{"num_samples": 500, **given})
     return outcome, check_samples(outcome.records, diaries(outcome), outcome.terms)
 
 
 def test_what_a_crashed_node_had_not_brought_is_trained_on_again() -> None:
     """B dies between two sends: the samples since its last stored delta, and only those, come twice."""
-    terms = terms_of("diloco", steps=80, h=10)
-    outcome, book = checked(Scenario(terms=terms, num_samples=500, faults=(CrashNode(node=B, at=2.35, down_s=1.0),)))
+    outcome, book = checked("diloco", CrashNode(node=B, at=2.35, down_s=1.0), steps=80, h=10)
     (end,) = (end for end in book.ends if end.owner == (B, 1))
     first, second = (start.diary.samples for start in outcome.nodes[B])
     again = set(first) & {*second, *outcome.nodes[A][0].diary.samples}
-    assert again == set(first[end.stored :]) and 0 < len(again) <= 10 * terms.inner.batch_sequences
+    assert again == set(first[end.stored :]) and 0 < len(again) <= 10 * outcome.terms.inner.batch_sequences
     assert 0 < end.counted <= len(again), "what it told of before it died"
 
 
 def test_a_node_that_drains_leaves_nothing_that_is_not_counted() -> None:
-    _, book = checked(
-        Scenario(
-            terms=terms_of("diloco", steps=40, h=10, quorum=1, min_nodes=1),
-            num_samples=500,
-            faults=(DrainNode(node=B, at=2.35),),
-        )
-    )
+    _, book = checked("diloco", DrainNode(node=B, at=2.35), steps=40, h=10, quorum=1, min_nodes=1)
     (end,) = (end for end in book.ends if end.owner == (B, 1))
     assert end.counted == book.ledger.leases.uncertain_total > 0
 
@@ -52,14 +44,9 @@ def test_a_node_that_drains_leaves_nothing_that_is_not_counted() -> None:
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_node_that_was_away_for_too_long_goes_on_with_other_samples(reset: bool) -> None:
     """Its own went to the other one meanwhile. What it had trained on by then is all that comes twice, and counted."""
-    scenario = Scenario(
-        terms=terms_of("decoupled", steps=300, h=6, quorum=1, max_stale_rounds=4),
-        num_samples=5000,
-        expire_s=0.5,
-        patience_s=120.0,
-        faults=(CutLink(node=B, at=2.0, for_s=15.0, reset=reset),),
-    )
-    outcome, book = checked(scenario)
+    cut = CutLink(node=B, at=2.0, for_s=15.0, reset=reset)
+    world = {"num_samples": 5000, "expire_s": 0.5, "patience_s": 120.0}
+    outcome, book = checked("decoupled", cut, steps=300, h=6, quorum=1, max_stale_rounds=4, **world)
     (anew,) = (r for r in outcome.records if isinstance(r, rec.LeaseGranted) and r.since is not None)
     assert anew.node == B
     (end, *_) = (end for end in book.ends if end.owner == (B, 1))
@@ -70,23 +57,15 @@ def test_a_node_that_was_away_for_too_long_goes_on_with_other_samples(reset: boo
 
 def test_a_coordinator_that_dies_knows_what_is_in_stored_deltas() -> None:
     """Reports are not journaled, deltas are."""
-    scenario = Scenario(
-        terms=terms_of("streaming", steps=60, h=6),
-        num_samples=500,
-        faults=(CrashCoordinator(at=3.0, down_s=0.5), CrashNode(node=A, at=3.1, down_s=2.0)),
-    )
-    _, book = checked(scenario)
+    faults = CrashCoordinator(at=3.0, down_s=0.5), CrashNode(node=A, at=3.1, down_s=2.0)
+    _, book = checked("streaming", *faults, steps=60, h=6)
     assert book.ledger.leases.trained_total > 0
 
 
 def test_gradients_that_are_not_spooled_are_counted_at_their_commit() -> None:
     """K: a restart knows of them by the commit alone."""
-    scenario = Scenario(
-        terms=terms_of("data-parallel", steps=30),
-        num_samples=500,
-        faults=(CrashCoordinator(at=2.0, down_s=0.5), CrashNode(node=B, at=2.1, down_s=1.0)),
-    )
-    outcome, book = checked(scenario)
+    faults = CrashCoordinator(at=2.0, down_s=0.5), CrashNode(node=B, at=2.1, down_s=1.0)
+    outcome, book = checked("data-parallel", *faults, steps=30)
     assert not any(isinstance(record, rec.InputStored) for record in outcome.records)
     (end,) = (end for end in book.ends if end.owner == (B, 1))
     assert end.stored > 0
@@ -95,7 +74,7 @@ def test_gradients_that_are_not_spooled_are_counted_at_their_commit() -> None:
 
 @pytest.fixture(scope="module")
 def plain() -> Outcome:
-    return run(Scenario(terms=terms_of("diloco", steps=12), num_samples=500))
+    return simulate("diloco", steps=12, num_samples=500)
 
 
 def test_a_sample_that_was_skipped_is_noticed(plain: Outcome) -> None:

@@ -1,14 +1,24 @@
 """Pipelines whose stages are nodes of their own, as far as the coordinator sees them: whole runs (protocol G)."""
 
 import dataclasses
+from functools import partial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_layouts import example, example_delay, layout_of
+from simulated_runs import scenario_of
 
 from farloop.algo.spec import NodeId
+from farloop.algo.stages import StageLayout
 from farloop.coordinator.decide import records as rec
+from farloop.node.pipeline import events as ev
+from farloop.node.pipeline.layout import Settings
+from farloop.node.pipeline.messages import Kind
+from farloop.sim import pipeline
 from farloop.sim import scenario as sc
 from farloop.sim.outcome import Outcome
-from farloop.sim.problems import terms_of
+from farloop.sim.pipeline import Costs
 from farloop.sim.world import World, run
 
 A0, B0, A1, B1 = map(NodeId, ("a0", "b0", "a1", "b1"))
@@ -16,11 +26,16 @@ PARTS = {A0: (0,), B0: (0,), A1: (1,), B1: (1,)}
 NODES = tuple(sc.NodeSetup(name=name, seed=number, holds=holds) for number, (name, holds) in enumerate(PARTS.items()))
 
 
-def pipelines(method: str = "streaming", **changes: object) -> sc.Scenario:
+def pipelines(method: str = "streaming", *faults: sc.Fault, **changes: object) -> sc.Scenario:
     """Two nodes for each of two stages of two blocks."""
     fields = {"steps": 36, "h": 6, "tau": 1, "codec_up": "q4", "codec_down": "q4", "min_nodes": 2}
-    terms = terms_of(method, **{name: changes.pop(name, value) for name, value in fields.items()})
-    return sc.Scenario(terms=terms, nodes=NODES, blocks=4, stages=(2,), **changes)  # type: ignore[arg-type]
+    return scenario_of(method, *faults, nodes=NODES, blocks=4, stages=(2,), **{**fields, **changes})
+
+
+def checked(scenario: sc.Scenario) -> Outcome:
+    outcome = run(scenario)
+    outcome.check()
+    return outcome
 
 
 def rounds_apart(outcome: Outcome) -> int:
@@ -36,8 +51,7 @@ def rounds_apart(outcome: Outcome) -> int:
 
 @pytest.mark.parametrize("method", ["streaming", "diloco", "co2", "decoupled", "async"])
 def test_the_replicas_of_every_stage_end_equal_by_every_method(method: str) -> None:
-    outcome = run(pipelines(method, tau=0 if method == "co2" else 1))
-    outcome.check()
+    outcome = checked(pipelines(method, tau=0 if method == "co2" else 1))
     for commit in outcome.commits:
         stage = outcome.layout.fragments[commit.fragment].stage
         assert set(commit.contributors) <= {name for name, holds in PARTS.items() if stage in holds}
@@ -69,15 +83,13 @@ def test_a_fast_stage_waits_for_a_slow_one() -> None:
 
 
 def test_only_the_first_stage_uses_up_samples() -> None:
-    outcome = run(pipelines(num_samples=50))
-    outcome.check()
+    outcome = checked(pipelines(num_samples=50))
     used = {name: len(starts[0].diary.samples) for name, starts in outcome.nodes.items()}
     assert used == {A0: 72, B0: 72, A1: 0, B1: 0}
 
 
 def test_one_replica_of_a_stage_dies_and_the_run_goes_on() -> None:
-    outcome = run(pipelines(faults=(sc.CrashNode(node=B1, at=2.0),)))
-    outcome.check()
+    outcome = checked(pipelines("streaming", sc.CrashNode(node=B1, at=2.0)))
     final = {commit.fragment: commit.contributors for commit in outcome.commits}
     stage = {f.index: f.stage for f in outcome.layout.fragments}
     assert all(names == ((A0, B0), (A1,))[stage[index]] for index, names in final.items())
@@ -86,7 +98,7 @@ def test_one_replica_of_a_stage_dies_and_the_run_goes_on() -> None:
 def test_a_stage_that_nobody_holds_stops_the_run_until_somebody_does() -> None:
     """And nothing is lost by that: every window of every fragment is committed, by whoever holds it."""
     dead = tuple(sc.CrashNode(node=name, at=1.5, down_s=30.0 if name == A1 else None) for name in (A1, B1))
-    world = World(pipelines(faults=dead))
+    world = World(pipelines("streaming", *dead))
     seen = list[dict[str, str]]()
     world.agenda.at(25.0, lambda: seen.append(dict(world.coordinator.machine.alarms) if world.coordinator else {}))
     outcome = world.run()
@@ -98,8 +110,7 @@ def test_a_stage_that_nobody_holds_stops_the_run_until_somebody_does() -> None:
 
 
 def test_what_nodes_hold_survives_the_coordinator() -> None:
-    outcome = run(pipelines(faults=(sc.CrashCoordinator(at=2.0, down_s=1.0),)))
-    outcome.check()
+    outcome = checked(pipelines("streaming", sc.CrashCoordinator(at=2.0, down_s=1.0)))
     started = [record for record in outcome.records if isinstance(record, rec.NodeStarted)]
     assert {record.node: record.holds for record in started} == PARTS
     assert outcome.anchor_digests == run(pipelines()).anchor_digests, "nothing was lost to it"
@@ -111,3 +122,307 @@ def test_a_node_with_all_of_the_model_takes_part_beside_the_pipelines() -> None:
     outcome.check()
     assert {commit.contributors for commit in outcome.commits} == {(A0, B0, "w"), (A1, B1, "w")}
     assert outcome.evaluations, "and is the one who can score all of it"
+
+
+FAR = 3_000.0
+"""Virtual seconds, far beyond what any of these runs takes."""
+
+
+class PipelineWorld(pipeline.World):
+    """Nodes die, and come back."""
+
+    notice_s = 1.0  # until the others notice a death
+
+    def settle(self, seconds: float) -> None:
+        """So much longer: what is under way arrives."""
+        end = self.agenda.now + seconds
+        while self.agenda.now < end and self.agenda.step():
+            pass
+
+    def kill(self, name: str, at_s: float) -> None:
+        """The node dies, and what it has sent still arrives."""
+        self.agenda.at(at_s, lambda: self._kill(name))
+
+    def revive(self, name: str, at_s: float) -> None:
+        """It comes back, and knows nothing."""
+
+        def comes() -> None:
+            if not self.processes[name].alive:
+                self._start(name)
+                self._meet(name)
+                self.processes[name].after(0.0, lambda: self._begin(name))
+
+        self.agenda.at(at_s, comes)
+
+    def tell(self, name: str, event: ev.Event) -> None:
+        self._handle(name, event)
+
+    def _kill(self, name: str) -> None:
+        if not self.processes[name].alive:
+            return
+        self.processes[name].kill()
+        life = self._lives[name]
+
+        def notice(other: str) -> None:
+            if self._lives[name] == life:
+                self._handle(other, ev.Down(peer=name))
+
+        for other in self.nodes:
+            if other != name:
+                self.processes[other].after(self.notice_s, partial(notice, other))
+
+
+def news(world: PipelineWorld, source: str) -> bool:
+    """Whether it began or ended a step so lately that not everybody can have heard: 5 s of delay, 2 s between words."""
+    record = world.records[source]
+    return world.agenda.now - max([0.0, *record.began_at, *record.over_at]) < 10.0
+
+
+def seconds(world: PipelineWorld, source: str) -> list[float]:
+    """Of each step of a source but the first, in which the nodes meet."""
+    record = world.records[source]
+    return [over - began for began, over in zip(record.began_at, record.over_at, strict=True)][1:]
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (("024", "135"), (15.75, 15.75)),
+        (("042", "153"), (15.75, 15.75)),
+        (("0247", "1356"), (22.25, 20.25)),
+        (("047", "135"), (19.75, 15.75)),
+    ],
+)
+def test_the_worked_example_takes_as_long_as_its_arithmetic_says(
+    paths: tuple[str, ...], expected: tuple[float, float]
+) -> None:
+    """Latency = 2·cycle + 7.75: three forwards of 1, the loss of 0.25, three backwards of 1.5, and the links twice."""
+    world = PipelineWorld(example(*paths), steps=3, microbatches=1, delay=example_delay)
+    world.run(FAR)
+    for source, wanted in zip("01", expected, strict=True):
+        assert seconds(world, source) == pytest.approx([wanted, wanted])
+
+
+def test_two_forwards_that_collide_take_turns() -> None:
+    """They reach the node 0.4 apart; the other one waits 0.6."""
+    layout = layout_of(["ab", "c"], ["ac", "bc"])
+    world = PipelineWorld(layout, steps=1, microbatches=1, delay=lambda u, v: {"ac": 2.0, "bc": 2.4}.get(u + v, 0.0))
+    world.run(FAR)
+    assert world.records["c"].visits == {Kind.FORWARD: 2, Kind.BACKWARD: 2}
+
+
+@pytest.mark.parametrize("credit", [1, 2, 4, 8])
+def test_more_microbatches_under_way_are_never_slower(credit: int) -> None:
+    layout = layout_of(["a", "b", "c"], ["abc"])
+
+    def took(credit: int) -> float:
+        world = PipelineWorld(layout, steps=2, microbatches=8, settings=Settings(credit=credit))
+        world.run(FAR)
+        return seconds(world, "a")[0]
+
+    assert took(credit) <= took(1) + 1e-9
+    # Never faster than the busiest node works: the source, with 8 times 1 + 0.25 + 1.5.
+    assert took(credit) >= 8 * 2.75 - 1e-9
+
+
+def test_a_node_keeps_no_more_inputs_than_its_memory() -> None:
+    world = PipelineWorld(
+        layout_of(["ab", "c"], ["ac", "bc"]), steps=3, microbatches=6, settings=Settings(credit=6, memory=2)
+    )
+    world.run(FAR)
+    assert world.records["c"].peak_inputs == 2
+    assert all(summary.completed == 6 for name in "ab" for summary in world.records[name].summaries)
+
+
+def test_the_stages_of_a_dead_node_go_to_its_replica() -> None:
+    world = PipelineWorld(layout_of(["a", "bc", "d"], ["abd"]), steps=6, microbatches=4)
+    world.kill("b", at_s=30.0)
+    world.run(FAR)
+    assert [summary.completed for summary in world.records["a"].summaries] == [4] * 6
+    assert world.machines["a"].counted["rerouted"] > 0 == world.machines["a"].counted["skipped"]
+    assert world.records["c"].visits[Kind.BACKWARD] > 0
+
+
+def test_a_stage_without_a_living_node_is_skipped() -> None:
+    world = PipelineWorld(layout_of(["a", "b", "c"], ["abc"]), steps=6, microbatches=4)
+    world.kill("b", at_s=30.0)
+    world.run(FAR)
+    assert [summary.completed for summary in world.records["a"].summaries] == [4] * 6
+    assert world.machines["a"].counted["skipped"] > 0
+
+
+def test_what_may_not_be_skipped_is_dropped_and_counted() -> None:
+    """Three of four stages are gone: a microbatch would visit a quarter of the model."""
+    world = PipelineWorld(layout_of(["a", "b", "c", "d"], ["abcd"]), steps=4, microbatches=4)
+    for name in "bcd":
+        world.kill(name, at_s=25.0)
+    world.run(FAR)
+    summaries = world.records["a"].summaries
+    assert len(summaries) == 4
+    assert all(summary.completed + summary.dropped == 4 for summary in summaries)
+    assert summaries[-1].dropped == 4
+
+
+def test_a_node_that_comes_back_is_used_again() -> None:
+    world = PipelineWorld(layout_of(["a", "b", "c"], ["abc"]), steps=12, microbatches=2)
+    world.kill("b", at_s=20.0)
+    world.revive("b", at_s=60.0)
+    world.run(FAR)
+    assert [summary.completed for summary in world.records["a"].summaries] == [2] * 12
+    assert world.records["b"].visits[Kind.BACKWARD] > 0
+
+
+def test_stages_without_a_source_stop_and_say_so() -> None:
+    world = PipelineWorld(layout_of(["ab", "c"], ["ac"]), steps=4, microbatches=2, settings=Settings(orphan_s=30.0))
+    world.kill("a", at_s=10.0)
+    world.run(FAR)
+    assert world.records["c"].stopped == "the sources that this stage follows (a) are gone"
+
+
+def test_pipelines_that_share_no_node_do_not_wait_for_each_other() -> None:
+    slow, fast = Costs(forward_s=4.0, backward_s=6.0), Costs()
+    costs = {name: slow if name in "bd" else fast for name in "abcd"}
+    world = PipelineWorld(layout_of(["ab", "cd"], ["ac", "bd"]), steps=4, microbatches=2, costs=costs)
+    world.run(FAR)
+    assert world.records["a"].over_at[-1] < world.records["b"].over_at[1]
+
+
+def test_a_node_that_serves_two_sources_takes_one_step_for_both() -> None:
+    slow = {"a": Costs(), "b": Costs(forward_s=5.0, backward_s=7.0), "c": Costs()}
+    world = PipelineWorld(layout_of(["ab", "c"], ["ac", "bc"]), steps=4, microbatches=2, costs=slow)
+    world.run(FAR)
+    assert [summary.microbatches for summary in world.records["c"].summaries] == [4] * 4
+    assert world.records["c"].visits == {Kind.FORWARD: 16, Kind.BACKWARD: 16}
+
+
+# --- another layout
+
+
+def test_a_new_layout_is_followed_by_all_from_a_step_on() -> None:
+    old, new = layout_of(["ab", "cd"], ["ac", "bd"]), layout_of(["ab", "cd"], ["ad", "bc"], epoch=2)
+    world = PipelineWorld(old, steps=10, microbatches=2)
+    world.agenda.at(25.0, lambda: world.tell("a", ev.Offered(layout=new, addresses={})))
+    world.run(FAR)
+    assert {name: machine.epoch for name, machine in world.machines.items()} == dict.fromkeys("abcd", 2)
+    for name in "ab":
+        assert [summary.completed for summary in world.records[name].summaries] == [2] * 10
+        assert not [summary for summary in world.records[name].summaries if summary.reissued]
+
+
+def test_a_layout_that_one_node_cannot_follow_is_followed_by_none() -> None:
+    old = layout_of(["ab", "cd"], ["ac", "bd"])
+    moved = layout_of(["abc", "d"], ["ad", "bd"], epoch=2)
+    world = PipelineWorld(old, steps=10, microbatches=2)
+    world.agenda.at(25.0, lambda: world.tell("a", ev.Offered(layout=moved, addresses={})))
+    world.run(FAR)
+    assert {machine.epoch for machine in world.machines.values()} == {1}
+    assert any("c cannot follow layout 2" in note for note in world.records["a"].notes)
+
+
+def test_an_old_layout_is_not_followed_again() -> None:
+    old = layout_of(["ab", "cd"], ["ac", "bd"], epoch=3)
+    world = PipelineWorld(old, steps=2, microbatches=2)
+    world.tell("a", ev.Offered(layout=layout_of(["ab", "cd"], ["ad", "bc"], epoch=3), addresses={}))
+    assert "epoch 3 is not above the present one's" in world.records["a"].notes[0]
+
+
+def test_a_node_that_missed_the_switch_is_told_of_it() -> None:
+    """It comes back with the layout it knows, and is brought up to date by the first work that it refuses."""
+    old, new = layout_of(["ab", "cd"], ["ac", "bd"]), layout_of(["ab", "cd"], ["ac", "bd"], epoch=2)
+    world = PipelineWorld(old, steps=20, microbatches=2)
+    world.kill("d", at_s=20.0)
+    world.agenda.at(30.0, lambda: world.tell("a", ev.Offered(layout=new, addresses={})))
+    world.revive("d", at_s=60.0)
+    world.run(FAR)
+    assert {machine.epoch for machine in world.machines.values()} == {2}
+    assert world.records["d"].visits[Kind.BACKWARD] > 0
+
+
+# --- laws
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> StageLayout:
+    """One to four stages of one to three replicas, and for every source one or two ways through some of them."""
+    letters = iter("abcdefghijkl")
+    replicas = ["".join(next(letters) for _ in range(draw(st.integers(1, 3)))) for _ in range(draw(st.integers(1, 4)))]
+    paths = []
+    for source in replicas[0]:
+        for _ in range(draw(st.integers(1, 2))):
+            kept = [stage for stage in range(1, len(replicas)) if draw(st.integers(0, 3))]
+            if len(kept) > 1 and draw(st.booleans()):
+                kept[0], kept[1] = kept[1], kept[0]
+            paths.append(source + "".join(draw(st.sampled_from(replicas[stage])) for stage in kept))
+    return layout_of(replicas, paths)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), layout=layouts())
+def test_every_microbatch_is_completed_or_dropped_whatever_dies(data: st.DataObject, layout: StageLayout) -> None:
+    """Machines check their own invariants after every event; at the end nothing of what is settled is kept anywhere."""
+    nodes = [name for stage in layout.stages for name in stage.replicas]
+    delays = {u + v: data.draw(st.floats(0.0, 5.0)) for u in nodes for v in nodes}
+    microbatches, steps = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    behaviour = Settings(
+        credit=data.draw(st.integers(1, 4)),
+        memory=data.draw(st.integers(1, 4)),
+        attempts=data.draw(st.integers(1, 3)),
+        patience_s=data.draw(st.sampled_from([20.0, 40.0])),  # 4 steps of 5 microbatches, 3 trips each, end before FAR
+        late_s=data.draw(st.sampled_from([1.0, 20.0])),
+        assemble_s=50.0,
+        orphan_s=100.0,
+    )
+    world = PipelineWorld(
+        layout, steps=steps, microbatches=microbatches, delay=lambda u, v: delays[u + v], settings=behaviour
+    )
+    world.notice_s = data.draw(st.floats(0.0, 10.0))
+    for name in data.draw(st.lists(st.sampled_from(nodes), max_size=4, unique=True)):
+        at_s = data.draw(st.floats(0.0, 100.0))
+        world.kill(name, at_s)
+        if data.draw(st.booleans()):
+            world.revive(name, at_s + data.draw(st.floats(0.0, 50.0)))
+    world.run(FAR)
+    for name in layout.stages[0].replicas:
+        record, alive = world.records[name], world.processes[name].alive
+        for summary in record.summaries:
+            assert summary.completed + summary.dropped == microbatches
+        if alive and layout.paths_from(name):
+            assert len(record.summaries) == steps, f"{name} stands still: {world.machines[name].waiting}"
+            assert not world.machines[name].desk.held and not world.machines[name].desk.queue
+    world.settle(60.0)
+    for name in nodes:
+        machine = world.machines[name]
+        if world.processes[name].alive and not world.records[name].stopped:
+            for trip in machine.desk.trips(lambda trip: True):
+                source = world.machines[trip.source]
+                assert source.flights is not None
+                assert source.flights.is_flying(trip) or news(world, trip.source), f"{name} keeps {trip}"
+
+
+@settings(max_examples=50)
+@given(layout=layouts(), microbatches=st.integers(1, 5), credit=st.integers(1, 4), data=st.data())
+def test_where_nothing_dies_nothing_is_lost(
+    layout: StageLayout, microbatches: int, credit: int, data: st.DataObject
+) -> None:
+    """Every microbatch has one loss and as many backwards as forwards, of every stage of its path once."""
+    nodes = [name for stage in layout.stages for name in stage.replicas]
+    delays = {u + v: data.draw(st.floats(0.0, 3.0)) for u in nodes for v in nodes}
+    world = PipelineWorld(
+        layout,
+        steps=2,
+        microbatches=microbatches,
+        delay=lambda u, v: delays[u + v],
+        settings=Settings(credit=credit, patience_s=10_000.0, late_s=10_000.0),
+    )
+    world.run(2_000.0)
+    wanted = dict.fromkeys(nodes, 0)
+    for source in {path.source for path in layout.paths}:
+        paths = layout.paths_from(source)
+        for index in range(microbatches):
+            for hop in paths[index % len(paths)].hops:
+                wanted[hop.node] += 2
+        assert [summary.completed for summary in world.records[source].summaries] == [microbatches] * 2
+        assert world.records[source].visits[Kind.LOSS] == 2 * microbatches
+    for name in nodes:
+        visits = world.records[name].visits
+        assert visits[Kind.FORWARD] == visits[Kind.BACKWARD] == wanted[name]

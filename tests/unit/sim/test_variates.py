@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_runs import simulate
 from torch import Tensor
 
 from farloop.algo.spec import NodeId, RunSpec
 from farloop.algo.terms import LearningRate, Terms
 from farloop.sim.outcome import Outcome
-from farloop.sim.problems import Stack, Toy, inner_optimizer, terms_of
-from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, Fault, NodeSetup, Scenario, SpoilAnchor
-from farloop.sim.world import run
+from farloop.sim.problems import Stack, Toy, inner_optimizer
+from farloop.sim.scenario import CrashCoordinator, CrashNode, CutLink, Fault, NodeSetup, SpoilAnchor
 
 NODES, H, STEPS, LR = 4, 20, 400, 0.05
 NUMEL = Stack(1).flat().numel()
@@ -71,23 +71,11 @@ class Learner:
 
 def play(problem: LeastSquares, *faults: Fault, variates: bool, method: str = "diloco", **choices: Any) -> Outcome:
     """Four nodes whose anchors are plain averages."""
-    settings: dict[str, Any] = {
-        "steps": STEPS,
-        "h": H,
-        "codec_up": "q4",
-        "codec_down": "q4",
-        "outer_lr": 1.0,
-        "outer_momentum": 0.0,
-        "lr": LearningRate(peak=LR, minimum=LR, warmup_steps=0),
-        "min_nodes": NODES,
-        "control_variates": variates,
-        **choices,
-    }
+    plain = {"steps": STEPS, "h": H, "codec_up": "q4", "codec_down": "q4", "outer_lr": 1.0, "outer_momentum": 0.0}
+    lr = LearningRate(peak=LR, minimum=LR, warmup_steps=0)
     nodes = tuple(NodeSetup(name=NodeId(f"n{i}"), seed=i) for i in range(NODES))
-    scenario = Scenario(terms=terms_of(method, **settings), nodes=nodes, faults=faults, problem=problem)
-    outcome = run(scenario)
-    outcome.check()
-    return outcome
+    of_terms = {**plain, "lr": lr, "min_nodes": NODES, "control_variates": variates, **choices}
+    return simulate(method, *faults, nodes=nodes, problem=problem, **of_terms)
 
 
 def weights(outcome: Outcome) -> Tensor:

@@ -184,7 +184,7 @@ def test_payloads_residuals_and_numbers_of_hard_numbers(pair: tuple[BlockCodec, 
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-@settings(max_examples=3 if TRITON else 60, deadline=None)
+@settings(max_examples=3 if TRITON else 60)
 @given(
     words=st.lists(
         st.integers(0, 0xFF7FFFFF).filter(lambda word: word & 0x7F800000 != 0x7F800000), min_size=1, max_size=8
@@ -241,7 +241,7 @@ def test_a_difference_may_overflow(pair: tuple[BlockCodec, BlockKernels]) -> Non
 
 
 @numba_only
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=64, max_size=64))
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_anchors_are_cast_as_torch_casts(dtype: torch.dtype, words: list[int]) -> None:

@@ -1,0 +1,25 @@
+"""Whole simulated runs, each with its checks."""
+
+import dataclasses
+from typing import Any
+
+from farloop.sim.outcome import Outcome
+from farloop.sim.problems import terms_of
+from farloop.sim.scenario import Fault, Scenario
+from farloop.sim.world import run
+
+_FIELDS = {field.name for field in dataclasses.fields(Scenario)}
+
+
+def scenario_of(method: str, *faults: Fault, **given: Any) -> Scenario:
+    """What is given by the name of a field of `Scenario` is that field; everything else is of the terms."""
+    fields = {name: value for name, value in given.items() if name in _FIELDS}
+    choices = {name: value for name, value in given.items() if name not in _FIELDS}
+    return Scenario(terms=terms_of(method, **choices), faults=faults, **fields)
+
+
+def simulate(method: str, *faults: Fault, **given: Any) -> Outcome:
+    """The outcome of `scenario_of` the same, with the invariants of every run checked."""
+    outcome = run(scenario_of(method, *faults, **given))
+    outcome.check()
+    return outcome
