@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -248,7 +249,9 @@ class Node:
             self._driver.executor.attach(self.module, self._shards)
             if evaluate is not None:
                 shards, module = self._shards, self.module
-                self._driver.executor.evaluate = shards.lead_evaluate if shards else lambda: evaluate(module)
+                self._driver.executor.evaluate = lambda: _loss_of(
+                    shards.lead_evaluate() if shards else evaluate(module)
+                )
         self._decide(self._driver.wait_for_start() if self._driver is not None else None)
         if self._hook and self._optimizer is not None:
             self._hooks = [
@@ -290,6 +293,17 @@ class Node:
             batch = f"{terms.inner.batch_sequences} sequences of {terms.inner.sequence_tokens}"
             raise ValueError(f"step(tokens={tokens}): a step of this run has at most {most} tokens, {batch}")
         return tokens
+
+
+def _loss_of(given: object) -> float:
+    """What the function given as `join(evaluate=…)` returned. Raises LoopError unless that is a number."""
+    try:
+        return _number("loss", given)
+    except ValueError:
+        raise LoopError(
+            f"the function given as join(evaluate=…) returned {_a(given)}: return the loss, a number or a tensor of "
+            "one element"
+        ) from None
 
 
 def _number(argument: str, given: object) -> float:
@@ -460,9 +474,11 @@ def join(
             raise ValueError(f"{argument} is {value!r}: take 'run' or 'own'")
     if hook and isinstance(model, DistributedDataParallel):
         model = model.module
-    if hook and (not isinstance(optimizer, Optimizer) or scaler is not None):
-        raise LoopError("join(hook=True) needs optimizer=, the one that the trainer steps, and takes no scaler=")
     _check_types(locals())
+    if hook and not isinstance(optimizer, Optimizer):
+        raise LoopError("join(hook=True) needs optimizer=, the one that the trainer steps")
+    if hook and scaler is not None:
+        raise LoopError("join(hook=True) takes no scaler=: the trainer scales and steps")
     node_id, part = check_name(name), None if holds is None else tuple(sorted(holds))
     config = dataclasses.replace(
         link or LinkConfig(coordinator=coordinator), coordinator=coordinator, key=key, server_key=server_key
@@ -480,9 +496,18 @@ def join(
         _check_tau(spec, tau)
         _check_ranks(spec, cluster)
         module = _bare(model if isinstance(model, nn.Module) else model(spec))
+        _check_parameters(module)
         if not is_sharded(module):
             module = module.to(cluster.device)
+        elif not cluster.all_agree(evaluate is None) and not cluster.all_agree(evaluate is not None):
+            raise LoopError("join(evaluate=…) has to be given on all ranks or none: all take part in a forward pass")
+        matched_parameters(module, spec.identity.layout, part)  # what is wrong with the model is said first
         inner = _inner_optimizer(optimizer, module, spec)
+        if hook and inner is None:
+            raise LoopError(
+                f"with the method {spec.terms.method} the coordinator takes the step: hook=True cannot be used; call "
+                "node.step() in a loop of your own"
+            )
         node = Node(
             cluster,
             driver,
@@ -508,6 +533,17 @@ def join(
         cluster.close()
         raise
     return node
+
+
+def _check_parameters(module: nn.Module) -> None:
+    """Raises LoopError for parameters that hold no numbers, or none that can be averaged and encoded."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise LoopError(f"parameter {name!r} has no shape yet: call the model once, on any input, before join")
+        if parameter.is_meta:
+            raise LoopError(f"parameter {name!r} is on the meta device: call model.to_empty(device=…) before join")
+        if parameter.is_complex() and parameter.requires_grad:
+            raise LoopError(f"parameter {name!r} is complex: hold its real and imaginary parts as real parameters")
 
 
 def _told(inventory: Inventory, cluster: Cluster) -> Inventory:
@@ -581,10 +617,11 @@ _WANTED: dict[str, tuple[tuple[type, ...], str]] = {
     "timeout_s": ((int, float), "seconds, as 60.0, or None to wait for ever"),
     "scaler": ((GradScaler,), "a torch.amp.GradScaler, or None"),
     "data": ((DeviceMesh,), "one dimension of a DeviceMesh, as mesh['dp'], or None for all ranks"),
+    "hook": ((bool,), "True or False"),
 }
 """By argument of `join`: its types, None apart, and in words what to give."""
 
-_NEEDED = frozenset({"coordinator", "model", "name", "http", "http_names"})
+_NEEDED = frozenset({"coordinator", "model", "name", "http", "http_names", "hook"})
 _BUILDERS = {"model": ("spec",), "optimizer": ("module", "spec"), "evaluate": ("module",)}
 """arguments that may be functions, and their parameters"""
 
@@ -593,7 +630,8 @@ def _check_types(given: Mapping[str, object]) -> None:
     """Raises LoopError for an argument of `join` of a wrong type: it would fail far from here."""
     for argument, (types, wanted) in _WANTED.items():
         value = given[argument]
-        if (value is None and argument not in _NEEDED) or (isinstance(value, types) and not isinstance(value, bool)):
+        fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+        if fits or (value is None and argument not in _NEEDED):
             continue
         if argument == "holds" and isinstance(value, Sequence) and all(type(stage) is int for stage in value):
             continue

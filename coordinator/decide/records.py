@@ -5,6 +5,7 @@ encoded delta or update) are attached to a record. A reader ignores unknown fiel
 added. A record of an unknown kind is refused: a skipped decision is a lost decision.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,11 +232,16 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTaken:
-    """The loss of the anchors of these versions on the evaluation set."""
+    """The loss of the anchors of these versions on the evaluation set; infinite where it was NaN."""
 
     loss: float
     versions: tuple[int, ...]
     position: float
+
+    def __post_init__(self) -> None:
+        # NaN is not equal to itself: a journal that holds one would differ from what was read of it before.
+        if math.isnan(self.loss):
+            object.__setattr__(self, "loss", math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,8 @@ def test_what_is_wrong_with_the_arguments_is_one_line(tmp_path: Path) -> None:
         ({"holds": 1}, "join(holds=…) got an int: the numbers of pipeline stages, as (0, 1)"),
         ({"holds": "01"}, "join(holds=…) got a str"),
         ({"timeout_s": "60"}, "join(timeout_s=…) got a str: seconds, as 60.0"),
+        ({"hook": 1}, "join(hook=…) got an int: True or False"),
+        ({"hook": True}, "join(hook=True) needs optimizer="),
         ({"scaler": 3}, "join(scaler=…) got an int: a torch.amp.GradScaler"),
         ({"model": nn.DataParallel(nn.Linear(1, 1))}, "in DataParallel: give the module inside it, model.module"),
     ],

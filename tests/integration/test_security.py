@@ -20,7 +20,7 @@ REVOKED_WITHIN_S = 10.0
 
 
 def test_an_encrypted_run_lets_in_only_whom_it_knows_and_loses_whom_it_forgets(new_run: NewRun) -> None:
-    run = new_run(steps=200, **PACED)
+    run = new_run(steps=600, **PACED)
     keys = new_keys(run, "coordinator", "a", "b", "stranger")
     authorize(run, "a", "b")
     coordinator = run.start_coordinator()

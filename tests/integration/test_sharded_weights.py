@@ -124,6 +124,6 @@ def test_a_sharded_node_and_a_whole_one_train_one_model(new_run: NewRun) -> None
     assert [node["inner_steps"] for node in status["nodes"]] == [60, 60]
     assert [node["lost_steps"] for node in status["nodes"]] == [0, 0]
     losses = [event["loss"] for event in run.events("progress") if event["loss"] is not None]
-    assert losses[-1] < losses[0] - 0.5, losses
+    assert losses[-1] < 5.0, losses  # 5.5 and more before training
     scores = [event["loss"] for event in run.events("evaluation")]
-    assert scores[-1] < scores[0], scores
+    assert scores[-1] < 5.0, scores

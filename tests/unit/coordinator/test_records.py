@@ -30,7 +30,7 @@ from farloop.algo.spec import (
 )
 from farloop.algo.terms import LearningRate, Terms
 from farloop.coordinator.decide import records as rec
-from farloop.wire.messages import AnchorRef, Committed, Drop, Share, pack
+from farloop.wire.messages import AnchorRef, Committed, Drop, Share, pack, unpack
 from farloop.wire.reasons import Reason
 
 GOLDEN = Path(__file__).parent / "golden" / "records-v1.json"
@@ -121,6 +121,21 @@ def test_golden_bytes_are_still_understood() -> None:
     assert rec.decode(*rec.encode(infinite)) == infinite
     golden = json.loads(GOLDEN.read_text())
     assert tuple(rec.decode(kind, bytes.fromhex(data)) for kind, data in golden.values()) == SAMPLES
+
+
+def test_a_loss_that_is_no_number_is_equal_to_itself_once_it_is_read() -> None:
+    """A journal that held NaN differed from what had been read of it, and no coordinator could start on it."""
+    kind, data = rec.encode(EVALUATION)
+    broken = {**unpack(data), "loss": float("nan")}
+    assert (
+        rec.decode(kind, pack(broken))
+        == rec.decode(kind, pack(broken))
+        == dataclasses.replace(EVALUATION, loss=float("inf"))
+    )
+    (saved,) = (sample for sample in SAMPLES if isinstance(sample, rec.LedgerSaved))
+    kind, data = rec.encode(saved)
+    broken = {**unpack(data), "evaluations": [broken]}
+    assert rec.decode(kind, pack(broken)) == rec.decode(kind, pack(broken))
 
 
 def test_a_field_of_a_later_farloop_is_ignored_and_one_that_an_earlier_did_not_write_has_its_default() -> None:
