@@ -6,6 +6,7 @@ exchanged.
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -258,8 +259,10 @@ def _reference_rate(optimizer: Optimizer) -> float:
     rates = [_rate_at_join(group) for group in groups]
     default = optimizer.defaults.get("lr")
     reference = float(default) if default is not None and float(default) in rates else max(rates)
-    if not reference > 0.0:
-        raise LoopError(f"the learning rate of {kind} is {reference:g}: give it one above 0, groups keep their ratios")
+    if not 0.0 < reference < math.inf:
+        raise LoopError(
+            f"the learning rate of {kind} is {reference:g}: give it a finite one above 0, groups keep their ratios"
+        )
     return reference
 
 

@@ -122,8 +122,8 @@ class Node:
 
     @property
     def running(self) -> bool:
-        """Whether another inner step is wanted; False at the run's end, and after `request_drain`."""
-        return self._decision.running
+        """Whether another inner step is wanted; False at the run's end, and after `request_drain` and `leave`."""
+        return self._decision.running and not self._left
 
     @property
     def position(self) -> float:

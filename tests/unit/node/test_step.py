@@ -38,6 +38,9 @@ class Notes:
     def wait_for_start(self) -> Decision:
         return Decision(running=True, lr=RATE)
 
+    def close(self) -> None:
+        """As the driver's."""
+
     def after_step(self, tokens: int, loss: float | None, *, stepped: bool) -> Decision:
         self.steps.append((tokens, loss, stepped))
         return Decision(running=True, lr=RATE / 2 ** len(self.steps))
@@ -301,7 +304,8 @@ WHOLE = {"terms": {"method": "data-parallel"}}
         (lambda module: SparseAdam(module.parameters()), {}, "take Adam or AdamW"),
         (lambda module: AdamW(module.parameters()), {"module": sparse()}, "embedding 'table' makes sparse.* sparse=F"),
         (lambda module: AdamW(nn.Linear(2, 2).parameters()), {}, "AdamW has no parameter of the model"),
-        (lambda module: SGD(module.parameters(), lr=0.0), {}, "learning rate of SGD is 0: give it one above 0"),
+        (lambda module: SGD(module.parameters(), lr=0.0), {}, "learning rate of SGD is 0: give it a finite one"),
+        (lambda module: SGD(module.parameters(), lr=math.inf), {}, "learning rate of SGD is inf: give it a finite one"),
         (rateless, {}, "SGD has no learning rate that could be set: join with rate='own'"),
         (plain, {"rate": "own", **VARIATES}, "control_variates, which need one learning rate"),
         (groups(0.1, 0.2), VARIATES, "control_variates, which need one learning rate"),
@@ -454,8 +458,12 @@ def test_a_loss_or_tokens_may_be_a_tensor_of_one_element() -> None:
     assert (tokens, type(tokens), loss, type(loss)) == (8, int, 0.5, float)
 
 
-def test_a_step_after_the_end_is_refused_in_one_line() -> None:
+@pytest.mark.parametrize("end", ["the run is over", "the node has left"])
+def test_a_step_after_the_end_is_refused_in_one_line(end: str) -> None:
     loop = Loop(plain)
-    loop.node._decision = Decision(running=False, lr=0.0)
+    if end == "the run is over":
+        loop.node._decision = Decision(running=False, lr=0.0)
+    else:
+        loop.node.abandon()
     with pytest.raises(LoopError, match=r"node\.running is False.*Loop while node\.running"):
         loop.step(1.0)
