@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from farloop.cli.options import AsJson, Commands, TextData
+from farloop.cli.options import AsJson, Commands, TextData, make_output_folder
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.monitoring.units import count_text
 
@@ -162,7 +162,7 @@ def write_report(report: "CodecReport", out: Path) -> list[Path]:
     """codecs.json and the plots of what was measured, each as SVG and PNG."""
     from farloop.plots.codecs import plot_quality, plot_speed
 
-    out.mkdir(parents=True, exist_ok=True)
+    make_output_folder(out)
     files = [out / "codecs.json"]
     files[0].write_text(json.dumps(report.plain(), indent=1))
     for wanted, plot, name in ((report.quality, plot_quality, "quality"), (report.speed, plot_speed, "speed")):
@@ -250,7 +250,7 @@ def routing(
     made = _processes(console) if run_processes else None
     if made is not None:
         found["processes"] = {**dataclasses.asdict(made), "parity": made.learning.parity}
-    out.mkdir(parents=True, exist_ok=True)
+    make_output_folder(out)
     (out / "routing.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     what = "Planning measured, all other seconds predicted or simulated."
     if made is not None:

@@ -23,11 +23,13 @@ from farloop.chaos.faults import page
 from farloop.chaos.processes import Children, free_port, stop_on_signals, write_coordinator, write_node
 from farloop.chaos.recovery_watch import final_status
 from farloop.chaos.relay import Link, Relay, RelayThread
+from farloop.cli.options import make_output_folder
 from farloop.cli.progress import Display, progress_console
 from farloop.cli.report import write_report
 from farloop.cli.run_results import Summary, summarise, summary_table
 from farloop.config.exit_codes import CommandError, ExitCode
 from farloop.config.run_spec import DataConfig, Plan, RunConfig, plan_run
+from farloop.config.settings import LEAST
 from farloop.monitoring.status import Status
 from farloop.node.model import build, from_json
 from farloop.node.trainer import EVALUATION_BATCH
@@ -56,6 +58,9 @@ def run_demo(
     Raises:
         CommandError: one line.
     """
+    for key in ("nodes", "seed"):
+        if run[key] < (least := LEAST["run", key]):
+            raise CommandError(f"--{key}: the least is {least}, not {run[key]}")
     console = progress_console(json=as_json)
     try:
         if link:
@@ -96,7 +101,7 @@ def _new_folder(method: str) -> Path:
 def _prepare(plan: DemoPlan) -> None:
     if (plan.out / "demo.json").exists():
         raise CommandError(f"--out: {plan.out} holds a run already; go on with --resume {plan.out}, or name another")
-    plan.out.mkdir(parents=True, exist_ok=True)
+    make_output_folder(plan.out)
     kept = {"run": _plain(plan.run), "data": _plain(plan.data), "link": plan.link, "argv": sys.argv[1:]}
     (plan.out / "demo.json").write_text(json.dumps(kept, indent=1))
 

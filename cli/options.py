@@ -76,3 +76,11 @@ def facts() -> "Table":
     made.add_column(style="dim", no_wrap=True)
     made.add_column()
     return made
+
+
+def make_output_folder(folder: Path) -> None:
+    """Create the folder of `--out` if it is missing. Raises CommandError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--out: cannot make {folder}: {(error.strerror or str(error)).lower()}") from error

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from farloop.config.run_spec import RunConfig
 
 ROWS = 16  # most rows of the table; of more rounds, evenly spaced ones are shown
+MOST_ROUNDS = 1_000_000  # all of them are in memory at once
 _BAR = 24  # characters of the longest bar
 
 _FLAGS = {
@@ -199,6 +200,11 @@ def preview(config: "RunConfig") -> tuple[Preview, list[str]]:
         check(terms, one_slot)
     except ValueError as error:
         raise CommandError(_with_flags(str(error))) from error
+    if (rounds_at_most := terms.schedule.steps // terms.schedule.h) > MOST_ROUNDS:
+        raise CommandError(
+            f"--steps {terms.schedule.steps} with --h-base {terms.schedule.h} can have {rounds_at_most:,} rounds; "
+            f"the most is {MOST_ROUNDS:,}"
+        )
     rounds = first_rounds(terms, terms.schedule.steps)
     rates = tuple(learning_rate(terms, plan.start) for plan in rounds)
     return Preview(terms=terms, rounds=rounds, learning_rates=rates), [*notes, *_correction(terms, rounds)]

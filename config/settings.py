@@ -303,6 +303,14 @@ def load_run(path: Path, *, flags: Iterable[str], environ: Mapping[str, str]) ->
     settings.check("coordinator", "bind", lambda text: parse_tcp(text, listens=True))
     _check_daemon(settings, "coordinator", address="bind", partner="allow", whose="the folder of the nodes' .pub files")
     coordinator = settings.section("coordinator")
+    if not coordinator["copy_every_s"] > 0.0:  # also if it is nan
+        raise settings.error("coordinator", "copy_every_s", "seconds above 0 are wanted")
+    if not coordinator["probe_idle_s"] >= 0.0:
+        raise settings.error("coordinator", "probe_idle_s", "0 seconds or more are wanted")
+    if http := coordinator["http"]:
+        address = parse_host_port(http, listens=True)
+        if address.port and address == parse_tcp(coordinator["bind"], listens=True):
+            raise settings.error("coordinator", "http", f"{http} is also the address of bind; give it another port")
     coordinator.pop("insecure")
     return RunFile(
         settings=settings,

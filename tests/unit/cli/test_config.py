@@ -289,3 +289,18 @@ def test_addresses_are_parsed() -> None:
 def test_a_wrong_address_is_answered_with_a_right_one(text: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
         parse_tcp(text)
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("copy_every_s = nan", "seconds above 0 are wanted"),
+        ("copy_every_s = 0.0", "seconds above 0 are wanted"),
+        ("probe_idle_s = -1.0", "0 seconds or more are wanted"),
+        ("bind = 'tcp://127.0.0.1:7700'\nhttp = '127.0.0.1:7700'", "is also the address of bind"),
+    ],
+)
+def test_a_coordinator_that_cannot_be_is_one_line(tmp_path: Path, setting: str, line: str) -> None:
+    path = written(tmp_path, f"{NANO}[coordinator]\nstate_dir = 'state'\n{setting}\n")
+    with pytest.raises(ConfigError, match=line):
+        load_run(path, flags=[], environ={})

@@ -139,3 +139,15 @@ def test_a_demo_that_cannot_be_is_one_line_before_anything_is_started(
 def test_this_test_run_is_no_rank() -> None:
     """Or the commands above would have ended the interpreter."""
     assert rank_of(os.environ) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--nodes", "0"], "--nodes: the least is 1, not 0"),
+        (["--seed", "-1"], "--seed: the least is 0, not -1"),
+        (["--out", "/proc/foo"], "--out: cannot make /proc/foo: no such file or directory"),
+    ],
+)
+def test_a_demo_with_a_bad_number_or_folder_is_one_line(words: list[str], line: str) -> None:
+    assert line in error_line("demo", "--model", "nano", *words)

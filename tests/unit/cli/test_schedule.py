@@ -88,3 +88,7 @@ def test_it_is_drawn(kind: str, tmp_path: Path) -> None:
 )
 def test_a_run_that_cannot_be_is_one_line_and_ends_with_2(words: str, line: str) -> None:
     assert line in error_line("schedule", *words.split())
+
+
+def test_more_rounds_than_fit_in_memory_are_refused() -> None:
+    assert "the most is 1,000,000" in error_line("schedule", "--steps", "100000000000")
