@@ -76,9 +76,12 @@ def test_without_failures_and_limits_every_second_is_useful(method: MethodName) 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 1000))
 def test_machine_seconds_are_conserved_whatever_goes_wrong(method: MethodName, seed: int) -> None:
-    """Computing, idle and down are all there is; six nodes the whole hour, one from 400 s to 2000 s at the most."""
+    """Computing, idle and down are all there is: six nodes the whole hour, and one from 400 s until it has drained.
+
+    That begins at 2000 s, takes longer if the node is down then, and ends with the hour at the latest.
+    """
     outcome = rough(method, seed)
-    assert 6 * 3600 + 1500 - 1e-6 < outcome.machine_s < 6 * 3600 + 2000 + 1e-6
+    assert 6 * 3600 + 1500 - 1e-6 < outcome.machine_s < 6 * 3600 + 3200 + 1e-6
     assert 0.0 < outcome.useful_s <= outcome.compute_s * (1 + 1e-12)
     assert min(outcome.idle_s, outcome.down_s) >= 0.0
 
