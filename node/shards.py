@@ -20,8 +20,6 @@ from farloop.algo.spec import Layout, TensorSlot
 from farloop.node.cluster import Cluster
 from farloop.node.errors import LoopError
 
-_GATHER, _MERGE, _KEEP, _RESTORE, _EVALUATE, _GO_ON = "gather", "merge", "keep", "restore", "evaluate", "go on"
-
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a part of a tensor that lies on several ranks. Where nobody has imported DTensors, none exists: to
@@ -79,48 +77,48 @@ class Shards:
 
     def lead_gather(self, index: int, kind: Literal["weights", "gradients"]) -> dict[str, Tensor]:
         """The whole tensors of a fragment by name, in host memory; a missing gradient is zeros."""
-        self._tell(_GATHER, index, kind)
+        self._tell("gather", index, kind)
         return self._gather(index, kind)
 
     def lead_merge(self, index: int, anchor: Tensor, mix: float) -> None:
         """local ← mix·local + (1 − mix)·anchor on every rank; `anchor` is fp32 [fragment.numel] in host memory."""
-        self._tell(_MERGE, index, mix)
+        self._tell("merge", index, mix)
         self._merge(index, anchor, mix)
 
     def lead_keep(self) -> None:
         """Set the local weights aside, until `lead_restore`."""
-        self._tell(_KEEP)
+        self._tell("keep")
         self._keep()
 
     def lead_restore(self) -> None:
         """Put the weights back that `lead_keep` set aside."""
-        self._tell(_RESTORE)
+        self._tell("restore")
         self._restore()
 
     def lead_evaluate(self) -> float:
         """The lead's result of `join(evaluate=…)`, which every rank calls: a forward pass needs all shards."""
-        self._tell(_EVALUATE)
+        self._tell("evaluate")
         return self._score()
 
     def lead_go_on(self) -> None:
         """Let the other ranks leave `follow`."""
-        self._tell(_GO_ON)
+        self._tell("go on")
 
     def follow(self) -> None:
         """Take part in what the lead does, until it says to go on."""
         while True:
             match self._cluster.hear():
-                case [str() as action] if action == _GO_ON:
+                case ["go on"]:
                     return
-                case [str() as action, int() as index, str() as kind] if action == _GATHER:
+                case ["gather", int() as index, str() as kind]:
                     self._gather(index, kind)
-                case [str() as action, int() as index, float() as mix] if action == _MERGE:
+                case ["merge", int() as index, float() as mix]:
                     self._merge(index, None, mix)
-                case [str() as action] if action == _KEEP:
+                case ["keep"]:
                     self._keep()
-                case [str() as action] if action == _RESTORE:
+                case ["restore"]:
                     self._restore()
-                case [str() as action] if action == _EVALUATE:
+                case ["evaluate"]:
                     self._score()
                 case told:
                     raise AssertionError(f"rank 0 told {told!r}")
