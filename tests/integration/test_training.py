@@ -74,7 +74,7 @@ def test_the_example_of_an_own_loop_trains_to_the_end(new_run: NewRun) -> None:
     run.start("coordinator", *FARLOOP, "coordinator", "examples/own-run.toml", *sets)
     for name in ("a", "b"):
         run.start(f"node-{name}", "examples/own_loop.py", "train", address, name)
-    status = run.until_done()
+    status = run.until_done(timeout_s=240.0)  # each process may compile its kernels first
     assert_all_agree(run, status, "a", "b")
     assert all(node["inner_steps"] == 60 for node in status["nodes"])
     losses = [event["loss"] for event in run.events("progress") if event["loss"] is not None]
