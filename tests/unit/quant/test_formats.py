@@ -389,6 +389,11 @@ def check(spelling: str, x: np.ndarray, fragment: spec.Fragment, seed: int) -> N
         assert torch.equal(again, payload) and same_bits(numbers, decoded)
 
 
+def test_every_format_has_a_second_implementation() -> None:
+    """Those of `lowrank` and `sketch` are in test_lowrank.py and test_sketch.py."""
+    assert {spelling.partition(":")[0] for spelling in ORACLES} == set(CODECS) - {"lowrank", "sketch"}
+
+
 @pytest.mark.parametrize("spelling", ORACLES)
 @given(data=st.data(), fragment=fragments, seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=25)
