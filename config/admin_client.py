@@ -37,7 +37,7 @@ def asked(request: Mapping[str, Any], state: Path) -> Mapping[str, Any]:
             f"no coordinator at {state / NAME}: {what.lower()}; is one running on this folder?", ExitCode.UNREACHABLE
         ) from error
     if "error" in answer:
-        raise CommandError(str(answer["error"]), ExitCode.REFUSED)
+        raise CommandError(str(answer["error"]), ExitCode.REFUSED if answer.get("not_now", True) else ExitCode.USAGE)
     return answer
 
 

@@ -1,7 +1,8 @@
 """The admin socket: a unix socket in the state folder, one JSON line in, one out.
 
 It is not on the network, works inside a container, and admits the folder's owner: `admin.sock`, mode 0600. A request is
-`{"do": "set", …}`; an answer holds the result, or `{"error": "one sentence"}`.
+`{"do": "set", …}`; an answer holds the result, or `{"error": "one sentence", "not_now": …}`. `not_now` is true if the
+state of the run forbids the request, and false if the request itself is wrong.
 """
 
 import asyncio
@@ -14,6 +15,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from farloop.coordinator.decide.revising import NotNow
+
 _log = logging.getLogger(__name__)
 
 NAME: Final = "admin.sock"
@@ -23,7 +26,7 @@ PATIENCE_S: Final = 10.0  # longest wait for a request after a connection
 _LONGEST_PATH: Final = 107  # bytes that the address of a unix socket has room for
 Request = Mapping[str, Any]
 Answer = Mapping[str, Any]
-Handler = Callable[[Request], Awaitable[Answer]]  # raises ValueError, one sentence, for what it refuses
+Handler = Callable[[Request], Awaitable[Answer]]  # raises ValueError or NotNow, one sentence
 
 
 @contextlib.contextmanager
@@ -88,8 +91,10 @@ class AdminSocket:
             if not isinstance(request, dict) or request.get("do") not in self._handlers:
                 raise ValueError(f'a request is {{"do": …}} with one of {", ".join(self._handlers)}')
             return await self._handlers[request["do"]](request)
+        except NotNow as error:
+            return {"error": str(error), "not_now": True}
         except (ValueError, RecursionError) as error:
-            return {"error": str(error)}
+            return {"error": str(error), "not_now": False}
 
 
 def ask(folder: Path, request: Request, timeout_s: float) -> Answer:

@@ -14,7 +14,7 @@ from farloop.coordinator.admin import Handler
 from farloop.coordinator.decide import events as ev
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.machine import CoordinatorMachine
-from farloop.coordinator.decide.revising import described
+from farloop.coordinator.decide.revising import NotNow, described
 from farloop.coordinator.routing.sync_plan import Advice, NotInPlace, settings_of
 from farloop.quant.codec_checks import check_codecs
 from farloop.quant.errors import BadParameter, UnknownCodec, UnsoundPairing
@@ -68,11 +68,11 @@ class Release:
         """Release a hold. Returns what held the run, by node, and what still holds it.
 
         `nodes` names all nodes that hold the run; it may be left out if that is one. Raises ValueError: no node holds
-        the run, or other nodes than the named ones; one sentence.
+        the run (NotNow), or other nodes than the named ones; one sentence.
         """
         claims = self._machine.hold_claims
         if not claims:
-            raise ValueError("the run is not held by what a node says of another history: there is nothing to release")
+            raise NotNow("no node holds the run by a report of newer versions: there is nothing to release")
         named = request.get("nodes") or []
         if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
             raise ValueError("release needs nodes: a list of names")

@@ -18,7 +18,7 @@ from farloop.coordinator.decide.adoption import Adoption, AdoptionSettings
 from farloop.coordinator.decide.closing import QUARANTINE, Closing, ParticipationCheck, StragglerGrace
 from farloop.coordinator.decide.ledger import Ledger
 from farloop.coordinator.decide.membership import Membership
-from farloop.coordinator.decide.revising import revision_of
+from farloop.coordinator.decide.revising import NotNow, revision_of
 from farloop.coordinator.decide.rollback import RollbackGuard
 from farloop.coordinator.decide.roster import EXPIRE_S, Member, look_after_stages
 from farloop.coordinator.decide.run_state import Decisions, RunState
@@ -178,9 +178,9 @@ class CoordinatorMachine:
         return self._rollback.claims if self._adoption is None else {}
 
     def revision_for(self, given: Mapping[str, str]) -> Revision:
-        """The revision to these terms. Raises ValueError, one sentence, if the run cannot have them."""
+        """The revision to these terms. Raises ValueError or NotNow, one sentence, if the run cannot have them."""
         if self.holding is not None:
-            raise ValueError(f"the run is held, and its state may be an old copy: {self.holding}")
+            raise NotNow(f"the run is held, and its state may be an old copy: {self.holding}")
         closing = {fragment for fragment, window in self.windows.items() if window.state == "closing"}
         return revision_of(self.ledger, closing, self._membership.speak, given)
 

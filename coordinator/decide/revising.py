@@ -21,10 +21,16 @@ REVISED_SINCE: Final = SINCE[Revised]  # protocol version from which nodes can b
 MOST: Final = 64  # revisions that are kept at a time: all of them are in every Welcome
 
 
+class NotNow(ValueError):
+    """The request is valid, but the state of the run does not allow it; one sentence."""
+
+
 def revision_of(
     ledger: Ledger, closing: Collection[int], speak: Mapping[NodeId, int], given: Mapping[str, str]
 ) -> Revision:
-    """The revision that sets these values now. Raises ValueError: it cannot; one sentence.
+    """The revision that sets these values now.
+
+    Raises ValueError: a value is invalid; NotNow: the run cannot change now; one sentence each.
 
     Args:
         closing: fragments whose open window is being committed.
@@ -33,7 +39,7 @@ def revision_of(
     """
     before, layout = ledger.spec.terms, ledger.spec.identity.layout
     if not ledger.windows:
-        raise ValueError("the run is over: nothing of it can change any more")
+        raise NotNow("the run is over: nothing of it can change any more")
     after = revised(before, layout, given)
     differ = changes(before, after)
     _check_follow(before, after, differ, speak)
@@ -43,9 +49,9 @@ def revision_of(
     if any(change.of_rounds for change in differ):
         _check_rounds(ledger, after, first_round)
     if all(window.final for window in ledger.windows.values()) and not all(change.of_rounds for change in differ):
-        raise ValueError(f"the run's last windows are open: {differ[0].key} would change in none")
+        raise NotNow(f"the run's last windows are open: {differ[0].key} would change in none")
     if len(ledger.revisions.kept) >= MOST:
-        raise ValueError(f"the terms changed {MOST} times within the last windows: wait for the next ones")
+        raise NotNow(f"the terms changed {MOST} times within the last windows: wait for the next ones")
     return Revision(
         number=newest.number + 1,
         terms=after,
@@ -140,7 +146,7 @@ def _check_rounds(ledger: Ledger, after: Terms, first_round: int) -> None:
     while plan is not None and plan.index < first_round - 1:
         plan = schedule.round_after(ledger.terms_in(plan.index + 1), plan)
     if plan is None or schedule.is_last(ledger.terms_in(plan.index), plan):
-        raise ValueError("the run's last round is fixed: no later one is left to change")
+        raise NotNow("the run's last round is fixed: no later one is left to change")
     end = plan.start + plan.length
     if after.schedule.steps <= end:
         raise ValueError(

@@ -27,7 +27,7 @@ def test_a_run_changes_its_terms_survives_a_crash_and_ends_equal(new_run: NewRun
     told = json.loads(answer.stdout)
     assert told["revision"] == 1 and {change["key"] for change in told["changes"]} == {"outer_lr", "h", "codec_up"}
     refused = set_terms(run, "seed=7")
-    assert refused.returncode == ExitCode.REFUSED and "identity, which never changes" in refused.stderr
+    assert refused.returncode == ExitCode.USAGE and "identity, which never changes" in refused.stderr
 
     coordinator.kill()
     coordinator = run.start_coordinator()

@@ -11,6 +11,7 @@ from command_line import error_line, farloop, found
 
 from farloop.config.exit_codes import ExitCode
 from farloop.coordinator.admin import AdminSocket
+from farloop.coordinator.decide.revising import NotNow
 
 CHANGES = [
     {"key": "h", "before": 30, "after": 60, "from": "round 9"},
@@ -32,6 +33,8 @@ class Fake:
             return {"held": "node b has met epoch 1000, this start has 7", "still": request.get("nodes") and "waits"}
         if "seed" in request["given"]:
             raise ValueError("seed is part of the run's identity")
+        if "steps" in request["given"]:
+            raise NotNow("the run is over")
         return {**ANSWER, "dry_run": request["dry_run"]}
 
 
@@ -67,8 +70,9 @@ def test_set_says_what_changes_and_from_where_on(fake: Fake, tmp_path: Path) -> 
     dry = farloop("set", "h=60", "--state", str(tmp_path), "--dry-run")
     assert dry.stdout.startswith("revision 2 would be:") and fake.asked[1]["dry_run"] is True
     assert found("set", "h=60", "--state", str(tmp_path)) == {**ANSWER, "dry_run": False}
-    refused = error_line("set", "seed=3", "--state", str(tmp_path), code=ExitCode.REFUSED)
-    assert refused == "seed is part of the run's identity"
+    bad = error_line("set", "seed=3", "--state", str(tmp_path), code=ExitCode.USAGE)
+    assert bad == "seed is part of the run's identity"
+    assert error_line("set", "steps=9", "--state", str(tmp_path), code=ExitCode.REFUSED) == "the run is over"
 
 
 def test_what_cannot_even_be_asked_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
